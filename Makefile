@@ -1,0 +1,29 @@
+# make demo: train the demo model.  make test: run the tests.  Both set up first; again, they set up nothing.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+
+.PHONY: demo test setup check format clean
+
+demo: setup
+	$(BIN)/asyncrl launch --config configs/demo.yaml --run demo
+
+test: setup
+	$(BIN)/python -m pytest
+
+setup: .venv/ready
+
+.venv/ready: pyproject.toml requirements/cpu.txt scripts/setup
+	scripts/setup $(PYTHON)
+	touch $@
+
+check: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv runs demo

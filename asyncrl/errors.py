@@ -1,0 +1,29 @@
+"""Every error the package raises on purpose. Each also is the standard error a caller would expect."""
+
+
+class AsyncrlError(Exception):
+    """Base of all errors raised on purpose."""
+
+
+class ConfigError(AsyncrlError, ValueError):
+    """A setting, a file it names, or a flag is wrong. Raised before any role starts; exit code 2."""
+
+
+class DataError(AsyncrlError, ValueError):
+    """A row of a dataset cannot be used; names the file, the row and the column."""
+
+
+class ProtocolError(AsyncrlError, ValueError):
+    """A message does not fit its schema. Counted and answered, never fatal for the receiver."""
+
+
+class PeerTimeoutError(AsyncrlError, TimeoutError):
+    """Another process did not answer within its deadline; the text names it."""
+
+
+class RunError(AsyncrlError, RuntimeError):
+    """The run cannot go on; exit code 1."""
+
+
+class InvariantError(AsyncrlError, AssertionError):
+    """A promise of the system itself is broken (a defect here, not a user's mistake)."""

@@ -1,0 +1,147 @@
+"""The data on its way through the system: prompt, lease, trajectory, group, shard.
+
+Array index is token index everywhere; arrays of one trajectory have the same length T, with prompt tokens
+first and then action tokens (chosen by the policy) and environment tokens in the order the model saw them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.errors import InvariantError
+
+Status = Literal["completed", "truncated", "failed"]
+"""completed: ended by the policy; truncated: cut at the token limit; failed: the reward could not be had."""
+
+NO_VERSION = -1
+"""Version of a token that no policy chose."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One row of the training data, tokenized."""
+
+    row: int
+    """Row number in the dataset, counted over its files in order."""
+    tokens: NDArray[np.int32]
+    ground_truth: str
+    data_source: str
+    extra_info: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The right and duty to generate one group."""
+
+    ticket: int
+    """Order in which groups were admitted; never reused for another prompt."""
+    attempt: int
+    """0, and one more each time the ticket was handed out again."""
+    prompt: Prompt
+
+
+@dataclass(slots=True)
+class Trajectory:
+    """One completion with everything that training needs."""
+
+    tokens: NDArray[np.int32]
+    """[T]"""
+    action_mask: NDArray[np.bool_]
+    """[T], true where the policy chose the token: the only place where "trainable" is decided."""
+    behavior_logprobs: NDArray[np.float32]
+    """[T], nats, at the sampling temperature; 0 where action_mask is false."""
+    versions: NDArray[np.int32]
+    """[T], policy version that sampled the token; NO_VERSION where action_mask is false."""
+    status: Status
+    reward: float = 0.0
+    reward_parts: dict[str, float] = field(default_factory=dict[str, float])
+    error: str = ""
+    """Why the trajectory failed; empty unless status is "failed"."""
+
+    @property
+    def num_action_tokens(self) -> int:
+        return int(self.action_mask.sum())
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        actions = np.flatnonzero(self.action_mask)
+        return int(actions[0]) if len(actions) else len(self.tokens)
+
+    @property
+    def oldest_version(self) -> int:
+        """Smallest version among the action tokens; NO_VERSION when there are none."""
+        versions = self.versions[self.action_mask]
+        return int(versions.min()) if len(versions) else NO_VERSION
+
+    def check(self) -> None:
+        """Raises InvariantError when the arrays contradict one another."""
+        length = len(self.tokens)
+        for name in ("action_mask", "behavior_logprobs", "versions"):
+            if getattr(self, name).shape != (length,):
+                raise InvariantError(f"trajectory: {name} has shape {getattr(self, name).shape}, tokens ({length},)")
+        if np.any((self.versions == NO_VERSION) == self.action_mask):
+            raise InvariantError("trajectory: a token has a version if and only if the policy chose it")
+        if not np.all(np.isfinite(self.behavior_logprobs)):
+            raise InvariantError("trajectory: behavior_logprobs are not finite")
+
+
+@dataclass(slots=True)
+class Group:
+    """All trajectories of one lease."""
+
+    ticket: int
+    attempt: int
+    generator: int
+    row: int
+    data_source: str
+    start_version: int
+    """Version the generator had loaded when the group started."""
+    end_version: int
+    trajectories: list[Trajectory]
+    started_s: float = 0.0
+    """Seconds on the machine's monotonic clock."""
+    finished_s: float = 0.0
+
+    @property
+    def rewards(self) -> NDArray[np.float64]:
+        """[group size]"""
+        return np.array([t.reward for t in self.trajectories], dtype=np.float64)
+
+    @property
+    def num_action_tokens(self) -> int:
+        return sum(t.num_action_tokens for t in self.trajectories)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens a learner must run forward: prompt and completion of every trajectory."""
+        return sum(len(t.tokens) for t in self.trajectories)
+
+    @property
+    def oldest_version(self) -> int:
+        return min((t.oldest_version for t in self.trajectories if t.num_action_tokens), default=self.start_version)
+
+
+@dataclass(slots=True)
+class Shard:
+    """One learner rank's part of the batch of one step: whole groups."""
+
+    step: int
+    """Number of the optimizer step, from 1; it trains policy version step - 1 into version step."""
+    groups: list[Group]
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoints:
+    """Where the parts of a run find one another."""
+
+    run_id: str
+    replay: str
+    """ZeroMQ address of the replay queue."""
+    weights: tuple[str, int]
+    """Host and port of the key-value store that learner rank 0 opens for weight synchronization."""
+    learners: tuple[str, int]
+    """Host and port of the learners' own rendezvous."""

@@ -1,0 +1,95 @@
+"""Reading, overriding and refusing configs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from asyncrl.config import Config, config_keys, load_config, parse_override
+from asyncrl.errors import ConfigError
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+NEEDED = {"model.path": "model", "data.train": "data.parquet"}
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_shipped_config_loads_and_round_trips(path: Path) -> None:
+    config = load_config(path)
+    assert load_config(path.stem) == config, "found by its name alone"
+    assert Config.model_validate(yaml.safe_load(config.to_yaml())) == config
+
+
+def test_overrides_are_yaml() -> None:
+    config = load_config(
+        None, ["model.path=m", "data.train=[a, b]", "learner.lr=1e-4", "replay.max_staleness=0", "seed=7"]
+    )
+    assert config.data.train_files == ["a", "b"]
+    assert (config.learner.lr, config.replay.max_staleness, config.seed) == (1e-4, 0, 7)
+    assert parse_override("algorithm.loss_options={clip_low: 3e-4}") == ("algorithm.loss_options", {"clip_low": 3e-4})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"learner.lrr": 1e-4}, "learner.lrr = 0.0001: unknown key; did you mean learner.lr?"),
+        ({"lr": 1e-4}, "lr = 0.0001: unknown key; did you mean learner.lr?"),
+        ({"replay.staleness": 4}, "replay.staleness = 4: unknown key; did you mean replay.max_staleness?"),
+        ({"lerner.lr": 1e-4}, "lerner = {'lr': 0.0001}: unknown key; did you mean learner?"),
+        ({"learner.lr": -1.0}, "learner.lr = -1.0: input should be greater than 0"),
+        ({"learner.lr": "fast"}, "learner.lr = 'fast': input should be a valid number, unable to parse string"),
+        ({"learner.zero_stage": 5}, "learner.zero_stage = 5: input should be 0, 1, 2 or 3"),
+        ({"launch.generators": 0}, "launch.generators = 0: input should be greater than or equal to 1"),
+        ({"replay.max_staleness": -1}, "replay.max_staleness = -1: input should be greater than or equal to 0"),
+        ({"generator.group_size": 1}, "generator.group_size = 1: input should be greater than or equal to 2"),
+        ({"run": "../else"}, "run = '../else': string should match pattern"),
+        (
+            {"launch.learners": 3, "replay.groups_per_step": 8},
+            "launch.learners = 3 does not divide replay.groups_per_step = 8: every learner rank takes the same number "
+            "of whole groups; use 1, 2, 4, 8 learners",
+        ),
+        (
+            {"generator.max_model_tokens": 16, "generator.max_new_tokens": 16},
+            "generator.max_model_tokens = 16 leaves no room for a prompt",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_with_path_value_and_rule(overrides: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, {**NEEDED, **overrides})
+    assert message in str(caught.value)
+
+
+def test_everything_wrong_is_said_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, {"model.path": "m", "learner.lr": 0, "generator.temperature": 0})
+    text = str(caught.value)
+    for part in ("data: required, but not set", "learner.lr = 0", "generator.temperature = 0"):
+        assert part in text
+
+
+def test_missing_file_names_what_is_shipped() -> None:
+    with pytest.raises(ConfigError, match=r"--config demoo: no such file; did you mean demo\?; shipped: .*demo"):
+        load_config("demoo")
+
+
+def test_broken_yaml(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("a: [1")
+    with pytest.raises(ConfigError, match="not valid YAML"):
+        load_config(broken)
+    broken.write_text("just text")
+    with pytest.raises(ConfigError, match="expected sections with keys, found str"):
+        load_config(broken)
+
+
+def test_override_without_equals_or_into_a_value() -> None:
+    with pytest.raises(ConfigError, match=r"override 'learner.lr': expected section.key=value"):
+        parse_override("learner.lr")
+    with pytest.raises(ConfigError, match=r"seed.x: seed is a value, not a section"):
+        load_config(None, {**NEEDED, "seed": 1, "seed.x": 2})
+
+
+def test_config_stays_small() -> None:
+    assert len(config_keys()) <= 80
