@@ -1,0 +1,1 @@
+"""The replay queue: admission, leases, finished groups, acknowledged commits and the ledger."""

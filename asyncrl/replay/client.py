@@ -1,0 +1,242 @@
+"""The replay queue as generators, learners and the launcher see it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import zmq
+
+from asyncrl.errors import PeerTimeoutError, ProtocolError, RunError
+from asyncrl.replay.wire import Array, Message, decode, encode, pack_group, unpack_group, unpack_leases
+from asyncrl.types import Endpoints, Group, Lease, Shard
+
+RESEND_S = 5.0
+"""A finished group that is not acknowledged by then is sent again."""
+ARRAYS_PER_GROUP = 4
+
+
+@dataclass(slots=True)
+class GeneratorStats:
+    """What a generator tells of itself with every ask; sums since its first ask."""
+
+    tokens: int = 0
+    """Action tokens generated."""
+    idle_s: float = 0.0
+    """Time without a running request."""
+    busy_s: float = 0.0
+    stall_ms: list[float] = field(default_factory=list[float])
+    """How long each weight swap since the last ask held the engine."""
+    running_groups: int = 0
+    rewards_failed: int = 0
+    """Trajectories whose reward could not be had."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseReply:
+    leases: list[Lease]
+    done: bool
+    """The run is over or stopping: give back what is unfinished and return."""
+    reason: str
+    """What limits the number of leases: "staleness", "bytes", or nothing."""
+
+
+class _Connection:
+    """A DEALER socket that speaks the wire, with numbered requests."""
+
+    def __init__(self, endpoints: Endpoints) -> None:
+        self.endpoints = endpoints
+        self._seq = 0
+        self._socket = zmq.Context.instance().socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 500)
+        self._socket.connect(endpoints.replay)
+
+    def send(self, kind: str, body: Any, arrays: Sequence[Array] = ()) -> int:
+        self._seq += 1
+        frames = encode(self.endpoints.run_id, kind, body, seq=self._seq, arrays=arrays)
+        self._socket.send_multipart(frames, copy=False)
+        return self._seq
+
+    def receive(self, timeout_s: float) -> Message | None:
+        """The next message within the time, or None. Raises RunError when the queue answers with an error."""
+        if not self._socket.poll(max(0, round(timeout_s * 1000))):
+            return None
+        frames = self._socket.recv_multipart(copy=False)
+        message = decode(self.endpoints.run_id, [frame.buffer for frame in frames])
+        if message.kind == "error":
+            raise RunError(f"the replay queue refused a message: {message.body['text']}")
+        return message
+
+    def request(self, kind: str, body: Any, *, timeout_s: float) -> Message:
+        """Sends and waits for the answer. Raises PeerTimeoutError."""
+        seq = self.send(kind, body)
+        deadline_s = time.monotonic() + timeout_s
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            message = self.receive(left_s)
+            if message is not None and message.seq == seq:
+                return message
+        raise self.silent(kind, timeout_s)
+
+    def silent(self, kind: str, timeout_s: float) -> PeerTimeoutError:
+        return PeerTimeoutError(
+            f"the replay queue at {self.endpoints.replay} did not answer {kind!r} within {timeout_s:g} s"
+        )
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class GeneratorClient:
+    """A generator's side: asks for leases and sends finished groups without ever blocking.
+
+    Used by one thread. `timeout_s` is how long the queue may stay silent while an answer is due.
+    """
+
+    def __init__(self, endpoints: Endpoints, generator: int, *, timeout_s: float = 60.0) -> None:
+        self.generator = generator
+        self.timeout_s = timeout_s
+        self._connection = _Connection(endpoints)
+        self._ask_seq: int | None = None
+        self._ask_s = 0.0
+        self._unacknowledged: dict[tuple[int, int], tuple[float, float, Group]] = {}
+        """(ticket, attempt) -> first sent, last sent, group"""
+
+    @property
+    def outstanding(self) -> bool:
+        """True while an ask has not been answered."""
+        return self._ask_seq is not None
+
+    @property
+    def unacknowledged(self) -> int:
+        """Groups sent and not yet acknowledged."""
+        return len(self._unacknowledged)
+
+    def ask(self, version: int, num_groups: int, stats: GeneratorStats) -> None:
+        """Asks for up to `num_groups` leases with `version` loaded; does nothing while an ask is outstanding."""
+        if self.outstanding:
+            return
+        body = {
+            "generator": self.generator,
+            "version": version,
+            "num_groups": num_groups,
+            "stats": asdict(stats),
+        }
+        self._ask_seq = self._connection.send("ask", body)
+        self._ask_s = time.monotonic()
+
+    def poll(self, timeout_s: float = 0.0) -> LeaseReply | None:
+        """The answer to the ask, if it came within the time; also takes acknowledgements and sends again what
+        lacks one. Raises PeerTimeoutError when the queue has been silent for too long."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            message = self._connection.receive(max(0.0, deadline_s - time.monotonic()))
+            if message is None:
+                self._keep_sending()
+                return None
+            if message.kind == "finished":
+                self._unacknowledged.pop((message.body["ticket"], message.body["attempt"]), None)
+            elif message.kind == "leases" and message.seq == self._ask_seq:
+                self._ask_seq = None
+                leases = unpack_leases(message.body["leases"], message.arrays)
+                return LeaseReply(leases, message.body["done"], message.body["reason"])
+
+    def finish(self, group: Group) -> None:
+        """Sends a finished group; it is kept and sent again until the queue acknowledges it."""
+        now_s = time.monotonic()
+        self._unacknowledged[(group.ticket, group.attempt)] = (now_s, now_s, group)
+        self._send_group(group)
+
+    def release(self, leases: Sequence[tuple[int, int, int]]) -> None:
+        """Gives back unfinished leases: (ticket, attempt, action tokens generated so far)."""
+        given = [{"ticket": ticket, "attempt": attempt, "tokens": tokens} for ticket, attempt, tokens in leases]
+        self._connection.send("release", {"generator": self.generator, "leases": given})
+
+    def close(self, *, linger_s: float = 5.0) -> None:
+        """Waits for acknowledgements, at most `linger_s`, and closes."""
+        deadline_s = time.monotonic() + linger_s
+        while self._unacknowledged and time.monotonic() < deadline_s:
+            self.poll(0.05)
+        self._connection.close()
+
+    def _send_group(self, group: Group) -> None:
+        meta, arrays = pack_group(group)
+        self._connection.send("finish", meta, arrays)
+
+    def _keep_sending(self) -> None:
+        now_s = time.monotonic()
+        waits_s = [now_s - first_s for first_s, _, _ in self._unacknowledged.values()]
+        if self.outstanding:
+            waits_s.append(now_s - self._ask_s)
+        if waits_s and max(waits_s) > self.timeout_s:
+            raise self._connection.silent("ask" if self.outstanding else "finish", self.timeout_s)
+        for key, (first_s, sent_s, group) in self._unacknowledged.items():
+            if now_s - sent_s > RESEND_S:
+                self._unacknowledged[key] = (first_s, now_s, group)
+                self._send_group(group)
+
+
+class LearnerClient:
+    """A learner rank's side: takes its shard of each step, and rank 0 commits."""
+
+    def __init__(self, endpoints: Endpoints, rank: int, *, timeout_s: float = 60.0) -> None:
+        self.rank = rank
+        self.timeout_s = timeout_s
+        self._connection = _Connection(endpoints)
+
+    def take(self, step: int) -> Shard | None:
+        """This rank's shard of the step, as soon as the batch is complete; None when the run is stopping, the
+        same for all ranks. Raises PeerTimeoutError when the queue is silent for `timeout_s`."""
+        while True:
+            message = self._connection.request("take", {"rank": self.rank, "step": step}, timeout_s=self.timeout_s)
+            match message.body["outcome"]:
+                case "stop":
+                    return None
+                case "shard":
+                    return Shard(step, self._groups(message))
+                case _:
+                    continue
+
+    def commit(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
+        """Reports the step as trained; gives the replay side's metrics of it. Only rank 0 calls it."""
+        body = {"step": step, "metrics": metrics}
+        return self._connection.request("commit", body, timeout_s=self.timeout_s).body["metrics"]
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def _groups(self, message: Message) -> list[Group]:
+        metas, arrays = message.body["groups"], message.arrays
+        if len(arrays) != ARRAYS_PER_GROUP * len(metas):
+            raise ProtocolError(f"shard of {len(metas)} groups with {len(arrays)} arrays")
+        parts = [arrays[i : i + ARRAYS_PER_GROUP] for i in range(0, len(arrays), ARRAYS_PER_GROUP)]
+        return [unpack_group(meta, part) for meta, part in zip(metas, parts, strict=True)]
+
+
+class LauncherClient:
+    """The launcher's side: watches and ends the run."""
+
+    def __init__(self, endpoints: Endpoints, *, timeout_s: float = 5.0) -> None:
+        self.timeout_s = timeout_s
+        self._connection = _Connection(endpoints)
+
+    def status(self) -> dict[str, Any]:
+        return self._request("status", {})
+
+    def summary(self) -> dict[str, Any]:
+        return self._request("summary", {})
+
+    def stop(self, reason: str) -> None:
+        """Asks everybody to stop: learners before their next step, generators at once."""
+        self._request("stop", {"text": reason})
+
+    def shutdown(self) -> None:
+        """Ends the replay process."""
+        self._request("shutdown", {})
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def _request(self, kind: str, body: dict[str, Any]) -> dict[str, Any]:
+        return self._connection.request(kind, body, timeout_s=self.timeout_s).body

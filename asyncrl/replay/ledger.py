@@ -1,0 +1,269 @@
+"""Admission and the ledger: the pure arithmetic of the replay queue, without sockets, clocks or arrays.
+
+A ticket is one group. Its life: leased -> finished -> taken -> trained; or it is refunded (no signal, failed) and
+its place goes to another prompt; or it is returned (its generator stopped) and leased again under the same ticket.
+
+With P groups per step, staleness limit S and k groups charged so far, a generator that has loaded version v may
+start another group if and only if k < (v + S + 1) * P. A group started at version v has the deadline v + S, the
+last learner version that may train on it. The rule keeps, for every version t not yet trained,
+
+    number of charged, untrained groups with deadline <= t   <=   (t - trained steps + 1) * P,
+
+so taking groups by earliest deadline always meets every deadline, in whatever order generators finish them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from asyncrl.errors import InvariantError
+
+
+class State(Enum):
+    LEASED = "leased"
+    RETURNED = "returned"
+    FINISHED = "finished"
+    TAKEN = "taken"
+
+
+@dataclass(slots=True)
+class Ticket:
+    """A group that is charged and not yet trained."""
+
+    number: int
+    state: State
+    attempt: int
+    start_version: int
+    trajectories: int = 0
+    tokens: int = 0
+
+
+@dataclass(slots=True)
+class Amount:
+    """So many groups, trajectories and action tokens."""
+
+    groups: int = 0
+    trajectories: int = 0
+    tokens: int = 0
+
+    def add(self, *, groups: int = 1, trajectories: int, tokens: int) -> None:
+        self.groups += groups
+        self.trajectories += trajectories
+        self.tokens += tokens
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Counts every group, trajectory and token in exactly one box.
+
+    Raises InvariantError for a transition that the life of a ticket does not have.
+    """
+
+    groups_per_step: int
+    max_staleness: int
+    in_order: bool = False
+    """Take strictly by ticket number instead of by earliest deadline among the finished."""
+
+    issued: int = 0
+    """Tickets issued so far; the next one's number."""
+    steps: int = 0
+    """Optimizer steps committed: the learner's version."""
+    live: dict[int, Ticket] = field(default_factory=dict[int, Ticket])
+    trained: Amount = field(default_factory=Amount)
+    refunded: dict[str, Amount] = field(default_factory=dict[str, Amount])
+    generated: Amount = field(default_factory=Amount)
+    """Finished groups, and the tokens of attempts that were given up."""
+    returned: list[int] = field(default_factory=list[int])
+    """Tickets waiting to be leased again."""
+    returned_tokens: int = 0
+    """Tokens of attempts given up unfinished, or finished after their lease had passed to another generator."""
+
+    @property
+    def charged(self) -> int:
+        return self.trained.groups + len(self.live)
+
+    def deadline(self, ticket: Ticket) -> int:
+        """The last learner version that may train on the ticket."""
+        return ticket.start_version + self.max_staleness
+
+    def room(self, version: int) -> int:
+        """Groups that a generator with `version` loaded may start now."""
+        return max(0, (version + self.max_staleness + 1) * self.groups_per_step - self.charged)
+
+    def lease(self, version: int) -> Ticket:
+        """Charges a new ticket, or leases again one that was returned; call only while `can_lease(version)`."""
+        if not self.can_lease(version):
+            raise InvariantError(f"ledger: no group may start at version {version} with {self.charged} charged")
+        if self.returned:
+            again = self.live[self.returned.pop(0)]
+            again.state, again.start_version, again.attempt = State.LEASED, version, again.attempt + 1
+            return again
+        ticket = Ticket(number=self.issued, state=State.LEASED, attempt=0, start_version=version)
+        self.live[ticket.number] = ticket
+        self.issued += 1
+        return ticket
+
+    def can_lease(self, version: int) -> bool:
+        """True while a generator with `version` loaded may start a group. A returned ticket is charged already."""
+        if self.returned:
+            return self.charged <= (version + self.max_staleness + 1) * self.groups_per_step
+        return self.room(version) > 0
+
+    def is_current(self, number: int, attempt: int) -> bool:
+        """True while this attempt holds the lease of the ticket."""
+        ticket = self.live.get(number)
+        return ticket is not None and ticket.state is State.LEASED and ticket.attempt == attempt
+
+    def finish(self, number: int, *, trajectories: int, tokens: int) -> None:
+        ticket = self._expect(number, State.LEASED)
+        ticket.state, ticket.trajectories, ticket.tokens = State.FINISHED, trajectories, tokens
+        self.generated.add(trajectories=trajectories, tokens=tokens)
+
+    def refund(self, number: int, reason: str) -> None:
+        """Ends a finished group untrained and gives its place to another prompt."""
+        ticket = self._expect(number, State.FINISHED)
+        del self.live[number]
+        self.refunded.setdefault(reason, Amount()).add(trajectories=ticket.trajectories, tokens=ticket.tokens)
+
+    def give_back(self, number: int, *, tokens: int) -> None:
+        """Ends an attempt unfinished; the ticket will be leased again."""
+        self._expect(number, State.LEASED).state = State.RETURNED
+        self.returned.append(number)
+        self.lose(tokens)
+
+    def lose(self, tokens: int) -> None:
+        """Counts tokens of an attempt that no longer holds its lease."""
+        self.generated.tokens += tokens
+        self.returned_tokens += tokens
+
+    def select(self) -> list[int] | None:
+        """Tickets for the next step's batch, or None while too few are finished.
+
+        Raises InvariantError when a deadline can no longer be met.
+        """
+        order = sorted(self.live.values(), key=self._take_order)
+        if self.in_order:
+            batch = order[: self.groups_per_step]
+            ready = len(batch) == self.groups_per_step and all(t.state is State.FINISHED for t in batch)
+        else:
+            batch = [t for t in order if t.state is State.FINISHED][: self.groups_per_step]
+            ready = len(batch) == self.groups_per_step and self._feasible_without(batch)
+        return [t.number for t in batch] if ready else None
+
+    def take(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            ticket = self._expect(number, State.FINISHED)
+            if self.deadline(ticket) < self.steps:
+                raise InvariantError(
+                    f"ledger: ticket {number} started at version {ticket.start_version} cannot be trained at "
+                    f"version {self.steps} with max_staleness {self.max_staleness}"
+                )
+            ticket.state = State.TAKEN
+
+    def commit(self) -> list[int]:
+        """Ends the tickets taken as trained, and counts the step."""
+        numbers = [t.number for t in self._in_state(State.TAKEN)]
+        if len(numbers) != self.groups_per_step:
+            raise InvariantError(f"ledger: commit of {len(numbers)} groups, a step has {self.groups_per_step}")
+        for number in numbers:
+            ticket = self.live.pop(number)
+            self.trained.add(trajectories=ticket.trajectories, tokens=ticket.tokens)
+        self.steps += 1
+        return numbers
+
+    def in_flight(self) -> Amount:
+        """What is leased, returned, finished or taken; tokens and trajectories of finished and taken groups."""
+        amount = Amount(groups=len(self.live))
+        for ticket in self.live.values():
+            amount.add(groups=0, trajectories=ticket.trajectories, tokens=ticket.tokens)
+        return amount
+
+    def count(self, state: State) -> int:
+        return sum(1 for _ in self._in_state(state))
+
+    def check(self) -> None:
+        """Raises InvariantError unless generated = trained + refunded + returned + in flight."""
+        flight, refunds = self.in_flight(), list(self.refunded.values())
+        sums = {
+            "groups": (self.issued, self.trained.groups + flight.groups + sum(r.groups for r in refunds)),
+            "trajectories": (
+                self.generated.trajectories,
+                self.trained.trajectories + flight.trajectories + sum(r.trajectories for r in refunds),
+            ),
+            "tokens": (
+                self.generated.tokens,
+                self.trained.tokens + flight.tokens + sum(r.tokens for r in refunds) + self.returned_tokens,
+            ),
+        }
+        for name, (generated, boxes) in sums.items():
+            if generated != boxes:
+                raise InvariantError(f"ledger: {generated} {name} generated, {boxes} accounted for")
+
+    def summary(self) -> dict[str, object]:
+        """The ledger as the run's summary shows it, checked."""
+        self.check()
+        flight = self.in_flight()
+        refunds = sorted(self.refunded.items())
+        return {
+            "leased": self.issued,
+            "trained": self.trained.groups,
+            "refunded": {reason: amount.groups for reason, amount in refunds},
+            "in_flight": flight.groups,
+            "trajectories": {
+                "generated": self.generated.trajectories,
+                "trained": self.trained.trajectories,
+                "refunded": {reason: amount.trajectories for reason, amount in refunds},
+                "in_flight": flight.trajectories,
+            },
+            "tokens": {
+                "generated": self.generated.tokens,
+                "trained": self.trained.tokens,
+                "refunded": {reason: amount.tokens for reason, amount in refunds},
+                "returned": self.returned_tokens,
+                "in_flight": flight.tokens,
+            },
+        }
+
+    def _take_order(self, ticket: Ticket) -> tuple[int, int]:
+        return (0 if self.in_order else self.deadline(ticket), ticket.number)
+
+    def _feasible_without(self, batch: Iterable[Ticket]) -> bool:
+        """True when, with the batch trained now, all other live tickets can still meet their deadlines."""
+        left = Counter(self.deadline(ticket) for ticket in self.live.values())
+        left.subtract(self.deadline(ticket) for ticket in batch)
+        due = 0
+        for deadline in sorted(left):
+            due += left[deadline]
+            if due > (deadline - self.steps) * self.groups_per_step:
+                return False
+        return True
+
+    def _in_state(self, state: State) -> Iterator[Ticket]:
+        return (ticket for ticket in self.live.values() if ticket.state is state)
+
+    def _expect(self, number: int, state: State) -> Ticket:
+        ticket = self.live.get(number)
+        if ticket is None or ticket.state is not state:
+            found = "not live" if ticket is None else ticket.state.value
+            raise InvariantError(f"ledger: ticket {number} is {found}, expected {state.value}")
+        return ticket
+
+
+def balance(costs: Sequence[int], parts: int) -> list[list[int]]:
+    """Deals indices into `parts` lists of equal length with nearly equal sums of cost (largest first).
+
+    `parts` divides `len(costs)`.
+    """
+    if len(costs) % parts:
+        raise InvariantError(f"balance: {parts} parts do not divide {len(costs)} items")
+    size = len(costs) // parts
+    bins: list[list[int]] = [[] for _ in range(parts)]
+    sums = [0] * parts
+    for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        target = min((b for b in range(parts) if len(bins[b]) < size), key=lambda b: (sums[b], b))
+        bins[target].append(index)
+        sums[target] += costs[index]
+    return [sorted(b) for b in bins]

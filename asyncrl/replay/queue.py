@@ -1,0 +1,281 @@
+"""The replay queue's state and rules, without sockets: who may start, what is finished, who gets which groups."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import structlog
+
+from asyncrl.config import Config
+from asyncrl.errors import InvariantError, ProtocolError, RunError
+from asyncrl.replay.ledger import Ledger, State, balance
+from asyncrl.replay.measure import RunMeasure
+from asyncrl.replay.trace import TraceWriter
+from asyncrl.replay.wire import Array, GroupMeta, ReleasedLease, check_group
+from asyncrl.types import Lease, Prompt
+
+log = structlog.get_logger()
+
+SAME_REWARD = 1e-6
+"""Rewards of a group that differ by less carry no signal."""
+
+
+@dataclass(slots=True)
+class Held:
+    """A ticket's data while it is leased, and its frames once it is finished."""
+
+    prompt: Prompt
+    leased_s: float
+    generator: int
+    attempt: int = 0
+    meta: GroupMeta | None = None
+    arrays: list[Array] = field(default_factory=list[Array])
+    taken_s: float = 0.0
+
+    @property
+    def finished(self) -> GroupMeta:
+        if self.meta is None:
+            raise InvariantError("replay: a group without data counts as finished")
+        return self.meta
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays)
+
+
+@dataclass(slots=True)
+class Step:
+    """The batch of the step in progress: tickets of each learner rank."""
+
+    number: int
+    shards: list[list[int]]
+
+
+class PromptSource(Protocol):
+    """An endless stream of prompts."""
+
+    skipped_rows: int
+    """Rows left out so far because they do not fit the model's window."""
+
+    def __next__(self) -> Prompt: ...
+
+
+class ReplayQueue:
+    """Hands out leases by admission, keeps finished groups, deals batches, counts everything.
+
+    Every method is one message of the wire; the server calls them one at a time.
+    """
+
+    def __init__(self, config: Config, prompts: PromptSource, trace: TraceWriter) -> None:
+        self.config = config
+        self.prompts = prompts
+        self.trace = trace
+        self.measure = RunMeasure(config)
+        self.ledger = Ledger(
+            groups_per_step=config.replay.groups_per_step,
+            max_staleness=config.replay.max_staleness,
+            in_order=config.replay.order == "ticket",
+        )
+        self.held: dict[int, Held] = {}
+        self.held_bytes = 0
+        self.step: Step | None = None
+        self.stop_reason = ""
+        self.refunds_in_a_row = 0
+        self.duplicates = 0
+
+    @property
+    def done(self) -> bool:
+        """No more groups are wanted: all steps are committed, or the run was asked to stop."""
+        return bool(self.stop_reason) or self.ledger.steps >= self.config.steps
+
+    def ask(self, generator: int, version: int, num_groups: int, stats: dict[str, Any]) -> tuple[list[Lease], str]:
+        """Leases for a generator that has `version` loaded, and what limits their number ("" when nothing does)."""
+        if version > self.ledger.steps:
+            raise ProtocolError(
+                f"generator {generator} claims version {version}, the learner is at {self.ledger.steps}"
+            )
+        self.measure.heard(generator, version, stats)
+        leases: list[Lease] = []
+        while len(leases) < num_groups and not self.done:
+            if not self.ledger.can_lease(version):
+                return leases, "staleness"
+            if self._full():
+                return leases, "bytes"
+            leases.append(self._lease(generator, version))
+        return leases, ""
+
+    def finish(self, meta: GroupMeta, arrays: list[Array]) -> None:
+        """Keeps a finished group, or refunds it; a group that arrives twice counts once."""
+        check_group(meta, arrays, group_size=self.config.generator.group_size)
+        newest = int(arrays[3].max())
+        if newest > self.ledger.steps:
+            raise ProtocolError(f"ticket {meta['ticket']} has version {newest}, the learner is at {self.ledger.steps}")
+        tokens = int(arrays[1].sum())
+        held = self.held.get(meta["ticket"])
+        if held is None or not self.ledger.is_current(meta["ticket"], meta["attempt"]):
+            self._superseded(meta, held, tokens)
+            return
+        if meta["row"] != held.prompt.row:
+            raise ProtocolError(f"ticket {meta['ticket']} is for row {held.prompt.row}, not {meta['row']}")
+        self.ledger.finish(meta["ticket"], trajectories=len(meta["lengths"]), tokens=tokens)
+        held.meta, held.arrays = meta, arrays
+        reason = self._refund_reason(meta)
+        if reason != "failed":
+            self.measure.scored(meta["rewards"])
+        if reason:
+            self._refund(meta["ticket"], reason)
+        else:
+            self.refunds_in_a_row = 0
+            self.held_bytes += held.num_bytes
+
+    def release(self, generator: int, leases: list[ReleasedLease]) -> None:
+        """Takes back what a generator will not finish, with the tokens that are lost by it."""
+        for lease in leases:
+            number, attempt, tokens = lease["ticket"], lease["attempt"], lease["tokens"]
+            if self.ledger.is_current(number, attempt):
+                self.ledger.give_back(number, tokens=tokens)
+                log.info("lease returned", ticket=number, attempt=attempt, generator=generator, tokens=tokens)
+
+    def expire(self, now_s: float) -> None:
+        """Returns leases older than `replay.lease_timeout_s`."""
+        limit_s = self.config.replay.lease_timeout_s
+        for number, held in self.held.items():
+            if now_s - held.leased_s > limit_s and self.ledger.is_current(number, held.attempt):
+                self.ledger.give_back(number, tokens=0)
+                log.warning("lease expired", ticket=number, generator=held.generator, limit_s=limit_s)
+
+    def take(self, rank: int, step: int) -> tuple[str, list[Held]]:
+        """("shard", groups), ("wait", []) while the batch is not complete, or ("stop", []) when none will come.
+
+        Asked again for the same step, a rank gets the same groups.
+        """
+        if not 0 <= rank < self.config.launch.learners:
+            raise ProtocolError(f"learner rank {rank} of {self.config.launch.learners}")
+        self.measure.learners.add(rank)
+        if step != self.ledger.steps + 1:
+            raise ProtocolError(f"learner rank {rank} takes step {step}, the next one is {self.ledger.steps + 1}")
+        if self.step is None:
+            if self.done:
+                return "stop", []
+            self.step = self._compose(step)
+            if self.step is None:
+                return "wait", []
+        return "shard", [self.held[number] for number in self.step.shards[rank]]
+
+    def commit(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
+        """Ends the step in progress: its groups are trained. Gives the step's metrics of this side."""
+        if self.step is None or step != self.step.number:
+            raise ProtocolError(f"commit of step {step}, in progress is {self.step and self.step.number}")
+        now_s = time.monotonic()
+        numbers = self.ledger.commit()
+        groups = [self.held.pop(number) for number in numbers]
+        for held in groups:
+            self.held_bytes -= held.num_bytes
+            self._record(held, "trained", trained_s=now_s, train_version=step - 1)
+        self.step = None
+        self.ledger.check()
+        queue = {
+            "replay/finished_groups": float(self.ledger.count(State.FINISHED)),
+            "replay/leased_groups": float(self.ledger.count(State.LEASED)),
+            "replay/held_bytes": float(self.held_bytes),
+            "replay/refunded_groups": float(sum(a.groups for a in self.ledger.refunded.values())),
+        }
+        arrays = [held.arrays for held in groups]
+        return queue | self.measure.committed(step, arrays, metrics, self.ledger)
+
+    def stop(self, reason: str) -> None:
+        self.stop_reason = self.stop_reason or reason
+        log.info("stopping", reason=reason)
+
+    def status(self) -> dict[str, Any]:
+        """What a live view shows."""
+        return self.measure.status(self.ledger) | {"done": self.done, "duplicates": self.duplicates}
+
+    def summary(self) -> dict[str, Any]:
+        """The queue's part of the run's summary."""
+        return self.measure.summary(self.ledger) | {
+            "duplicates": self.duplicates,
+            "skipped_rows": self.prompts.skipped_rows,
+        }
+
+    def close(self) -> None:
+        """Writes what is in flight to the trace and closes it."""
+        for held in self.held.values():
+            if held.meta is not None:
+                self._record(held, "in_flight")
+        self.trace.close()
+
+    def _full(self) -> bool:
+        """Above the ceiling only what the next batch needs may still start."""
+        over = self.held_bytes >= self.config.replay.max_bytes
+        return over and len(self.ledger.live) >= self.config.replay.groups_per_step
+
+    def _lease(self, generator: int, version: int) -> Lease:
+        ticket = self.ledger.lease(version)
+        held = self.held.get(ticket.number)
+        prompt = held.prompt if held is not None else next(self.prompts)
+        self.held[ticket.number] = Held(prompt, time.monotonic(), generator, ticket.attempt)
+        return Lease(ticket.number, ticket.attempt, prompt)
+
+    def _superseded(self, meta: GroupMeta, held: Held | None, tokens: int) -> None:
+        if held is not None and held.attempt == meta["attempt"] and held.meta is not None:
+            self.duplicates += 1
+            return
+        if held is None or meta["attempt"] >= held.attempt:
+            self.duplicates += 1
+            log.warning("group of an unknown ticket", ticket=meta["ticket"], attempt=meta["attempt"])
+            return
+        self.ledger.lose(tokens)
+        log.warning("group of a lease that was handed on", ticket=meta["ticket"], attempt=meta["attempt"])
+
+    def _refund_reason(self, meta: GroupMeta) -> str:
+        if "failed" in meta["status"]:
+            return "failed"
+        if self.config.replay.no_signal == "refund" and np.ptp(meta["rewards"]) < SAME_REWARD:
+            return "no_signal"
+        return ""
+
+    def _refund(self, number: int, reason: str) -> None:
+        self.ledger.refund(number, reason)
+        held = self.held.pop(number)
+        self._record(held, reason)
+        if reason == "failed":
+            errors = [error for error in held.finished["errors"] if error]
+            log.warning("group failed", ticket=number, row=held.prompt.row, error=errors[0] if errors else "")
+        self.refunds_in_a_row += 1
+        limit = self.config.replay.max_refunds_in_a_row
+        if self.refunds_in_a_row >= limit:
+            counts = {name: amount.groups for name, amount in self.ledger.refunded.items()}
+            raise RunError(
+                f"the last {limit} groups gave no training signal (refunded so far: {counts}): rewards are all equal "
+                "or failing; look at the reward function and the difficulty of the data, or set "
+                "replay.no_signal=train or a higher replay.max_refunds_in_a_row"
+            )
+
+    def _compose(self, step: int) -> Step | None:
+        numbers = self.ledger.select()
+        if numbers is None:
+            return None
+        self.ledger.take(numbers)
+        now_s = time.monotonic()
+        costs: list[int] = []
+        for number in numbers:
+            held = self.held[number]
+            held.taken_s = now_s
+            costs.append(sum(held.finished["lengths"]))
+        shards = balance(costs, self.config.launch.learners)
+        return Step(step, [[numbers[index] for index in shard] for shard in shards])
+
+    def _record(self, held: Held, outcome: str, *, trained_s: float = float("nan"), train_version: int = -1) -> None:
+        self.trace.add(
+            held.finished,
+            held.arrays[1],
+            outcome=outcome,
+            taken_s=held.taken_s or float("nan"),
+            trained_s=trained_s,
+            train_version=train_version,
+            origin_s=self.measure.origin_s,
+        )

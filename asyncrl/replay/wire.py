@@ -1,0 +1,344 @@
+"""The wire: one msgpack header and raw array buffers as frames of their own. No pickle.
+
+A message is `[header, frame, frame, ...]`. The header is a map with the schema version, the run id, the kind, the
+sequence number that pairs a reply with its request, a body, and the dtype and shape of every frame. Nothing of a
+message is believed before `decode` has checked it against the schema of its kind.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import msgpack
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+from typing_extensions import TypedDict
+
+from asyncrl.errors import ProtocolError
+from asyncrl.types import NO_VERSION, Group, Lease, Prompt, Status, Trajectory
+
+SCHEMA = 1
+MAX_FRAMES = 1 << 16
+MAX_FRAME_BYTES = 1 << 31
+DTYPES = {"i4": np.dtype("<i4"), "f4": np.dtype("<f4"), "b1": np.dtype("bool")}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+Array = NDArray[Any]
+Buffer = bytes | memoryview
+
+_CLOSED = with_config(ConfigDict(extra="forbid", strict=True))
+
+
+@_CLOSED
+class StatsBody(TypedDict):
+    tokens: int
+    idle_s: float
+    busy_s: float
+    stall_ms: list[float]
+    running_groups: int
+    rewards_failed: int
+
+
+@_CLOSED
+class AskBody(TypedDict):
+    generator: int
+    version: int
+    num_groups: int
+    stats: StatsBody
+
+
+@_CLOSED
+class LeaseMeta(TypedDict):
+    ticket: int
+    attempt: int
+    row: int
+    ground_truth: str
+    data_source: str
+    extra_info: dict[str, Any]
+
+
+@_CLOSED
+class LeasesBody(TypedDict):
+    leases: list[LeaseMeta]
+    done: bool
+    reason: str
+
+
+@_CLOSED
+class GroupMeta(TypedDict):
+    """A group without its arrays; its frames are tokens, action_mask, behavior_logprobs and versions of all
+    trajectories end to end."""
+
+    ticket: int
+    attempt: int
+    generator: int
+    row: int
+    data_source: str
+    start_version: int
+    end_version: int
+    started_s: float
+    finished_s: float
+    lengths: list[int]
+    rewards: list[float]
+    parts: list[dict[str, float]]
+    status: list[Status]
+    errors: list[str]
+
+
+@_CLOSED
+class ReleasedLease(TypedDict):
+    ticket: int
+    attempt: int
+    tokens: int
+
+
+@_CLOSED
+class ReleaseBody(TypedDict):
+    generator: int
+    leases: list[ReleasedLease]
+
+
+@_CLOSED
+class TakeBody(TypedDict):
+    rank: int
+    step: int
+
+
+@_CLOSED
+class ShardBody(TypedDict):
+    step: int
+    outcome: Literal["shard", "wait", "stop"]
+    groups: list[GroupMeta]
+
+
+@_CLOSED
+class CommitBody(TypedDict):
+    step: int
+    metrics: dict[str, float]
+
+
+@_CLOSED
+class MetricsBody(TypedDict):
+    metrics: dict[str, float]
+
+
+@_CLOSED
+class AckBody(TypedDict):
+    ticket: int
+    attempt: int
+
+
+@_CLOSED
+class TextBody(TypedDict):
+    text: str
+
+
+@_CLOSED
+class EmptyBody(TypedDict):
+    pass
+
+
+BODIES: dict[str, TypeAdapter[Any]] = {
+    "ask": TypeAdapter(AskBody),
+    "leases": TypeAdapter(LeasesBody),
+    "finish": TypeAdapter(GroupMeta),
+    "finished": TypeAdapter(AckBody),
+    "release": TypeAdapter(ReleaseBody),
+    "take": TypeAdapter(TakeBody),
+    "shard": TypeAdapter(ShardBody),
+    "commit": TypeAdapter(CommitBody),
+    "committed": TypeAdapter(MetricsBody),
+    "status": TypeAdapter(EmptyBody),
+    "summary": TypeAdapter(EmptyBody),
+    "shutdown": TypeAdapter(EmptyBody),
+    "stop": TypeAdapter(TextBody),
+    "ok": TypeAdapter(dict[str, Any]),
+    "error": TypeAdapter(TextBody),
+}
+"""Every kind of message there is, with the schema of its body."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    kind: str
+    seq: int
+    body: Any
+    arrays: list[Array]
+    """Views into the received frames, read-only."""
+
+
+def encode(run_id: str, kind: str, body: Any, *, seq: int = 0, arrays: Sequence[Array] = ()) -> list[Buffer]:
+    """Frames of a message; array buffers are not copied when they are contiguous."""
+    specs = [[NAMES[array.dtype], list(array.shape)] for array in arrays]
+    header = {"v": SCHEMA, "run": run_id, "kind": kind, "seq": seq, "body": body, "arrays": specs}
+    return [cast(bytes, msgpack.packb(header)), *(np.ascontiguousarray(array).data.cast("B") for array in arrays)]
+
+
+def decode(run_id: str, frames: Sequence[Buffer]) -> Message:
+    """The message in `frames`, checked. Raises ProtocolError that says what does not fit."""
+    header = _header(frames)
+    if header.get("v") != SCHEMA:
+        raise ProtocolError(f"schema version {header.get('v')!r}, this process speaks {SCHEMA}")
+    if header.get("run") != run_id:
+        raise ProtocolError(f"message of run {header.get('run')!r}, this is run {run_id!r}")
+    kind, seq = header.get("kind"), header.get("seq")
+    if not isinstance(kind, str) or kind not in BODIES:
+        raise ProtocolError(f"unknown kind {kind!r}")
+    if not isinstance(seq, int):
+        raise ProtocolError(f"{kind}: sequence number {seq!r} is not an integer")
+    try:
+        body = BODIES[kind].validate_python(header.get("body"))
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise ProtocolError(f"{kind}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    return Message(kind, seq, body, _arrays(kind, header.get("arrays"), frames[1:]))
+
+
+def _header(frames: Sequence[Buffer]) -> dict[str, Any]:
+    if not frames:
+        raise ProtocolError("empty message")
+    try:
+        header = msgpack.unpackb(frames[0], strict_map_key=True, use_list=True)
+    except (ValueError, msgpack.exceptions.UnpackException, RecursionError) as error:
+        raise ProtocolError(f"header is not msgpack: {error}") from None
+    if not isinstance(header, dict):
+        raise ProtocolError(f"header is {type(header).__name__}, expected a map")
+    return header
+
+
+def _arrays(kind: str, specs: Any, frames: Sequence[Buffer]) -> list[Array]:
+    if not isinstance(specs, list) or len(specs) != len(frames) or len(specs) > MAX_FRAMES:
+        raise ProtocolError(f"{kind}: {len(frames)} frames do not fit the header's list of arrays")
+    return [_array(kind, spec, frame) for spec, frame in zip(specs, frames, strict=True)]
+
+
+def _array(kind: str, spec: Any, frame: Buffer) -> Array:
+    match spec:
+        case [str(name), [*shape]] if name in DTYPES and all(type(n) is int and n >= 0 for n in shape):
+            dtype, size = DTYPES[name], memoryview(frame).nbytes
+            if size > MAX_FRAME_BYTES or math.prod(shape) * dtype.itemsize != size:
+                raise ProtocolError(f"{kind}: a frame of {size} bytes does not hold {name}{shape}")
+            return np.frombuffer(frame, dtype=dtype).reshape(shape)
+        case _:
+            raise ProtocolError(f"{kind}: array description {spec!r} does not name a known dtype and a shape")
+
+
+def pack_group(group: Group) -> tuple[GroupMeta, list[Array]]:
+    """Header part and frames of a group."""
+    members = group.trajectories
+    meta: GroupMeta = {
+        "ticket": group.ticket,
+        "attempt": group.attempt,
+        "generator": group.generator,
+        "row": group.row,
+        "data_source": group.data_source,
+        "start_version": group.start_version,
+        "end_version": group.end_version,
+        "started_s": group.started_s,
+        "finished_s": group.finished_s,
+        "lengths": [len(t.tokens) for t in members],
+        "rewards": [float(t.reward) for t in members],
+        "parts": [{name: float(value) for name, value in t.reward_parts.items()} for t in members],
+        "status": [t.status for t in members],
+        "errors": [t.error for t in members],
+    }
+    arrays = [
+        np.concatenate([t.tokens for t in members]),
+        np.concatenate([t.action_mask for t in members]),
+        np.concatenate([t.behavior_logprobs for t in members]),
+        np.concatenate([t.versions for t in members]),
+    ]
+    return meta, arrays
+
+
+def check_group(meta: GroupMeta, arrays: Sequence[Array], *, group_size: int) -> None:
+    """Raises ProtocolError unless header and arrays describe one whole, consistent group."""
+    where = f"group of ticket {meta['ticket']}"
+    for name in ("lengths", "rewards", "parts", "status", "errors"):
+        if len(meta[name]) != group_size:
+            raise ProtocolError(f"{where}: {len(meta[name])} {name}, a group has {group_size}")
+    if [NAMES.get(a.dtype) for a in arrays] != ["i4", "b1", "f4", "i4"]:
+        raise ProtocolError(f"{where}: expected frames of tokens, action_mask, behavior_logprobs and versions")
+    if min(meta["lengths"]) < 1 or any(a.shape != (sum(meta["lengths"]),) for a in arrays):
+        raise ProtocolError(f"{where}: lengths do not add up to the arrays")
+    _, mask, logprobs, versions = arrays
+    if np.any((versions == NO_VERSION) == mask) or np.any(versions < NO_VERSION):
+        raise ProtocolError(f"{where}: a token has a version if and only if the policy chose it")
+    if mask.any() and int(versions[mask].min()) < meta["start_version"]:
+        raise ProtocolError(f"{where}: a token is older than the version the group started at")
+    if not np.isfinite(logprobs).all():
+        raise ProtocolError(f"{where}: behavior_logprobs are not finite")
+    for reward, status in zip(meta["rewards"], meta["status"], strict=True):
+        if status != "failed" and not math.isfinite(reward):
+            raise ProtocolError(f"{where}: reward {reward} is not finite")
+
+
+def unpack_group(meta: GroupMeta, arrays: Sequence[Array]) -> Group:
+    """The group of `pack_group`; arrays are views."""
+    tokens, mask, logprobs, versions = arrays
+    ends = np.cumsum(meta["lengths"]).tolist()
+    spans = [slice(end - length, end) for end, length in zip(ends, meta["lengths"], strict=True)]
+    members = [
+        Trajectory(
+            tokens=tokens[span],
+            action_mask=mask[span],
+            behavior_logprobs=logprobs[span],
+            versions=versions[span],
+            status=meta["status"][i],
+            reward=meta["rewards"][i],
+            reward_parts=meta["parts"][i],
+            error=meta["errors"][i],
+        )
+        for i, span in enumerate(spans)
+    ]
+    return Group(
+        ticket=meta["ticket"],
+        attempt=meta["attempt"],
+        generator=meta["generator"],
+        row=meta["row"],
+        data_source=meta["data_source"],
+        start_version=meta["start_version"],
+        end_version=meta["end_version"],
+        trajectories=members,
+        started_s=meta["started_s"],
+        finished_s=meta["finished_s"],
+    )
+
+
+def pack_leases(leases: Sequence[Lease]) -> tuple[list[LeaseMeta], list[Array]]:
+    """Header part of leases, and one frame of prompt tokens for each."""
+    metas: list[LeaseMeta] = [
+        {
+            "ticket": lease.ticket,
+            "attempt": lease.attempt,
+            "row": lease.prompt.row,
+            "ground_truth": lease.prompt.ground_truth,
+            "data_source": lease.prompt.data_source,
+            "extra_info": lease.prompt.extra_info,
+        }
+        for lease in leases
+    ]
+    return metas, [np.asarray(lease.prompt.tokens, dtype=np.int32) for lease in leases]
+
+
+def unpack_leases(metas: Sequence[LeaseMeta], arrays: Sequence[Array]) -> list[Lease]:
+    if len(metas) != len(arrays) or any(NAMES.get(a.dtype) != "i4" or a.ndim != 1 for a in arrays):
+        raise ProtocolError(f"leases: {len(metas)} leases with {len(arrays)} prompts")
+    return [
+        Lease(
+            ticket=meta["ticket"],
+            attempt=meta["attempt"],
+            prompt=Prompt(
+                row=meta["row"],
+                tokens=tokens,
+                ground_truth=meta["ground_truth"],
+                data_source=meta["data_source"],
+                extra_info=meta["extra_info"],
+            ),
+        )
+        for meta, tokens in zip(metas, arrays, strict=True)
+    ]

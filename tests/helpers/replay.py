@@ -1,0 +1,83 @@
+"""Small configs, prompts and groups for tests of the replay queue."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from asyncrl.config import Config, load_config
+from asyncrl.types import NO_VERSION, Endpoints, Group, Lease, Prompt, Status, Trajectory
+
+PROMPT_TOKENS = 3
+
+
+def small_config(**overrides: object) -> Config:
+    """2 groups a step of 2 trajectories, 1 generator, 1 learner; keys with __ for the dot."""
+    values: dict[str, object] = {
+        "model.path": "model",
+        "data.train": "data.parquet",
+        "generator.group_size": 2,
+        "replay.groups_per_step": 2,
+        "replay.max_staleness": 1,
+        "steps": 3,
+    }
+    values |= {name.replace("__", "."): value for name, value in overrides.items()}
+    return load_config(None, values)
+
+
+class EndlessPrompts:
+    """Prompts of increasing row numbers."""
+
+    skipped_rows = 0
+
+    def __init__(self) -> None:
+        self.row = -1
+
+    def __next__(self) -> Prompt:
+        self.row += 1
+        tokens = np.arange(PROMPT_TOKENS, dtype=np.int32)
+        return Prompt(self.row, tokens, str(self.row), "test", {"index": self.row})
+
+
+def make_group(
+    lease: Lease,
+    version: int,
+    *,
+    rewards: Sequence[float] = (0.0, 1.0),
+    completion_tokens: Sequence[int] = (2, 4),
+    status: Status = "completed",
+    generator: int = 0,
+) -> Group:
+    """A finished group of the lease, all tokens sampled at `version`."""
+    members: list[Trajectory] = []
+    for reward, length in zip(rewards, completion_tokens, strict=True):
+        mask = np.arange(PROMPT_TOKENS + length) >= PROMPT_TOKENS
+        members.append(
+            Trajectory(
+                tokens=np.arange(len(mask), dtype=np.int32),
+                action_mask=mask,
+                behavior_logprobs=np.where(mask, -0.5, 0.0).astype(np.float32),
+                versions=np.where(mask, version, NO_VERSION).astype(np.int32),
+                status=status,
+                reward=reward,
+                reward_parts={"exact": reward},
+                error="it broke" if status == "failed" else "",
+            )
+        )
+    return Group(
+        ticket=lease.ticket,
+        attempt=lease.attempt,
+        generator=generator,
+        row=lease.prompt.row,
+        data_source=lease.prompt.data_source,
+        start_version=version,
+        end_version=version,
+        trajectories=members,
+        started_s=1.0,
+        finished_s=2.0,
+    )
+
+
+def loopback_endpoints(port: int, run_id: str = "test") -> Endpoints:
+    return Endpoints(run_id, f"tcp://127.0.0.1:{port}", ("127.0.0.1", 0), ("127.0.0.1", 0))

@@ -1,0 +1,200 @@
+"""Admission and ledger under random schedules of generators, failures and lags."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.errors import InvariantError
+from asyncrl.replay.ledger import Ledger, State, balance
+
+EVENTS = st.lists(
+    st.tuples(
+        st.sampled_from(["lease", "finish", "refund", "give_back", "step", "load", "late"]),
+        st.integers(0, 7),
+    ),
+    max_size=300,
+)
+
+
+class Simulation:
+    """Generators that lag behind the learner, groups that end in any order, and a ledger that must hold."""
+
+    def __init__(self, ledger: Ledger, generators: int) -> None:
+        self.ledger = ledger
+        self.versions = [0] * generators
+        self.trained: list[int] = []
+        self.tokens = 0
+
+    def apply(self, event: str, pick: int) -> None:
+        getattr(self, event)(pick)
+        self.ledger.check()
+
+    def leased(self, pick: int) -> int | None:
+        numbers = [t.number for t in self.ledger.live.values() if t.state is State.LEASED]
+        return numbers[pick % len(numbers)] if numbers else None
+
+    def lease(self, pick: int) -> None:
+        version = self.versions[pick % len(self.versions)]
+        if self.ledger.can_lease(version):
+            self.ledger.lease(version)
+
+    def finish(self, pick: int) -> None:
+        number = self.leased(pick)
+        if number is not None:
+            self.ledger.finish(number, trajectories=4, tokens=10 + pick)
+
+    def refund(self, pick: int) -> None:
+        number = self.leased(pick)
+        if number is not None:
+            self.ledger.finish(number, trajectories=4, tokens=10 + pick)
+            self.ledger.refund(number, "no_signal")
+
+    def give_back(self, pick: int) -> None:
+        number = self.leased(pick)
+        if number is not None:
+            self.ledger.give_back(number, tokens=pick)
+
+    def late(self, pick: int) -> None:
+        self.ledger.lose(pick)
+
+    def step(self, _: int) -> None:
+        numbers = self.ledger.select()
+        if numbers is None:
+            return
+        version = self.ledger.steps
+        starts = [self.ledger.live[number].start_version for number in numbers]
+        assert len(numbers) == self.ledger.groups_per_step
+        assert all(version - start <= self.ledger.max_staleness for start in starts)
+        self.ledger.take(numbers)
+        assert sorted(self.ledger.commit()) == sorted(numbers)
+        self.trained += numbers
+
+    def load(self, pick: int) -> None:
+        self.versions[pick % len(self.versions)] = self.ledger.steps
+
+    def drain(self) -> None:
+        """With fair generators every further step must come: nothing can be stuck."""
+        goal = self.ledger.steps + self.ledger.max_staleness + 2
+        for _ in range(200 * goal * self.ledger.groups_per_step):
+            if self.ledger.steps >= goal:
+                return
+            for event in ("load", "lease", "finish", "step"):
+                for pick in range(len(self.versions)):
+                    self.apply(event, pick)
+        raise AssertionError("no progress although every generator works")
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    events=EVENTS,
+    groups_per_step=st.integers(1, 4),
+    max_staleness=st.integers(0, 4),
+    in_order=st.booleans(),
+    generators=st.integers(1, 3),
+)
+def test_any_schedule_keeps_bound_balance_and_progress(
+    events: list[tuple[str, int]], groups_per_step: int, max_staleness: int, in_order: bool, generators: int
+) -> None:
+    ledger = Ledger(groups_per_step=groups_per_step, max_staleness=max_staleness, in_order=in_order)
+    simulation = Simulation(ledger, generators)
+    for event, pick in events:
+        simulation.apply(event, pick)
+    simulation.drain()
+    assert len(simulation.trained) == len(set(simulation.trained)), "a group was trained twice"
+    ledger.check()
+
+
+def test_synchronous_limit_admits_exactly_one_batch() -> None:
+    ledger = Ledger(groups_per_step=3, max_staleness=0)
+    assert ledger.room(0) == 3
+    for _ in range(3):
+        ledger.lease(0)
+    assert not ledger.can_lease(0)
+    with pytest.raises(InvariantError, match="no group may start at version 0 with 3 charged"):
+        ledger.lease(0)
+
+
+def test_young_groups_pass_a_slow_one_until_its_deadline() -> None:
+    ledger = Ledger(groups_per_step=1, max_staleness=2)
+    for _ in range(3):
+        ledger.lease(0)
+    for number in (1, 2):
+        ledger.finish(number, trajectories=1, tokens=1)
+    for number in (1, 2):
+        selected = ledger.select()
+        assert selected == [number]
+        ledger.take(selected)
+        ledger.commit()
+    ledger.lease(2)
+    ledger.finish(3, trajectories=1, tokens=1)
+    assert ledger.select() is None, "ticket 0 must be trained at version 2, nothing else may take its place"
+    ledger.finish(0, trajectories=1, tokens=1)
+    assert ledger.select() == [0]
+
+
+def test_ticket_order_waits_for_the_slow_group() -> None:
+    ledger = Ledger(groups_per_step=1, max_staleness=2, in_order=True)
+    ledger.lease(0)
+    ledger.lease(0)
+    ledger.finish(1, trajectories=1, tokens=1)
+    assert ledger.select() is None
+
+
+def test_refund_gives_the_place_back() -> None:
+    ledger = Ledger(groups_per_step=1, max_staleness=0)
+    number = ledger.lease(0).number
+    ledger.finish(number, trajectories=2, tokens=7)
+    assert ledger.room(0) == 0
+    ledger.refund(number, "no_signal")
+    assert ledger.room(0) == 1
+    assert ledger.summary()["refunded"] == {"no_signal": 1}
+    assert ledger.summary()["tokens"] == {
+        "generated": 7, "trained": 0, "refunded": {"no_signal": 7}, "returned": 0, "in_flight": 0,
+    }  # fmt: skip
+
+
+def test_returned_ticket_keeps_its_number_and_counts_an_attempt() -> None:
+    ledger = Ledger(groups_per_step=1, max_staleness=0)
+    first = ledger.lease(0)
+    ledger.give_back(first.number, tokens=5)
+    again = ledger.lease(0)
+    assert (again.number, again.attempt) == (first.number, 1)
+    assert not ledger.is_current(first.number, 0)
+    assert ledger.is_current(first.number, 1)
+    assert ledger.summary()["tokens"]["returned"] == 5  # type: ignore[index]
+
+
+def test_wrong_transitions_are_refused() -> None:
+    ledger = Ledger(groups_per_step=1, max_staleness=0)
+    with pytest.raises(InvariantError, match="ticket 0 is not live, expected leased"):
+        ledger.finish(0, trajectories=1, tokens=1)
+    ledger.lease(0)
+    with pytest.raises(InvariantError, match="ticket 0 is leased, expected finished"):
+        ledger.take([0])
+    with pytest.raises(InvariantError, match="commit of 0 groups, a step has 1"):
+        ledger.commit()
+
+
+def test_check_finds_a_group_that_was_lost() -> None:
+    ledger = Ledger(groups_per_step=1, max_staleness=0)
+    ledger.lease(0)
+    del ledger.live[0]
+    with pytest.raises(InvariantError, match="1 groups generated, 0 accounted for"):
+        ledger.check()
+
+
+@given(costs=st.lists(st.integers(1, 10_000), min_size=1, max_size=16), parts=st.integers(1, 4))
+def test_balance_deals_every_item_once_and_evenly(costs: list[int], parts: int) -> None:
+    costs = costs * parts
+    bins = balance(costs, parts)
+    assert sorted(index for part in bins for index in part) == list(range(len(costs)))
+    assert {len(part) for part in bins} == {len(costs) // parts}
+    sums = [sum(costs[i] for i in part) for part in bins]
+    assert max(sums) - min(sums) <= max(costs), "no rank has more than one group's tokens above another"
+
+
+def test_balance_refuses_uneven_parts() -> None:
+    with pytest.raises(InvariantError, match="2 parts do not divide 3 items"):
+        balance([1, 2, 3], 2)

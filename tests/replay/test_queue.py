@@ -1,0 +1,177 @@
+"""The queue's rules, called without sockets."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from asyncrl.errors import ProtocolError, RunError
+from asyncrl.replay.queue import ReplayQueue
+from asyncrl.replay.trace import TraceWriter
+from asyncrl.replay.wire import pack_group
+from asyncrl.types import Lease
+from tests.helpers.replay import EndlessPrompts, make_group, small_config
+
+STATS = {"tokens": 0, "idle_s": 0.0, "busy_s": 1.0, "stall_ms": [], "running_groups": 0, "rewards_failed": 0}
+
+
+def make_queue(tmp_path: Path, **overrides: object) -> ReplayQueue:
+    return ReplayQueue(small_config(**overrides), EndlessPrompts(), TraceWriter(tmp_path / "trace.parquet"))
+
+
+def ask(queue: ReplayQueue, version: int = 0, num_groups: int = 100) -> list[Lease]:
+    return queue.ask(0, version, num_groups, STATS)[0]
+
+
+def finish(queue: ReplayQueue, lease: Lease, version: int = 0, **options: object) -> None:
+    queue.finish(*pack_group(make_group(lease, version, **options)))  # type: ignore[arg-type]
+
+
+def train(queue: ReplayQueue, step: int, ranks: int = 1) -> list[int]:
+    tickets: list[int] = []
+    for rank in range(ranks):
+        outcome, groups = queue.take(rank, step)
+        assert outcome == "shard"
+        tickets += [held.finished["ticket"] for held in groups]
+    queue.commit(step, {"learner/wait_s": 0.5})
+    return tickets
+
+
+def test_a_whole_run(tmp_path: Path) -> None:
+    queue = make_queue(tmp_path)
+    leases = ask(queue)
+    assert [lease.ticket for lease in leases] == [0, 1, 2, 3], "(0 + 1 + 1) steps of 2 groups may start"
+    assert queue.ask(0, 0, 1, STATS) == ([], "staleness")
+    assert queue.take(0, 1) == ("wait", [])
+    for lease in leases:
+        finish(queue, lease)
+    assert train(queue, 1) == [0, 1]
+    assert train(queue, 2) == [2, 3]
+    late = ask(queue, version=1)
+    assert len(late) == 2
+    for lease in late:
+        finish(queue, lease, 1)
+    assert train(queue, 3) == [4, 5]
+    assert queue.done
+    assert queue.take(0, 4) == ("stop", [])
+    assert ask(queue, version=3) == []
+    summary = queue.summary()
+    queue.close()
+    assert summary["steps"] == 3
+    assert summary["staleness"] == {"limit": 1, "max": 1, "mean": 2 / 3, "histogram": [12, 24]}
+    assert summary["ledger"]["trained"] == 6
+    assert summary["ledger"]["in_flight"] == 0
+    assert summary["tokens_trained"] == 36
+    rows = pq.read_table(tmp_path / "trace.parquet").to_pylist()
+    assert [row["outcome"] for row in rows] == ["trained"] * 6
+    assert [row["train_version"] for row in rows] == [0, 0, 1, 1, 2, 2]
+    assert rows[0]["prompt_tokens"] == [3, 3]
+    assert rows[0]["completion_tokens"] == [2, 4]
+
+
+def test_group_without_signal_is_refunded_and_replaced(tmp_path: Path) -> None:
+    queue = make_queue(tmp_path, replay__max_staleness=0)
+    first, second = ask(queue)
+    finish(queue, first, rewards=(1.0, 1.0))
+    (replacement,) = ask(queue)
+    assert replacement.prompt.row == 2
+    finish(queue, second)
+    finish(queue, replacement)
+    assert train(queue, 1) == [1, 2]
+    assert queue.summary()["ledger"]["refunded"] == {"no_signal": 1}
+    assert queue.summary()["reward_first"] == pytest.approx(4 / 6), "scored groups count, trained or not"
+
+
+def test_group_without_signal_is_trained_when_so_configured(tmp_path: Path) -> None:
+    queue = make_queue(tmp_path, replay__no_signal="train")
+    for lease in ask(queue):
+        finish(queue, lease, rewards=(1.0, 1.0))
+    assert train(queue, 1) == [0, 1]
+
+
+def test_failed_rewards_refund_the_group_and_do_not_count(tmp_path: Path) -> None:
+    queue = make_queue(tmp_path)
+    (lease,) = ask(queue, num_groups=1)
+    finish(queue, lease, status="failed", rewards=(math.nan, math.nan))
+    assert queue.summary()["ledger"]["refunded"] == {"failed": 1}
+    assert queue.summary()["reward_first"] is None
+
+
+def test_endless_refunds_end_the_run_with_the_reason(tmp_path: Path) -> None:
+    queue = make_queue(tmp_path, replay__max_refunds_in_a_row=2)
+    first, second = ask(queue, num_groups=2)
+    finish(queue, first, rewards=(0.0, 0.0))
+    with pytest.raises(RunError, match=r"the last 2 groups gave no training signal .*no_signal.: 2"):
+        finish(queue, second, rewards=(0.0, 0.0))
+
+
+def test_duplicate_and_superseded_groups_count_once(tmp_path: Path) -> None:
+    queue = make_queue(tmp_path)
+    first, second = ask(queue, num_groups=2)
+    finish(queue, first)
+    finish(queue, first)
+    assert queue.duplicates == 1
+    queue.release(0, [{"ticket": second.ticket, "attempt": second.attempt, "tokens": 5}])
+    again = ask(queue, num_groups=1)[0]
+    assert (again.ticket, again.attempt, again.prompt.row) == (second.ticket, 1, second.prompt.row)
+    finish(queue, second)
+    finish(queue, again)
+    assert sorted(train(queue, 1)) == [0, 1]
+    tokens = queue.summary()["ledger"]["tokens"]
+    assert tokens == {"generated": 23, "trained": 12, "refunded": {}, "returned": 11, "in_flight": 0}
+
+
+def test_expired_lease_is_handed_out_again(tmp_path: Path) -> None:
+    queue = make_queue(tmp_path, replay__lease_timeout_s=10)
+    (lease,) = ask(queue, num_groups=1)
+    leased_s = queue.held[lease.ticket].leased_s
+    queue.expire(leased_s + 9)
+    assert queue.ledger.is_current(lease.ticket, 0)
+    queue.expire(leased_s + 11)
+    assert ask(queue, num_groups=1)[0].attempt == 1
+
+
+def test_ranks_get_disjoint_balanced_shards_and_the_same_again(tmp_path: Path) -> None:
+    queue = make_queue(tmp_path, launch__learners=2, replay__groups_per_step=4)
+    for lease, length in zip(ask(queue), (40, 2, 38, 3, 1, 1, 1, 1), strict=True):
+        finish(queue, lease, completion_tokens=(length, length))
+    shards = [[h.finished["ticket"] for h in queue.take(rank, 1)[1]] for rank in (0, 1)]
+    assert sorted(map(sorted, shards)) == [[0, 1], [2, 3]], "the two long groups are on different ranks"
+    assert [h.finished["ticket"] for h in queue.take(0, 1)[1]] == shards[0]
+
+
+def test_full_memory_stops_leases_but_never_the_next_batch(tmp_path: Path) -> None:
+    queue = make_queue(tmp_path, replay__max_bytes=1 << 20, replay__max_staleness=4)
+    first, second, third = ask(queue, num_groups=3)
+    finish(queue, first, completion_tokens=(50_000, 50_000))
+    assert queue.ask(0, 0, 1, STATS) == ([], "bytes")
+    finish(queue, second)
+    train(queue, 1)
+    assert len(ask(queue, version=1, num_groups=1)) == 1
+    assert third.ticket == 2
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        (lambda queue: queue.ask(0, 5, 1, STATS), "generator 0 claims version 5, the learner is at 0"),
+        (lambda queue: queue.take(1, 1), "learner rank 1 of 1"),
+        (lambda queue: queue.take(0, 2), "takes step 2, the next one is 1"),
+        (lambda queue: queue.commit(1, {}), "commit of step 1, in progress is None"),
+        (lambda queue: finish(queue, ask(queue)[0], 1), "has version 1, the learner is at 0"),
+    ],
+)
+def test_impossible_requests_are_refused(tmp_path: Path, call, reason: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ProtocolError, match=reason):
+        call(make_queue(tmp_path))
+
+
+def test_stop_ends_leases_and_batches(tmp_path: Path) -> None:
+    queue = make_queue(tmp_path)
+    queue.stop("interrupted")
+    assert queue.done
+    assert ask(queue) == []
+    assert queue.take(0, 1) == ("stop", [])

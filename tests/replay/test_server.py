@@ -1,0 +1,138 @@
+"""Server and clients over real sockets on loopback."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import zmq
+
+from asyncrl.errors import ConfigError, PeerTimeoutError, RunError
+from asyncrl.launch.resources import reserve_ports
+from asyncrl.replay.client import GeneratorClient, GeneratorStats, LauncherClient, LearnerClient, LeaseReply
+from asyncrl.replay.queue import ReplayQueue
+from asyncrl.replay.server import ReplayServer, run_replay
+from asyncrl.replay.trace import TraceWriter
+from asyncrl.types import Endpoints
+from tests.helpers.replay import EndlessPrompts, loopback_endpoints, make_group, small_config
+
+
+@pytest.fixture
+def endpoints() -> Endpoints:
+    return loopback_endpoints(reserve_ports(0)[0])
+
+
+@pytest.fixture
+def served(endpoints: Endpoints, tmp_path: Path) -> Iterator[ReplayQueue]:
+    config = small_config(launch__learners=2)
+    queue = ReplayQueue(config, EndlessPrompts(), TraceWriter(tmp_path / "trace.parquet"))
+    stop = threading.Event()
+    thread = threading.Thread(target=run_replay, args=(queue, endpoints, stop.is_set))
+    thread.start()
+    yield queue
+    stop.set()
+    thread.join(timeout=10)
+    assert not thread.is_alive()
+
+
+def wait_for(client: GeneratorClient, timeout_s: float = 5.0) -> LeaseReply:
+    deadline_s = time.monotonic() + timeout_s
+    while time.monotonic() < deadline_s:
+        reply = client.poll(0.05)
+        if reply is not None:
+            return reply
+    raise AssertionError("no answer to the ask")
+
+
+def test_generator_and_learners_through_a_step(served: ReplayQueue, endpoints: Endpoints) -> None:
+    generator = GeneratorClient(endpoints, 0)
+    learners = [LearnerClient(endpoints, rank) for rank in range(2)]
+    launcher = LauncherClient(endpoints)
+    with ThreadPoolExecutor(2) as pool:
+        shards = [pool.submit(learner.take, 1) for learner in learners]
+        generator.ask(0, 10, GeneratorStats(tokens=12, busy_s=1.0, stall_ms=[2.0]))
+        reply = wait_for(generator)
+        assert (len(reply.leases), reply.reason, reply.done) == (4, "staleness", False)
+        for lease in reply.leases:
+            generator.finish(make_group(lease, 0))
+        got = [shard.result(timeout=10) for shard in shards]
+    assert sorted(group.ticket for shard in got if shard is not None for group in shard.groups) == [0, 1]
+    metrics = learners[0].commit(1, {"learner/wait_s": 0.1})
+    assert metrics["reward/mean"] == 0.5
+    status = launcher.status()
+    assert (status["step"], status["trained"], status["finished"]) == (1, 2, 2)
+    assert set(status["heard"]) == {"generator-0", "learner-0", "learner-1"}
+    generator.ask(1, 1, GeneratorStats())
+    (lease,) = wait_for(generator).leases
+    generator.release([(lease.ticket, lease.attempt, 3)])
+    launcher.stop("enough")
+    assert learners[0].take(2) is None
+    assert learners[1].take(2) is None
+    generator.ask(1, 1, GeneratorStats())
+    assert wait_for(generator).done
+    assert served.ledger.returned_tokens == 3
+    generator.close()
+    assert generator.unacknowledged == 0
+    for client in (*learners, launcher):
+        client.close()
+
+
+def test_learner_waiting_for_a_batch_outlives_its_timeout(served: ReplayQueue, endpoints: Endpoints) -> None:
+    learner, launcher = LearnerClient(endpoints, 0, timeout_s=2.0), LauncherClient(endpoints)
+    with ThreadPoolExecutor(1) as pool:
+        taking = pool.submit(learner.take, 1)
+        time.sleep(3.0)
+        assert not taking.done(), "the queue is alive, so the learner goes on waiting"
+        launcher.stop("end of test")
+        assert taking.result(timeout=5) is None
+    learner.close()
+    launcher.close()
+
+
+def test_rubbish_is_counted_and_hurts_nobody(served: ReplayQueue, endpoints: Endpoints) -> None:
+    rubbish = zmq.Context.instance().socket(zmq.DEALER)
+    rubbish.setsockopt(zmq.LINGER, 0)
+    rubbish.connect(endpoints.replay)
+    for frames in ([b""], [b"\x00" * 100], [b"\x81\xa1v\x01", b"x" * 10]):
+        rubbish.send_multipart(frames)
+        assert rubbish.poll(2000), "a bad message is answered"
+        rubbish.recv_multipart()
+    rubbish.close()
+    stranger = LauncherClient(Endpoints("another-run", endpoints.replay, ("", 0), ("", 0)), timeout_s=1.0)
+    with pytest.raises((RunError, PeerTimeoutError, ValueError)):
+        stranger.status()
+    stranger.close()
+    launcher = LauncherClient(endpoints)
+    assert launcher.status()["bad_messages"] == 4
+    launcher.close()
+
+
+def test_refused_request_says_why(served: ReplayQueue, endpoints: Endpoints) -> None:
+    learner = LearnerClient(endpoints, 0)
+    with pytest.raises(RunError, match="commit of step 1, in progress is None"):
+        learner.commit(1, {})
+    learner.close()
+
+
+def test_silent_queue_is_named_by_everybody(endpoints: Endpoints) -> None:
+    learner = LearnerClient(endpoints, 0, timeout_s=0.3)
+    with pytest.raises(PeerTimeoutError, match=f"the replay queue at {endpoints.replay} did not answer 'take' within"):
+        learner.take(1)
+    generator = GeneratorClient(endpoints, 0, timeout_s=0.3)
+    generator.ask(0, 1, GeneratorStats())
+    with pytest.raises(PeerTimeoutError, match="did not answer 'ask' within"):
+        wait_for(generator)
+    learner.close()
+    generator.close(linger_s=0.0)
+
+
+def test_port_taken(endpoints: Endpoints, tmp_path: Path) -> None:
+    queue = ReplayQueue(small_config(), EndlessPrompts(), TraceWriter(tmp_path / "trace.parquet"))
+    server = ReplayServer(queue, endpoints)
+    with pytest.raises(ConfigError, match=r"Address already in use; choose another launch\.port"):
+        ReplayServer(queue, endpoints)
+    server.close()

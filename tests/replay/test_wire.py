@@ -1,0 +1,117 @@
+"""Messages come back as they were sent; anything else is refused with its reason."""
+
+from __future__ import annotations
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.errors import ProtocolError
+from asyncrl.replay.wire import check_group, decode, encode, pack_group, pack_leases, unpack_group, unpack_leases
+from asyncrl.types import Lease, Prompt
+from tests.helpers.replay import EndlessPrompts, make_group
+
+
+def a_lease() -> Lease:
+    return Lease(7, 1, next(EndlessPrompts()))
+
+
+def frames_of_a_group() -> list[bytes]:
+    meta, arrays = pack_group(make_group(a_lease(), 3))
+    return [bytes(frame) for frame in encode("run", "finish", meta, seq=5, arrays=arrays)]
+
+
+def test_group_round_trip() -> None:
+    group = make_group(a_lease(), 3, completion_tokens=(1, 9))
+    meta, arrays = pack_group(group)
+    message = decode("run", [bytes(frame) for frame in encode("run", "finish", meta, seq=5, arrays=arrays)])
+    assert (message.kind, message.seq) == ("finish", 5)
+    check_group(message.body, message.arrays, group_size=2)
+    back = unpack_group(message.body, message.arrays)
+    assert (back.ticket, back.attempt, back.start_version, back.started_s) == (7, 1, 3, 1.0)
+    for ours, theirs in zip(group.trajectories, back.trajectories, strict=True):
+        for name in ("tokens", "action_mask", "behavior_logprobs", "versions"):
+            np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name))
+            assert getattr(ours, name).dtype == getattr(theirs, name).dtype
+        assert (ours.reward, ours.reward_parts, ours.status) == (theirs.reward, theirs.reward_parts, theirs.status)
+        theirs.check()
+
+
+def test_lease_round_trip() -> None:
+    lease = Lease(1, 0, Prompt(4, np.array([5, 6], dtype=np.int32), "11", "sums", {"level": 2, "tags": ["a"]}))
+    metas, arrays = pack_leases([lease])
+    body = {"leases": metas, "done": False, "reason": ""}
+    message = decode("run", [bytes(f) for f in encode("run", "leases", body, arrays=arrays)])
+    (back,) = unpack_leases(message.body["leases"], message.arrays)
+    assert (back.ticket, back.prompt.ground_truth, back.prompt.extra_info) == (1, "11", {"level": 2, "tags": ["a"]})
+    np.testing.assert_array_equal(back.prompt.tokens, [5, 6])
+
+
+def changed_header(**changes: object) -> list[bytes]:
+    header, *arrays = frames_of_a_group()
+    values = msgpack.unpackb(header)
+    values.update(changes)
+    return [msgpack.packb(values), *arrays]
+
+
+@pytest.mark.parametrize(
+    ("frames", "reason"),
+    [
+        ([], "empty message"),
+        ([b"\xc1"], "header is not msgpack"),
+        ([b"\x01"], "header is int, expected a map"),
+        (changed_header(v=9), "schema version 9, this process speaks 1"),
+        (changed_header(run="other"), "message of run 'other', this is run 'run'"),
+        (changed_header(kind="pickle"), "unknown kind 'pickle'"),
+        (changed_header(seq="x"), "sequence number 'x' is not an integer"),
+        (changed_header(body={}), "finish: ticket: Field required"),
+        (changed_header(arrays=[]), "4 frames do not fit the header's list of arrays"),
+        (changed_header(arrays=[["i4", [1 << 40]]] * 4), "bytes does not hold i4"),
+        (changed_header(arrays=[["O", [12]]] * 4), "does not name a known dtype"),
+        (changed_header(arrays=[["i4", [-12]]] * 4), "does not name a known dtype and a shape"),
+    ],
+)
+def test_bad_message_is_refused_with_its_reason(frames: list[bytes], reason: str) -> None:
+    with pytest.raises(ProtocolError, match=reason.replace("[", r"\[")):
+        decode("run", frames)
+
+
+@settings(max_examples=300, deadline=None)
+@given(frame=st.integers(0, 4), position=st.integers(0, 10_000), value=st.integers(0, 255), cut=st.booleans())
+def test_damaged_frames_never_do_worse_than_a_protocol_error(frame: int, position: int, value: int, cut: bool) -> None:
+    frames = frames_of_a_group()
+    damaged = bytearray(frames[frame])
+    position %= len(damaged)
+    if cut:
+        del damaged[position:]
+    else:
+        damaged[position] = value
+    frames[frame] = bytes(damaged)
+    try:
+        message = decode("run", frames)
+        check_group(message.body, message.arrays, group_size=2)
+    except (ProtocolError, KeyError):
+        return
+    except TypeError:
+        assert message.kind != "finish", "a finish with a sound body is checked by values"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda meta, arrays: meta["rewards"].pop(), "1 rewards, a group has 2"),
+        (lambda meta, arrays: meta.update(lengths=[1, 1]), "lengths do not add up"),
+        (lambda meta, arrays: meta.update(start_version=4), "older than the version the group started at"),
+        (lambda meta, arrays: meta.update(rewards=[0.0, float("nan")]), "reward nan is not finite"),
+        (lambda meta, arrays: arrays.pop(), "expected frames of tokens"),
+        (lambda meta, arrays: arrays[1].fill(True), "a token has a version if and only if"),
+        (lambda meta, arrays: arrays[2].fill(np.inf), "behavior_logprobs are not finite"),
+    ],
+)
+def test_inconsistent_group_is_refused(change, reason: str) -> None:  # type: ignore[no-untyped-def]
+    meta, arrays = pack_group(make_group(a_lease(), 3))
+    change(meta, arrays)
+    with pytest.raises(ProtocolError, match=reason):
+        check_group(meta, arrays, group_size=2)
