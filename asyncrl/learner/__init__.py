@@ -1,0 +1,1 @@
+"""The learner: packs batches, runs the DeepSpeed engine, steps, and sends weights."""

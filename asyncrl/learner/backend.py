@@ -1,0 +1,27 @@
+"""DeepSpeed as the learner uses it: imported for the accelerator that is there, and quiet.
+
+The other modules import it from here, so that this comes first.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import deepspeed
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+
+__all__ = ["BF16_Optimizer", "ZeROOptimizer", "deepspeed"]
+
+deepspeed.utils.logger.setLevel(logging.WARNING)
+# Serves tensor-parallel inference only; without this every first start on CPUs would compile it.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+# DeepSpeed calls collectives by their older names, several times a step.
+warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)

@@ -1,0 +1,45 @@
+"""The model written in Hugging Face format."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import structlog
+from transformers.utils.hub import cached_file
+
+from asyncrl.config import Config
+from asyncrl.learner.policy import Policy
+
+log = structlog.get_logger()
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""Copied as they are: a tokenizer that is loaded and saved again may come out changed."""
+
+
+def save_model(policy: Policy, config: Config, folder: Path) -> None:
+    """Writes model and tokenizer to `folder`, which appears whole or not at all; all ranks call it."""
+    weights = policy.collect_weights()
+    if policy.ranks.rank:
+        return
+    partial = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    policy.model.save_pretrained(partial, state_dict=weights)
+    for name in TOKENIZER_FILES:
+        source = cached_file(config.model.path, name, _raise_exceptions_for_missing_entries=False)
+        if source is not None:
+            shutil.copyfile(source, partial / name)
+    if folder.exists():
+        shutil.rmtree(folder)
+    partial.rename(folder)
+    log.info("model saved", path=str(folder))

@@ -1,0 +1,147 @@
+"""The learner ranks as a whole: how they find one another, count together and fail together."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from asyncrl.errors import AsyncrlError, PeerTimeoutError, RunError
+from asyncrl.learner.backend import deepspeed
+from asyncrl.types import Endpoints
+
+ERROR_BYTES = 2048
+"""Longest error text that ranks tell one another."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This process among the learner ranks. Every method is a collective: all ranks call it, in the same order."""
+
+    rank: int
+    count: int
+    device: torch.device
+
+    def sum(self, values: Tensor) -> Tensor:
+        return self._reduce(values, dist.ReduceOp.SUM)
+
+    def max(self, values: Tensor) -> Tensor:
+        return self._reduce(values, dist.ReduceOp.MAX)
+
+    def any(self, flag: bool) -> bool:
+        return bool(self.max(torch.tensor([int(flag)])))
+
+    def gather(self, values: Tensor) -> Tensor:
+        """[count, ...] of all ranks' values, on the CPU."""
+        if self.count == 1:
+            return values.unsqueeze(0).cpu()
+        parts = [torch.empty_like(values, device=self.device) for _ in range(self.count)]
+        dist.all_gather(parts, values.to(self.device))
+        return torch.stack(parts).cpu()
+
+    def raise_together(self, error: AsyncrlError | None) -> None:
+        """Raises on all ranks when any of them has an error: its own, or the first other's as a RunError."""
+        first = self.count - int(self.max(torch.tensor([0 if error is None else self.count - self.rank])))
+        if first == self.count:
+            return
+        text = torch.zeros(ERROR_BYTES, dtype=torch.uint8)
+        if self.rank == first:
+            encoded = str(error).encode()[:ERROR_BYTES]
+            text[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+        text = self.sum(text)
+        if error is not None:
+            raise error
+        message = bytes(text.tolist()).rstrip(b"\0").decode(errors="replace")
+        raise RunError(f"learner rank {first}: {message}")
+
+    def _reduce(self, values: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:
+        if self.count == 1:
+            return values.cpu()
+        values = values.to(self.device, copy=True)
+        dist.all_reduce(values, op=how)
+        return values.cpu()
+
+
+@contextmanager
+def connected(
+    endpoints: Endpoints, rank: int, count: int, *, start_timeout_s: float, timeout_s: float
+) -> Iterator[Ranks]:
+    """The learner ranks, connected; each collective then has the deadline `timeout_s`.
+
+    Rank 0 opens the rendezvous at `endpoints.learners`. Raises PeerTimeoutError naming the ranks that did not come
+    within `start_timeout_s`, and when another rank is lost later.
+    """
+    local = rank % torch.cuda.device_count() if torch.cuda.is_available() else 0
+    device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    host, port = endpoints.learners
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(local)}
+    os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
+    store = _rendezvous(host, port, rank, count, start_timeout_s)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    with _failures_named(rank):
+        dist.init_process_group(
+            backend,
+            store=PrefixStore(endpoints.run_id, store),
+            rank=rank,
+            world_size=count,
+            timeout=timedelta(seconds=timeout_s),
+        )
+        deepspeed.init_distributed(backend, auto_mpi_discovery=False, timeout=timedelta(seconds=timeout_s))
+        yield Ranks(rank, count, device)
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def _rendezvous(host: str, port: int, rank: int, count: int, timeout_s: float) -> TCPStore:
+    deadline_s = time.monotonic() + timeout_s
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        if rank == 0:
+            listener = socket.create_server((host, port)).detach()
+            store = TCPStore(
+                host, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener
+            )
+        else:
+            store = TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
+    except (OSError, dist.DistNetworkError, dist.DistStoreError) as error:
+        raise PeerTimeoutError(
+            f"learner rank {rank}: no rendezvous at {host}:{port} within {timeout_s:g} s: {error}"
+        ) from error
+    store.set(f"here/{rank}", "1")
+    missing: list[int] = []
+    for other in range(count):
+        left_s = max(deadline_s - time.monotonic(), 0.001)
+        try:
+            store.wait([f"here/{other}"], timedelta(seconds=left_s))
+        except dist.DistStoreError:
+            missing.append(other)
+    if missing:
+        raise PeerTimeoutError(f"learner ranks {missing} of {count} did not come up within {timeout_s:g} s")
+    return store
+
+
+@contextmanager
+def _failures_named(rank: int) -> Iterator[None]:
+    """Turns a broken collective into a PeerTimeoutError."""
+    try:
+        yield
+    except AsyncrlError:
+        raise
+    except RuntimeError as error:
+        text = str(error)
+        if not (isinstance(error, dist.DistError) or "gloo" in text or "NCCL" in text):
+            raise
+        raise PeerTimeoutError(
+            f"learner rank {rank}: another learner rank stopped or did not answer: {text.splitlines()[0]}"
+        ) from error

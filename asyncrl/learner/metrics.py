@@ -1,0 +1,94 @@
+"""What an optimizer step tells of itself, summed over micro-batches and ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from asyncrl.algorithms.corrections import Level, importance_weights, safe_exp, weight_moments
+from asyncrl.learner.batch import MicroBatch
+from asyncrl.learner.distributed import Ranks
+
+CAPPED = 1e-4
+"""Weights this much (relative) below the unbounded importance weight count as capped."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """Sums over the action tokens seen so far. Ratios are of the current against the behavior policy."""
+
+    version: int
+    level: Level
+    device: torch.device
+    sums: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    staleness_max: Tensor | None = None
+
+    def add(
+        self, micro: MicroBatch, *, loss: Tensor, logprobs: Tensor, entropies: Tensor, token_gradient: Tensor
+    ) -> None:
+        """Counts a micro-batch: its part of the loss, and the gradient [N] of the token losses by `logprobs` [N].
+
+        For every loss here that gradient is -(weight) * advantage, so the weight that a token really gets, after
+        caps, masks and clipping, is read from it.
+        """
+        log_ratios = logprobs - micro.behavior_logprobs
+        uncapped = importance_weights(log_ratios, micro.seq, level=self.level, high=None)
+        staleness = self.version - micro.versions
+        fresh = staleness == 0
+        kl = safe_exp(log_ratios) - 1 - log_ratios
+        signal = micro.advantages != 0
+        weights = torch.where(signal, -token_gradient / micro.advantages, 0.0)
+        total, squares, count = weight_moments(log_ratios, micro.seq, level=self.level)
+        for name, value in {
+            "loss": loss,
+            "entropy": entropies.sum(),
+            "tokens": torch.tensor(len(logprobs)),
+            "staleness": staleness.sum(),
+            "kl": kl.sum(),
+            "fresh": fresh.sum(),
+            "fresh_kl": torch.where(fresh, kl, 0.0).sum(),
+            "signal": signal.sum(),
+            "weight": weights.sum(),
+            "cut": (signal & (weights == 0)).sum(),
+            "capped": (signal & (weights < uncapped * (1 - CAPPED))).sum(),
+            "ess_total": total,
+            "ess_squares": squares,
+            "ess_count": count,
+        }.items():
+            value = value.double().to(self.device)
+            self.sums[name] = self.sums[name] + value if name in self.sums else value
+        self._keep_max(staleness)
+
+    def reduce(self, ranks: Ranks) -> dict[str, float]:
+        """Metrics of the whole step over all ranks, which all call this; a mean over nothing is left out.
+
+        Of the tokens with an advantage, clip_fraction is the share that clipping or a mask left without
+        gradient, capped_fraction the share that got less than its unbounded importance weight.
+        """
+        assert self.staleness_max is not None, "a step has at least one micro-batch"
+        table = ranks.gather(torch.stack([*self.sums.values(), self.staleness_max.double()]))
+        s = dict(zip(self.sums, table[:, :-1].sum(dim=0).tolist(), strict=True))
+        metrics = {
+            "learner/loss": s["loss"],
+            "learner/tokens": s["tokens"],
+            "staleness/max": float(table[:, -1].max()),
+        }
+        for name, total, count in (
+            ("learner/entropy", s["entropy"], s["tokens"]),
+            ("learner/clip_fraction", s["cut"], s["signal"]),
+            ("correction/weight_mean", s["weight"], s["signal"]),
+            ("correction/capped_fraction", s["capped"], s["signal"]),
+            ("correction/ess", s["ess_total"] ** 2, s["ess_count"] * s["ess_squares"]),
+            ("correction/mismatch_kl", s["kl"], s["tokens"]),
+            ("correction/mismatch_kl_lag0", s["fresh_kl"], s["fresh"]),
+            ("staleness/mean", s["staleness"], s["tokens"]),
+        ):
+            if count:
+                metrics[name] = total / count
+        return metrics
+
+    def _keep_max(self, staleness: Tensor) -> None:
+        highest = staleness.max() if len(staleness) else torch.tensor(0, device=self.device)
+        self.staleness_max = highest if self.staleness_max is None else torch.maximum(self.staleness_max, highest)

@@ -1,0 +1,53 @@
+"""One model, one connection of a single rank, and one run of two ranks for all tests of the learner."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from worlds import make_model
+
+    torch.set_num_threads(1)
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def free_port() -> Callable[[], int]:
+    def find() -> int:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            return probe.getsockname()[1]
+
+    return find
+
+
+@pytest.fixture(scope="session")
+def one_rank(free_port: Callable[[], int]) -> Iterator[object]:
+    """The connection of a single learner rank in this process."""
+    from worlds import endpoints
+
+    from asyncrl.learner.distributed import connected
+
+    with connected(endpoints(free_port()), 0, 1, start_timeout_s=20, timeout_s=20) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="session")
+def two_ranks(tiny_model: Path, free_port: Callable[[], int], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with the results of `two_ranks.py`."""
+    from worlds import spawn
+
+    out = tmp_path_factory.mktemp("two_ranks")
+    codes = spawn("two_ranks.py", tiny_model, out, free_port(), ranks=2, timeout_s=100)
+    assert codes == [0, 0], (out / "0.log").read_text()[-2000:] + (out / "1.log").read_text()[-2000:]
+    return out

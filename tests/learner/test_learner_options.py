@@ -1,0 +1,132 @@
+"""The learning rate, and algorithm settings: what is refused and what the functions get."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from asyncrl.algorithms.losses import PolicyTerms, decoupled_ppo, ppo_clip
+from asyncrl.config import AlgorithmConfig, Config, LearnerConfig
+from asyncrl.errors import ConfigError
+from asyncrl.learner.algorithm import check_algorithm, make_algorithm
+from asyncrl.learner.schedule import learning_rate
+
+
+def rates(steps: int = 10, **settings: Any) -> list[float]:
+    config = LearnerConfig(lr=2.0, **settings)
+    return [learning_rate(step, config, steps=steps) for step in range(1, steps + 1)]
+
+
+def test_constant_rate_with_and_without_warmup() -> None:
+    assert rates() == [2.0] * 10
+    assert rates(warmup_steps=4) == [0.5, 1.0, 1.5] + [2.0] * 7
+
+
+def test_linear_and_cosine_fall_to_zero_after_the_last_step() -> None:
+    assert rates(lr_schedule="linear") == pytest.approx([2.0 - 0.2 * i for i in range(10)])
+    falling = rates(lr_schedule="cosine", warmup_steps=2)
+    assert falling[:3] == [1.0, 2.0, 2.0]
+    assert falling[6] == pytest.approx(1.0) and 0 < falling[-1] < 0.1
+    assert rates(lr_schedule="linear", warmup_steps=20)[-1] == 1.0
+
+
+def test_defaults_are_fine() -> None:
+    advantage, loss = check_algorithm(AlgorithmConfig())
+    assert advantage.__name__ == "grpo" and loss is decoupled_ppo
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"advantage": "grop"}, "algorithm.advantage = 'grop': no such function; did you mean grpo?, or give"),
+        ({"loss": "zzz"}, "algorithm.loss = 'zzz': no such function; there are ppo_clip, decoupled_ppo, reinforce_is"),
+        ({"loss": "no_such_module:loss"}, "algorithm.loss = 'no_such_module:loss': no_such_module cannot be imported"),
+        ({"loss": "math:los"}, "algorithm.loss = 'math:los': math has no function los"),
+        (
+            {"advantage_options": {"epps": 1.0}},
+            "algorithm.advantage_options.epps = 1.0: grpo has no such option; did you mean eps?",
+        ),
+        (
+            {"loss_options": {"clip_hihg": 0.3}},
+            "algorithm.loss_options.clip_hihg = 0.3: decoupled_ppo has no such option; did you mean clip_high?",
+        ),
+        (
+            {"loss_options": {"correction": None}},
+            "algorithm.loss_options.correction = None: decoupled_ppo has no such option; there are clip_low, clip_high",
+        ),
+        (
+            {"loss_options": {"clip_high": "wide"}},
+            "algorithm.loss_options.clip_high = 'wide': input should be a valid number",
+        ),
+        (
+            {"loss_options": {"dual_clip": True}},
+            "algorithm.loss_options.dual_clip = True: input should be a valid number",
+        ),
+        (
+            {"correction": {"level": "sentence"}},
+            "algorithm.correction.level = 'sentence': input should be 'token', 'sequence' or 'geometric'",
+        ),
+        (
+            {"correction": {"hihg": 2.0}},
+            "algorithm.correction.hihg = 2.0: importance_weights has no such option; did you",
+        ),
+    ],
+)
+def test_wrong_settings_are_refused(settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        check_algorithm(AlgorithmConfig(**settings))
+    assert str(raised.value).startswith(text)
+
+
+def make(**settings: Any) -> Config:
+    return Config.model_validate({"model": {"path": "m"}, "data": {"train": "d"}, "algorithm": settings})
+
+
+def terms() -> PolicyTerms:
+    columns = ([-1.0, -2.0, -0.5], [-1.1, -1.8, -0.6], [-2.5, -1.0, -0.7], [1.0, 1.0, -1.0])
+    return PolicyTerms(*(torch.tensor(c) for c in columns), seq=torch.tensor([0, 0, 1]))
+
+
+def test_losses_get_the_policies_they_name_and_their_options() -> None:
+    given = terms()
+    loss = make_algorithm(make(loss="ppo_clip", loss_options={"clip_high": 0.1})).loss
+    torch.testing.assert_close(
+        loss(given), ppo_clip(given.logprobs, given.behavior_logprobs, given.advantages, clip_high=0.1)
+    )
+    correction = {"level": "geometric", "mode": "mask", "low": 0.5, "high": None}
+    algorithm = make_algorithm(make(correction=correction, loss_options={"dual_clip": None}))
+    arguments = [given.logprobs, given.proximal_logprobs, given.behavior_logprobs, given.advantages, given.seq]
+    expected = decoupled_ppo(*arguments, correction=correction, dual_clip=None)
+    torch.testing.assert_close(algorithm.loss(given), expected)
+    assert algorithm.correction_level == "geometric"
+
+
+def test_advantage_and_aggregation_get_their_options() -> None:
+    algorithm = make_algorithm(make(advantage_options={"eps": 1.0}, aggregation="seq-mean-token-sum-norm"))
+    rewards, group = torch.tensor([0.0, 2.0]), torch.tensor([0, 0])
+    torch.testing.assert_close(algorithm.advantage(rewards, group), torch.tensor([-1.0, 1.0]) / (2**0.5 + 1))
+    loss = algorithm.aggregate(torch.ones(4), torch.tensor([0, 0, 0, 1]), num_tokens=4, num_sequences=2)
+    assert float(loss) == pytest.approx(4 / (2 * 512))
+
+
+def test_functions_from_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    outside = ModuleType("outside")
+
+    def squared(logprobs: Tensor, advantages: Tensor, *, power: float = 2.0) -> Tensor:
+        return -advantages * logprobs.abs() ** power
+
+    def needs_more(logprobs: Tensor, values: Tensor) -> Tensor:
+        return logprobs * values
+
+    outside.squared, outside.needs_more = squared, needs_more  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setitem(sys.modules, "outside", outside)
+    loss = make_algorithm(make(loss="outside:squared", loss_options={"power": 3})).loss
+    given = terms()
+    torch.testing.assert_close(loss(given), squared(given.logprobs, given.advantages, power=3))
+    with pytest.raises(ConfigError, match="its parameter values is not one of logprobs, proximal_logprobs"):
+        check_algorithm(AlgorithmConfig(loss="outside:needs_more"))

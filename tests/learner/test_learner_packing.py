@@ -1,0 +1,154 @@
+"""Groups become packed rows, and nothing is lost or mixed up on the way."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from worlds import make_groups, make_trajectory
+
+from asyncrl.algorithms.advantages import grpo
+from asyncrl.errors import ConfigError, InvariantError
+from asyncrl.learner.attention import make_layout, packed_attention
+from asyncrl.learner.batch import check_staleness, empty_micro_batch, make_batch, pack
+from asyncrl.types import Group
+
+lengths = st.lists(st.integers(1, 300), min_size=1, max_size=40).map(lambda values: np.array(values, dtype=np.int64))
+quick = settings(derandomize=True, deadline=None, max_examples=60)
+
+
+@quick
+@given(lengths, st.integers(1, 400))
+def test_pack_keeps_every_sequence_within_the_budget(sizes: np.ndarray, capacity: int) -> None:
+    members = pack(sizes, capacity)
+    assert sorted(np.concatenate(members).tolist()) == list(range(len(sizes)))
+    for chosen in members:
+        assert len(chosen) == 1 or sizes[chosen].sum() <= capacity
+    if len(members) > 1:
+        loads = sorted(int(sizes[chosen].sum()) for chosen in members)
+        assert loads[0] + loads[1] > capacity
+
+
+@quick
+@given(lengths)
+def test_layout_is_a_way_there_and_back(sizes: np.ndarray) -> None:
+    layout = make_layout(sizes)
+    source = torch.cat([bucket.source for bucket in layout.buckets])
+    assert torch.equal(source[layout.restore], torch.arange(int(sizes.sum())))
+    assert layout.max_length == sizes.max()
+    sequence = np.repeat(np.arange(len(sizes)), sizes)
+    for bucket in layout.buckets:
+        rows = sequence[bucket.source.numpy()].reshape(bucket.batch, bucket.length)
+        assert (rows == rows[:, :1]).all()
+        assert bucket.length <= 64 or min(sizes[rows[:, 0]]) > bucket.length // 2
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, sizes: np.ndarray) -> Tensor:
+    """Each sequence by itself."""
+    parts = [t.split(sizes.tolist(), dim=2) for t in (query, key, value)]
+    outputs = [scaled_dot_product_attention(*qkv, is_causal=True, enable_gqa=True) for qkv in zip(*parts, strict=True)]
+    return torch.cat(outputs, dim=2).transpose(1, 2)
+
+
+def test_packed_attention_is_attention_of_each_sequence() -> None:
+    torch.manual_seed(0)
+    sizes = np.array([3, 70, 1, 33, 200, 64, 90])
+    total = int(sizes.sum())
+    inputs = [torch.randn(1, heads, total, 8, dtype=torch.float64) for heads in (4, 2, 2)]
+    packed, alone = ([t.clone().requires_grad_() for t in inputs] for _ in range(2))
+    q, k, v = packed
+    output, _ = packed_attention(torch.nn.Module(), q, k, v, None, packing=make_layout(sizes))
+    q, k, v = alone
+    expected = attend(q, k, v, sizes)
+    torch.testing.assert_close(output, expected, atol=1e-12, rtol=1e-9)
+    weights = torch.randn_like(output)
+    (output * weights).sum().backward()
+    (expected * weights).sum().backward()
+    for one, other in zip(packed, alone, strict=True):
+        torch.testing.assert_close(one.grad, other.grad, atol=1e-12, rtol=1e-9)
+
+
+def test_kinds_of_attention_that_would_be_wrong_are_refused() -> None:
+    row = torch.zeros(1, 1, 5, 4)
+    layout = make_layout(np.array([5]))
+    packed_attention(torch.nn.Module(), row, row, row, None, packing=layout, sliding_window=5)
+    with pytest.raises(ConfigError, match="window of 4 tokens"):
+        packed_attention(torch.nn.Module(), row, row, row, None, packing=layout, sliding_window=4)
+    with pytest.raises(ConfigError, match="capped attention"):
+        packed_attention(torch.nn.Module(), row, row, row, None, packing=layout, softcap=30.0)
+
+
+@pytest.mark.parametrize("budget", [1, 40, 10_000])
+def test_every_action_token_keeps_what_belongs_to_it(budget: int) -> None:
+    groups = make_groups(5, version=4)
+    groups[1].trajectories[2].action_mask[:] = False  # nothing to train, but its reward counts in the baseline
+    batch = make_batch(groups, grpo, tokens_per_microbatch=budget)
+    seen: dict[tuple[int, int], list[tuple[float, ...]]] = {}
+    for micro in batch.micro_batches:
+        assert micro.layout.max_length <= budget or len(micro.names) == 1
+        starts = torch.nonzero(micro.position_ids == 0).flatten()
+        for n in range(len(micro.seq)):
+            at = int(micro.logit_index[n]) + 1
+            position = int(micro.position_ids[at])
+            assert at - position == starts[micro.seq[n]] and micro.input_ids[at] == micro.targets[n]
+            columns = (micro.targets, micro.behavior_logprobs, micro.versions, micro.advantages)
+            name = micro.names[int(micro.seq[n])]
+            seen.setdefault(name, []).append((position, *(float(column[n]) for column in columns)))
+    expected: dict[tuple[int, int], list[tuple[float, ...]]] = {}
+    for group in groups:
+        rewards = torch.tensor([t.reward for t in group.trajectories], dtype=torch.float64)
+        advantages = grpo(rewards, torch.zeros(4, dtype=torch.int64)).float().tolist()
+        for number, trajectory in enumerate(group.trajectories):
+            for t in np.flatnonzero(trajectory.action_mask):
+                expected.setdefault((group.ticket, number), []).append(
+                    (
+                        float(t),
+                        float(trajectory.tokens[t]),
+                        float(trajectory.behavior_logprobs[t]),
+                        float(trajectory.versions[t]),
+                        advantages[number],
+                    )
+                )
+    assert seen == expected
+    assert batch.num_tokens == sum(map(len, expected.values()))
+    assert batch.num_sequences == len(expected) == 19
+
+
+def test_a_rank_without_groups_gets_an_empty_batch() -> None:
+    batch = make_batch([], grpo, tokens_per_microbatch=10)
+    assert batch.micro_batches == [] and batch.num_tokens == batch.num_sequences == 0
+    empty = empty_micro_batch()
+    assert len(empty.input_ids) == 1 and len(empty.targets) == 0
+
+
+def one_group(version: int) -> Group:
+    groups = make_groups(1)
+    groups[0].trajectories = [make_trajectory(np.random.default_rng(0), version)]
+    return groups[0]
+
+
+def test_staleness_is_bound_and_never_negative() -> None:
+    group = one_group(3)
+    trajectory = group.trajectories[0]
+    trajectory.versions[trajectory.action_mask] = 3
+    check_staleness([group], version=5, max_staleness=2)
+    check_staleness([group], version=3, max_staleness=0)
+    with pytest.raises(InvariantError, match="ticket 10: a token of version 3 came to version 6, 3 steps later"):
+        check_staleness([group], version=6, max_staleness=2)
+    with pytest.raises(InvariantError, match="ticket 10: a token of version 3 came to version 2, before it existed"):
+        check_staleness([group], version=2, max_staleness=2)
+
+
+def test_trajectories_that_cannot_be_trained_are_refused() -> None:
+    group = one_group(0)
+    group.trajectories[0].action_mask[0] = True
+    with pytest.raises(InvariantError, match="ticket 10, trajectory 0: its first token is an action"):
+        make_batch([group], grpo, tokens_per_microbatch=10)
+    group = one_group(0)
+    group.trajectories[0].status, group.trajectories[0].error = "failed", "timed out"
+    with pytest.raises(InvariantError, match=r"ticket 10, trajectory 0: it has no reward \(timed out\)"):
+        make_batch([group], grpo, tokens_per_microbatch=10)

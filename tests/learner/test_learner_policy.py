@@ -1,0 +1,234 @@
+"""The policy's numbers against the model run plainly, one trajectory at a time, in double precision."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from worlds import LR, copy_weights, make_config, make_groups, make_trajectory, record
+
+from asyncrl.algorithms.advantages import grpo
+from asyncrl.algorithms.losses import PolicyTerms
+from asyncrl.config import Config
+from asyncrl.errors import ConfigError, RunError
+from asyncrl.learner import policy as policy_module
+from asyncrl.learner.algorithm import make_algorithm
+from asyncrl.learner.batch import make_batch
+from asyncrl.learner.checkpoint import save_model
+from asyncrl.learner.distributed import Ranks
+from asyncrl.learner.policy import Policy, load_model
+from asyncrl.learner.update import update
+from asyncrl.types import Group
+
+LOSSES: list[dict[str, Any]] = [
+    {"loss": "decoupled_ppo"},
+    {"loss": "decoupled_ppo", "correction": {"level": "sequence", "mode": "mask", "low": 0.1, "high": 5.0}},
+    {"loss": "ppo_clip", "aggregation": "seq-mean-token-mean"},
+    {"loss": "reinforce_is", "loss_options": {"cap": 1.5}, "aggregation": "seq-mean-token-sum-norm"},
+]
+
+
+def plain_logprobs(model: Any, tokens: np.ndarray, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-prob and entropy of every token but the first."""
+    ids = torch.from_numpy(tokens.astype(np.int64))
+    logprobs = torch.log_softmax(model(input_ids=ids.unsqueeze(0)).logits[0, :-1] / temperature, dim=-1)
+    entropies = -(logprobs.exp() * logprobs).sum(dim=-1)
+    return logprobs.gather(-1, ids[1:, None]).squeeze(-1), entropies
+
+
+def plain_gradients(config: Config, groups: list[Group]) -> tuple[float, dict[str, Tensor]]:
+    """The step's loss and its gradient, without packing, micro-batches or chunks."""
+    model = AutoModelForCausalLM.from_pretrained(config.model.path, attn_implementation="eager", dtype=torch.float64)
+    algorithm = make_algorithm(config)
+    columns: dict[str, list[Tensor]] = {name: [] for name in ("logprobs", "behavior", "advantages", "seq")}
+    for group in groups:
+        advantages = grpo(torch.tensor(group.rewards), torch.zeros(len(group.rewards), dtype=torch.int64))
+        for trajectory, advantage in zip(group.trajectories, advantages, strict=True):
+            mask = torch.from_numpy(trajectory.action_mask[1:])
+            logprobs, _ = plain_logprobs(model, trajectory.tokens, config.generator.temperature)
+            columns["logprobs"].append(logprobs[mask])
+            columns["behavior"].append(torch.from_numpy(trajectory.behavior_logprobs[1:])[mask].double())
+            columns["advantages"].append(advantage.expand(int(mask.sum())))
+            columns["seq"].append(torch.full((int(mask.sum()),), len(columns["seq"])))
+    logprobs, behavior, advantages, seq = (torch.cat(parts) for parts in columns.values())
+    token_loss = algorithm.loss(PolicyTerms(logprobs, logprobs.detach(), behavior, advantages, seq))
+    loss = algorithm.aggregate(token_loss, seq)
+    loss.backward()
+    return float(loss.detach()), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("budget", [1, 60, 10_000])
+@pytest.mark.parametrize("algorithm", LOSSES, ids=lambda a: f"{a['loss']}-{len(a)}")
+def test_packed_micro_batches_give_the_gradient_of_the_whole(
+    algorithm: dict[str, Any], budget: int, one_rank: Ranks, tiny_model: Path
+) -> None:
+    config = make_config(tiny_model, algorithm=algorithm, learner={"tokens_per_microbatch": budget})
+    groups = make_groups(2)
+    tensors, scalars = record(Policy(config, one_rank), config, groups)
+    loss, gradients = plain_gradients(config, groups)
+    assert scalars["1/learner/loss"] == pytest.approx(loss, abs=1e-5)
+    scale = max(float(g.abs().max()) for g in gradients.values())
+    for name, expected in gradients.items():
+        difference = (tensors[f"gradient/1/{name}"] - expected).abs().max()
+        assert difference < 1e-5 * scale, name
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_logprobs_are_those_of_the_sampling_temperature(
+    chunked: bool, one_rank: Ranks, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if chunked:
+        monkeypatch.setattr(policy_module, "CHUNK_BYTES", 4 * 48 * 5)
+    config = make_config(tiny_model, generator={"temperature": 0.35})
+    policy = Policy(config, one_rank)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, attn_implementation="eager", dtype=torch.float64)
+    groups = make_groups(3)
+    by_name = {(g.ticket, n): t for g in groups for n, t in enumerate(g.trajectories)}
+    for micro in make_batch(groups, grpo, tokens_per_microbatch=100).micro_batches:
+        logprobs, entropies = policy.forward(micro)
+        assert logprobs.dtype is torch.float32 and logprobs.requires_grad and not entropies.requires_grad
+        for number, name in enumerate(micro.names):
+            trajectory = by_name[name]
+            expected = plain_logprobs(model, trajectory.tokens, 0.35)
+            for got, want in zip((logprobs, entropies), expected, strict=True):
+                want = want[torch.from_numpy(trajectory.action_mask[1:])].float()
+                torch.testing.assert_close(got[micro.seq == number], want, atol=2e-5, rtol=1e-5)
+
+
+def test_metrics_mean_what_they_say(one_rank: Ranks, tiny_model: Path) -> None:
+    config = make_config(tiny_model)
+    policy, algorithm = Policy(config, one_rank), make_algorithm(config)
+    groups = make_groups(4, version=3)
+    batch = make_batch(groups, grpo, tokens_per_microbatch=60)
+    columns: dict[str, list[Tensor]] = {name: [] for name in ("ratio", "advantage", "lag", "entropy")}
+    with torch.no_grad():
+        for micro in batch.micro_batches:
+            logprobs, entropies = policy.network(micro)
+            columns["ratio"].append((logprobs - micro.behavior_logprobs).double())
+            columns["advantage"].append(micro.advantages)
+            columns["lag"].append(3 - micro.versions)
+            columns["entropy"].append(entropies)
+    log_ratio, advantage, lag, entropy = (torch.cat(parts) for parts in columns.values())
+    ratio, signal = log_ratio.exp(), advantage != 0
+    kl = ratio - 1 - log_ratio
+    metrics = update(policy, algorithm, batch, step=4, lr=LR, max_grad_norm=1.0)
+    expected = {
+        "learner/tokens": len(ratio),
+        "learner/entropy": entropy.mean(),
+        "learner/clip_fraction": 0.0,
+        "learner/lr": LR,
+        "correction/weight_mean": ratio[signal].clamp(max=2.0).mean(),
+        "correction/capped_fraction": (ratio[signal] > 2.0).double().mean(),
+        "correction/ess": ratio.sum() ** 2 / (len(ratio) * ratio.square().sum()),
+        "correction/mismatch_kl": kl.mean(),
+        "correction/mismatch_kl_lag0": kl[lag == 0].mean(),
+        "staleness/mean": lag.double().mean(),
+        "staleness/max": lag.max(),
+    }
+    assert 0 < int((lag == 0).sum()) < len(lag) and not signal.all()
+    for name, value in expected.items():
+        assert metrics.pop(name) == pytest.approx(float(value), rel=1e-5), name
+    assert set(metrics) == {"learner/loss", "learner/grad_norm"}
+
+
+def test_means_over_nothing_are_left_out(one_rank: Ranks, tiny_model: Path) -> None:
+    config = make_config(tiny_model)
+    groups = make_groups(1)
+    for trajectory in groups[0].trajectories:
+        trajectory.reward = 1.0
+    batch = make_batch(groups, grpo, tokens_per_microbatch=60)
+    metrics = update(Policy(config, one_rank), make_algorithm(config), batch, step=2, lr=LR, max_grad_norm=1.0)
+    assert metrics["learner/loss"] == metrics["learner/grad_norm"] == 0.0
+    absent = {"learner/clip_fraction", "correction/weight_mean", "correction/mismatch_kl_lag0"}
+    assert not absent & set(metrics)
+
+
+def test_a_gradient_that_is_not_finite_leaves_the_weights(
+    one_rank: Ranks, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(tiny_model)
+    policy = Policy(config, one_rank)
+    before = copy_weights(policy)
+    backward = policy.backward
+
+    def overflow(logprobs: Tensor, gradient: Tensor, *, last: bool) -> None:
+        backward(logprobs * 1e30, gradient * 1e30, last=last)
+
+    monkeypatch.setattr(policy, "backward", overflow)
+    batch = make_batch(make_groups(1), grpo, tokens_per_microbatch=60)
+    with pytest.raises(RunError, match=r"step 3: the gradient is not finite \(norm (inf|nan)\) although every loss is"):
+        update(policy, make_algorithm(config), batch, step=3, lr=LR, max_grad_norm=1.0)
+    assert all(torch.equal(weight, before[name]) for name, weight in copy_weights(policy).items())
+
+
+def test_a_batch_without_action_tokens_is_refused(one_rank: Ranks, tiny_model: Path) -> None:
+    config = make_config(tiny_model)
+    batch = make_batch([], grpo, tokens_per_microbatch=60)
+    with pytest.raises(RunError, match="step 1: the batch has no action token"):
+        update(Policy(config, one_rank), make_algorithm(config), batch, step=1, lr=LR, max_grad_norm=1.0)
+
+
+def test_a_saved_model_gives_the_same_logits(one_rank: Ranks, tiny_model: Path, tmp_path: Path) -> None:
+    config = make_config(tiny_model)
+    policy = Policy(config, one_rank)
+    batch = make_batch(make_groups(2), grpo, tokens_per_microbatch=60)
+    update(policy, make_algorithm(config), batch, step=1, lr=0.05, max_grad_norm=1.0)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "old").touch()
+    save_model(policy, config, tmp_path / "model")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert not (tmp_path / "model" / "old").exists()
+    names = {name for name, _ in policy.weights()}
+    assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert model.config._attn_implementation == "sdpa"
+    policy.model.set_attn_implementation("sdpa")
+    ids = torch.arange(20).unsqueeze(0)
+    torch.testing.assert_close(model(input_ids=ids).logits, policy.model(input_ids=ids).logits, atol=1e-6, rtol=1e-6)
+    start = AutoModelForCausalLM.from_pretrained(tiny_model)
+    assert (model(input_ids=ids).logits - start(input_ids=ids).logits).abs().max() > 0.01
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "model" / name).read_bytes() == (tiny_model / name).read_bytes()
+
+
+def test_models_that_cannot_be_trained_are_refused(tiny_model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model.path = '.*nowhere': the model cannot be loaded"):
+        load_model(make_config(tmp_path / "nowhere"))
+    from transformers import Gemma2Config
+
+    capped = AutoModelForCausalLM.from_config(
+        Gemma2Config(
+            vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+            num_key_value_heads=1, head_dim=8,
+        )
+    )  # fmt: skip
+    capped.save_pretrained(tmp_path / "capped")
+    with pytest.raises(ConfigError, match="models with final_logit_softcapping cannot be trained"):
+        load_model(make_config(tmp_path / "capped"))
+
+
+def test_long_trajectories_cross_bucket_borders(one_rank: Ranks, tiny_model: Path) -> None:
+    """Lengths far apart, so that attention uses several buckets in one row."""
+    config = make_config(tiny_model)
+    policy = Policy(config, one_rank)
+    group = make_groups(1)[0]
+    rng = np.random.default_rng(1)
+    for trajectory, length in zip(group.trajectories, (120, 100, 40, 8), strict=True):
+        grown = make_trajectory(rng)
+        mask = np.arange(length) >= 3
+        trajectory.tokens = rng.integers(0, 48, length).astype(np.int32)
+        trajectory.action_mask, trajectory.reward = mask, grown.reward
+        trajectory.behavior_logprobs = np.where(mask, -1.0, 0.0).astype(np.float32)
+        trajectory.versions = np.where(mask, 0, -1).astype(np.int32)
+    (micro,) = make_batch([group], grpo, tokens_per_microbatch=1000).micro_batches
+    assert len(micro.layout.buckets) == 2
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, attn_implementation="eager", dtype=torch.float64)
+    logprobs, _ = policy.forward(micro)
+    for number, (_, index) in enumerate(micro.names):
+        expected, _ = plain_logprobs(model, group.trajectories[index].tokens, 0.7)
+        torch.testing.assert_close(logprobs[micro.seq == number], expected[2:].float(), atol=5e-5, rtol=1e-5)

@@ -1,0 +1,137 @@
+"""Two ranks are one rank, at every ZeRO stage; what one rank meets, all learn of."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from worlds import LR, MAX_GRAD_NORMS, endpoints, make_config, make_groups, record
+
+from asyncrl.errors import PeerTimeoutError, RunError
+from asyncrl.learner.distributed import Ranks, connected
+from asyncrl.learner.policy import Policy
+
+FLOAT32 = ["zero0", "zero1", "zero2", "zero3"]
+BFLOAT16 = ["bfloat16-zero0", "bfloat16-zero3"]
+
+Record = tuple[dict[str, Tensor], dict[str, float]]
+
+
+def load(folder: Path, name: str, rank: int) -> Record:
+    scalars = json.loads((folder / f"{name}-{rank}.json").read_text())
+    return load_file(folder / f"{name}-{rank}.safetensors"), scalars
+
+
+def part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+@pytest.fixture(scope="module")
+def alone(one_rank: Ranks, tiny_model: Path) -> Record:
+    config = make_config(tiny_model)
+    return record(Policy(config, one_rank), config, make_groups())
+
+
+@pytest.mark.parametrize("name", FLOAT32)
+def test_two_ranks_are_one_rank(name: str, alone: Record, two_ranks: Path) -> None:
+    tensors, scalars = load(two_ranks, name, 0)
+    for step in (1, 2):
+        expected = part(alone[0], f"gradient/{step}/")
+        for parameter, gradient in part(tensors, f"gradient/{step}/").items():
+            torch.testing.assert_close(gradient, expected.pop(parameter), atol=1e-6, rtol=1e-4)
+        assert not expected
+        # Adam's first steps are nearly lr * sign(gradient), also where the gradient is no more than rounding.
+        firm = {n: g.abs() > 1e-5 for n, g in part(alone[0], f"gradient/{step}/").items()}
+        for parameter, weight in part(alone[0], f"weight/{step}/").items():
+            difference = (weight - tensors[f"weight/{step}/{parameter}"]).abs()
+            assert difference[firm[parameter]].max() < 1e-5, parameter
+    for metric, value in alone[1].items():
+        assert scalars[metric] == pytest.approx(value, rel=1e-4, abs=1e-6), metric
+
+
+@pytest.mark.parametrize("name", FLOAT32 + BFLOAT16)
+def test_ranks_agree(name: str, two_ranks: Path) -> None:
+    (first, metrics), (second, others) = (load(two_ranks, name, rank) for rank in (0, 1))
+    assert metrics == others
+    for key, tensor in first.items():
+        assert torch.equal(tensor, second[key]), key
+
+
+@pytest.mark.parametrize("name", ["alone", *FLOAT32, *BFLOAT16])
+def test_norm_clipping_and_adam(name: str, alone: Record, two_ranks: Path) -> None:
+    tensors, scalars = alone if name == "alone" else load(two_ranks, name, 0)
+    bfloat16 = name in BFLOAT16
+    weights = {n: w.double() for n, w in part(tensors, "weight/0/").items()}
+    first = {n: torch.zeros_like(w) for n, w in weights.items()}
+    second = {n: torch.zeros_like(w) for n, w in weights.items()}
+    for step, max_grad_norm in enumerate(MAX_GRAD_NORMS, start=1):
+        gradients = {n: g.double() for n, g in part(tensors, f"gradient/{step}/").items()}
+        norm = torch.stack([g.square().sum() for g in gradients.values()]).sum().sqrt()
+        assert scalars[f"{step}/learner/grad_norm"] == pytest.approx(float(norm), rel=1e-5)
+        scale = min(1.0, max_grad_norm / float(norm))
+        assert (scale < 1) == (step == 1)
+        for n, weight in weights.items():
+            gradient = gradients[n] * scale
+            first[n] = 0.9 * first[n] + 0.1 * gradient
+            second[n] = 0.95 * second[n] + 0.05 * gradient.square()
+            denominator = (second[n] / (1 - 0.95**step)).sqrt() + 1e-8
+            weights[n] = weight * (1 - LR * 0.1) - LR * first[n] / (1 - 0.9**step) / denominator
+            trained = tensors[f"weight/{step}/{n}"]
+            tolerance: dict[str, Any] = {"atol": 1e-6, "rtol": 2.0**-8} if bfloat16 else {"atol": 2e-6, "rtol": 0.0}
+            torch.testing.assert_close(trained.double(), weights[n], **tolerance)
+
+
+@pytest.mark.parametrize("name", BFLOAT16)
+def test_bfloat16_is_near_float32(name: str, alone: Record, two_ranks: Path) -> None:
+    tensors, scalars = load(two_ranks, name, 0)
+    assert tensors["weight/2/model.embed_tokens.weight"].dtype is torch.bfloat16
+    assert scalars["1/learner/loss"] == pytest.approx(alone[1]["1/learner/loss"], abs=5e-4)
+    assert scalars["1/learner/entropy"] == pytest.approx(alone[1]["1/learner/entropy"], rel=0.01)
+    assert scalars["1/learner/grad_norm"] == pytest.approx(alone[1]["1/learner/grad_norm"], rel=0.05)
+
+
+def test_a_loss_that_is_not_finite_stops_all_ranks_before_weights_change(two_ranks: Path) -> None:
+    for rank, prefix in ((0, "RunError: learner rank 1: "), (1, "RunError: ")):
+        errors = json.loads((two_ranks / f"errors-{rank}.json").read_text())
+        assert errors["weights_kept"] is True
+        assert errors["not_finite"].startswith(f"{prefix}step 1: the loss of ticket 12, trajectory 3 is not finite")
+
+
+def test_a_batch_that_is_too_stale_on_one_rank_stops_all(two_ranks: Path) -> None:
+    reason = "ticket 10: a token of version 4 came to version 7, 3 steps later; replay.max_staleness = 2"
+    for rank, prefix in ((0, "RunError: learner rank 1: "), (1, "InvariantError: ")):
+        assert json.loads((two_ranks / f"errors-{rank}.json").read_text())["stale"] == prefix + reason
+
+
+def test_a_rank_that_died_is_reported(two_ranks: Path) -> None:
+    lost = json.loads((two_ranks / "errors-0.json").read_text())["lost"]
+    assert lost.startswith("PeerTimeoutError: learner rank 0: another learner rank stopped or did not answer")
+
+
+def test_ranks_that_do_not_come_up_are_named(free_port: Callable[[], int]) -> None:
+    with (
+        pytest.raises(PeerTimeoutError, match=r"learner ranks \[1, 2\] of 3 did not come up within 0.5 s"),
+        connected(endpoints(free_port()), 0, 3, start_timeout_s=0.5, timeout_s=5),
+    ):
+        pass
+    with (
+        pytest.raises(PeerTimeoutError, match=r"learner rank 1: no rendezvous at 127\.0\.0\.1"),
+        connected(endpoints(free_port()), 1, 2, start_timeout_s=0.5, timeout_s=5),
+    ):
+        pass
+
+
+def test_one_rank_raises_its_own_error_and_counts_alone(one_rank: Ranks) -> None:
+    error = RunError("this one")
+    with pytest.raises(RunError) as raised:
+        one_rank.raise_together(error)
+    assert raised.value is error
+    one_rank.raise_together(None)
+    assert one_rank.any(True) and not one_rank.any(False)
+    assert one_rank.gather(torch.tensor([3, 4])).tolist() == [[3, 4]]

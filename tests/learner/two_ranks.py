@@ -1,0 +1,101 @@
+"""One of two learner ranks: trains at every ZeRO stage, meets errors, and loses the other rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from worlds import copy_weights, endpoints, make_config, make_groups, record
+
+import asyncrl.learner.policy as policy_module
+from asyncrl.config import Config
+from asyncrl.errors import AsyncrlError
+from asyncrl.learner.algorithm import make_algorithm
+from asyncrl.learner.batch import make_batch
+from asyncrl.learner.distributed import Ranks, connected
+from asyncrl.learner.loop import Learner
+from asyncrl.learner.policy import Policy
+from asyncrl.learner.update import update
+from asyncrl.types import Shard
+
+RUNS: dict[str, dict[str, Any]] = {
+    "zero0": {"learner": {"zero_stage": 0}},
+    "zero1": {"learner": {"zero_stage": 1}},
+    "zero2": {"learner": {"zero_stage": 2}},
+    "zero3": {"learner": {"zero_stage": 3, "gradient_checkpointing": True}},
+    "bfloat16-zero0": {"learner": {"zero_stage": 0}, "model": {"dtype": "bfloat16"}},
+    "bfloat16-zero3": {"learner": {"zero_stage": 3}, "model": {"dtype": "bfloat16"}},
+}
+
+
+def error_of(function: Any, *args: Any, **kwargs: Any) -> str:
+    try:
+        function(*args, **kwargs)
+    except AsyncrlError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def train(name: str, config: Config, ranks: Ranks, out: Path) -> None:
+    groups = make_groups()
+    mine = groups[:5] if ranks.rank == 0 else groups[5:]  # so that rank 1 needs empty micro-batches
+    tensors, scalars = record(Policy(config, ranks), config, mine)
+    save_file(tensors, out / f"{name}-{ranks.rank}.safetensors")
+    (out / f"{name}-{ranks.rank}.json").write_text(json.dumps(scalars))
+
+
+def meet_errors(config: Config, ranks: Ranks) -> dict[str, Any]:
+    policy, algorithm = Policy(config, ranks), make_algorithm(config)
+    before = copy_weights(policy)
+    mine = make_groups(3, seed=ranks.rank)
+    if ranks.rank == 1:
+        broken = mine[2].trajectories[3]
+        broken.behavior_logprobs[broken.action_mask.nonzero()[0][-1]] = float("nan")
+    batch = make_batch(mine, algorithm.advantage, tokens_per_microbatch=40)
+    not_finite = error_of(update, policy, algorithm, batch, step=1, lr=1.0, max_grad_norm=1.0)
+    after = copy_weights(policy)
+    learner = Learner(config, policy, algorithm, None, None, None, Path())  # pyright: ignore[reportArgumentType]
+    version = 5 if ranks.rank else 7
+    stale = error_of(learner.prepare, Shard(8, make_groups(2, version=version)), 8)
+    return {
+        "not_finite": not_finite,
+        "weights_kept": all(torch.equal(before[name], after[name]) for name in before),
+        "stale": stale,
+    }
+
+
+def main(rank: int, port: int, model: Path, out: Path) -> None:
+    torch.set_num_threads(1)
+    original = policy_module.deepspeed_config
+
+    def partition_everything(config: Config) -> dict[str, Any]:
+        settings = original(config)
+        settings["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+        return settings
+
+    policy_module.deepspeed_config = partition_everything
+    policy_module.CHUNK_BYTES = 4 * 48 * 7  # log-probs in chunks, more of them on rank 0
+    errors: dict[str, Any] = {}
+    try:
+        with connected(endpoints(port), rank, 2, start_timeout_s=60, timeout_s=30) as ranks:
+            for name, sections in RUNS.items():
+                train(name, make_config(model, **sections), ranks, out)
+            errors = meet_errors(make_config(model, learner={"zero_stage": 2}), ranks)
+            if rank == 1:
+                (out / "errors-1.json").write_text(json.dumps(errors))
+                os._exit(0)
+            for _ in range(100):
+                ranks.any(False)
+    except AsyncrlError as error:
+        errors["lost"] = f"{type(error).__name__}: {error}"
+    (out / "errors-0.json").write_text(json.dumps(errors))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4]))

@@ -1,0 +1,156 @@
+"""A tiny model, trajectories with all that can happen to them, and a record of training on them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from deepspeed.utils import safe_get_full_grad
+from torch import Tensor
+
+from asyncrl.config import Config
+from asyncrl.learner.algorithm import make_algorithm
+from asyncrl.learner.batch import make_batch
+from asyncrl.learner.policy import Policy
+from asyncrl.learner.update import update
+from asyncrl.types import NO_VERSION, Endpoints, Group, Trajectory
+
+VOCABULARY = 48
+LR = 1e-3
+MAX_GRAD_NORMS = (0.05, 10.0)
+"""Of the recorded steps: the first is clipped, the second is not."""
+
+
+def make_model(folder: Path) -> Path:
+    """A random Qwen2 with tied embeddings, and a tokenizer."""
+    from tokenizers import Tokenizer, models
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        initializer_range=0.2,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+    return folder
+
+
+def make_config(folder: Path, /, **sections: Any) -> Config:
+    values: dict[str, Any] = {
+        "model": {"path": str(folder)},
+        "data": {"train": "none.parquet"},
+        "generator": {"group_size": 4, "temperature": 0.7, "max_new_tokens": 20},
+        "replay": {"groups_per_step": 6, "max_staleness": 2},
+        "learner": {"lr": LR, "tokens_per_microbatch": 40, "weight_decay": 0.1},
+        "launch": {"start_timeout_s": 60, "progress_timeout_s": 30},
+        "steps": 3,
+    }
+    for name, section in sections.items():
+        values[name] = values.get(name, {}) | section if isinstance(section, dict) else section
+    return Config.model_validate(values)
+
+
+def make_trajectory(rng: np.random.Generator, version: int = 0) -> Trajectory:
+    """Prompt, actions, sometimes an environment's tokens in between, and versions that may change on the way."""
+    prompt, first, tool, second = rng.integers((1, 1, 0, 0), (6, 10, 4, 8))
+    mask = np.repeat([False, True, False, True], [prompt, first, tool, second])
+    versions = np.where(mask, version + np.sort(rng.integers(-1, 1, len(mask))).clip(-version), NO_VERSION)
+    return Trajectory(
+        tokens=rng.integers(0, VOCABULARY, len(mask)).astype(np.int32),
+        action_mask=mask,
+        behavior_logprobs=np.where(mask, -rng.gamma(2.0, 1.5, len(mask)), 0.0).astype(np.float32),
+        versions=versions.astype(np.int32),
+        status="completed",
+        reward=float(rng.integers(0, 3)) / 2,
+    )
+
+
+def make_groups(count: int = 6, *, seed: int = 0, version: int = 0) -> list[Group]:
+    rng = np.random.default_rng(seed)
+    return [
+        Group(
+            ticket=10 + ticket,
+            attempt=0,
+            generator=0,
+            row=ticket,
+            data_source="test",
+            start_version=version,
+            end_version=version,
+            trajectories=[make_trajectory(rng, version) for _ in range(4)],
+        )
+        for ticket in range(count)
+    ]
+
+
+def copy_weights(policy: Policy) -> dict[str, Tensor]:
+    return {name: weight.detach().clone().cpu() for name, weight in policy.weights()}
+
+
+def record(policy: Policy, config: Config, groups: Sequence[Group]) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Two steps on the groups: weights 0, 1 and 2, full gradients before clipping, and all metrics by step."""
+    tensors = {f"weight/0/{name}": weight for name, weight in copy_weights(policy).items()}
+    scalars: dict[str, float] = {}
+    algorithm = make_algorithm(config)
+    for step, max_grad_norm in enumerate(MAX_GRAD_NORMS, start=1):
+        batch = make_batch(groups, algorithm.advantage, tokens_per_microbatch=config.learner.tokens_per_microbatch)
+        with gradients_before_step(policy) as gradients:
+            metrics = update(policy, algorithm, batch, step=step, lr=LR, max_grad_norm=max_grad_norm)
+        scalars |= {f"{step}/{name}": value for name, value in metrics.items()}
+        tensors |= {f"gradient/{step}/{name}": gradient for name, gradient in gradients.items()}
+        tensors |= {f"weight/{step}/{name}": weight for name, weight in copy_weights(policy).items()}
+    return tensors, scalars
+
+
+@contextmanager
+def gradients_before_step(policy: Policy) -> Iterator[dict[str, Tensor]]:
+    """The full gradients that the policy has when it is about to step."""
+    gradients: dict[str, Tensor] = {}
+    step = policy.step
+
+    def keep(**options: float) -> None:
+        for name, parameter in policy.model.named_parameters():
+            gradient = safe_get_full_grad(parameter)
+            assert gradient is not None, name
+            gradients[name] = gradient.float().clone().cpu()
+        step(**options)
+
+    with patch.object(policy, "step", keep):
+        yield gradients
+
+
+def spawn(script: str, model: Path, out: Path, port: int, *, ranks: int, timeout_s: float) -> list[int]:
+    """Runs a script of this folder as so many ranks to the end; their exit codes. The output lies in `out`."""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(Path(__file__).parent / script), str(rank), str(port), str(model), str(out)],
+            stdout=(out / f"{rank}.log").open("w"),
+            stderr=subprocess.STDOUT,
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        return [process.wait(timeout=timeout_s) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def endpoints(port: int) -> Endpoints:
+    return Endpoints("test", "", ("127.0.0.1", port + 1), ("127.0.0.1", port))
