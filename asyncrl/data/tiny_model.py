@@ -1,0 +1,127 @@
+"""The demo's model: a tiny Qwen2 with a character tokenizer, warm-started so that RL has something to improve.
+
+The warm start shows it sums, but most of the answers it shows are one of the operands instead. The model learns all
+three answers and gives the right one about as often as it was shown; which one is wanted only the reward tells.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import structlog
+import torch
+from tokenizers import Regex, Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from asyncrl.data.arithmetic import sums
+
+log = structlog.get_logger()
+
+SPECIAL = ["<pad>", "<eos>", "<unk>"]
+CHARACTERS = "0123456789+-*= "
+WINDOW_TOKENS = 64
+RIGHT_SHARE = 0.3
+"""Fraction of the warm start's answers that are the sum."""
+STEPS = 200
+BATCH = 256
+LR = 3e-3
+THREADS = 2
+
+
+def make_tiny_model(path: Path, *, seed: int = 0, steps: int = STEPS) -> None:
+    """Writes the model folder (Hugging Face format) in one piece; the same one for the same seed and machine."""
+    torch.manual_seed(seed)
+    torch.set_num_threads(THREADS)
+    tokenizer = make_tokenizer()
+    model = make_model()
+    accuracy = warm_start(model, tokenizer, steps=steps, seed=seed)
+    temporary = path.with_name(f".{path.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    model.save_pretrained(temporary)
+    tokenizer.save_pretrained(temporary)
+    if path.exists():
+        shutil.rmtree(path)
+    temporary.rename(path)
+    log.info("tiny model made", path=str(path), parameters=model.num_parameters(), accuracy=round(accuracy, 3))
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token for each character."""
+    vocabulary = {token: number for number, token in enumerate([*SPECIAL, *CHARACTERS])}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = Split(Regex("."), behavior="isolated")  # type: ignore[assignment]
+    tokenizer.decoder = Fuse()  # type: ignore[assignment]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        model_max_length=WINDOW_TOKENS,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def make_model() -> Qwen2ForCausalLM:
+    config = Qwen2Config(
+        vocab_size=32,
+        hidden_size=128,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=WINDOW_TOKENS,
+        tie_word_embeddings=True,
+        attention_dropout=0.0,
+        bos_token_id=None,
+        eos_token_id=SPECIAL.index("<eos>"),
+        pad_token_id=SPECIAL.index("<pad>"),
+    )
+    return Qwen2ForCausalLM(config)
+
+
+def warm_start(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, *, steps: int, seed: int) -> float:
+    """Supervised steps on right and wrong answers; gives the probability of the right one, mean over all prompts."""
+    prompts, *answers = _encode(tokenizer)
+    generator = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0, betas=(0.9, 0.98))
+    choices = torch.stack(answers)
+    shares = torch.tensor([RIGHT_SHARE, (1 - RIGHT_SHARE) / 2, (1 - RIGHT_SHARE) / 2])
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = LR * min(1.0, (step + 1) / 10) * (1 - 0.9 * step / steps)
+        rows = torch.randint(len(prompts), (BATCH,), generator=generator)
+        kinds = torch.multinomial(shares, BATCH, replacement=True, generator=generator)
+        loss = -_answer_logprobs(model, prompts[rows], choices[kinds, rows]).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    with torch.no_grad():
+        return _answer_logprobs(model, prompts, answers[0]).sum(dim=1).exp().mean().item()
+
+
+def _encode(tokenizer: PreTrainedTokenizerFast) -> list[Tensor]:
+    """Tokens of all prompts, right answers, first operands and second operands, each [sums, tokens]."""
+    rows = sums()
+    texts = [
+        [prompt for prompt, *_ in rows],
+        [f"{answer}<eos>" for _, answer, *_ in rows],
+        [f"{a:02d}<eos>" for _, _, a, _ in rows],
+        [f"{b:02d}<eos>" for _, _, _, b in rows],
+    ]
+    return [torch.tensor(tokenizer(column)["input_ids"]) for column in texts]
+
+
+def _answer_logprobs(model: Qwen2ForCausalLM, prompts: Tensor, answers: Tensor) -> Tensor:
+    """Log-probs [rows, answer tokens] of the answers."""
+    tokens = torch.cat([prompts, answers], dim=1)
+    logits = model(input_ids=tokens[:, :-1]).logits[:, prompts.shape[1] - 1 :]
+    losses = cross_entropy(logits.flatten(0, 1), answers.flatten(), reduction="none")
+    return -losses.view_as(answers)

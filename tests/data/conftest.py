@@ -1,0 +1,46 @@
+"""The tiny tokenizer as a model folder, and Parquet files of prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.config import Config, load_config
+from asyncrl.data.parquet import write_rows
+from asyncrl.data.tiny_model import make_tokenizer
+
+
+def row(number: int, **changes: Any) -> dict[str, Any]:
+    """A row in verl's schema whose prompt says its number."""
+    values = {
+        "data_source": "numbers",
+        "prompt": f"{number:03d}=",
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": str(number)},
+        "extra_info": {"index": number},
+    }
+    return values | changes
+
+
+@pytest.fixture
+def tokenizer_folder(tmp_path: Path) -> Path:
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def dataset(tmp_path: Path, tokenizer_folder: Path) -> Callable[..., Config]:
+    """Writes rows as one file each and gives a config that names them."""
+
+    def write(*files: list[dict[str, Any]], **overrides: Any) -> Config:
+        paths = []
+        for number, rows in enumerate(files):
+            paths.append(str(tmp_path / f"part{number}.parquet"))
+            write_rows(Path(paths[-1]), rows)
+        values = {"model.path": str(tokenizer_folder), "data.train": paths}
+        return load_config(None, values | {name.replace("__", "."): value for name, value in overrides.items()})
+
+    return write
