@@ -1,0 +1,118 @@
+"""Role processes on this machine: started, watched and ended by process id."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import structlog
+
+from asyncrl.launch.resources import Share
+from asyncrl.launch.role import RoleSpec
+from asyncrl.observe.logs import last_error
+
+log = structlog.get_logger()
+
+POLL_S = 0.02
+
+
+@dataclass(slots=True)
+class RoleProcess:
+    """A started role; its output other than the log goes to `logs/<role>.out`."""
+
+    spec: RoleSpec
+    process: subprocess.Popen[bytes]
+    output: IO[bytes]
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def code(self) -> int | None:
+        """Exit code, negative for a signal; None while it runs."""
+        return self.process.poll()
+
+    def cause(self) -> str:
+        """Why it ended, as far as its exit code and its log tell."""
+        code = self.code
+        if code is not None and code < 0:
+            return f"{self.name} was killed by signal {signal.Signals(-code).name}"
+        logs = Path(self.spec.run_dir) / "logs"
+        said = last_error(logs / f"{self.name}.jsonl")
+        if not said:
+            lines = (logs / f"{self.name}.out").read_text(errors="replace").strip().splitlines()
+            said = lines[-1] if lines else "it said nothing"
+        return f"{self.name} ended with code {code}: {said}"
+
+
+class LocalLauncher:
+    """Starts roles as processes in sessions of their own, so that a terminal's Ctrl-C reaches the launcher only."""
+
+    def __init__(self) -> None:
+        self.roles: list[RoleProcess] = []
+
+    def start(self, spec: RoleSpec, share: Share) -> RoleProcess:
+        path = Path(spec.run_dir) / "logs" / f"{spec.name}.out"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        output = path.open("ab")
+        command = [sys.executable, "-m", "asyncrl.launch.role", spec.to_json(), str(os.getpid())]
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **_common_environment(), **share.environment()},
+            start_new_session=True,
+        )
+        role = RoleProcess(spec, process, output)
+        self.roles.append(role)
+        log.info("role started", name=spec.name, pid=process.pid, cpus=share.cpus, gpus=share.gpus)
+        return role
+
+    def of(self, role: str) -> list[RoleProcess]:
+        return [process for process in self.roles if process.spec.role == role]
+
+    def wait(self, roles: list[RoleProcess], timeout_s: float) -> list[RoleProcess]:
+        """Waits for roles to end; gives those that did not within the time."""
+        deadline_s = time.monotonic() + timeout_s
+        while running := [role for role in roles if role.code is None]:
+            if time.monotonic() >= deadline_s:
+                return running
+            time.sleep(POLL_S)
+        return []
+
+    def end(self, *, grace_s: float) -> None:
+        """Ends whatever still runs: a request first, after the grace the kernel; takes their children along."""
+        for role in self.roles:
+            if role.code is None:
+                role.process.terminate()
+        for role in self.wait(self.roles, grace_s):
+            log.warning("role did not stop in time and was killed", name=role.name, grace_s=grace_s)
+        for role in self.roles:
+            self._kill_session(role)
+            role.process.wait()
+            role.output.close()
+
+    @staticmethod
+    def _kill_session(role: RoleProcess) -> None:
+        try:
+            os.killpg(role.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return  # nobody of it is left
+
+
+def _common_environment() -> dict[str, str]:
+    """ASYNCRL_CPUS are the cores of the whole run, for helpers of a role that is pinned to some of them."""
+    cpus = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    return {"TOKENIZERS_PARALLELISM": "false", "ASYNCRL_CPUS": cpus}
+
+
+LAUNCHERS = {"local": LocalLauncher}
+"""Where role processes can run (`launch.cluster`)."""

@@ -1,0 +1,117 @@
+"""Who runs on which cores and GPUs, with how many threads."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from asyncrl.config import Config
+from asyncrl.errors import ConfigError
+
+LOOPBACK = "127.0.0.1"
+NUM_PORTS = 3
+"""Replay queue, weight store, learners' rendezvous."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one role process may use."""
+
+    cpus: tuple[int, ...]
+    threads: int
+    gpus: tuple[int, ...] = ()
+
+    def environment(self) -> dict[str, str]:
+        """Variables that must be set before the process imports numpy or torch."""
+        threads = str(self.threads)
+        names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+        environment: dict[str, str] = dict.fromkeys(names, threads)
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.gpus))
+        if not self.gpus:
+            environment["DS_ACCELERATOR"] = "cpu"
+        return environment
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Shares by role and index."""
+
+    generators: tuple[Share, ...]
+    learners: tuple[Share, ...]
+    replay: Share
+
+
+def plan_resources(config: Config) -> Plan:
+    """Splits this machine between the roles: GPUs one each as far as they go, cores by number of processes."""
+    num_generators, num_learners = config.launch.generators, config.launch.learners
+    cpus = sorted(os.sched_getaffinity(0))
+    gpus = count_gpus()
+    everywhere = Share(tuple(cpus), threads=1)
+    if gpus:
+        threads = max(1, len(cpus) // (num_generators + num_learners))
+        cards = [index % gpus for index in range(num_learners + num_generators)]
+        shares = [Share(tuple(cpus), threads, (card,)) for card in cards]
+        learners, generators = shares[:num_learners], shares[num_learners:]
+    elif config.launch.pin_cores and len(cpus) >= 2:
+        wanted = round(len(cpus) * num_generators / (num_generators + num_learners))
+        cut = min(max(wanted, 1), len(cpus) - 1)
+        generators, learners = _deal(cpus[:cut], num_generators), _deal(cpus[cut:], num_learners)
+    else:
+        threads = max(1, len(cpus) // (num_generators + num_learners))
+        generators = [Share(tuple(cpus), threads)] * num_generators
+        learners = [Share(tuple(cpus), threads)] * num_learners
+    own_gpu = gpus >= num_generators + num_learners
+    if config.weights.transport == "nccl" and not own_gpu:
+        raise ConfigError(
+            f"weights.transport = 'nccl': needs a GPU for each of {num_generators} generators and {num_learners} "
+            f"learners, this machine has {gpus}; use weights.transport=gloo, or auto"
+        )
+    return Plan(tuple(generators), tuple(learners), everywhere)
+
+
+def count_gpus() -> int:
+    """NVIDIA GPUs of this machine that CUDA_VISIBLE_DEVICES leaves."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([part for part in visible.split(",") if part.strip()])
+    if shutil.which("nvidia-smi") is None:
+        return 0
+    listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
+    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
+
+
+def reserve_ports(first: int) -> list[int]:
+    """The ports of a run on the loopback interface: `first` and those after it, or free ones when it is 0.
+
+    Raises ConfigError naming the port that is taken.
+    """
+    wanted = [first + offset if first else 0 for offset in range(NUM_PORTS)]
+    sockets: list[socket.socket] = []
+    try:
+        for port in wanted:
+            sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sockets.append(sock)
+            try:
+                sock.bind((LOOPBACK, port))
+            except OSError as error:
+                raise ConfigError(
+                    f"launch.port = {first}: port {port} is taken ({error.strerror}); a run needs {NUM_PORTS} ports "
+                    "from there on; choose another, or 0 for free ones"
+                ) from None
+        return [sock.getsockname()[1] for sock in sockets]
+    finally:
+        for sock in sockets:
+            sock.close()
+
+
+def _deal(cpus: Sequence[int], count: int) -> list[Share]:
+    """Cores of `count` equal processes: cores of their own while there are enough, else all share all."""
+    each = len(cpus) // count
+    if each == 0:
+        return [Share(tuple(cpus), threads=1)] * count
+    return [Share(tuple(cpus[index * each : (index + 1) * each]), threads=each) for index in range(count)]

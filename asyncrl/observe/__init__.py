@@ -1,0 +1,1 @@
+"""Logs, trackers, the live view and the report."""

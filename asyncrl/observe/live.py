@@ -1,0 +1,101 @@
+"""The view of a run while it goes on: a panel on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Self
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+PLAIN_EVERY_S = 5.0
+
+
+class LiveView:
+    """Shows the replay queue's status; use as a context manager."""
+
+    def __init__(self, console: Console, *, run: str, steps: int, max_staleness: int) -> None:
+        self._console = console
+        self._run = run
+        self._steps = steps
+        self._max_staleness = max_staleness
+        self._last_line_s = 0.0
+        self._last_step = -1
+        self._progress = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=console,
+        )
+        self._task = self._progress.add_task(run, total=steps)
+        self._live = Live(console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
+
+    def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def phase(self, text: str) -> None:
+        """Says what is going on while there are no steps yet."""
+        if self._live is not None:
+            self._live.update(Panel(text, title=f"asyncrl · {self._run}", border_style="blue"))
+        else:
+            self._console.print(text, highlight=False)
+
+    def update(self, status: dict[str, Any]) -> None:
+        """Shows a status of `LauncherClient.status`."""
+        if self._live is not None:
+            self._progress.update(self._task, completed=status["step"])
+            self._live.update(self._panel(status))
+            return
+        now_s = time.monotonic()
+        step_ended = status["step"] != self._last_step
+        if step_ended and (now_s - self._last_line_s >= PLAIN_EVERY_S or status["step"] == self._steps):
+            self._last_line_s, self._last_step = now_s, status["step"]
+            self._console.print(self._line(status), highlight=False, soft_wrap=True)
+
+    def _line(self, status: dict[str, Any]) -> str:
+        return (
+            f"step {status['step']:>{len(str(self._steps))}}/{self._steps}  reward {_reward(status)}  "
+            f"staleness {status['staleness_mean']:.2f} (max {status['staleness_max']} of {self._max_staleness})  "
+            f"{status['tokens_per_s']:,.0f} tok/s  "
+            f"idle: generators {status['generator_idle']:.0%}, learners {status['learner_idle']:.0%}"
+        )
+
+    def _panel(self, status: dict[str, Any]) -> Panel:
+        main = Table.grid(padding=(0, 3))
+        metrics = status["metrics"]
+        refunded = ", ".join(f"{n} {reason}" for reason, n in status["refunded"].items()) or "none"
+        main.add_row("reward", f"[bold green]{_reward(status)}", "trained tokens/s", f"{status['tokens_per_s']:,.0f}")
+        main.add_row(
+            "staleness",
+            f"{status['staleness_mean']:.2f} (max {status['staleness_max']} of {self._max_staleness})",
+            "groups",
+            f"{status['leased']} leased, {status['finished']} waiting, {status['trained']} trained",
+        )
+        main.add_row("learner idle", f"{status['learner_idle']:.0%}", "refunded", refunded)
+        main.add_row(
+            "entropy",
+            f"{metrics.get('learner/entropy', float('nan')):.3f}",
+            "gradient norm",
+            f"{metrics.get('learner/grad_norm', float('nan')):.3g}",
+        )
+        roles = Table(box=None, pad_edge=False, header_style="dim")
+        for title in ("generator", "version", "running groups", "tokens", "idle"):
+            roles.add_column(title, justify="left" if title == "generator" else "right")
+        for index, g in status["generators"].items():
+            roles.add_row(index, str(g["version"]), str(g["running_groups"]), f"{g['tokens']:,}", f"{g['idle']:.0%}")
+        return Panel(Group(self._progress, main, "", roles), title=f"asyncrl · {self._run}", border_style="blue")
+
+
+def _reward(status: dict[str, Any]) -> str:
+    return "-" if status["reward"] is None else f"{status['reward']:.3f}"

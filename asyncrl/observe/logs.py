@@ -1,0 +1,58 @@
+"""Structured logs: one JSON object a line, one file per role."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import structlog
+
+
+def configure_logs(run_dir: Path, role: str, level: str) -> Path:
+    """Sends this process's events, and other libraries' warnings, to `logs/<role>.jsonl`; gives the file."""
+    path = run_dir / "logs" / f"{role}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(path)
+    shared = [
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.format_exc_info,
+    ]
+    render = structlog.processors.JSONRenderer(default=str)
+    formatter = structlog.stdlib.ProcessorFormatter(
+        foreign_pre_chain=[structlog.stdlib.add_logger_name, *shared],
+        processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, render],
+    )
+    handler.setFormatter(formatter)
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.WARNING)
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            *shared,
+            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=lambda *_: logging.getLogger("asyncrl"),
+        cache_logger_on_first_use=True,
+    )
+    logging.getLogger("asyncrl").setLevel(level.upper())
+    structlog.contextvars.bind_contextvars(role=role)
+    return path
+
+
+def last_error(path: Path) -> str:
+    """Text of the last event of level error or above in a log file; empty when there is none."""
+    import json
+
+    if not path.is_file():
+        return ""
+    for line in reversed(path.read_text(errors="replace").splitlines()):
+        try:
+            event = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if event.get("level") in ("error", "critical"):
+            return str(event.get("error") or event.get("event"))
+    return ""

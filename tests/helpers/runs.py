@@ -1,0 +1,118 @@
+"""Starting the real `asyncrl launch` in a folder and looking at what it left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+SMALL = [
+    "replay.groups_per_step=8",
+    "generator.group_size=4",
+    "generator.max_running_groups=8",
+    "learner.tokens_per_microbatch=512",
+]
+"""Overrides that make a step of the demo small."""
+
+
+@dataclass
+class Launched:
+    """A launch in progress; its whole process tree is known and ended with it."""
+
+    folder: Path
+    run: str
+    process: subprocess.Popen[str]
+    tree: set[int] = field(default_factory=set)
+
+    @property
+    def run_dir(self) -> Path:
+        return self.folder / "runs" / self.run
+
+    def events(self, role: str) -> list[dict[str, Any]]:
+        path = self.run_dir / "logs" / f"{role}.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+    def pid(self, role: str) -> int:
+        return next(event["pid"] for event in self.events(role) if event["event"] == "started")
+
+    def rows(self) -> list[dict[str, float]]:
+        path = self.run_dir / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+    def wait_until(self, condition: Callable[[], bool], *, what: str, timeout_s: float = 90.0) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        while not condition():
+            self.note_tree()
+            assert self.process.poll() is None, f"the launch ended before {what}: {self.end(5)[1]}"
+            assert time.monotonic() < deadline_s, f"{what} did not happen within {timeout_s} s"
+            time.sleep(0.1)
+
+    def wait_for_step(self, step: int) -> None:
+        self.wait_until(lambda: len(self.rows()) >= step, what=f"step {step}")
+
+    def note_tree(self) -> None:
+        """Remembers all descendants, to see later that none is left."""
+        try:
+            children = psutil.Process(self.process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return
+        self.tree |= {child.pid for child in children}
+
+    def end(self, timeout_s: float) -> tuple[int, str]:
+        """Exit code and output, once the launch has ended by itself."""
+        self.note_tree()
+        output, _ = self.process.communicate(timeout=timeout_s)
+        return self.process.returncode, output
+
+    def left_over(self, within_s: float = 3.0) -> list[int]:
+        """Processes of the tree that still run after the launch."""
+        deadline_s = time.monotonic() + within_s
+        while True:
+            left = [pid for pid in self.tree if psutil.pid_exists(pid) and _runs(pid)]
+            if not left or time.monotonic() > deadline_s:
+                return left
+            time.sleep(0.1)
+
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.run_dir / "summary.json").read_text())
+
+    def kill(self) -> None:
+        """Ends everything that is left of the launch."""
+        self.note_tree()
+        for pid in (self.process.pid, *self.tree):
+            if psutil.pid_exists(pid):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def start_launch(folder: Path, run: str, *arguments: str) -> Launched:
+    """`asyncrl launch` on the demo in `folder`, with plain output."""
+    command = [sys.executable, "-m", "asyncrl.cli", "launch", "--config", "demo", "--run", run, *arguments]
+    process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return Launched(folder, run, process)
+
+
+def check_ledger(summary: dict[str, Any]) -> None:
+    """Asserts that every group and token of the summary is in exactly one box."""
+    ledger = summary["ledger"]
+    assert ledger["leased"] == ledger["trained"] + sum(ledger["refunded"].values()) + ledger["in_flight"]
+    tokens = ledger["tokens"]
+    boxes = tokens["trained"] + sum(tokens["refunded"].values()) + tokens["returned"] + tokens["in_flight"]
+    assert tokens["generated"] == boxes
+    assert summary["tokens_trained"] == tokens["trained"]

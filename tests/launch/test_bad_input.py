@@ -1,0 +1,86 @@
+"""What cannot work is refused by the command with exit code 2, before a run folder exists."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with data and a model that pass the checks; no weights are ever loaded here."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"max_position_embeddings": 32}))
+    (model / "tokenizer_config.json").write_text("{}")
+    (model / "model.safetensors").write_bytes(b"")
+    rows = [{"data_source": "a", "prompt": "1+1=", "reward_model": {"style": "rule", "ground_truth": "2"}}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "data.parquet")
+    pq.write_table(pa.table({"question": ["1+1="]}), tmp_path / "other.parquet")
+    (tmp_path / "text.parquet").write_text("not parquet")
+    config = "model: {path: model}\ndata: {train: data.parquet}\ngenerator: {max_new_tokens: 8}\n"
+    (tmp_path / "run.yaml").write_text(config)
+    return tmp_path
+
+
+def launch(folder: Path, *arguments: str) -> tuple[int, str]:
+    command = [sys.executable, "-m", "asyncrl.cli", "launch", "--config", "run.yaml", *arguments]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["learner.lrr=1"], "learner.lrr = 1: unknown key; did you mean learner.lr?"),
+        (["learner.lr=-1"], "learner.lr = -1: input should be greater than 0"),
+        (["--config", "nowhere.yaml"], "--config nowhere.yaml: no such file"),
+        (["--generators", "0"], "launch.generators = 0: input should be greater than or equal to 1"),
+        (["--learners", "3"], "launch.learners = 3 does not divide replay.groups_per_step = 32"),
+        (["model.path=missing"], "model.path = 'missing': no such folder"),
+        (["data.train=missing.parquet"], "missing.parquet"),
+        (["data.train=text.parquet"], "text.parquet"),
+        (["data.train=other.parquet"], "prompt"),
+        (
+            ["generator.max_new_tokens=32"],
+            "generator.max_new_tokens = 32: leaves no room for a prompt in a window of 32",
+        ),
+        (["rewards=exakt"], "did you mean exact?"),
+        (["rewards=nowhere.py:score"], "nowhere.py"),
+        (["observe.trackers=[wandbb]"], "observe.trackers = 'wandbb': there is no such one; did you mean wandb?"),
+        (["launch.cluster=slurm"], "launch.cluster = 'slurm': there is no such one"),
+        (["algorithm.loss=ppo_clipp"], "did you mean ppo_clip?"),
+        (["algorithm.loss_options={clip_lo: 0.1}"], "clip_lo"),
+        (["weights.transport=carrier"], "weights.transport = 'carrier': there is no such one (of gloo, nccl)"),
+    ],
+)
+def test_bad_input(folder: Path, arguments: list[str], message: str) -> None:
+    code, output = launch(folder, *arguments)
+    assert code == 2, output
+    assert output.startswith("error: "), output
+    assert message in output
+    assert "Traceback" not in output
+    assert not (folder / "runs").exists()
+
+
+def test_taken_port(folder: Path) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        code, output = launch(folder, f"launch.port={port}")
+    assert code == 2
+    assert f"port {port} is taken" in output
+
+
+def test_unknown_flag_is_bad_configuration(folder: Path) -> None:
+    code, output = launch(folder, "--generatorz", "2")
+    assert code == 2
+    assert "--generators" in output

@@ -1,0 +1,44 @@
+"""The run folder: one live run of a name, the earlier one kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from asyncrl.config import load_config
+from asyncrl.errors import ConfigError
+from asyncrl.launch.folder import RunFolder
+from tests.helpers.replay import small_config
+
+
+@pytest.fixture(autouse=True)
+def in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_earlier_runs_are_moved_aside_never_lost() -> None:
+    config = small_config(run="again")
+    for number in range(3):
+        with RunFolder(config) as folder:
+            folder.write_summary({"number": number})
+    assert json.loads(Path("runs/again/summary.json").read_text()) == {"number": 2}
+    assert json.loads(Path("runs/again.1/summary.json").read_text()) == {"number": 0}
+    assert json.loads(Path("runs/again.2/summary.json").read_text()) == {"number": 1}
+
+
+def test_two_live_runs_of_one_name_are_refused() -> None:
+    config = small_config(run="twice")
+    with (
+        RunFolder(config),
+        pytest.raises(ConfigError, match=r"run = 'twice': a run of this name is going on \(process"),
+    ):
+        RunFolder(config).__enter__()
+
+
+def test_the_written_config_reproduces_the_run() -> None:
+    config = small_config(run="same", seed=5)
+    with RunFolder(config) as folder:
+        folder.write_config(config)
+        assert load_config(folder.path / "config.yaml") == config

@@ -1,0 +1,74 @@
+"""Cores, threads, GPUs and ports of the roles."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+
+from asyncrl.errors import ConfigError
+from asyncrl.launch.resources import count_gpus, plan_resources, reserve_ports
+from tests.helpers.replay import small_config
+
+
+@pytest.fixture(autouse=True)
+def four_cores_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def test_generators_and_learners_get_cores_of_their_own() -> None:
+    plan = plan_resources(small_config(launch__generators=3))
+    assert [share.cpus for share in plan.generators] == [(0,), (1,), (2,)]
+    assert [share.cpus for share in plan.learners] == [(3,)]
+
+
+def test_one_of_each_splits_the_machine() -> None:
+    plan = plan_resources(small_config())
+    (generator,), (learner,) = plan.generators, plan.learners
+    assert (generator.cpus, generator.threads) == ((0, 1), 2)
+    assert (learner.cpus, learner.threads) == ((2, 3), 2)
+    assert generator.environment()["OMP_NUM_THREADS"] == "2"
+    assert generator.environment()["DS_ACCELERATOR"] == "cpu"
+
+
+def test_more_roles_than_cores_share_with_one_thread_each() -> None:
+    plan = plan_resources(small_config(launch__generators=8, launch__learners=4, replay__groups_per_step=4))
+    assert {share.threads for share in plan.generators + plan.learners} == {1}
+    generators = {cpu for share in plan.generators for cpu in share.cpus}
+    learners = {cpu for share in plan.learners for cpu in share.cpus}
+    assert generators | learners == {0, 1, 2, 3}
+    assert not generators & learners
+
+
+def test_unpinned_roles_may_use_every_core() -> None:
+    plan = plan_resources(small_config(launch__pin_cores=False))
+    assert {share.cpus for share in plan.generators + plan.learners} == {(0, 1, 2, 3)}
+
+
+def test_nccl_needs_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    assert count_gpus() == 3
+    plan = plan_resources(small_config(launch__generators=2, weights__transport="nccl"))
+    assert [share.gpus for share in plan.learners + plan.generators] == [(0,), (1,), (2,)]
+    assert "DS_ACCELERATOR" not in plan.learners[0].environment()
+    with pytest.raises(ConfigError, match="needs a GPU for each of 3 generators and 1 learners, this machine has 3"):
+        plan_resources(small_config(launch__generators=3, weights__transport="nccl"))
+
+
+def test_taken_port_is_named() -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        taken = holder.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"launch.port = {taken}: port {taken} is taken"):
+            reserve_ports(taken)
+
+
+def test_free_ports_are_free_and_different() -> None:
+    ports = reserve_ports(0)
+    assert len(set(ports)) == 3
+    for port in ports:
+        with socket.socket() as sock:
+            sock.bind(("127.0.0.1", port))

@@ -1,0 +1,148 @@
+"""Whole runs of the demo at small scale: real vLLM, DeepSpeed, ZeroMQ, Parquet and gloo in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from asyncrl.config import load_config
+from tests.helpers.runs import SMALL, Launched, check_ledger
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
+
+Start = Callable[..., Launched]
+
+
+@pytest.mark.parametrize("max_staleness", [0, 4])
+def test_run_folder_is_complete_and_consistent(launch: Start, max_staleness: int) -> None:
+    steps = 6
+    run = launch("--max-staleness", str(max_staleness), "--steps", str(steps), *SMALL)
+    code, output = run.end(timeout_s=200)
+    assert code == 0, output
+    assert run.left_over() == []
+    summary = run.summary()
+    assert (summary["status"], summary["steps"], summary["policy_version"]) == ("finished", steps, steps)
+    assert summary["staleness"]["limit"] == max_staleness
+    assert summary["staleness"]["max"] <= max_staleness
+    assert sum(summary["staleness"]["histogram"]) == summary["tokens_trained"]
+    assert summary["weight_sync"]["count"] >= steps - 1
+    assert summary["ledger"]["trained"] == steps * 8
+    check_ledger(summary)
+    for key in ("wall_s", "reward_first", "reward_last", "tokens_per_s", "idle", "bottleneck", "restarts"):
+        assert key in summary
+    rows = run.rows()
+    assert [row["step"] for row in rows] == list(range(1, steps + 1))
+    assert all(row["staleness/max"] <= max_staleness for row in rows)
+    check_trace(run, summary)
+    config = load_config(run.run_dir / "config.yaml")
+    assert (config.steps, config.replay.max_staleness) == (steps, max_staleness)
+    assert "plotly" in (run.run_dir / "report.html").read_text()
+    for role in ("launcher", "replay", "generator-0", "learner-0"):
+        assert run.events(role), f"no log of {role}"
+    model = AutoModelForCausalLM.from_pretrained(run.run_dir / "model")
+    tokenizer = AutoTokenizer.from_pretrained(run.run_dir / "model")
+    assert model.config.vocab_size >= len(tokenizer)
+
+
+def check_trace(run: Launched, summary: dict) -> None:  # type: ignore[type-arg]
+    trace = pq.read_table(run.run_dir / "trace.parquet").to_pylist()
+    trained = [row for row in trace if row["outcome"] == "trained"]
+    assert len(trained) == summary["ledger"]["trained"]
+    assert len({(row["ticket"], row["attempt"]) for row in trace}) == len(trace)
+    limit = summary["staleness"]["limit"]
+    for row in trained:
+        assert 0 <= row["train_version"] - row["start_version"] <= limit
+        assert 0 <= row["started_s"] <= row["finished_s"] <= row["taken_s"] <= row["trained_s"]
+        assert len(row["rewards"]) == len(row["prompt_tokens"]) == len(row["completion_tokens"])
+    assert sum(sum(row["completion_tokens"]) for row in trained) == summary["tokens_trained"]
+
+
+def test_two_generators_and_two_learners(launch: Start) -> None:
+    run = launch("--generators", "2", "--learners", "2", "--steps", "4", *SMALL, "learner.zero_stage=2")
+    code, output = run.end(timeout_s=250)
+    assert code == 0, output
+    check_ledger(run.summary())
+    trace = pq.read_table(run.run_dir / "trace.parquet").to_pylist()
+    assert {row["generator"] for row in trace} == {0, 1}
+    assert run.left_over() == []
+
+
+@pytest.mark.parametrize("role", ["generator-0", "learner-0", "replay"])
+def test_killed_role_ends_the_run_with_its_name(launch: Start, role: str) -> None:
+    run = launch("--steps", "100000", *SMALL)
+    run.wait_for_step(1)
+    run.note_tree()
+    os.kill(run.pid(role), signal.SIGKILL)
+    killed_s = time.monotonic()
+    code, output = run.end(timeout_s=30)
+    assert time.monotonic() - killed_s < 10
+    assert code == 1
+    assert f"{role} was killed by signal SIGKILL" in output
+    assert run.left_over() == []
+    summary = run.summary()
+    assert summary["status"] == "failed"
+    assert summary["error"] == f"{role} was killed by signal SIGKILL"
+    if role != "replay":
+        check_ledger(summary)
+
+
+def test_interrupt_stops_cleanly_and_keeps_the_model(launch: Start) -> None:
+    run = launch("--steps", "100000", *SMALL, "launch.port=0")
+    run.wait_for_step(2)
+    run.note_tree()
+    run.process.send_signal(signal.SIGINT)
+    code, output = run.end(timeout_s=40)
+    assert code == 130, output
+    summary = run.summary()
+    assert summary["status"] == "stopped"
+    assert summary["steps"] >= 2
+    check_ledger(summary)
+    assert (run.run_dir / "model" / "config.json").is_file()
+    assert run.left_over() == []
+
+
+def test_killed_launcher_leaves_no_process_and_no_port(launch: Start) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    run = launch("--steps", "100000", *SMALL, f"launch.port={port}")
+    run.wait_for_step(1)
+    run.note_tree()
+    run.process.kill()
+    run.process.wait()
+    assert run.left_over(within_s=5) == []
+    for offset in range(3):
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(("127.0.0.1", port + offset))
+
+
+def test_failing_and_hanging_rewards_fail_their_groups_only(launch: Start, tmp_path: Path) -> None:
+    reward = tmp_path / "moody.py"
+    reward.write_text(
+        "import time\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    if ground_truth.endswith('3'):\n"
+        "        raise RuntimeError('no threes')\n"
+        "    if ground_truth == '17':\n"
+        "        time.sleep(60)\n"
+        "    return float(solution_str == ground_truth)\n"
+    )
+    run = launch("--steps", "4", *SMALL, f"rewards={reward}:compute_score", "generator.reward_timeout_s=1")
+    code, output = run.end(timeout_s=200)
+    assert code == 0, output
+    summary = run.summary()
+    assert summary["ledger"]["refunded"]["failed"] > 0
+    assert summary["rewards_failed"] > 0
+    check_ledger(summary)
+    failures = [event for event in run.events("replay") if event["event"] == "group failed"]
+    assert any("no threes" in json.dumps(event) for event in failures)
