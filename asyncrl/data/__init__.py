@@ -1,1 +1,1 @@
-"""Prompts from Parquet files, and the small dataset and model of the demo."""
+"""Datasets of prompts, the cursor over them, and the recipes of the demo."""

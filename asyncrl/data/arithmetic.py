@@ -1,47 +1,36 @@
-"""The demo's dataset: sums like `12+07=`, in the schema of verl."""
+"""The demo's dataset: sums of two numbers, two digits each."""
 
 from __future__ import annotations
 
-import os
+from itertools import product
 from pathlib import Path
+from random import Random
+from typing import Any
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
-import structlog
+from asyncrl.data.parquet import write_rows
 
-log = structlog.get_logger()
-
-LARGEST_OPERAND = 19
+LARGEST = 19
+"""Operands are 0 to LARGEST."""
+DATA_SOURCE = "arithmetic"
 
 
-def make_arithmetic(path: Path, *, seed: int = 0, largest: int = LARGEST_OPERAND) -> None:
-    """Writes every sum of two numbers from 0 to `largest` (at most 49), in an order given by `seed`, as Parquet.
+def sums() -> list[tuple[str, str, int, int]]:
+    """(prompt, answer, first operand, second operand) of every sum there is."""
+    pairs = product(range(LARGEST + 1), repeat=2)
+    return [(f"{a:02d}+{b:02d}=", f"{a + b:02d}", a, b) for a, b in pairs]
 
-    Numbers have two digits: prompt "12+07=", ground truth "19". The file appears only when it is whole.
-    """
-    pairs = [(a, b) for a in range(largest + 1) for b in range(largest + 1)]
-    order = np.random.default_rng(seed).permutation(len(pairs))
-    rows = [
+
+def make_arithmetic(path: Path, *, seed: int = 0) -> None:
+    """Writes all sums in an order that the seed determines, in verl's schema."""
+    rows: list[dict[str, Any]] = [
         {
-            "data_source": "arithmetic",
-            "prompt": sum_prompt(*pairs[i]),
+            "data_source": DATA_SOURCE,
+            "prompt": prompt,
             "ability": "math",
-            "reward_model": {"style": "rule", "ground_truth": two_digits(sum(pairs[i]))},
-            "extra_info": {"index": index},
+            "reward_model": {"style": "rule", "ground_truth": answer},
+            "extra_info": {"operands": [a, b]},
         }
-        for index, i in enumerate(order)
+        for prompt, answer, a, b in sums()
     ]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    pq.write_table(pa.Table.from_pylist(rows), unfinished)
-    unfinished.rename(path)
-    log.info("dataset written", path=str(path), rows=len(rows))
-
-
-def sum_prompt(a: int, b: int) -> str:
-    return f"{two_digits(a)}+{two_digits(b)}="
-
-
-def two_digits(number: int) -> str:
-    return f"{number:02d}"
+    Random(seed).shuffle(rows)
+    write_rows(path, rows)

@@ -40,7 +40,7 @@ class LeaseReply:
     done: bool
     """The run is over or stopping: give back what is unfinished and return."""
     reason: str
-    """What limits the number of leases: "staleness", "bytes", or nothing."""
+    """What limits the number of leases: "staleness", "bytes", "share" (of each generator), or nothing."""
 
 
 class _Connection:

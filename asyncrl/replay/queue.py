@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -81,10 +82,18 @@ class ReplayQueue:
         )
         self.held: dict[int, Held] = {}
         self.held_bytes = 0
+        self.leased_by: Counter[int] = Counter()
+        """Unfinished leases of each generator."""
         self.step: Step | None = None
         self.stop_reason = ""
         self.refunds_in_a_row = 0
         self.duplicates = 0
+
+    @property
+    def share(self) -> int:
+        """Leases that one generator may hold, so that the first to ask does not leave the others idle."""
+        admitted = (self.config.replay.max_staleness + 1) * self.config.replay.groups_per_step
+        return -(-admitted // self.config.launch.generators)
 
     @property
     def done(self) -> bool:
@@ -102,6 +111,8 @@ class ReplayQueue:
         while len(leases) < num_groups and not self.done:
             if not self.ledger.can_lease(version):
                 return leases, "staleness"
+            if self.leased_by[generator] >= self.share:
+                return leases, "share"
             if self._full():
                 return leases, "bytes"
             leases.append(self._lease(generator, version))
@@ -121,6 +132,7 @@ class ReplayQueue:
         if meta["row"] != held.prompt.row:
             raise ProtocolError(f"ticket {meta['ticket']} is for row {held.prompt.row}, not {meta['row']}")
         self.ledger.finish(meta["ticket"], trajectories=len(meta["lengths"]), tokens=tokens)
+        self.leased_by[held.generator] -= 1
         held.meta, held.arrays = meta, arrays
         reason = self._refund_reason(meta)
         if reason != "failed":
@@ -136,7 +148,7 @@ class ReplayQueue:
         for lease in leases:
             number, attempt, tokens = lease["ticket"], lease["attempt"], lease["tokens"]
             if self.ledger.is_current(number, attempt):
-                self.ledger.give_back(number, tokens=tokens)
+                self._give_back(number, tokens)
                 log.info("lease returned", ticket=number, attempt=attempt, generator=generator, tokens=tokens)
 
     def expire(self, now_s: float) -> None:
@@ -144,7 +156,7 @@ class ReplayQueue:
         limit_s = self.config.replay.lease_timeout_s
         for number, held in self.held.items():
             if now_s - held.leased_s > limit_s and self.ledger.is_current(number, held.attempt):
-                self.ledger.give_back(number, tokens=0)
+                self._give_back(number, 0)
                 log.warning("lease expired", ticket=number, generator=held.generator, limit_s=limit_s)
 
     def take(self, rank: int, step: int) -> tuple[str, list[Held]]:
@@ -208,6 +220,10 @@ class ReplayQueue:
                 self._record(held, "in_flight")
         self.trace.close()
 
+    def _give_back(self, number: int, tokens: int) -> None:
+        self.ledger.give_back(number, tokens=tokens)
+        self.leased_by[self.held[number].generator] -= 1
+
     def _full(self) -> bool:
         """Above the ceiling only what the next batch needs may still start."""
         over = self.held_bytes >= self.config.replay.max_bytes
@@ -217,6 +233,7 @@ class ReplayQueue:
         ticket = self.ledger.lease(version)
         held = self.held.get(ticket.number)
         prompt = held.prompt if held is not None else next(self.prompts)
+        self.leased_by[generator] += 1
         self.held[ticket.number] = Held(prompt, time.monotonic(), generator, ticket.attempt)
         return Lease(ticket.number, ticket.attempt, prompt)
 

@@ -42,7 +42,7 @@ class ReplayServer:
             self._socket.bind(endpoints.replay)
         except zmq.ZMQError as error:
             raise ConfigError(
-                f"replay address {endpoints.replay}: {zmq.strerror(error.errno)}; choose another launch.port"
+                f"replay address {endpoints.replay}: {zmq.strerror(error.errno or 0)}; choose another launch.port"
             ) from None
 
     def serve(self, should_stop: Callable[[], bool]) -> None:

@@ -175,3 +175,14 @@ def test_stop_ends_leases_and_batches(tmp_path: Path) -> None:
     assert queue.done
     assert ask(queue) == []
     assert queue.take(0, 1) == ("stop", [])
+
+
+def test_generators_share_what_may_start(tmp_path: Path) -> None:
+    queue = make_queue(tmp_path, launch__generators=2)
+    first, reason = queue.ask(0, 0, 100, STATS)
+    assert (len(first), reason) == (2, "share")
+    assert len(queue.ask(1, 0, 100, STATS)[0]) == 2
+    finish(queue, first[0])
+    assert queue.ask(0, 0, 100, STATS) == ([], "staleness")
+    queue.release(0, [{"ticket": first[1].ticket, "attempt": 0, "tokens": 0}])
+    assert len(queue.ask(0, 0, 100, STATS)[0]) == 1

@@ -1,0 +1,207 @@
+"""Rewards in processes of their own, so that a slow, hanging or crashing function never holds up generation."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections import deque
+from collections.abc import Hashable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+
+import structlog
+from pebble import ProcessExpired, ProcessPool
+
+from asyncrl.config import Config
+from asyncrl.errors import RunError
+from asyncrl.rewards.load import RewardTable, Score, describe, failure, reward_for
+from asyncrl.rewards.scoring import PackedGroup, score_groups, start_worker
+from asyncrl.types import Prompt
+
+log = structlog.get_logger()
+
+TASK_S = 0.05
+"""Groups are sent to a worker in bunches of about so much work: few messages, and little lost when one hangs."""
+MAX_GROUPS_PER_TASK = 64
+LINGER_S = 0.02
+"""A bunch smaller than that waits so long after the one before it: a message costs far more than a quick reward."""
+START_S = 60.0
+"""Deadline for a worker to start and load its functions."""
+MAX_POOL_LOSSES = 3
+"""A group that was under way so often when all workers died is given up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """Rewards of one group, in the order of its completions."""
+
+    key: Hashable
+    rewards: list[float]
+    """0 where there is an error."""
+    parts: list[dict[str, float]]
+    errors: list[str]
+    """Why a completion has no reward; "" where it has one."""
+
+
+@dataclass(slots=True)
+class _Waiting:
+    key: Hashable
+    group: PackedGroup
+    alone: bool = False
+    """Sent by itself, because a bunch with it failed as a whole."""
+    pool_losses: int = 0
+
+
+@dataclass(slots=True)
+class _Task:
+    future: Future[tuple[float, list[list[Score]]]]
+    groups: list[_Waiting]
+    sent_s: float
+    """On the monotonic clock."""
+
+
+class RewardPool:
+    """`generator.reward_workers` processes that score groups. Not thread-safe; nothing here waits for a reward.
+
+    Each group has `generator.reward_timeout_s`. Groups travel in bunches; when a bunch fails as a whole (a
+    function hangs, or kills its process), its groups are scored again one by one, so that only the guilty one fails.
+    The thread that makes the pool must outlive it: its end ends the workers, as the end of the process does.
+    """
+
+    def __init__(self, config: Config, *, tokenizer_path: str) -> None:
+        self._rewards = config.rewards
+        self._workers = config.generator.reward_workers
+        self._timeout_s = config.generator.reward_timeout_s
+        ground_truth_name = config.data.ground_truth_column.rpartition(".")[2]
+        self._initargs = (
+            os.getpid(),
+            config.rewards,
+            ground_truth_name,
+            tokenizer_path,
+            config.model.trust_remote_code,
+        )
+        self._waiting: deque[_Waiting] = deque()
+        self._running: list[_Task] = []
+        self._group_s = TASK_S
+        """Time a group takes in a worker, smoothed."""
+        self._sent_s = 0.0
+        self._pool = self._start()
+
+    @property
+    def pending(self) -> int:
+        """Groups submitted and not yet collected."""
+        return len(self._waiting) + sum(len(task.groups) for task in self._running)
+
+    def submit(self, key: Hashable, completions: list[list[int]], prompt: Prompt) -> None:
+        """Takes one group: the action tokens of each completion. `key` comes back with its rewards."""
+        packed = (completions, prompt.tokens.tobytes(), prompt.ground_truth, prompt.data_source, prompt.extra_info)
+        self._waiting.append(_Waiting(key, packed))
+
+    def collect(self) -> list[Scored]:
+        """The groups scored since the last call, and work for free workers. Call it often."""
+        scored: list[Scored] = []
+        for task in self._running.copy():
+            if task.future.done():
+                self._running.remove(task)
+                self._finish(task, scored)
+            elif time.monotonic() - task.sent_s > START_S + self._timeout_s:
+                self._running.remove(task)
+                self._give_up(task, scored)
+        while self._waiting and len(self._running) < self._workers and self._due():
+            self._send()
+        return scored
+
+    def close(self) -> None:
+        """Ends the workers; what they have not scored is lost."""
+        self._pool.stop()
+        self._pool.join()
+
+    def _start(self) -> ProcessPool:
+        # spawn: a forked copy of a process with an engine in it would share its locks and device state.
+        pool = ProcessPool(
+            max_workers=self._workers,
+            initializer=start_worker,
+            initargs=self._initargs,
+            context=multiprocessing.get_context("spawn"),  # pyright: ignore[reportArgumentType]
+        )
+        if not pool.active:  # asking starts the workers, which load while the engine does
+            raise RunError(f"{self._workers} reward workers could not be started")
+        return pool
+
+    def _restart(self) -> None:
+        log.warning("reward workers lost, starting new ones", workers=self._workers)
+        self.close()
+        self._pool = self._start()
+
+    def _due(self) -> bool:
+        return len(self._waiting) >= self._groups_per_task or time.monotonic() - self._sent_s >= LINGER_S
+
+    @property
+    def _groups_per_task(self) -> int:
+        return max(1, min(MAX_GROUPS_PER_TASK, int(TASK_S / self._group_s)))
+
+    def _send(self) -> None:
+        """Sends the next bunch; a free worker must be there."""
+        share = -(-len(self._waiting) // (self._workers - len(self._running)))
+        size = min(share, self._groups_per_task)
+        groups = [self._waiting.popleft()]
+        while len(groups) < size and self._waiting and not (groups[0].alone or self._waiting[0].alone):
+            groups.append(self._waiting.popleft())
+        packed = [waiting.group for waiting in groups]
+        try:
+            future = self._pool.schedule(score_groups, args=(packed,), timeout=self._timeout_s)
+        except RuntimeError:  # the pool is broken: an idle worker was killed
+            self._waiting.extendleft(reversed(groups))
+            self._restart()
+        else:
+            self._sent_s = time.monotonic()
+            self._running.append(_Task(future, groups, self._sent_s))
+
+    def _finish(self, task: _Task, scored: list[Scored]) -> None:
+        error = task.future.exception()
+        if error is None:
+            seconds, scores = task.future.result()
+            self._group_s = max(1e-6, (self._group_s + seconds / len(scores)) / 2)
+            scored += [_scored(waiting, one) for waiting, one in zip(task.groups, scores, strict=True)]
+        elif isinstance(error, BrokenProcessPool):
+            for waiting in task.groups:
+                waiting.pool_losses += 1
+            lost = [waiting for waiting in task.groups if waiting.pool_losses >= MAX_POOL_LOSSES]
+            scored += [self._failed(waiting, "all reward workers ended again and again") for waiting in lost]
+            self._waiting.extendleft(w for w in reversed(task.groups) if w.pool_losses < MAX_POOL_LOSSES)
+        elif len(task.groups) > 1:
+            for waiting in task.groups:
+                waiting.alone = True
+            self._waiting.extendleft(reversed(task.groups))
+        else:
+            scored.append(self._failed(task.groups[0], self._cause(error)))
+
+    def _cause(self, error: BaseException) -> str:
+        if isinstance(error, FutureTimeoutError):
+            return f"took longer than generator.reward_timeout_s = {self._timeout_s:g} s"
+        if isinstance(error, ProcessExpired):
+            return f"ended its worker process (exit code {error.exitcode})"
+        return f"raised {describe(error)}"
+
+    def _give_up(self, task: _Task, scored: list[Scored]) -> None:
+        cause = f"no reward worker took the group within {START_S:g} s: does a function hang while it is imported?"
+        scored += [self._failed(waiting, cause) for waiting in task.groups]
+        self._restart()
+
+    def _failed(self, waiting: _Waiting, cause: str) -> Scored:
+        completions, _, _, data_source, _ = waiting.group
+        spec = reward_for(self._rewards, data_source) or "(none)"
+        return _scored(waiting, [(0.0, {}, failure(spec, data_source, cause))] * len(completions))
+
+
+def check_rewards(config: Config) -> None:
+    """Loads every function the config names. Raises ConfigError."""
+    RewardTable(config.rewards)
+
+
+def _scored(waiting: _Waiting, scores: list[Score]) -> Scored:
+    rewards, parts, errors = zip(*scores, strict=True)
+    return Scored(waiting.key, list(rewards), list(parts), list(errors))

@@ -1,0 +1,210 @@
+"""Reward functions: the built-in ones, both forms of a user's own, and what is said when something is wrong."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from asyncrl.errors import ConfigError
+from asyncrl.rewards.load import REWARDS, CompletedGroup, RewardTable, load_reward
+
+
+def group(*completions: str, truth: str = "19", source: str = "sums", **extra: object) -> CompletedGroup:
+    return CompletedGroup("12+07=", list(completions), [[1]] * len(completions), truth, source, extra)
+
+
+def rewards(spec: str, *completions: str, truth: str = "19") -> list[float]:
+    scores = load_reward(spec)(group(*completions, truth=truth))
+    assert [error for _, _, error in scores if error] == []
+    return [reward for reward, _, _ in scores]
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+
+    def write(source: str, name: str = "mine.py") -> str:
+        (tmp_path / name).write_text(textwrap.dedent(source))
+        return f"{name}:score"
+
+    return write
+
+
+def test_exact_ignores_only_outer_spaces() -> None:
+    assert rewards("exact", "19", " 19\n", "019", "1 9", "") == [1, 1, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("text", "truth", "right"),
+    [
+        ("so 12+7 is 19", "19", 1),
+        ("19 or 20", "19", 0),
+        ("1,234.0", "1234", 1),
+        ("-3", "3", 0),
+        ("2e2", "200", 1),
+        ("none", "0", 0),
+    ],
+)
+def test_number_compares_the_last_number(text: str, truth: str, right: float) -> None:
+    assert rewards("number", text, truth=truth) == [right]
+
+
+@pytest.mark.parametrize(
+    ("text", "truth", "right"),
+    [
+        (r"the answer is \boxed{\frac{1}{2}}", "0.5", 1),
+        ("$x = 3$", "3", 1),
+        (r"\boxed{2\sqrt{3}}", r"\sqrt{12}", 1),
+        (r"\boxed{7}", "8", 0),
+        ("I do not know", "8", 0),
+    ],
+)
+def test_math_compares_values(text: str, truth: str, right: float) -> None:
+    assert rewards("math", text, truth=truth) == [right]
+
+
+def test_a_ground_truth_the_reward_cannot_read_is_an_error_not_a_zero() -> None:
+    for spec, truth, cause in (("number", "!?", "could not convert"), ("math", "", "no mathematical expression")):
+        ((reward, _, error),) = load_reward(spec)(group("19", truth=truth))
+        assert reward == 0
+        assert cause in error and spec in error and "'sums'" in error
+
+
+def test_sample_form_gives_the_arguments_by_name_and_reads_dicts(write) -> None:
+    spec = write("""
+        def score(solution_str, extra_info, *, bonus=0.5):
+            return {"score": len(solution_str) + bonus, "long": True, "weight": extra_info["w"], "pred": solution_str}
+    """)
+    assert load_reward(spec)(group("ab", "abc", w=2)) == [
+        (2.5, {"long": 1.0, "weight": 2.0}, ""),
+        (3.5, {"long": 1.0, "weight": 2.0}, ""),
+    ]
+
+
+def test_verl_signature_with_keyword_catch_all(write) -> None:
+    spec = write("""
+        def score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
+            assert not kwargs
+            return data_source == "sums" and solution_str == ground_truth
+    """)
+    assert load_reward(spec)(group("19", "18")) == [(1.0, {}, ""), (0.0, {}, "")]
+
+
+def test_group_form_gets_columns_as_lists(write) -> None:
+    spec = write("""
+        def score(completions, answer, level, **columns):
+            assert sorted(columns) == ["completion_ids", "data_source", "ground_truth", "prompts"]
+            assert columns["prompts"] == ["12+07="] * 2 and columns["completion_ids"] == [[1], [1]]
+            return [(text == right) * size for text, right, size in zip(completions, answer, level)]
+    """)
+    given = CompletedGroup("12+07=", ["19", "x"], [[1], [1]], "19", "sums", {"level": 3}, "answer")
+    assert load_reward(spec)(given) == [(3.0, {}, ""), (0.0, {}, "")]
+
+
+def test_group_form_without_catch_all_gets_what_it_names(write) -> None:
+    spec = write(
+        "def score(completions, ground_truth): return [float(c == g) for c, g in zip(completions, ground_truth)]"
+    )
+    assert [s[0] for s in load_reward(spec)(group("19", "1"))] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("body", "cause"),
+    [
+        ("1 / 0", "raised ZeroDivisionError: division by zero"),
+        ("float('nan')", "returned nan (float), not a finite number"),
+        ("float('inf')", "returned inf (float), not a finite number"),
+        ("None", "returned None (NoneType), not a finite number"),
+        ("'19'", "returned '19' (str), not a finite number"),
+        ("{'reward': 1}", 'returned a dict without "score" (keys: reward)'),
+    ],
+)
+def test_a_bad_sample_reward_fails_its_trajectory_with_name_source_and_cause(write, body: str, cause: str) -> None:
+    spec = write(f"def score(solution_str): return {body} if solution_str == 'bad' else 1")
+    good, bad = load_reward(spec)(group("good", "bad"))
+    assert good == (1.0, {}, "")
+    assert bad == (0.0, {}, f"reward mine.py:score on data source 'sums': {cause}")
+
+
+@pytest.mark.parametrize(
+    ("body", "cause"),
+    [
+        ("[1.0]", "returned 1 values for 2 completions"),
+        ("1.0", "returned 1.0 (float), not a list of 2 numbers"),
+        ("{'score': 1}", "returned {'score': 1} (dict), not a list of 2 numbers"),
+        ("undefined", "raised NameError: name 'undefined' is not defined"),
+    ],
+)
+def test_a_bad_group_reward_fails_the_group(write, body: str, cause: str) -> None:
+    spec = write(f"def score(completions, **columns): return {body}")
+    assert load_reward(spec)(group("a", "b")) == [(0.0, {}, f"reward {spec} on data source 'sums': {cause}")] * 2
+
+
+def test_one_bad_value_of_a_group_reward_fails_one_trajectory(write) -> None:
+    spec = write("def score(completions, **columns): return [1, None]")
+    assert [bool(error) for _, _, error in load_reward(spec)(group("a", "b"))] == [False, True]
+
+
+def test_numbers_of_other_libraries_are_numbers(write) -> None:
+    spec = write("import numpy\ndef score(solution_str): return numpy.float32(0.5)")
+    assert load_reward(spec)(group("a"))[0][0] == np.float32(0.5)
+
+
+def test_module_spec_is_found_in_the_working_directory(write) -> None:
+    write("def score(solution_str): return 2", name="reward_module_here.py")
+    assert rewards("reward_module_here:score", "x") == [2.0]
+
+
+def test_file_may_import_its_neighbor(write, tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    write("VALUE = 3", name="sub/reward_neighbor_here.py")
+    write("from reward_neighbor_here import VALUE\ndef score(solution_str): return VALUE", name="sub/uses.py")
+    assert rewards("sub/uses.py:score", "x") == [3.0]
+
+
+@pytest.mark.parametrize(
+    ("spec", "text"),
+    [
+        ("exat", "'exat' is not one of exact, number, math; did you mean exact?; a function of your own is"),
+        ("mine.py:scores", "mine.py has no function 'scores'; did you mean score?"),
+        ("min.py:score", "no file {folder}/min.py; did you mean mine.py?"),
+        ("no_such_package.x:f", "cannot import no_such_package.x: ModuleNotFoundError: No module named"),
+        ("mine.py:LIMIT", "mine.py:LIMIT is a int, not a function"),
+        ("mine.py:other", "mine.py:other has the arguments (text, truth): a reward is compute_score("),
+        ("mine.py:greedy", "mine.py:greedy needs tokenizer, which a reward is not given"),
+        ("broken.py:score", "broken.py: RuntimeError: no license"),
+    ],
+)
+def test_what_is_missing_is_named(write, tmp_path: Path, spec: str, text: str) -> None:
+    write("""
+        LIMIT = 3
+        def score(solution_str): return 1
+        def other(text, truth): return 1
+        def greedy(solution_str, tokenizer): return 1
+    """)
+    write("raise RuntimeError('no license')", name="broken.py")
+    with pytest.raises(ConfigError) as raised:
+        load_reward(spec)
+    assert str(raised.value).startswith("rewards: ")
+    assert text.format(folder=tmp_path) in str(raised.value)
+
+
+def test_every_built_in_reward_loads() -> None:
+    for name in REWARDS:
+        assert not load_reward(name).scores_groups
+
+
+def test_table_picks_by_data_source(write) -> None:
+    spec = write("def score(solution_str): return 7")
+    table = RewardTable({"sums": "exact", "default": spec})
+    assert table(group("19")) == [(1.0, {}, "")]
+    assert table(group("19", source="other")) == [(7.0, {}, "")]
+
+
+def test_table_without_the_data_source_fails_the_trajectories() -> None:
+    scores = RewardTable({"sums": "exact", "words": "exact"})(group("a", "b", source="gsm8k"))
+    text = "no reward for data source 'gsm8k': rewards has sums, words; add it, or \"default\""
+    assert scores == [(0.0, {}, text)] * 2
