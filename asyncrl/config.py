@@ -263,7 +263,7 @@ def find_config(path: str | Path) -> Path:
     by_name = {file.stem: file for file in shipped} | {file.name: file for file in shipped}
     if given.parent == Path(".") and str(given) in by_name:
         return by_name[str(given)]
-    hint = _did_you_mean(str(given), list(by_name))
+    hint = did_you_mean(str(given), list(by_name))
     raise ConfigError(f"--config {path}: no such file{hint}; shipped: {', '.join(sorted(f.stem for f in shipped))}")
 
 
@@ -288,18 +288,19 @@ def _set_dotted(values: dict[str, Any], dotted: str, value: Any) -> None:
     for parent in parents:
         node = node.setdefault(parent, {})
         if not isinstance(node, dict):
-            raise ConfigError(f"{dotted}: {parent} is a value, not a section{_did_you_mean(dotted, config_keys())}")
+            raise ConfigError(f"{dotted}: {parent} is a value, not a section{did_you_mean(dotted, config_keys())}")
     node[last] = value
 
 
 def unknown_name(key: str, name: str, known: Iterable[str]) -> ConfigError:
     """The error for a config key that names a part which does not exist."""
     names = list(known)
-    return ConfigError(f"{key} = {name!r}: there is no such one{_did_you_mean(name, names)} (of {', '.join(names)})")
+    return ConfigError(f"{key} = {name!r}: there is no such one{did_you_mean(name, names)} (of {', '.join(names)})")
 
 
-def _did_you_mean(word: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """ "; did you mean X?" with the nearest of the known words, or nothing."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f"; did you mean {close[0]}?" if close else ""
 
 
@@ -311,7 +312,7 @@ def _explain(item: Any) -> str:
         keys = config_keys()
         sections = list(Config.model_fields)
         siblings = [key for key in [*keys, *sections] if key.rpartition(".")[0] == dotted.rpartition(".")[0]]
-        hint = _did_you_mean(dotted, siblings) or _did_you_mean(dotted, keys)
+        hint = did_you_mean(dotted, siblings) or did_you_mean(dotted, keys)
         if not hint:
             elsewhere = [key for key in keys if key.rpartition(".")[2] == last]
             hint = f"; did you mean {elsewhere[0]}?" if elsewhere else ""

@@ -55,9 +55,9 @@ def bare(core: int) -> dict[str, float]:
 def bare_process() -> None:
     """The other side, run by `bare`: prints its rate as JSON."""
     from asyncrl.config import load_config
-    from asyncrl.generator.engine import set_cpu_environment
+    from asyncrl.generator.engine import ENVIRONMENT
 
-    set_cpu_environment()
+    os.environ.update(ENVIRONMENT)
     import pyarrow.parquet as pq
     from vllm import LLM, SamplingParams
 

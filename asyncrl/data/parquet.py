@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from asyncrl.config import Config
+from asyncrl.config import Config, did_you_mean
 from asyncrl.errors import ConfigError, DataError
 
 
@@ -43,8 +42,7 @@ def _check_column(file: str, schema: pa.Schema, key: str, dotted: str) -> None:
     for part in dotted.split("."):
         names = fields.names if isinstance(fields, pa.Schema) else [field.name for field in fields]
         if part not in names:
-            close = difflib.get_close_matches(part, names, n=1)
-            hint = f"; did you mean {close[0]}?" if close else "."
+            hint = did_you_mean(part, names) or "."
             raise ConfigError(
                 f"{file}: column {dotted!r} is missing ({key}){hint} The columns are {', '.join(schema.names)}; "
                 f"set {key} to one of them"

@@ -26,7 +26,7 @@ log = structlog.get_logger()
 SPECIAL = ["<pad>", "<eos>", "<unk>"]
 CHARACTERS = "0123456789+-*= "
 WINDOW_TOKENS = 64
-RIGHT_SHARE = 0.3
+RIGHT_SHARE = 0.25
 """Fraction of the warm start's answers that are the sum."""
 STEPS = 200
 BATCH = 256

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
@@ -16,7 +15,7 @@ from torch import Tensor
 from asyncrl.algorithms.advantages import ADVANTAGES
 from asyncrl.algorithms.corrections import Level, importance_weights
 from asyncrl.algorithms.losses import LOSSES, PolicyTerms, aggregate
-from asyncrl.config import AlgorithmConfig, Config
+from asyncrl.config import AlgorithmConfig, Config, did_you_mean
 from asyncrl.errors import ConfigError
 
 TERMS = [field.name for field in fields(PolicyTerms)] + ["old_logprobs"]
@@ -115,5 +114,4 @@ def _check_options(
 
 def _hint(word: str, known: Iterable[str]) -> str:
     names = list(known)
-    close = difflib.get_close_matches(word, names, n=1)
-    return f"; did you mean {close[0]}?" if close else f"; there are {', '.join(names) or 'none'}"
+    return did_you_mean(word, names) or f"; there are {', '.join(names) or 'none'}"

@@ -92,6 +92,7 @@ def run_learner(
                 transport=config.weights.transport,
                 bucket_bytes=config.weights.bucket_bytes,
                 timeout_s=config.weights.timeout_s,
+                start_timeout_s=launch.start_timeout_s,
                 device=str(ranks.device),
             )
             parts.callback(sender.close)

@@ -90,10 +90,10 @@ class LiveView:
             f"{metrics.get('learner/grad_norm', float('nan')):.3g}",
         )
         roles = Table(box=None, pad_edge=False, header_style="dim")
-        for title in ("generator", "version", "running groups", "tokens", "idle"):
+        for title in ("generator", "version", "groups", "tokens", "idle"):
             roles.add_column(title, justify="left" if title == "generator" else "right")
         for index, g in status["generators"].items():
-            roles.add_row(index, str(g["version"]), str(g["running_groups"]), f"{g['tokens']:,}", f"{g['idle']:.0%}")
+            roles.add_row(index, str(g["version"]), str(g["leased"]), f"{g['tokens']:,}", f"{g['idle']:.0%}")
         return Panel(Group(self._progress, main, "", roles), title=f"asyncrl · {self._run}", border_style="blue")
 
 

@@ -11,9 +11,10 @@ CURVES: dict[str, list[str]] = {
     "Reward": ["reward/mean"],
     "Staleness of trained tokens (learner steps)": ["staleness/mean", "staleness/max"],
     "Trained tokens per second": ["throughput/trained_tokens_per_s"],
-    "Seconds of a step": ["learner/step_s", "learner/wait_s", "learner/sync_s"],
+    "Seconds of a step, from the second on": ["learner/step_s", "learner/wait_s", "learner/sync_s"],
     "Gradient norm": ["learner/grad_norm"],
     "Entropy (nats)": ["learner/entropy"],
+    "Idle fraction of the generators": ["generator/idle_fraction"],
 }
 """Title of each picture, and the metrics drawn in it."""
 
@@ -40,7 +41,8 @@ def write_report(run_dir: Path, summary: dict[str, Any]) -> Path:
     figure = make_subplots(rows=(len(titles) + 1) // 2, cols=2, subplot_titles=titles, vertical_spacing=0.09)
     for index, names in enumerate(CURVES.values()):
         for name in names:
-            points = [(row["step"], row[name]) for row in rows if name in row]
+            # The first step waits for the whole run to start.
+            points = [(row["step"], row[name]) for row in rows[name.endswith("_s") :] if name in row]
             line = go.Scatter(x=[p[0] for p in points], y=[p[1] for p in points], name=name, mode="lines")
             figure.add_trace(line, row=index // 2 + 1, col=index % 2 + 1)
     histogram = summary.get("staleness", {}).get("histogram", [])
@@ -48,6 +50,7 @@ def write_report(run_dir: Path, summary: dict[str, Any]) -> Path:
     figure.add_trace(bars, row=(len(titles) + 1) // 2, col=(len(titles) - 1) % 2 + 1)
     figure.update_layout(height=1150, margin={"t": 40, "l": 50, "r": 20, "b": 40}, template="plotly_white")
     figure.update_xaxes(title_text="step")
+    figure.update_xaxes(title_text="staleness", row=(len(titles) + 1) // 2, col=(len(titles) - 1) % 2 + 1)
     page = PAGE.format(
         name=html.escape(run_dir.name),
         verdict=html.escape(str(summary.get("bottleneck", ""))),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-BUSY = 0.05
+BUSY = 0.1
 """A side idle for less than this fraction of the time is the bottleneck."""
 
 

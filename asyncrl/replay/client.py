@@ -29,7 +29,6 @@ class GeneratorStats:
     busy_s: float = 0.0
     stall_ms: list[float] = field(default_factory=list[float])
     """How long each weight swap since the last ask held the engine."""
-    running_groups: int = 0
     rewards_failed: int = 0
     """Trajectories whose reward could not be had."""
 

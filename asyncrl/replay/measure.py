@@ -25,7 +25,6 @@ class GeneratorState:
     tokens: int = 0
     idle_s: float = 0.0
     busy_s: float = 0.0
-    running_groups: int = 0
     rewards_failed: int = 0
     stalls: int = 0
     stall_ms_sum: float = 0.0
@@ -33,7 +32,7 @@ class GeneratorState:
 
     def hear(self, version: int, stats: dict[str, Any]) -> None:
         self.heard_s, self.version = time.monotonic(), version
-        for name in ("tokens", "idle_s", "busy_s", "running_groups", "rewards_failed"):
+        for name in ("tokens", "idle_s", "busy_s", "rewards_failed"):
             setattr(self, name, stats[name])
         for stall_ms in stats["stall_ms"]:
             self.stalls += 1
@@ -140,7 +139,6 @@ class RunMeasure:
             "generators": {
                 str(index): {
                     "version": g.version,
-                    "running_groups": g.running_groups,
                     "tokens": g.tokens,
                     "idle": g.idle,
                     "silent_s": now_s - g.heard_s,

@@ -204,7 +204,10 @@ class ReplayQueue:
 
     def status(self) -> dict[str, Any]:
         """What a live view shows."""
-        return self.measure.status(self.ledger) | {"done": self.done, "duplicates": self.duplicates}
+        status = self.measure.status(self.ledger) | {"done": self.done, "duplicates": self.duplicates}
+        for index, generator in status["generators"].items():
+            generator["leased"] = self.leased_by[int(index)]
+        return status
 
     def summary(self) -> dict[str, Any]:
         """The queue's part of the run's summary."""

@@ -39,7 +39,6 @@ class StatsBody(TypedDict):
     idle_s: float
     busy_s: float
     stall_ms: list[float]
-    running_groups: int
     rewards_failed: int
 
 

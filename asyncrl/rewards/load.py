@@ -13,7 +13,6 @@ plain text.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -26,6 +25,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from asyncrl.config import did_you_mean
 from asyncrl.errors import ConfigError
 
 REWARDS: dict[str, str] = {
@@ -176,14 +176,14 @@ def load_reward(spec: str) -> RewardFunction:
     where, colon, name = REWARDS.get(spec, spec).rpartition(":")
     if not colon:
         raise ConfigError(
-            f"rewards: {spec!r} is not one of {', '.join(REWARDS)}{_did_you_mean(spec, REWARDS)}; "
+            f"rewards: {spec!r} is not one of {', '.join(REWARDS)}{did_you_mean(spec, REWARDS)}; "
             "a function of your own is module:function or file.py:function"
         )
     module = _import_file(spec, Path(where)) if where.endswith(".py") else _import_module(spec, where)
     function = getattr(module, name, None)
     if function is None:
         names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise ConfigError(f"rewards: {spec}: {where} has no function {name!r}{_did_you_mean(name, names)}")
+        raise ConfigError(f"rewards: {spec}: {where} has no function {name!r}{did_you_mean(name, names)}")
     if not callable(function):
         raise ConfigError(f"rewards: {spec} is a {type(function).__name__}, not a function")
     return RewardFunction(spec, function)
@@ -230,7 +230,7 @@ def _import_file(spec: str, path: Path) -> ModuleType:
     path = path.resolve()
     if not path.is_file():
         neighbors = [file.name for file in path.parent.glob("*.py")]
-        raise ConfigError(f"rewards: {spec}: no file {path}{_did_you_mean(path.name, neighbors)}")
+        raise ConfigError(f"rewards: {spec}: no file {path}{did_you_mean(path.name, neighbors)}")
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     module_spec = importlib.util.spec_from_file_location(f"asyncrl_reward_{path.stem}", path)
@@ -247,8 +247,3 @@ def _import_file(spec: str, path: Path) -> ModuleType:
 def _shown(value: Any) -> str:
     text = repr(value)
     return f"{text if len(text) <= 80 else text[:77] + '...'} ({type(value).__name__})"
-
-
-def _did_you_mean(word: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f"; did you mean {close[0]}?" if close else ""

@@ -22,7 +22,7 @@ STATUS = {
     "step": 3, "reward": 0.5, "staleness_mean": 1.5, "staleness_max": 2, "tokens_per_s": 1234.0,
     "generator_idle": 0.1, "learner_idle": 0.02, "leased": 4, "finished": 5, "trained": 6,
     "refunded": {"no_signal": 7}, "metrics": {"learner/entropy": 0.7, "learner/grad_norm": 0.3},
-    "generators": {"0": {"version": 2, "running_groups": 4, "tokens": 99, "idle": 0.1}},
+    "generators": {"0": {"version": 2, "leased": 4, "tokens": 99, "idle": 0.1}},
 }  # fmt: skip
 
 

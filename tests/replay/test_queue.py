@@ -15,7 +15,7 @@ from asyncrl.replay.wire import pack_group
 from asyncrl.types import Lease
 from tests.helpers.replay import EndlessPrompts, make_group, small_config
 
-STATS = {"tokens": 0, "idle_s": 0.0, "busy_s": 1.0, "stall_ms": [], "running_groups": 0, "rewards_failed": 0}
+STATS = {"tokens": 0, "idle_s": 0.0, "busy_s": 1.0, "stall_ms": [], "rewards_failed": 0}
 
 
 def make_queue(tmp_path: Path, **overrides: object) -> ReplayQueue:

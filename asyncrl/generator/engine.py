@@ -1,0 +1,269 @@
+"""A vLLM engine in this process: completions with versions and log-probs, weights swapped between two steps."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import structlog
+from numpy.typing import NDArray
+from torch import Tensor
+
+from asyncrl.config import Config
+from asyncrl.errors import ConfigError, InvariantError, RunError
+from asyncrl.types import NO_VERSION, Status
+
+if TYPE_CHECKING:
+    from vllm import CompletionOutput
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+log = structlog.get_logger()
+
+ENVIRONMENT = {
+    # The engine core runs in this process and its steps are called one by one: a version is exact for every token.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    # Connections that the engine makes to itself stay on the machine.
+    "VLLM_HOST_IP": "127.0.0.1",
+}
+"""Set before vLLM is imported, unless the user's environment says else. Thread counts and cores are the launcher's
+(OMP_NUM_THREADS, affinity): inside one process vLLM keeps them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What the policy said to one prompt; all arrays are [tokens], the end-of-sequence token is among them."""
+
+    key: str
+    tokens: list[int]
+    logprobs: NDArray[np.float32]
+    """Nats, at the sampling temperature, under the weights that sampled the token."""
+    versions: NDArray[np.int32]
+    status: Status
+
+
+@dataclass(slots=True)
+class _Request:
+    id: str
+    """The engine's own."""
+    prompt: list[int]
+
+
+class Engine:
+    """Continuous batching over prompts that come and go, with weights that change in flight.
+
+    Not thread-safe. There are no versions before the first `swap`: nothing can be added before it.
+    """
+
+    def __init__(self, config: Config, *, seed: int) -> None:
+        self.version = NO_VERSION
+        self._config = config
+        self._requests: dict[str, _Request] = {}
+        self._engine = _build(config, seed)
+        self._params = _sampling_params(config)
+        self._shapes = _checkpoint_shapes(config)
+        gc.collect()
+        gc.freeze()  # the engine's many objects need not be looked at again
+
+    @property
+    def num_running(self) -> int:
+        return len(self._requests)
+
+    def add(self, key: str, prompt: Sequence[int] | NDArray[np.int32]) -> None:
+        """Starts a completion of `prompt` (token ids). Raises RunError when the prompt does not fit the window."""
+        if self.version == NO_VERSION:
+            raise InvariantError(f"request {key}: the engine has no version yet; swap weights in first")
+        if key in self._requests:
+            raise InvariantError(f"request {key}: the key is in use")
+        window = self._engine.model_config.max_model_len
+        if not 0 < len(prompt) < window:
+            raise RunError(
+                f"request {key}: a prompt of {len(prompt)} tokens does not fit the window of {window} tokens"
+            )
+        self._start(key, np.asarray(prompt).tolist())
+
+    def _start(self, key: str, prompt: list[int]) -> None:
+        from vllm.inputs.engine import tokens_input
+
+        # A salt of the version keeps a cached prompt from being used under other weights.
+        salt = str(self.version) if self._config.generator.prefix_caching else None
+        request_id = self._engine.add_request(key, tokens_input(prompt, cache_salt=salt), self._params)
+        self._requests[key] = _Request(request_id, prompt)
+
+    def step(self) -> list[Completion]:
+        """One decoding step of all requests; gives those that ended."""
+        completions: list[Completion] = []
+        for output in self._engine.step():
+            del self._requests[output.request_id]
+            completions.append(_completion(output.request_id, output.outputs[0]))  # type: ignore[union-attr]
+        return completions
+
+    def num_generated(self, key: str) -> int:
+        """Tokens sampled so far for a running request."""
+        state = self._engine.output_processor.request_states[self._requests[key].id]
+        assert state.detokenizer is not None
+        return state.detokenizer.num_output_tokens()
+
+    def abort(self, keys: Iterable[str]) -> None:
+        """Drops running requests."""
+        keys = list(keys)
+        self._engine.abort_request(keys)
+        for key in keys:
+            del self._requests[key]
+
+    def swap(self, version: int, tensors: Sequence[tuple[str, Tensor]]) -> float:
+        """Loads weights (Hugging Face checkpoint names) between two steps; gives how long that took, in ms.
+
+        Tokens sampled from here on carry `version`. Running requests go on, with their keys and values kept or
+        computed anew (`weights.kv_cache`); cached prompts are never used across versions. Raises RunError when
+        the weights are not those of the model.
+        """
+        started = time.perf_counter()
+        self._check_fit(version, tensors)
+        self._load(tensors)
+        self.version = version
+        self._engine.set_weight_version(str(version))
+        if self._config.weights.kv_cache == "recompute":
+            self._engine.reset_prefix_cache(reset_running_requests=True)
+        elif self._config.generator.prefix_caching:
+            self._restart_untouched()
+        return (time.perf_counter() - started) * 1e3
+
+    def _load(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+        from asyncrl.generator.transfer import STAGING
+
+        STAGING["weights"] = tensors
+        try:
+            self._engine.collective_rpc("start_weight_update")
+            self._engine.collective_rpc("update_weights", args=({"key": "weights"},))
+            self._engine.collective_rpc("finish_weight_update")
+        finally:
+            del STAGING["weights"]
+
+    def _restart_untouched(self) -> None:
+        """Requests that have not sampled a token yet start again, so that their prompt is of one version."""
+        untouched = [key for key in self._requests if self.num_generated(key) == 0]
+        prompts = [self._requests[key].prompt for key in untouched]
+        self.abort(untouched)
+        for key, prompt in zip(untouched, prompts, strict=True):
+            self._start(key, prompt)
+
+    def _check_fit(self, version: int, tensors: Sequence[tuple[str, Tensor]]) -> None:
+        given = {name: tuple(tensor.shape) for name, tensor in tensors}
+        if given == self._shapes:
+            return
+        faults = [f"{name} is missing" for name in self._shapes.keys() - given.keys()]
+        faults += [f"{name} is unknown" for name in given.keys() - self._shapes.keys()]
+        faults += [
+            f"{name} has shape {given[name]}, the model {shape}"
+            for name, shape in self._shapes.items()
+            if name in given and given[name] != shape
+        ]
+        shown = "; ".join(sorted(faults)[:5]) + ("; ..." if len(faults) > 5 else "")
+        raise RunError(f"weights of version {version} do not fit model.path = {self._config.model.path}: {shown}")
+
+    def close(self) -> None:
+        """Ends all requests and gives back the engine's memory and the process group that it made for itself."""
+        self.abort(list(self._requests))
+        self._engine.engine_core.shutdown()
+
+
+def _build(config: Config, seed: int) -> LLMEngine:
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    preload = os.environ.get("LD_PRELOAD")
+    import torch
+    from vllm import EngineArgs
+    from vllm.config import WeightTransferConfig
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    from asyncrl.generator.vllm_plugin import NAME, register
+
+    register()
+    generator = config.generator
+    arguments: dict[str, Any] = {
+        "model": config.model.path,
+        "dtype": config.model.dtype,
+        "trust_remote_code": config.model.trust_remote_code,
+        "seed": seed,
+        "max_model_len": generator.max_model_tokens,
+        "max_num_seqs": generator.max_running_groups * generator.group_size,
+        "enable_prefix_caching": generator.prefix_caching,
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",  # not the sampling defaults that a model ships
+        "weight_transfer_config": WeightTransferConfig(backend=NAME),
+        "distributed_executor_backend": "uni",
+        "async_scheduling": False,  # a step that is already under way when weights change would blur versions
+        "disable_log_stats": True,
+    }
+    if torch.cuda.is_available():
+        arguments["gpu_memory_utilization"] = generator.gpu_memory_fraction
+    else:
+        arguments["enforce_eager"] = True
+        if generator.kv_cache_bytes is None:
+            raise ConfigError(
+                "generator.kv_cache_bytes is not set: without a GPU the engine needs it; for example 268435456"
+            )
+    if generator.kv_cache_bytes is not None:
+        arguments["kv_cache_memory_bytes"] = generator.kv_cache_bytes
+    engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+    # It warns at every swap of layers without weights of their own; `Engine.swap` checks that nothing is missing.
+    logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
+    # vLLM sets it for children of its own; those of this process keep their allocator.
+    if preload is None:
+        os.environ.pop("LD_PRELOAD", None)
+    else:
+        os.environ["LD_PRELOAD"] = preload
+    return engine
+
+
+def _sampling_params(config: Config) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    # Neutral top_p, top_k and penalties: log-probs are those of the full distribution. No seed per request:
+    # the CPU sampler refuses generators of its own when a prompt is prefilled in parts.
+    return SamplingParams(
+        temperature=config.generator.temperature,
+        max_tokens=config.generator.max_new_tokens,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _checkpoint_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """Names and shapes that a learner sends for this model; tied weights once."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    trust = config.model.trust_remote_code
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(config.model.path, trust_remote_code=trust), trust_remote_code=trust
+        )
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def _completion(key: str, output: CompletionOutput) -> Completion:
+    tokens = list(output.token_ids)
+    spans = output.weight_versions
+    if spans is None or output.logprobs is None:
+        raise InvariantError(f"request {key}: the engine returned no versions or log-probs")
+    versions = np.empty(len(tokens), dtype=np.int32)
+    for span in spans:
+        versions[span.start : span.end] = int(span.version)
+    logprobs = np.asarray(output.logprobs.logprobs, dtype=np.float32)  # type: ignore[union-attr]
+    if len(logprobs) != len(tokens):
+        raise InvariantError(f"request {key}: {len(tokens)} tokens with {len(logprobs)} log-probs")
+    status: Status = "completed" if output.finish_reason == "stop" else "truncated"
+    return Completion(key, tokens, logprobs, versions, status)

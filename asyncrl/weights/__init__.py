@@ -1,0 +1,1 @@
+"""Policy weights on their way from the learner to the generators."""

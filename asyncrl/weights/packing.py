@@ -1,0 +1,137 @@
+"""Weights as one flat run of bytes: what lies where, the buckets it is cut into, and its checksum."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from asyncrl.errors import InvariantError, ProtocolError
+
+ROW_BYTES = 1024
+"""Buckets and the whole buffer are multiples of this; the checksum works on such rows."""
+ALIGN_BYTES = 16
+
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8)
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor's place in the buffer."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+    """Bytes from the start of the buffer."""
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Names, shapes and dtypes of all weights in the order of the buffer."""
+
+    entries: tuple[Entry, ...]
+
+    @classmethod
+    def of(cls, weights: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> Manifest:
+        entries: list[Entry] = []
+        offset = 0
+        for name, dtype, shape in weights:
+            entry = Entry(name, dtype, tuple(shape), offset)
+            entries.append(entry)
+            offset = _round_up(offset + entry.num_bytes, ALIGN_BYTES)
+        return cls(tuple(entries))
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the buffer, padded to whole rows."""
+        last = self.entries[-1]
+        return _round_up(last.offset + last.num_bytes, ROW_BYTES)
+
+    def views(self, buffer: Tensor) -> list[tuple[str, Tensor]]:
+        """The weights as tensors that share memory with `buffer` (uint8, [num_bytes])."""
+        return [(e.name, buffer[e.offset : e.offset + e.num_bytes].view(e.dtype).view(e.shape)) for e in self.entries]
+
+    def to_json(self) -> str:
+        rows = [[e.name, str(e.dtype).removeprefix("torch."), list(e.shape)] for e in self.entries]
+        return json.dumps({"weights": rows, "bytes": self.num_bytes})
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Manifest:
+        """Reads and checks a manifest. Raises ProtocolError when it is malformed or does not add up."""
+        try:
+            message = json.loads(text)
+            rows = [(str(name), _DTYPES[dtype], [int(n) for n in shape]) for name, dtype, shape in message["weights"]]
+            promised = int(message["bytes"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ProtocolError(f"manifest of the weights: not readable ({type(error).__name__}: {error})") from None
+        if not rows or any(n < 0 for _, _, shape in rows for n in shape):
+            raise ProtocolError("manifest of the weights: no tensors, or a negative size")
+        if len({name for name, _, _ in rows}) != len(rows):
+            raise ProtocolError("manifest of the weights: a name appears twice")
+        manifest = cls.of(rows)
+        if manifest.num_bytes != promised:
+            raise ProtocolError(f"manifest of the weights: {promised} bytes promised, {manifest.num_bytes} described")
+        return manifest
+
+
+class Pack:
+    """A copy of the weights in one buffer; the learner may go on changing the originals."""
+
+    def __init__(self, weights: Sequence[tuple[str, Tensor]], device: torch.device, *, pinned: bool) -> None:
+        self.manifest = Manifest.of((name, tensor.dtype, tensor.shape) for name, tensor in weights)
+        self.buffer = empty_buffer(self.manifest.num_bytes, device, pinned=pinned).zero_()
+        self._slots = self.manifest.views(self.buffer)
+
+    def fill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Copies the weights in. Raises InvariantError when they are not those of the manifest, in its order."""
+        slots = iter(self._slots)
+        for name, tensor in weights:
+            expected, slot = next(slots, ("nothing more", tensor))
+            if (name, tensor.dtype, tensor.shape) != (expected, slot.dtype, slot.shape):
+                raise InvariantError(
+                    f"weights to send: {name} {tensor.dtype} {tuple(tensor.shape)} where the first version had "
+                    f"{expected} {slot.dtype} {tuple(slot.shape)}"
+                )
+            slot.copy_(tensor.detach(), non_blocking=True)
+        if missing := next(slots, None):
+            raise InvariantError(f"weights to send: {missing[0]} is missing")
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()
+
+
+def empty_buffer(num_bytes: int, device: torch.device, *, pinned: bool) -> Tensor:
+    """Memory for `num_bytes` bytes of weights; host memory is page-locked when copies to a GPU will follow."""
+    return torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=pinned and device.type == "cpu")
+
+
+def buckets(buffer: Tensor, bucket_bytes: int) -> list[Tensor]:
+    """The buffer in pieces of at most `bucket_bytes` (rounded to whole rows), sharing its memory."""
+    return list(buffer.split(max(bucket_bytes // ROW_BYTES, 1) * ROW_BYTES))
+
+
+def checksum(bucket: Tensor, first_byte: int) -> int:
+    """Checksum of the bytes of one bucket that starts at `first_byte` of the buffer; add those of all buckets.
+
+    Every row's sum of 64-bit words is weighted by the number of the row, modulo 2**64, so that exchanged rows
+    or buckets are noticed. Runs where the bytes are, near memory speed.
+    """
+    words = bucket.view(torch.int64).view(-1, ROW_BYTES // 8)
+    first_row = first_byte // ROW_BYTES
+    weights = torch.arange(first_row + 1, first_row + 1 + len(words), device=bucket.device)
+    return int((words.sum(1) * weights).sum()) % (1 << 64)
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

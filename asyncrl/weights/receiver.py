@@ -1,0 +1,270 @@
+"""The generator's side of weight synchronization: receives into staging while the engine decodes."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import structlog
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed import DistNetworkError
+
+from asyncrl.errors import AsyncrlError, ConfigError, PeerTimeoutError, RunError
+from asyncrl.weights import transports
+from asyncrl.weights.exchange import POLL_S, Group, Interrupted, Mailbox, broadcast, pause_s, retire
+from asyncrl.weights.packing import Manifest, buckets, empty_buffer
+
+log = structlog.get_logger()
+
+_IDLE_POLL_S = 0.01
+"""Pause between two looks for an announcement."""
+_ABORT_POLL_S = 0.05
+"""Pause between two looks, inside a broadcast, whether the sender gave it up."""
+
+
+@dataclass(frozen=True, slots=True)
+class StagedWeights:
+    """One complete version; `tensors` are views of staging, valid until `WeightReceiver.loaded`."""
+
+    version: int
+    checksum: int
+    tensors: list[tuple[str, Tensor]]
+
+
+class WeightReceiver:
+    """Receives every version of the policy in a background thread.
+
+    The wait for a sender and for its next announcement has no deadline; each phase after that has `timeout_s`.
+    A sender that goes away is waited for again; a broadcast that the sender gives up is forgotten.
+    """
+
+    def __init__(
+        self,
+        store_address: tuple[str, int],
+        *,
+        rank: int,
+        num_generators: int,
+        transport: str,
+        timeout_s: float,
+        device: str = "cpu",
+    ) -> None:
+        if not 1 <= rank <= num_generators:
+            raise RunError(f"weight receiver: rank {rank} is not in 1..{num_generators} (generator index + 1)")
+        self._address = store_address
+        self._rank = rank
+        self._transport = transport
+        self._timeout_s = timeout_s
+        self._device = torch.device(device)
+        self._manifest: Manifest | None = None
+        self._buffer = torch.empty(0)
+        self._group: Group | None = None
+        self._group_number = 0
+        self._staged: StagedWeights | None = None
+        self._in_use = False
+        self._loaded: dict[str, int] | None = None
+        self._handover = threading.Lock()
+        self._error: AsyncrlError | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="weight-receiver", daemon=True)
+
+    def start(self) -> None:
+        """Joins the sender and receives from now on, in the background."""
+        self._thread.start()
+
+    def staged(self) -> StagedWeights | None:
+        """A complete version that was not given out before, or None. Raises what went wrong in the background."""
+        if self._error is not None:
+            raise self._error
+        with self._handover:
+            staged, self._staged = self._staged, None
+            self._in_use = self._in_use or staged is not None
+        return staged
+
+    def loaded(self, staged: StagedWeights) -> None:
+        """Says that the engine runs on this version now; staging is used for the next one from here on."""
+        self._loaded = {"version": staged.version, "checksum": staged.checksum}
+        self._in_use = False
+
+    def close(self) -> None:
+        """Leaves the group at once, in any state; idempotent."""
+        self._stop.set()
+        if self._thread.ident is not None:
+            self._thread.join(timeout=1.5)
+
+    # --- the background thread
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.is_set():
+                self._session()
+        except Interrupted:
+            pass  # closed
+        except AsyncrlError as error:
+            self._error = type(error)(str(error))  # without the traceback, which would keep a stuck group alive
+        except Exception as error:  # handed over to the thread that calls staged
+            log.exception("weight receiver failed")
+            self._error = RunError(f"receiving weights failed: {type(error).__name__}: {error}")
+        finally:
+            self._drop_group()
+
+    def _session(self) -> None:
+        """From joining a sender until it closes."""
+        store = self._connect()
+        incarnation = uuid.uuid4().hex
+        mail = Mailbox(PrefixStore("weights", store))
+        member = {"id": incarnation, "device": transports.device_name(self._device), "left": False}
+        left = f"member/{self._rank}", member | {"left": True}
+        self._manifest = self._loaded = None
+        try:
+            mail.put(f"member/{self._rank}", member)
+            try:
+                self._serve(mail, store, incarnation)
+            finally:
+                mail.put(*left)
+        except DistNetworkError as error:
+            log.info("weight sender is gone", reason=str(error).splitlines()[0])
+        self._drop_group()
+        self._stop.wait(1.0)
+
+    def _connect(self) -> TCPStore:
+        host, port = self._address
+        while True:
+            try:
+                socket.create_connection(self._address, timeout=1.0).close()
+                timeout = timedelta(seconds=self._timeout_s)
+                return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+            except (OSError, DistNetworkError):  # nobody listens yet
+                self._pause(0.1)
+
+    def _serve(self, mail: Mailbox, store: TCPStore, incarnation: str) -> None:
+        offers = 1
+        while not mail.store.check(["closed"]):
+            offer = mail.read(f"offer/{incarnation}/{offers}")
+            if offer is None:
+                self._pause(_IDLE_POLL_S)
+                continue
+            turn = _Round(mail, f"{incarnation}/{offers}")
+            try:
+                self._receive(turn, store, offer)
+            except _GivenUp as error:
+                log.info("weights not received", version=offer["version"], reason=str(error))
+                turn.put("received", {"error": str(error)})
+            offers += 1
+
+    def _receive(self, turn: _Round, store: TCPStore, offer: dict[str, Any]) -> None:
+        """One round, from an offer to complete staging. Raises _GivenUp when the sender or the transport ends it."""
+        version = int(offer["version"])
+        manifest = self._prepare(turn.mail, offer)
+        while not self._reclaim():
+            turn.raise_if_aborted()
+            self._pause(POLL_S)
+        turn.put("ready", {"loaded": self._loaded})
+        # The other generators have their own time to become ready.
+        self._await(turn, "go", f"start to send version {version}", 2 * self._timeout_s)
+        try:
+            checksum = self._broadcast(turn, store, offer)
+        except (RuntimeError, TimeoutError) as error:
+            if isinstance(error, DistNetworkError):
+                raise
+            raise _GivenUp(str(error).splitlines()[0]) from None
+        verdict = self._await(turn, "verdict", f"end the broadcast of version {version}", self._timeout_s)
+        if verdict.get("checksum") == checksum:
+            self._staged = StagedWeights(version, checksum, manifest.views(self._buffer))
+        turn.put("received", {"checksum": checksum})
+
+    def _reclaim(self) -> bool:
+        """Takes staging for the next version, from one that nobody took too. False while it is in use."""
+        with self._handover:
+            if not self._in_use:
+                self._staged = None
+            return not self._in_use
+
+    def _prepare(self, mail: Mailbox, offer: dict[str, Any]) -> Manifest:
+        name = offer["transport"]
+        if name not in transports.TRANSPORTS or self._transport not in ("auto", name):
+            raise ConfigError(f"weights.transport: the learner sends by {name!r}, here it is {self._transport!r}")
+        if self._manifest is None:
+            manifest = Manifest.from_json(mail.store.get("manifest"))
+            device = self._device if transports.TRANSPORTS[name].on_device else torch.device("cpu")
+            if self._buffer.numel() != manifest.num_bytes or self._buffer.device.type != device.type:
+                self._buffer = empty_buffer(manifest.num_bytes, device, pinned=self._device.type == "cuda")
+            self._manifest = manifest
+        return self._manifest
+
+    def _broadcast(self, turn: _Round, store: TCPStore, offer: dict[str, Any]) -> int:
+        if self._group is None or self._group_number != offer["group"]:
+            self._drop_group()
+            member = transports.Member(
+                int(offer["rank"]), int(offer["size"]), self._address, self._device, self._timeout_s
+            )
+            group_store = PrefixStore(f"group/{offer['group']}", store)
+            self._group = transports.TRANSPORTS[offer["transport"]].connect(group_store, member)
+            self._group_number = offer["group"]
+        group, self._group = self._group, None  # a group that failed is not used again
+        parts = buckets(self._buffer, int(offer["bucket_bytes"]))
+        checksum = broadcast(group, parts, timeout_s=self._timeout_s, check=self._checker(turn))
+        self._group = group
+        return checksum
+
+    def _checker(self, turn: _Round) -> Callable[[], None]:
+        looked = time.monotonic()
+
+        def check() -> None:
+            nonlocal looked
+            if self._stop.is_set():
+                raise Interrupted
+            if time.monotonic() - looked > _ABORT_POLL_S:
+                looked = time.monotonic()
+                turn.raise_if_aborted()
+
+        return check
+
+    def _drop_group(self) -> None:
+        if self._group is not None:
+            retire(self._group)
+        self._group = None
+
+    def _pause(self, seconds: float) -> None:
+        if self._stop.wait(seconds):
+            raise Interrupted
+
+    def _await(self, turn: _Round, what: str, phase: str, timeout_s: float) -> dict[str, Any]:
+        started = time.monotonic()
+        while (message := turn.read(what)) is None:
+            turn.raise_if_aborted()
+            waited_s = time.monotonic() - started
+            if waited_s > timeout_s:
+                raise PeerTimeoutError(f"weights: the learner (rank 0) did not {phase} within {timeout_s:g} s")
+            self._pause(pause_s(waited_s))
+        return message
+
+
+class _GivenUp(Exception):
+    """The round came to nothing; another offer may follow."""
+
+
+class _Round:
+    """The messages of one offer."""
+
+    def __init__(self, mail: Mailbox, suffix: str) -> None:
+        self.mail = mail
+        self._suffix = suffix
+
+    def put(self, what: str, message: dict[str, Any]) -> None:
+        self.mail.put(f"{what}/{self._suffix}", message)
+
+    def read(self, what: str) -> dict[str, Any] | None:
+        return self.mail.read(f"{what}/{self._suffix}")
+
+    def raise_if_aborted(self) -> None:
+        verdict = self.read("verdict")
+        if verdict is not None and "abort" in verdict:
+            raise _GivenUp(verdict["abort"])

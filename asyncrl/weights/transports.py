@@ -1,0 +1,96 @@
+"""Ways to broadcast bytes from the learner to the generators, by name.
+
+Each makes a c10d process group of its own; the default group of torch.distributed belongs to whoever runs the
+learner or the engine and is never touched.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+from torch._C._distributed_c10d import ProcessGroupGloo, Store
+
+from asyncrl.errors import ConfigError, RunError
+from asyncrl.weights.exchange import Group
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One process of a group."""
+
+    rank: int
+    """0 is the learner, generator i is one of the following."""
+    size: int
+    address: tuple[str, int]
+    """Of the store: the network interface that reaches it carries the weights."""
+    device: torch.device
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Transport:
+    connect: Callable[[Store, Member], Group]
+    """Makes the group; blocks until all members called it. Raises RuntimeError at the member's deadline."""
+    on_device: bool
+    """Whether the bytes travel from and to the memory of the accelerator, or host memory."""
+
+
+def _gloo(store: Store, member: Member) -> Group:
+    timeout = timedelta(seconds=member.timeout_s)
+    if os.environ.get("GLOO_SOCKET_IFNAME"):
+        return cast(Group, ProcessGroupGloo(store, member.rank, member.size, timeout))
+    with socket.create_connection(member.address, timeout=member.timeout_s) as probe:
+        host = probe.getsockname()[0]
+    options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  (the stub names another class)
+    options._timeout = timeout
+    options._devices = [ProcessGroupGloo.create_device(hostname=host)]
+    options._threads = 2
+    return cast(Group, ProcessGroupGloo(store, member.rank, member.size, options))
+
+
+def _nccl(store: Store, member: Member) -> Group:
+    from torch._C._distributed_c10d import ProcessGroupNCCL  # only CUDA builds of torch have it
+
+    torch.cuda.set_device(member.device)
+    options: Any = ProcessGroupNCCL.Options()
+    # The caller keeps the deadline and aborts; NCCL's own watchdog would end the whole process.
+    options._timeout = timedelta(seconds=10 * member.timeout_s)
+    return cast(Group, ProcessGroupNCCL(store, member.rank, member.size, options))
+
+
+TRANSPORTS: dict[str, Transport] = {
+    "gloo": Transport(_gloo, on_device=False),
+    "nccl": Transport(_nccl, on_device=True),
+}
+
+
+def device_name(device: torch.device) -> str:
+    """ "cpu", or a name that no other accelerator has."""
+    if device.type != "cuda":
+        return device.type
+    return f"cuda {torch.cuda.get_device_properties(device).uuid}"
+
+
+def choose_transport(name: str, devices: Sequence[str]) -> str:
+    """The name of the transport to use between `devices` (as `device_name` gives them).
+
+    "auto" is nccl where every process has a GPU of its own, else gloo. Raises ConfigError for an unknown name
+    and RunError when nccl cannot work.
+    """
+    own_gpus = len(set(devices)) == len(devices) and all(device.startswith("cuda") for device in devices)
+    if name == "auto":
+        return "nccl" if own_gpus else "gloo"
+    if name not in TRANSPORTS:
+        raise ConfigError(f"weights.transport = {name!r}: unknown; use auto, {', '.join(TRANSPORTS)}")
+    if TRANSPORTS[name].on_device and not own_gpus:
+        raise RunError(
+            f"weights.transport = {name!r} needs a GPU of its own in the learner and in every generator, "
+            f"found {', '.join(devices)}; use weights.transport=gloo"
+        )
+    return name

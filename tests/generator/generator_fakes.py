@@ -1,0 +1,103 @@
+"""Stand-ins for what the generator's loop talks to: replay client, weight receiver, reward workers."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from asyncrl.replay.client import GeneratorStats, LeaseReply
+from asyncrl.rewards.workers import Scored
+from asyncrl.types import Group, Lease, Prompt
+from asyncrl.weights.receiver import StagedWeights
+
+
+def lease(ticket: int, tokens: Sequence[int] = (5, 6, 7), attempt: int = 0) -> Lease:
+    prompt = Prompt(ticket * 10, np.array(tokens, dtype=np.int32), str(ticket), "test")
+    return Lease(ticket, attempt, prompt)
+
+
+@dataclass
+class FakeClient:
+    """Answers each ask at the next poll with what `answer` says."""
+
+    answer: Callable[[int, int], LeaseReply]
+    """(version, number of groups) -> reply"""
+    asks: list[tuple[int, int, GeneratorStats]] = field(default_factory=list)
+    groups: list[Group] = field(default_factory=list)
+    released: list[tuple[int, int, int]] = field(default_factory=list)
+    outstanding: bool = False
+    unacknowledged: int = 0
+
+    def ask(self, version: int, num_groups: int, stats: GeneratorStats) -> None:
+        assert not self.outstanding
+        self.asks.append((version, num_groups, replace(stats, stall_ms=list(stats.stall_ms))))
+        self.outstanding = True
+
+    def poll(self, timeout_s: float = 0.0) -> LeaseReply | None:
+        if not self.outstanding:
+            return None
+        self.outstanding = False
+        version, num_groups, _ = self.asks[-1]
+        return self.answer(version, num_groups)
+
+    def finish(self, group: Group) -> None:
+        self.groups.append(group)
+
+    def release(self, leases: Sequence[tuple[int, int, int]]) -> None:
+        self.released.extend(leases)
+
+    def close(self, *, linger_s: float = 5.0) -> None:
+        """Nothing to wait for."""
+
+
+@dataclass
+class FakeReceiver:
+    """Gives out the versions put into `versions`, one at each look once the one before is loaded."""
+
+    versions: deque[tuple[int, list[tuple[str, torch.Tensor]]]] = field(default_factory=deque)
+    acknowledged: list[int] = field(default_factory=list)
+    in_use: bool = False
+
+    def start(self) -> None:
+        """There is no thread."""
+
+    def staged(self) -> StagedWeights | None:
+        if self.in_use or not self.versions:
+            return None
+        self.in_use = True
+        version, tensors = self.versions.popleft()
+        return StagedWeights(version, version * 7, tensors)
+
+    def loaded(self, staged: StagedWeights) -> None:
+        self.in_use = False
+        self.acknowledged.append(staged.version)
+
+    def close(self) -> None:
+        """There is no thread."""
+
+
+@dataclass
+class FakeRewards:
+    """Scores with `score` at once; groups in `failing` (tickets) cannot be scored."""
+
+    score: Callable[[Sequence[int], Prompt], float] = lambda tokens, prompt: float(len(tokens))
+    failing: set[int] = field(default_factory=set)
+    done: list[Scored] = field(default_factory=list)
+
+    def submit(self, key: Any, completions: Sequence[Sequence[int]], prompt: Prompt) -> None:
+        failed = key[0] in self.failing
+        rewards = [float("nan") if failed else self.score(tokens, prompt) for tokens in completions]
+        parts = [{} if failed else {"length": reward} for reward in rewards]
+        self.done.append(Scored(key, rewards, parts, ["no reward"] * len(rewards) if failed else [""] * len(rewards)))
+
+    def collect(self) -> list[Scored]:
+        done, self.done = self.done, []
+        return done
+
+    def close(self) -> None:
+        """There are no workers."""

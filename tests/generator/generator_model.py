@@ -1,0 +1,79 @@
+"""A tiny model with random weights, and the engine's results recomputed by the model's own forward pass."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from asyncrl.config import Config, load_config
+from asyncrl.generator.engine import Completion, Engine
+
+EOS = (1, 2)
+"""Both end a completion; the second only through the generation config."""
+SPECIAL = ["<pad>", "<eos>", "<end>"]
+ALPHABET = [chr(code) for code in range(33, 33 + 61)]
+
+
+def save_tiny_model(folder: Path, *, tied: bool = True) -> None:
+    """2 layers of width 64, 64 tokens; ships sampling defaults that training must not use."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+    torch.manual_seed(0)
+    vocabulary = {token: index for index, token in enumerate(SPECIAL + ALPHABET)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
+    model = Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=len(vocabulary),
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=512,
+            initializer_range=0.2,
+            tie_word_embeddings=tied,
+            eos_token_id=EOS[0],
+            pad_token_id=0,
+            bos_token_id=None,
+        )
+    )
+    model.generation_config = GenerationConfig(eos_token_id=list(EOS), do_sample=True, temperature=0.5, top_k=5)
+    model.save_pretrained(folder)
+
+
+def weights_of(policy: Qwen2ForCausalLM) -> list[tuple[str, torch.Tensor]]:
+    return [(name, parameter.data) for name, parameter in policy.named_parameters()]
+
+
+def small_config(model_path: str, **overrides: object) -> Config:
+    values: dict[str, object] = {
+        "model.path": model_path,
+        "data.train": "unused.parquet",
+        "generator.group_size": 2,
+        "generator.max_running_groups": 4,
+        "generator.max_new_tokens": 24,
+        "generator.kv_cache_bytes": 16 << 20,
+    }
+    return load_config(None, values | {name.replace("__", "."): value for name, value in overrides.items()})
+
+
+def run_all(engine: Engine) -> dict[str, Completion]:
+    """Steps until nothing runs."""
+    done: dict[str, Completion] = {}
+    while engine.num_running:
+        done |= {completion.key: completion for completion in engine.step()}
+    return done
+
+
+def reference_logprobs(
+    policy: Qwen2ForCausalLM, prompt: list[int], tokens: list[int], temperature: float
+) -> np.ndarray:
+    """[tokens], from one forward pass over everything."""
+    logits = policy(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    logprobs = (logits / temperature).log_softmax(-1)
+    return logprobs[torch.arange(len(tokens)), torch.tensor(tokens)].numpy()

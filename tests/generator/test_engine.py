@@ -1,0 +1,234 @@
+"""The engine against the model's own forward pass: log-probs, versions across swaps, caches, ends of completions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from generator_model import EOS, reference_logprobs, run_all, weights_of
+from transformers import Qwen2ForCausalLM
+
+from asyncrl.errors import InvariantError, RunError
+from asyncrl.generator.engine import Completion, Engine
+from asyncrl.generator.vllm_plugin import register
+
+TOLERANCE = 1e-4
+DIFFERENT = 1e-2
+
+EngineMaker = Callable[..., Engine]
+Policies = list[Qwen2ForCausalLM]
+
+
+def recomputing(make_engine: EngineMaker) -> Engine:
+    return make_engine(weights__kv_cache="recompute")
+
+
+def keeping(make_engine: EngineMaker) -> Engine:
+    return make_engine(generator__temperature=0.7, generator__prefix_caching=True)
+
+
+def prompts(count: int, first: int = 0) -> dict[str, list[int]]:
+    return {str(first + i): [3 + (7 * i + 5 * j) % 60 for j in range(4 + i)] for i in range(count)}
+
+
+def complete(engine: Engine, requests: dict[str, list[int]]) -> dict[str, Completion]:
+    for key, prompt in requests.items():
+        engine.add(key, prompt)
+    return run_all(engine)
+
+
+def max_difference(a: np.ndarray, b: np.ndarray) -> float:
+    return float(np.abs(a - b).max())
+
+
+@pytest.mark.parametrize(("mode", "temperature"), [(recomputing, 1.0), (keeping, 0.7)])
+def test_logprobs_are_those_of_the_model_at_the_temperature(
+    make_engine: EngineMaker, policies: Policies, mode: Any, temperature: float
+) -> None:
+    engine = mode(make_engine)
+    engine.swap(0, weights_of(policies[0]))
+    requests = prompts(8)
+    done = complete(engine, requests)
+    assert done.keys() == requests.keys()
+    for key, completion in done.items():
+        expected = reference_logprobs(policies[0], requests[key], completion.tokens, temperature)
+        assert max_difference(completion.logprobs, expected) < TOLERANCE
+        assert completion.logprobs.dtype == np.float32
+        assert completion.versions.dtype == np.int32
+        assert np.all(completion.versions == 0)
+
+
+def test_a_tied_head_follows_every_swap(make_engine: EngineMaker, policies: Policies) -> None:
+    assert policies[0].config.tie_word_embeddings  # the head is not among the weights that are sent
+    engine = recomputing(make_engine)
+    for version, policy in enumerate(policies):
+        engine.swap(version, weights_of(policy))
+        (completion,) = complete(engine, {"a": [5, 6, 7]}).values()
+        assert max_difference(completion.logprobs, reference_logprobs(policy, [5, 6, 7], completion.tokens, 1.0)) < (
+            TOLERANCE
+        )
+
+
+def swap_in_flight(engine: Engine, policies: Policies, requests: dict[str, list[int]]) -> dict[str, Completion]:
+    """Version 0 for 5 tokens, version 1 for 6, version 2 for the rest."""
+    engine.swap(0, weights_of(policies[0]))
+    for key, prompt in requests.items():
+        engine.add(key, prompt)
+    done: dict[str, Completion] = {}
+    for step in range(1, 100):
+        done |= {completion.key: completion for completion in engine.step()}
+        if step in (5, 11):
+            version = engine.version + 1
+            assert engine.swap(version, weights_of(policies[version])) > 0
+        if not engine.num_running:
+            break
+    for completion in done.values():
+        expected = np.repeat([0, 1, 2], [5, 6, 100])[: len(completion.tokens)]
+        assert np.array_equal(completion.versions, expected)
+    assert max(len(completion.tokens) for completion in done.values()) > 12
+    return done
+
+
+def test_recompute_makes_every_token_exactly_one_version(make_engine: EngineMaker, policies: Policies) -> None:
+    requests = prompts(8)
+    for key, completion in swap_in_flight(recomputing(make_engine), policies, requests).items():
+        for version in np.unique(completion.versions):
+            here = completion.versions == version
+            own, other = (
+                reference_logprobs(policies[v], requests[key], completion.tokens, 1.0)[here]
+                for v in (version, (version + 1) % 3)
+            )
+            assert max_difference(completion.logprobs[here], own) < TOLERANCE
+            assert max_difference(completion.logprobs[here], other) > DIFFERENT
+
+
+def test_keep_continues_on_the_keys_and_values_there_are(make_engine: EngineMaker, policies: Policies) -> None:
+    requests = prompts(8)
+    for key, completion in swap_in_flight(keeping(make_engine), policies, requests).items():
+        expected = kept_cache_logprobs(policies, requests[key], completion, 0.7)
+        assert max_difference(completion.logprobs, expected) < TOLERANCE
+
+
+def kept_cache_logprobs(
+    policies: Policies, prompt: list[int], completion: Completion, temperature: float
+) -> np.ndarray:
+    """Each version continues on the cache of the one before, from the last token sampled by that one."""
+    inputs = prompt + completion.tokens[:-1]
+    logits: list[torch.Tensor] = []
+    cache, start = None, 0
+    for version in np.unique(completion.versions):
+        last = len(prompt) + int(np.flatnonzero(completion.versions == version)[-1])
+        output = policies[version](torch.tensor([inputs[start:last]]), past_key_values=cache, use_cache=True)
+        logits.append(output.logits[0])
+        cache, start = output.past_key_values, last
+    logprobs = (torch.cat(logits)[len(prompt) - 1 :] / temperature).log_softmax(-1)
+    return logprobs[torch.arange(len(completion.tokens)), torch.tensor(completion.tokens)].numpy()
+
+
+def test_a_cached_prompt_is_never_used_under_other_weights(make_engine: EngineMaker, policies: Policies) -> None:
+    engine = keeping(make_engine)
+    cached: dict[str, Any] = {}
+    vllm: Any = engine._engine
+    step = vllm.step
+
+    def spying_step() -> Any:
+        outputs = step()
+        cached.update({output.request_id: output.num_cached_tokens for output in outputs})
+        return outputs
+
+    vllm.step = spying_step
+    prompt = [3 + i % 60 for i in range(300)]
+    try:
+        engine.swap(0, weights_of(policies[0]))
+        complete(engine, {"first": prompt})
+        for i in range(10):  # 8 run at once, 2 wait
+            engine.add(f"old {i}", prompt)
+        early = {completion.key for completion in engine.step()}
+        assert {engine.num_generated(f"old {i}") for i in (8, 9)} == {0}
+        engine.swap(1, weights_of(policies[1]))
+        engine.add("new", prompt)
+        done = run_all(engine)
+    finally:
+        vllm.step = step
+    assert cached["old 0"] >= 256 or "old 0" in early  # within a version the prompt is shared
+    for key in ("old 8", "old 9", "new"):
+        assert np.all(done[key].versions == 1)
+        expected = reference_logprobs(policies[1], prompt, done[key].tokens, 0.7)
+        assert max_difference(done[key].logprobs, expected) < TOLERANCE
+
+
+def test_weights_of_another_model_are_refused_and_change_nothing(make_engine: EngineMaker, policies: Policies) -> None:
+    engine = recomputing(make_engine)
+    engine.swap(0, weights_of(policies[0]))
+    weights = weights_of(policies[1])
+    name, tensor = weights[3]
+    cases = [
+        (weights[:3] + weights[4:], f"{name} is missing"),
+        ([*weights, ("lm_head.bias", torch.zeros(1))], "lm_head.bias is unknown"),
+        ([*weights[:3], (name, tensor[:-1]), *weights[4:]], rf"{name} has shape \(31, 64\), the model \(32, 64\)"),
+    ]
+    for given, message in cases:
+        with pytest.raises(RunError, match=f"version 1 do not fit model.path = .*{message}"):
+            engine.swap(1, given)
+    assert engine.version == 0
+    (completion,) = complete(engine, {"a": [5, 6, 7]}).values()
+    expected = reference_logprobs(policies[0], [5, 6, 7], completion.tokens, 1.0)
+    assert max_difference(completion.logprobs, expected) < TOLERANCE
+
+
+def test_the_end_token_is_the_last_and_a_cut_completion_is_truncated(
+    make_engine: EngineMaker, policies: Policies
+) -> None:
+    engine = recomputing(make_engine)
+    engine.swap(0, weights_of(policies[0]))
+    done = [completion for _ in range(6) for completion in complete(engine, prompts(40)).values()]
+    ended = [completion for completion in done if completion.status == "completed"]
+    cut = [completion for completion in done if completion.status == "truncated"]
+    assert ended and cut
+    assert {completion.tokens[-1] for completion in ended} == set(EOS)
+    assert all(len(completion.tokens) == 24 for completion in cut)
+    assert not any(set(EOS) & set(completion.tokens[:-1]) for completion in done)
+    assert all(len(completion.tokens) == len(completion.logprobs) == len(completion.versions) for completion in done)
+
+
+def test_requests_can_be_dropped_and_counted(make_engine: EngineMaker, policies: Policies) -> None:
+    engine = recomputing(make_engine)
+    engine.swap(0, weights_of(policies[0]))
+    for key, prompt in prompts(8).items():
+        engine.add(key, prompt)
+    finished = [completion for _ in range(3) for completion in engine.step()]
+    running = sorted(set(prompts(8)) - {completion.key for completion in finished})
+    assert engine.num_running == len(running) >= 2
+    assert {engine.num_generated(key) for key in running} == {3}
+    engine.abort(running[:-1])
+    assert engine.num_running == 1
+    assert set(run_all(engine)) == {running[-1]}
+    core: Any = engine._engine.engine_core
+    assert core.engine_core.scheduler.get_num_unfinished_requests() == 0
+
+
+def test_what_cannot_be_started_is_refused(make_engine: EngineMaker, policies: Policies, model_path: str) -> None:
+    engine = recomputing(make_engine)
+    engine.swap(0, weights_of(policies[0]))
+    engine.add("a", [5, 6])
+    with pytest.raises(InvariantError, match="the key is in use"):
+        engine.add("a", [5, 6])
+    for length in (0, 512, 600):
+        with pytest.raises(RunError, match=f"request b: a prompt of {length} tokens does not fit the window of 512"):
+            engine.add("b", [5] * length)
+    assert engine.num_running == 1
+    run_all(engine)
+
+
+def test_nothing_runs_before_the_first_version(make_engine: EngineMaker) -> None:
+    engine = make_engine(generator__max_new_tokens=4)
+    with pytest.raises(InvariantError, match="no version yet"):
+        engine.add("a", [5, 6])
+
+
+def test_registering_the_plugin_twice_is_fine() -> None:
+    register()
+    register()

@@ -1,0 +1,236 @@
+"""The loop with a real engine: whole groups with exact arrays, swaps in flight, asking, stopping."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from generator_fakes import FakeClient, FakeReceiver, FakeRewards, lease
+from generator_model import EOS, reference_logprobs, small_config, weights_of
+from transformers import Qwen2ForCausalLM
+
+from asyncrl.errors import PeerTimeoutError
+from asyncrl.generator.engine import Engine
+from asyncrl.generator.loop import _DENIED_IDLE_S, GeneratorLoop
+from asyncrl.replay.client import LeaseReply
+from asyncrl.types import NO_VERSION, Lease
+
+Policies = list[Qwen2ForCausalLM]
+
+
+@pytest.fixture
+def engine(make_engine: Callable[..., Engine]) -> Engine:
+    engine = make_engine(weights__kv_cache="recompute")
+    engine.abort(list(engine._requests))
+    engine.version = NO_VERSION
+    return engine
+
+
+def make_loop(
+    engine: Engine,
+    model_path: str,
+    answer: Callable[[int, int], LeaseReply],
+    policies: Policies | tuple[()] = (),
+    *,
+    rewards: FakeRewards | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
+    **overrides: Any,
+) -> tuple[GeneratorLoop, FakeClient, FakeReceiver]:
+    """A loop whose receiver has the given policies as versions 0, 1, ..."""
+    client, receiver = FakeClient(answer), FakeReceiver()
+    receiver.versions.extend((version, weights_of(policy)) for version, policy in enumerate(policies))
+    loop = GeneratorLoop(
+        small_config(model_path, **overrides),
+        index=3,
+        engine=engine,
+        rewards=rewards or FakeRewards(),  # type: ignore[arg-type]
+        receiver=receiver,  # type: ignore[arg-type]
+        client=client,  # type: ignore[arg-type]
+        should_stop=should_stop,
+    )
+    return loop, client, receiver
+
+
+class Leases:
+    """Hands out leases of different prompts, so many in all, then none; done when all have been finished."""
+
+    def __init__(self, total: int) -> None:
+        self.leases = [lease(ticket, [3 + ticket % 50, 9, 4, 17][: 2 + ticket % 3]) for ticket in range(total)]
+        self._left = iter(self.leases)
+        self.client: FakeClient | None = None
+
+    def __call__(self, version: int, num_groups: int) -> LeaseReply:
+        done = self.client is not None and len(self.client.groups) == len(self.leases)
+        return LeaseReply(list(itertools.islice(self._left, num_groups)), done, "")
+
+
+def test_groups_come_back_whole_and_exact(engine: Engine, model_path: str, policies: Policies) -> None:
+    leases = Leases(12)
+    loop, client, receiver = make_loop(engine, model_path, leases, policies[:1])
+    leases.client = client
+    loop.run()
+    assert sorted(group.ticket for group in client.groups) == list(range(12))
+    assert client.released == []
+    assert receiver.acknowledged == [0]
+    for group in client.groups:
+        given = leases.leases[group.ticket]
+        assert (group.row, group.data_source, group.generator, group.attempt) == (given.prompt.row, "test", 3, 0)
+        assert (group.start_version, group.end_version) == (0, 0)
+        assert 0 < group.started_s < group.finished_s
+        assert len(group.trajectories) == 2
+        for trajectory in group.trajectories:
+            assert_exact(trajectory, given, policies[0])
+
+
+def assert_exact(trajectory: Any, given: Lease, policy: Qwen2ForCausalLM) -> None:
+    start = len(given.prompt.tokens)
+    assert np.array_equal(trajectory.tokens[:start], given.prompt.tokens)
+    assert not trajectory.action_mask[:start].any()
+    assert trajectory.action_mask[start:].all()
+    assert np.all(trajectory.versions[:start] == NO_VERSION)
+    assert np.all(trajectory.versions[start:] == 0)
+    assert (trajectory.tokens.dtype, trajectory.behavior_logprobs.dtype) == (np.int32, np.float32)
+    actions = trajectory.tokens[start:].tolist()
+    expected = reference_logprobs(policy, given.prompt.tokens.tolist(), actions, 1.0)
+    assert np.abs(trajectory.behavior_logprobs[start:] - expected).max() < 1e-4
+    assert np.all(trajectory.behavior_logprobs[:start] == 0)
+    assert trajectory.status == ("completed" if actions[-1] in EOS else "truncated")
+    assert trajectory.reward == len(actions)  # of the right member of the group
+    assert trajectory.reward_parts == {"length": len(actions)}
+
+
+def test_weights_are_swapped_while_groups_run(engine: Engine, model_path: str, policies: Policies) -> None:
+    leases = Leases(4)
+    loop, client, receiver = make_loop(engine, model_path, leases, policies[:1])
+    leases.client = client
+    loop._swap_staged()
+    for _ in range(4):
+        loop.tick()
+    receiver.versions.append((1, weights_of(policies[1])))
+    while len(client.groups) < 4:
+        loop.tick()
+    assert receiver.acknowledged == [0, 1]
+    mixed = [group for group in client.groups if (group.start_version, group.end_version) == (0, 1)]
+    assert mixed
+    for group in mixed:
+        for trajectory in group.trajectories:
+            versions = trajectory.versions[trajectory.action_mask]
+            assert np.all(np.diff(versions) >= 0)
+            assert versions[0] == 0
+    assert any(group.oldest_version == 0 for group in mixed)
+    # The tags do not just follow the clock: each part has the log-probs of its own version.
+    for trajectory in mixed[0].trajectories:
+        start = trajectory.num_prompt_tokens
+        for version in np.unique(trajectory.versions[start:]):
+            here = trajectory.versions[start:] == version
+            tokens = trajectory.tokens.tolist()
+            expected = reference_logprobs(policies[version], tokens[:start], tokens[start:], 1.0)
+            assert np.abs(trajectory.behavior_logprobs[start:] - expected)[here].max() < 1e-4
+    stalls = [stall_ms for _, _, stats in client.asks for stall_ms in stats.stall_ms] + loop.stats.stall_ms
+    assert len(stalls) == 2  # each is reported once
+    assert min(stalls) > 0
+
+
+def test_a_group_without_rewards_travels_whole_as_failed(engine: Engine, model_path: str, policies: Policies) -> None:
+    leases = Leases(3)
+    loop, client, _ = make_loop(engine, model_path, leases, policies[:1], rewards=FakeRewards(failing={1}))
+    leases.client = client
+    loop.run()
+    by_ticket = {group.ticket: group for group in client.groups}
+    assert len(by_ticket) == 3
+    for trajectory in by_ticket[1].trajectories:
+        assert (trajectory.status, trajectory.error) == ("failed", "no reward")
+        assert trajectory.reward == 0.0
+        assert trajectory.num_action_tokens > 0
+    assert all(t.status != "failed" and t.error == "" for k in (0, 2) for t in by_ticket[k].trajectories)
+    assert loop.stats.rewards_failed == 2
+
+
+@pytest.mark.parametrize("how", ["done", "should_stop"])
+def test_stopping_gives_back_every_unfinished_lease(
+    engine: Engine, model_path: str, policies: Policies, how: str
+) -> None:
+    stop = False
+    leases = Leases(100)
+
+    def answer(version: int, num_groups: int) -> LeaseReply:
+        return LeaseReply([], True, "") if stop and how == "done" else leases(version, num_groups)
+
+    loop, client, _ = make_loop(
+        engine, model_path, answer, policies[:1], should_stop=lambda: stop and how == "should_stop"
+    )
+    loop._swap_staged()
+    for _ in range(6):
+        loop.tick()
+    running = {key: loop._num_tokens(group) for key, group in loop.running.items()}
+    stop = True
+    loop._heartbeat_s = 0.0
+    loop.run()
+    finished = {(group.ticket, group.attempt) for group in client.groups}
+    released = {(ticket, attempt): tokens for ticket, attempt, tokens in client.released}
+    assert engine.num_running == 0
+    assert loop.running == loop.scoring == {}
+    assert len(running) >= 2
+    assert running.keys() <= released.keys() | finished
+    assert not finished & released.keys()
+    for key in running.keys() & released.keys():
+        assert released[key] >= running[key] > 0
+    assert sum(released.values()) + sum(group.num_action_tokens for group in client.groups) >= loop.stats.tokens
+
+
+def test_the_engine_is_kept_full_of_group_members(engine: Engine, model_path: str, policies: Policies) -> None:
+    leases = Leases(60)
+    loop, client, _ = make_loop(engine, model_path, leases, policies[:1])
+    leases.client = client
+    loop.run()
+    assert client.asks[0][:2] == (0, 4)
+    assert max(asked for _, asked, _ in client.asks) <= 4
+    assert len(client.groups) == 60
+    assert loop.stats.tokens == sum(group.num_action_tokens for group in client.groups)
+    assert loop.stats.busy_s > 0
+
+
+def test_a_denied_ask_is_repeated_with_a_pause_and_at_once_after_new_weights(
+    engine: Engine, model_path: str, policies: Policies
+) -> None:
+    loop, client, receiver = make_loop(engine, model_path, lambda *_: LeaseReply([], False, "staleness"), policies[:1])
+    loop._swap_staged()
+    start = time.monotonic()
+    while time.monotonic() - start < 0.5:
+        loop.tick()
+        time.sleep(0.001)
+    assert 0.1 / _DENIED_IDLE_S < len(client.asks) <= 0.5 / _DENIED_IDLE_S + 2
+    assert loop.stats.idle_s > 0
+    assert loop.stats.busy_s == 0
+    loop._next_ask_s = time.monotonic() + 60.0
+    receiver.versions.append((1, weights_of(policies[1])))
+    asks = len(client.asks)
+    loop.tick()
+    loop.tick()
+    assert client.asks[asks][0] == 1
+
+
+def test_a_full_generator_still_speaks_and_hears_that_the_run_is_over(
+    engine: Engine, model_path: str, policies: Policies
+) -> None:
+    leases = Leases(100)
+    loop, client, _ = make_loop(engine, model_path, leases, policies[:1], generator__max_running_groups=1)
+    loop._swap_staged()
+    loop.tick()
+    loop.tick()
+    assert engine.num_running == 2
+    asks = len(client.asks)
+    loop._heartbeat_s = 0.0
+    loop.tick()
+    assert [asked for _, asked, _ in client.asks[asks:]] == [0]
+
+
+def test_missing_first_weights_are_an_error_that_names_the_learner(engine: Engine, model_path: str) -> None:
+    loop, client, _ = make_loop(engine, model_path, lambda *_: LeaseReply([], False, ""), launch__start_timeout_s=0.1)
+    with pytest.raises(PeerTimeoutError, match=r"generator 3: learner rank 0 did not send the first weights .* 0.1 s"):
+        loop.run()
+    assert client.asks == []

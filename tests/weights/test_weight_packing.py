@@ -1,0 +1,119 @@
+"""The flat buffer: layout, buckets, checksum, and refusal of what does not fit."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from asyncrl.errors import ConfigError, InvariantError, ProtocolError, RunError
+from asyncrl.weights.packing import ROW_BYTES, Manifest, Pack, buckets, checksum
+from asyncrl.weights.transports import choose_transport
+
+CPU = torch.device("cpu")
+
+
+def mixed_weights() -> list[tuple[str, torch.Tensor]]:
+    """Tensors of several dtypes; sizes that need padding, one larger than a bucket of one row."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        ("a", torch.randn(3, 5, generator=generator)),
+        ("b", torch.randn(7, generator=generator).to(torch.bfloat16)),
+        ("scalar", torch.tensor(3.0, dtype=torch.float64)),
+        ("large", torch.randn(40, 33, generator=generator)),
+        ("count", torch.arange(9, dtype=torch.int64)),
+    ]
+
+
+def total(buffer: torch.Tensor, bucket_bytes: int) -> int:
+    result = offset = 0
+    for bucket in buckets(buffer, bucket_bytes):
+        result += checksum(bucket, offset)
+        offset += bucket.numel()
+    return result % (1 << 64)
+
+
+def test_pack_keeps_every_byte() -> None:
+    weights = mixed_weights()
+    pack = Pack(weights, CPU, pinned=False)
+    pack.fill(weights)
+    manifest = Manifest.from_json(pack.manifest.to_json())
+    assert manifest == pack.manifest
+    assert pack.buffer.numel() % ROW_BYTES == 0
+    for (name, tensor), (packed_name, packed) in zip(weights, manifest.views(pack.buffer), strict=True):
+        assert (packed_name, packed.dtype) == (name, tensor.dtype)
+        assert torch.equal(packed, tensor)
+
+
+def test_pack_is_a_copy() -> None:
+    weights = mixed_weights()
+    pack = Pack(weights, CPU, pinned=False)
+    pack.fill(weights)
+    before = weights[0][1].clone()
+    weights[0][1].fill_(9.0)
+    assert torch.equal(pack.manifest.views(pack.buffer)[0][1], before)
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, ROW_BYTES, 3 * ROW_BYTES + 5, 1 << 20])
+def test_buckets_cover_the_buffer_and_do_not_change_the_checksum(bucket_bytes: int) -> None:
+    weights = mixed_weights()
+    pack = Pack(weights, CPU, pinned=False)
+    pack.fill(weights)
+    parts = buckets(pack.buffer, bucket_bytes)
+    assert torch.equal(torch.cat(parts), pack.buffer)
+    assert all(part.numel() <= max(bucket_bytes, ROW_BYTES) for part in parts)
+    assert total(pack.buffer, bucket_bytes) == total(pack.buffer, 1 << 20)
+
+
+def test_checksum_notices_a_flipped_bit_and_exchanged_rows() -> None:
+    buffer = torch.randint(0, 256, (8 * ROW_BYTES,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    flipped = buffer.clone()
+    flipped[5 * ROW_BYTES + 17] ^= 1
+    exchanged = buffer.view(8, ROW_BYTES)[[0, 1, 3, 2, 4, 5, 6, 7]].reshape(-1)
+    assert len({total(b, 2 * ROW_BYTES) for b in (buffer, flipped, exchanged)}) == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda weights: weights[:-1], "count is missing"),
+        (lambda weights: [*weights, ("extra", torch.zeros(1))], "extra .* nothing more"),
+        (lambda weights: [("a", torch.zeros(5, 3)), *weights[1:]], r"a torch.float32 \(5, 3\) where .* \(3, 5\)"),
+        (lambda weights: [("a", weights[0][1].double()), *weights[1:]], "torch.float64"),
+        (lambda weights: [weights[1], weights[0], *weights[2:]], "b torch.bfloat16"),
+    ],
+)
+def test_other_weights_than_the_first_are_refused(change, message: str) -> None:
+    pack = Pack(mixed_weights(), CPU, pinned=False)
+    with pytest.raises(InvariantError, match=message):
+        pack.fill(change(mixed_weights()))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        json.dumps({"weights": [], "bytes": 0}),
+        json.dumps({"weights": [["a", "float33", [2]]], "bytes": 1024}),
+        json.dumps({"weights": [["a", "float32", [-2]]], "bytes": 1024}),
+        json.dumps({"weights": [["a", "float32", [2]]], "bytes": 2048}),
+        json.dumps({"weights": [["a", "float32", [2]], ["a", "float32", [2]]], "bytes": 1024}),
+    ],
+)
+def test_a_manifest_that_does_not_add_up_is_refused(text: str) -> None:
+    with pytest.raises(ProtocolError, match="manifest"):
+        Manifest.from_json(text)
+
+
+def test_transport_is_nccl_only_where_every_process_has_a_gpu_of_its_own() -> None:
+    assert choose_transport("auto", ["cpu", "cpu"]) == "gloo"
+    assert choose_transport("auto", ["cuda a", "cuda b"]) == "nccl"
+    assert choose_transport("auto", ["cuda a", "cuda a"]) == "gloo"
+    assert choose_transport("auto", ["cuda a", "cpu"]) == "gloo"
+    assert choose_transport("gloo", ["cuda a", "cuda b"]) == "gloo"
+    with pytest.raises(ConfigError, match=r"weights\.transport = 'mpi'"):
+        choose_transport("mpi", ["cpu"])
+    with pytest.raises(RunError, match="GPU of its own"):
+        choose_transport("nccl", ["cpu", "cpu"])
