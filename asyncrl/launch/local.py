@@ -68,7 +68,7 @@ class LocalLauncher:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **_common_environment(), **share.environment()},
+            env={**os.environ, "TOKENIZERS_PARALLELISM": "false", **share.environment()},
             start_new_session=True,
         )
         role = RoleProcess(spec, process, output)
@@ -106,12 +106,6 @@ class LocalLauncher:
             os.killpg(role.process.pid, signal.SIGKILL)
         except ProcessLookupError:
             return  # nobody of it is left
-
-
-def _common_environment() -> dict[str, str]:
-    """ASYNCRL_CPUS are the cores of the whole run, for helpers of a role that is pinned to some of them."""
-    cpus = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-    return {"TOKENIZERS_PARALLELISM": "false", "ASYNCRL_CPUS": cpus}
 
 
 LAUNCHERS = {"local": LocalLauncher}

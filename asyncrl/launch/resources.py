@@ -7,7 +7,7 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
@@ -24,12 +24,15 @@ class Share:
     cpus: tuple[int, ...]
     threads: int
     gpus: tuple[int, ...] = ()
+    helper_cpus: tuple[int, ...] = ()
+    """Cores of the role's own helper processes; those of the role itself when empty."""
 
     def environment(self) -> dict[str, str]:
         """Variables that must be set before the process imports numpy or torch."""
         threads = str(self.threads)
         names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
         environment: dict[str, str] = dict.fromkeys(names, threads)
+        environment["ASYNCRL_HELPER_CPUS"] = ",".join(map(str, self.helper_cpus or self.cpus))
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.gpus))
         if not self.gpus:
             environment["DS_ACCELERATOR"] = "cpu"
@@ -50,7 +53,7 @@ def plan_resources(config: Config) -> Plan:
     num_generators, num_learners = config.launch.generators, config.launch.learners
     cpus = sorted(os.sched_getaffinity(0))
     gpus = count_gpus()
-    everywhere = Share(tuple(cpus), threads=1)
+    replay = Share(tuple(cpus), threads=1)
     if gpus:
         threads = max(1, len(cpus) // (num_generators + num_learners))
         cards = [index % gpus for index in range(num_learners + num_generators)]
@@ -59,7 +62,11 @@ def plan_resources(config: Config) -> Plan:
     elif config.launch.pin_cores and len(cpus) >= 2:
         wanted = round(len(cpus) * num_generators / (num_generators + num_learners))
         cut = min(max(wanted, 1), len(cpus) - 1)
-        generators, learners = _deal(cpus[:cut], num_generators), _deal(cpus[cut:], num_learners)
+        # The replay queue and the reward workers run beside the learners: an engine keeps its core to itself.
+        beside = tuple(cpus[cut:])
+        replay = Share(beside, threads=1)
+        generators = [replace(share, helper_cpus=beside) for share in _deal(cpus[:cut], num_generators)]
+        learners = _deal(cpus[cut:], num_learners)
     else:
         threads = max(1, len(cpus) // (num_generators + num_learners))
         generators = [Share(tuple(cpus), threads)] * num_generators
@@ -70,7 +77,7 @@ def plan_resources(config: Config) -> Plan:
             f"weights.transport = 'nccl': needs a GPU for each of {num_generators} generators and {num_learners} "
             f"learners, this machine has {gpus}; use weights.transport=gloo, or auto"
         )
-    return Plan(tuple(generators), tuple(learners), everywhere)
+    return Plan(tuple(generators), tuple(learners), replay)
 
 
 def count_gpus() -> int:

@@ -31,7 +31,7 @@ def start_worker(
     """
     global _scorer
     _end_with(parent)
-    _use_all_cores()
+    _use_helper_cores()
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"):
         os.environ[name] = "1"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -76,9 +76,9 @@ def _load_decoder(path: str, trust_remote_code: bool) -> _Decoder:
     return lambda ids: [slow.decode(one, skip_special_tokens=True) for one in ids]
 
 
-def _use_all_cores() -> None:
-    """Workers inherit the cores of the engine; ASYNCRL_CPUS are all that the run may use."""
-    cpus = os.environ.get("ASYNCRL_CPUS")
+def _use_helper_cores() -> None:
+    """Workers inherit the core of the engine; the launcher names those that they should use."""
+    cpus = os.environ.get("ASYNCRL_HELPER_CPUS")
     if cpus:
         os.sched_setaffinity(0, {int(cpu) for cpu in cpus.split(",")})
 

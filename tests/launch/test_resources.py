@@ -31,6 +31,8 @@ def test_one_of_each_splits_the_machine() -> None:
     assert (learner.cpus, learner.threads) == ((2, 3), 2)
     assert generator.environment()["OMP_NUM_THREADS"] == "2"
     assert generator.environment()["DS_ACCELERATOR"] == "cpu"
+    assert plan.replay.cpus == (2, 3), "the engine's cores are its own"
+    assert generator.environment()["ASYNCRL_HELPER_CPUS"] == "2,3"
 
 
 def test_more_roles_than_cores_share_with_one_thread_each() -> None:
