@@ -62,10 +62,10 @@ class GeneratorConfig(Section):
     max_model_tokens: int | None = Field(default=None, ge=2)
     """Window of the engine, prompt and completion; the model's own when not set."""
     kv_cache_bytes: int | None = Field(default=None, ge=1 << 20)
-    """Key-value cache of each engine; needed on CPU, on a GPU the engine's own choice when not set."""
+    """Key-value cache of each engine; when not set, 1 GiB on a CPU and the engine's own choice on a GPU."""
     gpu_memory_fraction: float = Field(default=0.9, gt=0.0, le=1.0)
     prefix_caching: bool = False
-    """Share the prompt's keys and values inside a group; the cache is emptied at every weight swap."""
+    """Share the prompt's keys and values inside a group; never across policy versions."""
     reward_workers: int = Field(default=1, ge=1)
     """Processes per generator that run the reward function."""
     reward_timeout_s: float = Field(default=10.0, gt=0.0)

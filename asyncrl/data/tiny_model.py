@@ -18,6 +18,7 @@ from tokenizers.pre_tokenizers import Split
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from asyncrl.data.arithmetic import sums
 
@@ -43,6 +44,7 @@ def make_tiny_model(path: Path, *, seed: int = 0, steps: int = STEPS) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
+    disable_progress_bar()
     model.save_pretrained(temporary)
     tokenizer.save_pretrained(temporary)
     if path.exists():

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.config import Config
-from asyncrl.errors import ConfigError, InvariantError, RunError
+from asyncrl.errors import InvariantError, RunError
 from asyncrl.types import NO_VERSION, Status
 
 if TYPE_CHECKING:
@@ -36,6 +36,9 @@ ENVIRONMENT = {
 }
 """Set before vLLM is imported, unless the user's environment says else. Thread counts and cores are the launcher's
 (OMP_NUM_THREADS, affinity): inside one process vLLM keeps them."""
+
+CPU_KV_CACHE_BYTES = 1 << 30
+"""Key-value cache on a CPU when `generator.kv_cache_bytes` is not set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,10 +211,7 @@ def _build(config: Config, seed: int) -> LLMEngine:
         arguments["gpu_memory_utilization"] = generator.gpu_memory_fraction
     else:
         arguments["enforce_eager"] = True
-        if generator.kv_cache_bytes is None:
-            raise ConfigError(
-                "generator.kv_cache_bytes is not set: without a GPU the engine needs it; for example 268435456"
-            )
+        arguments["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
     if generator.kv_cache_bytes is not None:
         arguments["kv_cache_memory_bytes"] = generator.kv_cache_bytes
     engine = LLMEngine.from_engine_args(EngineArgs(**arguments))

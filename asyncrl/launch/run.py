@@ -277,5 +277,7 @@ def show_end(console: Console, summary: dict[str, Any], folder: str, report: str
             + f"{ledger['in_flight']} in flight",
             f"bottleneck {summary['bottleneck']}",
         ]
+        if summary["skipped_rows"]:
+            lines.append(f"skipped    {summary['skipped_rows']} prompts that are too long for the model's window")
         console.print("\n".join(lines), highlight=False, soft_wrap=True)
     console.print(f"folder     {folder}\nreport     {report}", highlight=False, soft_wrap=True)

@@ -14,8 +14,9 @@ from asyncrl.config import Config
 from asyncrl.errors import InvariantError, ProtocolError, RunError
 from asyncrl.replay.ledger import Ledger, State, balance
 from asyncrl.replay.measure import RunMeasure
+from asyncrl.replay.messages import GroupMeta, ReleasedLease
 from asyncrl.replay.trace import TraceWriter
-from asyncrl.replay.wire import Array, GroupMeta, ReleasedLease, check_group
+from asyncrl.replay.wire import Array, check_group
 from asyncrl.types import Lease, Prompt
 
 log = structlog.get_logger()

@@ -9,7 +9,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from asyncrl.replay.wire import Array, GroupMeta
+from asyncrl.replay.messages import GroupMeta
+from asyncrl.replay.wire import Array
 
 ROWS_PER_WRITE = 2048
 

@@ -10,16 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import msgpack
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
-from typing_extensions import TypedDict
+from pydantic import ValidationError
 
 from asyncrl.errors import ProtocolError
-from asyncrl.types import NO_VERSION, Group, Lease, Prompt, Status, Trajectory
+from asyncrl.replay.messages import BODIES, GroupMeta, LeaseMeta
+from asyncrl.types import NO_VERSION, Group, Lease, Prompt, Trajectory
 
 SCHEMA = 1
 MAX_FRAMES = 1 << 16
@@ -29,136 +29,6 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 Array = NDArray[Any]
 Buffer = bytes | memoryview
-
-_CLOSED = with_config(ConfigDict(extra="forbid", strict=True))
-
-
-@_CLOSED
-class StatsBody(TypedDict):
-    tokens: int
-    idle_s: float
-    busy_s: float
-    stall_ms: list[float]
-    rewards_failed: int
-
-
-@_CLOSED
-class AskBody(TypedDict):
-    generator: int
-    version: int
-    num_groups: int
-    stats: StatsBody
-
-
-@_CLOSED
-class LeaseMeta(TypedDict):
-    ticket: int
-    attempt: int
-    row: int
-    ground_truth: str
-    data_source: str
-    extra_info: dict[str, Any]
-
-
-@_CLOSED
-class LeasesBody(TypedDict):
-    leases: list[LeaseMeta]
-    done: bool
-    reason: str
-
-
-@_CLOSED
-class GroupMeta(TypedDict):
-    """A group without its arrays; its frames are tokens, action_mask, behavior_logprobs and versions of all
-    trajectories end to end."""
-
-    ticket: int
-    attempt: int
-    generator: int
-    row: int
-    data_source: str
-    start_version: int
-    end_version: int
-    started_s: float
-    finished_s: float
-    lengths: list[int]
-    rewards: list[float]
-    parts: list[dict[str, float]]
-    status: list[Status]
-    errors: list[str]
-
-
-@_CLOSED
-class ReleasedLease(TypedDict):
-    ticket: int
-    attempt: int
-    tokens: int
-
-
-@_CLOSED
-class ReleaseBody(TypedDict):
-    generator: int
-    leases: list[ReleasedLease]
-
-
-@_CLOSED
-class TakeBody(TypedDict):
-    rank: int
-    step: int
-
-
-@_CLOSED
-class ShardBody(TypedDict):
-    step: int
-    outcome: Literal["shard", "wait", "stop"]
-    groups: list[GroupMeta]
-
-
-@_CLOSED
-class CommitBody(TypedDict):
-    step: int
-    metrics: dict[str, float]
-
-
-@_CLOSED
-class MetricsBody(TypedDict):
-    metrics: dict[str, float]
-
-
-@_CLOSED
-class AckBody(TypedDict):
-    ticket: int
-    attempt: int
-
-
-@_CLOSED
-class TextBody(TypedDict):
-    text: str
-
-
-@_CLOSED
-class EmptyBody(TypedDict):
-    pass
-
-
-BODIES: dict[str, TypeAdapter[Any]] = {
-    "ask": TypeAdapter(AskBody),
-    "leases": TypeAdapter(LeasesBody),
-    "finish": TypeAdapter(GroupMeta),
-    "finished": TypeAdapter(AckBody),
-    "release": TypeAdapter(ReleaseBody),
-    "take": TypeAdapter(TakeBody),
-    "shard": TypeAdapter(ShardBody),
-    "commit": TypeAdapter(CommitBody),
-    "committed": TypeAdapter(MetricsBody),
-    "status": TypeAdapter(EmptyBody),
-    "summary": TypeAdapter(EmptyBody),
-    "shutdown": TypeAdapter(EmptyBody),
-    "stop": TypeAdapter(TextBody),
-    "ok": TypeAdapter(dict[str, Any]),
-    "error": TypeAdapter(TextBody),
-}
-"""Every kind of message there is, with the schema of its body."""
 
 
 @dataclass(frozen=True, slots=True)

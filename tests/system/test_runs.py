@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -51,6 +52,31 @@ def test_run_folder_is_complete_and_consistent(launch: Start, max_staleness: int
     model = AutoModelForCausalLM.from_pretrained(run.run_dir / "model")
     tokenizer = AutoTokenizer.from_pretrained(run.run_dir / "model")
     assert model.config.vocab_size >= len(tokenizer)
+
+
+def test_trained_model_and_a_users_own_data_and_reward(launch: Start, demo_folder: Path, tmp_path: Path) -> None:
+    """What a run leaves starts the next one in vLLM and DeepSpeed; data and reward are those of the README."""
+    first = launch("--steps", "1", *SMALL, run="first")
+    assert first.end(timeout_s=100)[0] == 0
+    rows = [{"question": f"{n:02d}+01=", "answer": f"{n + 1:02d}"} for n in range(9)]
+    pq.write_table(pa.Table.from_pylist([*rows, {"question": "1" * 70, "answer": "1"}]), tmp_path / "mine.parquet")
+    (tmp_path / "my_reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return {'score': float(solution_str[:1] == ground_truth[:1]), 'length': len(solution_str)}\n"
+    )
+    (tmp_path / "my.yaml").write_text(
+        f"model: {{path: {first.run_dir / 'model'}}}\n"
+        f"data: {{train: {tmp_path / 'mine.parquet'}, prompt_column: question, ground_truth_column: answer}}\n"
+        f"rewards: {tmp_path / 'my_reward.py'}:compute_score\n"
+        "generator: {max_new_tokens: 4, kv_cache_bytes: 16777216}\n"
+        "learner: {lr: 1e-5}\n"
+    )
+    second = launch("--config", str(tmp_path / "my.yaml"), "--steps", "3", *SMALL, run="second")
+    code, output = second.end(timeout_s=100)
+    assert code == 0, output
+    assert "skipped    1 prompts that are too long" in output
+    trace = pq.read_table(second.run_dir / "trace.parquet").to_pylist()
+    assert {row["data_source"] for row in trace} == {"mine"}
 
 
 def check_trace(run: Launched, summary: dict) -> None:  # type: ignore[type-arg]
