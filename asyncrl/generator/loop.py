@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Hashable
-from contextlib import ExitStack
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -237,6 +238,19 @@ def _trajectory(prompt: Prompt, completion: Completion) -> Trajectory:
     return trajectory
 
 
+@contextmanager
+def _beside_the_engine() -> Iterator[None]:
+    """Threads and processes started in here run on the cores that the launcher names for helpers, not the engine's."""
+    own = os.sched_getaffinity(0)
+    helpers = os.environ.get("ASYNCRL_HELPER_CPUS")
+    if helpers:
+        os.sched_setaffinity(0, {int(cpu) for cpu in helpers.split(",")})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, own)
+
+
 def run_generator(
     config: Config, *, index: int, endpoints: Endpoints, run_dir: Path, should_stop: Callable[[], bool]
 ) -> None:
@@ -250,18 +264,19 @@ def run_generator(
     from asyncrl.weights.receiver import WeightReceiver
 
     with ExitStack() as stack:
-        rewards = RewardPool(config, tokenizer_path=config.model.path)
-        stack.callback(rewards.close)
-        receiver = WeightReceiver(
-            endpoints.weights,
-            rank=index + 1,
-            num_generators=config.launch.generators,
-            transport=config.weights.transport,
-            timeout_s=config.weights.timeout_s,
-            device="cuda" if torch.cuda.is_available() else "cpu",
-        )
-        stack.callback(receiver.close)
-        receiver.start()  # joins while the engine starts, so that nobody waits for it
+        with _beside_the_engine():
+            rewards = RewardPool(config, tokenizer_path=config.model.path)
+            stack.callback(rewards.close)
+            receiver = WeightReceiver(
+                endpoints.weights,
+                rank=index + 1,
+                num_generators=config.launch.generators,
+                transport=config.weights.transport,
+                timeout_s=config.weights.timeout_s,
+                device="cuda" if torch.cuda.is_available() else "cpu",
+            )
+            stack.callback(receiver.close)
+            receiver.start()  # joins while the engine starts, so that nobody waits for it
         seed = int(np.random.SeedSequence([config.seed, index]).generate_state(1)[0])
         engine = Engine(config, seed=seed)
         stack.callback(engine.close)

@@ -31,7 +31,6 @@ def start_worker(
     """
     global _scorer
     _end_with(parent)
-    _use_helper_cores()
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"):
         os.environ[name] = "1"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -74,13 +73,6 @@ def _load_decoder(path: str, trust_remote_code: bool) -> _Decoder:
 
     slow = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     return lambda ids: [slow.decode(one, skip_special_tokens=True) for one in ids]
-
-
-def _use_helper_cores() -> None:
-    """Workers inherit the core of the engine; the launcher names those that they should use."""
-    cpus = os.environ.get("ASYNCRL_HELPER_CPUS")
-    if cpus:
-        os.sched_setaffinity(0, {int(cpu) for cpu in cpus.split(",")})
 
 
 def _end_with(parent: int) -> None:
