@@ -189,10 +189,6 @@ class Config(Section):
     def run_dir(self) -> Path:
         return Path("runs") / self.run
 
-    @property
-    def groups_per_learner(self) -> int:
-        return self.replay.groups_per_step // self.launch.learners
-
     def to_yaml(self) -> str:
         """The whole resolved config; `load_config` of it gives an equal one."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
