@@ -1,59 +1,166 @@
-"""Advantages from rewards. They carry no gradient; results keep the dtype and device of the rewards."""
+"""Advantages from rewards. They carry no gradient; results keep the dtype and device of the rewards.
+
+A function names what it needs as positional parameters: rewards, values, seq, group, lengths, log_ratios. One that
+takes `group` gets one reward per sequence [S], any other one per token [N]; one that takes `values` gives the pair
+(advantages [N], returns [N] that the critic is fitted to). Keyword-only arguments are options, but for `reduce` and
+`bootstrap`, which the caller knows.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from asyncrl.algorithms.segments import num_segments, segment_sum
+from asyncrl.algorithms.grouped import dr_grpo, group_sizes, grpo, maxrl, opo, remax, rloo
+from asyncrl.algorithms.scan import backward_recurrence, following, sequence_ends
+from asyncrl.algorithms.segments import at_most, safe_exp
 
+__all__ = [
+    "ADVANTAGES",
+    "dr_grpo",
+    "gae",
+    "grpo",
+    "maxrl",
+    "opo",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "remax",
+    "rloo",
+    "vtrace",
+    "vtrace_advantages",
+    "whiten",
+]
 
-def _groups(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Number [S] of each sequence's group counted from 0, size [S] of that group, reward minus group mean [S]."""
-    labels, index = torch.unique(group, return_inverse=True)
-    size = segment_sum(torch.ones_like(rewards), index, len(labels))[index]
-    mean = segment_sum(rewards, index, len(labels))[index] / size
-    return index, size, rewards - mean
+Reduce = Callable[[Tensor], Tensor]
+"""Sums a tensor over the ranks that share an optimizer batch; all of them call it equally often."""
 
 
 @torch.no_grad()
-def grpo(rewards: Tensor, group: Tensor, *, eps: float = 1e-6) -> Tensor:
-    """Rewards [S] standardized within their group [S]: (r - mean) / (std + eps), with the unbiased deviation.
+def gae(rewards: Tensor, values: Tensor, seq: Tensor, *, gamma: float = 1.0, lam: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Generalized advantage estimation: (advantages [N], returns [N] = advantages + values), arXiv:1506.02438.
 
-    A group of one gets 0. Group relative policy optimization, arXiv:2402.03300.
+    A_t = d_t + gamma lam A_{t+1} with d_t = r_t + gamma V_{t+1} - V_t, from rewards [N], values [N] and `seq` [N].
+    A sequence ends with value 0. The advantages are not whitened.
     """
-    index, size, centered = _groups(rewards, group)
-    squares = segment_sum(centered.square(), index, num_segments(index))[index]
-    std = (squares / (size - 1).clamp(min=1)).sqrt()
-    return torch.where(size > 1, centered / (std + eps), 0.0)
+    ends = sequence_ends(seq)
+    precise = values.double()
+    deltas = rewards.double() + gamma * following(precise, ends) - precise
+    advantages = backward_recurrence(deltas, torch.full_like(deltas, gamma * lam), ends)
+    return advantages.to(rewards.dtype), (advantages + precise).to(rewards.dtype)
 
 
 @torch.no_grad()
-def dr_grpo(rewards: Tensor, group: Tensor) -> Tensor:
-    """Rewards [S] minus the mean of their group [S], not divided by the deviation, arXiv:2503.20783."""
-    return _groups(rewards, group)[2]
+def vtrace(
+    log_ratios: Tensor,
+    rewards: Tensor,
+    values: Tensor,
+    seq: Tensor,
+    *,
+    gamma: float = 1.0,
+    rho_clip: float | None = 1.0,
+    pg_rho_clip: float | None = 1.0,
+    trace_clip: float | None = 1.0,
+    bootstrap: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """V-trace: (values v [N], policy gradient advantages [N]), arXiv:1802.01561 eq. 1.
 
-
-@torch.no_grad()
-def rloo(rewards: Tensor, group: Tensor) -> Tensor:
-    """Rewards [S] minus the mean of the others in their group [S]; 0 for a group of one. arXiv:2402.14740."""
-    _, size, centered = _groups(rewards, group)
-    return torch.where(size > 1, centered * size / (size - 1).clamp(min=1), 0.0)
-
-
-@torch.no_grad()
-def whiten(x: Tensor, *, shift_mean: bool = True) -> Tensor:
-    """x [N] scaled to unit variance and moved to mean 0, or left at its mean when `shift_mean` is false.
-
-    The variance is unbiased and gets 1e-8 added; that of a single value counts as 0.
+    With u_t = exp(log_ratios_t) of current against behavior policy,
+    v_t = V_t + min(rho_clip, u_t) (r_t + gamma V_{t+1} - V_t) + gamma min(trace_clip, u_t) (v_{t+1} - V_{t+1}) and
+    A_t = min(pg_rho_clip, u_t) (r_t + gamma v_{t+1} - V_t). A clip of None does not clip. All inputs are [N];
+    `bootstrap` [S] is the value after the last token of each sequence number, 0 when None.
     """
-    mean = x.mean()
-    variance = (x - mean).square().sum() / max(x.numel() - 1, 1)
-    whitened = (x - mean) * torch.rsqrt(variance + 1e-8)
-    return whitened if shift_mean else whitened + mean
+    ends = sequence_ends(seq)
+    last = 0.0 if bootstrap is None else bootstrap.double()[seq]
+    ratios, precise, gains = safe_exp(log_ratios.double()), values.double(), rewards.double()
+    next_values = following(precise, ends, last)
+    deltas = at_most(ratios, rho_clip) * (gains + gamma * next_values - precise)
+    targets = precise + backward_recurrence(deltas, gamma * at_most(ratios, trace_clip), ends)
+    advantages = at_most(ratios, pg_rho_clip) * (gains + gamma * following(targets, ends, last) - precise)
+    return targets.to(rewards.dtype), advantages.to(rewards.dtype)
 
 
-ADVANTAGES: dict[str, Callable[..., Tensor]] = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}
-"""By config name: functions of (rewards [S], group [S]) that give one advantage per trajectory [S]."""
+def vtrace_advantages(
+    log_ratios: Tensor,
+    rewards: Tensor,
+    values: Tensor,
+    seq: Tensor,
+    *,
+    gamma: float = 1.0,
+    rho_clip: float | None = 1.0,
+    pg_rho_clip: float | None = 1.0,
+    trace_clip: float | None = 1.0,
+    bootstrap: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`vtrace` as (advantages [N], returns [N]), the order of every advantage that needs values."""
+    returns, advantages = vtrace(
+        log_ratios,
+        rewards,
+        values,
+        seq,
+        gamma=gamma,
+        rho_clip=rho_clip,
+        pg_rho_clip=pg_rho_clip,
+        trace_clip=trace_clip,
+        bootstrap=bootstrap,
+    )
+    return advantages, returns
+
+
+@torch.no_grad()
+def reinforce_plus_plus(rewards: Tensor, seq: Tensor, *, gamma: float = 1.0, reduce: Reduce | None = None) -> Tensor:
+    """Whitened discounted rewards to go: whiten(G) [N], G_t = r_t + gamma G_{t+1}, arXiv:2501.03262.
+
+    From rewards [N] and `seq` [N]. `reduce` as in `whiten`.
+    """
+    ends = sequence_ends(seq)
+    precise = rewards.double()
+    returns = backward_recurrence(precise, torch.full_like(precise, gamma), ends)
+    return whiten(returns, reduce=reduce).to(rewards.dtype)
+
+
+@torch.no_grad()
+def reinforce_plus_plus_baseline(
+    rewards: Tensor, group: Tensor, seq: Tensor, *, reduce: Reduce | None = None
+) -> Tensor:
+    """Rewards [S] minus the mean of their group [S], given to all tokens `seq` [N] and whitened, arXiv:2501.03262.
+
+    `seq` numbers the rewards. A group of one has no baseline: its tokens get 0 and do not count in the
+    statistics. `reduce` as in `whiten`.
+    """
+    centered = dr_grpo(rewards, group)[seq]
+    compared = (group_sizes(group) > 1)[seq]
+    return torch.zeros_like(centered).masked_scatter(compared, whiten(centered[compared], reduce=reduce))
+
+
+@torch.no_grad()
+def whiten(x: Tensor, *, shift_mean: bool = True, reduce: Reduce | None = None) -> Tensor:
+    """(x - mean) rsqrt(var + 1e-8) of x [N], with the mean added again when `shift_mean` is false.
+
+    The variance is unbiased; that of a single value counts as 0. Mean and variance are those of the whole
+    optimizer batch: `reduce` sums a tensor over the ranks that hold its parts (None: x is the whole); every rank
+    calls this, also one whose x is empty.
+    """
+    total = reduce or (lambda part: part)
+    precise = x.double()
+    count, sum_x = total(torch.stack([precise.new_tensor(len(x)), precise.sum()])).unbind()
+    mean = sum_x / count.clamp(min=1)
+    variance = total((precise - mean).square().sum()) / (count - 1).clamp(min=1)
+    whitened = (precise - mean) * torch.rsqrt(variance + 1e-8)
+    return (whitened if shift_mean else whitened + mean).to(x.dtype)
+
+
+ADVANTAGES: dict[str, Callable[..., Any]] = {
+    "gae": gae,
+    "vtrace": vtrace_advantages,
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "opo": opo,
+    "maxrl": maxrl,
+    "reinforce_plus_plus": reinforce_plus_plus,
+    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+}
+"""By config name. ReMax is not among them: it needs a greedy completion of every prompt."""

@@ -8,21 +8,29 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from asyncrl.algorithms.segments import num_segments, segment_mean, segment_sum
+from asyncrl.algorithms.segments import MAX_LOG_RATIO, at_most, num_segments, safe_exp, segment_mean, segment_sum
 
-MAX_LOG_RATIO = 20.0
-"""Log ratios are held within +- this many nats before `exp`, so that one token cannot overflow the batch."""
+__all__ = [
+    "MAX_LOG_RATIO",
+    "REDUCE",
+    "Level",
+    "Mode",
+    "effective_sample_size",
+    "ess_by_lag",
+    "ess_from_moments",
+    "importance_weights",
+    "lag_moments",
+    "loglinear_proximal",
+    "opsm_mask",
+    "safe_exp",
+    "weight_moments",
+]
 
 Level = Literal["token", "sequence", "geometric"]
 Mode = Literal["truncate", "clip", "mask"]
 
 REDUCE: dict[Level, Callable[[Tensor, Tensor, int], Tensor]] = {"sequence": segment_sum, "geometric": segment_mean}
 """Log weight of a sequence from those of its tokens: the product of the ratios, or their geometric mean."""
-
-
-def safe_exp(log_ratios: Tensor) -> Tensor:
-    """exp of the log ratios clamped to +-MAX_LOG_RATIO. Differentiable inside the bounds."""
-    return log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 @torch.no_grad()
@@ -46,7 +54,7 @@ def importance_weights(
     weights = _weights(log_ratios, seq, level)
     match mode:
         case "truncate":
-            bounded = weights.clamp(max=high) if high is not None else weights
+            bounded = at_most(weights, high)
         case "clip":
             bounded = weights.clamp(min=low, max=high) if (low, high) != (None, None) else weights
         case "mask":
@@ -65,9 +73,13 @@ def importance_weights(
 def effective_sample_size(
     log_ratios: Tensor, seq: Tensor, *, level: Level = "token", high: float | None = None
 ) -> Tensor:
-    """(sum w)^2 / (n sum w^2) over tokens or sequences with weight w <= `high`: a scalar in (0, 1], 1 on-policy."""
-    total, squares, count = weight_moments(log_ratios, seq, level=level, high=high)
-    return total.square() / (count * squares)
+    """(sum w)^2 / (n sum w^2) over tokens or sequences: a scalar in (0, 1], 1 on-policy, NaN when there are none.
+
+    From log ratios [N] in nats and `seq` [N]. Raw without `high`; with it, of the weights truncated there, which
+    looks healthier than it is when many weights are cut. Kong, 1992; used for control in arXiv:2602.17616.
+    """
+    moments = weight_moments(log_ratios.double(), seq, level=level, high=high)
+    return ess_from_moments(torch.stack(moments)).to(log_ratios.dtype)
 
 
 @torch.no_grad()
@@ -77,10 +89,59 @@ def weight_moments(
     """(sum w, sum w^2, count) of the weights of tokens, or of sequences: what several parts of a batch add up."""
     weights = _weights(log_ratios, seq, level)
     if level != "token":
-        weights = weights[torch.unique(seq)]
-    if high is not None:
-        weights = weights.clamp(max=high)
+        weights = weights[torch.unique_consecutive(seq)]
+    weights = at_most(weights, high)
     return weights.sum(), weights.square().sum(), torch.full_like(weights.sum(), weights.numel())
+
+
+@torch.no_grad()
+def lag_moments(log_ratios: Tensor, lags: Tensor, *, max_lag: int, high: float | None = None) -> Tensor:
+    """(sum w, sum w^2, count) of the token weights by lag: float64 [3, max_lag + 1], for parts of a batch to add up.
+
+    From log ratios [N] in nats and `lags` [N] (int64, versions between sampling and training, not negative); a lag
+    above `max_lag` counts in the last bucket. Weights are truncated at `high`, None leaves them.
+    """
+    weights = at_most(safe_exp(log_ratios.double()), high)
+    bucket = lags.clamp(max=max_lag)
+    columns = (weights, weights.square(), torch.ones_like(weights))
+    return torch.stack([segment_sum(column, bucket, max_lag + 1) for column in columns])
+
+
+def ess_from_moments(moments: Tensor) -> Tensor:
+    """Effective sample sizes [...] from moments [3, ...] of `lag_moments` or `weight_moments`; NaN where no weight."""
+    total, squares, count = moments
+    return (total.square() / (count * squares)).clamp(max=1.0)
+
+
+def ess_by_lag(log_ratios: Tensor, lags: Tensor, *, max_lag: int, high: float | None = None) -> Tensor:
+    """Effective sample size [max_lag + 1] of the tokens of each lag, NaN where there are none; see `lag_moments`."""
+    return ess_from_moments(lag_moments(log_ratios, lags, max_lag=max_lag, high=high)).to(log_ratios.dtype)
+
+
+@torch.no_grad()
+def opsm_mask(logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor, seq: Tensor, *, delta: float) -> Tensor:
+    """Off-policy sequence mask [N], 1 for tokens to train and 0 for others, arXiv:2512.02556.
+
+    0 where the mean advantage of the sequence is negative and mean_t(log p_behavior - log p_current) > delta nats.
+    All inputs are [N]; its dtype is that of `logprobs`.
+    """
+    count = num_segments(seq)
+    drift = segment_mean(behavior_logprobs - logprobs, seq, count)
+    dropped = (segment_mean(advantages, seq, count) < 0) & (drift > delta)
+    return (~dropped[seq]).to(logprobs.dtype)
+
+
+@torch.no_grad()
+def loglinear_proximal(logprobs: Tensor, behavior_logprobs: Tensor, versions: Tensor, *, version: int) -> Tensor:
+    """Log-probs [N] of the proximal policy without a forward pass: lp_mu + alpha (lp - lp_mu), arXiv:2512.06547.
+
+    alpha = (v_prox - v_mu) / (v_theta - v_mu) held within [0, 1], with `versions` [N] (int64) as v_mu. `version` is
+    that of the learner's weights before the update, so v_prox = version, and the policy that the update makes is
+    v_theta = version + 1: alpha = lag / (lag + 1) with lag = version - versions. A token that the proximal policy
+    itself sampled (lag 0) keeps its behavior log-prob, and with its age the proximal policy nears the current one.
+    """
+    lag = (version - versions).clamp(min=0).to(logprobs.dtype)
+    return torch.lerp(behavior_logprobs, logprobs, lag / (lag + 1))
 
 
 def _weights(log_ratios: Tensor, seq: Tensor, level: Level) -> Tensor:

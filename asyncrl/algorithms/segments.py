@@ -1,9 +1,22 @@
-"""Sums and means over the sequences or groups that a flat tensor is divided into."""
+"""What all rooms share: sums and means over the segments of a flat tensor, and the bounded exp of a log ratio."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+MAX_LOG_RATIO = 20.0
+"""Log ratios are held within +- this many nats before `exp`, so that one token cannot overflow the batch."""
+
+
+def safe_exp(log_ratios: Tensor) -> Tensor:
+    """exp of the log ratios clamped to +-MAX_LOG_RATIO. Differentiable inside the bounds."""
+    return log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def at_most(x: Tensor, high: float | None) -> Tensor:
+    """x clamped from above; None does not clamp."""
+    return x if high is None else x.clamp(max=high)
 
 
 def num_segments(segment: Tensor) -> int:

@@ -11,29 +11,23 @@ from typing import Any
 import pytest
 import torch
 
-from asyncrl.algorithms import advantages, corrections, losses
+from asyncrl.algorithms import advantages, corrections, kl, losses
 from asyncrl.algorithms.losses import aggregate
 
-MODULES = {"advantages": advantages, "corrections": corrections, "losses": losses}
+MODULES = {"advantages": advantages, "corrections": corrections, "kl": kl, "losses": losses}
 HERE = Path(__file__).parent / "golden.json"
-SHARED = Path(__file__).parents[3] / "shared" / "golden" / "cases.json"
 INTEGERS = {"seq", "group", "lengths"}
 
 Case = dict[str, Any]
 
 
-def find(call: str) -> Callable[..., torch.Tensor] | None:
+def find(call: str) -> Callable[..., Any] | None:
     module, _, function = call.partition(".")
     return getattr(MODULES.get(module), function, None)
 
 
 def load() -> list[Any]:
-    """The cases kept here, and those of a `shared` folder beside the repository whose function exists."""
-    cases: list[Case] = json.loads(HERE.read_text())
-    if SHARED.exists():
-        known = {case["name"] for case in cases}
-        cases += [case for case in json.loads(SHARED.read_text()) if case["name"] not in known]
-    return [pytest.param(case, id=case["name"]) for case in cases if find(case["call"])]
+    return [pytest.param(case, id=case["name"]) for case in json.loads(HERE.read_text())]
 
 
 def tensors(case: Case) -> dict[str, torch.Tensor]:
@@ -48,21 +42,25 @@ def test_golden(case: Case) -> None:
     function, inputs, expect = find(case["call"]), tensors(case), case["expect"]
     assert function is not None
     close: dict[str, Any] = {"atol": case["atol"], "rtol": 0.0}
-    if "logprobs" in inputs:
-        inputs["logprobs"].requires_grad_()
+    gradient = next((key for key in expect if key.startswith("grad_")), None)
+    if gradient:
+        inputs[gradient.removeprefix("grad_")].requires_grad_()
     arguments = {name: inputs[name] for name in inspect.signature(function).parameters if name in inputs}
     result = function(**arguments, **case["options"])
-    if "grad_logprobs" in expect:
+    if gradient:
         token_loss = result * inputs.get("weights", torch.ones_like(result))
         loss = aggregate(token_loss, inputs["seq"], **case["aggregate"])
         loss.backward()
         torch.testing.assert_close(loss.item(), expect["loss"], **close)
-        result, expected = inputs["logprobs"].grad, expect["grad_logprobs"]
+        results, expected = (inputs[gradient.removeprefix("grad_")].grad,), (expect[gradient],)
     else:
-        (expected,) = expect.values()
-    torch.testing.assert_close(result, torch.tensor(expected, dtype=torch.float64), **close)
+        results, expected = result if isinstance(result, tuple) else (result,), tuple(expect.values())
+    assert len(results) == len(expected)
+    for given, numbers in zip(results, expected, strict=True):
+        torch.testing.assert_close(given, torch.tensor(numbers, dtype=torch.float64), **close)
 
 
-def test_every_function_here_has_golden_cases() -> None:
-    kept = {case["call"] for case in json.loads(HERE.read_text())}
-    assert len(kept) == 7 and all(find(call) for call in kept)
+def test_all_cases_are_run() -> None:
+    cases = json.loads(HERE.read_text())
+    assert len(cases) == 57 and all(find(case["call"]) for case in cases)
+    assert len({case["call"] for case in cases}) == 17

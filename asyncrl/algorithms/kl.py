@@ -1,0 +1,86 @@
+"""Divergence from a reference policy: estimators per token, and controllers of its coefficient."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from torch import Tensor
+
+from asyncrl.algorithms.segments import MAX_LOG_RATIO
+
+Estimator = Literal["k1", "k2", "k3", "k3+", "abs"]
+
+MAX_K3 = 10.0
+"""k3 grows like the ratio itself: one token counts at most this many nats."""
+MAX_STEP = 0.2
+"""Relative error of the divergence that the adaptive controller answers at most."""
+
+
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, *, estimator: Estimator = "k3") -> Tensor:
+    """Divergence [N] in nats of the current policy [N] from the reference [N], at the sampled tokens.
+
+    With d = log p_ref - log p, the value, and its derivative by log p:
+
+    - k1 = -d, derivative 1: unbiased as a value. As a loss its expected gradient is 0; it belongs into the reward.
+    - k2 = d^2 / 2, derivative -d: on-policy the exact gradient of KL(p || ref).
+    - k3 = e^d - d - 1, derivative 1 - e^d: low variance and never negative, but its gradient is that of
+      KL(ref || p). d is held within +-20 before, the value below 10 (no gradient beyond).
+    - k3+: the value of k3 with the derivative of k2.
+    - abs = |d|, derivative -sign(d).
+
+    Schulman, http://joschu.net/blog/kl-approx.html; gradients arXiv:2512.21852. Raises ValueError for another name.
+    """
+    log_ratios = ref_logprobs - logprobs
+    match estimator:
+        case "k1":
+            return -log_ratios
+        case "k2":
+            return log_ratios.square() / 2
+        case "abs":
+            return log_ratios.abs()
+        case "k3":
+            return _k3(log_ratios)
+        case "k3+":
+            k2 = log_ratios.square() / 2
+            return _k3(log_ratios).detach() + (k2 - k2.detach())
+    raise ValueError(f"estimator = {estimator!r}: expected k1, k2, k3, k3+ or abs")
+
+
+def _k3(log_ratios: Tensor) -> Tensor:
+    bounded = log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return (bounded.expm1() - bounded).clamp(max=MAX_K3)
+
+
+class FixedKL:
+    """A coefficient that stays."""
+
+    def __init__(self, coef: float) -> None:
+        self.coef = coef
+
+    def update(self, kl: float, num_sequences: int) -> None:
+        """Does nothing."""
+
+
+class AdaptiveKL:
+    """A coefficient that steers the divergence toward `target` nats within about `horizon` sequences.
+
+    coef *= 1 + clip(kl / target - 1, -0.2, 0.2) num_sequences / horizon, arXiv:1909.08593 section 2.2.
+    Raises ValueError for a target or horizon that is not positive.
+    """
+
+    def __init__(self, coef: float, target: float, horizon: int) -> None:
+        for name, value in (("target", target), ("horizon", horizon)):
+            if not value > 0:
+                raise ValueError(f"{name} = {value!r}: must be positive")
+        self.coef, self.target, self.horizon = coef, target, horizon
+
+    def update(self, kl: float, num_sequences: int) -> None:
+        """Takes the mean divergence of a step in nats and its number of sequences, over all ranks.
+
+        Raises ValueError for a divergence that is not finite, which would spoil the coefficient for good.
+        """
+        if not math.isfinite(kl):
+            raise ValueError(f"kl = {kl!r}: the divergence from the reference must be finite; check its log-probs")
+        error = max(-MAX_STEP, min(MAX_STEP, kl / self.target - 1))
+        self.coef *= 1 + error * num_sequences / self.horizon
