@@ -10,7 +10,8 @@ import typer
 from rich.console import Console
 
 from asyncrl.config import load_config, parse_override
-from asyncrl.errors import AsyncrlError, ConfigError
+from asyncrl.data.convert import CONVERTERS, convert, describe_skipped
+from asyncrl.errors import AsyncrlError, ConfigError, DataError
 
 app = typer.Typer(
     name="asyncrl",
@@ -46,7 +47,7 @@ def launch(
     steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
     run: Annotated[str | None, typer.Option(help="Name of the run; its folder is runs/NAME.")] = None,
 ) -> None:
-    """Train. Exit code 0: done, 1: the run failed, 2: bad configuration, 130: interrupted."""
+    """Train. Exit code 0: done, 1: the run failed, 2: bad configuration or data, 130: interrupted."""
     from asyncrl.launch.run import launch as launch_run
 
     flags: dict[str, Any] = {
@@ -55,6 +56,26 @@ def launch(
     settings = dict(parse_override(text) for text in overrides or [])
     settings |= {FLAGS[name]: value for name, value in flags.items() if value is not None}
     raise typer.Exit(launch_run(load_config(config, settings), Console()))
+
+
+@app.command(name="eval")
+def evaluate(
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Settings over those of the file.")
+    ] = None,
+    config: Annotated[str, typer.Option(help="YAML file, or the name of one in configs/.")] = "demo",
+    model: Annotated[
+        str | None, typer.Option(help="Model folder; runs/NAME/model of the config's run, else model.path.")
+    ] = None,
+    run: Annotated[str | None, typer.Option(help="Name of the run.")] = None,
+    out: Annotated[Path | None, typer.Option(help="JSON file to write the results to.")] = None,
+) -> None:
+    """Evaluate a model on data.eval. Exit code 0: done, 1: failed, 2: bad configuration, 130: interrupted."""
+    from asyncrl.launch.evaluate import evaluate as evaluate_model
+
+    settings = dict(parse_override(text) for text in overrides or [])
+    settings |= {"run": run} if run is not None else {}
+    raise typer.Exit(evaluate_model(load_config(config, settings), Console(), model=model, out=out))
 
 
 @app.command(name="list")
@@ -69,11 +90,12 @@ def list_parts() -> None:
 def arithmetic(
     out: Annotated[Path, typer.Argument(help="Parquet file to write.")],
     seed: Annotated[int, typer.Option(help="Seed of the shuffle.")] = 0,
+    rows: Annotated[int | None, typer.Option(min=1, help="Only the first so many rows; all sums when not set.")] = None,
 ) -> None:
     """Make the arithmetic dataset of the demo."""
     from asyncrl.data.arithmetic import make_arithmetic
 
-    make_arithmetic(out, seed=seed)
+    make_arithmetic(out, seed=seed, rows=rows)
 
 
 @data.command()
@@ -87,11 +109,33 @@ def tiny_model(
     make_tiny_model(out, seed=seed)
 
 
+def _add_converter(name: str) -> None:
+    converter = CONVERTERS[name]
+
+    def run(
+        folder: Annotated[Path, typer.Option("--from", help="Folder that the dataset was downloaded to.")],
+        out: Annotated[Path, typer.Option(help="Parquet file to write.")],
+        split: Annotated[str, typer.Option(help="Part of the dataset to convert.")] = "train",
+        instruction: Annotated[
+            str, typer.Option(help="Appended to the question; empty for nothing.")
+        ] = converter.instruction,
+    ) -> None:
+        written, skipped = convert(name, folder, out, split=split, instruction=instruction)
+        print(f"{out}: {written} rows written, {describe_skipped(skipped)}")
+
+    splits = ", ".join(converter.splits)
+    data.command(name, help=f"Convert {converter.data_source} (splits: {splits}) to verl's schema.")(run)
+
+
+for _name in CONVERTERS:
+    _add_converter(_name)
+
+
 def main() -> None:
     """Runs the command; errors made on purpose are printed without a traceback."""
     try:
         app()
-    except ConfigError as error:
+    except (ConfigError, DataError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(EXIT_CONFIG)
     except AsyncrlError as error:

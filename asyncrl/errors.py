@@ -10,7 +10,7 @@ class ConfigError(AsyncrlError, ValueError):
 
 
 class DataError(AsyncrlError, ValueError):
-    """A row of a dataset cannot be used; names the file, the row and the column."""
+    """A row of a dataset cannot be used; names the file, the row and the column. Exit code 2."""
 
 
 class ProtocolError(AsyncrlError, ValueError):

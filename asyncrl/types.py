@@ -31,6 +31,10 @@ class Prompt:
     ground_truth: str
     data_source: str
     extra_info: dict[str, Any] = field(default_factory=dict[str, Any])
+    chat: list[dict[str, Any]] | None = None
+    """The messages that `tokens` came from; None when the prompt is plain text."""
+    columns: dict[str, Any] = field(default_factory=dict[str, Any])
+    """The row's other columns, for reward functions that ask for them by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,8 @@ class Lease:
     attempt: int
     """0, and one more each time the ticket was handed out again."""
     prompt: Prompt
+    evaluation: bool = False
+    """Completions are scored and counted, not trained on; tickets of evaluations are numbered by themselves."""
 
 
 @dataclass(slots=True)
@@ -145,3 +151,7 @@ class Endpoints:
     """Host and port of the key-value store that learner rank 0 opens for weight synchronization."""
     learners: tuple[str, int]
     """Host and port of the learners' own rendezvous."""
+    reward_model: str = ""
+    """ZeroMQ address of the process that holds the reward model; empty when there is none."""
+    critics: tuple[tuple[str, int], ...] = ()
+    """Host and port where critic ranks with processes of their own find one another, and then of each of them."""

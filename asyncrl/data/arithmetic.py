@@ -20,9 +20,9 @@ def sums() -> list[tuple[str, str, int, int]]:
     return [(f"{a:02d}+{b:02d}=", f"{a + b:02d}", a, b) for a, b in pairs]
 
 
-def make_arithmetic(path: Path, *, seed: int = 0) -> None:
-    """Writes all sums in an order that the seed determines, in verl's schema."""
-    rows: list[dict[str, Any]] = [
+def make_arithmetic(path: Path, *, seed: int = 0, rows: int | None = None) -> None:
+    """Writes all sums, or the first `rows` of them, in an order that the seed determines, in verl's schema."""
+    table: list[dict[str, Any]] = [
         {
             "data_source": DATA_SOURCE,
             "prompt": prompt,
@@ -32,5 +32,5 @@ def make_arithmetic(path: Path, *, seed: int = 0) -> None:
         }
         for prompt, answer, a, b in sums()
     ]
-    Random(seed).shuffle(rows)
-    write_rows(path, rows)
+    Random(seed).shuffle(table)
+    write_rows(path, table[:rows])

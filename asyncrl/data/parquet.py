@@ -1,103 +1,205 @@
-"""Prompts in Parquet files, in verl's schema or with columns named by the config."""
+"""Datasets of prompts, in verl's schema or with columns named by the config: their check, and their rows."""
 
 from __future__ import annotations
 
+import json
+from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from asyncrl.config import Config, did_you_mean
+from asyncrl.data.files import column_path, first_missing, read_column, read_schema, read_table, to_table
+from asyncrl.data.values import chat_messages, ground_truth_text, missing, plain
 from asyncrl.errors import ConfigError, DataError
+
+Split = Literal["train", "eval"]
+NO_GROUND_TRUTH = "; for data without any, set data.ground_truth_column to null"
+
+
+def dataset_files(config: Config, split: Split) -> list[str]:
+    return config.data.train_files if split == "train" else config.data.eval_files
 
 
 def check_dataset(config: Config) -> int:
-    """Number of rows in all training files. Raises ConfigError naming what is missing; reads no rows."""
-    total = 0
-    for file in config.data.train_files:
-        total += _check_file(file, config)
-    if total == 0:
+    """Number of rows in all training files.
+
+    Raises ConfigError naming what is missing in a file of `data.train` or `data.eval`, or in the model for the prompts
+    in it, and DataError naming the first row without a prompt or a ground truth. Reads no other column than these.
+    """
+    counts = [_check_file(file, "data.train", config) for file in config.data.train_files]
+    for file, count in zip(config.data.train_files, counts, strict=True):
+        if count == 0 and config.data.weights is not None:
+            raise ConfigError(f"data.weights: there is no row in {file} to give a share of the prompts; leave it out")
+    if sum(counts) == 0:
         raise ConfigError(f"data.train = {config.data.train!r}: there is no row in it")
-    return total
+    if sum(_check_file(file, "data.eval", config) for file in config.data.eval_files) == 0 and config.data.eval_files:
+        raise ConfigError(f"data.eval = {config.data.eval!r}: there is no row in it")
+    return sum(counts)
 
 
-def _check_file(file: str, config: Config) -> int:
+def distinct_sources(config: Config) -> set[str]:
+    """The data sources of all training and evaluation rows; reads only that column."""
+    sources: set[str] = set()
+    dotted = config.data.data_source_column
+    for file in config.data.train_files + config.data.eval_files:
+        schema, rows = read_schema(file)
+        if _column_type(schema, dotted) is None:
+            sources |= {Path(file).stem} if rows else set()
+            continue
+        for values in read_column(file, dotted):
+            sources |= {str(value or Path(file).stem) for value in values.unique().to_pylist()}
+    return sources
+
+
+def _check_file(file: str, key: str, config: Config) -> int:
     if not Path(file).is_file():
-        raise ConfigError(f"data.train: {file} does not exist; give a Parquet file, or set data.recipe=arithmetic")
+        raise ConfigError(f"{key}: {file} does not exist; give a Parquet file, or set data.recipe=arithmetic")
     try:
-        parquet = pq.ParquetFile(file)
-    except pa.ArrowInvalid as error:
-        raise ConfigError(f"data.train: {file} is not a Parquet file: {error}") from None
-    with parquet:
-        schema = parquet.schema_arrow
-        for key in ("prompt_column", "ground_truth_column"):
-            _check_column(file, schema, f"data.{key}", getattr(config.data, key))
-        return parquet.metadata.num_rows
+        schema, rows = read_schema(file)
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from None
+    prompt, ground_truth = config.data.prompt_column, config.data.ground_truth_column
+    _check_prompt_type(file, _check_column(file, schema, "data.prompt_column", prompt), config)
+    columns = {prompt: ""}
+    if ground_truth is not None:
+        _check_column(file, schema, "data.ground_truth_column", ground_truth, NO_GROUND_TRUTH)
+        columns[ground_truth] = NO_GROUND_TRUTH
+    for dotted, way_out in columns.items():
+        row = first_missing(file, dotted)
+        if row is not None:
+            raise missing(f"{file}, row {row}: {dotted!r}", way_out=way_out)
+    return rows
 
 
-def _check_column(file: str, schema: pa.Schema, key: str, dotted: str) -> None:
-    fields: Any = schema
-    for part in dotted.split("."):
-        names = fields.names if isinstance(fields, pa.Schema) else [field.name for field in fields]
-        if part not in names:
-            hint = did_you_mean(part, names) or "."
-            raise ConfigError(
-                f"{file}: column {dotted!r} is missing ({key}){hint} The columns are {', '.join(schema.names)}; "
-                f"set {key} to one of them"
-            )
-        kind = fields.field(part).type
-        fields = kind if pa.types.is_struct(kind) else []
+def _check_column(file: str, schema: pa.Schema, key: str, dotted: str, way_out: str = "") -> pa.DataType:
+    kind = _column_type(schema, dotted)
+    if kind is None:
+        hint = did_you_mean(dotted, schema.names) or "."
+        raise ConfigError(
+            f"{file}: column {dotted!r} is missing ({key}){hint} The columns are {', '.join(schema.names)}; "
+            f"set {key} to one of them{way_out}"
+        )
+    return kind
+
+
+def _column_type(schema: pa.Schema, dotted: str) -> pa.DataType | None:
+    """Type of a column or of a field of a struct column; None where there is no such one."""
+    kind: Any = pa.struct(list(schema))
+    for part in column_path(dotted, schema.names):
+        if not pa.types.is_struct(kind) or kind.get_field_index(part) < 0:
+            return None
+        kind = kind.field(part).type
+    return kind
+
+
+def _check_prompt_type(file: str, kind: Any, config: Config) -> None:
+    text = kind.value_type if pa.types.is_dictionary(kind) else kind
+    if pa.types.is_string(text) or pa.types.is_large_string(text) or pa.types.is_string_view(text):
+        if config.data.string_prompts == "user":
+            _check_template("data.string_prompts = 'user'", config)
+        return
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    fields = kind.value_type if is_list and pa.types.is_struct(kind.value_type) else None
+    if fields is None or min(fields.get_field_index("role"), fields.get_field_index("content")) < 0:
+        raise ConfigError(
+            f"{file}: column {config.data.prompt_column!r} (data.prompt_column) is of type {kind}; a prompt must be a "
+            "string or a list of messages, each a struct with role and content"
+        )
+    _check_template(f"{file}: the prompts are chats", config)
+
+
+def _check_template(why: str, config: Config) -> None:
+    folder = Path(config.model.path)
+    settings = folder / "tokenizer_config.json"
+    if not settings.is_file():
+        return
+    if any((folder / name).exists() for name in ("chat_template.jinja", "chat_template.json")):
+        return
+    if not json.loads(settings.read_text()).get("chat_template"):
+        raise ConfigError(f"{why}, but {no_template(config)}")
+
+
+def no_template(config: Config) -> str:
+    return (
+        f"the model's tokenizer has no chat template (model.path = {config.model.path!r}); take a model with one, put "
+        "a chat_template.jinja into its folder, or give prompts as strings with data.string_prompts=text"
+    )
 
 
 class PromptTable:
-    """Rows of several Parquet files as one table, by row number; a map-style dataset.
+    """Rows of the files of a split as one table, by row number over all files; a map-style dataset.
 
-    A row is the map with the keys row, prompt, ground_truth, data_source and extra_info. Raises DataError for a row
-    without a prompt or a ground truth.
+    A row is the map with the keys row, where (file and row number in it, for messages), prompt (a string, or a list
+    of messages), ground_truth, data_source, extra_info and columns; its values are made of what msgpack can carry.
+    Raises DataError for a row that cannot be used.
     """
 
-    def __init__(self, config: Config) -> None:
-        self._prompt = config.data.prompt_column
-        self._ground_truth = config.data.ground_truth_column
-        self._files = config.data.train_files
-        self._tables = [pq.read_table(file, memory_map=True) for file in self._files]
-        self._starts = [0]
-        for table in self._tables:
-            self._starts.append(self._starts[-1] + table.num_rows)
+    def __init__(self, config: Config, *, split: Split = "train") -> None:
+        self._data = config.data
+        self._files = dataset_files(config, split)
+        self._tables = [read_table(file) for file in self._files]
+        self.sizes = [table.num_rows for table in self._tables]
+        """Rows of each file."""
+        self._starts = [sum(self.sizes[:number]) for number in range(len(self.sizes))]
 
     def __len__(self) -> int:
-        return self._starts[-1]
+        return sum(self.sizes)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        number = next(i for i, end in enumerate(self._starts[1:]) if row < end)
-        file = self._files[number]
+        # The last file that starts at the row: one without rows starts where the next one does.
+        number = bisect_right(self._starts, row) - 1
         local = row - self._starts[number]
-        values = self._tables[number].slice(local, 1).to_pylist()[0]
-        prompt = self._find(values, self._prompt, file, local)
-        ground_truth = self._find(values, self._ground_truth, file, local)
+        values = self._tables[number].slice(local, 1).to_pylist(maps_as_pydicts="lossy")[0]
+        where = f"{self._files[number]}, row {local}"
+        used = {
+            column_path(dotted, list(values))[0]
+            for dotted in (self._data.prompt_column, self._data.ground_truth_column, self._data.data_source_column)
+            if dotted is not None
+        }
+        others = {name: value for name, value in values.items() if name not in used and name != "extra_info"}
         return {
             "row": row,
-            "prompt": prompt,
-            "ground_truth": str(ground_truth),
-            "data_source": str(values.get("data_source") or Path(file).stem),
-            "extra_info": values.get("extra_info") or {},
+            "where": where,
+            "prompt": self._prompt(values, where),
+            "ground_truth": self._ground_truth(values, where),
+            "data_source": str(_find(values, self._data.data_source_column) or Path(self._files[number]).stem),
+            "extra_info": _extra_info(values.get("extra_info"), f"{where}: 'extra_info'"),
+            "columns": {name: plain(value, f"{where}: {name!r}") for name, value in others.items()},
         }
 
-    @staticmethod
-    def _find(values: dict[str, Any], dotted: str, file: str, row: int) -> Any:
-        value: Any = values
-        for part in dotted.split("."):
-            value = value.get(part) if isinstance(value, dict) else None
-        if value is None:
-            raise DataError(f"{file}, row {row}: {dotted!r} is empty; fill it in or leave the row out")
-        return value
+    def _prompt(self, values: dict[str, Any], where: str) -> str | list[dict[str, Any]]:
+        prompt = _find(values, self._data.prompt_column)
+        where = f"{where}: {self._data.prompt_column!r}"
+        if prompt is None:
+            raise missing(where)
+        return prompt if isinstance(prompt, str) else chat_messages(prompt, where)
+
+    def _ground_truth(self, values: dict[str, Any], where: str) -> str:
+        dotted = self._data.ground_truth_column
+        return "" if dotted is None else ground_truth_text(_find(values, dotted), f"{where}: {dotted!r}")
+
+
+def _find(values: dict[str, Any], dotted: str) -> Any:
+    value: Any = values
+    for part in column_path(dotted, list(values)):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
+def _extra_info(value: Any, where: str) -> dict[str, Any]:
+    info = plain(value, where)
+    if info is not None and not isinstance(info, dict):
+        raise DataError(f"{where} is {type(info).__name__}; it must be a struct. Give the column another name")
+    return info or {}
 
 
 def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     """Writes rows as a Parquet file in one piece."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
-    pq.write_table(pa.Table.from_pylist(list(rows)), temporary)
+    pq.write_table(to_table(rows), temporary)
     temporary.replace(path)

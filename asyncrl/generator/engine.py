@@ -58,6 +58,7 @@ class _Request:
     id: str
     """The engine's own."""
     prompt: list[int]
+    evaluation: bool
 
 
 class Engine:
@@ -71,7 +72,12 @@ class Engine:
         self._config = config
         self._requests: dict[str, _Request] = {}
         self._engine = _build(config, seed)
-        self._params = _sampling_params(config)
+        generator, evaluation = config.generator, config.eval
+        self._params = {
+            False: _sampling_params(config, temperature=generator.temperature, top_p=generator.top_p),
+            True: _sampling_params(config, temperature=evaluation.temperature, top_p=evaluation.top_p),
+        }
+        """By whether the completion is of an evaluation."""
         self._shapes = _checkpoint_shapes(config)
         gc.collect()
         gc.freeze()  # the engine's many objects need not be looked at again
@@ -80,8 +86,9 @@ class Engine:
     def num_running(self) -> int:
         return len(self._requests)
 
-    def add(self, key: str, prompt: Sequence[int] | NDArray[np.int32]) -> None:
-        """Starts a completion of `prompt` (token ids). Raises RunError when the prompt does not fit the window."""
+    def add(self, key: str, prompt: Sequence[int] | NDArray[np.int32], *, evaluation: bool = False) -> None:
+        """Starts a completion of `prompt` (token ids), sampled as section `generator` says, or as `eval` does for
+        evaluation. Raises RunError when the prompt does not fit the window."""
         if self.version == NO_VERSION:
             raise InvariantError(f"request {key}: the engine has no version yet; swap weights in first")
         if key in self._requests:
@@ -91,15 +98,15 @@ class Engine:
             raise RunError(
                 f"request {key}: a prompt of {len(prompt)} tokens does not fit the window of {window} tokens"
             )
-        self._start(key, np.asarray(prompt).tolist())
+        self._start(key, np.asarray(prompt).tolist(), evaluation)
 
-    def _start(self, key: str, prompt: list[int]) -> None:
+    def _start(self, key: str, prompt: list[int], evaluation: bool) -> None:
         from vllm.inputs.engine import tokens_input
 
         # A salt of the version keeps a cached prompt from being used under other weights.
         salt = str(self.version) if self._config.generator.prefix_caching else None
-        request_id = self._engine.add_request(key, tokens_input(prompt, cache_salt=salt), self._params)
-        self._requests[key] = _Request(request_id, prompt)
+        request_id = self._engine.add_request(key, tokens_input(prompt, cache_salt=salt), self._params[evaluation])
+        self._requests[key] = _Request(request_id, prompt, evaluation)
 
     def step(self) -> list[Completion]:
         """One decoding step of all requests; gives those that ended."""
@@ -132,13 +139,22 @@ class Engine:
         started = time.perf_counter()
         self._check_fit(version, tensors)
         self._load(tensors)
-        self.version = version
-        self._engine.set_weight_version(str(version))
+        self._set_version(version)
         if self._config.weights.kv_cache == "recompute":
             self._engine.reset_prefix_cache(reset_running_requests=True)
         elif self._config.generator.prefix_caching:
             self._restart_untouched()
         return (time.perf_counter() - started) * 1e3
+
+    def use_own_weights(self, version: int) -> None:
+        """Runs on the weights that lie in `model.path`, as `version`; instead of the first `swap`."""
+        if self.version != NO_VERSION:
+            raise InvariantError(f"engine: version {self.version} is loaded already, over the model's own weights")
+        self._set_version(version)
+
+    def _set_version(self, version: int) -> None:
+        self.version = version
+        self._engine.set_weight_version(str(version))
 
     def _load(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
         from asyncrl.generator.transfer import STAGING
@@ -154,10 +170,10 @@ class Engine:
     def _restart_untouched(self) -> None:
         """Requests that have not sampled a token yet start again, so that their prompt is of one version."""
         untouched = [key for key in self._requests if self.num_generated(key) == 0]
-        prompts = [self._requests[key].prompt for key in untouched]
+        requests = [self._requests[key] for key in untouched]
         self.abort(untouched)
-        for key, prompt in zip(untouched, prompts, strict=True):
-            self._start(key, prompt)
+        for key, request in zip(untouched, requests, strict=True):
+            self._start(key, request.prompt, request.evaluation)
 
     def _check_fit(self, version: int, tensors: Sequence[tuple[str, Tensor]]) -> None:
         given = {name: tuple(tensor.shape) for name, tensor in tensors}
@@ -225,14 +241,15 @@ def _build(config: Config, seed: int) -> LLMEngine:
     return engine
 
 
-def _sampling_params(config: Config) -> Any:
+def _sampling_params(config: Config, *, temperature: float, top_p: float) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    # Neutral top_p, top_k and penalties: log-probs are those of the full distribution. No seed per request:
-    # the CPU sampler refuses generators of its own when a prompt is prefilled in parts.
+    # In training top_p, top_k and penalties are neutral: log-probs are those of the full distribution. No seed per
+    # request: the CPU sampler refuses generators of its own when a prompt is prefilled in parts.
     return SamplingParams(
-        temperature=config.generator.temperature,
+        temperature=temperature,
+        top_p=top_p,
         max_tokens=config.generator.max_new_tokens,
         logprobs=0,
         flat_logprobs=True,

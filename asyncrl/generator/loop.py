@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,8 +16,9 @@ import structlog
 from asyncrl.config import Config
 from asyncrl.errors import PeerTimeoutError
 from asyncrl.generator.engine import Completion, Engine
-from asyncrl.replay.client import GeneratorClient, GeneratorStats
-from asyncrl.types import NO_VERSION, Endpoints, Group, Lease, Prompt, Trajectory
+from asyncrl.generator.groups import Running, make_evaluated, make_group
+from asyncrl.replay.client import GeneratorClient, GeneratorStats, LeaseReply
+from asyncrl.types import NO_VERSION, Endpoints, Lease
 
 if TYPE_CHECKING:
     from asyncrl.rewards.workers import RewardPool, Scored
@@ -36,15 +37,13 @@ _IDLE_S = 0.005
 """Longest wait for a message while nothing runs; new weights and rewards are looked for in between."""
 
 
-@dataclass(slots=True)
-class _Running:
-    """A lease under way."""
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What the last ask said."""
 
-    lease: Lease
-    start_version: int
-    started_s: float
-    completions: dict[int, Completion] = field(default_factory=dict[int, Completion])
-    """By index in the group, as far as they ended."""
+    version: int = NO_VERSION
+    groups: int = 0
+    evaluations: int = 0
 
 
 class GeneratorLoop:
@@ -65,6 +64,8 @@ class GeneratorLoop:
         should_stop: Callable[[], bool],
     ) -> None:
         self.config = config
+        algorithm = config.algorithm
+        self._truncated_penalty = algorithm.truncated_penalty if algorithm.truncated == "penalize" else 0.0
         self.index = index
         self.engine = engine
         self.rewards = rewards
@@ -72,12 +73,18 @@ class GeneratorLoop:
         self.client = client
         self.should_stop = should_stop
         self.stats = GeneratorStats()
-        self.running: dict[tuple[int, int], _Running] = {}
-        self.scoring: dict[Hashable, _Running] = {}
+        self.running: dict[Hashable, Running] = {}
+        self.scoring: dict[Hashable, Running] = {}
         self.done = False
-        self._members: dict[str, tuple[_Running, int]] = {}
+        self._members: dict[str, tuple[Running, int]] = {}
         """Engine key -> group and index in it."""
-        self._asked = self._asked_version = 0
+        self._pinned = False
+        """The loaded version is to be evaluated, and prompts of that may be left to hand out."""
+        self._evaluating = 0
+        """Evaluation completions that run."""
+        self._asked = _Asked()
+        self._denied = False
+        """Training got fewer groups than asked for."""
         self._next_ask_s = self._heartbeat_s = 0.0
 
     def run(self) -> None:
@@ -111,13 +118,19 @@ class GeneratorLoop:
     def release(self) -> None:
         """Drops what is unfinished and gives the leases back, with the number of tokens that are lost."""
         unfinished = [*self.running.values(), *self.scoring.values()]
-        leases = [(group.lease.ticket, group.lease.attempt, self._num_tokens(group)) for group in unfinished]
+        evaluations = [(group.lease.ticket, group.lease.attempt) for group in unfinished if group.lease.evaluation]
+        leases = [
+            (group.lease.ticket, group.lease.attempt, self._num_tokens(group))
+            for group in unfinished
+            if not group.lease.evaluation
+        ]
         self.engine.abort(self._members)
         self._members.clear()
         self.running.clear()
         self.scoring.clear()
-        if leases:
-            self.client.release(leases)
+        self._evaluating = 0
+        if unfinished:
+            self.client.release(leases, evaluations=evaluations)
         log.info("generator stops", released_groups=len(leases), tokens=self.stats.tokens)
 
     # --- weights
@@ -135,6 +148,10 @@ class GeneratorLoop:
             self._swap_staged()
 
     def _swap_staged(self) -> None:
+        """Swaps to a version that came, unless the loaded one is being evaluated."""
+        if self._pinned or self._evaluating:
+            self.receiver.hold()
+            return
         staged = self.receiver.staged()
         if staged is None:
             return
@@ -142,100 +159,91 @@ class GeneratorLoop:
         self.receiver.loaded(staged)
         self.stats.stall_ms.append(stall_ms)
         self._next_ask_s = 0.0
+        self._pinned, self._denied = self.config.evaluates(staged.version), False
         log.info("weights loaded", version=staged.version, stall_ms=round(stall_ms, 2))
 
     # --- leases
 
     def _exchange(self, wait_s: float) -> None:
-        """Takes an answer of the replay queue, and asks for as many groups as there is room for."""
+        """Takes an answer of the replay queue, and asks for as many leases as there is room for."""
         reply = self.client.poll(wait_s)
         now_s = time.monotonic()
         if reply is not None:
             self.done = self.done or reply.done
-            for lease in reply.leases:
-                self._start(lease, now_s)
-            if len(reply.leases) < self._asked and self._asked_version == self.engine.version:
-                self._next_ask_s = now_s + (_DENIED_S if self.running else _DENIED_IDLE_S)
+            self._take(reply, now_s)
         if self.client.outstanding:
             return
-        # A group takes the room of its members that still run, so that stragglers do not leave the engine half empty.
-        generator = self.config.generator
-        room = generator.max_running_groups - -(-self.engine.num_running // generator.group_size)
-        if (room and now_s >= self._next_ask_s) or now_s >= self._heartbeat_s:
-            self._asked, self._asked_version = room, self.engine.version
-            self.client.ask(self.engine.version, room, self.stats)
+        groups, evaluations = self._room()
+        if (groups + evaluations and now_s >= self._next_ask_s) or now_s >= self._heartbeat_s:
+            self._asked = _Asked(self.engine.version, groups, evaluations)
+            self.client.ask(self.engine.version, groups, self.stats, num_evaluations=evaluations)
             self.stats.stall_ms = []
             self._heartbeat_s = now_s + _HEARTBEAT_S
 
+    def _take(self, reply: LeaseReply, now_s: float) -> None:
+        for lease in reply.leases:
+            self._start(lease, now_s)
+        asked = self._asked
+        if asked.version != self.engine.version:
+            return
+        self._pinned = self._pinned and reply.evaluations_left
+        self._denied = sum(not lease.evaluation for lease in reply.leases) < asked.groups
+        if len(reply.leases) < asked.groups + asked.evaluations:
+            self._next_ask_s = now_s + (_DENIED_S if self.running else _DENIED_IDLE_S)
+
+    def _room(self) -> tuple[int, int]:
+        """Groups and evaluation prompts that there is room for. Evaluation gets half of the engine, or all that
+        training leaves when it may not start more.
+
+        A group takes the room of its members that still run, so that stragglers do not leave the engine half empty.
+        """
+        generator, samples = self.config.generator, self.config.eval.samples
+        slots = generator.max_running_groups * generator.group_size
+        evaluations = 0
+        if self._pinned:
+            limit = slots if self._denied else slots // 2
+            free = min(slots - self.engine.num_running, limit - self._evaluating)
+            evaluations = max(free // samples, 0 if self._evaluating else 1)
+        taken = self.engine.num_running + evaluations * samples
+        return max(0, generator.max_running_groups - -(-taken // generator.group_size)), evaluations
+
     def _start(self, lease: Lease, now_s: float) -> None:
-        group = _Running(lease, self.engine.version, now_s)
-        self.running[(lease.ticket, lease.attempt)] = group
-        for index in range(self.config.generator.group_size):
-            key = f"{lease.ticket}.{lease.attempt}.{index}"
+        size = self.config.eval.samples if lease.evaluation else self.config.generator.group_size
+        group = Running(lease, size, self.engine.version, now_s)
+        self.running[group.key] = group
+        for index, key in enumerate(group.engine_keys()):
             self._members[key] = group, index
-            self.engine.add(key, lease.prompt.tokens)
+            self.engine.add(key, lease.prompt.tokens, evaluation=lease.evaluation)
+        self._evaluating += size if lease.evaluation else 0
 
     # --- completions and rewards
 
     def _end(self, completion: Completion) -> None:
         group, index = self._members.pop(completion.key)
         group.completions[index] = completion
-        self.stats.tokens += len(completion.tokens)
-        if len(group.completions) < self.config.generator.group_size:
-            return
-        key = group.lease.ticket, group.lease.attempt
-        self.scoring[key] = self.running.pop(key)
-        tokens = [group.completions[member].tokens for member in range(len(group.completions))]
-        self.rewards.submit(key, tokens, group.lease.prompt)
+        if group.lease.evaluation:
+            self._evaluating -= 1
+        else:
+            self.stats.tokens += len(completion.tokens)
+        if group.complete:
+            self.scoring[group.key] = self.running.pop(group.key)
+            statuses = [member.status for member in group.members]
+            self.rewards.submit(group.key, [member.tokens for member in group.members], group.lease.prompt, statuses)
 
     def _finish(self, scored: Scored) -> None:
-        group = self.scoring.pop(scored.key)
-        lease = group.lease
-        trajectories = [
-            _trajectory(lease.prompt, group.completions[index]) for index in range(self.config.generator.group_size)
-        ]
-        verdicts = zip(trajectories, scored.rewards, scored.parts, scored.errors, strict=True)
-        for trajectory, reward, parts, error in verdicts:
-            if error:
-                trajectory.status, trajectory.error = "failed", error
-                self.stats.rewards_failed += 1
-            else:
-                trajectory.reward, trajectory.reward_parts = reward, parts
-        self.client.finish(
-            Group(
-                ticket=lease.ticket,
-                attempt=lease.attempt,
-                generator=self.index,
-                row=lease.prompt.row,
-                data_source=lease.prompt.data_source,
-                start_version=group.start_version,
-                end_version=max(int(trajectory.versions.max()) for trajectory in trajectories),
-                trajectories=trajectories,
-                started_s=group.started_s,
-                finished_s=time.monotonic(),
-            )
-        )
+        running = self.scoring.pop(scored.key)
+        if running.lease.evaluation:
+            self.client.evaluated(make_evaluated(running, scored))
+            return
+        penalty = self._truncated_penalty
+        group = make_group(running, scored, generator=self.index, truncated_penalty=penalty)
+        self.stats.rewards_failed += sum(trajectory.status == "failed" for trajectory in group.trajectories)
+        self.client.finish(group)
 
-    def _num_tokens(self, group: _Running) -> int:
+    def _num_tokens(self, group: Running) -> int:
         done = sum(len(completion.tokens) for completion in group.completions.values())
         running = [key for key, (owner, _) in self._members.items() if owner is group]
         return done + sum(self.engine.num_generated(key) for key in running)
-
-
-def _trajectory(prompt: Prompt, completion: Completion) -> Trajectory:
-    start = len(prompt.tokens)
-    length = start + len(completion.tokens)
-    tokens = np.empty(length, dtype=np.int32)
-    tokens[:start], tokens[start:] = prompt.tokens, completion.tokens
-    action_mask = np.zeros(length, dtype=np.bool_)
-    action_mask[start:] = True
-    behavior_logprobs = np.zeros(length, dtype=np.float32)
-    behavior_logprobs[start:] = completion.logprobs
-    versions = np.full(length, NO_VERSION, dtype=np.int32)
-    versions[start:] = completion.versions
-    trajectory = Trajectory(tokens, action_mask, behavior_logprobs, versions, completion.status)
-    trajectory.check()
-    return trajectory
 
 
 @contextmanager
@@ -260,12 +268,13 @@ def run_generator(
     """
     import torch
 
+    from asyncrl.rewards.reward_model import await_reward_model
     from asyncrl.rewards.workers import RewardPool
     from asyncrl.weights.receiver import WeightReceiver
 
     with ExitStack() as stack:
         with _beside_the_engine():
-            rewards = RewardPool(config, tokenizer_path=config.model.path)
+            rewards = RewardPool(config, tokenizer_path=config.model.path, reward_model_address=endpoints.reward_model)
             stack.callback(rewards.close)
             receiver = WeightReceiver(
                 endpoints.weights,
@@ -274,6 +283,7 @@ def run_generator(
                 transport=config.weights.transport,
                 timeout_s=config.weights.timeout_s,
                 device="cuda" if torch.cuda.is_available() else "cpu",
+                keeps=config.evaluates,
             )
             stack.callback(receiver.close)
             receiver.start()  # joins while the engine starts, so that nobody waits for it
@@ -281,6 +291,8 @@ def run_generator(
         engine = Engine(config, seed=seed)
         stack.callback(engine.close)
         log.info("engine is up", generator=index)
+        if endpoints.reward_model:
+            await_reward_model(endpoints.reward_model, timeout_s=config.launch.start_timeout_s, should_stop=should_stop)
         client = GeneratorClient(endpoints, index)
         stack.callback(client.close)
         GeneratorLoop(

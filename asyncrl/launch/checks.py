@@ -12,21 +12,28 @@ from rich.console import Console
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 
+EVAL_ROWS = 100
+"""Rows of the evaluation file that a data recipe makes."""
+
 
 def make_missing(config: Config, console: Console) -> None:
     """Makes the data and the model that have a recipe and do not exist yet."""
-    missing_data = config.data.recipe and not any(Path(file).exists() for file in config.data.train_files)
-    if missing_data:
-        if len(config.data.train_files) != 1:
-            raise ConfigError(f"data.recipe = {config.data.recipe!r}: makes one file, data.train names several")
-        _make(console, str(config.data.recipe), config.data.train_files[0], config.seed)
+    if config.data.recipe:
+        for key, files in (("data.train", config.data.train_files), ("data.eval", config.data.eval_files)):
+            if not files or any(Path(file).exists() for file in files):
+                continue
+            if len(files) != 1:
+                raise ConfigError(f"data.recipe = {config.data.recipe!r}: makes one file, {key} names several")
+            # The demo trains on every sum there is, so that the rows it is evaluated on are a sample of them.
+            rows = [f"--rows={EVAL_ROWS}"] if key == "data.eval" else []
+            _make(console, config.data.recipe, files[0], config.seed, *rows)
     if config.model.recipe and not Path(config.model.path).exists():
         _make(console, config.model.recipe, config.model.path, config.seed)
 
 
-def _make(console: Console, recipe: str, path: str, seed: int) -> None:
+def _make(console: Console, recipe: str, path: str, seed: int, *options: str) -> None:
     console.print(f"making {recipe} in {path} ...", highlight=False)
-    command = [sys.executable, "-m", "asyncrl.cli", "data", recipe, path, "--seed", str(seed)]
+    command = [sys.executable, "-m", "asyncrl.cli", "data", recipe, path, "--seed", str(seed), *options]
     done = subprocess.run(command, check=False, timeout=600, capture_output=True, text=True)
     if done.returncode:
         raise ConfigError(f"making {recipe} in {path} failed:\n{done.stderr.strip()}")
@@ -37,18 +44,20 @@ def check_inputs(config: Config) -> int:
 
     Gives the number of prompt tokens that the model's window leaves.
     """
-    from asyncrl.data.parquet import check_dataset
-    from asyncrl.rewards.workers import check_rewards
+    from asyncrl.data.parquet import check_dataset, distinct_sources
+    from asyncrl.rewards.checks import check_rewards
+    from asyncrl.rewards.table import check_sources
 
     room = check_model(config)
     check_dataset(config)
     check_rewards(config)
+    check_sources(config.rewards, distinct_sources(config))
     # Last, because these import torch.
     from asyncrl.launch.parts import check_parts
     from asyncrl.learner.algorithm import check_algorithm
 
     check_parts(config)
-    check_algorithm(config.algorithm)
+    check_algorithm(config)
     return room
 
 

@@ -14,12 +14,14 @@ from typing import IO
 import structlog
 
 from asyncrl.launch.resources import Share
-from asyncrl.launch.role import RoleSpec
+from asyncrl.launch.role import SHOW_STACKS, RoleSpec
 from asyncrl.observe.logs import last_error
 
 log = structlog.get_logger()
 
 POLL_S = 0.02
+STACKS_S = 0.1
+"""Time for a role that hangs to write where it hangs."""
 
 
 @dataclass(slots=True)
@@ -95,6 +97,8 @@ class LocalLauncher:
                 role.process.terminate()
         for role in self.wait(self.roles, grace_s):
             log.warning("role did not stop in time and was killed", name=role.name, grace_s=grace_s)
+            role.process.send_signal(SHOW_STACKS)
+            time.sleep(STACKS_S)
         for role in self.roles:
             self._kill_session(role)
             role.process.wait()

@@ -57,5 +57,8 @@ def print_parts(console: Console) -> None:
 
 
 def _options(part: Callable[..., Any]) -> str:
+    from asyncrl.learner.algorithm import HIDDEN
+
     parameters = inspect.signature(part).parameters.values() if callable(part) else []
-    return ", ".join(f"{p.name}={p.default}" for p in parameters if p.kind is p.KEYWORD_ONLY)
+    options = [p for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in HIDDEN]
+    return ", ".join(f"{p.name}={p.default}" for p in options)

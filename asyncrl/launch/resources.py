@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
+from asyncrl.types import Endpoints
 
 LOOPBACK = "127.0.0.1"
-NUM_PORTS = 3
 """Replay queue, weight store, learners' rendezvous."""
 
 
@@ -46,38 +46,55 @@ class Plan:
     generators: tuple[Share, ...]
     learners: tuple[Share, ...]
     replay: Share
+    critics: tuple[Share, ...] = ()
+    reward_model: Share | None = None
+
+    def of(self, role: str) -> tuple[Share, ...]:
+        """One share for every process of the role."""
+        return {
+            "replay": (self.replay,),
+            "generator": self.generators,
+            "learner": self.learners,
+            "critic": self.critics,
+            "reward_model": () if self.reward_model is None else (self.reward_model,),
+        }[role]
 
 
-def plan_resources(config: Config) -> Plan:
-    """Splits this machine between the roles: GPUs one each as far as they go, cores by number of processes."""
-    num_generators, num_learners = config.launch.generators, config.launch.learners
+def plan_resources(config: Config, *, reward_model: bool = False) -> Plan:
+    """Splits this machine between the roles: GPUs one each as far as they go, cores by number of processes.
+
+    Critics and the reward model count with the learners: they share their cores.
+    """
+    num_generators, num_critics = config.launch.generators, config.critic.ranks
+    num_trained = config.launch.learners + num_critics + int(reward_model)
     cpus = sorted(os.sched_getaffinity(0))
     gpus = count_gpus()
     replay = Share(tuple(cpus), threads=1)
     if gpus:
-        threads = max(1, len(cpus) // (num_generators + num_learners))
-        cards = [index % gpus for index in range(num_learners + num_generators)]
+        threads = max(1, len(cpus) // (num_generators + num_trained))
+        cards = [index % gpus for index in range(num_trained + num_generators)]
         shares = [Share(tuple(cpus), threads, (card,)) for card in cards]
-        learners, generators = shares[:num_learners], shares[num_learners:]
+        trained, generators = shares[:num_trained], shares[num_trained:]
     elif config.launch.pin_cores and len(cpus) >= 2:
-        wanted = round(len(cpus) * num_generators / (num_generators + num_learners))
+        wanted = round(len(cpus) * num_generators / (num_generators + num_trained))
         cut = min(max(wanted, 1), len(cpus) - 1)
         # The replay queue and the reward workers run beside the learners: an engine keeps its core to itself.
         beside = tuple(cpus[cut:])
         replay = Share(beside, threads=1)
         generators = [replace(share, helper_cpus=beside) for share in _deal(cpus[:cut], num_generators)]
-        learners = _deal(cpus[cut:], num_learners)
+        trained = _deal(cpus[cut:], num_trained)
     else:
-        threads = max(1, len(cpus) // (num_generators + num_learners))
+        threads = max(1, len(cpus) // (num_generators + num_trained))
         generators = [Share(tuple(cpus), threads)] * num_generators
-        learners = [Share(tuple(cpus), threads)] * num_learners
-    own_gpu = gpus >= num_generators + num_learners
-    if config.weights.transport == "nccl" and not own_gpu:
+        trained = [Share(tuple(cpus), threads)] * num_trained
+    if config.weights.transport == "nccl" and gpus < num_generators + num_trained:
         raise ConfigError(
-            f"weights.transport = 'nccl': needs a GPU for each of {num_generators} generators and {num_learners} "
-            f"learners, this machine has {gpus}; use weights.transport=gloo, or auto"
+            f"weights.transport = 'nccl': needs a GPU for each of {num_generators} generators and {num_trained} "
+            f"learners, critics and reward models, this machine has {gpus}; use weights.transport=gloo, or auto"
         )
-    return Plan(tuple(generators), tuple(learners), replay)
+    learners = trained[: config.launch.learners]
+    critics = trained[config.launch.learners : config.launch.learners + num_critics]
+    return Plan(tuple(generators), tuple(learners), replay, tuple(critics), trained[-1] if reward_model else None)
 
 
 def count_gpus() -> int:
@@ -91,12 +108,27 @@ def count_gpus() -> int:
     return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
 
 
-def reserve_ports(first: int) -> list[int]:
+def make_endpoints(config: Config, run_id: str, *, reward_model: bool = False) -> Endpoints:
+    """Addresses for all parts of a run on the loopback interface. Raises ConfigError naming a port that is taken."""
+    num_critics = config.critic.ranks + 1 if config.critic.ranks else 0
+    ports = reserve_ports(config.launch.port, 3 + num_critics + int(reward_model))
+    replay, weights, learners, *others = ports
+    return Endpoints(
+        run_id,
+        replay=f"tcp://{LOOPBACK}:{replay}",
+        weights=(LOOPBACK, weights),
+        learners=(LOOPBACK, learners),
+        reward_model=f"tcp://{LOOPBACK}:{others[-1]}" if reward_model else "",
+        critics=tuple((LOOPBACK, port) for port in others[:num_critics]),
+    )
+
+
+def reserve_ports(first: int, count: int) -> list[int]:
     """The ports of a run on the loopback interface: `first` and those after it, or free ones when it is 0.
 
     Raises ConfigError naming the port that is taken.
     """
-    wanted = [first + offset if first else 0 for offset in range(NUM_PORTS)]
+    wanted = [first + offset if first else 0 for offset in range(count)]
     sockets: list[socket.socket] = []
     try:
         for port in wanted:
@@ -107,7 +139,7 @@ def reserve_ports(first: int) -> list[int]:
                 sock.bind((LOOPBACK, port))
             except OSError as error:
                 raise ConfigError(
-                    f"launch.port = {first}: port {port} is taken ({error.strerror}); a run needs {NUM_PORTS} ports "
+                    f"launch.port = {first}: port {port} is taken ({error.strerror}); the run needs {count} ports "
                     "from there on; choose another, or 0 for free ones"
                 ) from None
         return [sock.getsockname()[1] for sock in sockets]

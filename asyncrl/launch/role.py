@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
+import faulthandler
 import json
 import os
 import signal
@@ -18,11 +18,13 @@ import structlog
 from asyncrl.config import Config, load_config
 from asyncrl.errors import AsyncrlError, ConfigError
 from asyncrl.observe.logs import configure_logs
+from asyncrl.processes import end_with_parent
 from asyncrl.types import Endpoints
 
 log = structlog.get_logger()
 
-PR_SET_PDEATHSIG = 1
+SHOW_STACKS = signal.SIGUSR1
+"""Has a role write where all its threads are to its `.out` file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,7 @@ class RoleSpec:
 
     @property
     def name(self) -> str:
-        return self.role if self.role == "replay" else f"{self.role}-{self.index}"
+        return self.role if self.role in ("replay", "reward_model") else f"{self.role}-{self.index}"
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -48,18 +50,23 @@ class RoleSpec:
     def from_json(cls, text: str) -> Self:
         values = json.loads(text)
         ends = values.pop("endpoints")
-        endpoints = Endpoints(ends["run_id"], ends["replay"], tuple(ends["weights"]), tuple(ends["learners"]))
+        for name in ("weights", "learners"):
+            ends[name] = tuple(ends[name])
+        ends["critics"] = tuple(tuple(address) for address in ends["critics"])
+        endpoints = Endpoints(**ends)
         return cls(**values, endpoints=endpoints)
 
 
 def run_replay_role(config: Config, spec: RoleSpec, should_stop: Callable[[], bool]) -> None:
     from asyncrl.data.cursor import PromptCursor
+    from asyncrl.data.prompts import eval_prompts
     from asyncrl.replay.queue import ReplayQueue
     from asyncrl.replay.server import run_replay
     from asyncrl.replay.trace import TraceWriter
 
     prompts = PromptCursor(config, limit_tokens=spec.prompt_tokens)
-    queue = ReplayQueue(config, prompts, TraceWriter(Path(spec.run_dir) / "trace.parquet"))
+    evaluated = eval_prompts(config, limit_tokens=spec.prompt_tokens)
+    queue = ReplayQueue(config, prompts, TraceWriter(Path(spec.run_dir) / "trace.parquet"), evaluated)
     run_replay(queue, spec.endpoints, should_stop)
 
 
@@ -77,28 +84,36 @@ def run_learner_role(config: Config, spec: RoleSpec, should_stop: Callable[[], b
     run_learner(config, rank=spec.index, endpoints=spec.endpoints, run_dir=Path(spec.run_dir), should_stop=should_stop)
 
 
+def run_critic_role(config: Config, spec: RoleSpec, should_stop: Callable[[], bool]) -> None:
+    from asyncrl.learner.remote_critic import run_critic
+
+    run_critic(config, rank=spec.index, endpoints=spec.endpoints, should_stop=should_stop)
+
+
+def run_reward_model_role(config: Config, spec: RoleSpec, should_stop: Callable[[], bool]) -> None:
+    from asyncrl.rewards.model_server import run_reward_model
+
+    run_reward_model(config, endpoints=spec.endpoints, should_stop=should_stop)
+
+
 ROLES: dict[str, Callable[[Config, RoleSpec, Callable[[], bool]], None]] = {
+    "reward_model": run_reward_model_role,
     "replay": run_replay_role,
     "generator": run_generator_role,
     "learner": run_learner_role,
+    "critic": run_critic_role,
 }
-
-
-def die_with_parent(parent: int) -> None:
-    """Has the kernel end this process when the launcher ends, however it ends."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def main(argv: list[str]) -> int:
     """Runs the role; 0 when it ended as it should, 1 with the cause as the last error in its log."""
     spec, parent = RoleSpec.from_json(argv[0]), int(argv[1])
-    die_with_parent(parent)
+    end_with_parent(parent)
     os.sched_setaffinity(0, spec.cpus)
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.register(SHOW_STACKS)
     run_dir = Path(spec.run_dir)
     config = load_config(run_dir / "config.yaml")
     configure_logs(run_dir, spec.name, config.observe.log_level)

@@ -17,13 +17,14 @@ from asyncrl.errors import PeerTimeoutError, RunError
 from asyncrl.launch.checks import check_inputs, make_missing
 from asyncrl.launch.folder import RunFolder
 from asyncrl.launch.local import LAUNCHERS, RoleProcess
-from asyncrl.launch.resources import LOOPBACK, Plan, plan_resources, reserve_ports
-from asyncrl.launch.role import RoleSpec
+from asyncrl.launch.resources import Plan, Share, make_endpoints, plan_resources
+from asyncrl.launch.role import ROLES, RoleSpec
 from asyncrl.observe.live import LiveView
 from asyncrl.observe.logs import configure_logs
 from asyncrl.observe.report import write_report
 from asyncrl.observe.verdict import bottleneck
 from asyncrl.replay.client import LauncherClient
+from asyncrl.rewards.reward_model import uses_reward_model
 from asyncrl.types import Endpoints
 
 log = structlog.get_logger()
@@ -63,17 +64,18 @@ def launch(config: Config, console: Console) -> int:
     0: all steps are done. 1: the run failed; the cause is printed and in `summary.json`. 130: it was interrupted.
     Raises ConfigError before anything starts when the config cannot work.
     """
-    plan = plan_resources(config)
+    reward_model = uses_reward_model(config)
+    plan = plan_resources(config, reward_model=reward_model)
     make_missing(config, console)
     prompt_tokens = check_inputs(config)
-    ports = reserve_ports(config.launch.port)
+    endpoints = make_endpoints(config, f"{config.run}-{uuid.uuid4().hex[:8]}", reward_model=reward_model)
     interrupts = Interrupts()
     with interrupts.caught(), RunFolder(config) as folder:
         folder.write_config(config)
         configure_logs(folder.path, "launcher", config.observe.log_level)
         if folder.moved_to is not None:
             console.print(f"the earlier run of this name is now {folder.moved_to}", highlight=False)
-        run = Run(config, plan, ports, prompt_tokens, console, interrupts)
+        run = Run(config, plan, endpoints, prompt_tokens, console, interrupts)
         code = run.conduct()
         folder.write_summary(run.summary)
         report = write_report(folder.path, run.summary)
@@ -85,21 +87,26 @@ class Run:
     """A run in progress: its role processes, its replay queue as the launcher sees it, and how it ended."""
 
     def __init__(
-        self, config: Config, plan: Plan, ports: list[int], prompt_tokens: int, console: Console, interrupts: Interrupts
+        self,
+        config: Config,
+        plan: Plan,
+        endpoints: Endpoints,
+        prompt_tokens: int,
+        console: Console,
+        interrupts: Interrupts,
     ) -> None:
         self.config = config
         self.plan = plan
         self.prompt_tokens = prompt_tokens
         self.console = console
         self.interrupts = interrupts
-        replay, weights, learners = ports
-        run_id = f"{config.run}-{uuid.uuid4().hex[:8]}"
-        self.endpoints = Endpoints(run_id, f"tcp://{LOOPBACK}:{replay}", (LOOPBACK, weights), (LOOPBACK, learners))
+        self.endpoints = endpoints
         self.processes = LAUNCHERS[config.launch.cluster]()
         self.client = LauncherClient(self.endpoints)
         self.summary: dict[str, Any] = {}
         self.started_s = time.monotonic()
         self._last_step = -1
+        self._last_evaluated = 0
         self._last_step_s = self.started_s
         self._stopping = False
 
@@ -124,17 +131,11 @@ class Run:
         return code
 
     def _start(self) -> None:
-        count = self.config.launch
-        self._start_role("replay", 0)
-        for rank in range(count.learners):
-            self._start_role("learner", rank)
-        for index in range(count.generators):
-            self._start_role("generator", index)
+        for role in ROLES:
+            for index, share in enumerate(self.plan.of(role)):
+                self._start_role(role, index, share)
 
-    def _start_role(self, role: str, index: int) -> RoleProcess:
-        share = {"replay": (self.plan.replay,), "generator": self.plan.generators, "learner": self.plan.learners}[role][
-            index
-        ]
+    def _start_role(self, role: str, index: int, share: Share) -> RoleProcess:
         spec = RoleSpec(role, index, str(self.config.run_dir), self.endpoints, share.cpus, self.prompt_tokens)
         return self.processes.start(spec, share)
 
@@ -167,7 +168,7 @@ class Run:
     def _check_processes(self) -> None:
         for role in self.processes.roles:
             code = role.code
-            if code is None or (code == 0 and role.spec.role == "learner"):
+            if code is None or (code == 0 and role.spec.role in ("learner", "critic")):
                 continue
             if code == 0 and role.spec.role == "generator" and self.client.status()["done"]:
                 continue
@@ -199,8 +200,9 @@ class Run:
 
     def _check_progress(self, status: dict[str, Any]) -> None:
         now_s = time.monotonic()
-        if status["step"] != self._last_step:
-            self._last_step, self._last_step_s = status["step"], now_s
+        evaluated = status["eval"]["prompts_done"]
+        if (status["step"], evaluated) != (self._last_step, self._last_evaluated):
+            self._last_step, self._last_evaluated, self._last_step_s = status["step"], evaluated, now_s
         launch = self.config.launch
         names = {f"generator-{index}" for index in range(launch.generators)}
         names |= {f"learner-{rank}" for rank in range(launch.learners)}
@@ -213,6 +215,10 @@ class Run:
             raise RunError(
                 f"no optimizer step ended within launch.progress_timeout_s = {launch.progress_timeout_s:g} s: step "
                 f"{status['step']}, {status['leased']} groups leased, {status['finished']} waiting for the learner"
+                + "".join(
+                    f", evaluation of version {one['version']} at {one['done']} of {one['prompts']} prompts"
+                    for one in status["eval"]["running"]
+                )
             )
 
     def _finish(self) -> None:
@@ -277,6 +283,12 @@ def show_end(console: Console, summary: dict[str, Any], folder: str, report: str
             + f"{ledger['in_flight']} in flight",
             f"bottleneck {summary['bottleneck']}",
         ]
+        if evaluations := summary.get("eval"):
+            first, last = evaluations[0], evaluations[-1]
+            versions = f"(version {first['version']} -> {last['version']})"
+            lines.insert(1, f"eval       reward {first['reward']:.3f} -> {last['reward']:.3f} {versions}")
+        for dropped in summary.get("eval_dropped", []):
+            lines.append(f"eval       version {dropped['version']} dropped: {dropped['reason']}")
         if summary["skipped_rows"]:
             lines.append(f"skipped    {summary['skipped_rows']} prompts that are too long for the model's window")
         console.print("\n".join(lines), highlight=False, soft_wrap=True)

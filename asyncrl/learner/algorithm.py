@@ -4,77 +4,179 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, cast, get_type_hints
+from typing import Any, cast
 
-from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from asyncrl.algorithms.advantages import ADVANTAGES
 from asyncrl.algorithms.corrections import Level, importance_weights
-from asyncrl.algorithms.losses import LOSSES, PolicyTerms, aggregate
-from asyncrl.config import AlgorithmConfig, Config, did_you_mean
+from asyncrl.algorithms.kl import Estimator
+from asyncrl.algorithms.losses import BOUNDS, LOSSES, PolicyTerms, aggregate
+from asyncrl.config import Config, CriticConfig, Options, check_options, did_you_mean_or_list
 from asyncrl.errors import ConfigError
 
 TERMS = [field.name for field in fields(PolicyTerms)] + ["old_logprobs"]
 """What a loss may name as its positional parameters."""
+ADVANTAGE_TERMS = ["rewards", "values", "seq", "group", "lengths", "log_ratios"]
+"""What an advantage may name as its positional parameters. One that names `group` gets the rewards of the
+trajectories, another those of the action tokens. One that names `values` gives advantages and returns, others
+advantages; they are of the action tokens when it names `seq`, else of the trajectories."""
 CORRECTION = "correction"
 """Keyword of a loss that takes the options in `algorithm.correction`."""
+BOUND = "bound"
+"""Keyword of a loss that takes a bound which `BOUNDS` solves over the whole batch."""
+REDUCE = "reduce"
+"""Keyword of a function that adds up sums over the learner ranks."""
+HIDDEN = (CORRECTION, BOUND, REDUCE, "bootstrap")
+"""Keyword-only arguments that are no options."""
 
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    advantage: Callable[[Tensor, Tensor], Tensor]
-    """One advantage per trajectory [S] from rewards [S] and group [S]."""
-    loss: Callable[[PolicyTerms], Tensor]
-    """One loss per action token [N]."""
+    """What `algorithm` of the config asks for, as functions."""
+
+    advantage: Callable[..., Any]
+    """Advantages, or advantages and returns, from named terms; takes `reduce`."""
+    per_sequence: bool
+    """Whether it takes rewards of trajectories."""
+    per_token: bool
+    """Whether it gives advantages of action tokens."""
+    needs: frozenset[str]
+    """Terms that advantage and loss name."""
+    loss: Callable[..., Tensor]
+    """One loss per action token [N] of PolicyTerms; takes `bound`."""
+    bound: Callable[..., Tensor] | None
+    """The loss's bound, from log ratios [N] and advantages [N] of the whole batch; takes `reduce`."""
     aggregate: Callable[..., Tensor]
-    """`losses.aggregate` with the run's mode and length; still takes the counts of the step."""
+    """`losses.aggregate` with the run's mode and length; still takes the counts of the update."""
     correction_level: Level
+    correction_cap: float | None
+    kl_estimator: Estimator | None
+    whiten: bool
+
+    @property
+    def needs_critic(self) -> bool:
+        return "values" in self.needs
 
 
 def make_algorithm(config: Config) -> Algorithm:
     """The functions that `algorithm` names, with their options. Raises ConfigError as `check_algorithm` does."""
     settings = config.algorithm
-    advantage, loss = check_algorithm(settings)
-    parameters = inspect.signature(loss).parameters
-    options: dict[str, Any] = dict(settings.loss_options)
-    if CORRECTION in parameters:
-        options[CORRECTION] = settings.correction
-    terms = [name for name, parameter in parameters.items() if parameter.kind is not parameter.KEYWORD_ONLY]
-
-    def policy_loss(given: PolicyTerms) -> Tensor:
-        return loss(*(getattr(given, name) for name in terms), **options)
-
-    level = settings.correction.get("level", inspect.signature(importance_weights).parameters["level"].default)
+    advantage, loss = check_algorithm(config)
+    asked, wanted = _positional(advantage), _positional(loss)
+    correction = settings.correction
+    defaults = {name: p.default for name, p in inspect.signature(importance_weights).parameters.items()}
+    solve = BOUNDS.get(settings.loss)
     return Algorithm(
-        advantage=partial(advantage, **settings.advantage_options),
-        loss=policy_loss,
+        advantage=_called_by_name(advantage, asked, settings.advantage_options),
+        per_sequence="group" in asked,
+        per_token="seq" in asked,
+        needs=frozenset(asked) | frozenset(wanted),
+        loss=_called_with_terms(loss, wanted, settings.loss_options, correction),
+        bound=None if solve is None else partial(solve, **_accepted(solve, settings.loss_options)),
         aggregate=partial(aggregate, mode=settings.aggregation, max_length=config.generator.max_new_tokens),
-        correction_level=cast("Level", level),
+        correction_level=cast("Level", correction.get("level", defaults["level"])),
+        correction_cap=cast("float | None", correction.get("high", defaults["high"])),
+        kl_estimator=settings.kl_estimator,
+        whiten=settings.whiten,
     )
 
 
-def check_algorithm(settings: AlgorithmConfig) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+def _called_by_name(function: Callable[..., Any], asked: list[str], options: Options) -> Callable[..., Any]:
+    reduces = REDUCE in inspect.signature(function).parameters
+
+    def call(*, reduce: Callable[[Tensor], Tensor], **terms: Tensor) -> Any:
+        own = {REDUCE: reduce} if reduces else {}
+        return function(*(terms[name] for name in asked), **options, **own)
+
+    return call
+
+
+def _called_with_terms(
+    function: Callable[..., Tensor], asked: list[str], options: Options, correction: Options
+) -> Callable[..., Tensor]:
+    parameters = inspect.signature(function).parameters
+    fixed: dict[str, Any] = options | ({CORRECTION: correction} if CORRECTION in parameters else {})
+
+    def call(terms: PolicyTerms, *, bound: Tensor | None = None) -> Tensor:
+        own = {} if bound is None else {BOUND: bound}
+        return function(*(getattr(terms, name) for name in asked), **fixed, **own)
+
+    return call
+
+
+def _accepted(function: Callable[..., Any], options: Options) -> Options:
+    parameters = inspect.signature(function).parameters
+    return {name: value for name, value in options.items() if name in parameters}
+
+
+def _positional(function: Callable[..., Any]) -> list[str]:
+    parameters = inspect.signature(function).parameters.values()
+    return [parameter.name for parameter in parameters if parameter.kind is not parameter.KEYWORD_ONLY]
+
+
+def check_algorithm(config: Config) -> tuple[Callable[..., Any], Callable[..., Tensor]]:
     """The advantage and loss functions of `algorithm`.
 
     Raises ConfigError for an unknown name, for options that are not keyword-only arguments of the function or have
-    the wrong type, and for a loss whose positional parameters are not fields of `PolicyTerms`.
+    the wrong type, for positional parameters that are no terms, and for settings of `critic` and `reference` that
+    nothing asks for.
     """
+    settings = config.algorithm
     advantage = _find("algorithm.advantage", settings.advantage, ADVANTAGES)
-    _check_options("algorithm.advantage_options", settings.advantage, advantage, settings.advantage_options)
+    check_options(
+        "algorithm.advantage_options", settings.advantage, advantage, settings.advantage_options, hidden=HIDDEN
+    )
     loss = _find("algorithm.loss", settings.loss, LOSSES)
-    _check_options("algorithm.loss_options", settings.loss, loss, settings.loss_options, hidden=(CORRECTION,))
-    _check_options("algorithm.correction", "importance_weights", importance_weights, settings.correction)
-    for name, parameter in inspect.signature(loss).parameters.items():
-        if parameter.kind is not parameter.KEYWORD_ONLY and name not in TERMS:
+    check_options("algorithm.loss_options", settings.loss, loss, settings.loss_options, hidden=HIDDEN)
+    check_options("algorithm.correction", "importance_weights", importance_weights, settings.correction)
+    _check_terms("algorithm.advantage", settings.advantage, advantage, ADVANTAGE_TERMS)
+    _check_terms("algorithm.loss", settings.loss, loss, TERMS)
+    _check_roles(config, _positional(advantage))
+    return advantage, loss
+
+
+def _check_terms(key: str, name: str, function: Callable[..., Any], known: list[str]) -> None:
+    for term in _positional(function):
+        if term not in known:
             raise ConfigError(
-                f"algorithm.loss = {settings.loss!r}: its parameter {name} is not one of {', '.join(TERMS)}; "
+                f"{key} = {name!r}: its parameter {term} is not one of {', '.join(known)}; "
                 "rename it, or make it a keyword-only option"
             )
-    return advantage, loss
+
+
+def _check_roles(config: Config, asked: list[str]) -> None:
+    settings = config.algorithm
+    if "group" in asked and config.generator.group_size < 2:
+        raise ConfigError(
+            f"generator.group_size = {config.generator.group_size}: algorithm.advantage = {settings.advantage!r} "
+            "compares trajectories of one prompt and needs at least 2; gae, vtrace and reinforce_plus_plus need one"
+        )
+    if "values" not in asked and config.critic != CriticConfig():
+        changed = [name for name, value in config.critic if value != getattr(CriticConfig(), name)]
+        raise ConfigError(
+            f"critic.{changed[0]} = {getattr(config.critic, changed[0])!r}: algorithm.advantage = "
+            f"{settings.advantage!r} has no critic; leave the critic section out, or use gae or vtrace"
+        )
+    asks_reference = settings.kl_reward_coef > 0 or settings.kl_loss_coef > 0
+    if settings.reference is not None and not asks_reference:
+        raise ConfigError(
+            f"algorithm.reference = {settings.reference!r}: nothing measures the divergence from it; set "
+            "algorithm.kl_reward_coef or algorithm.kl_loss_coef, or leave it out"
+        )
+    if settings.kl_target is not None and settings.kl_reward_coef == 0:
+        raise ConfigError(
+            f"algorithm.kl_target = {settings.kl_target}: adapts algorithm.kl_reward_coef, which is 0; give it a "
+            "value to start from"
+        )
+    if settings.kl_estimator == "k1" and settings.kl_loss_coef > 0:
+        raise ConfigError(
+            "algorithm.kl_estimator = 'k1': its gradient in the loss is zero in expectation; use k3+ or k2 with "
+            "algorithm.kl_loss_coef, or move the divergence into the reward (algorithm.kl_reward_coef)"
+        )
 
 
 def _find(key: str, name: str, table: Mapping[str, Callable[..., Tensor]]) -> Callable[..., Tensor]:
@@ -83,7 +185,9 @@ def _find(key: str, name: str, table: Mapping[str, Callable[..., Tensor]]) -> Ca
         return table[name]
     module, colon, function = name.partition(":")
     if not colon:
-        raise ConfigError(f"{key} = {name!r}: no such function{_hint(name, table)}, or give module:function")
+        raise ConfigError(
+            f"{key} = {name!r}: no such function{did_you_mean_or_list(name, table)}, or give module:function"
+        )
     try:
         found: Any = getattr(importlib.import_module(module), function, None)
     except ImportError as error:
@@ -91,27 +195,3 @@ def _find(key: str, name: str, table: Mapping[str, Callable[..., Tensor]]) -> Ca
     if not callable(found):
         raise ConfigError(f"{key} = {name!r}: {module} has no function {function}")
     return cast("Callable[..., Tensor]", found)
-
-
-def _check_options(
-    key: str, name: str, function: Callable[..., Any], options: Mapping[str, Any], hidden: Iterable[str] = ()
-) -> None:
-    hints = get_type_hints(function)
-    known = {
-        parameter.name: hints.get(parameter.name, Any)
-        for parameter in inspect.signature(function).parameters.values()
-        if parameter.kind is parameter.KEYWORD_ONLY and parameter.name not in hidden
-    }
-    for option, value in options.items():
-        if option not in known:
-            raise ConfigError(f"{key}.{option} = {value!r}: {name} has no such option{_hint(option, known)}")
-        try:
-            TypeAdapter(known[option]).validate_python(value, strict=True)
-        except ValidationError as error:
-            rules = " or ".join(dict.fromkeys(item["msg"] for item in error.errors()))
-            raise ConfigError(f"{key}.{option} = {value!r}: {rules[0].lower()}{rules[1:]}") from None
-
-
-def _hint(word: str, known: Iterable[str]) -> str:
-    names = list(known)
-    return did_you_mean(word, names) or f"; there are {', '.join(names) or 'none'}"

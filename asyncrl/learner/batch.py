@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -34,14 +35,19 @@ class MicroBatch:
     """int64 [N], the action tokens."""
     behavior_logprobs: Tensor
     """float32 [N]"""
-    advantages: Tensor
-    """float32 [N]"""
     versions: Tensor
     """int64 [N], policy version that sampled each action token."""
     seq: Tensor
     """int64 [N], sequence of each action token, from 0 to S - 1."""
     names: list[Name]
     """[S]"""
+    start: int = 0
+    """Action tokens of the rank's batch before this micro-batch."""
+
+    @property
+    def span(self) -> slice:
+        """Where its action tokens are among those of the rank's batch."""
+        return slice(self.start, self.start + len(self.targets))
 
     def to(self, device: torch.device) -> MicroBatch:
         tensors = {
@@ -52,20 +58,55 @@ class MicroBatch:
         return replace(self, layout=self.layout.to(device), **tensors)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Batch:
-    """One rank's part of an optimizer step."""
+    """One rank's part of a step. Its N action tokens and S sequences are in the order of the micro-batches.
 
-    micro_batches: list[MicroBatch]
-    num_tokens: int
-    """Action tokens."""
-    num_sequences: int
-    """Trajectories with action tokens."""
+    The groups may have more trajectories than are trained; all A of them have a reward. The first S of these are the
+    packed sequences.
+    """
+
+    minibatches: list[list[MicroBatch]]
+    """Micro-batches of each optimizer update."""
+    rewards: Tensor
+    """float64 [A]"""
+    group: Tensor
+    """int64 [A], group of each trajectory."""
+    lengths: Tensor
+    """int64 [A], action tokens."""
+
+    @property
+    def micro_batches(self) -> list[MicroBatch]:
+        return [micro for minibatch in self.minibatches for micro in minibatch]
+
+    @cached_property
+    def seq(self) -> Tensor:
+        """int64 [N], sequence of each action token, from 0 to S - 1."""
+        parts: list[Tensor] = []
+        sequences = 0
+        for micro in self.micro_batches:
+            parts.append(micro.seq + sequences)
+            sequences += len(micro.names)
+        return torch.cat([torch.empty(0, dtype=torch.int64), *parts])
+
+    @cached_property
+    def behavior_logprobs(self) -> Tensor:
+        """float32 [N]"""
+        return torch.cat([torch.empty(0), *(micro.behavior_logprobs for micro in self.micro_batches)])
+
+    @property
+    def num_tokens(self) -> int:
+        """Action tokens that are trained."""
+        return len(self.seq)
+
+    @property
+    def num_sequences(self) -> int:
+        return sum(len(micro.names) for micro in self.micro_batches)
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Trajectories laid end to end; `starts`, `lengths` and `advantages` are per trajectory."""
+    """Trajectories laid end to end; `starts` and `lengths` are per trajectory."""
 
     tokens: NDArray[np.int32]
     action_mask: NDArray[np.bool_]
@@ -73,7 +114,6 @@ class _Rows:
     versions: NDArray[np.int32]
     starts: Integers
     lengths: Integers
-    advantages: NDArray[np.float32]
     names: list[Name]
 
 
@@ -97,22 +137,51 @@ def check_staleness(groups: Sequence[Group], *, version: int, max_staleness: int
 
 
 def make_batch(
-    groups: Sequence[Group], advantage: Callable[[Tensor, Tensor], Tensor], *, tokens_per_microbatch: int
+    groups: Sequence[Group], *, tokens_per_microbatch: int, minibatches: int = 1, skip_truncated: bool = False
 ) -> Batch:
-    """Packs the trajectories that have action tokens; advantages are of the whole groups.
+    """Packs the trajectories that have action tokens, whole groups to each mini-batch.
 
+    With `skip_truncated` trajectories cut at the token limit are not packed; their rewards stay.
     Raises InvariantError for a trajectory without a reward, or whose first token is an action.
     """
-    rows = _concatenate(groups, advantage)
-    micro_batches = [_micro_batch(rows, members) for members in pack(rows.lengths, tokens_per_microbatch)]
-    return Batch(micro_batches, int(rows.action_mask.sum()), len(rows.names))
+    named = [((group.ticket, n), trajectory) for group in groups for n, trajectory in enumerate(group.trajectories)]
+    for name, trajectory in named:
+        _check(name, trajectory)
+    sizes = torch.tensor([len(group.trajectories) for group in groups], dtype=torch.int64)
+    owner = torch.arange(len(groups)).repeat_interleave(sizes)
+    lengths = [trajectory.num_action_tokens for _, trajectory in named]
+    trained = np.array(
+        [
+            length > 0 and not (skip_truncated and trajectory.status == "truncated")
+            for length, (_, trajectory) in zip(lengths, named, strict=True)
+        ],
+        dtype=np.bool_,
+    )
+    parts: list[list[MicroBatch]] = []
+    members: list[Integers] = []
+    start = 0
+    for number in range(minibatches):
+        chosen = np.flatnonzero(trained & (owner.numpy() % minibatches == number))
+        rows = _concatenate([named[i] for i in chosen.tolist()])
+        parts.append([])
+        for packed in pack(rows.lengths, tokens_per_microbatch):
+            parts[-1].append(_micro_batch(rows, packed, start))
+            members.append(chosen[packed])
+            start += len(parts[-1][-1].targets)
+    order = torch.from_numpy(np.concatenate([*members, np.flatnonzero(~trained)]))
+    return Batch(
+        minibatches=parts,
+        rewards=torch.tensor([trajectory.reward for _, trajectory in named], dtype=torch.float64)[order],
+        group=owner[order],
+        lengths=torch.tensor(lengths, dtype=torch.int64)[order],
+    )
 
 
 def empty_micro_batch() -> MicroBatch:
     """One token and no action: keeps a rank without work in step with the others."""
     none, zero = torch.empty(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     numbers = torch.empty(0, dtype=torch.float32)
-    return MicroBatch(zero, zero, make_layout(np.ones(1, np.int64)), none, none, numbers, numbers, none, none, [])
+    return MicroBatch(zero, zero, make_layout(np.ones(1, np.int64)), none, none, numbers, none, none, [])
 
 
 def pack(lengths: Integers, capacity: int) -> list[Integers]:
@@ -130,17 +199,8 @@ def pack(lengths: Integers, capacity: int) -> list[Integers]:
     return [np.sort(np.array(chosen, dtype=np.int64)) for chosen in members]
 
 
-def _concatenate(groups: Sequence[Group], advantage: Callable[[Tensor, Tensor], Tensor]) -> _Rows:
-    named = [
-        ((group.ticket, number), trajectory) for group in groups for number, trajectory in enumerate(group.trajectories)
-    ]
-    for name, trajectory in named:
-        _check(name, trajectory)
-    rewards = torch.tensor([trajectory.reward for _, trajectory in named], dtype=torch.float64)
-    sizes = torch.tensor([len(group.trajectories) for group in groups], dtype=torch.int64)
-    advantages = advantage(rewards, torch.arange(len(groups)).repeat_interleave(sizes)).numpy()
-    kept = [i for i, (_, trajectory) in enumerate(named) if trajectory.action_mask.any()]
-    trajectories = [named[i][1] for i in kept]
+def _concatenate(named: Sequence[tuple[Name, Trajectory]]) -> _Rows:
+    trajectories = [trajectory for _, trajectory in named]
     lengths = np.array([len(t.tokens) for t in trajectories], dtype=np.int64)
     return _Rows(
         tokens=_join([t.tokens for t in trajectories], np.int32),
@@ -149,8 +209,7 @@ def _concatenate(groups: Sequence[Group], advantage: Callable[[Tensor, Tensor], 
         versions=_join([t.versions for t in trajectories], np.int32),
         starts=np.cumsum(lengths) - lengths,
         lengths=lengths,
-        advantages=advantages[kept].astype(np.float32),
-        names=[named[i][0] for i in kept],
+        names=[name for name, _ in named],
     )
 
 
@@ -166,7 +225,7 @@ def _join(arrays: list[NDArray], dtype: type[np.generic]) -> NDArray:
     return np.concatenate([np.empty(0, dtype), *arrays]).astype(dtype, copy=False)
 
 
-def _micro_batch(rows: _Rows, members: Integers) -> MicroBatch:
+def _micro_batch(rows: _Rows, members: Integers, start: int) -> MicroBatch:
     lengths = rows.lengths[members]
     positions = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     source = positions + np.repeat(rows.starts[members], lengths)
@@ -181,8 +240,8 @@ def _micro_batch(rows: _Rows, members: Integers) -> MicroBatch:
         logit_index=torch.from_numpy(actions - 1),
         targets=torch.from_numpy(input_ids[actions]),
         behavior_logprobs=torch.from_numpy(rows.behavior_logprobs[chosen]),
-        advantages=torch.from_numpy(rows.advantages[members][seq]),
         versions=torch.from_numpy(rows.versions[chosen].astype(np.int64)),
         seq=torch.from_numpy(seq),
         names=[rows.names[i] for i in members.tolist()],
+        start=start,
     )

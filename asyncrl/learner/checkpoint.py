@@ -8,8 +8,7 @@ from pathlib import Path
 import structlog
 from transformers.utils.hub import cached_file
 
-from asyncrl.config import Config
-from asyncrl.learner.policy import Policy
+from asyncrl.learner.engine import TrainedModel
 
 log = structlog.get_logger()
 
@@ -27,16 +26,17 @@ TOKENIZER_FILES = (
 """Copied as they are: a tokenizer that is loaded and saved again may come out changed."""
 
 
-def save_model(policy: Policy, config: Config, folder: Path) -> None:
-    """Writes model and tokenizer to `folder`, which appears whole or not at all; all ranks call it."""
-    weights = policy.collect_weights()
-    if policy.ranks.rank:
+def save_model(trained: TrainedModel, folder: Path, *, tokenizer: str) -> None:
+    """Writes the model, and the tokenizer of the model at `tokenizer`, to `folder`, which appears whole or not at
+    all; all ranks call it."""
+    weights = trained.collect_weights()
+    if trained.ranks.rank:
         return
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    policy.model.save_pretrained(partial, state_dict=weights)
+    trained.model.save_pretrained(partial, state_dict=weights)
     for name in TOKENIZER_FILES:
-        source = cached_file(config.model.path, name, _raise_exceptions_for_missing_entries=False)
+        source = cached_file(tokenizer, name, _raise_exceptions_for_missing_entries=False)
         if source is not None:
             shutil.copyfile(source, partial / name)
     if folder.exists():

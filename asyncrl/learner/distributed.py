@@ -30,6 +30,7 @@ class Ranks:
     rank: int
     count: int
     device: torch.device
+    what: str = "learner"
 
     def sum(self, values: Tensor) -> Tensor:
         return self._reduce(values, dist.ReduceOp.SUM)
@@ -61,7 +62,7 @@ class Ranks:
         if error is not None:
             raise error
         message = bytes(text.tolist()).rstrip(b"\0").decode(errors="replace")
-        raise RunError(f"learner rank {first}: {message}")
+        raise RunError(f"{self.what} rank {first}: {message}")
 
     def _reduce(self, values: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:
         if self.count == 1:
@@ -73,9 +74,9 @@ class Ranks:
 
 @contextmanager
 def connected(
-    endpoints: Endpoints, rank: int, count: int, *, start_timeout_s: float, timeout_s: float
+    endpoints: Endpoints, rank: int, count: int, *, start_timeout_s: float, timeout_s: float, what: str = "learner"
 ) -> Iterator[Ranks]:
-    """The learner ranks, connected; each collective then has the deadline `timeout_s`.
+    """The learner ranks (or what else the ranks are), connected; each collective then has the deadline `timeout_s`.
 
     Rank 0 opens the rendezvous at `endpoints.learners`. Raises PeerTimeoutError naming the ranks that did not come
     within `start_timeout_s`, and when another rank is lost later.
@@ -87,9 +88,9 @@ def connected(
     host, port = endpoints.learners
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(local)}
     os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
-    store = _rendezvous(host, port, rank, count, start_timeout_s)
+    store = _rendezvous(host, port, rank, count, start_timeout_s, what)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    with _failures_named(rank):
+    with _failures_named(rank, what):
         dist.init_process_group(
             backend,
             store=PrefixStore(endpoints.run_id, store),
@@ -98,12 +99,12 @@ def connected(
             timeout=timedelta(seconds=timeout_s),
         )
         deepspeed.init_distributed(backend, auto_mpi_discovery=False, timeout=timedelta(seconds=timeout_s))
-        yield Ranks(rank, count, device)
+        yield Ranks(rank, count, device, what)
         dist.barrier()
         dist.destroy_process_group()
 
 
-def _rendezvous(host: str, port: int, rank: int, count: int, timeout_s: float) -> TCPStore:
+def _rendezvous(host: str, port: int, rank: int, count: int, timeout_s: float, what: str) -> TCPStore:
     deadline_s = time.monotonic() + timeout_s
     timeout = timedelta(seconds=timeout_s)
     try:
@@ -116,7 +117,7 @@ def _rendezvous(host: str, port: int, rank: int, count: int, timeout_s: float) -
             store = TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
     except (OSError, dist.DistNetworkError, dist.DistStoreError) as error:
         raise PeerTimeoutError(
-            f"learner rank {rank}: no rendezvous at {host}:{port} within {timeout_s:g} s: {error}"
+            f"{what} rank {rank}: no rendezvous at {host}:{port} within {timeout_s:g} s: {error}"
         ) from error
     store.set(f"here/{rank}", "1")
     missing: list[int] = []
@@ -127,12 +128,12 @@ def _rendezvous(host: str, port: int, rank: int, count: int, timeout_s: float) -
         except dist.DistStoreError:
             missing.append(other)
     if missing:
-        raise PeerTimeoutError(f"learner ranks {missing} of {count} did not come up within {timeout_s:g} s")
+        raise PeerTimeoutError(f"{what} ranks {missing} of {count} did not come up within {timeout_s:g} s")
     return store
 
 
 @contextmanager
-def _failures_named(rank: int) -> Iterator[None]:
+def _failures_named(rank: int, what: str) -> Iterator[None]:
     """Turns a broken collective into a PeerTimeoutError."""
     try:
         yield
@@ -143,5 +144,5 @@ def _failures_named(rank: int) -> Iterator[None]:
         if not (isinstance(error, dist.DistError) or "gloo" in text or "NCCL" in text):
             raise
         raise PeerTimeoutError(
-            f"learner rank {rank}: another learner rank stopped or did not answer: {text.splitlines()[0]}"
+            f"{what} rank {rank}: another {what} rank stopped or did not answer: {text.splitlines()[0]}"
         ) from error

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from asyncrl.config import Config
 from asyncrl.errors import AsyncrlError, InvariantError, PeerTimeoutError
-from asyncrl.learner.algorithm import Algorithm, make_algorithm
+from asyncrl.learner.algorithm import make_algorithm
 from asyncrl.learner.batch import Batch, check_staleness, make_batch
 from asyncrl.learner.checkpoint import save_model
+from asyncrl.learner.critic import Critic, ValueFunction
 from asyncrl.learner.distributed import Ranks, connected
-from asyncrl.learner.policy import Policy
-from asyncrl.learner.schedule import learning_rate
-from asyncrl.learner.update import update
+from asyncrl.learner.remote_critic import RemoteCritic
+from asyncrl.learner.trainer import Trainer
 from asyncrl.types import Endpoints, Shard
 
 log = structlog.get_logger()
@@ -31,6 +31,7 @@ class Batches(Protocol):
 
     def take(self, step: int) -> Shard | None: ...
     def commit(self, step: int, metrics: dict[str, float]) -> dict[str, float]: ...
+    def evaluations(self, should_stop: Callable[[], bool]) -> Iterable[tuple[int, dict[str, float]]]: ...
 
 
 class SyncStats(Protocol):
@@ -79,7 +80,13 @@ def run_learner(
         ) as ranks,
         ExitStack() as parts,
     ):
-        policy = Policy(config, ranks)
+        critic: ValueFunction | None = None
+        if algorithm.needs_critic and config.critic.ranks:
+            critic = RemoteCritic(config, rank, endpoints)
+            parts.callback(critic.close)
+        elif algorithm.needs_critic:
+            critic = Critic(config, ranks)
+        trainer = Trainer(config, ranks, algorithm, critic)
         client = LearnerClient(endpoints, rank, timeout_s=launch.progress_timeout_s)
         parts.callback(client.close)
         sender = trackers = None
@@ -96,7 +103,7 @@ def run_learner(
                 device=str(ranks.device),
             )
             parts.callback(sender.close)
-        Learner(config, policy, algorithm, client, sender, trackers, run_dir).run(should_stop)
+        Learner(config, trainer, client, sender, trackers, run_dir).run(should_stop)
 
 
 @dataclass(slots=True)
@@ -104,8 +111,7 @@ class Learner:
     """The loop of one rank. Rank 0 has a sender and a tracker, the others have none."""
 
     config: Config
-    policy: Policy
-    algorithm: Algorithm
+    trainer: Trainer
     batches: Batches
     sender: Sender | None
     tracker: Tracker | None
@@ -115,7 +121,7 @@ class Learner:
 
     @property
     def ranks(self) -> Ranks:
-        return self.policy.ranks
+        return self.trainer.ranks
 
     def run(self, should_stop: Callable[[], bool]) -> None:
         """Trains until the last step, or until the batches end or any rank should stop; then saves the model."""
@@ -124,20 +130,18 @@ class Learner:
             if self.ranks.any(should_stop()) or not self._train(step):
                 log.info("learner stops early", finished_steps=step - 1)
                 break
-        save_model(self.policy, self.config, self.run_dir / "model")
+        self._save(self.run_dir, "model", "critic")
         self._finish_sending()
+        self._finish_evaluating(should_stop)
 
     def _train(self, step: int) -> bool:
         """One step; false when there is no batch for it."""
-        settings = self.config.learner
         started_s = time.monotonic()
         shard = self.batches.take(step)
         taken_s = time.monotonic()
         if shard is None:
             return False
-        lr = learning_rate(step, settings, steps=self.config.steps)
-        batch = self.prepare(shard, step)
-        metrics = update(self.policy, self.algorithm, batch, step=step, lr=lr, max_grad_norm=settings.max_grad_norm)
+        metrics = self.trainer.train(self.prepare(shard, step), step=step)
         metrics |= {
             "learner/wait_s": taken_s - started_s,
             "learner/step_s": time.monotonic() - taken_s,
@@ -145,11 +149,19 @@ class Learner:
         }
         # Committed before it is sent: no generator may have a version that the replay queue does not know.
         self._commit(step, metrics)
-        if step < self.config.steps:
+        if step < self.config.steps or self.config.evaluates(step):
             self._send(step)
-        if settings.save_every_steps and step % settings.save_every_steps == 0:
-            save_model(self.policy, self.config, self.run_dir / "checkpoints" / f"step-{step:06d}")
+        every = self.config.learner.save_every_steps
+        if every and step % every == 0:
+            self._save(self.run_dir / "checkpoints", f"step-{step:06d}", f"critic-{step:06d}")
         return True
+
+    def _save(self, folder: Path, name: str, critic_name: str) -> None:
+        """Writes the policy, and the critic where there is one."""
+        model = self.config.model.path
+        save_model(self.trainer.policy, folder / name, tokenizer=model)
+        if self.trainer.critic is not None:
+            self.trainer.critic.save(folder / critic_name)
 
     def prepare(self, shard: Shard, step: int) -> Batch:
         """The packed batch. An error of any rank is raised on all: none may wait for one that left."""
@@ -161,8 +173,9 @@ class Learner:
             check_staleness(shard.groups, version=step - 1, max_staleness=self.config.replay.max_staleness)
             batch = make_batch(
                 shard.groups,
-                self.algorithm.advantage,
                 tokens_per_microbatch=self.config.learner.tokens_per_microbatch,
+                minibatches=self.config.learner.minibatches,
+                skip_truncated=self.config.algorithm.truncated == "mask",
             )
         except InvariantError as broken:
             error = broken
@@ -174,9 +187,9 @@ class Learner:
         """Hands the weights to the sender, which copies them and goes on in the background."""
         started_s = time.monotonic()
         if self.sender is not None:
-            self.sender.send(version, self.policy.weights())
+            self.sender.send(version, self.trainer.policy.weights())
         else:
-            self.policy.join_gathering()
+            self.trainer.policy.join_gathering()
         self.sync_s = time.monotonic() - started_s
 
     def _commit(self, step: int, metrics: dict[str, float]) -> None:
@@ -206,3 +219,9 @@ class Learner:
             self.sender.wait()
         except PeerTimeoutError as error:
             log.warning("the last weights did not reach all generators", error=str(error))
+
+    def _finish_evaluating(self, should_stop: Callable[[], bool]) -> None:
+        """Records the evaluations that end after the last step."""
+        if self.tracker is not None and self.config.data.eval_files:
+            for step, metrics in self.batches.evaluations(should_stop):
+                self.tracker.log(step, metrics)

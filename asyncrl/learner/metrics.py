@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from asyncrl.algorithms.corrections import Level, importance_weights, safe_exp, weight_moments
+from asyncrl.algorithms.corrections import (
+    Level,
+    ess_from_moments,
+    importance_weights,
+    lag_moments,
+    safe_exp,
+    weight_moments,
+)
 from asyncrl.learner.batch import MicroBatch
 from asyncrl.learner.distributed import Ranks
 
+MAX_BUCKET = 16
+"""Tokens of this and higher staleness are one bucket."""
 CAPPED = 1e-4
 """Weights this much (relative) below the unbounded importance weight count as capped."""
 
@@ -21,12 +31,23 @@ class Tally:
 
     version: int
     level: Level
+    cap: float | None
+    """Upper bound of the importance weights."""
+    max_lag: int
     device: torch.device
     sums: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     staleness_max: Tensor | None = None
+    lag_moments: Tensor | None = None
 
     def add(
-        self, micro: MicroBatch, *, loss: Tensor, logprobs: Tensor, entropies: Tensor, token_gradient: Tensor
+        self,
+        micro: MicroBatch,
+        *,
+        loss: Tensor,
+        logprobs: Tensor,
+        entropies: Tensor,
+        advantages: Tensor,
+        token_gradient: Tensor,
     ) -> None:
         """Counts a micro-batch: its part of the loss, and the gradient [N] of the token losses by `logprobs` [N].
 
@@ -38,9 +59,10 @@ class Tally:
         staleness = self.version - micro.versions
         fresh = staleness == 0
         kl = safe_exp(log_ratios) - 1 - log_ratios
-        signal = micro.advantages != 0
-        weights = torch.where(signal, -token_gradient / micro.advantages, 0.0)
+        signal = advantages != 0
+        weights = torch.where(signal, -token_gradient / advantages, 0.0)
         total, squares, count = weight_moments(log_ratios, micro.seq, level=self.level)
+        capped_total, capped_squares, _ = weight_moments(log_ratios, micro.seq, level=self.level, high=self.cap)
         for name, value in {
             "loss": loss,
             "entropy": entropies.sum(),
@@ -56,13 +78,19 @@ class Tally:
             "ess_total": total,
             "ess_squares": squares,
             "ess_count": count,
+            "ess_capped_total": capped_total,
+            "ess_capped_squares": capped_squares,
         }.items():
             value = value.double().to(self.device)
             self.sums[name] = self.sums[name] + value if name in self.sums else value
         self._keep_max(staleness)
+        moments = lag_moments(log_ratios, staleness, max_lag=min(self.max_lag, MAX_BUCKET))
+        self.lag_moments = moments if self.lag_moments is None else self.lag_moments + moments
 
-    def reduce(self, ranks: Ranks) -> dict[str, float]:
+    def reduce(self, ranks: Ranks, *, updates: int, epochs: int) -> dict[str, float]:
         """Metrics of the whole step over all ranks, which all call this; a mean over nothing is left out.
+
+        Means are over the step's `updates`; tokens are counted once, whatever the number of `epochs`.
 
         Of the tokens with an advantage, clip_fraction is the share that clipping or a mask left without
         gradient, capped_fraction the share that got less than its unbounded importance weight.
@@ -71,8 +99,8 @@ class Tally:
         table = ranks.gather(torch.stack([*self.sums.values(), self.staleness_max.double()]))
         s = dict(zip(self.sums, table[:, :-1].sum(dim=0).tolist(), strict=True))
         metrics = {
-            "learner/loss": s["loss"],
-            "learner/tokens": s["tokens"],
+            "learner/loss": s["loss"] / updates,
+            "learner/tokens": s["tokens"] / epochs,
             "staleness/max": float(table[:, -1].max()),
         }
         for name, total, count in (
@@ -81,13 +109,22 @@ class Tally:
             ("correction/weight_mean", s["weight"], s["signal"]),
             ("correction/capped_fraction", s["capped"], s["signal"]),
             ("correction/ess", s["ess_total"] ** 2, s["ess_count"] * s["ess_squares"]),
+            ("correction/ess_capped", s["ess_capped_total"] ** 2, s["ess_count"] * s["ess_capped_squares"]),
             ("correction/mismatch_kl", s["kl"], s["tokens"]),
             ("correction/mismatch_kl_lag0", s["fresh_kl"], s["fresh"]),
             ("staleness/mean", s["staleness"], s["tokens"]),
         ):
             if count:
                 metrics[name] = total / count
-        return metrics
+        return metrics | self._ess_by_lag(ranks)
+
+    def _ess_by_lag(self, ranks: Ranks) -> dict[str, float]:
+        """Effective sample size of the tokens of each staleness, for the run that has more than one."""
+        assert self.lag_moments is not None
+        if not self.max_lag:
+            return {}
+        sizes = ess_from_moments(ranks.sum(self.lag_moments)).tolist()
+        return {f"correction/ess_lag{lag}": size for lag, size in enumerate(sizes) if not math.isnan(size)}
 
     def _keep_max(self, staleness: Tensor) -> None:
         highest = staleness.max() if len(staleness) else torch.tensor(0, device=self.device)

@@ -59,7 +59,8 @@ class LiveView:
             return
         now_s = time.monotonic()
         step_ended = status["step"] != self._last_step
-        if step_ended and (now_s - self._last_line_s >= PLAIN_EVERY_S or status["step"] == self._steps):
+        due = now_s - self._last_line_s >= PLAIN_EVERY_S and (step_ended or status["eval"]["running"])
+        if due or (step_ended and status["step"] == self._steps):
             self._last_line_s, self._last_step = now_s, status["step"]
             self._console.print(self._line(status), highlight=False, soft_wrap=True)
 
@@ -69,6 +70,7 @@ class LiveView:
             f"staleness {status['staleness_mean']:.2f} (max {status['staleness_max']} of {self._max_staleness})  "
             f"{status['tokens_per_s']:,.0f} tok/s  "
             f"idle: generators {status['generator_idle']:.0%}, learners {status['learner_idle']:.0%}"
+            + _evaluated(status, "  eval ")
         )
 
     def _panel(self, status: dict[str, Any]) -> Panel:
@@ -89,6 +91,8 @@ class LiveView:
             "gradient norm",
             f"{metrics.get('learner/grad_norm', float('nan')):.3g}",
         )
+        if evaluated := _evaluated(status):
+            main.add_row("eval", evaluated, "", "")
         roles = Table(box=None, pad_edge=False, header_style="dim")
         for title in ("generator", "version", "groups", "tokens", "idle"):
             roles.add_column(title, justify="left" if title == "generator" else "right")
@@ -99,3 +103,12 @@ class LiveView:
 
 def _reward(status: dict[str, Any]) -> str:
     return "-" if status["reward"] is None else f"{status['reward']:.3f}"
+
+
+def _evaluated(status: dict[str, Any], before: str = "") -> str:
+    """The last evaluation and the one under way; empty when there is neither."""
+    last, running = status["eval"]["last"], status["eval"]["running"]
+    parts = [f"{last['reward']:.3f} (version {last['version']})"] if last else []
+    if running:
+        parts.append(f"version {running[0]['version']}: {running[0]['done']} of {running[0]['prompts']} prompts")
+    return before + ", ".join(parts) if parts else ""

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import zmq
 
 from asyncrl.errors import PeerTimeoutError, ProtocolError, RunError
+from asyncrl.replay.messages import EvaluatedBody
 from asyncrl.replay.wire import Array, Message, decode, encode, pack_group, unpack_group, unpack_leases
 from asyncrl.types import Endpoints, Group, Lease, Shard
 
 RESEND_S = 5.0
 """A finished group that is not acknowledged by then is sent again."""
 ARRAYS_PER_GROUP = 4
+EVALUATION_POLL_S = 0.1
+
+_Finished = tuple[str, Any, list[Array]]
+"""Kind, body and arrays of a message that is kept until it is acknowledged."""
 
 
 @dataclass(slots=True)
@@ -40,17 +45,21 @@ class LeaseReply:
     """The run is over or stopping: give back what is unfinished and return."""
     reason: str
     """What limits the number of leases: "staleness", "bytes", "share" (of each generator), or nothing."""
+    evaluations_left: bool = False
+    """Evaluation prompts of the version asked for are left to hand out."""
 
 
-class _Connection:
-    """A DEALER socket that speaks the wire, with numbered requests."""
+class Connection:
+    """A DEALER socket that speaks the wire, with numbered requests; to the replay queue unless told otherwise."""
 
-    def __init__(self, endpoints: Endpoints) -> None:
+    def __init__(self, endpoints: Endpoints, address: str = "", peer: str = "the replay queue") -> None:
         self.endpoints = endpoints
+        self.address = address or endpoints.replay
+        self.peer = peer
         self._seq = 0
         self._socket = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 500)
-        self._socket.connect(endpoints.replay)
+        self._socket.connect(self.address)
 
     def send(self, kind: str, body: Any, arrays: Sequence[Array] = ()) -> int:
         self._seq += 1
@@ -59,18 +68,21 @@ class _Connection:
         return self._seq
 
     def receive(self, timeout_s: float) -> Message | None:
-        """The next message within the time, or None. Raises RunError when the queue answers with an error."""
+        """The next message within the time, or None. Raises RunError when the peer answers with an error."""
         if not self._socket.poll(max(0, round(timeout_s * 1000))):
             return None
         frames = self._socket.recv_multipart(copy=False)
         message = decode(self.endpoints.run_id, [frame.buffer for frame in frames])
         if message.kind == "error":
-            raise RunError(f"the replay queue refused a message: {message.body['text']}")
+            raise RunError(f"{self.peer} refused a message: {message.body['text']}")
         return message
 
-    def request(self, kind: str, body: Any, *, timeout_s: float) -> Message:
+    def request(self, kind: str, body: Any, arrays: Sequence[Array] = (), *, timeout_s: float) -> Message:
         """Sends and waits for the answer. Raises PeerTimeoutError."""
-        seq = self.send(kind, body)
+        return self.await_answer(kind, self.send(kind, body, arrays), timeout_s=timeout_s)
+
+    def await_answer(self, kind: str, seq: int, *, timeout_s: float) -> Message:
+        """The answer to the request `seq` of that kind. Raises PeerTimeoutError."""
         deadline_s = time.monotonic() + timeout_s
         while (left_s := deadline_s - time.monotonic()) > 0:
             message = self.receive(left_s)
@@ -79,9 +91,7 @@ class _Connection:
         raise self.silent(kind, timeout_s)
 
     def silent(self, kind: str, timeout_s: float) -> PeerTimeoutError:
-        return PeerTimeoutError(
-            f"the replay queue at {self.endpoints.replay} did not answer {kind!r} within {timeout_s:g} s"
-        )
+        return PeerTimeoutError(f"{self.peer} at {self.address} did not answer {kind!r} within {timeout_s:g} s")
 
     def close(self) -> None:
         self._socket.close()
@@ -96,11 +106,11 @@ class GeneratorClient:
     def __init__(self, endpoints: Endpoints, generator: int, *, timeout_s: float = 60.0) -> None:
         self.generator = generator
         self.timeout_s = timeout_s
-        self._connection = _Connection(endpoints)
+        self._connection = Connection(endpoints)
         self._ask_seq: int | None = None
         self._ask_s = 0.0
-        self._unacknowledged: dict[tuple[int, int], tuple[float, float, Group]] = {}
-        """(ticket, attempt) -> first sent, last sent, group"""
+        self._unacknowledged: dict[tuple[bool, int, int], tuple[float, float, _Finished]] = {}
+        """(evaluation, ticket, attempt) -> first sent, last sent, message"""
 
     @property
     def outstanding(self) -> bool:
@@ -109,17 +119,19 @@ class GeneratorClient:
 
     @property
     def unacknowledged(self) -> int:
-        """Groups sent and not yet acknowledged."""
+        """Groups and evaluated prompts sent and not yet acknowledged."""
         return len(self._unacknowledged)
 
-    def ask(self, version: int, num_groups: int, stats: GeneratorStats) -> None:
-        """Asks for up to `num_groups` leases with `version` loaded; does nothing while an ask is outstanding."""
+    def ask(self, version: int, num_groups: int, stats: GeneratorStats, *, num_evaluations: int = 0) -> None:
+        """Asks for up to `num_groups` leases, and so many more of evaluation prompts, with `version` loaded; does
+        nothing while an ask is outstanding."""
         if self.outstanding:
             return
         body = {
             "generator": self.generator,
             "version": version,
             "num_groups": num_groups,
+            "num_evaluations": num_evaluations,
             "stats": asdict(stats),
         }
         self._ask_seq = self._connection.send("ask", body)
@@ -135,22 +147,31 @@ class GeneratorClient:
                 self._keep_sending()
                 return None
             if message.kind == "finished":
-                self._unacknowledged.pop((message.body["ticket"], message.body["attempt"]), None)
+                key = message.body["evaluation"], message.body["ticket"], message.body["attempt"]
+                self._unacknowledged.pop(key, None)
             elif message.kind == "leases" and message.seq == self._ask_seq:
                 self._ask_seq = None
                 leases = unpack_leases(message.body["leases"], message.arrays)
-                return LeaseReply(leases, message.body["done"], message.body["reason"])
+                body = message.body
+                return LeaseReply(leases, body["done"], body["reason"], body["evaluations_left"])
 
     def finish(self, group: Group) -> None:
         """Sends a finished group; it is kept and sent again until the queue acknowledges it."""
-        now_s = time.monotonic()
-        self._unacknowledged[(group.ticket, group.attempt)] = (now_s, now_s, group)
-        self._send_group(group)
+        self._send_finished((False, group.ticket, group.attempt), ("finish", *pack_group(group)))
 
-    def release(self, leases: Sequence[tuple[int, int, int]]) -> None:
-        """Gives back unfinished leases: (ticket, attempt, action tokens generated so far)."""
-        given = [{"ticket": ticket, "attempt": attempt, "tokens": tokens} for ticket, attempt, tokens in leases]
-        self._connection.send("release", {"generator": self.generator, "leases": given})
+    def evaluated(self, result: EvaluatedBody) -> None:
+        """Sends an evaluated prompt, as `finish` does a group."""
+        self._send_finished((True, result["ticket"], result["attempt"]), ("evaluated", result, []))
+
+    def release(self, leases: Sequence[tuple[int, int, int]], *, evaluations: Sequence[tuple[int, int]] = ()) -> None:
+        """Gives back unfinished leases: (ticket, attempt, action tokens generated so far); (ticket, attempt) of
+        evaluation prompts."""
+        body = {
+            "generator": self.generator,
+            "leases": [{"ticket": ticket, "attempt": attempt, "tokens": tokens} for ticket, attempt, tokens in leases],
+            "evaluations": [{"ticket": ticket, "attempt": attempt} for ticket, attempt in evaluations],
+        }
+        self._connection.send("release", body)
 
     def close(self, *, linger_s: float = 5.0) -> None:
         """Waits for acknowledgements, at most `linger_s`, and closes."""
@@ -159,9 +180,10 @@ class GeneratorClient:
             self.poll(0.05)
         self._connection.close()
 
-    def _send_group(self, group: Group) -> None:
-        meta, arrays = pack_group(group)
-        self._connection.send("finish", meta, arrays)
+    def _send_finished(self, key: tuple[bool, int, int], message: _Finished) -> None:
+        now_s = time.monotonic()
+        self._unacknowledged[key] = (now_s, now_s, message)
+        self._connection.send(*message)
 
     def _keep_sending(self) -> None:
         now_s = time.monotonic()
@@ -170,10 +192,10 @@ class GeneratorClient:
             waits_s.append(now_s - self._ask_s)
         if waits_s and max(waits_s) > self.timeout_s:
             raise self._connection.silent("ask" if self.outstanding else "finish", self.timeout_s)
-        for key, (first_s, sent_s, group) in self._unacknowledged.items():
+        for key, (first_s, sent_s, message) in self._unacknowledged.items():
             if now_s - sent_s > RESEND_S:
-                self._unacknowledged[key] = (first_s, now_s, group)
-                self._send_group(group)
+                self._unacknowledged[key] = (first_s, now_s, message)
+                self._connection.send(*message)
 
 
 class LearnerClient:
@@ -182,7 +204,7 @@ class LearnerClient:
     def __init__(self, endpoints: Endpoints, rank: int, *, timeout_s: float = 60.0) -> None:
         self.rank = rank
         self.timeout_s = timeout_s
-        self._connection = _Connection(endpoints)
+        self._connection = Connection(endpoints)
 
     def take(self, step: int) -> Shard | None:
         """This rank's shard of the step, as soon as the batch is complete; None when the run is stopping, the
@@ -202,6 +224,19 @@ class LearnerClient:
         body = {"step": step, "metrics": metrics}
         return self._connection.request("commit", body, timeout_s=self.timeout_s).body["metrics"]
 
+    def evaluations(self, should_stop: Callable[[], bool]) -> Iterator[tuple[int, dict[str, float]]]:
+        """Evaluations that no commit has reported, as (step they ended at, metrics), until there are no more to
+        come. Only rank 0 calls it, after its last commit."""
+        while not should_stop():
+            body = self._connection.request("next_evaluation", {}, timeout_s=self.timeout_s).body
+            match body["outcome"]:
+                case "ended":
+                    yield body["step"], body["metrics"]
+                case "none":
+                    return
+                case _:
+                    time.sleep(EVALUATION_POLL_S)
+
     def close(self) -> None:
         self._connection.close()
 
@@ -218,7 +253,7 @@ class LauncherClient:
 
     def __init__(self, endpoints: Endpoints, *, timeout_s: float = 5.0) -> None:
         self.timeout_s = timeout_s
-        self._connection = _Connection(endpoints)
+        self._connection = Connection(endpoints)
 
     def status(self) -> dict[str, Any]:
         return self._request("status", {})

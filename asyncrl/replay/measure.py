@@ -11,6 +11,7 @@ import numpy as np
 
 from asyncrl.config import Config
 from asyncrl.replay.ledger import Ledger, State
+from asyncrl.replay.messages import GroupMeta
 from asyncrl.replay.wire import Array
 
 RATE_WINDOW_S = 10.0
@@ -46,6 +47,34 @@ class GeneratorState:
 
 
 @dataclass(slots=True)
+class ScoredSince:
+    """Means over the trajectories that were scored since the last step: rewards, their parts, lengths."""
+
+    sums: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
+    """Sum and count by metric."""
+
+    def add(self, meta: GroupMeta, action_mask: Array) -> None:
+        ends = np.cumsum(meta["lengths"])
+        tokens = np.add.reduceat(action_mask.astype(np.int64), np.concatenate([[0], ends[:-1]]))
+        self._count("reward/mean", meta["rewards"])
+        self._count(f"reward/{meta['data_source']}", meta["rewards"])
+        for name in {name for parts in meta["parts"] for name in parts}:
+            self._count(f"reward_part/{name}", [parts[name] for parts in meta["parts"] if name in parts])
+        self._count("completion/tokens", tokens.tolist())
+        self._count("completion/truncated_fraction", [float(status == "truncated") for status in meta["status"]])
+
+    def take(self) -> dict[str, float]:
+        """The means, once; nothing is left of them here."""
+        sums, self.sums = self.sums, {}
+        return {name: total / count for name, (total, count) in sums.items()}
+
+    def _count(self, name: str, values: Sequence[float]) -> None:
+        total = self.sums.setdefault(name, [0.0, 0.0])
+        total[0] += sum(values)
+        total[1] += len(values)
+
+
+@dataclass(slots=True)
 class RunMeasure:
     """Sums over the run. Rewards count every group that was scored, trained or without signal; staleness is in
     learner steps and counts action tokens when they are trained."""
@@ -56,7 +85,7 @@ class RunMeasure:
     last_step_s: float | None = None
     generators: dict[int, GeneratorState] = field(default_factory=dict[int, GeneratorState])
     step_rewards: list[float] = field(default_factory=list[float])
-    pending_rewards: list[float] = field(default_factory=list[float])
+    scored_since: ScoredSince = field(default_factory=ScoredSince)
     histogram: list[int] = field(default_factory=list[int])
     learner_wait_s: float = 0.0
     learners: set[int] = field(default_factory=set[int])
@@ -69,8 +98,9 @@ class RunMeasure:
             self.first_lease_s = time.monotonic()
         self.generators.setdefault(generator, GeneratorState()).hear(version, stats)
 
-    def scored(self, rewards: Sequence[float]) -> None:
-        self.pending_rewards.extend(rewards)
+    def scored(self, meta: GroupMeta, arrays: Sequence[Array]) -> None:
+        """Counts a group that has its rewards."""
+        self.scored_since.add(meta, arrays[1])
 
     def committed(
         self, step: int, groups: Sequence[Sequence[Array]], metrics: dict[str, float], ledger: Ledger
@@ -84,13 +114,13 @@ class RunMeasure:
         self.learner_wait_s += min(waited_s, now_s - since_s)
         self.last_step_s = now_s
         self.recent = [item for item in self.recent if now_s - item[0] < RATE_WINDOW_S] + [(now_s, tokens)]
-        if self.pending_rewards:
-            self.step_rewards.append(float(np.mean(self.pending_rewards)))
+        scored = self.scored_since.take()
+        if "reward/mean" in scored:
+            self.step_rewards.append(scored["reward/mean"])
         elif self.step_rewards:
             self.step_rewards.append(self.step_rewards[-1])
-        self.pending_rewards = []
         lags = np.arange(len(counts))
-        own = {
+        own = scored | {
             "reward/mean": self.step_rewards[-1] if self.step_rewards else 0.0,
             "staleness/mean": float((counts * lags).sum() / max(tokens, 1)),
             "staleness/max": float(lags[counts > 0].max(initial=0)),

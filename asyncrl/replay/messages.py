@@ -1,4 +1,7 @@
-"""The messages of the replay queue: every kind, with the schema of its body. Unknown and missing keys are refused."""
+"""The messages of the replay queue and of critics: every kind, with the schema of its body.
+
+Unknown and missing keys are refused.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,7 @@ class AskBody(TypedDict):
     generator: int
     version: int
     num_groups: int
+    num_evaluations: int
     stats: StatsBody
 
 
@@ -37,6 +41,9 @@ class LeaseMeta(TypedDict):
     ground_truth: str
     data_source: str
     extra_info: dict[str, Any]
+    chat: list[dict[str, Any]] | None
+    columns: dict[str, Any]
+    evaluation: bool
 
 
 @_CLOSED
@@ -44,6 +51,7 @@ class LeasesBody(TypedDict):
     leases: list[LeaseMeta]
     done: bool
     reason: str
+    evaluations_left: bool
 
 
 @_CLOSED
@@ -68,6 +76,22 @@ class GroupMeta(TypedDict):
 
 
 @_CLOSED
+class EvaluatedBody(TypedDict):
+    """One evaluation prompt, completed and scored."""
+
+    ticket: int
+    attempt: int
+    version: int
+    """The policy version that sampled every token."""
+    data_source: str
+    rewards: list[float]
+    """Of each completion; 0 where its status is failed."""
+    status: list[Status]
+    tokens: int
+    """Of all completions."""
+
+
+@_CLOSED
 class ReleasedLease(TypedDict):
     ticket: int
     attempt: int
@@ -75,9 +99,16 @@ class ReleasedLease(TypedDict):
 
 
 @_CLOSED
+class ReleasedEvaluation(TypedDict):
+    ticket: int
+    attempt: int
+
+
+@_CLOSED
 class ReleaseBody(TypedDict):
     generator: int
     leases: list[ReleasedLease]
+    evaluations: list[ReleasedEvaluation]
 
 
 @_CLOSED
@@ -105,9 +136,45 @@ class MetricsBody(TypedDict):
 
 
 @_CLOSED
+class EvaluationBody(TypedDict):
+    outcome: Literal["ended", "wait", "none"]
+    step: int
+    metrics: dict[str, float]
+
+
+@_CLOSED
 class AckBody(TypedDict):
     ticket: int
     attempt: int
+    evaluation: bool
+
+
+@_CLOSED
+class ValueBody(TypedDict):
+    """Packed rows to be valued; the frames are tokens, sequence lengths and valued positions of each."""
+
+    rank: int
+    step: int
+    minibatches: list[int]
+    """Rows of each mini-batch."""
+    names: list[list[list[int]]]
+    """Ticket and number of every sequence of each row."""
+
+
+@_CLOSED
+class StepBody(TypedDict):
+    step: int
+
+
+@_CLOSED
+class SaveBody(TypedDict):
+    rank: int
+    folder: str
+
+
+@_CLOSED
+class LeaveBody(TypedDict):
+    rank: int
 
 
 @_CLOSED
@@ -125,11 +192,20 @@ BODIES: dict[str, TypeAdapter[Any]] = {
     "leases": TypeAdapter(LeasesBody),
     "finish": TypeAdapter(GroupMeta),
     "finished": TypeAdapter(AckBody),
+    "evaluated": TypeAdapter(EvaluatedBody),
     "release": TypeAdapter(ReleaseBody),
     "take": TypeAdapter(TakeBody),
     "shard": TypeAdapter(ShardBody),
     "commit": TypeAdapter(CommitBody),
     "committed": TypeAdapter(MetricsBody),
+    "value": TypeAdapter(ValueBody),
+    "values": TypeAdapter(StepBody),
+    "train": TypeAdapter(TakeBody),
+    "trained": TypeAdapter(MetricsBody),
+    "save": TypeAdapter(SaveBody),
+    "leave": TypeAdapter(LeaveBody),
+    "next_evaluation": TypeAdapter(EmptyBody),
+    "evaluation": TypeAdapter(EvaluationBody),
     "status": TypeAdapter(EmptyBody),
     "summary": TypeAdapter(EmptyBody),
     "shutdown": TypeAdapter(EmptyBody),

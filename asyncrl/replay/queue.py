@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import structlog
 
 from asyncrl.config import Config
-from asyncrl.errors import InvariantError, ProtocolError, RunError
+from asyncrl.errors import ProtocolError, RunError
+from asyncrl.replay.evaluation import EvalBook, eval_metrics
+from asyncrl.replay.held import Held, PromptSource, Step
 from asyncrl.replay.ledger import Ledger, State, balance
 from asyncrl.replay.measure import RunMeasure
 from asyncrl.replay.messages import GroupMeta, ReleasedLease
@@ -25,54 +27,17 @@ SAME_REWARD = 1e-6
 """Rewards of a group that differ by less carry no signal."""
 
 
-@dataclass(slots=True)
-class Held:
-    """A ticket's data while it is leased, and its frames once it is finished."""
-
-    prompt: Prompt
-    leased_s: float
-    generator: int
-    attempt: int = 0
-    meta: GroupMeta | None = None
-    arrays: list[Array] = field(default_factory=list[Array])
-    taken_s: float = 0.0
-
-    @property
-    def finished(self) -> GroupMeta:
-        if self.meta is None:
-            raise InvariantError("replay: a group without data counts as finished")
-        return self.meta
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(array.nbytes for array in self.arrays)
-
-
-@dataclass(slots=True)
-class Step:
-    """The batch of the step in progress: tickets of each learner rank."""
-
-    number: int
-    shards: list[list[int]]
-
-
-class PromptSource(Protocol):
-    """An endless stream of prompts."""
-
-    skipped_rows: int
-    """Rows left out so far because they do not fit the model's window."""
-
-    def __next__(self) -> Prompt: ...
-
-
 class ReplayQueue:
     """Hands out leases by admission, keeps finished groups, deals batches, counts everything.
 
     Every method is one message of the wire; the server calls them one at a time.
     """
 
-    def __init__(self, config: Config, prompts: PromptSource, trace: TraceWriter) -> None:
+    def __init__(
+        self, config: Config, prompts: PromptSource, trace: TraceWriter, eval_prompts: Sequence[Prompt] = ()
+    ) -> None:
         self.config = config
+        self.evaluation = EvalBook(config, eval_prompts)
         self.prompts = prompts
         self.trace = trace
         self.measure = RunMeasure(config)
@@ -97,19 +62,27 @@ class ReplayQueue:
         return -(-admitted // self.config.launch.generators)
 
     @property
-    def done(self) -> bool:
+    def trained(self) -> bool:
         """No more groups are wanted: all steps are committed, or the run was asked to stop."""
         return bool(self.stop_reason) or self.ledger.steps >= self.config.steps
 
-    def ask(self, generator: int, version: int, num_groups: int, stats: dict[str, Any]) -> tuple[list[Lease], str]:
-        """Leases for a generator that has `version` loaded, and what limits their number ("" when nothing does)."""
+    @property
+    def done(self) -> bool:
+        """Generators have nothing left to do."""
+        return self.trained and not self.evaluation.running
+
+    def ask(
+        self, generator: int, version: int, num_groups: int, stats: dict[str, Any], num_evaluations: int = 0
+    ) -> tuple[list[Lease], str]:
+        """Leases for a generator that has `version` loaded, those of evaluation prompts first, and what limits the
+        number of the others ("" when nothing does)."""
         if version > self.ledger.steps:
             raise ProtocolError(
                 f"generator {generator} claims version {version}, the learner is at {self.ledger.steps}"
             )
         self.measure.heard(generator, version, stats)
-        leases: list[Lease] = []
-        while len(leases) < num_groups and not self.done:
+        leases = self.evaluation.lease(generator, version, num_evaluations, time.monotonic())
+        for _ in range(0 if self.trained else num_groups):
             if not self.ledger.can_lease(version):
                 return leases, "staleness"
             if self.leased_by[generator] >= self.share:
@@ -137,7 +110,7 @@ class ReplayQueue:
         held.meta, held.arrays = meta, arrays
         reason = self._refund_reason(meta)
         if reason != "failed":
-            self.measure.scored(meta["rewards"])
+            self.measure.scored(meta, arrays)
         if reason:
             self._refund(meta["ticket"], reason)
         else:
@@ -154,6 +127,7 @@ class ReplayQueue:
 
     def expire(self, now_s: float) -> None:
         """Returns leases older than `replay.lease_timeout_s`."""
+        self.evaluation.expire(now_s)
         limit_s = self.config.replay.lease_timeout_s
         for number, held in self.held.items():
             if now_s - held.leased_s > limit_s and self.ledger.is_current(number, held.attempt):
@@ -171,7 +145,7 @@ class ReplayQueue:
         if step != self.ledger.steps + 1:
             raise ProtocolError(f"learner rank {rank} takes step {step}, the next one is {self.ledger.steps + 1}")
         if self.step is None:
-            if self.done:
+            if self.trained:
                 return "stop", []
             self.step = self._compose(step)
             if self.step is None:
@@ -179,7 +153,8 @@ class ReplayQueue:
         return "shard", [self.held[number] for number in self.step.shards[rank]]
 
     def commit(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
-        """Ends the step in progress: its groups are trained. Gives the step's metrics of this side."""
+        """Ends the step in progress: its groups are trained. Gives the step's metrics of this side, with those of an
+        evaluation that ended."""
         if self.step is None or step != self.step.number:
             raise ProtocolError(f"commit of step {step}, in progress is {self.step and self.step.number}")
         now_s = time.monotonic()
@@ -197,15 +172,27 @@ class ReplayQueue:
             "replay/refunded_groups": float(sum(a.groups for a in self.ledger.refunded.values())),
         }
         arrays = [held.arrays for held in groups]
-        return queue | self.measure.committed(step, arrays, metrics, self.ledger)
+        self.evaluation.committed(step)
+        own = queue | self.measure.committed(step, arrays, metrics, self.ledger)
+        return own | self.evaluation.next_metrics()
+
+    def next_evaluation(self) -> tuple[str, int, dict[str, float]]:
+        """("ended", step, metrics) of an evaluation that no commit has reported, ("wait", 0, {}) while more are to
+        come, or ("none", 0, {})."""
+        result = self.evaluation.next_result()
+        if result is not None:
+            return "ended", result["at_step"], eval_metrics(result)
+        return "none" if self.done else "wait", 0, {}
 
     def stop(self, reason: str) -> None:
         self.stop_reason = self.stop_reason or reason
+        self.evaluation.drop_all(f"the run stopped: {reason}")
         log.info("stopping", reason=reason)
 
     def status(self) -> dict[str, Any]:
         """What a live view shows."""
         status = self.measure.status(self.ledger) | {"done": self.done, "duplicates": self.duplicates}
+        status["eval"] = self.evaluation.status()
         for index, generator in status["generators"].items():
             generator["leased"] = self.leased_by[int(index)]
         return status
@@ -215,6 +202,7 @@ class ReplayQueue:
         return self.measure.summary(self.ledger) | {
             "duplicates": self.duplicates,
             "skipped_rows": self.prompts.skipped_rows,
+            **self.evaluation.summary(),
         }
 
     def close(self) -> None:
@@ -255,7 +243,9 @@ class ReplayQueue:
     def _refund_reason(self, meta: GroupMeta) -> str:
         if "failed" in meta["status"]:
             return "failed"
-        if self.config.replay.no_signal == "refund" and np.ptp(meta["rewards"]) < SAME_REWARD:
+        if self.config.algorithm.truncated == "mask" and set(meta["status"]) == {"truncated"}:
+            return "truncated"
+        if self.config.refunds_no_signal and np.ptp(meta["rewards"]) < SAME_REWARD:
             return "no_signal"
         return ""
 
@@ -277,6 +267,9 @@ class ReplayQueue:
             )
 
     def _compose(self, step: int) -> Step | None:
+        settings = self.config.replay
+        if self.ledger.count(State.FINISHED) < (settings.held_steps + 1) * settings.groups_per_step:
+            return None
         numbers = self.ledger.select()
         if numbers is None:
             return None

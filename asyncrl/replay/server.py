@@ -11,7 +11,8 @@ import structlog
 import zmq
 
 from asyncrl.errors import ConfigError, InvariantError, ProtocolError
-from asyncrl.replay.queue import Held, ReplayQueue
+from asyncrl.replay.held import Held
+from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.wire import Array, Buffer, Message, decode, encode, pack_leases
 from asyncrl.types import Endpoints
 
@@ -106,16 +107,28 @@ class ReplayServer:
 
     def _ask(self, message: Message) -> Reply:
         body = message.body
-        leases, reason = self.queue.ask(body["generator"], body["version"], body["num_groups"], body["stats"])
+        leases, reason = self.queue.ask(
+            body["generator"], body["version"], body["num_groups"], body["stats"], body["num_evaluations"]
+        )
         metas, arrays = pack_leases(leases)
-        return "leases", {"leases": metas, "done": self.queue.done, "reason": reason}, arrays
+        left = self.queue.evaluation.left(body["version"])
+        return "leases", {"leases": metas, "done": self.queue.done, "reason": reason, "evaluations_left": left}, arrays
 
     def _finish(self, message: Message) -> Reply:
         self.queue.finish(message.body, message.arrays)
-        return "finished", {"ticket": message.body["ticket"], "attempt": message.body["attempt"]}, []
+        return "finished", _acknowledged(message, evaluation=False), []
+
+    def _evaluated(self, message: Message) -> Reply:
+        self.queue.evaluation.finish(message.body)
+        return "finished", _acknowledged(message, evaluation=True), []
+
+    def _next_evaluation(self, message: Message) -> Reply:
+        outcome, step, metrics = self.queue.next_evaluation()
+        return "evaluation", {"outcome": outcome, "step": step, "metrics": metrics}, []
 
     def _release(self, message: Message) -> Reply:
         self.queue.release(message.body["generator"], message.body["leases"])
+        self.queue.evaluation.release(message.body["evaluations"])
         return "ok", {}, []
 
     def _take(self, message: Message) -> Reply | None:
@@ -146,12 +159,18 @@ class ReplayServer:
         return "ok", {}, []
 
 
+def _acknowledged(message: Message, *, evaluation: bool) -> dict[str, Any]:
+    return {"ticket": message.body["ticket"], "attempt": message.body["attempt"], "evaluation": evaluation}
+
+
 HANDLERS: dict[str, Callable[[ReplayServer, Message], Reply | None]] = {
     "ask": ReplayServer._ask,
     "finish": ReplayServer._finish,
+    "evaluated": ReplayServer._evaluated,
     "release": ReplayServer._release,
     "take": ReplayServer._take,
     "commit": ReplayServer._commit,
+    "next_evaluation": ReplayServer._next_evaluation,
     "status": ReplayServer._status,
     "summary": ReplayServer._summary,
     "stop": ReplayServer._stop,

@@ -188,6 +188,9 @@ def pack_leases(leases: Sequence[Lease]) -> tuple[list[LeaseMeta], list[Array]]:
             "ground_truth": lease.prompt.ground_truth,
             "data_source": lease.prompt.data_source,
             "extra_info": lease.prompt.extra_info,
+            "chat": lease.prompt.chat,
+            "columns": lease.prompt.columns,
+            "evaluation": lease.evaluation,
         }
         for lease in leases
     ]
@@ -207,7 +210,10 @@ def unpack_leases(metas: Sequence[LeaseMeta], arrays: Sequence[Array]) -> list[L
                 ground_truth=meta["ground_truth"],
                 data_source=meta["data_source"],
                 extra_info=meta["extra_info"],
+                chat=meta["chat"],
+                columns=meta["columns"],
             ),
+            evaluation=meta["evaluation"],
         )
         for meta, tokens in zip(metas, arrays, strict=True)
     ]

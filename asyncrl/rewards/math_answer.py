@@ -18,16 +18,24 @@ def math_answer(solution_str: str, ground_truth: str) -> float:
     r"""1 when the answer in the completion (LaTeX, `\boxed{...}` first, or a plain expression) has the value of the
     ground truth ("1/2", "\frac{1}{2}", "0.5"), else 0.
 
-    Raises ValueError when the ground truth itself cannot be read.
+    Sets, intervals, matrices and text answers compare as such; units and percent signs do not count. The ground truth
+    is an answer, or a solution with the answer in `\boxed{...}`, as MATH has it. Raises ValueError when it cannot be
+    read.
     """
-    answer = parse(solution_str, extraction_config=_FORMS, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
+    answer = _parse(solution_str)
     return float(verify(_truth(ground_truth), answer, timeout_seconds=None))
 
 
 @functools.lru_cache(maxsize=1024)
-def _truth(ground_truth: str) -> Any:
-    for text in (ground_truth, f"\\boxed{{{ground_truth}}}"):
-        parsed = parse(text, extraction_config=_FORMS, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
-        if parsed:
-            return parsed
-    raise ValueError(f"the ground truth {ground_truth!r} is no mathematical expression")
+def _truth(ground_truth: str) -> list[Any]:
+    # Boxed, or of "2, 3" only the last number would be taken.
+    text = ground_truth if "\\boxed" in ground_truth else f"\\boxed{{{ground_truth.strip().strip('$')}}}"
+    parsed = _parse(text)
+    if all(isinstance(value, str) for value in parsed):
+        raise ValueError(f"the ground truth {ground_truth!r} is no mathematical expression")
+    return parsed
+
+
+def _parse(text: str) -> list[Any]:
+    """Readings of the answer in a text; only a string when it has no mathematical one."""
+    return parse(text, extraction_config=_FORMS, parsing_timeout=None)  # pyright: ignore[reportArgumentType]

@@ -2,44 +2,75 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
-import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from asyncrl.config import Options, Rewards
 from asyncrl.errors import ConfigError
-from asyncrl.rewards.load import CompletedGroup, RewardTable, Score
+from asyncrl.processes import end_with_parent
+from asyncrl.rewards import reward_model
+from asyncrl.rewards.functions import CompletedGroup, Message, Score
+from asyncrl.rewards.table import RewardTable
 
-PackedGroup = tuple[list[list[int]], bytes, str, str, dict[str, Any]]
-"""Action tokens of each completion, prompt tokens as int32 bytes, ground truth, data source, extra_info."""
+_TIME_SHARE = 0.9
+"""Share of the time limit that functions are told of; the rest is for the way back."""
+
+
+class PackedGroup(NamedTuple):
+    """A group on its way to a worker."""
+
+    completion_ids: list[list[int]]
+    """Action tokens of each completion."""
+    statuses: list[str]
+    prompt: bytes
+    """Tokens as int32."""
+    ground_truth: str
+    data_source: str
+    extra_info: dict[str, Any]
+    chat: list[Message] | None
+    columns: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """What a worker must know."""
+
+    rewards: Rewards
+    options: dict[str, Options]
+    ground_truth_name: str
+    tokenizer_path: str
+    trust_remote_code: bool
+    max_new_tokens: int
+    timeout_s: float
+    reward_model_address: str
+
 
 _Decoder = Callable[[list[list[int]]], list[str]]
 _Scorer = Callable[[PackedGroup], list[Score]]
 _scorer: _Scorer | None = None
 
 
-def start_worker(
-    parent: int, rewards: str | dict[str, str], ground_truth_name: str, tokenizer_path: str, trust_remote_code: bool
-) -> None:
+def start_worker(parent: int, spec: WorkerSpec) -> None:
     """Makes this process a reward worker: it ends with `parent`, uses one thread, and has the functions loaded.
 
     Never raises: a function that cannot be loaded is the error of every group it is asked to score.
     """
     global _scorer
-    _end_with(parent)
+    end_with_parent(parent)
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"):
         os.environ[name] = "1"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
-        decode = _load_decoder(tokenizer_path, trust_remote_code)
-        _scorer = _make_scorer(RewardTable(rewards), ground_truth_name, decode)
+        decode = _load_decoder(spec.tokenizer_path, spec.trust_remote_code)
+        reward_model.connect(spec.reward_model_address)
+        _scorer = _make_scorer(RewardTable(spec.rewards, spec.options), spec, decode)
     except ConfigError as error:
         message = str(error)
-        _scorer = lambda group: [(0.0, {}, message)] * len(group[0])  # noqa: E731
+        _scorer = lambda group: [(0.0, {}, message)] * len(group.completion_ids)  # noqa: E731
 
 
 def score_groups(groups: list[PackedGroup]) -> tuple[float, list[list[Score]]]:
@@ -50,12 +81,26 @@ def score_groups(groups: list[PackedGroup]) -> tuple[float, list[list[Score]]]:
     return time.perf_counter() - started, scores
 
 
-def _make_scorer(table: RewardTable, ground_truth_name: str, decode: _Decoder) -> _Scorer:
+def _make_scorer(table: RewardTable, spec: WorkerSpec, decode: _Decoder) -> _Scorer:
     def score(packed: PackedGroup) -> list[Score]:
-        completion_ids, prompt, ground_truth, data_source, extra_info = packed
-        prompt_text, *completions = decode([memoryview(prompt).cast("i").tolist(), *completion_ids])
-        about = (ground_truth, data_source, extra_info, ground_truth_name)
-        return table(CompletedGroup(prompt_text, completions, completion_ids, *about))
+        deadline_s = time.monotonic() + _TIME_SHARE * spec.timeout_s
+        prompt_text, *completions = decode([memoryview(packed.prompt).cast("i").tolist(), *packed.completion_ids])
+        return table(
+            CompletedGroup(
+                prompt=prompt_text,
+                completions=completions,
+                completion_ids=packed.completion_ids,
+                ground_truth=packed.ground_truth,
+                data_source=packed.data_source,
+                extra_info=packed.extra_info,
+                ground_truth_name=spec.ground_truth_name,
+                chat=packed.chat,
+                columns=packed.columns,
+                statuses=packed.statuses,
+                max_new_tokens=spec.max_new_tokens,
+                deadline_s=deadline_s,
+            )
+        )
 
     return score
 
@@ -69,16 +114,7 @@ def _load_decoder(path: str, trust_remote_code: bool) -> _Decoder:
         tokenizer = Tokenizer.from_file(str(file))
         return lambda ids: tokenizer.decode_batch(ids, skip_special_tokens=True)
     # A tokenizer without that file exists in Python only; transformers takes seconds and memory in every worker.
-    from transformers import AutoTokenizer
+    from asyncrl.tokenizer import load_tokenizer
 
-    slow = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    slow = load_tokenizer(path, trust_remote_code=trust_remote_code)
     return lambda ids: [slow.decode(one, skip_special_tokens=True) for one in ids]
-
-
-def _end_with(parent: int) -> None:
-    """The kernel kills this process when the thread that started it ends, however hard the parent was killed."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)

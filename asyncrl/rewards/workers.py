@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 import time
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures.process import BrokenProcessPool
@@ -17,8 +18,9 @@ from pebble import ProcessExpired, ProcessPool
 
 from asyncrl.config import Config
 from asyncrl.errors import RunError
-from asyncrl.rewards.load import RewardTable, Score, describe, failure, reward_for
-from asyncrl.rewards.scoring import PackedGroup, score_groups, start_worker
+from asyncrl.rewards.functions import Score, describe, failure
+from asyncrl.rewards.scoring import PackedGroup, WorkerSpec, score_groups, start_worker
+from asyncrl.rewards.table import reward_for, show_spec
 from asyncrl.types import Prompt
 
 log = structlog.get_logger()
@@ -28,6 +30,8 @@ TASK_S = 0.05
 MAX_GROUPS_PER_TASK = 64
 LINGER_S = 0.02
 """A bunch smaller than that waits so long after the one before it: a message costs far more than a quick reward."""
+CLOSE_S = 3.0
+"""Longest wait for the workers to end."""
 START_S = 60.0
 """Deadline for a worker to start and load its functions."""
 MAX_POOL_LOSSES = 3
@@ -71,17 +75,20 @@ class RewardPool:
     The thread that makes the pool must outlive it: its end ends the workers, as the end of the process does.
     """
 
-    def __init__(self, config: Config, *, tokenizer_path: str) -> None:
+    def __init__(self, config: Config, *, tokenizer_path: str, reward_model_address: str = "") -> None:
+        """`reward_model_address` is where `run_reward_model` listens; empty when no reward asks for it."""
         self._rewards = config.rewards
         self._workers = config.generator.reward_workers
         self._timeout_s = config.generator.reward_timeout_s
-        ground_truth_name = config.data.ground_truth_column.rpartition(".")[2]
-        self._initargs = (
-            os.getpid(),
-            config.rewards,
-            ground_truth_name,
-            tokenizer_path,
-            config.model.trust_remote_code,
+        self._spec = WorkerSpec(
+            rewards=config.rewards,
+            options=config.reward_options,
+            ground_truth_name=(config.data.ground_truth_column or "ground_truth").rpartition(".")[2],
+            tokenizer_path=tokenizer_path,
+            trust_remote_code=config.model.trust_remote_code,
+            max_new_tokens=config.generator.max_new_tokens,
+            timeout_s=config.generator.reward_timeout_s,
+            reward_model_address=reward_model_address,
         )
         self._waiting: deque[_Waiting] = deque()
         self._running: list[_Task] = []
@@ -95,9 +102,23 @@ class RewardPool:
         """Groups submitted and not yet collected."""
         return len(self._waiting) + sum(len(task.groups) for task in self._running)
 
-    def submit(self, key: Hashable, completions: list[list[int]], prompt: Prompt) -> None:
-        """Takes one group: the action tokens of each completion. `key` comes back with its rewards."""
-        packed = (completions, prompt.tokens.tobytes(), prompt.ground_truth, prompt.data_source, prompt.extra_info)
+    def submit(
+        self, key: Hashable, completions: Sequence[Sequence[int]], prompt: Prompt, statuses: Sequence[str]
+    ) -> None:
+        """Takes one group: the action tokens of each completion, and whether it is "completed" or "truncated".
+
+        `key` comes back with its rewards.
+        """
+        packed = PackedGroup(
+            completion_ids=[list(tokens) for tokens in completions],
+            statuses=list(statuses),
+            prompt=prompt.tokens.tobytes(),
+            ground_truth=prompt.ground_truth,
+            data_source=prompt.data_source,
+            extra_info=prompt.extra_info,
+            chat=prompt.chat,
+            columns=prompt.columns,
+        )
         self._waiting.append(_Waiting(key, packed))
 
     def collect(self) -> list[Scored]:
@@ -115,16 +136,23 @@ class RewardPool:
         return scored
 
     def close(self) -> None:
-        """Ends the workers; what they have not scored is lost."""
+        """Ends the workers; what they have not scored is lost.
+
+        Waits no longer than CLOSE_S: a worker that does not end then ends with this process.
+        """
         self._pool.stop()
-        self._pool.join()
+        joining = threading.Thread(target=self._pool.join, name="reward-pool-join", daemon=True)
+        joining.start()
+        joining.join(CLOSE_S)
+        if joining.is_alive():
+            log.warning("reward workers did not end in time", timeout_s=CLOSE_S)
 
     def _start(self) -> ProcessPool:
         # spawn: a forked copy of a process with an engine in it would share its locks and device state.
         pool = ProcessPool(
             max_workers=self._workers,
             initializer=start_worker,
-            initargs=self._initargs,
+            initargs=(os.getpid(), self._spec),
             context=multiprocessing.get_context("spawn"),  # pyright: ignore[reportArgumentType]
         )
         if not pool.active:  # asking starts the workers, which load while the engine does
@@ -192,16 +220,11 @@ class RewardPool:
         self._restart()
 
     def _failed(self, waiting: _Waiting, cause: str) -> Scored:
-        completions, _, _, data_source, _ = waiting.group
-        spec = reward_for(self._rewards, data_source) or "(none)"
-        return _scored(waiting, [(0.0, {}, failure(spec, data_source, cause))] * len(completions))
-
-
-def check_rewards(config: Config) -> None:
-    """Loads every function the config names. Raises ConfigError."""
-    RewardTable(config.rewards)
+        data_source = waiting.group.data_source
+        text = failure(show_spec(reward_for(self._rewards, data_source)), data_source, cause)
+        return _scored(waiting, [(0.0, {}, text)] * len(waiting.group.completion_ids))
 
 
 def _scored(waiting: _Waiting, scores: list[Score]) -> Scored:
     rewards, parts, errors = zip(*scores, strict=True)
-    return Scored(waiting.key, list(rewards), list(parts), list(errors))
+    return Scored(waiting.key, [reward or 0.0 for reward in rewards], list(parts), list(errors))

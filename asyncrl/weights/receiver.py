@@ -55,7 +55,10 @@ class WeightReceiver:
         transport: str,
         timeout_s: float,
         device: str = "cpu",
+        keeps: Callable[[int], bool] = lambda version: False,
     ) -> None:
+        """A version that `keeps` says true of is not overwritten by a newer one before it was loaded, except by a
+        generator that has not loaded any."""
         if not 1 <= rank <= num_generators:
             raise RunError(f"weight receiver: rank {rank} is not in 1..{num_generators} (generator index + 1)")
         self._address = store_address
@@ -63,6 +66,8 @@ class WeightReceiver:
         self._transport = transport
         self._timeout_s = timeout_s
         self._device = torch.device(device)
+        self._keeps = keeps
+        self._held_s = 0.0
         self._manifest: Manifest | None = None
         self._buffer = torch.empty(0)
         self._group: Group | None = None
@@ -87,6 +92,13 @@ class WeightReceiver:
             staged, self._staged = self._staged, None
             self._in_use = self._in_use or staged is not None
         return staged
+
+    def hold(self) -> None:
+        """Says that the engine stays on its version for now. Call it often instead of `staged`: while a version that
+        must be loaded waits for the end of that, the sender's deadline does not run out."""
+        if self._error is not None:
+            raise self._error
+        self._held_s = time.monotonic()
 
     def loaded(self, staged: StagedWeights) -> None:
         """Says that the engine runs on this version now; staging is used for the next one from here on."""
@@ -163,8 +175,12 @@ class WeightReceiver:
         """One round, from an offer to complete staging. Raises _GivenUp when the sender or the transport ends it."""
         version = int(offer["version"])
         manifest = self._prepare(turn.mail, offer)
+        told_s = time.monotonic()
         while not self._reclaim():
             turn.raise_if_aborted()
+            if self._held_s > told_s and time.monotonic() - told_s > self._timeout_s / 4:
+                told_s = time.monotonic()
+                turn.put("holding", {"since_s": told_s})
             self._pause(POLL_S)
         turn.put("ready", {"loaded": self._loaded})
         # The other generators have their own time to become ready.
@@ -181,11 +197,13 @@ class WeightReceiver:
         turn.put("received", {"checksum": checksum})
 
     def _reclaim(self) -> bool:
-        """Takes staging for the next version, from one that nobody took too. False while it is in use."""
+        """Takes staging for the next version, from one that nobody took too. False while it is in use or kept."""
         with self._handover:
-            if not self._in_use:
-                self._staged = None
-            return not self._in_use
+            kept = self._staged is not None and self._loaded is not None and self._keeps(self._staged.version)
+            if self._in_use or kept:
+                return False
+            self._staged = None
+            return True
 
     def _prepare(self, mail: Mailbox, offer: dict[str, Any]) -> Manifest:
         name = offer["transport"]
@@ -238,11 +256,15 @@ class WeightReceiver:
 
     def _await(self, turn: _Round, what: str, phase: str, timeout_s: float) -> dict[str, Any]:
         started = time.monotonic()
+        asked_for: dict[str, Any] | None = None
         while (message := turn.read(what)) is None:
             turn.raise_if_aborted()
             waited_s = time.monotonic() - started
             if waited_s > timeout_s:
-                raise PeerTimeoutError(f"weights: the learner (rank 0) did not {phase} within {timeout_s:g} s")
+                before, asked_for = asked_for, turn.read("patience")
+                if asked_for == before:
+                    raise PeerTimeoutError(f"weights: the learner (rank 0) did not {phase} within {timeout_s:g} s")
+                started = time.monotonic()
             self._pause(pause_s(waited_s))
         return message
 

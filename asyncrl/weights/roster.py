@@ -78,7 +78,9 @@ class Roster:
     def collect(
         self, peers: Sequence[Peer], what: str, phase: str, timeout_s: float
     ) -> list[tuple[Peer, dict[str, Any]]]:
-        """Each peer with its answer. Raises PeersChanged, or PeerTimeoutError naming who did not do `phase`."""
+        """Each peer with its answer. Raises PeersChanged, or PeerTimeoutError naming who did not do `phase`. Peers that
+        say "holding" again and again have time, and the others are asked for "patience"."""
+        holding: dict[int, dict[str, Any] | None] = {}
         answers: dict[int, dict[str, Any]] = {}
         looked = time.monotonic()
 
@@ -97,7 +99,16 @@ class Roster:
         def late() -> str:
             return f"{', '.join(peer.name for peer in peers if peer.rank not in answers)} did not {phase}"
 
-        self._until(complete, timeout_s, late)
+        def excused() -> bool:
+            before = dict(holding)
+            waiting = [peer for peer in peers if peer.rank not in answers]
+            holding.update({peer.rank: self._mail.read(peer.key("holding")) for peer in waiting})
+            excused = all(holding[peer.rank] not in (None, before.get(peer.rank)) for peer in waiting)
+            if excused:
+                self.tell([peer for peer in peers if peer.rank in answers], "patience", {"since_s": time.monotonic()})
+            return excused
+
+        self._until(complete, timeout_s, late, excused)
         return [(peer, answers[peer.rank]) for peer in peers]
 
     def _raise_if_changed(self, peers: Sequence[Peer]) -> None:
@@ -107,11 +118,19 @@ class Roster:
             self.tell(staying, "verdict", {"abort": "a generator left or was replaced"})
             raise PeersChanged(", ".join(f"{peer.name} left or was replaced" for peer in changed))
 
-    def _until(self, done: Callable[[], bool], timeout_s: float, late: Callable[[], str]) -> None:
+    def _until(
+        self,
+        done: Callable[[], bool],
+        timeout_s: float,
+        late: Callable[[], str],
+        excused: Callable[[], bool] = lambda: False,
+    ) -> None:
         started = time.monotonic()
         while not done():
             self._check()
             waited_s = time.monotonic() - started
-            if waited_s > timeout_s:
+            if waited_s > timeout_s and excused():
+                started = time.monotonic()
+            elif waited_s > timeout_s:
                 raise PeerTimeoutError(f"{late()} within {timeout_s:g} s")
             time.sleep(pause_s(waited_s))

@@ -199,7 +199,7 @@ class WeightSender:
             if answer.get("checksum") != checksum:
                 raise RunError(f"weights version {version}: {peer.name} received other bytes than sent ({answer})")
             peer.version = version
-        self._roster.forget(peers, "offer", "ready", "go", "verdict", "received")
+        self._roster.forget(peers, "offer", "holding", "patience", "ready", "go", "verdict", "received")
         self._checksums = {version: checksum}
 
     def _offer(self, version: int, peers: Sequence[Peer]) -> None:

@@ -12,6 +12,12 @@ from asyncrl.config import Config, load_config
 from asyncrl.data.parquet import write_rows
 from asyncrl.data.tiny_model import make_tokenizer
 
+CHAT = (
+    "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    "{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+)
+"""The contents one after another, and = where the assistant answers."""
+
 
 def row(number: int, **changes: Any) -> dict[str, Any]:
     """A row in verl's schema whose prompt says its number."""
@@ -29,6 +35,13 @@ def row(number: int, **changes: Any) -> dict[str, Any]:
 def tokenizer_folder(tmp_path: Path) -> Path:
     make_tokenizer().save_pretrained(tmp_path / "model")
     return tmp_path / "model"
+
+
+@pytest.fixture
+def chat_folder(tokenizer_folder: Path) -> Path:
+    """The tokenizer with a chat template."""
+    (tokenizer_folder / "chat_template.jinja").write_text(CHAT)
+    return tokenizer_folder
 
 
 @pytest.fixture

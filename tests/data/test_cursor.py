@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from itertools import islice
 
@@ -11,11 +12,10 @@ from hypothesis import strategies as st
 
 from asyncrl.config import Config
 from asyncrl.data.cursor import PromptCursor
-from asyncrl.errors import ConfigError, DataError
+from asyncrl.errors import ConfigError
 from tests.data.conftest import row
 
 Write = Callable[..., Config]
-CHAT = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
 
 
 def rows(cursor: PromptCursor, count: int) -> list[int]:
@@ -68,10 +68,48 @@ def test_only_long_prompts_end_in_an_error_not_in_a_loop(dataset: Write) -> None
         next(cursor)
 
 
-def test_chat_prompts_go_through_the_template(dataset: Write, tokenizer_folder) -> None:  # type: ignore[no-untyped-def]
-    chat = [{"role": "user", "content": "12"}]
-    config = dataset([row(0, prompt=chat)])
-    with pytest.raises(DataError, match="the model's tokenizer has no chat template"):
-        next(PromptCursor(config, limit_tokens=10))
-    (tokenizer_folder / "chat_template.jinja").write_text(CHAT)
-    assert next(PromptCursor(config, limit_tokens=10)).tokens.tolist() == [4, 5, 16]
+def test_weights_are_the_shares_of_the_files_and_each_has_epochs_of_its_own(dataset: Write) -> None:
+    config = dataset([row(i) for i in range(4)], [row(i) for i in range(30)], data__weights=[3.0, 1.0])
+    seen = rows(PromptCursor(config, limit_tokens=10), 4000)
+    first = [r for r in seen if r < 4]
+    assert len(first) == pytest.approx(3000, abs=100)
+    epochs = [first[i : i + 4] for i in range(0, len(first) - 4, 4)]
+    assert all(sorted(epoch) == [0, 1, 2, 3] for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) > 5
+    second = [r for r in seen if r >= 4]
+    assert sorted(second[:30]) == list(range(4, 34))
+    again, other = (rows(PromptCursor(dataset_with(config, seed), limit_tokens=10), 100) for seed in (0, 1))
+    assert again == seen[:100] != other
+
+
+def dataset_with(config: Config, seed: int) -> Config:
+    return config.model_copy(update={"seed": seed})
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(before=st.integers(0, 40), shuffle=st.booleans())
+def test_weighted_stream_resumes_exactly(dataset: Write, before: int, shuffle: bool) -> None:
+    files = [row(i) for i in range(5)], [row(0), row(1, prompt="12345678901"), row(2)], [row(0)]
+    config = dataset(*files, data__weights=[0.5, 0.3, 0.2], data__shuffle=shuffle)
+    cursor = PromptCursor(config, limit_tokens=10)
+    rows(cursor, before)
+    state = json.loads(json.dumps(cursor.state_dict()))
+    resumed = PromptCursor(config, limit_tokens=10)
+    resumed.load_state_dict(state)
+    assert rows(resumed, 30) == rows(cursor, 30)
+    assert resumed.skipped_rows == cursor.skipped_rows == 1
+
+
+def test_a_weighted_file_in_which_nothing_fits_is_an_error(dataset: Write) -> None:
+    cursor = PromptCursor(
+        dataset([row(0)], [row(1, prompt="1234567"), row(2, prompt="1234567")], data__weights=[1, 1]), limit_tokens=6
+    )
+    with pytest.raises(ConfigError, match=r"part1.parquet: all 2 prompts are longer than 6 tokens"):
+        rows(cursor, 100)
+
+
+def test_another_dataset_is_not_resumed(dataset: Write) -> None:
+    state = PromptCursor(dataset([row(i) for i in range(5)]), limit_tokens=10).state_dict()
+    cursor = PromptCursor(dataset([row(i) for i in range(6)]), limit_tokens=10)
+    with pytest.raises(ConfigError, match=r"had \[5\] rows when the run was saved and have \[6\] now"):
+        cursor.load_state_dict(state)

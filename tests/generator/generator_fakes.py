@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from asyncrl.replay.client import GeneratorStats, LeaseReply
+from asyncrl.replay.messages import EvaluatedBody
 from asyncrl.rewards.workers import Scored
 from asyncrl.types import Group, Lease, Prompt
 from asyncrl.weights.receiver import StagedWeights
@@ -30,11 +31,16 @@ class FakeClient:
     asks: list[tuple[int, int, GeneratorStats]] = field(default_factory=list)
     groups: list[Group] = field(default_factory=list)
     released: list[tuple[int, int, int]] = field(default_factory=list)
+    evaluations: list[EvaluatedBody] = field(default_factory=list)
+    released_evaluations: list[tuple[int, int]] = field(default_factory=list)
+    num_evaluations: int = 0
+    """Evaluation prompts that the last ask was for."""
     outstanding: bool = False
     unacknowledged: int = 0
 
-    def ask(self, version: int, num_groups: int, stats: GeneratorStats) -> None:
+    def ask(self, version: int, num_groups: int, stats: GeneratorStats, *, num_evaluations: int = 0) -> None:
         assert not self.outstanding
+        self.num_evaluations = num_evaluations
         self.asks.append((version, num_groups, replace(stats, stall_ms=list(stats.stall_ms))))
         self.outstanding = True
 
@@ -48,8 +54,12 @@ class FakeClient:
     def finish(self, group: Group) -> None:
         self.groups.append(group)
 
-    def release(self, leases: Sequence[tuple[int, int, int]]) -> None:
+    def evaluated(self, result: EvaluatedBody) -> None:
+        self.evaluations.append(result)
+
+    def release(self, leases: Sequence[tuple[int, int, int]], *, evaluations: Sequence[tuple[int, int]] = ()) -> None:
         self.released.extend(leases)
+        self.released_evaluations.extend(evaluations)
 
     def close(self, *, linger_s: float = 5.0) -> None:
         """Nothing to wait for."""
@@ -61,6 +71,7 @@ class FakeReceiver:
 
     versions: deque[tuple[int, list[tuple[str, torch.Tensor]]]] = field(default_factory=deque)
     acknowledged: list[int] = field(default_factory=list)
+    holds: int = 0
     in_use: bool = False
 
     def start(self) -> None:
@@ -72,6 +83,9 @@ class FakeReceiver:
         self.in_use = True
         version, tensors = self.versions.popleft()
         return StagedWeights(version, version * 7, tensors)
+
+    def hold(self) -> None:
+        self.holds += 1
 
     def loaded(self, staged: StagedWeights) -> None:
         self.in_use = False
@@ -89,7 +103,7 @@ class FakeRewards:
     failing: set[int] = field(default_factory=set)
     done: list[Scored] = field(default_factory=list)
 
-    def submit(self, key: Any, completions: Sequence[Sequence[int]], prompt: Prompt) -> None:
+    def submit(self, key: Any, completions: Sequence[Sequence[int]], prompt: Prompt, statuses: Sequence[str]) -> None:
         failed = key[0] in self.failing
         rewards = [float("nan") if failed else self.score(tokens, prompt) for tokens in completions]
         parts = [{} if failed else {"length": reward} for reward in rewards]

@@ -24,6 +24,8 @@ def folder(tmp_path: Path) -> Path:
     rows = [{"data_source": "a", "prompt": "1+1=", "reward_model": {"style": "rule", "ground_truth": "2"}}]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "data.parquet")
     pq.write_table(pa.table({"question": ["1+1="]}), tmp_path / "other.parquet")
+    empty = [rows[0] | {"reward_model": {"style": "rule", "ground_truth": truth}} for truth in ("2", None)]
+    pq.write_table(pa.Table.from_pylist(empty), tmp_path / "empty.parquet")
     (tmp_path / "text.parquet").write_text("not parquet")
     config = "model: {path: model}\ndata: {train: data.parquet}\ngenerator: {max_new_tokens: 8}\n"
     (tmp_path / "run.yaml").write_text(config)
@@ -48,6 +50,9 @@ def launch(folder: Path, *arguments: str) -> tuple[int, str]:
         (["data.train=missing.parquet"], "missing.parquet"),
         (["data.train=text.parquet"], "text.parquet"),
         (["data.train=other.parquet"], "prompt"),
+        (["data.train=empty.parquet"], "empty.parquet, row 1: 'reward_model.ground_truth' is empty"),
+        (["data.eval=text.parquet"], "data.eval: text.parquet is not a Parquet file"),
+        (["data.string_prompts=user"], "the model's tokenizer has no chat template (model.path = 'model')"),
         (
             ["generator.max_new_tokens=32"],
             "generator.max_new_tokens = 32: leaves no room for a prompt in a window of 32",
@@ -58,6 +63,13 @@ def launch(folder: Path, *arguments: str) -> tuple[int, str]:
         (["launch.cluster=slurm"], "launch.cluster = 'slurm': there is no such one"),
         (["algorithm.loss=ppo_clipp"], "did you mean ppo_clip?"),
         (["algorithm.loss_options={clip_lo: 0.1}"], "clip_lo"),
+        (["rewards={b: exact}"], "rewards: no reward for data source 'a'"),
+        (["algorithm.advantage=gae", "algorithm.loss=nothing"], "algorithm.loss = 'nothing': no such function"),
+        (["critic.lr=1e-4"], "critic.lr = 0.0001: algorithm.advantage = 'grpo' has no critic"),
+        (["generator.group_size=1"], "generator.group_size = 1: algorithm.advantage = 'grpo' compares"),
+        (["generator.top_p=0.9"], "generator.top_p = 0.9: the engine's log-probs would be of the cut distribution"),
+        (["rewards=reward_model"], "reward_options.reward_model.path: required when rewards uses reward_model"),
+        (["reward_options={exact: {casee: 1}}"], "reward_options.exact.casee"),
         (["weights.transport=carrier"], "weights.transport = 'carrier': there is no such one (of gloo, nccl)"),
     ],
 )
@@ -84,3 +96,26 @@ def test_unknown_flag_is_bad_configuration(folder: Path) -> None:
     code, output = launch(folder, "--generatorz", "2")
     assert code == 2
     assert "--generators" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "data.eval: required, but not set; give Parquet files as data.eval=FILE"),
+        (["data.eval=missing.parquet"], "missing.parquet does not exist"),
+        (["data.eval=text.parquet"], "text.parquet is not a Parquet file"),
+        (["data.eval=data.parquet", "--model", "nowhere"], "--model nowhere: no such folder"),
+        (["data.eval=data.parquet", "model.path=nowhere"], "model.path = 'nowhere': no such folder"),
+        (["data.eval=data.parquet", "--model", "."], "model.path = '.': config.json is missing"),
+        (["data.eval=data.parquet", "rewards=exakt"], "did you mean exact?"),
+        (["data.eval=data.parquet", "eval.samples=0"], "eval.samples = 0: input should be greater than or equal to 1"),
+    ],
+)
+def test_bad_input_of_eval(folder: Path, arguments: list[str], message: str) -> None:
+    command = [sys.executable, "-m", "asyncrl.cli", "eval", "--config", "run.yaml", *arguments]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
+    output = done.stdout + done.stderr
+    assert done.returncode == 2, output
+    assert output.startswith("error: "), output
+    assert message in output
+    assert "Traceback" not in output

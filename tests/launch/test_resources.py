@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.launch.resources import count_gpus, plan_resources, reserve_ports
+from asyncrl.launch.resources import count_gpus, make_endpoints, plan_resources, reserve_ports
 from tests.helpers.replay import small_config
 
 
@@ -55,8 +55,25 @@ def test_nccl_needs_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_resources(small_config(launch__generators=2, weights__transport="nccl"))
     assert [share.gpus for share in plan.learners + plan.generators] == [(0,), (1,), (2,)]
     assert "DS_ACCELERATOR" not in plan.learners[0].environment()
-    with pytest.raises(ConfigError, match="needs a GPU for each of 3 generators and 1 learners, this machine has 3"):
+    with pytest.raises(
+        ConfigError,
+        match="needs a GPU for each of 3 generators and 1 learners, critics and reward models, this machine has 3",
+    ):
         plan_resources(small_config(launch__generators=3, weights__transport="nccl"))
+
+
+def test_critics_and_the_reward_model_share_with_the_learners() -> None:
+    config = small_config(launch__learners=2, critic__ranks=1, algorithm__advantage="gae", replay__groups_per_step=4)
+    plan = plan_resources(config, reward_model=True)
+    assert [len(plan.of(role)) for role in ("generator", "learner", "critic", "reward_model")] == [1, 2, 1, 1]
+    learners = {cpu for share in plan.learners for cpu in share.cpus}
+    assert {cpu for share in (*plan.critics, plan.reward_model) if share for cpu in share.cpus} <= learners | {1, 2, 3}
+    assert 0 in plan.generators[0].cpus and 0 not in learners
+    endpoints = make_endpoints(config, "run", reward_model=True)
+    ports = [endpoints.replay, endpoints.reward_model, endpoints.weights, endpoints.learners, *endpoints.critics]
+    assert len(endpoints.critics) == 2 and len(set(ports)) == 6
+    alone = make_endpoints(small_config(), "run")
+    assert (alone.reward_model, alone.critics) == ("", ())
 
 
 def test_taken_port_is_named() -> None:
@@ -65,11 +82,11 @@ def test_taken_port_is_named() -> None:
         holder.listen()
         taken = holder.getsockname()[1]
         with pytest.raises(ConfigError, match=f"launch.port = {taken}: port {taken} is taken"):
-            reserve_ports(taken)
+            reserve_ports(taken, 3)
 
 
 def test_free_ports_are_free_and_different() -> None:
-    ports = reserve_ports(0)
+    ports = reserve_ports(0, 3)
     assert len(set(ports)) == 3
     for port in ports:
         with socket.socket() as sock:

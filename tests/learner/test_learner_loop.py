@@ -13,13 +13,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
-from worlds import make_config, make_groups, spawn
+from worlds import make_config, make_groups, make_trainer, spawn
 
 from asyncrl.errors import InvariantError, PeerTimeoutError
-from asyncrl.learner.algorithm import make_algorithm
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.loop import Learner
-from asyncrl.learner.policy import Policy
 from asyncrl.types import Shard
 
 
@@ -27,6 +25,7 @@ class Batches:
     def __init__(self, last: int = 100, behind: int = 0) -> None:
         self.last, self.behind = last, behind
         self.commits: list[tuple[int, dict[str, float]]] = []
+        self.left = [(3, {"eval/version": 2.0}), (4, {"eval/version": 4.0})]
 
     def take(self, step: int) -> Shard | None:
         version = max(step - 1 - self.behind, 0)
@@ -35,6 +34,9 @@ class Batches:
     def commit(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
         self.commits.append((step, metrics))
         return {"replay/ready": 3.0}
+
+    def evaluations(self, should_stop: Callable[[], bool]) -> list[tuple[int, dict[str, float]]]:
+        return self.left
 
 
 class Sender:
@@ -68,8 +70,7 @@ World = Callable[..., Learner]
 def learner(one_rank: Ranks, tiny_model: Path, tmp_path: Path) -> World:
     def make(batches: Batches, sender: Sender, **learner_settings: object) -> Learner:
         config = make_config(tiny_model, steps=4, learner=learner_settings)
-        policy, algorithm = Policy(config, one_rank), make_algorithm(config)
-        return Learner(config, policy, algorithm, batches, sender, Tracker(), tmp_path)
+        return Learner(config, make_trainer(config, one_rank), batches, sender, Tracker(), tmp_path)
 
     return make
 
@@ -88,11 +89,22 @@ def test_a_whole_run(learner: World, tmp_path: Path) -> None:
         assert {"learner/wait_s", "learner/step_s", "learner/sync_s", "learner/loss"} <= set(committed)
         assert committed["learner/lr"] == pytest.approx(1e-3 * (5 - step) / 4)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    for name, weight in one.policy.weights():
+    for name, weight in one.trainer.policy.weights():
         assert torch.equal(model.get_parameter(name), weight)
     saved = load_file(tmp_path / "checkpoints" / "step-000002" / "model.safetensors")
     assert torch.equal(saved["model.norm.weight"], versions[2])
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-000002", "step-000004"]
+
+
+def test_the_last_version_is_sent_and_its_results_are_recorded_when_it_is_evaluated(learner: World) -> None:
+    batches, sender = Batches(), Sender()
+    one = learner(batches, sender)
+    data = one.config.data.model_copy(update={"eval": "eval.parquet"})
+    one.config = one.config.model_copy(update={"data": data})
+    one.run(lambda: False)
+    assert [version for version, _ in sender.sent] == [0, 1, 2, 3, 4]
+    assert isinstance(one.tracker, Tracker)
+    assert one.tracker.rows[4:] == batches.left
 
 
 def test_no_more_batches_end_the_run_cleanly(learner: World, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -11,10 +12,24 @@ import torch
 from torch import Tensor
 
 from asyncrl.algorithms.losses import PolicyTerms, decoupled_ppo, ppo_clip
-from asyncrl.config import AlgorithmConfig, Config, LearnerConfig
+from asyncrl.config import Config, LearnerConfig, load_config
 from asyncrl.errors import ConfigError
 from asyncrl.learner.algorithm import check_algorithm, make_algorithm
 from asyncrl.learner.schedule import learning_rate
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+
+
+def make(generator: dict[str, Any] | None = None, critic: dict[str, Any] | None = None, **settings: Any) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"path": "m"},
+            "data": {"train": "d"},
+            "generator": generator or {},
+            "critic": critic or {},
+            "algorithm": settings,
+        }
+    )
 
 
 def rates(steps: int = 10, **settings: Any) -> list[float]:
@@ -36,7 +51,7 @@ def test_linear_and_cosine_fall_to_zero_after_the_last_step() -> None:
 
 
 def test_defaults_are_fine() -> None:
-    advantage, loss = check_algorithm(AlgorithmConfig())
+    advantage, loss = check_algorithm(make())
     assert advantage.__name__ == "grpo" and loss is decoupled_ppo
 
 
@@ -79,12 +94,42 @@ def test_defaults_are_fine() -> None:
 )
 def test_wrong_settings_are_refused(settings: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        check_algorithm(AlgorithmConfig(**settings))
+        check_algorithm(make(**settings))
     assert str(raised.value).startswith(text)
 
 
-def make(**settings: Any) -> Config:
-    return Config.model_validate({"model": {"path": "m"}, "data": {"train": "d"}, "algorithm": settings})
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        (
+            {"generator": {"group_size": 1}},
+            "generator.group_size = 1: algorithm.advantage = 'grpo' compares trajectories of one prompt and needs at "
+            "least 2",
+        ),
+        (
+            {"critic": {"ranks": 1}},
+            "critic.ranks = 1: algorithm.advantage = 'grpo' has no critic; leave the critic section out, or use gae",
+        ),
+        (
+            {"reference": "ref"},
+            "algorithm.reference = 'ref': nothing measures the divergence from it; set algorithm.kl_reward_coef",
+        ),
+        ({"kl_target": 0.1}, "algorithm.kl_target = 0.1: adapts algorithm.kl_reward_coef, which is 0"),
+        (
+            {"kl_estimator": "k1", "kl_loss_coef": 0.1},
+            "algorithm.kl_estimator = 'k1': its gradient in the loss is zero in expectation; use k3+",
+        ),
+    ],
+)
+def test_settings_that_contradict_one_another_are_refused(settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        check_algorithm(make(**settings))
+    assert str(raised.value).startswith(text)
+
+
+def test_a_critic_goes_with_advantages_of_values() -> None:
+    algorithm = make_algorithm(make(advantage="gae", generator={"group_size": 1}, critic={"lr": 1e-3}))
+    assert algorithm.needs_critic and algorithm.per_token and not algorithm.per_sequence
 
 
 def terms() -> PolicyTerms:
@@ -109,7 +154,9 @@ def test_losses_get_the_policies_they_name_and_their_options() -> None:
 def test_advantage_and_aggregation_get_their_options() -> None:
     algorithm = make_algorithm(make(advantage_options={"eps": 1.0}, aggregation="seq-mean-token-sum-norm"))
     rewards, group = torch.tensor([0.0, 2.0]), torch.tensor([0, 0])
-    torch.testing.assert_close(algorithm.advantage(rewards, group), torch.tensor([-1.0, 1.0]) / (2**0.5 + 1))
+    advantages = algorithm.advantage(rewards=rewards, group=group, seq=group, reduce=lambda x: x)
+    torch.testing.assert_close(advantages, torch.tensor([-1.0, 1.0]) / (2**0.5 + 1))
+    assert algorithm.per_sequence and not algorithm.per_token and not algorithm.needs_critic
     loss = algorithm.aggregate(torch.ones(4), torch.tensor([0, 0, 0, 1]), num_tokens=4, num_sequences=2)
     assert float(loss) == pytest.approx(4 / (2 * 512))
 
@@ -129,4 +176,10 @@ def test_functions_from_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     given = terms()
     torch.testing.assert_close(loss(given), squared(given.logprobs, given.advantages, power=3))
     with pytest.raises(ConfigError, match="its parameter values is not one of logprobs, proximal_logprobs"):
-        check_algorithm(AlgorithmConfig(loss="outside:needs_more"))
+        check_algorithm(make(loss="outside:needs_more"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_shipped_configs_name_algorithms_that_work(path: Path) -> None:
+    config = load_config(path)
+    assert make_algorithm(config).needs_critic == (config.algorithm.advantage == "gae")

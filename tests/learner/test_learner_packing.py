@@ -86,7 +86,8 @@ def test_kinds_of_attention_that_would_be_wrong_are_refused() -> None:
 def test_every_action_token_keeps_what_belongs_to_it(budget: int) -> None:
     groups = make_groups(5, version=4)
     groups[1].trajectories[2].action_mask[:] = False  # nothing to train, but its reward counts in the baseline
-    batch = make_batch(groups, grpo, tokens_per_microbatch=budget)
+    batch = make_batch(groups, tokens_per_microbatch=budget)
+    advantages = grpo(batch.rewards, batch.group).float()
     seen: dict[tuple[int, int], list[tuple[float, ...]]] = {}
     for micro in batch.micro_batches:
         assert micro.layout.max_length <= budget or len(micro.names) == 1
@@ -95,7 +96,7 @@ def test_every_action_token_keeps_what_belongs_to_it(budget: int) -> None:
             at = int(micro.logit_index[n]) + 1
             position = int(micro.position_ids[at])
             assert at - position == starts[micro.seq[n]] and micro.input_ids[at] == micro.targets[n]
-            columns = (micro.targets, micro.behavior_logprobs, micro.versions, micro.advantages)
+            columns = (micro.targets, micro.behavior_logprobs, micro.versions, advantages[batch.seq[micro.span]])
             name = micro.names[int(micro.seq[n])]
             seen.setdefault(name, []).append((position, *(float(column[n]) for column in columns)))
     expected: dict[tuple[int, int], list[tuple[float, ...]]] = {}
@@ -119,7 +120,7 @@ def test_every_action_token_keeps_what_belongs_to_it(budget: int) -> None:
 
 
 def test_a_rank_without_groups_gets_an_empty_batch() -> None:
-    batch = make_batch([], grpo, tokens_per_microbatch=10)
+    batch = make_batch([], tokens_per_microbatch=10)
     assert batch.micro_batches == [] and batch.num_tokens == batch.num_sequences == 0
     empty = empty_micro_batch()
     assert len(empty.input_ids) == 1 and len(empty.targets) == 0
@@ -147,8 +148,8 @@ def test_trajectories_that_cannot_be_trained_are_refused() -> None:
     group = one_group(0)
     group.trajectories[0].action_mask[0] = True
     with pytest.raises(InvariantError, match="ticket 10, trajectory 0: its first token is an action"):
-        make_batch([group], grpo, tokens_per_microbatch=10)
+        make_batch([group], tokens_per_microbatch=10)
     group = one_group(0)
     group.trajectories[0].status, group.trajectories[0].error = "failed", "timed out"
     with pytest.raises(InvariantError, match=r"ticket 10, trajectory 0: it has no reward \(timed out\)"):
-        make_batch([group], grpo, tokens_per_microbatch=10)
+        make_batch([group], tokens_per_microbatch=10)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
-from worlds import LR, copy_weights, make_config, make_groups, make_trajectory, record
+from worlds import LR, copy_weights, make_config, make_groups, make_trainer, make_trajectory, pack_groups, record
 
 from asyncrl.algorithms.advantages import grpo
 from asyncrl.algorithms.losses import PolicyTerms
@@ -21,8 +21,8 @@ from asyncrl.learner.algorithm import make_algorithm
 from asyncrl.learner.batch import make_batch
 from asyncrl.learner.checkpoint import save_model
 from asyncrl.learner.distributed import Ranks
-from asyncrl.learner.policy import Policy, load_model
-from asyncrl.learner.update import update
+from asyncrl.learner.models import load_policy_model
+from asyncrl.learner.policy import Policy
 from asyncrl.types import Group
 
 LOSSES: list[dict[str, Any]] = [
@@ -69,7 +69,7 @@ def test_packed_micro_batches_give_the_gradient_of_the_whole(
 ) -> None:
     config = make_config(tiny_model, algorithm=algorithm, learner={"tokens_per_microbatch": budget})
     groups = make_groups(2)
-    tensors, scalars = record(Policy(config, one_rank), config, groups)
+    tensors, scalars = record(config, one_rank, groups)
     loss, gradients = plain_gradients(config, groups)
     assert scalars["1/learner/loss"] == pytest.approx(loss, abs=1e-5)
     scale = max(float(g.abs().max()) for g in gradients.values())
@@ -89,7 +89,7 @@ def test_logprobs_are_those_of_the_sampling_temperature(
     model = AutoModelForCausalLM.from_pretrained(tiny_model, attn_implementation="eager", dtype=torch.float64)
     groups = make_groups(3)
     by_name = {(g.ticket, n): t for g in groups for n, t in enumerate(g.trajectories)}
-    for micro in make_batch(groups, grpo, tokens_per_microbatch=100).micro_batches:
+    for micro in make_batch(groups, tokens_per_microbatch=100).micro_batches:
         logprobs, entropies = policy.forward(micro)
         assert logprobs.dtype is torch.float32 and logprobs.requires_grad and not entropies.requires_grad
         for number, name in enumerate(micro.names):
@@ -102,21 +102,23 @@ def test_logprobs_are_those_of_the_sampling_temperature(
 
 def test_metrics_mean_what_they_say(one_rank: Ranks, tiny_model: Path) -> None:
     config = make_config(tiny_model)
-    policy, algorithm = Policy(config, one_rank), make_algorithm(config)
+    trainer = make_trainer(config, one_rank)
+    policy = trainer.policy
     groups = make_groups(4, version=3)
-    batch = make_batch(groups, grpo, tokens_per_microbatch=60)
+    batch = make_batch(groups, tokens_per_microbatch=60)
+    of_sequence = grpo(batch.rewards, batch.group).float()
     columns: dict[str, list[Tensor]] = {name: [] for name in ("ratio", "advantage", "lag", "entropy")}
     with torch.no_grad():
         for micro in batch.micro_batches:
             logprobs, entropies = policy.network(micro)
             columns["ratio"].append((logprobs - micro.behavior_logprobs).double())
-            columns["advantage"].append(micro.advantages)
+            columns["advantage"].append(of_sequence[batch.seq[micro.span]])
             columns["lag"].append(3 - micro.versions)
             columns["entropy"].append(entropies)
     log_ratio, advantage, lag, entropy = (torch.cat(parts) for parts in columns.values())
     ratio, signal = log_ratio.exp(), advantage != 0
-    kl = ratio - 1 - log_ratio
-    metrics = update(policy, algorithm, batch, step=4, lr=LR, max_grad_norm=1.0)
+    kl, capped = ratio - 1 - log_ratio, ratio.clamp(max=2.0)
+    metrics = trainer.train(batch, step=4)
     expected = {
         "learner/tokens": len(ratio),
         "learner/entropy": entropy.mean(),
@@ -125,6 +127,7 @@ def test_metrics_mean_what_they_say(one_rank: Ranks, tiny_model: Path) -> None:
         "correction/weight_mean": ratio[signal].clamp(max=2.0).mean(),
         "correction/capped_fraction": (ratio[signal] > 2.0).double().mean(),
         "correction/ess": ratio.sum() ** 2 / (len(ratio) * ratio.square().sum()),
+        "correction/ess_capped": capped.sum() ** 2 / (len(ratio) * capped.square().sum()),
         "correction/mismatch_kl": kl.mean(),
         "correction/mismatch_kl_lag0": kl[lag == 0].mean(),
         "staleness/mean": lag.double().mean(),
@@ -133,6 +136,10 @@ def test_metrics_mean_what_they_say(one_rank: Ranks, tiny_model: Path) -> None:
     assert 0 < int((lag == 0).sum()) < len(lag) and not signal.all()
     for name, value in expected.items():
         assert metrics.pop(name) == pytest.approx(float(value), rel=1e-5), name
+    for bucket in (0, 1):
+        own = ratio[lag == bucket]
+        ess = own.sum() ** 2 / (len(own) * own.square().sum())
+        assert metrics.pop(f"correction/ess_lag{bucket}") == pytest.approx(float(ess), rel=1e-5)
     assert set(metrics) == {"learner/loss", "learner/grad_norm"}
 
 
@@ -141,8 +148,7 @@ def test_means_over_nothing_are_left_out(one_rank: Ranks, tiny_model: Path) -> N
     groups = make_groups(1)
     for trajectory in groups[0].trajectories:
         trajectory.reward = 1.0
-    batch = make_batch(groups, grpo, tokens_per_microbatch=60)
-    metrics = update(Policy(config, one_rank), make_algorithm(config), batch, step=2, lr=LR, max_grad_norm=1.0)
+    metrics = make_trainer(config, one_rank).train(pack_groups(config, groups), step=2)
     assert metrics["learner/loss"] == metrics["learner/grad_norm"] == 0.0
     absent = {"learner/clip_fraction", "correction/weight_mean", "correction/mismatch_kl_lag0"}
     assert not absent & set(metrics)
@@ -152,7 +158,8 @@ def test_a_gradient_that_is_not_finite_leaves_the_weights(
     one_rank: Ranks, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make_config(tiny_model)
-    policy = Policy(config, one_rank)
+    trainer = make_trainer(config, one_rank)
+    policy = trainer.policy
     before = copy_weights(policy)
     backward = policy.backward
 
@@ -160,27 +167,25 @@ def test_a_gradient_that_is_not_finite_leaves_the_weights(
         backward(logprobs * 1e30, gradient * 1e30, last=last)
 
     monkeypatch.setattr(policy, "backward", overflow)
-    batch = make_batch(make_groups(1), grpo, tokens_per_microbatch=60)
     with pytest.raises(RunError, match=r"step 3: the gradient is not finite \(norm (inf|nan)\) although every loss is"):
-        update(policy, make_algorithm(config), batch, step=3, lr=LR, max_grad_norm=1.0)
+        trainer.train(pack_groups(config, make_groups(1)), step=3)
     assert all(torch.equal(weight, before[name]) for name, weight in copy_weights(policy).items())
 
 
 def test_a_batch_without_action_tokens_is_refused(one_rank: Ranks, tiny_model: Path) -> None:
     config = make_config(tiny_model)
-    batch = make_batch([], grpo, tokens_per_microbatch=60)
     with pytest.raises(RunError, match="step 1: the batch has no action token"):
-        update(Policy(config, one_rank), make_algorithm(config), batch, step=1, lr=LR, max_grad_norm=1.0)
+        make_trainer(config, one_rank).train(pack_groups(config, []), step=1)
 
 
 def test_a_saved_model_gives_the_same_logits(one_rank: Ranks, tiny_model: Path, tmp_path: Path) -> None:
-    config = make_config(tiny_model)
-    policy = Policy(config, one_rank)
-    batch = make_batch(make_groups(2), grpo, tokens_per_microbatch=60)
-    update(policy, make_algorithm(config), batch, step=1, lr=0.05, max_grad_norm=1.0)
+    config = make_config(tiny_model, learner={"lr": 0.05})
+    trainer = make_trainer(config, one_rank)
+    policy = trainer.policy
+    trainer.train(pack_groups(config, make_groups(2)), step=1)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "old").touch()
-    save_model(policy, config, tmp_path / "model")
+    save_model(policy, tmp_path / "model", tokenizer=config.model.path)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     assert not (tmp_path / "model" / "old").exists()
     names = {name for name, _ in policy.weights()}
@@ -198,7 +203,7 @@ def test_a_saved_model_gives_the_same_logits(one_rank: Ranks, tiny_model: Path, 
 
 def test_models_that_cannot_be_trained_are_refused(tiny_model: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model.path = '.*nowhere': the model cannot be loaded"):
-        load_model(make_config(tmp_path / "nowhere"))
+        load_policy_model(make_config(tiny_model), str(tmp_path / "nowhere"))
     from transformers import Gemma2Config
 
     capped = AutoModelForCausalLM.from_config(
@@ -209,7 +214,7 @@ def test_models_that_cannot_be_trained_are_refused(tiny_model: Path, tmp_path: P
     )  # fmt: skip
     capped.save_pretrained(tmp_path / "capped")
     with pytest.raises(ConfigError, match="models with final_logit_softcapping cannot be trained"):
-        load_model(make_config(tmp_path / "capped"))
+        load_policy_model(make_config(tiny_model), str(tmp_path / "capped"))
 
 
 def test_long_trajectories_cross_bucket_borders(one_rank: Ranks, tiny_model: Path) -> None:
@@ -225,7 +230,7 @@ def test_long_trajectories_cross_bucket_borders(one_rank: Ranks, tiny_model: Pat
         trajectory.action_mask, trajectory.reward = mask, grown.reward
         trajectory.behavior_logprobs = np.where(mask, -1.0, 0.0).astype(np.float32)
         trajectory.versions = np.where(mask, 0, -1).astype(np.int32)
-    (micro,) = make_batch([group], grpo, tokens_per_microbatch=1000).micro_batches
+    (micro,) = make_batch([group], tokens_per_microbatch=1000).micro_batches
     assert len(micro.layout.buckets) == 2
     model = AutoModelForCausalLM.from_pretrained(tiny_model, attn_implementation="eager", dtype=torch.float64)
     logprobs, _ = policy.forward(micro)

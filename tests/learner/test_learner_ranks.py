@@ -11,11 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from worlds import LR, MAX_GRAD_NORMS, endpoints, make_config, make_groups, record
+from worlds import CRITIC, LR, MAX_GRAD_NORMS, endpoints, make_config, make_groups, record
 
 from asyncrl.errors import PeerTimeoutError, RunError
 from asyncrl.learner.distributed import Ranks, connected
-from asyncrl.learner.policy import Policy
 
 FLOAT32 = ["zero0", "zero1", "zero2", "zero3"]
 BFLOAT16 = ["bfloat16-zero0", "bfloat16-zero3"]
@@ -35,11 +34,19 @@ def part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 @pytest.fixture(scope="module")
 def alone(one_rank: Ranks, tiny_model: Path) -> Record:
     config = make_config(tiny_model)
-    return record(Policy(config, one_rank), config, make_groups())
+    return record(config, one_rank, make_groups())
 
 
-@pytest.mark.parametrize("name", FLOAT32)
-def test_two_ranks_are_one_rank(name: str, alone: Record, two_ranks: Path) -> None:
+@pytest.fixture(scope="module")
+def alone_with_critic(one_rank: Ranks, tiny_model: Path) -> Record:
+    return record(make_config(tiny_model, **CRITIC), one_rank, make_groups())
+
+
+@pytest.mark.parametrize("name", [*FLOAT32, "critic-zero0", "critic-zero3"])
+def test_two_ranks_are_one_rank(name: str, alone: Record, alone_with_critic: Record, two_ranks: Path) -> None:
+    if name.startswith("critic"):
+        alone = alone_with_critic
+        assert "2/critic/explained_variance" in alone[1] and "2/kl/reference" in alone[1]
     tensors, scalars = load(two_ranks, name, 0)
     for step in (1, 2):
         expected = part(alone[0], f"gradient/{step}/")

@@ -10,20 +10,19 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from worlds import copy_weights, endpoints, make_config, make_groups, record
+from worlds import CRITIC, copy_weights, endpoints, make_config, make_groups, make_trainer, pack_groups, record
 
+import asyncrl.learner.engine as engine_module
 import asyncrl.learner.policy as policy_module
 from asyncrl.config import Config
 from asyncrl.errors import AsyncrlError
-from asyncrl.learner.algorithm import make_algorithm
-from asyncrl.learner.batch import make_batch
 from asyncrl.learner.distributed import Ranks, connected
 from asyncrl.learner.loop import Learner
-from asyncrl.learner.policy import Policy
-from asyncrl.learner.update import update
 from asyncrl.types import Shard
 
 RUNS: dict[str, dict[str, Any]] = {
+    "critic-zero0": {**CRITIC, "learner": {"zero_stage": 0}},
+    "critic-zero3": {**CRITIC, "learner": {"zero_stage": 3}},
     "zero0": {"learner": {"zero_stage": 0}},
     "zero1": {"learner": {"zero_stage": 1}},
     "zero2": {"learner": {"zero_stage": 2}},
@@ -44,22 +43,21 @@ def error_of(function: Any, *args: Any, **kwargs: Any) -> str:
 def train(name: str, config: Config, ranks: Ranks, out: Path) -> None:
     groups = make_groups()
     mine = groups[:5] if ranks.rank == 0 else groups[5:]  # so that rank 1 needs empty micro-batches
-    tensors, scalars = record(Policy(config, ranks), config, mine)
+    tensors, scalars = record(config, ranks, mine)
     save_file(tensors, out / f"{name}-{ranks.rank}.safetensors")
     (out / f"{name}-{ranks.rank}.json").write_text(json.dumps(scalars))
 
 
 def meet_errors(config: Config, ranks: Ranks) -> dict[str, Any]:
-    policy, algorithm = Policy(config, ranks), make_algorithm(config)
-    before = copy_weights(policy)
+    trainer = make_trainer(config, ranks)
+    before = copy_weights(trainer.policy)
     mine = make_groups(3, seed=ranks.rank)
     if ranks.rank == 1:
         broken = mine[2].trajectories[3]
         broken.behavior_logprobs[broken.action_mask.nonzero()[0][-1]] = float("nan")
-    batch = make_batch(mine, algorithm.advantage, tokens_per_microbatch=40)
-    not_finite = error_of(update, policy, algorithm, batch, step=1, lr=1.0, max_grad_norm=1.0)
-    after = copy_weights(policy)
-    learner = Learner(config, policy, algorithm, None, None, None, Path())  # pyright: ignore[reportArgumentType]
+    not_finite = error_of(trainer.train, pack_groups(config, mine), step=1)
+    after = copy_weights(trainer.policy)
+    learner = Learner(config, trainer, None, None, None, Path())  # pyright: ignore[reportArgumentType]
     version = 5 if ranks.rank else 7
     stale = error_of(learner.prepare, Shard(8, make_groups(2, version=version)), 8)
     return {
@@ -71,14 +69,14 @@ def meet_errors(config: Config, ranks: Ranks) -> dict[str, Any]:
 
 def main(rank: int, port: int, model: Path, out: Path) -> None:
     torch.set_num_threads(1)
-    original = policy_module.deepspeed_config
+    original = engine_module.deepspeed_config
 
     def partition_everything(config: Config) -> dict[str, Any]:
         settings = original(config)
         settings["zero_optimization"]["stage3_param_persistence_threshold"] = 0
         return settings
 
-    policy_module.deepspeed_config = partition_everything
+    engine_module.deepspeed_config = policy_module.deepspeed_config = partition_everything
     policy_module.CHUNK_BYTES = 4 * 48 * 7  # log-probs in chunks, more of them on rank 0
     errors: dict[str, Any] = {}
     try:

@@ -17,13 +17,26 @@ from torch import Tensor
 
 from asyncrl.config import Config
 from asyncrl.learner.algorithm import make_algorithm
-from asyncrl.learner.batch import make_batch
-from asyncrl.learner.policy import Policy
-from asyncrl.learner.update import update
+from asyncrl.learner.batch import Batch, make_batch
+from asyncrl.learner.critic import Critic
+from asyncrl.learner.distributed import Ranks
+from asyncrl.learner.engine import TrainedModel
+from asyncrl.learner.trainer import Trainer
 from asyncrl.types import NO_VERSION, Endpoints, Group, Trajectory
 
 VOCABULARY = 48
 LR = 1e-3
+CRITIC: dict[str, Any] = {
+    "algorithm": {"advantage": "gae", "whiten": True, "kl_reward_coef": 0.1, "kl_loss_coef": 0.1},
+    "critic": {"lr": LR},
+}
+"""A critic beside the policy, and a reference policy."""
+GAE_CONFIG: dict[str, Any] = {
+    "algorithm": {"advantage": "gae", "loss": "ppo_clip"},
+    "critic": {"lr": 1e-3, "ranks": 1},
+    "learner": {"lr": LR, "tokens_per_microbatch": 40, "weight_decay": 0.1, "epochs": 2, "minibatches": 2},
+}
+"""A critic with a process of its own."""
 MAX_GRAD_NORMS = (0.05, 10.0)
 """Of the recorded steps: the first is clipped, the second is not."""
 
@@ -98,27 +111,43 @@ def make_groups(count: int = 6, *, seed: int = 0, version: int = 0) -> list[Grou
     ]
 
 
-def copy_weights(policy: Policy) -> dict[str, Tensor]:
-    return {name: weight.detach().clone().cpu() for name, weight in policy.weights()}
+def pack_groups(config: Config, groups: Sequence[Group]) -> Batch:
+    settings = config.learner
+    return make_batch(groups, tokens_per_microbatch=settings.tokens_per_microbatch, minibatches=settings.minibatches)
 
 
-def record(policy: Policy, config: Config, groups: Sequence[Group]) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Two steps on the groups: weights 0, 1 and 2, full gradients before clipping, and all metrics by step."""
-    tensors = {f"weight/0/{name}": weight for name, weight in copy_weights(policy).items()}
-    scalars: dict[str, float] = {}
+def make_trainer(config: Config, ranks: Ranks) -> Trainer:
     algorithm = make_algorithm(config)
+    return Trainer(config, ranks, algorithm, Critic(config, ranks) if algorithm.needs_critic else None)
+
+
+def copy_weights(model: TrainedModel) -> dict[str, Tensor]:
+    return {name: weight.detach().clone().cpu() for name, weight in model.weights()}
+
+
+def record(config: Config, ranks: Ranks, groups: Sequence[Group]) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Two steps on the groups: weights 0, 1 and 2, full gradients before clipping, and all metrics by step."""
+    tensors: dict[str, Tensor] = {}
+    scalars: dict[str, float] = {}
+    trainer: Trainer | None = None
     for step, max_grad_norm in enumerate(MAX_GRAD_NORMS, start=1):
-        batch = make_batch(groups, algorithm.advantage, tokens_per_microbatch=config.learner.tokens_per_microbatch)
-        with gradients_before_step(policy) as gradients:
-            metrics = update(policy, algorithm, batch, step=step, lr=LR, max_grad_norm=max_grad_norm)
+        config = config.model_copy(
+            update={"learner": config.learner.model_copy(update={"max_grad_norm": max_grad_norm})}
+        )
+        if trainer is None:
+            trainer = make_trainer(config, ranks)
+            tensors |= {f"weight/0/{name}": weight for name, weight in copy_weights(trainer.policy).items()}
+        trainer.config = config
+        with gradients_before_step(trainer.policy) as gradients:
+            metrics = trainer.train(pack_groups(config, groups), step=step)
         scalars |= {f"{step}/{name}": value for name, value in metrics.items()}
         tensors |= {f"gradient/{step}/{name}": gradient for name, gradient in gradients.items()}
-        tensors |= {f"weight/{step}/{name}": weight for name, weight in copy_weights(policy).items()}
+        tensors |= {f"weight/{step}/{name}": weight for name, weight in copy_weights(trainer.policy).items()}
     return tensors, scalars
 
 
 @contextmanager
-def gradients_before_step(policy: Policy) -> Iterator[dict[str, Tensor]]:
+def gradients_before_step(policy: TrainedModel) -> Iterator[dict[str, Tensor]]:
     """The full gradients that the policy has when it is about to step."""
     gradients: dict[str, Tensor] = {}
     step = policy.step
@@ -148,6 +177,22 @@ def spawn(script: str, model: Path, out: Path, port: int, *, ranks: int, timeout
         return [process.wait(timeout=timeout_s) for process in processes]
     finally:
         for process in processes:
+            process.kill()
+            process.wait()
+
+
+@contextmanager
+def running(script: str, model: Path, out: Path, port: int, learners: str = "2") -> Iterator[subprocess.Popen[bytes]]:
+    """A script of this folder as a process, ended at the end; its output is in `out`."""
+    with (out / script.replace(".py", ".log")).open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).parent / script), str(port), str(model), learners],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            yield process
+        finally:
             process.kill()
             process.wait()
 

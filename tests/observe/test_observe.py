@@ -23,6 +23,7 @@ STATUS = {
     "generator_idle": 0.1, "learner_idle": 0.02, "leased": 4, "finished": 5, "trained": 6,
     "refunded": {"no_signal": 7}, "metrics": {"learner/entropy": 0.7, "learner/grad_norm": 0.3},
     "generators": {"0": {"version": 2, "leased": 4, "tokens": 99, "idle": 0.1}},
+    "eval": {"prompts_done": 0, "last": None, "running": []},
 }  # fmt: skip
 
 
@@ -75,6 +76,18 @@ def test_plain_view_prints_lines() -> None:
     )
 
 
+def test_plain_view_tells_the_last_evaluation_and_the_one_under_way() -> None:
+    out = io.StringIO()
+    evaluation = {
+        "prompts_done": 12,
+        "last": {"version": 2, "reward": 0.25},
+        "running": [{"version": 4, "done": 3, "prompts": 9}],
+    }
+    with LiveView(Console(file=out, width=200), run="r", steps=3, max_staleness=4) as view:
+        view.update(STATUS | {"eval": evaluation})
+    assert out.getvalue().endswith("learners 2%  eval 0.250 (version 2), version 4: 3 of 9 prompts\n")
+
+
 def test_terminal_view_shows_both_sides() -> None:
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=120)
@@ -95,6 +108,8 @@ def test_terminal_view_shows_both_sides() -> None:
         (0.01, 0.02, 4, "balanced"),
         (0.4, 0.5, 0, "the sides take turns"),
         (0.2, 0.2, 2, "both sides wait"),
+        (0.89, 0.12, 4, "learner-bound"),
+        (0.15, 0.6, 4, "generation-bound"),
     ],
 )
 def test_verdict(generator_idle: float, learner_idle: float, max_staleness: int, start: str) -> None:
@@ -110,3 +125,14 @@ def test_report_draws_what_there_is_and_escapes_names(tmp_path: Path) -> None:
     assert "&lt;script&gt;" in page
     assert "balanced" in page
     assert "0.25,0.75" in page.replace(" ", "")
+
+
+def test_report_draws_evaluations_by_version(tmp_path: Path) -> None:
+    results = [
+        {"version": 0, "reward": 0.125, "pass@1": 0.0625, "pass@2": 0.09375, "sums/reward": 0.875},
+        {"version": 7, "reward": 0.375, "pass@1": 0.3125, "pass@2": 0.34375, "sums/reward": 0.625},
+    ]
+    page = write_report(tmp_path, {"eval": results}).read_text().replace(" ", "")
+    for line in ('"x":[0,7],"y":[0.125,0.375]', '"y":[0.0625,0.3125]', '"y":[0.09375,0.34375]', '"y":[0.875,0.625]'):
+        assert line in page
+    assert "Evaluation:" not in write_report(tmp_path, {}).read_text()

@@ -186,3 +186,118 @@ def test_generators_share_what_may_start(tmp_path: Path) -> None:
     assert queue.ask(0, 0, 100, STATS) == ([], "staleness")
     queue.release(0, [{"ticket": first[1].ticket, "attempt": 0, "tokens": 0}])
     assert len(queue.ask(0, 0, 100, STATS)[0]) == 1
+
+
+def test_held_batches_force_the_staleness(tmp_path: Path) -> None:
+    queue = make_queue(tmp_path, replay__max_staleness=1, replay__held_steps=1, algorithm__advantage="gae")
+    leases = ask(queue, num_groups=4)
+    for lease in leases[:3]:
+        finish(queue, lease)
+    assert queue.take(0, 1)[0] == "wait"
+    finish(queue, leases[3])
+    assert train(queue, 1) == [0, 1]
+    for step in (2, 3):
+        assert queue.take(0, step)[0] == "wait"
+        for lease in ask(queue, version=step - 1):
+            finish(queue, lease, version=step - 1)
+        train(queue, step)
+    assert queue.summary()["staleness"]["histogram"] == [12, 24]
+
+
+def test_equal_rewards_are_trained_where_the_advantage_has_a_critic(tmp_path: Path) -> None:
+    queue = make_queue(tmp_path, algorithm__advantage="gae")
+    for lease in ask(queue):
+        finish(queue, lease, rewards=(1.0, 1.0))
+    assert train(queue, 1) == [0, 1]
+
+
+def test_a_group_cut_off_as_a_whole_is_replaced_when_such_answers_are_masked(tmp_path: Path) -> None:
+    queue = make_queue(tmp_path, algorithm__truncated="mask")
+    first, second = ask(queue, num_groups=2)
+    finish(queue, first, status="truncated")
+    finish(queue, second)
+    assert queue.summary()["ledger"]["refunded"] == {"truncated": 1}
+
+
+def make_evaluating_queue(tmp_path: Path) -> ReplayQueue:
+    config = small_config(data__eval="eval.parquet", eval__samples=2, steps=1)
+    prompts = [next(EndlessPrompts()) for _ in range(2)]
+    return ReplayQueue(config, EndlessPrompts(), TraceWriter(tmp_path / "trace.parquet"), prompts)
+
+
+def evaluate(queue: ReplayQueue, version: int) -> None:
+    leases = [lease for lease in queue.ask(0, version, 0, STATS, 9)[0] if lease.evaluation]
+    assert len(leases) == 2
+    for lease in leases:
+        queue.evaluation.finish(
+            {
+                "ticket": lease.ticket,
+                "attempt": lease.attempt,
+                "version": version,
+                "data_source": "test",
+                "rewards": [0.0, version + 0.5],
+                "status": ["completed", "completed"],
+                "tokens": 7,
+            }
+        )
+
+
+def test_evaluation_leases_come_beside_those_of_training_and_are_not_in_the_ledger(tmp_path: Path) -> None:
+    queue = make_evaluating_queue(tmp_path)
+    leases, reason = queue.ask(0, 0, 100, STATS, 1)
+    assert [lease.evaluation for lease in leases] == [True, False, False, False, False]
+    assert (reason, queue.ledger.issued, queue.evaluation.left(0)) == ("staleness", 4, True)
+    queue.release(0, [])
+    assert queue.ledger.in_flight().groups == 4
+
+
+def test_a_run_is_over_when_its_last_version_is_evaluated(tmp_path: Path) -> None:
+    queue = make_evaluating_queue(tmp_path)
+    leases = ask(queue)
+    evaluate(queue, 0)
+    for lease in leases:
+        finish(queue, lease)
+    assert queue.next_evaluation()[0] == "ended"
+    assert train(queue, 1) == [0, 1]
+    assert (queue.trained, queue.done, queue.next_evaluation()) == (True, False, ("wait", 0, {}))
+    assert queue.take(0, 2) == ("stop", [])
+    assert queue.status()["eval"]["running"] == [{"version": 1, "done": 0, "prompts": 2}]
+    evaluate(queue, 1)
+    assert queue.done
+    outcome, step, metrics = queue.next_evaluation()
+    assert (outcome, step, metrics["eval/version"], metrics["eval/reward"]) == ("ended", 1, 1.0, 0.75)
+    assert queue.next_evaluation() == ("none", 0, {})
+    summary = queue.summary()
+    assert [(one["version"], one["at_step"], one["reward"]) for one in summary["eval"]] == [(0, 0, 0.25), (1, 1, 0.75)]
+    assert (summary["eval_tokens"], summary["eval_dropped"]) == (28, [])
+    assert summary["tokens_generated"] == 4 * 6
+
+
+def test_a_commit_gives_the_metrics_of_an_evaluation_that_ended(tmp_path: Path) -> None:
+    queue = make_evaluating_queue(tmp_path)
+    for lease in ask(queue):
+        finish(queue, lease)
+    evaluate(queue, 0)
+    queue.take(0, 1)
+    metrics = queue.commit(1, {})
+    assert (metrics["eval/version"], metrics["eval/test/pass@1"], metrics["staleness/max"]) == (0.0, 0.0, 0.0)
+
+
+def test_a_stop_does_not_wait_for_evaluations(tmp_path: Path) -> None:
+    queue = make_evaluating_queue(tmp_path)
+    queue.stop("enough")
+    assert (queue.done, queue.next_evaluation()) == (True, ("none", 0, {}))
+    assert [one["reason"] for one in queue.summary()["eval_dropped"]] == ["the run stopped: enough"]
+
+
+def test_what_was_scored_since_the_last_step_is_in_its_metrics(tmp_path: Path) -> None:
+    queue = make_queue(tmp_path)
+    leases = ask(queue)
+    finish(queue, leases[0], rewards=(1.0, 1.0))
+    for lease in leases[1:]:
+        finish(queue, lease, status="truncated", completion_tokens=(1, 3))
+    queue.take(0, 1)
+    metrics = queue.commit(1, {})
+    assert metrics["reward/mean"] == metrics["reward/test"] == metrics["reward_part/exact"] == pytest.approx(5 / 8)
+    assert metrics["completion/tokens"] == pytest.approx((6 + 3 * 4) / 8)
+    assert metrics["completion/truncated_fraction"] == 6 / 8

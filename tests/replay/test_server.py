@@ -23,7 +23,7 @@ from tests.helpers.replay import EndlessPrompts, loopback_endpoints, make_group,
 
 @pytest.fixture
 def endpoints() -> Endpoints:
-    return loopback_endpoints(reserve_ports(0)[0])
+    return loopback_endpoints(reserve_ports(0, 1)[0])
 
 
 @pytest.fixture
@@ -136,3 +136,44 @@ def test_port_taken(endpoints: Endpoints, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"Address already in use; choose another launch\.port"):
         ReplayServer(queue, endpoints)
     server.close()
+
+
+def test_evaluation_over_the_wire(endpoints: Endpoints, tmp_path: Path) -> None:
+    config = small_config(data__eval="eval.parquet", steps=1)
+    prompts = [next(EndlessPrompts()) for _ in range(3)]
+    queue = ReplayQueue(config, EndlessPrompts(), TraceWriter(tmp_path / "trace.parquet"), prompts)
+    stop = threading.Event()
+    thread = threading.Thread(target=run_replay, args=(queue, endpoints, stop.is_set))
+    thread.start()
+    generator, learner = GeneratorClient(endpoints, 0), LearnerClient(endpoints, 0)
+    try:
+        generator.ask(0, 0, GeneratorStats(), num_evaluations=2)
+        reply = wait_for(generator)
+        assert ([lease.evaluation for lease in reply.leases], reply.evaluations_left) == ([True, True], True)
+        generator.release([], evaluations=[(reply.leases[1].ticket, 0)])
+        generator.ask(0, 0, GeneratorStats(), num_evaluations=9)
+        again = wait_for(generator)
+        assert ([lease.attempt for lease in again.leases], again.evaluations_left) == ([0, 1], False)
+        for lease in (reply.leases[0], *again.leases):
+            generator.evaluated(
+                {
+                    "ticket": lease.ticket,
+                    "attempt": lease.attempt,
+                    "version": 0,
+                    "data_source": "test",
+                    "rewards": [1.0],
+                    "status": ["completed"],
+                    "tokens": 3,
+                }
+            )
+        results = learner.evaluations(lambda: False)
+        step, metrics = next(results)
+        assert (step, metrics["eval/pass@1"], metrics["eval/prompts"]) == (0, 1.0, 3.0)
+        queue.stop("end of test")
+        assert list(results) == []
+    finally:
+        generator.close()
+        assert generator.unacknowledged == 0
+        learner.close()
+        stop.set()
+        thread.join(timeout=10)

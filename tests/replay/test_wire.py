@@ -40,12 +40,16 @@ def test_group_round_trip() -> None:
 
 
 def test_lease_round_trip() -> None:
-    lease = Lease(1, 0, Prompt(4, np.array([5, 6], dtype=np.int32), "11", "sums", {"level": 2, "tags": ["a"]}))
+    tokens = np.array([5, 6], dtype=np.int32)
+    chat = [{"role": "user", "content": "5+6="}]
+    lease = Lease(1, 0, Prompt(4, tokens, "11", "sums", {"level": 2, "tags": ["a"]}, chat, {"ability": "math"}), True)
     metas, arrays = pack_leases([lease])
-    body = {"leases": metas, "done": False, "reason": ""}
+    body = {"leases": metas, "done": False, "reason": "", "evaluations_left": True}
     message = decode("run", [bytes(f) for f in encode("run", "leases", body, arrays=arrays)])
     (back,) = unpack_leases(message.body["leases"], message.arrays)
     assert (back.ticket, back.prompt.ground_truth, back.prompt.extra_info) == (1, "11", {"level": 2, "tags": ["a"]})
+    assert back.evaluation
+    assert (back.prompt.chat, back.prompt.columns) == (chat, {"ability": "math"})
     np.testing.assert_array_equal(back.prompt.tokens, [5, 6])
 
 

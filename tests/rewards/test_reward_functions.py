@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.rewards.load import REWARDS, CompletedGroup, RewardTable, load_reward
+from asyncrl.rewards.functions import CompletedGroup
+from asyncrl.rewards.load import REWARDS, load_reward
+from asyncrl.rewards.table import RewardTable
 
 
 def group(*completions: str, truth: str = "19", source: str = "sums", **extra: object) -> CompletedGroup:
@@ -60,6 +62,18 @@ def test_number_compares_the_last_number(text: str, truth: str, right: float) ->
         (r"\boxed{2\sqrt{3}}", r"\sqrt{12}", 1),
         (r"\boxed{7}", "8", 0),
         ("I do not know", "8", 0),
+        (r"\boxed{\frac{1}{\sqrt{2}}}", r"\frac{\sqrt{2}}{2}", 1),
+        (r"\boxed{\left\{3, 1, 2\right\}}", r"\{1,2,3\}", 1),
+        (r"\boxed{\{1, 2\}}", r"\{1,2,3\}", 0),
+        ("3", "2, 3", 0),
+        (r"\boxed{3, 2}", "2, 3", 1),
+        (r"\boxed{3 \pm 2\sqrt{2}}", r"3 \pm 2\sqrt{2}", 1),
+        (r"\boxed{[0,1]}", "[0,1)", 0),
+        (r"\boxed{10\text{ cm}}", "10", 1),
+        (r"\boxed{10}", r"10\text{ cm}", 1),
+        (r"\boxed{\text{Tuesday}}", r"\text{Monday}", 0),
+        (r"\boxed{x^2+2x+1}", "(x+1)^2", 1),
+        (r"so \boxed{5}", r"Thus $2+3=\boxed{5}$ apples of 7.", 1),
     ],
 )
 def test_math_compares_values(text: str, truth: str, right: float) -> None:
@@ -67,7 +81,14 @@ def test_math_compares_values(text: str, truth: str, right: float) -> None:
 
 
 def test_a_ground_truth_the_reward_cannot_read_is_an_error_not_a_zero() -> None:
-    for spec, truth, cause in (("number", "!?", "could not convert"), ("math", "", "no mathematical expression")):
+    for spec, truth, cause in (
+        ("number", "!?", "could not convert"),
+        ("math", "", "no mathematical expression"),
+        ("math", "???", "no mathematical expression"),
+        ("gsm8k", "many", "the ground truth 'many' is not a number"),
+        ("choice", "7", "the ground truth '7' is not one of 4 choices, numbered from 0"),
+        ("code", "no", "the ground truth 'no' is not JSON; test cases are"),
+    ):
         ((reward, _, error),) = load_reward(spec)(group("19", truth=truth))
         assert reward == 0
         assert cause in error and spec in error and "'sums'" in error
@@ -96,7 +117,8 @@ def test_verl_signature_with_keyword_catch_all(write) -> None:
 def test_group_form_gets_columns_as_lists(write) -> None:
     spec = write("""
         def score(completions, answer, level, **columns):
-            assert sorted(columns) == ["completion_ids", "data_source", "ground_truth", "prompts"]
+            assert sorted(columns) == ["completion_ids", "data_source", "ground_truth", "max_new_tokens", "prompts",
+                                       "statuses", "time_left_s"]
             assert columns["prompts"] == ["12+07="] * 2 and columns["completion_ids"] == [[1], [1]]
             return [(text == right) * size for text, right, size in zip(completions, answer, level)]
     """)
@@ -117,7 +139,6 @@ def test_group_form_without_catch_all_gets_what_it_names(write) -> None:
         ("1 / 0", "raised ZeroDivisionError: division by zero"),
         ("float('nan')", "returned nan (float), not a finite number"),
         ("float('inf')", "returned inf (float), not a finite number"),
-        ("None", "returned None (NoneType), not a finite number"),
         ("'19'", "returned '19' (str), not a finite number"),
         ("{'reward': 1}", 'returned a dict without "score" (keys: reward)'),
     ],
@@ -144,7 +165,7 @@ def test_a_bad_group_reward_fails_the_group(write, body: str, cause: str) -> Non
 
 
 def test_one_bad_value_of_a_group_reward_fails_one_trajectory(write) -> None:
-    spec = write("def score(completions, **columns): return [1, None]")
+    spec = write("def score(completions, **columns): return [1, float('nan')]")
     assert [bool(error) for _, _, error in load_reward(spec)(group("a", "b"))] == [False, True]
 
 
@@ -168,7 +189,7 @@ def test_file_may_import_its_neighbor(write, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("spec", "text"),
     [
-        ("exat", "'exat' is not one of exact, number, math; did you mean exact?; a function of your own is"),
+        ("exat", "did you mean exact?; a function of your own is"),
         ("mine.py:scores", "mine.py has no function 'scores'; did you mean score?"),
         ("min.py:score", "no file {folder}/min.py; did you mean mine.py?"),
         ("no_such_package.x:f", "cannot import no_such_package.x: ModuleNotFoundError: No module named"),
@@ -192,9 +213,18 @@ def test_what_is_missing_is_named(write, tmp_path: Path, spec: str, text: str) -
     assert text.format(folder=tmp_path) in str(raised.value)
 
 
-def test_every_built_in_reward_loads() -> None:
+def test_a_missing_column_names_what_there_is(write) -> None:
+    spec = write("def score(completions, solution, **columns): return [1]")
+    ((_, _, error),) = load_reward(spec)(group("a", level=3))
+    assert error == (
+        f"reward {spec} on data source 'sums': needs solution, which the data does not have (completion_ids, "
+        "completions, data_source, ground_truth, level, max_new_tokens, prompts, statuses, time_left_s)"
+    )
+
+
+def test_every_built_in_reward_loads_and_is_described() -> None:
     for name in REWARDS:
-        assert not load_reward(name).scores_groups
+        assert (load_reward(name).function.__doc__ or "")[:10].strip()
 
 
 def test_table_picks_by_data_source(write) -> None:

@@ -9,6 +9,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
-from asyncrl.rewards.workers import RewardPool, Scored, check_rewards
+from asyncrl.rewards.checks import check_rewards
+from asyncrl.rewards.workers import RewardPool, Scored
 from asyncrl.types import Prompt
 
 TOKENS = ["<pad>", "<eos>", "<unk>", *"0123456789+="]
@@ -57,8 +59,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def make_pool(folder: Path) -> Iterator[Callable[..., RewardPool]]:
     pools: list[RewardPool] = []
 
-    def make(rewards: str | dict[str, str], *, timeout_s: float = 20.0, workers: int = 1, **data: str) -> RewardPool:
-        pools.append(RewardPool(make_config(rewards, timeout_s, workers, **data), tokenizer_path=str(folder)))
+    def make(
+        rewards: object, *, timeout_s: float = 20.0, workers: int = 1, options: object = None, **data: str
+    ) -> RewardPool:
+        config = make_config(rewards, timeout_s, workers, options, **data)
+        pools.append(RewardPool(config, tokenizer_path=str(folder)))
         return pools[-1]
 
     yield make
@@ -74,11 +79,12 @@ def save_tokenizer(folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-def make_config(rewards: str | dict[str, str], timeout_s: float, workers: int, **data: str) -> Config:
-    generator = {"reward_timeout_s": timeout_s, "reward_workers": workers}
-    return Config.model_validate(
-        {"model": {"path": "m"}, "data": {"train": "d", **data}, "rewards": rewards, "generator": generator}
-    )
+def make_config(
+    rewards: object, timeout_s: float = 20.0, workers: int = 1, options: object = None, **data: str
+) -> Config:
+    generator = {"reward_timeout_s": timeout_s, "reward_workers": workers, "max_new_tokens": 10}
+    values = {"model": {"path": "m"}, "data": {"train": "d", **data}, "rewards": rewards, "generator": generator}
+    return Config.model_validate({**values, "reward_options": options or {}})
 
 
 def tokens(text: str) -> list[int]:
@@ -87,6 +93,10 @@ def tokens(text: str) -> list[int]:
 
 def prompt(source: str = "sums", **extra: object) -> Prompt:
     return Prompt(0, np.array(tokens("12+07=")[:-1], dtype=np.int32), "19", source, extra)
+
+
+def submit(pool: RewardPool, key: object, completions: list[list[int]], prompt: Prompt) -> None:
+    pool.submit(key, completions, prompt, ["completed"] * len(completions))
 
 
 def gather(pool: RewardPool, count: int, *, within_s: float = 60.0) -> dict[object, Scored]:
@@ -105,7 +115,7 @@ def gather(pool: RewardPool, count: int, *, within_s: float = 60.0) -> dict[obje
 def test_groups_come_back_with_rewards_parts_and_their_key(make_pool) -> None:
     pool = make_pool("mine.py:score", workers=2)
     for key in range(300):
-        pool.submit(key, [tokens(str(4 + key)), tokens("7")], prompt())
+        submit(pool, key, [tokens(str(4 + key)), tokens("7")], prompt())
     assert pool.pending == 300
     found = gather(pool, 300)
     for key, scored in found.items():
@@ -114,26 +124,50 @@ def test_groups_come_back_with_rewards_parts_and_their_key(make_pool) -> None:
 
 def test_special_tokens_are_no_part_of_the_text(make_pool) -> None:
     pool = make_pool("exact")
-    pool.submit("k", [tokens("19"), tokens("1")[:-1] + tokens("9"), [*tokens("19"), 0, 0]], prompt())
+    submit(pool, "k", [tokens("19"), tokens("1")[:-1] + tokens("9"), [*tokens("19"), 0, 0]], prompt())
     assert gather(pool, 1)["k"].rewards == [1.0, 1.0, 1.0]
 
 
 def test_columns_of_the_data_reach_a_group_reward(make_pool) -> None:
     pool = make_pool("mine.py:of_prompt", ground_truth_column="reward_model.answer")
-    pool.submit("k", [tokens("1"), tokens("2")], prompt(level=4))
+    submit(pool, "k", [tokens("1"), tokens("2")], prompt(level=4))
     assert gather(pool, 1)["k"] == Scored("k", [5.0, 5.0], [{}, {}], ["", ""])
+
+
+def test_chat_statuses_columns_and_options_reach_a_group_reward(make_pool, folder: Path) -> None:
+    (folder / "seen.py").write_text(
+        "def score(completions, prompts, statuses, level, hint, max_new_tokens, time_left_s, *, bonus):\n"
+        "    assert prompts == [[{'role': 'user', 'content': '12+07='}]] * 2, prompts\n"
+        "    assert completions == [[{'role': 'assistant', 'content': c}] for c in '19'], completions\n"
+        "    assert (level, hint, max_new_tokens) == ([4, 4], ['carry', 'carry'], 10)\n"
+        "    assert 10 < time_left_s <= 18\n"
+        "    return [bonus + (status == 'truncated') for status in statuses]\n"
+    )
+    pool = make_pool("seen.py:score", options={"seen.py:score": {"bonus": 0.5}})
+    asked = replace(prompt(level=4), chat=[{"role": "user", "content": "12+07="}], columns={"hint": "carry"})
+    pool.submit("k", [tokens("1"), tokens("9")], asked, ["completed", "truncated"])
+    assert gather(pool, 1)["k"] == Scored("k", [0.5, 1.5], [{}, {}], ["", ""])
+
+
+def test_a_sum_of_rewards_keeps_its_parts(make_pool) -> None:
+    pool = make_pool({"sums": {"mine.py:score": 0.5, "exact": 2, "overlong": 1}})
+    submit(pool, "k", [tokens("19"), tokens("3"), tokens("1111111111")], prompt())
+    scored = gather(pool, 1)["k"]
+    assert scored.rewards == [0.5 * 19 + 2, 0.0, 0.5 * 1111111111 - 1]
+    assert scored.parts[0] == {"mine.py:score": 19, "mine.py:score/twice": 38, "exact": 1, "overlong": 0}
+    assert scored.errors == ["", "reward mine.py:score on data source 'sums': raised KeyError: 'three'", ""]
 
 
 def test_workers_are_light_and_use_one_thread(make_pool) -> None:
     pool = make_pool("mine.py:is_light")
-    pool.submit("k", [tokens("1")], prompt())
+    submit(pool, "k", [tokens("1")], prompt())
     assert gather(pool, 1)["k"].rewards == [1.0]
 
 
 def test_only_the_group_that_hangs_is_given_up(make_pool) -> None:
     pool = make_pool("mine.py:score", timeout_s=1.0)
     for key in range(40):
-        pool.submit(key, [tokens("0" if key == 25 else "5"), tokens("6")], prompt())
+        submit(pool, key, [tokens("0" if key == 25 else "5"), tokens("6")], prompt())
     found = gather(pool, 40)
     text = "reward mine.py:score on data source 'sums': took longer than generator.reward_timeout_s = 1 s"
     assert found.pop(25) == Scored(25, [0.0, 0.0], [{}, {}], [text, text])
@@ -146,7 +180,7 @@ def test_only_the_group_that_hangs_is_given_up(make_pool) -> None:
 def test_only_the_group_that_ends_its_process_is_given_up(make_pool, text: str, cause: str) -> None:
     pool = make_pool("mine.py:score")
     for key in range(40):
-        pool.submit(key, [tokens(text if key == 25 else "5")], prompt())
+        submit(pool, key, [tokens(text if key == 25 else "5")], prompt())
     found = gather(pool, 40)
     assert found.pop(25).errors == [f"reward mine.py:score on data source 'sums': {cause}"]
     assert all(scored.rewards == [5.0] for scored in found.values())
@@ -154,7 +188,7 @@ def test_only_the_group_that_ends_its_process_is_given_up(make_pool, text: str, 
 
 def test_an_exception_fails_one_completion(make_pool) -> None:
     pool = make_pool("mine.py:score")
-    pool.submit("k", [tokens("3"), tokens("5")], prompt())
+    submit(pool, "k", [tokens("3"), tokens("5")], prompt())
     scored = gather(pool, 1)["k"]
     assert scored.rewards == [0.0, 5.0]
     assert scored.errors == ["reward mine.py:score on data source 'sums': raised KeyError: 'three'", ""]
@@ -162,7 +196,7 @@ def test_an_exception_fails_one_completion(make_pool) -> None:
 
 def test_unknown_data_source_fails_the_group(make_pool) -> None:
     pool = make_pool({"words": "exact"})
-    pool.submit("k", [tokens("19")], prompt(source="sums"))
+    submit(pool, "k", [tokens("19")], prompt(source="sums"))
     assert gather(pool, 1)["k"].errors == [
         "no reward for data source 'sums': rewards has words; add it, or \"default\""
     ]
@@ -170,24 +204,24 @@ def test_unknown_data_source_fails_the_group(make_pool) -> None:
 
 def test_workers_killed_while_idle_are_replaced(make_pool) -> None:
     pool = make_pool("exact", workers=2)
-    pool.submit("before", [tokens("19")], prompt())
+    submit(pool, "before", [tokens("19")], prompt())
     gather(pool, 1)
     for worker in reward_workers(os.getpid()):
         worker.send_signal(signal.SIGKILL)
     time.sleep(0.5)
-    pool.submit("after", [tokens("19")], prompt())
+    submit(pool, "after", [tokens("19")], prompt())
     assert gather(pool, 1)["after"].rewards == [1.0]
 
 
 def test_functions_that_cannot_be_loaded_fail_groups_but_not_the_pool(make_pool) -> None:
     pool = make_pool("mine.py:missing")
-    pool.submit("k", [tokens("19")], prompt())
+    submit(pool, "k", [tokens("19")], prompt())
     assert "mine.py has no function 'missing'" in gather(pool, 1)["k"].errors[0]
 
 
 def test_close_ends_a_hanging_worker(make_pool) -> None:
     pool = make_pool("mine.py:score", timeout_s=1000.0)
-    pool.submit("k", [tokens("0")], prompt())
+    submit(pool, "k", [tokens("0")], prompt())
     pool.collect()
     time.sleep(1.0)
     workers = reward_workers(os.getpid())
@@ -199,14 +233,14 @@ PARENT = """
     import sys, time
     from pathlib import Path
     sys.path.insert(0, {tests!r})
-    from test_reward_pool import make_config, prompt, tokens, gather
+    from test_reward_pool import gather, make_config, prompt, submit, tokens
     from asyncrl.rewards.workers import RewardPool
 
     if __name__ == "__main__":
         pool = RewardPool(make_config("mine.py:score", 1000.0, 2), tokenizer_path=".")
-        pool.submit(0, [tokens("5")], prompt())
+        submit(pool, 0, [tokens("5")], prompt())
         gather(pool, 1)
-        pool.submit(1, [tokens("0")], prompt())
+        submit(pool, 1, [tokens("0")], prompt())
         pool.collect()
         print("ready", flush=True)
         time.sleep(1000)
@@ -234,6 +268,32 @@ def reward_workers(parent: int) -> list[psutil.Process]:
 
 
 def test_check_rewards_loads_every_function(folder: Path) -> None:
-    check_rewards(make_config({"a": "exact", "b": "mine.py:score"}, 1.0, 1))
+    check_rewards(make_config({"a": "exact", "b": {"mine.py:score": 1, "gsm8k": 2}}))
     with pytest.raises(ConfigError, match="did you mean score"):
-        check_rewards(make_config({"a": "exact", "b": "mine.py:scor"}, 1.0, 1))
+        check_rewards(make_config({"a": "exact", "b": "mine.py:scor"}))
+
+
+@pytest.mark.parametrize(
+    ("rewards", "options", "text"),
+    [
+        ("gsm8k", {"gsm8k": {"methd": "strict"}}, "reward_options.gsm8k.methd = 'strict': gsm8k has no such option; d"),
+        ("gsm8k", {"gsm8k": {"method": "lax"}}, "reward_options.gsm8k.method = 'lax': input should be 'strict' or"),
+        ("exact", {"exact": {"x": 1}}, "reward_options.exact.x = 1: exact has no such option; there are none"),
+        ("gsm8k", {"gsm8": {}}, "reward_options.gsm8: rewards does not use gsm8; did you mean gsm8k? (it uses gsm8k)"),
+        ({"exact": float("inf")}, {}, "rewards.exact = inf: a weight is a finite number"),
+        ({"a": {"exact": float("nan")}}, {}, "rewards.a.exact = nan: a weight is a finite number"),
+        ({}, {}, "rewards = {}: name at least one reward"),
+        ("format", {"format": {"pattern": "("}}, "reward_options.format.pattern = '(': no regular expression: missing"),
+        ("choice", {"choice": {"choices": 1}}, "reward_options.choice.choices = 1: must be from 2 to 26"),
+        ("overlong", {"overlong": {"buffer_tokens": 11}}, "must be from 1 to generator.max_new_tokens = 10"),
+        ("code", {"code": {"time_limit_s": 60}}, "must be above 0 and not above generator.reward_timeout_s = 20"),
+        ("code", {"code": {"memory_bytes": 1}}, "must be at least 67108864, which the interpreter needs"),
+        ("reward_model", {}, "reward_options.reward_model.path: required when rewards uses reward_model"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_starts(
+    folder: Path, rewards: object, options: object, text: str
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        check_rewards(make_config(rewards, options=options))
+    assert text in str(raised.value)

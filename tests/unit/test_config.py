@@ -42,12 +42,32 @@ def test_overrides_are_yaml() -> None:
         ({"learner.zero_stage": 5}, "learner.zero_stage = 5: input should be 0, 1, 2 or 3"),
         ({"launch.generators": 0}, "launch.generators = 0: input should be greater than or equal to 1"),
         ({"replay.max_staleness": -1}, "replay.max_staleness = -1: input should be greater than or equal to 0"),
-        ({"generator.group_size": 1}, "generator.group_size = 1: input should be greater than or equal to 2"),
         ({"run": "../else"}, "run = '../else': string should match pattern"),
         (
             {"launch.learners": 3, "replay.groups_per_step": 8},
             "launch.learners = 3 does not divide replay.groups_per_step = 8: every learner rank takes the same number "
             "of whole groups; use 1, 2, 4, 8 learners",
+        ),
+        (
+            {"generator.top_p": 0.9},
+            "generator.top_p = 0.9: the engine's log-probs would be of the cut distribution and the learner's of the",
+        ),
+        (
+            {"data.weights": [1.0, 2.0]},
+            "data.weights = [1.0, 2.0]: there are 1 training files; give one for each",
+        ),
+        ({"data.weights": [-1.0]}, "data.weights = [-1.0]: each must be above 0"),
+        (
+            {"learner.minibatches": 3},
+            "learner.minibatches = 3 does not divide the 32 groups that a learner rank gets in a step; use one of 1, 2",
+        ),
+        (
+            {"critic.ranks": 2, "algorithm.advantage": "gae"},
+            "critic.ranks = 2: each serves at least one of the learner ranks, of which there are 1",
+        ),
+        (
+            {"replay.held_steps": 3},
+            "replay.held_steps = 3: no more than replay.max_staleness = 2 batches are ever generated ahead",
         ),
         (
             {"generator.max_model_tokens": 16, "generator.max_new_tokens": 16},
@@ -92,4 +112,32 @@ def test_override_without_equals_or_into_a_value() -> None:
 
 
 def test_config_stays_small() -> None:
-    assert len(config_keys()) <= 80
+    assert len(config_keys()) <= 92
+
+
+PRESETS = ("grpo", "dapo", "dr_grpo", "gspo", "cispo", "ppo_gae", "rloo", "reinforce_pp")
+
+
+def test_presets_are_short_and_run_on_the_demo() -> None:
+    by_name = {path.stem: path for path in CONFIGS}
+    demo = load_config("demo")
+    for name in PRESETS:
+        assert len(by_name[name].read_text().splitlines()) <= 25, name
+        preset = load_config(name)
+        assert (preset.model, preset.data, preset.steps) == (demo.model, demo.data, demo.steps), name
+    assert all(len(path.read_text().splitlines()) <= 25 for path in CONFIGS)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "refunds"),
+    [
+        ({}, True),
+        ({"algorithm.advantage": "gae"}, False),
+        ({"algorithm.advantage": "gae", "replay.no_signal": "refund"}, True),
+        ({"replay.no_signal": "train"}, False),
+    ],
+)
+def test_groups_without_signal_are_refunded_where_they_would_have_none(
+    overrides: dict[str, object], refunds: bool
+) -> None:
+    assert load_config(None, {**NEEDED, **overrides}).refunds_no_signal is refunds

@@ -12,7 +12,7 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "asyncrl"
 
 LEVELS = [
-    {"types", "errors"},
+    {"types", "errors", "processes", "tokenizer"},
     {"config"},
     {"algorithms"},
     {"rewards", "data", "replay", "weights", "observe"},

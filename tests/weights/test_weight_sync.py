@@ -55,9 +55,16 @@ def make_sender(port: int, cleanup: list, *, num_generators: int, timeout_s: flo
     return sender
 
 
-def make_receiver(port: int, cleanup: list, *, rank: int, num_generators: int) -> WeightReceiver:
+def make_receiver(
+    port: int, cleanup: list, *, rank: int, num_generators: int, timeout_s: float = 20.0, **options: Any
+) -> WeightReceiver:
     receiver = WeightReceiver(
-        ("127.0.0.1", port), rank=rank, num_generators=num_generators, transport="auto", timeout_s=20.0
+        ("127.0.0.1", port),
+        rank=rank,
+        num_generators=num_generators,
+        transport="auto",
+        timeout_s=timeout_s,
+        **options,
     )
     receiver.start()
     cleanup.append(receiver.close)
@@ -318,3 +325,56 @@ except Interrupted:
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("given up")
     assert time.time() - float(done.stdout.split()[-1]) < 3.0
+
+
+def load_next(receiver: WeightReceiver, version: int) -> None:
+    staged = next_staged(receiver)
+    assert_holds(staged, version)
+    receiver.loaded(staged)
+
+
+def test_a_version_to_keep_waits_for_an_engine_that_holds_and_no_deadline_runs_out(port: int, cleanup: list) -> None:
+    receivers = [
+        make_receiver(port, cleanup, rank=rank, num_generators=2, timeout_s=0.5, keeps=lambda version: version == 2)
+        for rank in (1, 2)
+    ]
+    sender = make_sender(port, cleanup, num_generators=2, timeout_s=0.5)
+    for version in (0, 1):
+        sender.send(version, weights(version))
+        for receiver in receivers:
+            load_next(receiver, version)
+    for version in (2, 3):
+        sender.send(version, weights(version))
+    load_next(receivers[1], 2)
+    started = time.monotonic()
+    while time.monotonic() - started < 3.0:  # the first generator goes on with version 1
+        receivers[0].hold()
+        time.sleep(0.01)
+    assert receivers[1].staged() is None, "all generators get a version in one broadcast"
+    load_next(receivers[0], 2)
+    for receiver in receivers:
+        load_next(receiver, 3)
+    sender.wait()
+    assert sender.stats.count == 4
+
+
+def test_an_engine_that_neither_takes_nor_holds_a_version_to_keep_is_named(port: int, cleanup: list) -> None:
+    receiver = make_receiver(port, cleanup, rank=1, num_generators=1, timeout_s=0.5, keeps=lambda version: True)
+    sender = make_sender(port, cleanup, num_generators=1, timeout_s=0.5)
+    sender.send(0, weights(0))
+    load_next(receiver, 0)
+    sender.send(1, weights(1))
+    sender.wait()
+    receiver.hold()
+    sender.send(2, weights(2))
+    with pytest.raises(PeerTimeoutError, match="generator 0 did not become ready to receive version 2"):
+        sender.wait()
+
+
+def test_nothing_is_kept_for_a_generator_that_has_not_loaded_anything(port: int, cleanup: list) -> None:
+    receiver = make_receiver(port, cleanup, rank=1, num_generators=1, keeps=lambda version: True)
+    sender = make_sender(port, cleanup, num_generators=1)
+    for version in range(3):
+        sender.send(version, weights(version))
+    sender.wait()
+    load_next(receiver, 2)

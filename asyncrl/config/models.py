@@ -1,0 +1,331 @@
+"""All settings of a run, as frozen pydantic models.
+
+Derived numbers are properties. A value that cannot work is refused here, before any process starts.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+UNGROUPED = ("gae", "vtrace", "reinforce_plus_plus")
+"""Advantages that do not compare trajectories within their group."""
+
+Options = dict[str, bool | int | float | str | None]
+"""Keyword-only arguments for a function named in the config."""
+
+
+RewardSpec = str | dict[str, float]
+"""The reward of a row: one function, or several with their weights."""
+Rewards = RewardSpec | dict[str, RewardSpec]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+
+
+class ModelConfig(Section):
+    path: str
+    """Folder (or hub name) of the policy to start from, in Hugging Face format."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Number format of weights and activations in engine and learner; log-probs are float32 always."""
+    recipe: Literal["tiny-model"] | None = None
+    """When `path` does not exist, make this small model there."""
+    trust_remote_code: bool = False
+
+
+class DataConfig(Section):
+    train: str | list[str]
+    """Parquet file or files of prompts."""
+    eval: str | list[str] | None = None
+    """Parquet file or files of prompts that policies are evaluated on; none is evaluated when not set."""
+    recipe: Literal["arithmetic"] | None = None
+    """When `train` does not exist, make this small dataset there."""
+    weights: list[float] | None = None
+    """Share of the prompts that each training file gives, in their order; by their numbers of rows when not set."""
+    prompt_column: str = "prompt"
+    """Column with a string or a list of chat messages."""
+    ground_truth_column: str | None = "reward_model.ground_truth"
+    """Column, or field of a struct column, that the reward compares with; None for data without one."""
+    data_source_column: str = "data_source"
+    """Column that names where a row is from, which chooses its reward; the name of the file where it is missing."""
+    string_prompts: Literal["text", "user"] = "text"
+    """A prompt that is a string is the text itself, or what a user says under the model's chat template."""
+    shuffle: bool = True
+    max_prompt_tokens: int | None = Field(default=None, ge=1)
+    """Longer prompts are counted and skipped; never more than the model's window leaves."""
+
+    @property
+    def train_files(self) -> list[str]:
+        return [self.train] if isinstance(self.train, str) else list(self.train)
+
+    @property
+    def eval_files(self) -> list[str]:
+        return [self.eval] if isinstance(self.eval, str) else list(self.eval or [])
+
+    @model_validator(mode="after")
+    def _weigh_files(self) -> Self:
+        if self.weights is not None:
+            if len(self.weights) != len(self.train_files):
+                raise ValueError(
+                    f"weights = {self.weights}: there are {len(self.train_files)} training files; give one for each"
+                )
+            if min(self.weights, default=0.0) <= 0:
+                raise ValueError(f"weights = {self.weights}: each must be above 0; leave the file out of train instead")
+        return self
+
+
+class GeneratorConfig(Section):
+    group_size: int = Field(default=8, ge=1)
+    """Trajectories of one prompt; advantages that compare within a group need at least 2."""
+    temperature: float = Field(default=1.0, gt=0.0)
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Always 1 in training; `eval.top_p` is free."""
+    max_new_tokens: int = Field(default=512, ge=1)
+    max_running_groups: int = Field(default=64, ge=1)
+    """Groups one generator works on at once (continuous batching)."""
+    max_model_tokens: int | None = Field(default=None, ge=2)
+    """Window of the engine, prompt and completion; the model's own when not set."""
+    kv_cache_bytes: int | None = Field(default=None, ge=1 << 20)
+    """Key-value cache of each engine; when not set, 1 GiB on a CPU and the engine's own choice on a GPU."""
+    gpu_memory_fraction: float = Field(default=0.9, gt=0.0, le=1.0)
+    prefix_caching: bool = False
+    """Share the prompt's keys and values inside a group; never across policy versions."""
+    reward_workers: int = Field(default=1, ge=1)
+    """Processes per generator that run the reward function."""
+    reward_timeout_s: float = Field(default=10.0, gt=0.0)
+    """A group whose rewards take longer is given up as failed."""
+
+    @model_validator(mode="after")
+    def _refuse_cut_distributions(self) -> Self:
+        if self.top_p < 1.0:
+            raise ValueError(
+                f"top_p = {self.top_p}: the engine's log-probs would be of the cut distribution and the learner's of "
+                "the whole one, which biases every importance ratio; use 1, and eval.top_p for evaluation"
+            )
+        return self
+
+
+class ReplayConfig(Section):
+    groups_per_step: int = Field(default=32, ge=1)
+    """Groups in the batch of one optimizer step."""
+    max_staleness: int = Field(default=2, ge=0)
+    """Hard bound, in learner steps, between the version that sampled a token and the one that trains on it.
+    0 is synchronous training."""
+    held_steps: int = Field(default=0, ge=0)
+    """Batches that must lie finished in the queue before another is trained. Holding `max_staleness` of them forces
+    tokens to be that old, to study corrections at a known staleness."""
+    order: Literal["ready", "ticket"] = "ready"
+    """ready: finished groups may pass a slow one as long as the bound holds for all; ticket: strictly in order."""
+    no_signal: Literal["auto", "refund", "train"] = "auto"
+    """What happens to a group whose rewards are all equal: its place is given to another prompt, or it is trained.
+    auto refunds it where the advantage compares within the group, and would be 0."""
+    max_refunds_in_a_row: int = Field(default=4096, ge=1)
+    """The run fails when so many groups one after another gave no training signal."""
+    lease_timeout_s: float = Field(default=600.0, gt=0.0)
+    """A lease not finished by then is handed out again."""
+    max_bytes: int = Field(default=4 << 30, ge=1 << 20)
+    """Ceiling of the finished groups held in memory; no new leases above it."""
+
+    @model_validator(mode="after")
+    def _can_hold(self) -> Self:
+        if self.held_steps > self.max_staleness:
+            raise ValueError(
+                f"held_steps = {self.held_steps}: no more than replay.max_staleness = {self.max_staleness} batches are "
+                "ever generated ahead, so that the learner would wait forever; use at most that"
+            )
+        return self
+
+
+class AlgorithmConfig(Section):
+    advantage: str = "grpo"
+    advantage_options: Options = {}
+    loss: str = "decoupled_ppo"
+    loss_options: Options = {}
+    correction: Options = {"level": "token", "mode": "truncate", "high": 2.0}
+    """Importance weights against the behavior policy (options of `corrections.importance_weights`)."""
+    proximal: Literal["recompute", "loglinear"] = "recompute"
+    """The proximal policy: the learner's weights before the step, or an interpolation by token age that needs no
+    forward pass (arXiv:2512.06547)."""
+    opsm_delta: float | None = Field(default=None, gt=0.0)
+    """Trajectories of negative advantage whose mean log ratio against the behavior policy is below minus this many
+    nats are not trained (off-policy sequence mask, arXiv:2512.02556)."""
+    whiten: bool = False
+    """Standardize the advantages of all action tokens of the step."""
+    truncated: Literal["keep", "mask", "penalize"] = "keep"
+    """Completions cut at the token limit are trained as they are, or not trained (their rewards still count in
+    their group), or trained with `truncated_penalty` subtracted from their reward."""
+    truncated_penalty: float = Field(default=1.0, ge=0.0)
+    kl_reward_coef: float = Field(default=0.0, ge=0.0)
+    """Weight of the divergence from the reference policy that is subtracted from every token's reward."""
+    kl_loss_coef: float = Field(default=0.0, ge=0.0)
+    """Weight of the divergence from the reference policy that is added to the loss."""
+    kl_estimator: Literal["k1", "k2", "k3", "k3+", "abs"] | None = None
+    """Estimator of that divergence; k1 in the reward and k3+ in the loss when not set."""
+    kl_target: float | None = Field(default=None, gt=0.0)
+    """Adapt `kl_reward_coef` so that the divergence stays near this many nats; fixed when not set."""
+    kl_horizon: int = Field(default=10000, ge=1)
+    """Trajectories over which the coefficient adapts."""
+    reference: str | None = None
+    """Folder of the reference policy; `model.path` when not set. Loaded only when a coefficient above asks for it."""
+    aggregation: Literal[
+        "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+    ] = "token-mean"
+
+
+class LearnerConfig(Section):
+    lr: float = Field(default=1e-6, gt=0.0)
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape after the warm-up; linear and cosine end at 0 with the last step."""
+    warmup_steps: int = Field(default=0, ge=0)
+    weight_decay: float = Field(default=0.01, ge=0.0)
+    adam_betas: tuple[float, float] = (0.9, 0.95)
+    max_grad_norm: float = Field(default=1.0, gt=0.0)
+    zero_stage: Literal[0, 1, 2, 3] = 0
+    epochs: int = Field(default=1, ge=1)
+    """Passes over the batch of a step."""
+    minibatches: int = Field(default=1, ge=1)
+    """Parts of the batch, each with an optimizer update of its own. Versions and staleness count steps, not updates."""
+    tokens_per_microbatch: int = Field(default=8192, ge=1)
+    """Tokens of one packed forward pass; one longer trajectory makes a micro-batch of its own."""
+    gradient_checkpointing: bool = False
+    save_every_steps: int | None = Field(default=None, ge=1)
+    """Also write the model to `checkpoints/` at every so many steps; the last one is always in `model/`."""
+
+
+class CriticConfig(Section):
+    """The value function that advantages with `values` need (gae, vtrace); it shares the learner's batch settings."""
+
+    path: str | None = None
+    """Folder of the model it starts from; `model.path` when not set."""
+    lr: float = Field(default=1e-5, gt=0.0)
+    warmup_steps: int = Field(default=0, ge=0)
+    """First steps in which only the critic is trained."""
+    clip: float | None = Field(default=0.5, gt=0.0)
+    """Furthest that a value may move from its old one before its loss stops to fall (PPO's value clipping)."""
+    ranks: int = Field(default=0, ge=0)
+    """Processes of its own for the critic; 0 keeps it in the learner ranks."""
+
+
+class EvalConfig(Section):
+    """Evaluation on the prompts of `data.eval`."""
+
+    every_steps: int | None = Field(default=None, ge=1)
+    """Versions that are multiples of this are evaluated while training goes on; the first and last version always."""
+    samples: int = Field(default=1, ge=1)
+    """Completions of each prompt; pass@k is reported for k = 1 and up to this."""
+    temperature: float = Field(default=1.0, ge=0.0)
+    """0 is greedy."""
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    max_prompts: int | None = Field(default=None, ge=1)
+    """Only the first so many prompts."""
+
+
+class WeightsConfig(Section):
+    transport: str = "auto"
+    """A transport of `asyncrl list`; auto is nccl where every generator has a GPU, else gloo."""
+    bucket_bytes: int = Field(default=64 << 20, ge=1 << 10)
+    timeout_s: float = Field(default=60.0, gt=0.0)
+    """Deadline of each phase of a broadcast."""
+    kv_cache: Literal["keep", "recompute"] = "keep"
+    """What a weight swap does to running completions: go on with the old keys and values, or prefill again."""
+
+
+class LaunchConfig(Section):
+    cluster: str = "local"
+    """A launcher of `asyncrl list`."""
+    generators: int = Field(default=1, ge=1)
+    learners: int = Field(default=1, ge=1)
+    port: int = Field(default=0, ge=0, le=65533)
+    """First of the ports on the loopback interface that the roles use; 0 takes free ones."""
+    pin_cores: bool = True
+    """On CPU, give generators and learners cores of their own."""
+    start_timeout_s: float = Field(default=180.0, gt=0.0)
+    """Deadline for every role to be up."""
+    progress_timeout_s: float = Field(default=600.0, gt=0.0)
+    """The run fails when no optimizer step ends for so long."""
+    stop_timeout_s: float = Field(default=15.0, gt=0.0)
+    """After this long a role that was asked to stop is ended."""
+
+
+class ObserveConfig(Section):
+    trackers: list[str] = ["jsonl"]
+    """Where step metrics go (trackers of `asyncrl list`); wandb runs in offline mode unless WANDB_MODE says else."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+class Config(Section):
+    model: ModelConfig
+    data: DataConfig
+    rewards: Rewards = "exact"
+    """A reward's name, `module:function` or `file.py:function`; or weights, {name: number}, to add several up; or a
+    table of these by data source, with "default" for the others."""
+    reward_options: dict[str, Options] = {}
+    """Options (keyword-only arguments) of reward functions, by the name they have in `rewards`."""
+    generator: GeneratorConfig = GeneratorConfig()
+    replay: ReplayConfig = ReplayConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    learner: LearnerConfig = LearnerConfig()
+    critic: CriticConfig = CriticConfig()
+    eval: EvalConfig = EvalConfig()
+    weights: WeightsConfig = WeightsConfig()
+    launch: LaunchConfig = LaunchConfig()
+    observe: ObserveConfig = ObserveConfig()
+    run: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Name of the run; its folder is `runs/<name>`."""
+    steps: int = Field(default=100, ge=1)
+    """Optimizer steps."""
+    seed: int = Field(default=0, ge=0)
+
+    @model_validator(mode="after")
+    def _cross_checks(self) -> Self:
+        groups, learners = self.replay.groups_per_step, self.launch.learners
+        if groups % learners:
+            raise ValueError(
+                f"launch.learners = {learners} does not divide replay.groups_per_step = {groups}: "
+                f"every learner rank takes the same number of whole groups; use {_divisors(groups)} learners"
+            )
+        if (groups // learners) % self.learner.minibatches:
+            raise ValueError(
+                f"learner.minibatches = {self.learner.minibatches} does not divide the {groups // learners} groups "
+                f"that a learner rank gets in a step; use one of {_divisors(groups // learners)}"
+            )
+        if self.critic.ranks > learners:
+            raise ValueError(
+                f"critic.ranks = {self.critic.ranks}: each serves at least one of the learner ranks, of which there "
+                f"are {learners} (launch.learners)"
+            )
+        window = self.generator.max_model_tokens
+        if window is not None and window <= self.generator.max_new_tokens:
+            raise ValueError(
+                f"generator.max_model_tokens = {window} leaves no room for a prompt: "
+                f"it must be above generator.max_new_tokens = {self.generator.max_new_tokens}"
+            )
+        return self
+
+    @property
+    def refunds_no_signal(self) -> bool:
+        """Whether a group whose rewards are all equal gives its place to another prompt."""
+        choice = self.replay.no_signal
+        return choice == "refund" or (choice == "auto" and self.algorithm.advantage not in UNGROUPED)
+
+    def evaluates(self, version: int) -> bool:
+        """Whether the run evaluates this policy version: the first, the last, and multiples of `eval.every_steps`."""
+        every = self.eval.every_steps
+        due = version in (0, self.steps) or (every is not None and version % every == 0)
+        return bool(self.data.eval_files) and due
+
+    @property
+    def run_dir(self) -> Path:
+        return Path("runs") / self.run
+
+    def to_yaml(self) -> str:
+        """The whole resolved config; `load_config` of it gives an equal one."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(d) for d in range(1, min(number, 64) + 1) if number % d == 0)

@@ -1,0 +1,68 @@
+"""Downloaded datasets, written as Parquet files in verl's schema."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config import unknown_name
+from asyncrl.data.convert import gsm8k, hellaswag, hh_rlhf, math
+from asyncrl.data.convert.converter import Converter, Example, SkippedError, Source
+from asyncrl.data.convert.reading import find_files, read_records
+from asyncrl.errors import ConfigError
+
+CONVERTERS = {
+    "gsm8k": gsm8k.CONVERTER,
+    "math": math.CONVERTER,
+    "hellaswag": hellaswag.CONVERTER,
+    "hh-rlhf": hh_rlhf.CONVERTER,
+}
+
+
+def convert(
+    name: str, folder: Path, out: Path, *, split: str = "train", instruction: str | None = None
+) -> tuple[int, Counter[str]]:
+    """Writes the split of a downloaded dataset to `out`; gives the rows written, and the records skipped by reason.
+
+    `instruction` replaces what the converter appends to the question. The same files give the same bytes. Raises
+    ConfigError when files are missing or no row is left, and DataError naming file and row of a malformed record.
+    """
+    from asyncrl.data.parquet import write_rows
+
+    converter = CONVERTERS[name]
+    if split not in converter.splits:
+        raise unknown_name("--split", split, converter.splits)
+    suffix = converter.instruction if instruction is None else instruction
+    rows: list[dict[str, Any]] = []
+    skipped: Counter[str] = Counter()
+    for file in find_files(folder, converter.forms, names=converter.splits[split]):
+        for index, (where, record) in enumerate(read_records(file), start=len(rows) + skipped.total()):
+            try:
+                example = converter.example(record, Source(file, where))
+            except SkippedError as reason:
+                skipped[str(reason)] += 1
+                continue
+            rows.append(_row(converter, example, suffix, {"split": split, "index": index}))
+    if not rows:
+        raise ConfigError(f"--from {folder}: no row of the split {split!r} can be used ({describe_skipped(skipped)})")
+    write_rows(out, rows)
+    return len(rows), skipped
+
+
+def describe_skipped(skipped: Counter[str]) -> str:
+    """The numbers of records skipped, with the reasons."""
+    return ", ".join(f"{count} skipped: {reason}" for reason, count in sorted(skipped.items())) or "0 skipped"
+
+
+def _row(converter: Converter, example: Example, suffix: str, place: dict[str, Any]) -> dict[str, Any]:
+    *before, last = example.chat
+    if suffix:
+        last = last | {"content": f"{last['content']}\n\n{suffix}"}
+    return {
+        "data_source": converter.data_source,
+        "prompt": [*before, last],
+        "ability": converter.ability,
+        "reward_model": {"style": converter.style, "ground_truth": example.ground_truth},
+        "extra_info": place | example.extra_info,
+    }

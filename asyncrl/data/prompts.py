@@ -1,0 +1,91 @@
+"""Rows as tokenized prompts, and the prompts that policies are evaluated on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import structlog
+from jinja2 import TemplateError
+
+from asyncrl.config import Config
+from asyncrl.data.parquet import PromptTable, no_template
+from asyncrl.errors import ConfigError, DataError
+from asyncrl.tokenizer import load_tokenizer
+from asyncrl.types import Prompt
+
+log = structlog.get_logger()
+
+
+class PromptBuilder:
+    """Gives the prompt of a row of a PromptTable, tokenized with the model's tokenizer.
+
+    A chat goes through the tokenizer's chat template up to where the assistant answers; a string is the text itself,
+    or what a user says in a chat (`data.string_prompts`). Raises ConfigError when a template is needed and there is
+    none, and DataError for a row that the template refuses.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+        if config.data.string_prompts == "user" and not self._tokenizer.chat_template:
+            raise ConfigError(f"data.string_prompts = 'user', but {no_template(config)}")
+
+    def __call__(self, row: dict[str, Any]) -> Prompt:
+        prompt, where = row["prompt"], row["where"]
+        if isinstance(prompt, str) and self._config.data.string_prompts == "user":
+            prompt = [{"role": "user", "content": prompt}]
+        chat = None if isinstance(prompt, str) else prompt
+        tokens = self._tokenizer.encode(prompt) if chat is None else self._apply_template(chat, where)
+        if not tokens:
+            raise DataError(f"{where}: the prompt has no tokens; fill it in or leave the row out")
+        return Prompt(
+            row=row["row"],
+            tokens=np.asarray(tokens, dtype=np.int32),
+            ground_truth=row["ground_truth"],
+            data_source=row["data_source"],
+            extra_info=row["extra_info"],
+            chat=chat,
+            columns=row["columns"],
+        )
+
+    def _apply_template(self, chat: list[dict[str, Any]], where: str) -> list[int]:
+        if not self._tokenizer.chat_template:
+            raise DataError(f"{where}: the prompt is a chat, but {no_template(self._config)}")
+        try:
+            return self._tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        except TemplateError as error:
+            raise DataError(f"{where}: the model's chat template refuses the prompt: {error}") from None
+
+
+def too_long(key: str, rows: int, limit_tokens: int) -> ConfigError:
+    return ConfigError(
+        f"{key}: all {rows} prompts are longer than {limit_tokens} tokens, which is what the model's window or "
+        "data.max_prompt_tokens leaves; lower generator.max_new_tokens or take shorter prompts"
+    )
+
+
+def eval_prompts(config: Config, *, limit_tokens: int) -> list[Prompt]:
+    """The first `eval.max_prompts` prompts of `data.eval` that have at most `limit_tokens` tokens, in order.
+
+    The others are counted in a warning. Their row numbers count over the evaluation files. Empty when `data.eval` is
+    not set; raises ConfigError when no row fits.
+    """
+    if not config.data.eval_files:
+        return []
+    table, build = PromptTable(config, split="eval"), PromptBuilder(config)
+    prompts: list[Prompt] = []
+    skipped = 0
+    for row in range(len(table)):
+        if len(prompts) == config.eval.max_prompts:
+            break
+        prompt = build(table[row])
+        if len(prompt.tokens) <= limit_tokens:
+            prompts.append(prompt)
+        else:
+            skipped += 1
+    if not prompts:
+        raise too_long("data.eval", skipped, limit_tokens)
+    if skipped:
+        log.warning("evaluation prompts skipped", rows=skipped, limit_tokens=limit_tokens)
+    return prompts

@@ -1,0 +1,97 @@
+"""The order of rows: shuffled anew each epoch, from one pool or from several with weights, resumable anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Sampler
+
+from asyncrl.errors import ConfigError
+
+
+class Pool:
+    """The rows from `start` on, epoch after epoch; each epoch has every row once."""
+
+    def __init__(self, start: int, size: int, *, seed: int, number: int, shuffle: bool) -> None:
+        self.start = start
+        self.size = size
+        self.epoch = 0
+        self.taken = 0
+        """Rows taken in this epoch."""
+        self._seed = seed
+        self._number = number
+        self._shuffle = shuffle
+        self._order = self._make_order()
+
+    def take(self) -> int:
+        if self.taken == self.size:
+            self.seek(self.epoch + 1, 0)
+        self.taken += 1
+        return self.start + int(self._order[self.taken - 1])
+
+    def seek(self, epoch: int, taken: int) -> None:
+        self.epoch, self.taken = epoch, taken
+        self._order = self._make_order()
+
+    def _make_order(self) -> np.ndarray:
+        order = np.arange(self.size)
+        if self._shuffle:
+            np.random.default_rng((self._seed, self.epoch, self._number)).shuffle(order)
+        return order
+
+
+class RowSampler(Sampler[int]):
+    """Row numbers without end, in an order that the seed determines; knows its place in it.
+
+    Without weights all rows are one pool. With weights every file is a pool with epochs of its own, and each next row
+    is from file i with probability weights[i] / sum(weights).
+    """
+
+    def __init__(
+        self, sizes: Sequence[int], *, seed: int, shuffle: bool = True, weights: Sequence[float] | None = None
+    ) -> None:
+        self._seed = seed
+        self._shares = np.cumsum([1.0] if weights is None else weights)
+        self._shares /= self._shares[-1]
+        self.drawn = 0
+        """Rows given so far."""
+        self.pools: list[Pool] = []
+        start = 0
+        for number, size in enumerate([sum(sizes)] if weights is None else sizes):
+            self.pools.append(Pool(start, size, seed=seed, number=number, shuffle=shuffle))
+            start += size
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            yield self._next()
+
+    def pool_of(self, row: int) -> int:
+        """Number of the pool that the row is in."""
+        return next(i for i, pool in enumerate(self.pools) if row < pool.start + pool.size)
+
+    def state_dict(self) -> dict[str, Any]:
+        pools = [{"rows": pool.size, "epoch": pool.epoch, "taken": pool.taken} for pool in self.pools]
+        return {"drawn": self.drawn, "pools": pools}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises ConfigError when the dataset is not the one of the state."""
+        before, now = [pool["rows"] for pool in state["pools"]], [pool.size for pool in self.pools]
+        if before != now:
+            raise ConfigError(
+                f"data.train: the files had {before} rows when the run was saved and have {now} now; resume with the "
+                "same files and data.weights, or start a new run"
+            )
+        self.drawn = state["drawn"]
+        for pool, saved in zip(self.pools, state["pools"], strict=True):
+            pool.seek(saved["epoch"], saved["taken"])
+
+    def _next(self) -> int:
+        pool = self.pools[0]
+        if len(self.pools) > 1:
+            # The draw's number is its seed, so that the place in the stream is all there is to save.
+            draw = np.random.default_rng(np.random.SeedSequence(self._seed, spawn_key=(self.drawn,))).random()
+            pool = self.pools[int(np.searchsorted(self._shares, draw, side="right"))]
+        self.drawn += 1
+        return pool.take()

@@ -1,0 +1,87 @@
+"""The values of a row as the rest of the system takes them: text, chats, and what msgpack can carry."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from datetime import date, datetime, time
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+
+from asyncrl.errors import DataError
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Whom the messages of a chat may be from."""
+
+
+def plain(value: Any, where: str) -> Any:
+    """The value made of None, bool, int, float, str, list and dict with string keys only.
+
+    Dates and times become ISO 8601 strings, decimal numbers strings, UTF-8 bytes strings. Entries of a dict that are
+    None go: a struct column has every field in every row, and None is how it says that a row had none. Raises
+    DataError, with `where` in its text, for anything else.
+    """
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case Mapping():
+            for key in value:
+                if not isinstance(key, str):
+                    raise DataError(f"{where}: the key {key!r} is {type(key).__name__}; keys must be strings")
+            return {key: plain(item, f"{where}.{key}") for key, item in value.items() if item is not None}
+        case list() | tuple():
+            return [plain(item, where) for item in value]
+        case datetime() | date() | time():
+            return value.isoformat()
+        case Decimal():
+            return str(value)
+        case bytes():
+            return _decode(value, where)
+        case np.generic() | np.ndarray():
+            return plain(value.tolist(), where)
+        case _:
+            raise DataError(f"{where}: {type(value).__name__} cannot be sent; store it as a string, or leave it out")
+
+
+def ground_truth_text(value: Any, where: str) -> str:
+    """The string that rewards get: a string as it is, a list or struct as JSON, all else as Python's `str` prints it.
+
+    Raises DataError when there is none.
+    """
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        raise missing(where)
+    value = plain(value, where)
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, list | dict) else str(value)
+
+
+def missing(where: str, *, way_out: str = "") -> DataError:
+    return DataError(f"{where} is empty; fill it in or leave the row out{way_out}")
+
+
+def chat_messages(value: list[Any], where: str) -> list[dict[str, Any]]:
+    """The messages of a chat, each with a role of ROLES and a string as content. Raises DataError."""
+    if not value:
+        raise DataError(f"{where} is a chat without messages; fill it in or leave the row out")
+    return [_message(item, f"{where}, message {number}") for number, item in enumerate(value)]
+
+
+def _message(value: Any, where: str) -> dict[str, Any]:
+    message = plain(value, where)
+    if not isinstance(message, dict):
+        raise DataError(f"{where}: {type(message).__name__}; a message must be a struct with role and content")
+    role, content = message.get("role"), message.get("content")
+    if role not in ROLES:
+        raise DataError(f"{where}: role = {role!r}; it must be one of {', '.join(ROLES)}")
+    if not isinstance(content, str):
+        raise DataError(f"{where}: content = {content!r}; it must be a string")
+    return message
+
+
+def _decode(value: bytes, where: str) -> str:
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        raise DataError(f"{where}: bytes that are not UTF-8 text; store text, or leave it out") from None

@@ -1,0 +1,115 @@
+"""Leases under way in a generator, and what is made of them when they are scored."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from asyncrl.errors import InvariantError
+from asyncrl.generator.engine import Completion
+from asyncrl.replay.messages import EvaluatedBody
+from asyncrl.types import NO_VERSION, Group, Lease, Prompt, Trajectory
+
+if TYPE_CHECKING:
+    from asyncrl.rewards.workers import Scored
+
+
+@dataclass(slots=True)
+class Running:
+    """A lease under way."""
+
+    lease: Lease
+    size: int
+    """Completions that it asks for."""
+    start_version: int
+    started_s: float
+    completions: dict[int, Completion] = field(default_factory=dict[int, Completion])
+    """By index in the group, as far as they ended."""
+
+    @property
+    def key(self) -> Hashable:
+        """Names the lease among all others, and its rewards."""
+        own = self.lease.ticket, self.lease.attempt
+        return (*own, "evaluation") if self.lease.evaluation else own
+
+    def engine_keys(self) -> Iterator[str]:
+        """Name of each completion in the engine, by index in the group."""
+        kind = "evaluation." if self.lease.evaluation else ""
+        return (f"{kind}{self.lease.ticket}.{self.lease.attempt}.{index}" for index in range(self.size))
+
+    @property
+    def complete(self) -> bool:
+        return len(self.completions) == self.size
+
+    @property
+    def members(self) -> list[Completion]:
+        return [self.completions[index] for index in range(self.size)]
+
+
+def make_group(running: Running, scored: Scored, *, generator: int, truncated_penalty: float = 0.0) -> Group:
+    """The group of a complete lease with its rewards; `truncated_penalty` is subtracted from those of completions cut
+    at the token limit."""
+    lease = running.lease
+    trajectories = [_trajectory(lease.prompt, completion) for completion in running.members]
+    verdicts = zip(trajectories, scored.rewards, scored.parts, scored.errors, strict=True)
+    for trajectory, reward, parts, error in verdicts:
+        if error:
+            trajectory.status, trajectory.error = "failed", error
+        else:
+            trajectory.reward, trajectory.reward_parts = reward, parts
+        if trajectory.status == "truncated" and truncated_penalty:
+            trajectory.reward -= truncated_penalty
+            trajectory.reward_parts = parts | {"truncated": -truncated_penalty}
+    return Group(
+        ticket=lease.ticket,
+        attempt=lease.attempt,
+        generator=generator,
+        row=lease.prompt.row,
+        data_source=lease.prompt.data_source,
+        start_version=running.start_version,
+        end_version=max(int(trajectory.versions.max()) for trajectory in trajectories),
+        trajectories=trajectories,
+        started_s=running.started_s,
+        finished_s=time.monotonic(),
+    )
+
+
+def make_evaluated(running: Running, scored: Scored) -> EvaluatedBody:
+    """What an evaluation lease came to. Raises InvariantError when not all tokens are of one version."""
+    lease, version, members = running.lease, running.start_version, running.members
+    for completion in members:
+        if np.any(completion.versions != version):
+            raise InvariantError(
+                f"evaluation ticket {lease.ticket} of version {version} has tokens of the versions "
+                f"{np.unique(completion.versions).tolist()}"
+            )
+    failed = [bool(error) for error in scored.errors]
+    return {
+        "ticket": lease.ticket,
+        "attempt": lease.attempt,
+        "version": version,
+        "data_source": lease.prompt.data_source,
+        "rewards": [0.0 if bad else reward for bad, reward in zip(failed, scored.rewards, strict=True)],
+        "status": ["failed" if bad else member.status for bad, member in zip(failed, members, strict=True)],
+        "tokens": sum(len(member.tokens) for member in members),
+    }
+
+
+def _trajectory(prompt: Prompt, completion: Completion) -> Trajectory:
+    start = len(prompt.tokens)
+    length = start + len(completion.tokens)
+    tokens = np.empty(length, dtype=np.int32)
+    tokens[:start], tokens[start:] = prompt.tokens, completion.tokens
+    action_mask = np.zeros(length, dtype=np.bool_)
+    action_mask[start:] = True
+    behavior_logprobs = np.zeros(length, dtype=np.float32)
+    behavior_logprobs[start:] = completion.logprobs
+    versions = np.full(length, NO_VERSION, dtype=np.int32)
+    versions[start:] = completion.versions
+    trajectory = Trajectory(tokens, action_mask, behavior_logprobs, versions, completion.status)
+    trajectory.check()
+    return trajectory

@@ -1,0 +1,144 @@
+"""The critic: one value for the state before every action token, trained towards the returns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from asyncrl.algorithms.losses import value_loss
+from asyncrl.config import Config
+from asyncrl.learner.batch import Batch, MicroBatch
+from asyncrl.learner.checkpoint import save_model
+from asyncrl.learner.distributed import Ranks
+from asyncrl.learner.engine import TrainedModel
+from asyncrl.learner.models import hidden_states, load_value_model
+from asyncrl.learner.schedule import learning_rate
+from asyncrl.learner.update import Minibatch, agree, update
+
+
+class ValueFunction(Protocol):
+    """A critic as a training step uses it: in the learner's own processes, or in processes of its own."""
+
+    def values(self, batch: Batch, step: int) -> Tensor:
+        """Values [N] of the batch, float32, on the CPU. All ranks call it."""
+        ...
+
+    def train(self, returns: Tensor) -> None:
+        """Starts to train on the returns [N] of the batch that was valued last."""
+        ...
+
+    def finish(self) -> dict[str, float]:
+        """Waits for the training and gives its metrics."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Writes the critic to `folder` in Hugging Face format. All ranks call it."""
+        ...
+
+
+class ValueNetwork(nn.Module):
+    """The model's body and a linear head with one output; its forward is what DeepSpeed sees."""
+
+    def __init__(self, model: PreTrainedModel, head: nn.Linear) -> None:
+        super().__init__()
+        self.model = model
+        self.head = head
+
+    def forward(self, micro: MicroBatch) -> Tensor:
+        hidden = hidden_states(self.model, micro)
+        return self.head(hidden).squeeze(-1).float()
+
+
+class CriticModel(TrainedModel):
+    def __init__(self, config: Config, ranks: Ranks) -> None:
+        path, key = config.critic.path, "critic.path"
+        if path is None:
+            path, key = config.model.path, "model.path"
+        model, head = load_value_model(config, path, key)
+        super().__init__(config, ranks, model, ValueNetwork(model, head), lr=config.critic.lr)
+
+
+class Critic:
+    """The critic in these processes, in a DeepSpeed engine of its own."""
+
+    def __init__(self, config: Config, ranks: Ranks) -> None:
+        self.config = config
+        self.ranks = ranks
+        self.model = CriticModel(config, ranks)
+        self._step = 0
+        self._minibatches: list[Minibatch] = []
+        self._values = torch.empty(0)
+        self._metrics: dict[str, float] = {}
+
+    def values(self, batch: Batch, step: int) -> Tensor:
+        self._step = step
+        self._minibatches = agree(batch, self.ranks, step)
+        parts = [
+            self.model.score(micro.to(self.ranks.device)).cpu()
+            for minibatch in self._minibatches
+            for micro in minibatch.micro_batches
+        ]
+        self._values = torch.cat(parts)
+        return self._values
+
+    def train(self, returns: Tensor) -> None:
+        settings, clip = self.config.learner, self.config.critic.clip
+        rate = learning_rate(self._step, settings, steps=self.config.steps) / settings.lr * self.config.critic.lr
+        device = self.ranks.device
+        sums = torch.zeros(3, dtype=torch.float64)
+        norms: list[float] = []
+        for minibatch in self._minibatches * settings.epochs:
+
+            def part(micro: MicroBatch, num_tokens: int = minibatch.num_tokens) -> tuple[Tensor, Tensor]:
+                values = self.model.engine(micro)
+                leaf = values.detach().requires_grad_()
+                old = self._values[micro.span].to(device)
+                loss = value_loss(leaf, old, returns[micro.span].to(device), clip=clip)
+                (gradient,) = torch.autograd.grad(loss.sum() / num_tokens, leaf)
+                outside = (values.detach() - old).abs() > (float("inf") if clip is None else clip)
+                sums.add_(torch.stack([loss.detach().sum(), outside.sum(), torch.tensor(len(old))]).double().cpu())
+                return values, gradient
+
+            norms.append(
+                update(
+                    self.model,
+                    minibatch,
+                    part,
+                    step=self._step,
+                    lr=rate,
+                    max_grad_norm=settings.max_grad_norm,
+                    key="critic.lr",
+                )
+            )
+        loss, clipped, tokens = self.ranks.sum(sums).tolist()
+        self._metrics = self._describe(returns) | {
+            "critic/loss": loss / tokens,
+            "critic/clip_fraction": clipped / tokens,
+            "critic/grad_norm": sum(norms) / len(norms),
+            "critic/lr": rate,
+        }
+
+    def finish(self) -> dict[str, float]:
+        return self._metrics
+
+    def save(self, folder: Path) -> None:
+        save_model(self.model, folder, tokenizer=self.config.model.path)
+
+    def _describe(self, returns: Tensor) -> dict[str, float]:
+        """How well the values before the training told the returns."""
+        columns = torch.stack([returns, self._values]).double()
+        error = columns[0] - columns[1]
+        count = torch.tensor(float(len(returns)), dtype=torch.float64)
+        moments = torch.stack([columns[1].sum(), columns[0].sum(), columns[0].square().sum(), error.sum(),
+                               error.square().sum(), count])  # fmt: skip
+        values, total, squares, errors, error_squares, count = self.ranks.sum(moments).tolist()
+        variance = squares / count - (total / count) ** 2
+        unexplained = error_squares / count - (errors / count) ** 2
+        metrics = {"critic/value_mean": values / count, "critic/return_mean": total / count}
+        if variance > 1e-12:
+            metrics["critic/explained_variance"] = 1 - unexplained / variance
+        return metrics

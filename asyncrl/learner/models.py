@@ -1,0 +1,94 @@
+"""Models from their folders, ready for packed rows: no dropout, log-probs and values of whole batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
+
+from asyncrl.config import Config
+from asyncrl.errors import ConfigError
+from asyncrl.learner.attention import PACKED
+
+HEADS = ("score", "classifier")
+"""Names that the head of a model for token classification may have."""
+UNUSUAL_HEADS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
+"""Model settings that change logits after the output layer."""
+
+
+def load_policy_model(config: Config, path: str, key: str = "model.path") -> PreTrainedModel:
+    """The causal language model at `path`, which the config names as `key`. Raises ConfigError when it cannot be
+    trained."""
+    model, _ = _load(AutoModelForCausalLM, config, path, key)
+    text_config = model.config.get_text_config()
+    for name in UNUSUAL_HEADS:
+        if getattr(text_config, name, None) not in (None, 1.0):
+            raise ConfigError(f"{key} = {path!r}: models with {name} cannot be trained")
+    return model
+
+
+def load_value_model(config: Config, path: str, key: str) -> tuple[PreTrainedModel, nn.Linear]:
+    """The model at `path` with a head that gives one value per token, and that head; it is new, and gives 0, unless
+    the folder holds one. Raises ConfigError."""
+    options = {"num_labels": 1, "ignore_mismatched_sizes": True}
+    model, missing = _load(AutoModelForTokenClassification, config, path, key, new=HEADS, **options)
+    head = next((module for name in HEADS if (module := getattr(model, name, None)) is not None), None)
+    if not isinstance(head, nn.Linear) or head.out_features != 1:
+        raise ConfigError(f"{key} = {path!r}: {type(model).__name__} has no linear head with one output for values")
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    with torch.no_grad():
+        for parameter in head.parameters():
+            if names[id(parameter)] in missing:
+                parameter.zero_()
+    return model, head
+
+
+def _load(
+    kind: Any, config: Config, path: str, key: str, *, new: tuple[str, ...] = (), **options: Any
+) -> tuple[PreTrainedModel, set[str]]:
+    """The model, and the names of those parameters of the modules `new` that the folder does not hold."""
+    disable_progress_bar()
+    try:
+        model, info = kind.from_pretrained(
+            path,
+            dtype=getattr(torch, config.model.dtype),
+            attn_implementation=PACKED,
+            trust_remote_code=config.model.trust_remote_code,
+            output_loading_info=True,
+            **options,
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{key} = {path!r}: the model cannot be loaded: {error}") from error
+    if info["mismatched_keys"]:
+        name, *_ = min(info["mismatched_keys"])
+        raise ConfigError(
+            f"{key} = {path!r}: {name} has another shape than {type(model).__name__} needs; give a causal language "
+            "model, a critic, or a reward model with one output"
+        )
+    missing = set(info["missing_keys"])
+    lost = sorted(name for name in missing if name.partition(".")[0] not in new)
+    if lost:
+        raise ConfigError(
+            f"{key} = {path!r}: the folder has no weights for {lost[0]} ({len(lost)} parameters are missing), which "
+            "would be random; is it a whole checkpoint of this kind of model?"
+        )
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    if config.learner.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model, missing
+
+
+def hidden_states(model: PreTrainedModel, micro: Any) -> torch.Tensor:
+    """Last hidden states [N, size] at the positions that choose the micro-batch's action tokens."""
+    output = model.base_model(
+        input_ids=micro.input_ids.unsqueeze(0),
+        position_ids=micro.position_ids.unsqueeze(0),
+        packing=micro.layout,
+        use_cache=False,
+    )
+    return output.last_hidden_state.squeeze(0).index_select(0, micro.logit_index)

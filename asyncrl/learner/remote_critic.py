@@ -1,0 +1,234 @@
+"""A critic in processes of its own: the learner ranks send it packed rows and returns, it sends values and metrics.
+
+Learner rank r speaks to critic rank r modulo the number of critic ranks. All of a critic rank's learners send the
+same kind of message before it acts, as the learner ranks act together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import structlog
+import torch
+import zmq
+from torch import Tensor
+
+from asyncrl.config import Config
+from asyncrl.errors import AsyncrlError, ConfigError, InvariantError
+from asyncrl.learner.attention import make_layout
+from asyncrl.learner.batch import Batch, MicroBatch
+from asyncrl.learner.critic import Critic
+from asyncrl.learner.distributed import connected
+from asyncrl.replay.client import Connection
+from asyncrl.replay.wire import Array, Message, decode, encode
+from asyncrl.types import Endpoints
+
+log = structlog.get_logger()
+
+TICK_S = 0.2
+"""How late a critic sees that it should stop."""
+ARRAYS_PER_ROW = 3
+
+
+def critic_address(endpoints: Endpoints, rank: int) -> str:
+    host, port = endpoints.critics[1 + rank]
+    return f"tcp://{host}:{port}"
+
+
+class RemoteCritic:
+    """The value function of one learner rank, computed by a critic rank."""
+
+    def __init__(self, config: Config, rank: int, endpoints: Endpoints) -> None:
+        self.rank = rank
+        self.timeout_s = config.launch.progress_timeout_s
+        critic = rank % config.critic.ranks
+        self._connection = Connection(endpoints, critic_address(endpoints, critic), f"critic rank {critic}")
+        self._step = 0
+        self._training = 0
+
+    def values(self, batch: Batch, step: int) -> Tensor:
+        self._step = step
+        body = {
+            "rank": self.rank,
+            "step": step,
+            "minibatches": [len(minibatch) for minibatch in batch.minibatches],
+            "names": [[list(name) for name in micro.names] for micro in batch.micro_batches],
+        }
+        arrays = [array for micro in batch.micro_batches for array in _pack(micro)]
+        answer = self._connection.request("value", body, arrays, timeout_s=self.timeout_s)
+        return torch.from_numpy(answer.arrays[0].copy())
+
+    def train(self, returns: Tensor) -> None:
+        body = {"rank": self.rank, "step": self._step}
+        self._training = self._connection.send("train", body, [returns.numpy()])
+
+    def finish(self) -> dict[str, float]:
+        return self._connection.await_answer("train", self._training, timeout_s=self.timeout_s).body["metrics"]
+
+    def save(self, folder: Path) -> None:
+        body = {"rank": self.rank, "folder": str(folder)}
+        self._connection.request("save", body, timeout_s=self.timeout_s)
+
+    def close(self) -> None:
+        """Lets the critic rank end, which it does when all its learner ranks have left."""
+        self._connection.send("leave", {"rank": self.rank})
+        self._connection.close()
+
+
+class CriticServer:
+    """One critic rank: answers its learner ranks, a round of all of them at a time."""
+
+    def __init__(
+        self, critic: Critic, endpoints: Endpoints, *, learners: list[int], should_stop: Callable[[], bool]
+    ) -> None:
+        self.critic = critic
+        self.learners = learners
+        self.should_stop = should_stop
+        self._run_id = endpoints.run_id
+        self._spans: dict[int, list[slice]] = {}
+        """Of every learner rank: where the tokens of its micro-batches are in the joined batch."""
+        address = critic_address(endpoints, critic.ranks.rank)
+        self._socket = zmq.Context.instance().socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 1000)
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError as error:
+            self._socket.close()
+            raise ConfigError(
+                f"critic address {address}: {zmq.strerror(error.errno or 0)}; choose another launch.port"
+            ) from None
+
+    def serve(self) -> None:
+        """Answers until all learner ranks have left or `should_stop`. Raises what the training raises, after the
+        learner ranks were told."""
+        while (received := self._round()) is not None:
+            kinds = {message.kind for _, message in received.values()}
+            if len(kinds) > 1:
+                raise InvariantError(f"the learner ranks ask the critic for different things: {sorted(kinds)}")
+            kind = kinds.pop()
+            if kind == "leave":
+                return
+            try:
+                replies = _ANSWERS[kind](self, {rank: message for rank, (_, message) in received.items()})
+            except AsyncrlError as error:
+                for identity, message in received.values():
+                    self._send(identity, message.seq, "error", {"text": str(error)})
+                raise
+            for rank, (identity, message) in received.items():
+                self._send(identity, message.seq, *replies[rank])
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _round(self) -> dict[int, tuple[bytes, Message]] | None:
+        """One message of every learner rank; None when the process should stop."""
+        received: dict[int, tuple[bytes, Message]] = {}
+        while len(received) < len(self.learners):
+            if self.should_stop():
+                return None
+            if not self._socket.poll(TICK_S * 1000):
+                continue
+            identity, *frames = self._socket.recv_multipart(copy=False)
+            message = decode(self._run_id, [frame.buffer for frame in frames])
+            rank = message.body.get("rank")
+            if message.kind not in (*_ANSWERS, "leave") or rank not in self.learners:
+                raise InvariantError(f"the critic got {message.kind!r} of learner rank {rank}")
+            received[rank] = identity.bytes, message
+        return received
+
+    def _send(self, identity: bytes, seq: int, kind: str, body: Any, arrays: tuple[Array, ...] = ()) -> None:
+        self._socket.send_multipart([identity, *encode(self._run_id, kind, body, seq=seq, arrays=arrays)])
+
+    def _value(self, messages: dict[int, Message]) -> dict[int, tuple[Any, ...]]:
+        rows = {rank: _unpack_all(message) for rank, message in messages.items()}
+        count = max(len(own) for own in rows.values())
+        minibatches: list[list[MicroBatch]] = []
+        self._spans = {rank: [] for rank in rows}
+        start = 0
+        for number in range(count):
+            minibatches.append([])
+            for rank, own in rows.items():
+                for micro in own[number]:
+                    minibatches[-1].append(replace(micro, start=start))
+                    self._spans[rank].append(minibatches[-1][-1].span)
+                    start += len(micro.targets)
+        none = torch.empty(0)
+        step = next(iter(messages.values())).body["step"]
+        values = self.critic.values(Batch(minibatches, none, none, none), step)
+        return {rank: ("values", {"step": step}, (_gather(values, self._spans[rank]),)) for rank in messages}
+
+    def _train(self, messages: dict[int, Message]) -> dict[int, tuple[Any, ...]]:
+        returns = torch.empty(sum(len(message.arrays[0]) for message in messages.values()))
+        for rank, message in messages.items():
+            own = torch.from_numpy(message.arrays[0].copy())
+            parts = own.split([span.stop - span.start for span in self._spans[rank]])
+            for span, part in zip(self._spans[rank], parts, strict=True):
+                returns[span] = part
+        self.critic.train(returns)
+        return dict.fromkeys(messages, ("trained", {"metrics": self.critic.finish()}))
+
+    def _save(self, messages: dict[int, Message]) -> dict[int, tuple[Any, ...]]:
+        self.critic.save(Path(next(iter(messages.values())).body["folder"]))
+        return dict.fromkeys(messages, ("ok", {}))
+
+
+_ANSWERS = {"value": CriticServer._value, "train": CriticServer._train, "save": CriticServer._save}
+"""What a critic does with the messages of one round."""
+
+
+def run_critic(config: Config, *, rank: int, endpoints: Endpoints, should_stop: Callable[[], bool]) -> None:
+    """One critic rank with a process of its own, until its learner ranks have left."""
+    launch, count = config.launch, config.critic.ranks
+    own = replace(endpoints, learners=endpoints.critics[0])
+    with connected(
+        own, rank, count, start_timeout_s=launch.start_timeout_s, timeout_s=launch.progress_timeout_s, what="critic"
+    ) as ranks:
+        learners = [learner for learner in range(launch.learners) if learner % count == rank]
+        server = CriticServer(Critic(config, ranks), endpoints, learners=learners, should_stop=should_stop)
+        try:
+            log.info("critic is up", rank=rank)
+            server.serve()
+        finally:
+            server.close()
+
+
+def _pack(micro: MicroBatch) -> list[Array]:
+    """Tokens, sequence lengths, and the positions whose hidden states are valued."""
+    starts = torch.nonzero(micro.position_ids == 0).flatten()
+    lengths = torch.diff(starts, append=torch.tensor([len(micro.input_ids)]))
+    return [tensor.to(torch.int32).numpy() for tensor in (micro.input_ids, lengths, micro.logit_index)]
+
+
+def _unpack_all(message: Message) -> list[list[MicroBatch]]:
+    arrays = message.arrays
+    rows = [arrays[i : i + ARRAYS_PER_ROW] for i in range(0, len(arrays), ARRAYS_PER_ROW)]
+    names = message.body["names"]
+    micro_batches = iter([_unpack(row, own) for row, own in zip(rows, names, strict=True)])
+    return [[next(micro_batches) for _ in range(count)] for count in message.body["minibatches"]]
+
+
+def _unpack(row: list[Array], names: list[list[int]]) -> MicroBatch:
+    """The micro-batch as far as a critic needs it."""
+    input_ids, lengths, logit_index = (array.astype(np.int64) for array in row)
+    ends = np.cumsum(lengths)
+    positions = np.arange(len(input_ids)) - np.repeat(ends - lengths, lengths)
+    nothing = torch.zeros(len(logit_index))
+    return MicroBatch(
+        input_ids=torch.from_numpy(input_ids),
+        position_ids=torch.from_numpy(positions),
+        layout=make_layout(lengths),
+        logit_index=torch.from_numpy(logit_index),
+        targets=torch.from_numpy(input_ids[logit_index + 1]),
+        behavior_logprobs=nothing,
+        versions=nothing.long(),
+        seq=torch.from_numpy(np.searchsorted(ends, logit_index, side="right")),
+        names=[(ticket, number) for ticket, number in names],
+    )
+
+
+def _gather(values: Tensor, spans: list[slice]) -> Array:
+    return torch.cat([torch.empty(0), *(values[span] for span in spans)]).numpy()

@@ -1,0 +1,221 @@
+"""One training step: what the models say of the batch, advantages, and the updates of policy and critic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from asyncrl.algorithms.corrections import loglinear_proximal, opsm_mask
+from asyncrl.algorithms.kl import AdaptiveKL, FixedKL, kl_estimate
+from asyncrl.algorithms.losses import PolicyTerms
+from asyncrl.config import Config
+from asyncrl.learner.algorithm import Algorithm
+from asyncrl.learner.batch import Batch, MicroBatch
+from asyncrl.learner.critic import ValueFunction
+from asyncrl.learner.distributed import Ranks
+from asyncrl.learner.estimates import Estimates, Scores, estimate
+from asyncrl.learner.metrics import Tally
+from asyncrl.learner.policy import Policy, Reference
+from asyncrl.learner.schedule import learning_rate
+from asyncrl.learner.update import Minibatch, agree, update
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLosses:
+    """A micro-batch's part of an update's loss; gradients are with respect to the current log-probs [N]."""
+
+    loss: Tensor
+    gradient: Tensor
+    """[N], of `loss`."""
+    policy_gradient: Tensor
+    """[N], of the sum of the policy's token losses."""
+
+
+class Trainer:
+    """What one learner rank trains with; every method is called by all ranks."""
+
+    def __init__(self, config: Config, ranks: Ranks, algorithm: Algorithm, critic: ValueFunction | None = None) -> None:
+        """Loads the policy. `critic` must be given when the algorithm needs one."""
+        self.config = config
+        self.ranks = ranks
+        self.algorithm = algorithm
+        self.policy = Policy(config, ranks)
+        self.critic = critic
+        self._reference: Reference | None = None
+        settings = config.algorithm
+        self.kl_control: FixedKL | AdaptiveKL = FixedKL(settings.kl_reward_coef)
+        if settings.kl_target is not None:
+            self.kl_control = AdaptiveKL(settings.kl_reward_coef, settings.kl_target, settings.kl_horizon)
+        self._updates = config.learner.epochs * config.learner.minibatches
+
+    def train(self, batch: Batch, *, step: int) -> dict[str, float]:
+        """Trains version step - 1 into version `step` on this rank's batch; gives the metrics of all ranks.
+
+        Denominators are those of a whole update over all ranks, known before its first backward. Raises RunError on
+        all ranks, with the weights of the last good update, when a loss or gradient is not finite.
+        """
+        settings = self.config.learner
+        minibatches = agree(batch, self.ranks, step)
+        scores = self._score(batch, minibatches, step)
+        estimates = estimate(self.algorithm, batch, scores, self.ranks, kl_coef=self.kl_control.coef)
+        if self.critic is not None:
+            assert estimates.returns is not None
+            self.critic.train(estimates.returns)
+        bound = self._bound(batch, estimates)
+        lr = learning_rate(step, settings, steps=self.config.steps)
+        tally = Tally(
+            version=step - 1,
+            level=self.algorithm.correction_level,
+            cap=self.algorithm.correction_cap,
+            max_lag=self.config.replay.max_staleness,
+            device=self.ranks.device,
+        )
+        norms: list[float] = []
+        for minibatch in minibatches * settings.epochs:
+            part = _PolicyPart(self, minibatch, estimates, bound, tally, step)
+            if step <= self.config.critic.warmup_steps and self.critic is not None:
+                part.look()
+                continue
+            norms.append(
+                update(
+                    self.policy, minibatch, part, step=step, lr=lr, max_grad_norm=settings.max_grad_norm,
+                    key="learner.lr",
+                )
+            )  # fmt: skip
+        metrics = tally.reduce(self.ranks, updates=self._updates, epochs=settings.epochs)
+        metrics |= {"learner/grad_norm": sum(norms) / max(len(norms), 1), "learner/lr": lr if norms else 0.0}
+        metrics |= self._control_kl(estimates, sum(minibatch.num_sequences for minibatch in minibatches))
+        return metrics | (self.critic.finish() if self.critic is not None else {})
+
+    def _score(self, batch: Batch, minibatches: list[Minibatch], step: int) -> Scores:
+        """One look at the batch by each model that the algorithm asks for."""
+        algorithm, settings = self.algorithm, self.config.algorithm
+        wants_reference = settings.kl_loss_coef > 0 or settings.kl_reward_coef > 0
+        recomputes = "proximal_logprobs" in algorithm.needs and settings.proximal == "recompute" and self._updates > 1
+        wants_proximal = recomputes or wants_reference or "log_ratios" in algorithm.needs or algorithm.bound is not None
+        if wants_reference and self._reference is None:
+            self._reference = Reference(self.config, self.ranks)
+        reference = self._reference if wants_reference else None
+        micro_batches = [micro.to(self.ranks.device) for minibatch in minibatches for micro in minibatch.micro_batches]
+        return Scores(
+            proximal_logprobs=self._join(self.policy.logprobs, micro_batches) if wants_proximal else None,
+            ref_logprobs=self._join(reference.logprobs, micro_batches) if reference is not None else None,
+            values=self.critic.values(batch, step) if self.critic is not None else None,
+        )
+
+    @staticmethod
+    def _join(score: Callable[[MicroBatch], Tensor], micro_batches: list[MicroBatch]) -> Tensor:
+        return torch.cat([score(micro).cpu() for micro in micro_batches])
+
+    def _bound(self, batch: Batch, estimates: Estimates) -> Tensor | None:
+        """The bound of a loss that has one for the whole batch."""
+        if self.algorithm.bound is None:
+            return None
+        assert estimates.proximal_logprobs is not None
+        log_ratios = estimates.proximal_logprobs - batch.behavior_logprobs
+        return self.algorithm.bound(log_ratios, estimates.advantages, reduce=self.ranks.sum)
+
+    def _control_kl(self, estimates: Estimates, num_sequences: int) -> dict[str, float]:
+        if estimates.kl is None:
+            return {}
+        metrics = {"kl/reference": estimates.kl}
+        if self.kl_control.coef:
+            metrics["kl/reward_coef"] = self.kl_control.coef
+        self.kl_control.update(estimates.kl, num_sequences)
+        return metrics
+
+
+@dataclass(frozen=True, slots=True)
+class _PolicyPart:
+    """The policy's part of an update, micro-batch by micro-batch."""
+
+    trainer: Trainer
+    minibatch: Minibatch
+    estimates: Estimates
+    bound: Tensor | None
+    tally: Tally
+    step: int
+
+    def __call__(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        logprobs, entropies = self.trainer.policy.forward(micro)
+        return logprobs, self._losses(micro, logprobs.detach(), entropies).gradient
+
+    def look(self) -> None:
+        """Counts what an update would do, and does nothing."""
+        for micro in self.minibatch.micro_batches:
+            micro = micro.to(self.trainer.ranks.device)
+            self._losses(micro, *self.trainer.policy.score(micro))
+
+    def _losses(self, micro: MicroBatch, logprobs: Tensor, entropies: Tensor) -> TokenLosses:
+        estimates = self.estimates.of(micro, logprobs.device)
+        counts = {"num_tokens": self.minibatch.num_tokens, "num_sequences": self.minibatch.num_sequences}
+        losses = token_losses(
+            self.trainer.algorithm,
+            self.trainer.config,
+            micro,
+            estimates,
+            logprobs,
+            counts=counts,
+            version=self.step - 1,
+            bound=self.bound,
+        )
+        self.tally.add(
+            micro,
+            loss=losses.loss,
+            logprobs=logprobs,
+            entropies=entropies,
+            advantages=estimates.advantages,
+            token_gradient=losses.policy_gradient,
+        )
+        return losses
+
+
+def token_losses(
+    algorithm: Algorithm,
+    config: Config,
+    micro: MicroBatch,
+    estimates: Estimates,
+    logprobs: Tensor,
+    *,
+    counts: dict[str, int],
+    version: int,
+    bound: Tensor | None,
+) -> TokenLosses:
+    """The loss of the micro-batch at current log-probs [N], and its gradients.
+
+    `counts` are the denominators of the update, `version` is that of the weights before the step.
+    """
+    if not len(logprobs):
+        return TokenLosses(logprobs.sum(), logprobs, logprobs)
+    settings = config.algorithm
+    leaf = logprobs.clone().requires_grad_()
+    terms = PolicyTerms(
+        logprobs=leaf,
+        proximal_logprobs=_proximal(settings.proximal, micro, estimates, logprobs, version),
+        behavior_logprobs=micro.behavior_logprobs,
+        advantages=estimates.advantages,
+        seq=micro.seq,
+    )
+    token_loss = algorithm.loss(terms, bound=bound)
+    if settings.opsm_delta is not None:
+        token_loss = token_loss * opsm_mask(
+            logprobs, micro.behavior_logprobs, estimates.advantages, micro.seq, delta=settings.opsm_delta
+        )
+    loss = algorithm.aggregate(token_loss, micro.seq, **counts)
+    (policy_gradient,) = torch.autograd.grad(token_loss.sum(), leaf, retain_graph=True)
+    if settings.kl_loss_coef:
+        assert estimates.ref_logprobs is not None
+        kl = kl_estimate(leaf, estimates.ref_logprobs, estimator=algorithm.kl_estimator or "k3+")
+        loss = loss + settings.kl_loss_coef * algorithm.aggregate(kl, micro.seq, **counts)
+    (gradient,) = torch.autograd.grad(loss, leaf)
+    return TokenLosses(loss.detach(), gradient, policy_gradient)
+
+
+def _proximal(how: str, micro: MicroBatch, estimates: Estimates, logprobs: Tensor, version: int) -> Tensor:
+    """Log-probs [N] of the proximal policy; the current ones where the step has one update."""
+    if how == "loglinear":
+        return loglinear_proximal(logprobs, micro.behavior_logprobs, micro.versions, version=version)
+    return logprobs if estimates.proximal_logprobs is None else estimates.proximal_logprobs

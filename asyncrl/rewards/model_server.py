@@ -1,0 +1,198 @@
+"""The process that holds the reward model and scores for the reward workers of all generators."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import msgpack
+import structlog
+import torch
+import zmq
+from transformers import AutoModelForSequenceClassification
+
+from asyncrl.config import Config
+from asyncrl.errors import ConfigError
+from asyncrl.rewards.functions import describe
+from asyncrl.rewards.reward_model import KEY, NAME, WAY_OUT, check_model_folder
+from asyncrl.tokenizer import load_tokenizer
+from asyncrl.types import Endpoints
+
+log = structlog.get_logger()
+
+TICK_S = 0.05
+"""Longest wait of the loop: how late a signal may be seen."""
+MAX_REQUESTS_AT_ONCE = 256
+
+
+@dataclass(slots=True)
+class _Request:
+    sender: bytes
+    id: Any
+    deadline_s: float
+    tokens: list[list[int]] = field(default_factory=list)
+    scores: list[float | None] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+
+
+class RewardModel:
+    """A loaded reward model: tokens of texts to scores."""
+
+    def __init__(
+        self, path: str, *, dtype: str = "float32", tokens_per_batch: int = 16384, device: str = "auto"
+    ) -> None:
+        """Raises ConfigError when the folder does not hold a model with one trained score."""
+        check_model_folder(path)
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.path = path
+        self.tokens_per_batch = tokens_per_batch
+        self.tokenizer = load_tokenizer(path)
+        model, info = AutoModelForSequenceClassification.from_pretrained(
+            path, dtype=getattr(torch, dtype), output_loading_info=True
+        )
+        if info["missing_keys"]:
+            raise ConfigError(
+                f"{KEY}.path = {path!r}: its weights lack {', '.join(sorted(info['missing_keys']))}, which would be "
+                f"random; {WAY_OUT}"
+            )
+        self.model = model.to(device).eval()
+        text_config = model.config.get_text_config()
+        self.window: int | None = getattr(text_config, "max_position_embeddings", None)
+        self._pad_token = text_config.pad_token_id
+
+    def tokenize(self, prompt: str | list[dict[str, Any]], completion: str) -> list[int]:
+        """Tokens of a prompt with its completion. Raises ValueError when they cannot be scored."""
+        if isinstance(prompt, str):
+            tokens = self.tokenizer(prompt + completion)["input_ids"]
+        elif self.tokenizer.chat_template is None:
+            raise ValueError(f"the reward model's tokenizer in {self.path} has no chat template, and prompts are chats")
+        else:
+            messages = [*prompt, {"role": "assistant", "content": completion}]
+            tokens = self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
+        if not tokens or (self.window is not None and len(tokens) > self.window):
+            raise ValueError(
+                f"prompt and completion are {len(tokens)} tokens for the reward model, its window is {self.window}: "
+                "lower generator.max_new_tokens or data.max_prompt_tokens, or take another model"
+            )
+        return tokens
+
+    def score(self, texts: Sequence[list[int]]) -> list[float]:
+        """The scores of tokenized texts, each as if it were alone in its batch."""
+        order = sorted(range(len(texts)), key=lambda index: len(texts[index]), reverse=True)
+        scores = [0.0] * len(texts)
+        while order:
+            size = max(1, self.tokens_per_batch // len(texts[order[0]]))
+            batch, order = order[:size], order[size:]
+            for index, score in zip(batch, self._forward([texts[index] for index in batch]), strict=True):
+                scores[index] = score
+        return scores
+
+    @torch.inference_mode()
+    def _forward(self, texts: list[list[int]]) -> list[float]:
+        pad = self._pad_token
+        if pad is None:
+            # The model takes the score at the last token that is not padding: let it be a token that no text ends with.
+            last = {tokens[-1] for tokens in texts}
+            pad = next(token for token in range(len(last) + 1) if token not in last)
+            self.model.config.get_text_config().pad_token_id = pad
+        length = max(map(len, texts))
+        tokens = torch.full((len(texts), length), pad)
+        mask = torch.zeros((len(texts), length), dtype=torch.long)
+        for row, text in enumerate(texts):
+            tokens[row, : len(text)] = torch.tensor(text)
+            mask[row, : len(text)] = 1
+        device = self.model.device
+        logits = self.model(input_ids=tokens.to(device), attention_mask=mask.to(device)).logits
+        return logits.float().squeeze(-1).tolist()
+
+
+class ModelServer:
+    """A ROUTER socket in front of a reward model; requests that wait together are scored together."""
+
+    def __init__(self, model: RewardModel, address: str) -> None:
+        self.model = model
+        self._socket = zmq.Context.instance().socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 1000)
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError as error:
+            raise ConfigError(
+                f"reward model address {address}: {zmq.strerror(error.errno or 0)}; choose another launch.port"
+            ) from None
+
+    def serve(self, should_stop: Callable[[], bool]) -> None:
+        """Answers until `should_stop()`."""
+        while not should_stop():
+            if self._socket.poll(TICK_S * 1000):
+                self._answer(self._receive())
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _receive(self) -> list[_Request]:
+        requests: list[_Request] = []
+        while len(requests) < MAX_REQUESTS_AT_ONCE and self._socket.poll(0):
+            sender, *frames = self._socket.recv_multipart()
+            try:
+                requests.append(self._read(sender, b"".join(frames)))
+            except Exception as error:  # whatever came over the wire, it must not end the server
+                log.warning("bad request to the reward model", error=describe(error))
+        return requests
+
+    def _read(self, sender: bytes, message: bytes) -> _Request:
+        body = msgpack.unpackb(message)
+        request = _Request(sender, body["id"], time.monotonic() + float(body["timeout_s"]))
+        for completion in body["completions"]:
+            tokens, error = [], ""
+            try:
+                tokens = self.model.tokenize(body["prompt"], completion)
+            except Exception as problem:  # templates raise what they like; it fails one completion
+                error = describe(problem)
+            request.tokens.append(tokens)
+            request.errors.append(error)
+        request.scores = [None] * len(request.tokens)
+        return request
+
+    def _answer(self, requests: list[_Request]) -> None:
+        now_s = time.monotonic()
+        live = [request for request in requests if request.deadline_s > now_s]
+        places = [(request, index) for request in live for index, error in enumerate(request.errors) if not error]
+        self._score(places)
+        for request in live:
+            reply = {"id": request.id, "scores": request.scores, "errors": request.errors}
+            self._socket.send_multipart([request.sender, cast(bytes, msgpack.packb(reply))])
+
+    def _score(self, places: list[tuple[_Request, int]]) -> None:
+        try:
+            scores = self.model.score([request.tokens[index] for request, index in places])
+        except RuntimeError as error:  # out of memory, for one
+            log.error("reward model failed", error=describe(error), texts=len(places))
+            for request, index in places:
+                request.errors[index] = f"the reward model failed: {describe(error)}"
+            return
+        for (request, index), score in zip(places, scores, strict=True):
+            if math.isfinite(score):
+                request.scores[index] = score
+            else:
+                request.errors[index] = f"the reward model gave {score}"
+
+
+def run_reward_model(config: Config, *, endpoints: Endpoints, should_stop: Callable[[], bool]) -> None:
+    """The process of the reward model, from its start until `should_stop()`; one for all generators.
+
+    Needed when `uses_reward_model(config)`. It binds `endpoints.reward_model` when the model is loaded; requests sent
+    before wait in the workers' queues, and fail by generator.reward_timeout_s, so generators should start after it.
+    Raises ConfigError when the model cannot be used or the address is taken.
+    """
+    options = cast("dict[str, Any]", config.reward_options.get(NAME, {}))
+    model = RewardModel(**options)
+    server = ModelServer(model, endpoints.reward_model)
+    log.info("reward model is up", path=model.path, device=str(model.model.device), window=model.window)
+    try:
+        server.serve(should_stop)
+    finally:
+        server.close()

@@ -1,0 +1,164 @@
+"""The reward of a model with a score head: what a reward worker asks of the process that holds it (model_server).
+
+Messages are msgpack. Request: {"id", "prompt": text or messages, "completions": [text, ...], "timeout_s"}; reply:
+{"id", "scores": [number or None, ...], "errors": [text, ...]}.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+import msgpack
+import zmq
+
+from asyncrl.config import Config
+from asyncrl.errors import ConfigError, PeerTimeoutError, RunError
+from asyncrl.rewards.functions import Failed, text_of
+from asyncrl.rewards.table import reward_names
+
+NAME = "reward_model"
+KEY = f"reward_options.{NAME}"
+HEADS = ("score", "classifier", "classification_head", "sequence_summary")
+"""How models call the layer that gives the score."""
+WAY_OUT = (
+    "give a folder with an AutoModelForSequenceClassification that was trained with num_labels=1, or use a reward "
+    "function instead"
+)
+
+_client: _Client | None = None
+
+_PING_S = 0.5
+"""Pause between two questions whether the reward model is up."""
+
+
+def reward_model(
+    completions: list[Any],
+    prompts: list[Any],
+    time_left_s: float,
+    *,
+    path: str = "",
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    tokens_per_batch: int = 16384,
+    device: str = "auto",
+) -> list[float | Failed]:
+    """The score that a reward model (`AutoModelForSequenceClassification` with one label) gives prompt and completion.
+
+    The model in folder `path` runs in one process for all generators, in `dtype`, on `device` (auto: a GPU where
+    there is one), in batches of at most `tokens_per_batch` tokens, padding included. A chat is written with the chat
+    template of the reward model's own tokenizer; a plain prompt and its completion are one text.
+    """
+    if _client is None:
+        raise RunError("no reward model process: reward workers were not given its address")
+    return _client.score(prompts[0], [text_of(completion) for completion in completions], time_left_s)
+
+
+def connect(address: str) -> None:
+    """Has `reward_model` ask the process at this ZeroMQ address; "" when there is none."""
+    global _client
+    if _client is not None:
+        _client.close()
+    _client = _Client(address) if address else None
+
+
+def await_reward_model(address: str, *, timeout_s: float, should_stop: Callable[[], bool]) -> None:
+    """Returns when the process at `address` has its model loaded, or should stop: rewards have deadlines that the
+    loading is not to use up. Raises PeerTimeoutError after `timeout_s`."""
+    deadline_s = time.monotonic() + timeout_s
+    client = _Client(address)
+    try:
+        while not should_stop():
+            try:
+                client.score("", [], _PING_S)
+                return
+            except PeerTimeoutError:
+                if time.monotonic() > deadline_s:
+                    raise PeerTimeoutError(
+                        f"the reward model process at {address} was not up within {timeout_s:g} s "
+                        "(launch.start_timeout_s)"
+                    ) from None
+    finally:
+        client.close()
+
+
+def uses_reward_model(config: Config) -> bool:
+    """Whether the run needs the process of `model_server.run_reward_model`."""
+    return NAME in reward_names(config.rewards)
+
+
+def check_reward_model(config: Config) -> None:
+    """Looks at the model's folder without loading a weight. Raises ConfigError when it cannot give scores."""
+    options = config.reward_options.get(NAME, {})
+    check_model_folder(str(options.get("path") or ""))
+    tokens = options.get("tokens_per_batch", 1)
+    if not isinstance(tokens, int) or tokens < 1:
+        raise ConfigError(f"{KEY}.tokens_per_batch = {tokens!r}: must be at least 1")
+
+
+def check_model_folder(path: str) -> None:
+    """Raises ConfigError that names reward_options.reward_model.path unless it holds a model with one score."""
+    folder = Path(path)
+    if not path:
+        raise ConfigError(f"{KEY}.path: required when rewards uses {NAME}; {WAY_OUT}")
+    for name in ("config.json", "tokenizer_config.json"):
+        if not (folder / name).is_file():
+            raise ConfigError(f"{KEY}.path = {path!r}: there is no {name}; {WAY_OUT}")
+    settings = json.loads((folder / "config.json").read_text())
+    labels = len(settings["id2label"]) if "id2label" in settings else settings.get("num_labels", 2)
+    kinds = settings.get("architectures") or []
+    if not any("SequenceClassification" in kind for kind in kinds):
+        raise ConfigError(f"{KEY}.path = {path!r}: a {', '.join(kinds) or 'model of unknown kind'}; {WAY_OUT}")
+    if labels != 1:
+        raise ConfigError(f"{KEY}.path = {path!r}: its head has {labels} labels, a reward is 1 number; {WAY_OUT}")
+    names = _weight_names(folder)
+    if names is not None and not any(part in HEADS for name in names for part in name.split(".")):
+        raise ConfigError(
+            f"{KEY}.path = {path!r}: its weights have no score head (such as score.weight), so scores would be "
+            f"random; {WAY_OUT}"
+        )
+
+
+class _Client:
+    """One connection of one process. Made in the process that uses it, as ZeroMQ does not survive a fork."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._socket = zmq.Context.instance().socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.connect(address)
+        self._last = 0
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def score(self, prompt: Any, completions: list[str], timeout_s: float) -> list[float | Failed]:
+        """Raises PeerTimeoutError when the answer does not come in time."""
+        self._last += 1
+        timeout_s = min(timeout_s, 3600.0)
+        deadline_s = time.monotonic() + timeout_s
+        request = {"id": self._last, "prompt": prompt, "completions": completions, "timeout_s": timeout_s}
+        self._socket.send(msgpack.packb(request))
+        while self._socket.poll(max(0.0, deadline_s - time.monotonic()) * 1000):
+            reply = msgpack.unpackb(self._socket.recv())
+            if reply["id"] == self._last:  # others come late, for requests that were given up
+                pairs = zip(reply["scores"], reply["errors"], strict=True)
+                return [Failed(error) if score is None else score for score, error in pairs]
+        raise PeerTimeoutError(
+            f"the reward model process at {self._address} did not answer within {timeout_s:.1f} s "
+            "(generator.reward_timeout_s)"
+        )
+
+
+def _weight_names(folder: Path) -> Iterable[str] | None:
+    """Names of the tensors in a folder's safetensors files; None when it has none."""
+    index, file = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.is_file():
+        return json.loads(index.read_text())["weight_map"]
+    if not file.is_file():
+        return None
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        return json.loads(stream.read(length))

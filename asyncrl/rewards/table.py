@@ -1,0 +1,127 @@
+"""The rewards of a run: which functions score a row, and how their scores become one number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import cast
+
+from asyncrl.config import Options, Rewards, RewardSpec, did_you_mean
+from asyncrl.errors import ConfigError
+from asyncrl.rewards.functions import CompletedGroup, RewardFunction, Score, failure
+from asyncrl.rewards.load import load_reward
+
+
+class RewardTable:
+    """One reward for all data, or one for each data source ("default" for the others).
+
+    A reward is a function, or a weighted sum of several: sum(weight * score). The parts of a sum are the score of
+    each function under its name, and that function's own parts under "name/part". A function that does not apply
+    (None) is left out; one that fails fails the trajectory.
+    """
+
+    def __init__(self, rewards: Rewards, options: Mapping[str, Options] | None = None) -> None:
+        """Loads every named function with its options. Raises ConfigError."""
+        self._rewards = rewards
+        options = options or {}
+        names = reward_names(rewards)
+        for name in options:
+            if name not in names:
+                raise ConfigError(
+                    f"reward_options.{name}: rewards does not use {name}{did_you_mean(name, names)} "
+                    f"(it uses {', '.join(names)})"
+                )
+        _check_weights(rewards)
+        self._functions = {name: load_reward(name, options.get(name)) for name in names}
+
+    def __call__(self, group: CompletedGroup) -> list[Score]:
+        """A score for each completion; none of them is None."""
+        spec = reward_for(self._rewards, group.data_source)
+        if spec is None:
+            known = ", ".join(cast("dict[str, RewardSpec]", self._rewards))
+            text = f'no reward for data source {group.data_source!r}: rewards has {known}; add it, or "default"'
+            return [(0.0, {}, text)] * len(group.completions)
+        if isinstance(spec, str):
+            scores = self._functions[spec](group)
+            return [_applied(score, spec, group.data_source) for score in scores]
+        columns = [self._functions[name](group) for name in spec]
+        return [_add_up(spec, scores, group.data_source) for scores in zip(*columns, strict=True)]
+
+    def function(self, name: str) -> RewardFunction:
+        return self._functions[name]
+
+
+def is_table(rewards: Rewards) -> bool:
+    """Whether `rewards` goes by data source: a map whose values are not numbers."""
+    return not isinstance(rewards, str) and any(not _is_number(value) for value in rewards.values())
+
+
+def reward_for(rewards: Rewards, data_source: str) -> RewardSpec | None:
+    """The reward of a data source; None when the table has neither it nor "default"."""
+    if not is_table(rewards):
+        return cast(RewardSpec, rewards)
+    table = cast("dict[str, RewardSpec]", rewards)
+    return table.get(data_source, table.get("default"))
+
+
+def reward_names(rewards: Rewards) -> list[str]:
+    """Every function that `rewards` names, sorted."""
+    specs = cast("dict[str, RewardSpec]", rewards).values() if is_table(rewards) else [cast(RewardSpec, rewards)]
+    return sorted({name for spec in specs for name in ([spec] if isinstance(spec, str) else spec)})
+
+
+def show_spec(spec: RewardSpec | None) -> str:
+    """A reward as it is named in messages."""
+    return spec if isinstance(spec, str) else " + ".join(spec or ["(none)"])
+
+
+def check_sources(rewards: Rewards, sources: Iterable[str]) -> None:
+    """Raises ConfigError that lists the data sources which have no reward."""
+    missing = sorted({source for source in sources if reward_for(rewards, source) is None})
+    if missing:
+        table = cast("dict[str, RewardSpec]", rewards)
+        hints = [f"{source!r}{did_you_mean(source, table)}" for source in missing]
+        raise ConfigError(
+            f"rewards: no reward for data source {', '.join(hints)} (there are {', '.join(table)}); "
+            'add it, or "default" for all others'
+        )
+
+
+def _check_weights(rewards: Rewards) -> None:
+    specs = cast("dict[str, RewardSpec]", rewards) if is_table(rewards) else {"": cast(RewardSpec, rewards)}
+    for source, spec in specs.items():
+        key = f"rewards.{source}" if source else "rewards"
+        if not isinstance(spec, str):
+            if not spec:
+                raise ConfigError(f"{key} = {{}}: name at least one reward")
+            for name, weight in spec.items():
+                if not math.isfinite(weight):
+                    raise ConfigError(f"{key}.{name} = {weight}: a weight is a finite number")
+
+
+def _applied(score: Score, name: str, data_source: str) -> Score:
+    if score[0] is None:
+        return 0.0, {}, failure(name, data_source, "returned None (does not apply), and there is no other reward")
+    return score
+
+
+def _add_up(spec: Mapping[str, float], scores: Iterable[Score], data_source: str) -> Score:
+    total, applied, errors = 0.0, False, []
+    parts: dict[str, float] = {}
+    for (name, weight), (score, own_parts, error) in zip(spec.items(), scores, strict=True):
+        if error:
+            errors.append(error)
+        elif score is not None:
+            applied = True
+            total += weight * score
+            parts[name] = score
+            parts |= {f"{name}/{part}": value for part, value in own_parts.items()}
+    if errors:
+        return 0.0, {}, "; ".join(errors)
+    if not applied:
+        return 0.0, {}, failure(show_spec(dict(spec)), data_source, "all returned None (does not apply)")
+    return total, parts, ""
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float)

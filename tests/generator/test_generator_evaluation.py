@@ -1,0 +1,200 @@
+"""Evaluation in the generator's loop, with a real engine: pinned to one version, beside training, given back."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from generator_fakes import FakeClient, FakeReceiver, FakeRewards, lease
+from generator_model import reference_logprobs, run_all, small_config, weights_of
+from transformers import Qwen2ForCausalLM
+
+from asyncrl.errors import InvariantError
+from asyncrl.generator.engine import Completion, Engine
+from asyncrl.generator.groups import Running, make_evaluated
+from asyncrl.generator.loop import GeneratorLoop
+from asyncrl.replay.client import LeaseReply
+from asyncrl.rewards.workers import Scored
+from asyncrl.types import NO_VERSION, Lease
+
+Policies = list[Qwen2ForCausalLM]
+
+EVALUATING = {"data__eval": "eval.parquet", "eval__every_steps": 2, "eval__samples": 3, "steps": 100}
+
+
+@pytest.fixture
+def engine(make_engine: Callable[..., Engine]) -> Engine:
+    engine = make_engine(**EVALUATING, eval__temperature=0.0)
+    engine.abort(list(engine._requests))
+    engine.version = NO_VERSION
+    return engine
+
+
+def eval_lease(ticket: int) -> Lease:
+    given = lease(ticket, [3 + ticket % 50, 9, 4])
+    return Lease(ticket, 0, given.prompt, evaluation=True)
+
+
+@dataclass
+class Queue:
+    """Training leases without end, and so many evaluation prompts of each version."""
+
+    evaluations: dict[int, int]
+    client: FakeClient | None = None
+    issued: int = 0
+    open: dict[int, deque[Lease]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for version, count in self.evaluations.items():
+            self.open[version] = deque(eval_lease(1000 * version + index) for index in range(count))
+
+    def __call__(self, version: int, num_groups: int) -> LeaseReply:
+        assert self.client is not None
+        waiting = self.open.get(version, deque())
+        leases = [waiting.popleft() for _ in range(min(self.client.num_evaluations, len(waiting)))]
+        for _ in range(num_groups):
+            leases.append(lease(self.issued, [3 + self.issued % 50, 9, 4, 17]))
+            self.issued += 1
+        return LeaseReply(leases, False, "", evaluations_left=bool(waiting))
+
+
+def make_loop(
+    engine: Engine, model_path: str, queue: Queue, policies: Policies, **overrides: Any
+) -> tuple[GeneratorLoop, FakeClient, FakeReceiver]:
+    queue.client, receiver = FakeClient(queue), FakeReceiver()
+    receiver.versions.extend((version, weights_of(policy)) for version, policy in enumerate(policies))
+    loop = GeneratorLoop(
+        small_config(model_path, **EVALUATING, **overrides),
+        index=3,
+        engine=engine,
+        rewards=FakeRewards(),  # type: ignore[arg-type]
+        receiver=receiver,  # type: ignore[arg-type]
+        client=queue.client,  # type: ignore[arg-type]
+        should_stop=lambda: False,
+    )
+    return loop, queue.client, receiver
+
+
+def test_due_version_stays_until_its_evaluation_is_done_and_training_goes_on(
+    engine: Engine, model_path: str, policies: Policies
+) -> None:
+    queue = Queue({0: 12, 2: 5})
+    loop, client, receiver = make_loop(engine, model_path, queue, policies)
+    loop._swap_staged()
+    beside: list[int] = []
+    while len(client.evaluations) < 12:
+        loop.tick()
+        if engine.version == 0:
+            beside.append(sum(not group.lease.evaluation for group in loop.running.values()))
+    assert min(beside[1:]) >= 1, "training waits for the evaluation"
+    assert any(group.start_version == 0 for group in client.groups)
+    while len(client.evaluations) < 17:
+        loop.tick()
+    assert receiver.acknowledged[:3] == [0, 1, 2]
+    assert receiver.holds > 10
+    assert [result["version"] for result in client.evaluations] == [0] * 12 + [2] * 5
+    tickets = sorted(result["ticket"] for result in client.evaluations)
+    assert tickets == [*range(12), *range(2000, 2005)]
+    for result in client.evaluations:
+        assert (len(result["rewards"]), result["data_source"]) == (3, "test")
+        assert sum(result["rewards"]) == result["tokens"] > 0
+    assert loop.stats.tokens >= sum(group.num_action_tokens for group in client.groups)
+
+
+def test_evaluation_is_greedy_at_temperature_0_while_training_samples(
+    engine: Engine, model_path: str, policies: Policies
+) -> None:
+    engine.swap(0, weights_of(policies[0]))
+    for index in range(4):
+        engine.add(f"greedy {index}", [5, 6, 7], evaluation=True)
+        engine.add(f"sampled {index}", [5, 6, 7])
+    done = run_all(engine)
+    greedy = [done[f"greedy {index}"].tokens for index in range(4)]
+    assert all(tokens == greedy[0] for tokens in greedy)
+    assert len({tuple(done[f"sampled {index}"].tokens) for index in range(4)}) > 1
+    assert greedy_choice(policies[0], [5, 6, 7], greedy[0]) == greedy[0]
+
+
+def greedy_choice(policy: Qwen2ForCausalLM, prompt: list[int], tokens: list[int]) -> list[int]:
+    import torch
+
+    logits = policy(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    return logits.argmax(-1).tolist()
+
+
+def test_a_queue_without_prompts_does_not_hold_a_version(engine: Engine, model_path: str, policies: Policies) -> None:
+    loop, _, receiver = make_loop(engine, model_path, Queue({}), policies)
+    loop._swap_staged()
+    for _ in range(6):
+        loop.tick()
+    assert receiver.acknowledged == [0, 1, 2]
+
+
+def test_evaluation_takes_half_of_the_engine_and_all_when_training_may_not_start(
+    engine: Engine, model_path: str, policies: Policies
+) -> None:
+    queue = Queue({0: 100})
+    loop, client, _ = make_loop(engine, model_path, queue, policies[:1], generator__max_running_groups=8)
+    loop._swap_staged()
+
+    def highest(ticks: int) -> int:
+        seen = 0
+        for _ in range(ticks):
+            loop.tick()
+            seen = max(seen, loop._evaluating)
+        return seen
+
+    assert 4 <= highest(40) <= 8, "at most half of 16"
+    queue_of = client.answer
+    client.answer = lambda version, num_groups: queue_of(version, 0)
+    while any(not group.lease.evaluation for group in loop.running.values()):
+        loop.tick()
+    assert 8 < highest(40) <= 16
+
+
+def test_stopping_gives_evaluation_prompts_back(engine: Engine, model_path: str, policies: Policies) -> None:
+    loop, client, _ = make_loop(engine, model_path, Queue({0: 100}), policies[:1])
+    loop._swap_staged()
+    for _ in range(3):
+        loop.tick()
+    evaluated = {(group.lease.ticket, 0) for group in loop.running.values() if group.lease.evaluation}
+    trained = {(group.lease.ticket, 0) for group in loop.running.values() if not group.lease.evaluation}
+    assert evaluated and trained
+    loop.release()
+    assert set(client.released_evaluations) == evaluated
+    assert {(ticket, attempt) for ticket, attempt, _ in client.released} == trained
+    assert engine.num_running == 0
+
+
+def test_tokens_of_two_versions_in_an_evaluation_are_an_error() -> None:
+    running = Running(eval_lease(7), 1, 4, 0.0)
+    versions = np.array([4, 5], dtype=np.int32)
+    running.completions[0] = Completion("x", [1, 2], np.zeros(2, dtype=np.float32), versions, "completed")
+    with pytest.raises(InvariantError, match=r"evaluation ticket 7 of version 4 has tokens of the versions \[4, 5\]"):
+        make_evaluated(running, Scored("x", [1.0], [{}], [""]))
+
+
+def test_a_failed_reward_is_0_and_marked() -> None:
+    running = Running(eval_lease(7), 2, 4, 0.0)
+    for index in range(2):
+        logprobs, versions = np.zeros(1, dtype=np.float32), np.array([4], dtype=np.int32)
+        running.completions[index] = Completion("x", [1], logprobs, versions, "truncated")
+    result = make_evaluated(running, Scored("x", [float("nan"), 1.0], [{}, {}], ["it broke", ""]))
+    assert (result["rewards"], result["status"], result["tokens"]) == ([0.0, 1.0], ["failed", "truncated"], 2)
+
+
+def test_the_models_own_weights_are_those_of_its_folder(make_engine: Callable[..., Engine], model_path: str) -> None:
+    engine = make_engine(generator__max_new_tokens=8)
+    engine.use_own_weights(0)
+    engine.add("a", [5, 6, 7])
+    (completion,) = run_all(engine).values()
+    policy = Qwen2ForCausalLM.from_pretrained(model_path).requires_grad_(False)
+    expected = reference_logprobs(policy, [5, 6, 7], completion.tokens, 1.0)
+    assert np.abs(completion.logprobs - expected).max() < 1e-4
+    assert np.all(completion.versions == 0)
+    with pytest.raises(InvariantError, match="version 0 is loaded already"):
+        engine.use_own_weights(1)

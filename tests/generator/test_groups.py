@@ -1,0 +1,43 @@
+"""What becomes of a lease when its completions are scored."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from generator_fakes import lease
+
+from asyncrl.errors import InvariantError
+from asyncrl.generator.engine import Completion
+from asyncrl.generator.groups import Running, make_evaluated, make_group
+from asyncrl.rewards.workers import Scored
+from asyncrl.types import Status
+
+
+def completion(index: int, status: Status, version: int = 3) -> Completion:
+    size = index + 1
+    return Completion(
+        f"0.0.{index}", list(range(size)), np.full(size, -0.5, np.float32), np.full(size, version, np.int32), status
+    )
+
+
+def running() -> Running:
+    members = {0: completion(0, "completed"), 1: completion(1, "truncated")}
+    return Running(lease(4), 2, 3, 0.0, members)
+
+
+def test_truncated_completions_are_penalized_and_the_penalty_is_a_part() -> None:
+    scored = Scored((4, 0), [1.0, 1.0], [{"a": 1.0}, {"a": 1.0}], ["", ""])
+    group = make_group(running(), scored, generator=0, truncated_penalty=0.25)
+    assert [t.reward for t in group.trajectories] == [1.0, 0.75]
+    assert [t.reward_parts for t in group.trajectories] == [{"a": 1.0}, {"a": 1.0, "truncated": -0.25}]
+    plain = make_group(running(), scored, generator=0)
+    assert [t.reward for t in plain.trajectories] == [1.0, 1.0]
+
+
+def test_evaluated_prompts_have_one_version() -> None:
+    one = running()
+    scored = Scored((4, 0), [1.0, 0.0], [{}, {}], ["", "broken"])
+    assert make_evaluated(one, scored)["status"] == ["completed", "failed"]
+    one.completions[1] = completion(1, "completed", version=4)
+    with pytest.raises(InvariantError, match=r"of version 3 has tokens of the versions \[4\]"):
+        make_evaluated(one, scored)

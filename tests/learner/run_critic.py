@@ -1,0 +1,23 @@
+"""The one critic rank, in this process."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from worlds import GAE_CONFIG, endpoints, make_config
+
+from asyncrl.learner.remote_critic import run_critic
+
+port, model, learners = int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+torch.set_num_threads(1)
+config = make_config(
+    model,
+    **GAE_CONFIG,
+    replay={"groups_per_step": 8},
+    launch={"learners": learners, "start_timeout_s": 60, "progress_timeout_s": 30},
+)
+addresses = tuple(("127.0.0.1", port + offset) for offset in (0, 1))
+run_critic(config, rank=0, endpoints=replace(endpoints(port), critics=addresses), should_stop=lambda: False)

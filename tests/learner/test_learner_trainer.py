@@ -1,0 +1,283 @@
+"""Critic, reference, epochs and mini-batches: what a step trains on, against plain computations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
+from worlds import copy_weights, make_config, make_groups, make_trainer, pack_groups
+
+from asyncrl.algorithms.kl import kl_estimate
+from asyncrl.errors import ConfigError
+from asyncrl.learner.batch import Batch, make_batch
+from asyncrl.learner.critic import Critic, CriticModel
+from asyncrl.learner.distributed import Ranks
+from asyncrl.learner.estimates import Estimates, Scores, estimate
+from asyncrl.learner.trainer import Trainer
+from asyncrl.types import Group
+
+GAE: dict[str, Any] = {"advantage": "gae", "advantage_options": {"gamma": 0.9, "lam": 0.8}, "loss": "ppo_clip"}
+
+
+def estimates_of(trainer: Trainer, batch: Batch, scores: Scores, kl_coef: float = 0.0) -> Estimates:
+    return estimate(trainer.algorithm, batch, scores, trainer.ranks, kl_coef=kl_coef)
+
+
+def by_name(batch: Batch, column: Tensor) -> dict[tuple[int, int], list[float]]:
+    """The column's values of every trajectory."""
+    return {
+        name: column[micro.span][micro.seq == number].tolist()
+        for micro in batch.micro_batches
+        for number, name in enumerate(micro.names)
+    }
+
+
+def plain_gae(reward: float, values: list[float], penalties: list[float]) -> tuple[list[float], list[float]]:
+    advantages: list[float] = []
+    following = next_value = 0.0
+    for t in reversed(range(len(values))):
+        r = (reward if t == len(values) - 1 else 0.0) - penalties[t]
+        following = r + 0.9 * next_value - values[t] + 0.9 * 0.8 * following
+        next_value = values[t]
+        advantages.insert(0, following)
+    return advantages, [a + v for a, v in zip(advantages, values, strict=True)]
+
+
+def test_gae_of_packed_rows_with_divergence_in_the_reward(one_rank: Ranks, tiny_model: Path) -> None:
+    config = make_config(tiny_model, algorithm=GAE)
+    trainer = make_trainer(config, one_rank)
+    groups = make_groups(3)
+    batch = pack_groups(config, groups)
+    generator = torch.Generator().manual_seed(0)
+    values, proximal, reference = (torch.randn(batch.num_tokens, generator=generator) for _ in range(3))
+    scores = Scores(proximal_logprobs=proximal, ref_logprobs=reference, values=values)
+    got = estimates_of(trainer, batch, scores, kl_coef=0.3)
+    penalty = by_name(batch, 0.3 * (proximal - reference))
+    rewards = {(g.ticket, n): t.reward for g in groups for n, t in enumerate(g.trajectories)}
+    assert got.returns is not None
+    for name, own in by_name(batch, values).items():
+        advantages, returns = plain_gae(rewards[name], own, penalty[name])
+        assert by_name(batch, got.advantages)[name] == pytest.approx(advantages, abs=1e-5)
+        assert by_name(batch, got.returns)[name] == pytest.approx(returns, abs=1e-5)
+    assert got.kl == pytest.approx(float((proximal - reference).mean()), abs=1e-6)
+
+
+def test_divergence_in_the_reward_of_a_group_estimator(one_rank: Ranks, tiny_model: Path) -> None:
+    config = make_config(tiny_model, algorithm={"advantage": "dr_grpo", "kl_reward_coef": 0.5})
+    trainer = make_trainer(config, one_rank)
+    groups = make_groups(2)
+    batch = pack_groups(config, groups)
+    proximal, reference = torch.randn(2, batch.num_tokens, generator=torch.Generator().manual_seed(1))
+    got = by_name(batch, estimates_of(trainer, batch, Scores(proximal, reference), kl_coef=0.5).advantages)
+    sums = {name: sum(values) for name, values in by_name(batch, proximal - reference).items()}
+    for group in groups:
+        shaped = [t.reward - 0.5 * sums[(group.ticket, n)] for n, t in enumerate(group.trajectories)]
+        for number, reward in enumerate(shaped):
+            assert got[(group.ticket, number)] == pytest.approx(
+                [reward - np.mean(shaped)] * group.trajectories[number].num_action_tokens, abs=1e-5
+            )
+
+
+def test_truncated_trajectories_that_are_masked_still_count_in_their_group(one_rank: Ranks, tiny_model: Path) -> None:
+    config = make_config(tiny_model, algorithm={"advantage": "dr_grpo"})
+    trainer = make_trainer(config, one_rank)
+    groups = make_groups(2)
+    groups[0].trajectories[1].status = "truncated"
+    whole = pack_groups(config, groups)
+    masked = make_batch(groups, tokens_per_microbatch=40, skip_truncated=True)
+    before, after = (by_name(b, estimates_of(trainer, b, Scores()).advantages) for b in (whole, masked))
+    assert set(before) - set(after) == {(10, 1)}
+    assert after == {name: values for name, values in before.items() if name != (10, 1)}
+    assert masked.num_sequences == 7 and len(masked.rewards) == 8
+
+
+def test_whitened_advantages(one_rank: Ranks, tiny_model: Path) -> None:
+    config = make_config(tiny_model, algorithm={"advantage": "rloo", "whiten": True})
+    batch = pack_groups(config, make_groups())
+    advantages = estimates_of(make_trainer(config, one_rank), batch, Scores()).advantages
+    assert float(advantages.mean()) == pytest.approx(0, abs=1e-6)
+    assert float(advantages.std()) == pytest.approx(1, abs=1e-5)
+
+
+def test_values_are_those_of_the_state_before_each_action(one_rank: Ranks, tiny_model: Path) -> None:
+    config = make_config(tiny_model, algorithm=GAE)
+    critic = Critic(config, one_rank)
+    fill_head(critic.model)
+    groups = make_groups(3)
+    batch = pack_groups(config, groups)
+    values = by_name(batch, critic.values(batch, 1))
+    for group in groups:
+        for number, trajectory in enumerate(group.trajectories):
+            ids = torch.from_numpy(trajectory.tokens.astype(np.int64)).unsqueeze(0)
+            with torch.no_grad():
+                hidden = plain_body(critic)(input_ids=ids).last_hidden_state
+                expected = critic.model.network.head(hidden)[0, :-1, 0]
+            mask = torch.from_numpy(trajectory.action_mask[1:])
+            assert values[(group.ticket, number)] == pytest.approx(expected[mask].tolist(), abs=1e-5)
+
+
+def fill_head(model: CriticModel) -> None:
+    with torch.no_grad():
+        model.network.head.weight.normal_(generator=torch.Generator().manual_seed(0))
+
+
+def plain_body(critic: Critic) -> Any:
+    critic.model.model.set_attn_implementation("sdpa")
+    return critic.model.model.base_model
+
+
+def test_a_new_critic_says_zero_and_learns_the_returns(one_rank: Ranks, tiny_model: Path) -> None:
+    settings = {"lr": 3e-3, "warmup_steps": 30}
+    config = make_config(tiny_model, algorithm=GAE, critic=settings, steps=60)
+    trainer = make_trainer(config, one_rank)
+    batch = pack_groups(config, make_groups(2))
+    policy = copy_weights(trainer.policy)
+    first = trainer.train(batch, step=1)
+    assert first["critic/value_mean"] == 0.0 and "critic/explained_variance" in first
+    assert first["learner/grad_norm"] == 0.0 and first["learner/lr"] == 0.0
+    for step in range(2, 31):
+        last = trainer.train(batch, step=step)
+    assert last["critic/explained_variance"] > first["critic/explained_variance"] + 0.2
+    assert last["critic/loss"] < first["critic/loss"]
+    assert all(torch.equal(weight, policy[name]) for name, weight in copy_weights(trainer.policy).items())
+    trainer.train(batch, step=31)
+    assert not all(torch.equal(weight, policy[name]) for name, weight in copy_weights(trainer.policy).items())
+
+
+def test_a_saved_critic_is_loaded_again(one_rank: Ranks, tiny_model: Path, tmp_path: Path) -> None:
+    config = make_config(tiny_model, algorithm=GAE, critic={"lr": 0.01})
+    trainer = make_trainer(config, one_rank)
+    batch = pack_groups(config, make_groups(2))
+    trainer.train(batch, step=1)
+    assert trainer.critic is not None
+    trainer.critic.save(tmp_path / "critic")
+    again = Critic(make_config(tiny_model, algorithm=GAE, critic={"path": str(tmp_path / "critic")}), one_rank)
+    values = again.values(batch, 1)
+    torch.testing.assert_close(values, trainer.critic.values(batch, 2))
+    assert values.abs().max() > 0.01
+    assert AutoModelForTokenClassification.from_pretrained(tmp_path / "critic").config.num_labels == 1
+
+
+def test_heads_that_give_no_value_are_refused(one_rank: Ranks, tiny_model: Path, tmp_path: Path) -> None:
+    AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=3).save_pretrained(tmp_path / "three")
+    config = make_config(tiny_model, algorithm=GAE, critic={"path": str(tmp_path / "three")})
+    with pytest.raises(ConfigError, match=r"critic.path = '.*three': score.weight has another shape than"):
+        Critic(config, one_rank)
+
+
+def test_the_loss_holds_the_divergence_from_the_reference(one_rank: Ranks, tiny_model: Path) -> None:
+    """At the start the policy is its own reference: no gradient; afterwards the gradient pulls back."""
+    config = make_config(tiny_model, algorithm={"kl_loss_coef": 10.0}, learner={"lr": 1e-2, "max_grad_norm": 100})
+    groups = make_groups(2)
+    for group in groups:
+        for trajectory in group.trajectories:
+            trajectory.reward = 1.0
+    trainer = make_trainer(config, one_rank)
+    batch = pack_groups(config, groups)
+    assert trainer.train(batch, step=1)["learner/grad_norm"] == pytest.approx(0, abs=1e-4)
+    with torch.no_grad():
+        for parameter in trainer.policy.network.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2))
+    divergences = [trainer.train(batch, step=2)["learner/loss"] for _ in range(8)]
+    assert divergences[-1] < 0.3 * divergences[0]
+    kl = kl_estimate(torch.tensor([-1.0]), torch.tensor([-2.0]), estimator="k3+")
+    assert float(kl) > 0
+
+
+def gradient_steps(trainer: Trainer, batch: Batch) -> int:
+    calls: list[float] = []
+    step = trainer.policy.step
+
+    def count(**options: float) -> None:
+        calls.append(options["grad_norm"])
+        step(**options)
+
+    trainer.policy.step = count  # pyright: ignore[reportAttributeAccessIssue]
+    trainer.train(batch, step=1)
+    return len(calls)
+
+
+@pytest.mark.parametrize(("epochs", "minibatches"), [(1, 1), (1, 3), (2, 3)])
+def test_epochs_and_minibatches(epochs: int, minibatches: int, one_rank: Ranks, tiny_model: Path) -> None:
+    settings = {"epochs": epochs, "minibatches": minibatches}
+    config = make_config(tiny_model, learner=settings, algorithm={"advantage": "rloo"})
+    batch = pack_groups(config, make_groups())
+    tickets = [{name[0] for micro in parts for name in micro.names} for parts in batch.minibatches]
+    assert sorted(ticket for part in tickets for ticket in part) == list(range(10, 16))
+    trainer = make_trainer(config, one_rank)
+    assert gradient_steps(trainer, batch) == epochs * minibatches
+    one = make_batch(make_groups(), tokens_per_microbatch=40)
+    assert (batch.num_tokens, batch.num_sequences) == (one.num_tokens, one.num_sequences)
+
+
+def test_the_proximal_policy_stays_that_of_the_step(one_rank: Ranks, tiny_model: Path) -> None:
+    """The second pass over a batch is clipped around the policy before the step, not the one before the update."""
+    groups = make_groups()
+    losses: dict[str, float] = {}
+    for clip in (1e-4, 10.0):
+        options = {"clip_low": min(clip, 0.9), "clip_high": clip, "dual_clip": None}
+        config = make_config(
+            tiny_model,
+            learner={"epochs": 4, "lr": 1e-2, "max_grad_norm": 100.0},
+            algorithm={"loss": "decoupled_ppo", "loss_options": options, "correction": {"high": None}},
+        )
+        trainer = make_trainer(config, one_rank)
+        losses[str(clip)] = trainer.train(pack_groups(config, groups), step=1)["learner/clip_fraction"]
+    assert losses["0.0001"] > 0.3 and losses["10.0"] < 0.1
+
+
+def test_tokens_are_counted_once(one_rank: Ranks, tiny_model: Path) -> None:
+    config = make_config(tiny_model, learner={"epochs": 3, "minibatches": 2})
+    batch = pack_groups(config, make_groups())
+    assert make_trainer(config, one_rank).train(batch, step=1)["learner/tokens"] == batch.num_tokens
+
+
+def test_the_coefficient_of_the_divergence_adapts(one_rank: Ranks, tiny_model: Path) -> None:
+    config = make_config(
+        tiny_model, algorithm={"kl_reward_coef": 0.2, "kl_target": 0.01, "kl_horizon": 1000}, learner={"lr": 1e-2}
+    )
+    trainer = make_trainer(config, one_rank)
+    batch = pack_groups(config, make_groups())
+    coefficients = [trainer.train(batch, step=step)["kl/reward_coef"] for step in (1, 2, 3)]
+    assert coefficients[0] == 0.2
+    assert coefficients[1] == pytest.approx(0.2 * (1 - 0.2 * 24 / 1000), rel=1e-4)  # no divergence at the start
+    assert coefficients[2] != coefficients[1]
+
+
+def groups_of(config: Any) -> list[Group]:
+    return make_groups(config.replay.groups_per_step)
+
+
+@pytest.mark.parametrize("loss", ["ppo_clip", "decoupled_ppo", "reinforce_is", "gspo", "cispo", "sapo", "dppo", "topr",
+                                  "m2po", "vespo"])  # fmt: skip
+def test_every_loss_trains(loss: str, one_rank: Ranks, tiny_model: Path) -> None:
+    config = make_config(tiny_model, algorithm={"loss": loss}, learner={"minibatches": 2})
+    trainer = make_trainer(config, one_rank)
+    metrics = trainer.train(pack_groups(config, groups_of(config)), step=1)
+    assert metrics["learner/grad_norm"] > 0 and np.isfinite(list(metrics.values())).all()
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo", "opo", "maxrl", "reinforce_plus_plus",
+                                       "reinforce_plus_plus_baseline", "gae", "vtrace"])  # fmt: skip
+def test_every_advantage_trains(advantage: str, one_rank: Ranks, tiny_model: Path) -> None:
+    loss = "vtrace" if advantage == "vtrace" else "reinforce_is"
+    config = make_config(tiny_model, algorithm={"advantage": advantage, "loss": loss}, learner={"minibatches": 3})
+    trainer = make_trainer(config, one_rank)
+    metrics = trainer.train(pack_groups(config, groups_of(config)), step=1)
+    assert metrics["learner/grad_norm"] > 0 and np.isfinite(list(metrics.values())).all()
+    assert ("critic/loss" in metrics) == (advantage in ("gae", "vtrace"))
+
+
+@pytest.mark.parametrize("settings", [{"proximal": "loglinear"}, {"opsm_delta": 0.1}])
+def test_options_of_the_correction_train(settings: dict[str, Any], one_rank: Ranks, tiny_model: Path) -> None:
+    config = make_config(tiny_model, algorithm=settings, learner={"minibatches": 2})
+    metrics = make_trainer(config, one_rank).train(pack_groups(config, groups_of(config)), step=1)
+    assert metrics["learner/grad_norm"] > 0
+    plain = make_config(tiny_model, learner={"minibatches": 2})
+    without = make_trainer(plain, one_rank).train(pack_groups(plain, groups_of(plain)), step=1)
+    assert metrics["learner/clip_fraction"] > without["learner/clip_fraction"] + 0.05
