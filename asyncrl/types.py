@@ -111,6 +111,9 @@ class Group:
     started_s: float = 0.0
     """Seconds on the machine's monotonic clock."""
     finished_s: float = 0.0
+    greedy_reward: float | None = None
+    """Reward of the prompt's greedy completion, for advantages that take it as their baseline."""
+    greedy_tokens: int = 0
 
     @property
     def rewards(self) -> NDArray[np.float64]:

@@ -160,6 +160,7 @@ ADVANTAGES: dict[str, Callable[..., Any]] = {
     "rloo": rloo,
     "opo": opo,
     "maxrl": maxrl,
+    "remax": remax,
     "reinforce_plus_plus": reinforce_plus_plus,
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
 }

@@ -11,7 +11,7 @@ from typing import Literal, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-UNGROUPED = ("gae", "vtrace", "reinforce_plus_plus")
+UNGROUPED = ("gae", "vtrace", "reinforce_plus_plus", "remax")
 """Advantages that do not compare trajectories within their group."""
 
 Options = dict[str, bool | int | float | str | None]
@@ -305,6 +305,11 @@ class Config(Section):
                 f"it must be above generator.max_new_tokens = {self.generator.max_new_tokens}"
             )
         return self
+
+    @property
+    def greedy_baseline(self) -> bool:
+        """Whether every group has a greedy completion beside its trajectories, which is scored and not trained."""
+        return self.algorithm.advantage == "remax"
 
     @property
     def refunds_no_signal(self) -> bool:

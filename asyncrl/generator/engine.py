@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import structlog
@@ -41,6 +41,10 @@ CPU_KV_CACHE_BYTES = 1 << 30
 """Key-value cache on a CPU when `generator.kv_cache_bytes` is not set."""
 
 
+Sampling = Literal["training", "evaluation", "greedy"]
+"""How a completion is sampled."""
+
+
 @dataclass(frozen=True, slots=True)
 class Completion:
     """What the policy said to one prompt; all arrays are [tokens], the end-of-sequence token is among them."""
@@ -58,7 +62,7 @@ class _Request:
     id: str
     """The engine's own."""
     prompt: list[int]
-    evaluation: bool
+    kind: Sampling
 
 
 class Engine:
@@ -74,10 +78,10 @@ class Engine:
         self._engine = _build(config, seed)
         generator, evaluation = config.generator, config.eval
         self._params = {
-            False: _sampling_params(config, temperature=generator.temperature, top_p=generator.top_p),
-            True: _sampling_params(config, temperature=evaluation.temperature, top_p=evaluation.top_p),
+            "training": _sampling_params(config, temperature=generator.temperature, top_p=generator.top_p),
+            "evaluation": _sampling_params(config, temperature=evaluation.temperature, top_p=evaluation.top_p),
+            "greedy": _sampling_params(config, temperature=0.0, top_p=1.0),
         }
-        """By whether the completion is of an evaluation."""
         self._shapes = _checkpoint_shapes(config)
         gc.collect()
         gc.freeze()  # the engine's many objects need not be looked at again
@@ -86,9 +90,9 @@ class Engine:
     def num_running(self) -> int:
         return len(self._requests)
 
-    def add(self, key: str, prompt: Sequence[int] | NDArray[np.int32], *, evaluation: bool = False) -> None:
-        """Starts a completion of `prompt` (token ids), sampled as section `generator` says, or as `eval` does for
-        evaluation. Raises RunError when the prompt does not fit the window."""
+    def add(self, key: str, prompt: Sequence[int] | NDArray[np.int32], *, kind: Sampling = "training") -> None:
+        """Starts a completion of `prompt` (token ids), sampled as section `generator` says, as `eval` says, or
+        greedily. Raises RunError when the prompt does not fit the window."""
         if self.version == NO_VERSION:
             raise InvariantError(f"request {key}: the engine has no version yet; swap weights in first")
         if key in self._requests:
@@ -98,15 +102,15 @@ class Engine:
             raise RunError(
                 f"request {key}: a prompt of {len(prompt)} tokens does not fit the window of {window} tokens"
             )
-        self._start(key, np.asarray(prompt).tolist(), evaluation)
+        self._start(key, np.asarray(prompt).tolist(), kind)
 
-    def _start(self, key: str, prompt: list[int], evaluation: bool) -> None:
+    def _start(self, key: str, prompt: list[int], kind: Sampling) -> None:
         from vllm.inputs.engine import tokens_input
 
         # A salt of the version keeps a cached prompt from being used under other weights.
         salt = str(self.version) if self._config.generator.prefix_caching else None
-        request_id = self._engine.add_request(key, tokens_input(prompt, cache_salt=salt), self._params[evaluation])
-        self._requests[key] = _Request(request_id, prompt, evaluation)
+        request_id = self._engine.add_request(key, tokens_input(prompt, cache_salt=salt), self._params[kind])
+        self._requests[key] = _Request(request_id, prompt, kind)
 
     def step(self) -> list[Completion]:
         """One decoding step of all requests; gives those that ended."""
@@ -173,7 +177,7 @@ class Engine:
         requests = [self._requests[key] for key in untouched]
         self.abort(untouched)
         for key, request in zip(untouched, requests, strict=True):
-            self._start(key, request.prompt, request.evaluation)
+            self._start(key, request.prompt, request.kind)
 
     def _check_fit(self, version: int, tensors: Sequence[tuple[str, Tensor]]) -> None:
         given = {name: tuple(tensor.shape) for name, tensor in tensors}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from asyncrl.errors import InvariantError
-from asyncrl.generator.engine import Completion
+from asyncrl.generator.engine import Completion, Sampling
 from asyncrl.replay.messages import EvaluatedBody
 from asyncrl.types import NO_VERSION, Group, Lease, Prompt, Trajectory
 
@@ -27,6 +27,8 @@ class Running:
     """Completions that it asks for."""
     start_version: int
     started_s: float
+    greedy: bool = False
+    """The last completion is greedy, and only its reward is wanted."""
     completions: dict[int, Completion] = field(default_factory=dict[int, Completion])
     """By index in the group, as far as they ended."""
 
@@ -41,6 +43,12 @@ class Running:
         kind = "evaluation." if self.lease.evaluation else ""
         return (f"{kind}{self.lease.ticket}.{self.lease.attempt}.{index}" for index in range(self.size))
 
+    def sampling(self, index: int) -> Sampling:
+        """How the completion of that index in the group is sampled."""
+        if self.lease.evaluation:
+            return "evaluation"
+        return "greedy" if self.greedy and index == self.size - 1 else "training"
+
     @property
     def complete(self) -> bool:
         return len(self.completions) == self.size
@@ -54,9 +62,12 @@ def make_group(running: Running, scored: Scored, *, generator: int, truncated_pe
     """The group of a complete lease with its rewards; `truncated_penalty` is subtracted from those of completions cut
     at the token limit."""
     lease = running.lease
-    trajectories = [_trajectory(lease.prompt, completion) for completion in running.members]
-    verdicts = zip(trajectories, scored.rewards, scored.parts, scored.errors, strict=True)
+    count = running.size - running.greedy
+    trajectories = [_trajectory(lease.prompt, completion) for completion in running.members[:count]]
+    greedy_error = scored.errors[-1] if running.greedy else ""
+    verdicts = zip(trajectories, scored.rewards[:count], scored.parts[:count], scored.errors[:count], strict=True)
     for trajectory, reward, parts, error in verdicts:
+        error = error or greedy_error
         if error:
             trajectory.status, trajectory.error = "failed", error
         else:
@@ -75,6 +86,8 @@ def make_group(running: Running, scored: Scored, *, generator: int, truncated_pe
         trajectories=trajectories,
         started_s=running.started_s,
         finished_s=time.monotonic(),
+        greedy_reward=scored.rewards[-1] if running.greedy and not greedy_error else None,
+        greedy_tokens=len(running.members[-1].tokens) if running.greedy else 0,
     )
 
 

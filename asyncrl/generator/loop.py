@@ -209,11 +209,12 @@ class GeneratorLoop:
 
     def _start(self, lease: Lease, now_s: float) -> None:
         size = self.config.eval.samples if lease.evaluation else self.config.generator.group_size
-        group = Running(lease, size, self.engine.version, now_s)
+        greedy = self.config.greedy_baseline and not lease.evaluation
+        group = Running(lease, size + greedy, self.engine.version, now_s, greedy)
         self.running[group.key] = group
         for index, key in enumerate(group.engine_keys()):
             self._members[key] = group, index
-            self.engine.add(key, lease.prompt.tokens, evaluation=lease.evaluation)
+            self.engine.add(key, lease.prompt.tokens, kind=group.sampling(index))
         self._evaluating += size if lease.evaluation else 0
 
     # --- completions and rewards
@@ -223,7 +224,7 @@ class GeneratorLoop:
         group.completions[index] = completion
         if group.lease.evaluation:
             self._evaluating -= 1
-        else:
+        elif group.sampling(index) == "training":
             self.stats.tokens += len(completion.tokens)
         if group.complete:
             self.scoring[group.key] = self.running.pop(group.key)
@@ -241,9 +242,11 @@ class GeneratorLoop:
         self.client.finish(group)
 
     def _num_tokens(self, group: Running) -> int:
-        done = sum(len(completion.tokens) for completion in group.completions.values())
-        running = [key for key, (owner, _) in self._members.items() if owner is group]
-        return done + sum(self.engine.num_generated(key) for key in running)
+        """Tokens of the group so far, those of a greedy completion left out."""
+        counts = [(index, len(completion.tokens)) for index, completion in group.completions.items()]
+        running = [(index, key) for key, (owner, index) in self._members.items() if owner is group]
+        counts += [(index, self.engine.num_generated(key)) for index, key in running]
+        return sum(count for index, count in counts if group.sampling(index) != "greedy")
 
 
 @contextmanager

@@ -181,7 +181,7 @@ class Evaluator:
             running = Running(lease, self._samples, self._engine.version, time.monotonic())
             for index, key in enumerate(running.engine_keys()):
                 self._members[key] = running, index
-                self._engine.add(key, lease.prompt.tokens, evaluation=True)
+                self._engine.add(key, lease.prompt.tokens, kind="evaluation")
 
     def _collect(self) -> None:
         from asyncrl.generator.groups import make_evaluated

@@ -20,9 +20,9 @@ from asyncrl.errors import ConfigError
 
 TERMS = [field.name for field in fields(PolicyTerms)] + ["old_logprobs"]
 """What a loss may name as its positional parameters."""
-ADVANTAGE_TERMS = ["rewards", "values", "seq", "group", "lengths", "log_ratios"]
-"""What an advantage may name as its positional parameters. One that names `group` gets the rewards of the
-trajectories, another those of the action tokens. One that names `values` gives advantages and returns, others
+ADVANTAGE_TERMS = ["rewards", "values", "seq", "group", "lengths", "log_ratios", "greedy_rewards"]
+"""What an advantage may name as its positional parameters. One that names `group` or `greedy_rewards` gets the rewards
+of the trajectories, another those of the action tokens. One that names `values` gives advantages and returns, others
 advantages; they are of the action tokens when it names `seq`, else of the trajectories."""
 CORRECTION = "correction"
 """Keyword of a loss that takes the options in `algorithm.correction`."""
@@ -72,7 +72,7 @@ def make_algorithm(config: Config) -> Algorithm:
     solve = BOUNDS.get(settings.loss)
     return Algorithm(
         advantage=_called_by_name(advantage, asked, settings.advantage_options),
-        per_sequence="group" in asked,
+        per_sequence="group" in asked or "greedy_rewards" in asked,
         per_token="seq" in asked,
         needs=frozenset(asked) | frozenset(wanted),
         loss=_called_with_terms(loss, wanted, settings.loss_options, correction),

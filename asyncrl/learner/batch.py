@@ -74,6 +74,8 @@ class Batch:
     """int64 [A], group of each trajectory."""
     lengths: Tensor
     """int64 [A], action tokens."""
+    greedy_rewards: Tensor | None = None
+    """float64 [A], reward of the greedy completion of each trajectory's prompt, when all groups have one."""
 
     @property
     def micro_batches(self) -> list[MicroBatch]:
@@ -168,12 +170,15 @@ def make_batch(
             parts[-1].append(_micro_batch(rows, packed, start))
             members.append(chosen[packed])
             start += len(parts[-1][-1].targets)
+    baselines = [group.greedy_reward for group in groups]
+    known = [baseline for baseline in baselines if baseline is not None]
     order = torch.from_numpy(np.concatenate([*members, np.flatnonzero(~trained)]))
     return Batch(
         minibatches=parts,
         rewards=torch.tensor([trajectory.reward for _, trajectory in named], dtype=torch.float64)[order],
         group=owner[order],
         lengths=torch.tensor(lengths, dtype=torch.int64)[order],
+        greedy_rewards=torch.tensor(known, dtype=torch.float64)[owner][order] if len(known) == len(groups) else None,
     )
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from asyncrl.algorithms.advantages import whiten
 from asyncrl.algorithms.kl import kl_estimate
 from asyncrl.algorithms.segments import segment_sum
+from asyncrl.errors import InvariantError
 from asyncrl.learner.algorithm import Algorithm
 from asyncrl.learner.batch import Batch, MicroBatch
 from asyncrl.learner.distributed import Ranks
@@ -90,6 +91,10 @@ def _terms(algorithm: Algorithm, batch: Batch, scores: Scores, penalty: Tensor |
         token_rewards[last] = rewards[: batch.num_sequences]
         rewards = token_rewards if penalty is None else token_rewards - penalty
     terms = {"rewards": rewards, "seq": seq, "group": batch.group, "lengths": batch.lengths.double()}
+    if batch.greedy_rewards is not None:
+        terms["greedy_rewards"] = batch.greedy_rewards
+    elif "greedy_rewards" in algorithm.needs:
+        raise InvariantError("a group came to the learner without the reward of its greedy completion")
     if scores.values is not None:
         terms["values"] = scores.values.double()
     if scores.proximal_logprobs is not None:

@@ -61,6 +61,8 @@ class ScoredSince:
         for name in {name for parts in meta["parts"] for name in parts}:
             self._count(f"reward_part/{name}", [parts[name] for parts in meta["parts"] if name in parts])
         self._count("completion/tokens", tokens.tolist())
+        if meta["greedy_reward"] is not None:
+            self._count("reward/greedy", [meta["greedy_reward"]])
         self._count("completion/truncated_fraction", [float(status == "truncated") for status in meta["status"]])
 
     def take(self) -> dict[str, float]:
@@ -86,6 +88,8 @@ class RunMeasure:
     generators: dict[int, GeneratorState] = field(default_factory=dict[int, GeneratorState])
     step_rewards: list[float] = field(default_factory=list[float])
     scored_since: ScoredSince = field(default_factory=ScoredSince)
+    greedy_tokens: int = 0
+    """Tokens of the greedy completions of scored groups; they are in no box of the ledger."""
     histogram: list[int] = field(default_factory=list[int])
     learner_wait_s: float = 0.0
     learners: set[int] = field(default_factory=set[int])
@@ -101,6 +105,7 @@ class RunMeasure:
     def scored(self, meta: GroupMeta, arrays: Sequence[Array]) -> None:
         """Counts a group that has its rewards."""
         self.scored_since.add(meta, arrays[1])
+        self.greedy_tokens += meta["greedy_tokens"]
 
     def committed(
         self, step: int, groups: Sequence[Sequence[Array]], metrics: dict[str, float], ledger: Ledger
@@ -194,6 +199,7 @@ class RunMeasure:
             "reward_first": _mean(self.step_rewards[:tenth]),
             "reward_last": _mean(self.step_rewards[-tenth:]),
             "tokens_generated": ledger.generated.tokens,
+            "greedy_tokens": self.greedy_tokens,
             "tokens_trained": ledger.trained.tokens,
             "tokens_per_s": self.tokens_per_s(ledger),
             "staleness": {

@@ -68,6 +68,8 @@ class GroupMeta(TypedDict):
     end_version: int
     started_s: float
     finished_s: float
+    greedy_reward: float | None
+    greedy_tokens: int
     lengths: list[int]
     rewards: list[float]
     parts: list[dict[str, float]]

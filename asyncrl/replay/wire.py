@@ -109,6 +109,8 @@ def pack_group(group: Group) -> tuple[GroupMeta, list[Array]]:
         "end_version": group.end_version,
         "started_s": group.started_s,
         "finished_s": group.finished_s,
+        "greedy_reward": group.greedy_reward,
+        "greedy_tokens": group.greedy_tokens,
         "lengths": [len(t.tokens) for t in members],
         "rewards": [float(t.reward) for t in members],
         "parts": [{name: float(value) for name, value in t.reward_parts.items()} for t in members],
@@ -141,6 +143,8 @@ def check_group(meta: GroupMeta, arrays: Sequence[Array], *, group_size: int) ->
         raise ProtocolError(f"{where}: a token is older than the version the group started at")
     if not np.isfinite(logprobs).all():
         raise ProtocolError(f"{where}: behavior_logprobs are not finite")
+    if meta["greedy_reward"] is not None and not math.isfinite(meta["greedy_reward"]):
+        raise ProtocolError(f"{where}: greedy_reward {meta['greedy_reward']} is not finite")
     for reward, status in zip(meta["rewards"], meta["status"], strict=True):
         if status != "failed" and not math.isfinite(reward):
             raise ProtocolError(f"{where}: reward {reward} is not finite")
@@ -175,6 +179,8 @@ def unpack_group(meta: GroupMeta, arrays: Sequence[Array]) -> Group:
         trajectories=members,
         started_s=meta["started_s"],
         finished_s=meta["finished_s"],
+        greedy_reward=meta["greedy_reward"],
+        greedy_tokens=meta["greedy_tokens"],
     )
 
 

@@ -39,7 +39,7 @@ def positional(function: Any) -> list[str]:
 def test_parameters_are_of_the_known_terms() -> None:
     for function in LOSSES.values():
         assert set(positional(function)) <= set(TERMS)
-    for function in [*ADVANTAGES.values(), adv.remax]:
+    for function in ADVANTAGES.values():
         assert set(positional(function)) <= set(INPUTS)
 
 
@@ -99,7 +99,7 @@ def estimate(name: str, columns: dict[str, Tensor]) -> Tensor:
     """Advantages [N] of the tokens, whatever the function asks for."""
     function = ADVANTAGES[name]
     names = positional(function)
-    rewards = columns["sequence_rewards" if "group" in names else "rewards"]
+    rewards = columns["sequence_rewards" if {"group", "greedy_rewards"} & set(names) else "rewards"]
     result = function(*((columns | {"rewards": rewards})[key] for key in names))
     result = result[0] if isinstance(result, tuple) else result
     return result if len(result) == len(columns["seq"]) else result[columns["seq"]]
@@ -110,7 +110,8 @@ def columns_of(batch: Batch, dtype: torch.dtype = torch.float64) -> dict[str, Te
     seq = torch.tensor(batch["seq"])
     sums = torch.zeros(int(seq.max()) + 1, dtype=dtype).index_add(0, seq, result["rewards"])
     numbers = torch.arange(len(sums))
-    return result | {"seq": seq, "sequence_rewards": sums, "group": numbers // 2, "lengths": torch.bincount(seq)}
+    of_sequences = {"sequence_rewards": sums, "greedy_rewards": sums / 2 + 1, "group": numbers // 2}
+    return result | of_sequences | {"seq": seq, "lengths": torch.bincount(seq)}
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
@@ -121,7 +122,7 @@ def test_advantages_do_not_depend_on_the_order_of_sequences(name: str, batch: Ba
     random.shuffle(order)
     index = reordered(batch["seq"], order)
     moved = {key: plain[key][index] for key in ("rewards", "values", "log_ratios")}
-    moved |= {key: plain[key][order] for key in ("sequence_rewards", "group", "lengths")}
+    moved |= {key: plain[key][order] for key in ("sequence_rewards", "greedy_rewards", "group", "lengths")}
     moved["seq"] = torch.arange(len(order)).repeat_interleave(moved["lengths"])
     torch.testing.assert_close(estimate(name, moved), estimate(name, plain)[index], atol=1e-6, rtol=1e-6)
 
@@ -156,7 +157,7 @@ def test_a_reward_moves_no_other_sequence(batch: Batch, number: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_an_empty_micro_batch_works_everywhere(dtype: torch.dtype) -> None:
     none, index = torch.zeros(0, dtype=dtype), torch.zeros(0, dtype=torch.int64)
-    columns = dict.fromkeys(["rewards", "values", "log_ratios", "sequence_rewards"], none)
+    columns = dict.fromkeys(["rewards", "values", "log_ratios", "sequence_rewards", "greedy_rewards"], none)
     columns |= dict.fromkeys(["seq", "group", "lengths"], index)
     for name in ADVANTAGES:
         assert estimate(name, columns).shape == (0,) and estimate(name, columns).dtype is dtype

@@ -110,7 +110,7 @@ def test_evaluation_is_greedy_at_temperature_0_while_training_samples(
 ) -> None:
     engine.swap(0, weights_of(policies[0]))
     for index in range(4):
-        engine.add(f"greedy {index}", [5, 6, 7], evaluation=True)
+        engine.add(f"greedy {index}", [5, 6, 7], kind="evaluation")
         engine.add(f"sampled {index}", [5, 6, 7])
     done = run_all(engine)
     greedy = [done[f"greedy {index}"].tokens for index in range(4)]

@@ -22,7 +22,7 @@ def completion(index: int, status: Status, version: int = 3) -> Completion:
 
 def running() -> Running:
     members = {0: completion(0, "completed"), 1: completion(1, "truncated")}
-    return Running(lease(4), 2, 3, 0.0, members)
+    return Running(lease(4), 2, 3, 0.0, completions=members)
 
 
 def test_truncated_completions_are_penalized_and_the_penalty_is_a_part() -> None:
@@ -41,3 +41,14 @@ def test_evaluated_prompts_have_one_version() -> None:
     one.completions[1] = completion(1, "completed", version=4)
     with pytest.raises(InvariantError, match=r"of version 3 has tokens of the versions \[4\]"):
         make_evaluated(one, scored)
+
+
+def test_a_greedy_completion_gives_its_reward_and_is_not_a_trajectory() -> None:
+    one = running()
+    one.greedy = True
+    assert [one.sampling(index) for index in range(2)] == ["training", "greedy"]
+    group = make_group(one, Scored((4, 0), [1.0, 0.5], [{}, {}], ["", ""]), generator=0)
+    assert len(group.trajectories) == 1 and (group.greedy_reward, group.greedy_tokens) == (0.5, 2)
+    failed = make_group(one, Scored((4, 0), [1.0, 0.0], [{}, {}], ["", "it broke"]), generator=0)
+    assert failed.greedy_reward is None
+    assert [(t.status, t.error) for t in failed.trajectories] == [("failed", "it broke")]

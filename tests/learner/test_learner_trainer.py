@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 from worlds import copy_weights, make_config, make_groups, make_trainer, pack_groups
 
 from asyncrl.algorithms.kl import kl_estimate
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, InvariantError
 from asyncrl.learner.batch import Batch, make_batch
 from asyncrl.learner.critic import Critic, CriticModel
 from asyncrl.learner.distributed import Ranks
@@ -94,6 +94,22 @@ def test_truncated_trajectories_that_are_masked_still_count_in_their_group(one_r
     assert set(before) - set(after) == {(10, 1)}
     assert after == {name: values for name, values in before.items() if name != (10, 1)}
     assert masked.num_sequences == 7 and len(masked.rewards) == 8
+
+
+def test_the_greedy_answer_is_the_baseline_of_remax(one_rank: Ranks, tiny_model: Path) -> None:
+    config = make_config(tiny_model, algorithm={"advantage": "remax"})
+    trainer = make_trainer(config, one_rank)
+    groups = make_groups(3)
+    with pytest.raises(InvariantError, match="without the reward of its greedy completion"):
+        estimates_of(trainer, pack_groups(config, groups), Scores())
+    for number, group in enumerate(groups):
+        group.greedy_reward = number / 2
+    batch = pack_groups(config, groups)
+    got = by_name(batch, estimates_of(trainer, batch, Scores()).advantages)
+    for number, group in enumerate(groups):
+        for index, trajectory in enumerate(group.trajectories):
+            expected = [trajectory.reward - number / 2] * trajectory.num_action_tokens
+            assert got[(group.ticket, index)] == pytest.approx(expected)
 
 
 def test_whitened_advantages(one_rank: Ranks, tiny_model: Path) -> None:

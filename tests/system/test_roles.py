@@ -56,6 +56,17 @@ def test_ppo_with_critic_ranks_reference_and_reward_model(launch: Start, demo_fo
         assert any(event["event"] in ("critic is up", "reward model is up") for event in run.events(role))
 
 
+def test_remax_with_greedy_answers_beside_the_groups(launch: Start) -> None:
+    run = launch("--steps", "3", *SMALL, "algorithm.advantage=remax", "algorithm.loss=reinforce_is")
+    code, output = run.end(timeout_s=200)
+    assert code == 0, output
+    summary = run.summary()
+    check_ledger(summary)
+    groups = pq.read_table(run.run_dir / "trace.parquet").num_rows
+    assert summary["greedy_tokens"] >= 3 * (groups - summary["ledger"]["in_flight"])
+    assert all(0 <= row["reward/greedy"] <= 1 for row in run.rows())
+
+
 TRL_REWARD = '''
 def accuracy_reward(completions, solution, **kwargs):
     """As in TRL's documentation: conversational completions and a column of the dataset."""
