@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 
 import pytest
@@ -11,8 +10,10 @@ import pytest
 from asyncrl.rewards.code import extract_program, parse_tests, same_output
 from asyncrl.rewards.functions import CompletedGroup, Score
 from asyncrl.rewards.load import load_reward
+from tests.helpers.kernel import why_not_confined
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is of the Linux kernel")
+WHY_NOT = why_not_confined()
+pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
 SUMS = {"inputs": ["1 2\n", "30 4\n"], "outputs": ["3\n", "34\n"]}
 

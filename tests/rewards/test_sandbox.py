@@ -15,8 +15,10 @@ import pytest
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.rewards import confine, sandbox
 from asyncrl.rewards.sandbox import Limits, Outcome, check_sandbox, run_program
+from tests.helpers.kernel import why_not_confined
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is of the Linux kernel")
+WHY_NOT = why_not_confined()
+pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
 
 def run(source: str, *, time_s: float = 2.0, stdin: str = "", cases: list | None = None) -> Outcome:
