@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import socket
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.types import Endpoints
 
 LOOPBACK = "127.0.0.1"
+OWN_PORTS = range(20000, 32000)
+"""Where free ports are looked for: below those that Linux gives to outgoing connections (32768 and up)."""
 """Replay queue, weight store, learners' rendezvous."""
 
 
@@ -126,26 +130,33 @@ def make_endpoints(config: Config, run_id: str, *, reward_model: bool = False) -
 def reserve_ports(first: int, count: int) -> list[int]:
     """The ports of a run on the loopback interface: `first` and those after it, or free ones when it is 0.
 
-    Raises ConfigError naming the port that is taken.
+    Free ones are none that the kernel gives to outgoing connections, as it could before the roles open them.
+    Raises ConfigError naming the port that is taken, or when there are not enough.
     """
-    wanted = [first + offset if first else 0 for offset in range(count)]
-    sockets: list[socket.socket] = []
-    try:
-        for port in wanted:
-            sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sockets.append(sock)
-            try:
-                sock.bind((LOOPBACK, port))
-            except OSError as error:
+    if first:
+        for port in range(first, first + count):
+            if error := _taken(port):
                 raise ConfigError(
-                    f"launch.port = {first}: port {port} is taken ({error.strerror}); the run needs {count} ports "
-                    "from there on; choose another, or 0 for free ones"
-                ) from None
-        return [sock.getsockname()[1] for sock in sockets]
-    finally:
-        for sock in sockets:
-            sock.close()
+                    f"launch.port = {first}: port {port} is taken ({error}); the run needs {count} ports from there "
+                    "on; choose another, or 0 for free ones"
+                )
+        return list(range(first, first + count))
+    candidates = random.Random().sample(OWN_PORTS, len(OWN_PORTS))
+    free = list(islice((port for port in candidates if not _taken(port)), count))
+    if len(free) < count:
+        raise ConfigError(f"launch.port = 0: fewer than {count} of the ports {OWN_PORTS[0]}-{OWN_PORTS[-1]} are free")
+    return free
+
+
+def _taken(port: int) -> str:
+    """Why a port cannot be listened on; empty when it can."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind((LOOPBACK, port))
+        except OSError as error:
+            return error.strerror or str(error)
+    return ""
 
 
 def _deal(cpus: Sequence[int], count: int) -> list[Share]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -88,6 +89,8 @@ def test_taken_port_is_named() -> None:
 def test_free_ports_are_free_and_different() -> None:
     ports = reserve_ports(0, 3)
     assert len(set(ports)) == 3
+    outgoing, _ = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    assert max(ports) < int(outgoing), "the kernel must not give them away before the roles listen there"
     for port in ports:
         with socket.socket() as sock:
             sock.bind(("127.0.0.1", port))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,12 +22,9 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def free_port() -> Callable[[], int]:
-    def find() -> int:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            return probe.getsockname()[1]
+    from asyncrl.launch.resources import reserve_ports
 
-    return find
+    return lambda: reserve_ports(0, 1)[0]
 
 
 @pytest.fixture(scope="session")
