@@ -158,10 +158,12 @@ class EvalBook:
         }
 
     def summary(self) -> dict[str, Any]:
-        """The evaluations' part of the run's summary; empty when the run has none."""
+        """The evaluations' part of the run's summary, by version: generators on different versions may end them in
+        another order. Empty when the run has none."""
         if not self._prompts:
             return {}
-        return {"eval": self.ended, "eval_tokens": self.tokens, "eval_dropped": self.dropped}
+        results = sorted(self.ended, key=lambda result: result["version"])
+        return {"eval": results, "eval_tokens": self.tokens, "eval_dropped": self.dropped}
 
     def _check(self, result: EvaluatedBody) -> None:
         where = f"evaluation ticket {result['ticket']}"

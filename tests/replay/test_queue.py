@@ -283,6 +283,20 @@ def test_a_commit_gives_the_metrics_of_an_evaluation_that_ended(tmp_path: Path) 
     assert (metrics["eval/version"], metrics["eval/test/pass@1"], metrics["staleness/max"]) == (0.0, 0.0, 0.0)
 
 
+def test_evaluations_are_summed_up_by_version_whichever_ended_first(tmp_path: Path) -> None:
+    queue = make_evaluating_queue(tmp_path)
+    for lease in ask(queue):
+        finish(queue, lease)
+    leases = [lease for lease in queue.ask(0, 0, 0, STATS, 9)[0] if lease.evaluation]
+    train(queue, 1)
+    evaluate(queue, 1)
+    for lease in leases:
+        body = {"ticket": lease.ticket, "attempt": 0, "version": 0, "data_source": "test", "tokens": 7}
+        queue.evaluation.finish(body | {"rewards": [0.0, 1.0], "status": ["completed", "completed"]})
+    assert [result["version"] for result in queue.evaluation.ended] == [1, 0]
+    assert [result["version"] for result in queue.summary()["eval"]] == [0, 1]
+
+
 def test_a_stop_does_not_wait_for_evaluations(tmp_path: Path) -> None:
     queue = make_evaluating_queue(tmp_path)
     queue.stop("enough")
