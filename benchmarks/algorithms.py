@@ -55,6 +55,7 @@ def columns_of(mix: str) -> dict[str, Tensor]:
         "rewards": rewards,
         "returns": returns,
         "sequence_rewards": torch.randn(len(lengths), generator=generator),
+        "greedy_rewards": torch.randn(len(lengths), generator=generator),
     }
 
 
@@ -68,7 +69,7 @@ def passes(columns: dict[str, Tensor]) -> dict[str, Callable[[], object]]:
 
     def advantage(function: Callable[..., object]) -> Callable[[], object]:
         names = names_of(function)
-        rewards = columns["sequence_rewards" if "group" in names else "rewards"]
+        rewards = columns["sequence_rewards" if {"group", "greedy_rewards"} & set(names) else "rewards"]
         inputs = [(columns | {"rewards": rewards})[name] for name in names]
         return lambda: function(*inputs)
 
