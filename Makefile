@@ -1,8 +1,9 @@
-# make demo: train the demo model.  make test: run the tests.  Both set up first; again, they set up nothing.
+# make demo: train the demo model.  make test: run the tests.  make chaos: the long tests of what may go wrong.
+# All set up first; again, they set up nothing.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 
-.PHONY: demo test setup check format clean
+.PHONY: demo test chaos setup check format clean
 
 demo: setup
 	$(BIN)/asyncrl launch --config configs/demo.yaml --run demo
@@ -11,6 +12,11 @@ demo: setup
 test: setup
 	$(BIN)/python -m pytest --ignore=tests/generator
 	$(BIN)/python -m pytest tests/generator
+
+# Kills, stops and damages at length: about half an hour.
+chaos: setup
+	CHAOS=1 $(BIN)/python -m pytest tests/chaos -p no:randomly
+	$(BIN)/python -m tests.fuzz --messages 1000000
 
 setup: .venv/ready
 

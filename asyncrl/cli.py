@@ -11,7 +11,7 @@ from rich.console import Console
 
 from asyncrl.config import load_config, parse_override
 from asyncrl.data.convert import CONVERTERS, convert, describe_skipped
-from asyncrl.errors import AsyncrlError, ConfigError, DataError
+from asyncrl.errors import AsyncrlError, ConfigError, DataError, is_disk_full
 
 app = typer.Typer(
     name="asyncrl",
@@ -40,14 +40,23 @@ def launch(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Settings over those of the file.")
     ] = None,
-    config: Annotated[str, typer.Option(help="YAML file, or the name of one in configs/.")] = "demo",
+    config: Annotated[
+        str | None,
+        typer.Option(help="YAML file, or the name of one in configs/; demo, or with --resume that of the run."),
+    ] = None,
     generators: Annotated[int | None, typer.Option(help="Generator processes.")] = None,
     learners: Annotated[int | None, typer.Option(help="Learner ranks.")] = None,
     max_staleness: Annotated[int | None, typer.Option(help="Hard bound on token age, in learner steps.")] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
     run: Annotated[str | None, typer.Option(help="Name of the run; its folder is runs/NAME.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run of this name where it ended.")] = False,
+    discard_journal: Annotated[
+        bool,
+        typer.Option("--discard-journal", help="Resume from the newest checkpoint alone; the journal is put aside."),
+    ] = False,
 ) -> None:
     """Train. Exit code 0: done, 1: the run failed, 2: bad configuration or data, 130: interrupted."""
+    from asyncrl.launch.resume import config_of_run
     from asyncrl.launch.run import launch as launch_run
 
     flags: dict[str, Any] = {
@@ -55,7 +64,47 @@ def launch(
     }  # fmt: skip
     settings = dict(parse_override(text) for text in overrides or [])
     settings |= {FLAGS[name]: value for name, value in flags.items() if value is not None}
-    raise typer.Exit(launch_run(load_config(config, settings), Console()))
+    if discard_journal and not resume:
+        raise ConfigError("--discard-journal: is for a run that goes on; give --resume too")
+    if resume:
+        settings["resume"] = "must"
+        config = config or str(config_of_run(settings.get("run", "run")))
+    code = launch_run(load_config(config or "demo", settings), Console(), without_journal=discard_journal)
+    raise typer.Exit(code)
+
+
+@app.command()
+def scale(
+    generators: Annotated[int, typer.Option(help="Generator processes from now on.")],
+    run: Annotated[str, typer.Option(help="Name of the run.")] = "run",
+) -> None:
+    """Change the number of generators of a run that is going on. Exit code 0: done, 1: it did not come about, 2: no
+    such run."""
+    from asyncrl.launch.scale import scale as scale_run
+
+    scale_run(run, generators, Console())
+
+
+@app.command()
+def replay(
+    folder: Annotated[Path, typer.Argument(help="Folder of the run, runs/NAME.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Settings of algorithm, learner and critic, or steps."),
+    ] = None,
+    loss: Annotated[str | None, typer.Option(help="Policy loss, with its default options.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
+    start: Annotated[int, typer.Option(min=0, help="Step of the run's checkpoint to start from; 0: its model.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="New folder for the results; runs/NAME/replays/1 and so on.")] = None,
+) -> None:
+    """Train again on the batches of a run's journal, without generators. Exit code 0: done, 1: failed, or with
+    unchanged settings the weights came out different, 2: bad configuration, 130: interrupted."""
+    from asyncrl.launch.offline import replay as replay_run
+
+    settings: dict[str, Any] = {"algorithm.loss": loss, "algorithm.loss_options": {}} if loss is not None else {}
+    settings |= {"learner.lr": lr} if lr is not None else {}
+    settings |= dict(parse_override(text) for text in overrides or [])
+    raise typer.Exit(replay_run(folder, settings, Console(), out=out, start_step=start))
 
 
 @app.command(name="eval")
@@ -76,6 +125,14 @@ def evaluate(
     settings = dict(parse_override(text) for text in overrides or [])
     settings |= {"run": run} if run is not None else {}
     raise typer.Exit(evaluate_model(load_config(config, settings), Console(), model=model, out=out))
+
+
+@app.command()
+def ledger(folder: Annotated[Path, typer.Argument(help="Folder of the run, runs/NAME.")]) -> None:
+    """Show where every group, trajectory and token of a run is. Exit code 0: they add up, 1: not, 2: no such run."""
+    from asyncrl.launch.ledger import show_ledger
+
+    raise typer.Exit(0 if show_ledger(folder, Console()) else 1)
 
 
 @app.command(name="list")
@@ -140,6 +197,11 @@ def main() -> None:
         sys.exit(EXIT_CONFIG)
     except AsyncrlError as error:
         print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+    except OSError as error:
+        if not is_disk_full(error):
+            raise
+        print(f"error: {error.filename or 'a file'}: no space is left on the disk; free some", file=sys.stderr)
         sys.exit(1)
 
 

@@ -20,6 +20,9 @@ Status = Literal["completed", "truncated", "failed"]
 NO_VERSION = -1
 """Version of a token that no policy chose."""
 
+MAX_NAME_CHARACTERS = 200
+"""Longest name of a data source."""
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -158,3 +161,5 @@ class Endpoints:
     """ZeroMQ address of the process that holds the reward model; empty when there is none."""
     critics: tuple[tuple[str, int], ...] = ()
     """Host and port where critic ranks with processes of their own find one another, and then of each of them."""
+    keys: str = ""
+    """File with the run's CURVE keys, readable by its owner only; empty when nothing is encrypted."""

@@ -60,7 +60,7 @@ def bare(core: int, overrides: list[str]) -> dict[str, float]:
 def bare_process(overrides: list[str]) -> None:
     """The other side, run by `bare`: prints its rate as JSON."""
     from asyncrl.config import load_config
-    from asyncrl.generator.engine import ENVIRONMENT
+    from asyncrl.generator.vllm_setup import ENVIRONMENT
 
     os.environ.update(ENVIRONMENT)
     import pyarrow.parquet as pq

@@ -1,14 +1,15 @@
 """Advantages from rewards. They carry no gradient; results keep the dtype and device of the rewards.
 
-A function names what it needs as positional parameters: rewards, values, seq, group, lengths, log_ratios. One that
-takes `group` gets one reward per sequence [S], any other one per token [N]; one that takes `values` gives the pair
-(advantages [N], returns [N] that the critic is fitted to). Keyword-only arguments are options, but for `reduce` and
-`bootstrap`, which the caller knows.
+A function names what it needs as positional parameters: rewards, values, seq, group, lengths, log_ratios,
+greedy_rewards. One that takes `group` or `greedy_rewards` gets one reward per sequence [S], any other one per
+token [N]; one that takes `values` gives the pair (advantages [N], returns [N] that the critic is fitted to).
+Keyword-only arguments are options, but for `reduce` and `bootstrap`, which the caller knows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -82,30 +83,10 @@ def vtrace(
     return targets.to(rewards.dtype), advantages.to(rewards.dtype)
 
 
-def vtrace_advantages(
-    log_ratios: Tensor,
-    rewards: Tensor,
-    values: Tensor,
-    seq: Tensor,
-    *,
-    gamma: float = 1.0,
-    rho_clip: float | None = 1.0,
-    pg_rho_clip: float | None = 1.0,
-    trace_clip: float | None = 1.0,
-    bootstrap: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+@wraps(vtrace, assigned=("__annotations__",))
+def vtrace_advantages(*terms: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     """`vtrace` as (advantages [N], returns [N]), the order of every advantage that needs values."""
-    returns, advantages = vtrace(
-        log_ratios,
-        rewards,
-        values,
-        seq,
-        gamma=gamma,
-        rho_clip=rho_clip,
-        pg_rho_clip=pg_rho_clip,
-        trace_clip=trace_clip,
-        bootstrap=bootstrap,
-    )
+    returns, advantages = vtrace(*terms, **options)
     return advantages, returns
 
 
@@ -164,4 +145,4 @@ ADVANTAGES: dict[str, Callable[..., Any]] = {
     "reinforce_plus_plus": reinforce_plus_plus,
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
 }
-"""By config name. ReMax is not among them: it needs a greedy completion of every prompt."""
+"""By config name."""

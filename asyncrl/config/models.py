@@ -192,8 +192,30 @@ class LearnerConfig(Section):
     tokens_per_microbatch: int = Field(default=8192, ge=1)
     """Tokens of one packed forward pass; one longer trajectory makes a micro-batch of its own."""
     gradient_checkpointing: bool = False
-    save_every_steps: int | None = Field(default=None, ge=1)
-    """Also write the model to `checkpoints/` at every so many steps; the last one is always in `model/`."""
+
+
+class CheckpointConfig(Section):
+    """Checkpoints hold all that a run needs to go on: weights, optimizer, queue, prompt cursor, random states."""
+
+    every_steps: int | None = Field(default=50, ge=1)
+    """Steps between two checkpoints; when not set, only those that `journal.max_bytes` asks for."""
+    keep_last: int = Field(default=2, ge=1)
+    keep_best: bool = True
+    """Also keep the checkpoint with the best reward: of its evaluation, else of the steps since the one before."""
+    max_bytes: int | None = Field(default=None, ge=1 << 20)
+    """Ceiling of `checkpoints/`; a checkpoint that does not fit beside the newest ends the run with an error."""
+
+
+class JournalConfig(Section):
+    """The journal holds every finished group and every committed step on disk."""
+
+    flush: Literal["group", "step", "os"] = "step"
+    """When records must have reached the disk: before a group is acknowledged, before a step is, or when the system
+    writes them. A killed process loses nothing in any of them; a machine that loses power loses what came after."""
+    keep: Literal["needed", "all"] = "needed"
+    """needed: what checkpoints cover is deleted; all: nothing is, so that the whole run can be replayed offline."""
+    max_bytes: int = Field(default=16 << 30, ge=1 << 20)
+    """Ceiling of `journal/`; a checkpoint is asked for at half of it, and no leases are given above it."""
 
 
 class CriticConfig(Section):
@@ -239,8 +261,11 @@ class LaunchConfig(Section):
     """A launcher of `asyncrl list`."""
     generators: int = Field(default=1, ge=1)
     learners: int = Field(default=1, ge=1)
+    host: str = "127.0.0.1"
+    """Address that the roles listen on. Other than a loopback address it turns on encryption (CURVE) of all ZeroMQ
+    sockets; weights and collectives travel in clear there."""
     port: int = Field(default=0, ge=0, le=65533)
-    """First of the ports on the loopback interface that the roles use; 0 takes free ones."""
+    """First of the ports that the roles use; 0 takes free ones."""
     pin_cores: bool = True
     """On CPU, give generators and learners cores of their own."""
     start_timeout_s: float = Field(default=180.0, gt=0.0)
@@ -248,7 +273,12 @@ class LaunchConfig(Section):
     progress_timeout_s: float = Field(default=600.0, gt=0.0)
     """The run fails when no optimizer step ends for so long."""
     stop_timeout_s: float = Field(default=15.0, gt=0.0)
-    """After this long a role that was asked to stop is ended."""
+    """After this long a role that was asked to stop is ended, and a generator that leaves hands back its groups."""
+    heartbeat_timeout_s: float = Field(default=60.0, gt=0.0)
+    """A generator or the replay queue that was up and says nothing for so long is restarted."""
+    max_restarts: int = Field(default=10, ge=0)
+    """More restarts of one role than this within `restart_window_s` end the run; 0 restarts nothing."""
+    restart_window_s: float = Field(default=600.0, gt=0.0)
 
 
 class ObserveConfig(Section):
@@ -270,6 +300,8 @@ class Config(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     learner: LearnerConfig = LearnerConfig()
     critic: CriticConfig = CriticConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    journal: JournalConfig = JournalConfig()
     eval: EvalConfig = EvalConfig()
     weights: WeightsConfig = WeightsConfig()
     launch: LaunchConfig = LaunchConfig()
@@ -279,6 +311,12 @@ class Config(Section):
     steps: int = Field(default=100, ge=1)
     """Optimizer steps."""
     seed: int = Field(default=0, ge=0)
+    deterministic: bool = False
+    """Two runs with the same config give identical weights and metrics, also when one was interrupted and resumed.
+    Needs `replay.max_staleness: 0`; on a CPU completions are generated one at a time."""
+    resume: Literal["never", "auto", "must"] = "never"
+    """never: an earlier run of this name is moved aside; auto: it goes on if it has not finished; must: it goes on,
+    and there must be one (`asyncrl launch --resume`)."""
 
     @model_validator(mode="after")
     def _cross_checks(self) -> Self:
@@ -297,6 +335,15 @@ class Config(Section):
             raise ValueError(
                 f"critic.ranks = {self.critic.ranks}: each serves at least one of the learner ranks, of which there "
                 f"are {learners} (launch.learners)"
+            )
+        if self.deterministic and self.replay.max_staleness:
+            raise ValueError(
+                f"deterministic with replay.max_staleness = {self.replay.max_staleness}: which version samples a token "
+                "would depend on when weights arrive; use replay.max_staleness=0"
+            )
+        if self.deterministic and self.generator.prefix_caching:
+            raise ValueError(
+                "deterministic with generator.prefix_caching: log-probs would depend on what is cached; switch one off"
             )
         window = self.generator.max_model_tokens
         if window is not None and window <= self.generator.max_new_tokens:

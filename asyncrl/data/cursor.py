@@ -29,12 +29,12 @@ class PromptCursor:
         self._skipped: set[int] = set()
         self._build = PromptBuilder(config)
         self._files = config.data.train_files
-        table = PromptTable(config)
+        self._table = PromptTable(config)
         self._sampler = RowSampler(
-            table.sizes, seed=config.seed, shuffle=config.data.shuffle, weights=config.data.weights
+            self._table.sizes, seed=config.seed, shuffle=config.data.shuffle, weights=config.data.weights
         )
         self._loader: Any = StatefulDataLoader(
-            table,  # type: ignore[arg-type]
+            self._table,  # type: ignore[arg-type]
             batch_size=None,
             sampler=self._sampler,
             num_workers=0,
@@ -57,6 +57,10 @@ class PromptCursor:
             if len(prompt.tokens) <= self.limit_tokens:
                 return prompt
             self._skip(row, len(prompt.tokens))
+
+    def prompt(self, row: int) -> Prompt:
+        """The prompt of a row, wherever the stream is."""
+        return self._build(self._table[row])
 
     def state_dict(self) -> dict[str, Any]:
         return {"loader": self._loader.state_dict(), "skipped": sorted(self._skipped)}

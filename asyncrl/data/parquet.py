@@ -15,6 +15,7 @@ from asyncrl.config import Config, did_you_mean
 from asyncrl.data.files import column_path, first_missing, read_column, read_schema, read_table, to_table
 from asyncrl.data.values import chat_messages, ground_truth_text, missing, plain
 from asyncrl.errors import ConfigError, DataError
+from asyncrl.types import MAX_NAME_CHARACTERS
 
 Split = Literal["train", "eval"]
 NO_GROUND_TRUTH = "; for data without any, set data.ground_truth_column to null"
@@ -166,10 +167,19 @@ class PromptTable:
             "where": where,
             "prompt": self._prompt(values, where),
             "ground_truth": self._ground_truth(values, where),
-            "data_source": str(_find(values, self._data.data_source_column) or Path(self._files[number]).stem),
+            "data_source": self._source(values, number, where),
             "extra_info": _extra_info(values.get("extra_info"), f"{where}: 'extra_info'"),
             "columns": {name: plain(value, f"{where}: {name!r}") for name, value in others.items()},
         }
+
+    def _source(self, values: dict[str, Any], number: int, where: str) -> str:
+        source = str(_find(values, self._data.data_source_column) or Path(self._files[number]).stem)
+        if len(source) > MAX_NAME_CHARACTERS:
+            raise DataError(
+                f"{where}: the data source has {len(source)} characters, at most {MAX_NAME_CHARACTERS} are allowed; "
+                "name another column by data.data_source_column, or shorten it"
+            )
+        return source
 
     def _prompt(self, values: dict[str, Any], where: str) -> str | list[dict[str, Any]]:
         prompt = _find(values, self._data.prompt_column)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import gc
-import logging
-import os
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import structlog
@@ -17,29 +15,13 @@ from torch import Tensor
 
 from asyncrl.config import Config
 from asyncrl.errors import InvariantError, RunError
+from asyncrl.generator.vllm_setup import build_engine, checkpoint_shapes, sampling_params
 from asyncrl.types import NO_VERSION, Status
 
 if TYPE_CHECKING:
     from vllm import CompletionOutput
-    from vllm.v1.engine.llm_engine import LLMEngine
 
 log = structlog.get_logger()
-
-ENVIRONMENT = {
-    # The engine core runs in this process and its steps are called one by one: a version is exact for every token.
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    # Connections that the engine makes to itself stay on the machine.
-    "VLLM_HOST_IP": "127.0.0.1",
-}
-"""Set before vLLM is imported, unless the user's environment says else. Thread counts and cores are the launcher's
-(OMP_NUM_THREADS, affinity): inside one process vLLM keeps them."""
-
-CPU_KV_CACHE_BYTES = 1 << 30
-"""Key-value cache on a CPU when `generator.kv_cache_bytes` is not set."""
-
 
 Sampling = Literal["training", "evaluation", "greedy"]
 """How a completion is sampled."""
@@ -63,26 +45,30 @@ class _Request:
     """The engine's own."""
     prompt: list[int]
     kind: Sampling
+    seed: int | None
 
 
 class Engine:
     """Continuous batching over prompts that come and go, with weights that change in flight.
 
-    Not thread-safe. There are no versions before the first `swap`: nothing can be added before it.
+    Not thread-safe. There are no versions before the first `swap`: nothing can be added before it. With `deterministic`
+    a completion is a function of the weights, its prompt and its seed, bit for bit, whatever runs beside it.
     """
 
     def __init__(self, config: Config, *, seed: int) -> None:
         self.version = NO_VERSION
         self._config = config
         self._requests: dict[str, _Request] = {}
-        self._engine = _build(config, seed)
+        self._engine = build_engine(config, seed)
         generator, evaluation = config.generator, config.eval
-        self._params = {
-            "training": _sampling_params(config, temperature=generator.temperature, top_p=generator.top_p),
-            "evaluation": _sampling_params(config, temperature=evaluation.temperature, top_p=evaluation.top_p),
-            "greedy": _sampling_params(config, temperature=0.0, top_p=1.0),
+        self._cuts: dict[Sampling, tuple[float, float]] = {
+            "training": (generator.temperature, generator.top_p),
+            "evaluation": (evaluation.temperature, evaluation.top_p),
+            "greedy": (0.0, 1.0),
         }
-        self._shapes = _checkpoint_shapes(config)
+        """Temperature and top_p."""
+        self._params = {kind: sampling_params(config, *cut) for kind, cut in self._cuts.items()}
+        self._shapes = checkpoint_shapes(config)
         gc.collect()
         gc.freeze()  # the engine's many objects need not be looked at again
 
@@ -90,9 +76,19 @@ class Engine:
     def num_running(self) -> int:
         return len(self._requests)
 
-    def add(self, key: str, prompt: Sequence[int] | NDArray[np.int32], *, kind: Sampling = "training") -> None:
+    def add(
+        self,
+        key: str,
+        prompt: Sequence[int] | NDArray[np.int32],
+        *,
+        kind: Sampling = "training",
+        seed: int | None = None,
+    ) -> None:
         """Starts a completion of `prompt` (token ids), sampled as section `generator` says, as `eval` says, or
-        greedily. Raises RunError when the prompt does not fit the window."""
+        greedily; with `deterministic` from a `seed` of its own. Raises RunError when the prompt does not fit the
+        window."""
+        if seed is not None and not self._config.deterministic:
+            raise InvariantError(f"request {key}: a seed of its own works with `deterministic` only")
         if self.version == NO_VERSION:
             raise InvariantError(f"request {key}: the engine has no version yet; swap weights in first")
         if key in self._requests:
@@ -102,15 +98,17 @@ class Engine:
             raise RunError(
                 f"request {key}: a prompt of {len(prompt)} tokens does not fit the window of {window} tokens"
             )
-        self._start(key, np.asarray(prompt).tolist(), kind)
+        self._start(key, np.asarray(prompt).tolist(), kind, seed)
 
-    def _start(self, key: str, prompt: list[int], kind: Sampling) -> None:
+    def _start(self, key: str, prompt: list[int], kind: Sampling, seed: int | None) -> None:
         from vllm.inputs.engine import tokens_input
+
+        params = self._params[kind] if seed is None else sampling_params(self._config, *self._cuts[kind], seed)
 
         # A salt of the version keeps a cached prompt from being used under other weights.
         salt = str(self.version) if self._config.generator.prefix_caching else None
-        request_id = self._engine.add_request(key, tokens_input(prompt, cache_salt=salt), self._params[kind])
-        self._requests[key] = _Request(request_id, prompt, kind)
+        request_id = self._engine.add_request(key, tokens_input(prompt, cache_salt=salt), params)
+        self._requests[key] = _Request(request_id, prompt, kind, seed)
 
     def step(self) -> list[Completion]:
         """One decoding step of all requests; gives those that ended."""
@@ -177,7 +175,7 @@ class Engine:
         requests = [self._requests[key] for key in untouched]
         self.abort(untouched)
         for key, request in zip(untouched, requests, strict=True):
-            self._start(key, request.prompt, request.kind)
+            self._start(key, request.prompt, request.kind, request.seed)
 
     def _check_fit(self, version: int, tensors: Sequence[tuple[str, Tensor]]) -> None:
         given = {name: tuple(tensor.shape) for name, tensor in tensors}
@@ -197,82 +195,6 @@ class Engine:
         """Ends all requests and gives back the engine's memory and the process group that it made for itself."""
         self.abort(list(self._requests))
         self._engine.engine_core.shutdown()
-
-
-def _build(config: Config, seed: int) -> LLMEngine:
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    preload = os.environ.get("LD_PRELOAD")
-    import torch
-    from vllm import EngineArgs
-    from vllm.config import WeightTransferConfig
-    from vllm.v1.engine.llm_engine import LLMEngine
-
-    from asyncrl.generator.vllm_plugin import NAME, register
-
-    register()
-    generator = config.generator
-    arguments: dict[str, Any] = {
-        "model": config.model.path,
-        "dtype": config.model.dtype,
-        "trust_remote_code": config.model.trust_remote_code,
-        "seed": seed,
-        "max_model_len": generator.max_model_tokens,
-        "max_num_seqs": generator.max_running_groups * generator.group_size,
-        "enable_prefix_caching": generator.prefix_caching,
-        "logprobs_mode": "processed_logprobs",
-        "generation_config": "vllm",  # not the sampling defaults that a model ships
-        "weight_transfer_config": WeightTransferConfig(backend=NAME),
-        "distributed_executor_backend": "uni",
-        "async_scheduling": False,  # a step that is already under way when weights change would blur versions
-        "disable_log_stats": True,
-    }
-    if torch.cuda.is_available():
-        arguments["gpu_memory_utilization"] = generator.gpu_memory_fraction
-    else:
-        arguments["enforce_eager"] = True
-        arguments["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
-    if generator.kv_cache_bytes is not None:
-        arguments["kv_cache_memory_bytes"] = generator.kv_cache_bytes
-    engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
-    # It warns at every swap of layers without weights of their own; `Engine.swap` checks that nothing is missing.
-    logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
-    # vLLM sets it for children of its own; those of this process keep their allocator.
-    if preload is None:
-        os.environ.pop("LD_PRELOAD", None)
-    else:
-        os.environ["LD_PRELOAD"] = preload
-    return engine
-
-
-def _sampling_params(config: Config, *, temperature: float, top_p: float) -> Any:
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    # In training top_p, top_k and penalties are neutral: log-probs are those of the full distribution. No seed per
-    # request: the CPU sampler refuses generators of its own when a prompt is prefilled in parts.
-    return SamplingParams(
-        temperature=temperature,
-        top_p=top_p,
-        max_tokens=config.generator.max_new_tokens,
-        logprobs=0,
-        flat_logprobs=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
-
-
-def _checkpoint_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """Names and shapes that a learner sends for this model; tied weights once."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    trust = config.model.trust_remote_code
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(config.model.path, trust_remote_code=trust), trust_remote_code=trust
-        )
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
 def _completion(key: str, output: CompletionOutput) -> Completion:

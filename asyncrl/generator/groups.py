@@ -15,7 +15,7 @@ from asyncrl.replay.messages import EvaluatedBody
 from asyncrl.types import NO_VERSION, Group, Lease, Prompt, Trajectory
 
 if TYPE_CHECKING:
-    from asyncrl.rewards.workers import Scored
+    from asyncrl.rewards.workers import RewardPool, Scored
 
 
 @dataclass(slots=True)
@@ -49,6 +49,11 @@ class Running:
             return "evaluation"
         return "greedy" if self.greedy and index == self.size - 1 else "training"
 
+    def seed(self, seed: int, index: int) -> int:
+        """Of the completion of that index, in a run with that seed; the same in every attempt."""
+        words = [seed, int(self.lease.evaluation), self.lease.ticket, index]
+        return int(np.random.SeedSequence(words).generate_state(1)[0])
+
     @property
     def complete(self) -> bool:
         return len(self.completions) == self.size
@@ -56,6 +61,12 @@ class Running:
     @property
     def members(self) -> list[Completion]:
         return [self.completions[index] for index in range(self.size)]
+
+
+def submit(rewards: RewardPool, running: Running) -> None:
+    """Has the completions of a lease scored; they come back under its key."""
+    tokens = [member.tokens for member in running.members]
+    rewards.submit(running.key, tokens, running.lease.prompt, [member.status for member in running.members])
 
 
 def make_group(running: Running, scored: Scored, *, generator: int, truncated_penalty: float = 0.0) -> Group:

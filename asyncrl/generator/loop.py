@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import structlog
 
 from asyncrl.config import Config
 from asyncrl.errors import PeerTimeoutError
 from asyncrl.generator.engine import Completion, Engine
-from asyncrl.generator.groups import Running, make_evaluated, make_group
+from asyncrl.generator.groups import Running, make_evaluated, make_group, submit
+from asyncrl.generator.room import Asked, room
+from asyncrl.generator.start import beside_the_engine, engine_seed, max_weight_bytes
 from asyncrl.replay.client import GeneratorClient, GeneratorStats, LeaseReply
 from asyncrl.types import NO_VERSION, Endpoints, Lease
 
@@ -35,15 +34,6 @@ _HEARTBEAT_S = 1.0
 """A generator speaks to the replay queue at least so often, also when it wants nothing."""
 _IDLE_S = 0.005
 """Longest wait for a message while nothing runs; new weights and rewards are looked for in between."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """What the last ask said."""
-
-    version: int = NO_VERSION
-    groups: int = 0
-    evaluations: int = 0
 
 
 class GeneratorLoop:
@@ -82,20 +72,32 @@ class GeneratorLoop:
         """The loaded version is to be evaluated, and prompts of that may be left to hand out."""
         self._evaluating = 0
         """Evaluation completions that run."""
-        self._asked = _Asked()
+        self._asked = Asked()
         self._denied = False
         """Training got fewer groups than asked for."""
         self._next_ask_s = self._heartbeat_s = 0.0
+        self._progress = 0
+        """Of the learners, as the replay queue counts it."""
+        self._leave_s: float | None = None
+        """When it ends that was told to leave."""
 
     def run(self) -> None:
-        """Waits for the first weights, then generates until the replay queue says done or `should_stop` does.
+        """Waits for the first weights, then generates until the replay queue says done or leave, or `should_stop` does.
 
-        Raises PeerTimeoutError when the first weights do not come, and what client and receiver raise.
+        A generator that leaves finishes what it has, for at most `launch.stop_timeout_s`. Raises PeerTimeoutError
+        when the first weights do not come, and what client and receiver raise.
         """
         self._await_weights()
-        while not (self.done or self.should_stop()):
+        while not (self.done or self._left or self.should_stop()):
             self.tick()
         self.release()
+
+    @property
+    def _left(self) -> bool:
+        """Told to leave, and nothing is left to finish or no time for it."""
+        if self._leave_s is None:
+            return False
+        return not (self.running or self.scoring) or time.monotonic() > self._leave_s
 
     def tick(self) -> None:
         """One engine step with what goes before and after it."""
@@ -136,20 +138,25 @@ class GeneratorLoop:
     # --- weights
 
     def _await_weights(self) -> None:
+        """Raises PeerTimeoutError when neither weights nor a sign of progress of the learners come for too long."""
         limit_s = self.config.launch.start_timeout_s
         deadline_s = time.monotonic() + limit_s
-        while self.engine.version == NO_VERSION and not self.should_stop():
+        progress = self._progress
+        self._swap_staged()
+        while self.engine.version == NO_VERSION and not (self.done or self._left or self.should_stop()):
+            self._exchange(_IDLE_S)
+            if self._progress != progress:
+                progress, deadline_s = self._progress, time.monotonic() + limit_s
             if time.monotonic() > deadline_s:
                 raise PeerTimeoutError(
                     f"generator {self.index}: learner rank 0 did not send the first weights within {limit_s:g} s "
                     f"(launch.start_timeout_s)"
                 )
-            time.sleep(_IDLE_S)
             self._swap_staged()
 
     def _swap_staged(self) -> None:
-        """Swaps to a version that came, unless the loaded one is being evaluated."""
-        if self._pinned or self._evaluating:
+        """Swaps to a version that came, unless the loaded one is being evaluated or completions must be of one."""
+        if self._pinned or self._evaluating or (self.config.deterministic and self.running):
             self.receiver.hold()
             return
         staged = self.receiver.staged()
@@ -170,12 +177,16 @@ class GeneratorLoop:
         now_s = time.monotonic()
         if reply is not None:
             self.done = self.done or reply.done
+            self._progress = reply.progress
+            if reply.leave and self._leave_s is None:
+                self._leave_s = now_s + self.config.launch.stop_timeout_s
+                log.info("generator leaves", unfinished_groups=len(self.running) + len(self.scoring))
             self._take(reply, now_s)
         if self.client.outstanding:
             return
         groups, evaluations = self._room()
         if (groups + evaluations and now_s >= self._next_ask_s) or now_s >= self._heartbeat_s:
-            self._asked = _Asked(self.engine.version, groups, evaluations)
+            self._asked = Asked(self.engine.version, groups, evaluations)
             self.client.ask(self.engine.version, groups, self.stats, num_evaluations=evaluations)
             self.stats.stall_ms = []
             self._heartbeat_s = now_s + _HEARTBEAT_S
@@ -192,20 +203,11 @@ class GeneratorLoop:
             self._next_ask_s = now_s + (_DENIED_S if self.running else _DENIED_IDLE_S)
 
     def _room(self) -> tuple[int, int]:
-        """Groups and evaluation prompts that there is room for. Evaluation gets half of the engine, or all that
-        training leaves when it may not start more.
-
-        A group takes the room of its members that still run, so that stragglers do not leave the engine half empty.
-        """
-        generator, samples = self.config.generator, self.config.eval.samples
-        slots = generator.max_running_groups * generator.group_size
-        evaluations = 0
-        if self._pinned:
-            limit = slots if self._denied else slots // 2
-            free = min(slots - self.engine.num_running, limit - self._evaluating)
-            evaluations = max(free // samples, 0 if self._evaluating else 1)
-        taken = self.engine.num_running + evaluations * samples
-        return max(0, generator.max_running_groups - -(-taken // generator.group_size)), evaluations
+        """Groups and evaluation prompts to ask for."""
+        if self.engine.version == NO_VERSION or self._leave_s is not None:
+            return 0, 0
+        evaluating = self._evaluating if self._pinned else None
+        return room(self.config, running=self.engine.num_running, evaluating=evaluating, denied=self._denied)
 
     def _start(self, lease: Lease, now_s: float) -> None:
         size = self.config.eval.samples if lease.evaluation else self.config.generator.group_size
@@ -214,7 +216,8 @@ class GeneratorLoop:
         self.running[group.key] = group
         for index, key in enumerate(group.engine_keys()):
             self._members[key] = group, index
-            self.engine.add(key, lease.prompt.tokens, kind=group.sampling(index))
+            seed = group.seed(self.config.seed, index) if self.config.deterministic else None
+            self.engine.add(key, lease.prompt.tokens, kind=group.sampling(index), seed=seed)
         self._evaluating += size if lease.evaluation else 0
 
     # --- completions and rewards
@@ -228,8 +231,7 @@ class GeneratorLoop:
             self.stats.tokens += len(completion.tokens)
         if group.complete:
             self.scoring[group.key] = self.running.pop(group.key)
-            statuses = [member.status for member in group.members]
-            self.rewards.submit(group.key, [member.tokens for member in group.members], group.lease.prompt, statuses)
+            submit(self.rewards, group)
 
     def _finish(self, scored: Scored) -> None:
         running = self.scoring.pop(scored.key)
@@ -249,23 +251,11 @@ class GeneratorLoop:
         return sum(count for index, count in counts if group.sampling(index) != "greedy")
 
 
-@contextmanager
-def _beside_the_engine() -> Iterator[None]:
-    """Threads and processes started in here run on the cores that the launcher names for helpers, not the engine's."""
-    own = os.sched_getaffinity(0)
-    helpers = os.environ.get("ASYNCRL_HELPER_CPUS")
-    if helpers:
-        os.sched_setaffinity(0, {int(cpu) for cpu in helpers.split(",")})
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, own)
-
-
 def run_generator(
-    config: Config, *, index: int, endpoints: Endpoints, run_dir: Path, should_stop: Callable[[], bool]
+    config: Config, *, index: int, endpoints: Endpoints, run_dir: Path, should_stop: Callable[[], bool], start: int = 0
 ) -> None:
-    """One generator process from its start to the end of the run. Raises AsyncrlError when it cannot go on.
+    """One generator process, the `start`-th one of this index, until the run ends or the queue has it leave. Raises
+    AsyncrlError when it cannot go on.
 
     Nothing of it is written to `run_dir`: groups go to the replay queue.
     """
@@ -276,27 +266,37 @@ def run_generator(
     from asyncrl.weights.receiver import WeightReceiver
 
     with ExitStack() as stack:
-        with _beside_the_engine():
-            rewards = RewardPool(config, tokenizer_path=config.model.path, reward_model_address=endpoints.reward_model)
+        with beside_the_engine():
+            rewards = RewardPool(
+                config,
+                tokenizer_path=config.model.path,
+                reward_model_address=endpoints.reward_model,
+                keys=endpoints.keys,
+            )
             stack.callback(rewards.close)
             receiver = WeightReceiver(
                 endpoints.weights,
                 rank=index + 1,
-                num_generators=config.launch.generators,
                 transport=config.weights.transport,
                 timeout_s=config.weights.timeout_s,
+                max_bytes=max_weight_bytes(config.model.path),
                 device="cuda" if torch.cuda.is_available() else "cpu",
                 keeps=config.evaluates,
             )
             stack.callback(receiver.close)
             receiver.start()  # joins while the engine starts, so that nobody waits for it
-        seed = int(np.random.SeedSequence([config.seed, index]).generate_state(1)[0])
-        engine = Engine(config, seed=seed)
+        engine = Engine(config, seed=engine_seed(config.seed, index, start))
         stack.callback(engine.close)
         log.info("engine is up", generator=index)
         if endpoints.reward_model:
-            await_reward_model(endpoints.reward_model, timeout_s=config.launch.start_timeout_s, should_stop=should_stop)
-        client = GeneratorClient(endpoints, index)
+            await_reward_model(
+                endpoints.reward_model,
+                timeout_s=config.launch.start_timeout_s,
+                should_stop=should_stop,
+                keys=endpoints.keys,
+            )
+        # A replay process that died is started again meanwhile.
+        client = GeneratorClient(endpoints, index, timeout_s=max(60.0, 2 * config.launch.heartbeat_timeout_s))
         stack.callback(client.close)
         GeneratorLoop(
             config,

@@ -44,14 +44,8 @@ def check_inputs(config: Config) -> int:
 
     Gives the number of prompt tokens that the model's window leaves.
     """
-    from asyncrl.data.parquet import check_dataset, distinct_sources
-    from asyncrl.rewards.checks import check_rewards
-    from asyncrl.rewards.table import check_sources
-
     room = check_model(config)
-    check_dataset(config)
-    check_rewards(config)
-    check_sources(config.rewards, distinct_sources(config))
+    check_data_and_rewards(config)
     # Last, because these import torch.
     from asyncrl.launch.parts import check_parts
     from asyncrl.learner.algorithm import check_algorithm
@@ -59,6 +53,17 @@ def check_inputs(config: Config) -> int:
     check_parts(config)
     check_algorithm(config)
     return room
+
+
+def check_data_and_rewards(config: Config) -> None:
+    """Raises ConfigError or DataError unless the files can be used, the rewards load, and every data source has one."""
+    from asyncrl.data.parquet import check_dataset, distinct_sources
+    from asyncrl.rewards.checks import check_rewards
+    from asyncrl.rewards.table import check_sources
+
+    check_dataset(config)
+    check_rewards(config)
+    check_sources(config.rewards, distinct_sources(config))
 
 
 def check_model(config: Config) -> int:

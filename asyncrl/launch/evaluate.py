@@ -21,9 +21,9 @@ from rich.table import Table
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
-from asyncrl.launch.checks import check_model
+from asyncrl.launch.checks import check_data_and_rewards, check_model
+from asyncrl.launch.interrupts import EXIT_DONE, EXIT_INTERRUPTED, Interrupts
 from asyncrl.launch.resources import make_endpoints
-from asyncrl.launch.run import EXIT_DONE, EXIT_INTERRUPTED, Interrupts
 from asyncrl.replay.messages import EvaluatedBody
 from asyncrl.replay.scores import PromptScore, pass_ks, score_table
 from asyncrl.rewards.reward_model import await_reward_model, uses_reward_model
@@ -58,7 +58,7 @@ def evaluate(config: Config, console: Console, *, model: str | None = None, out:
     if len(results) < len(prompts):
         console.print(f"interrupted after {len(results)} of {len(prompts)} prompts: nothing is written")
         return EXIT_INTERRUPTED
-    scores = {r["ticket"]: PromptScore(r["data_source"], r["rewards"], r["status"], r["tokens"]) for r in results}
+    scores = {result["ticket"]: PromptScore.of(result) for result in results}
     metrics = score_table(scores.values())
     print_table(console, metrics, config.eval.samples)
     if out is not None:
@@ -82,19 +82,12 @@ def use_folder(config: Config, model: str | None) -> Config:
 def check_evaluation(config: Config) -> int:
     """Raises ConfigError for what can be known to be wrong before the engine starts; gives the prompt tokens that the
     model's window leaves."""
-    from asyncrl.data.parquet import check_dataset, distinct_sources
-    from asyncrl.rewards.checks import check_rewards
-    from asyncrl.rewards.table import check_sources
-
     if not config.data.eval_files:
         raise ConfigError("data.eval: required, but not set; give Parquet files as data.eval=FILE or data.eval=[A,B]")
     room = check_model(config)
     # Training files are not looked at: they need not be there any more.
     data = config.data.model_copy(update={"train": config.data.eval_files, "eval": None, "weights": None})
-    only = config.model_copy(update={"data": data})
-    check_dataset(only)
-    check_rewards(config)
-    check_sources(config.rewards, distinct_sources(only))
+    check_data_and_rewards(config.model_copy(update={"data": data}))
     return room
 
 
@@ -157,6 +150,8 @@ class Evaluator:
 
     def tick(self) -> None:
         """Fills the engine, lets it make a step, and takes the rewards that came."""
+        from asyncrl.generator.groups import submit
+
         self._fill()
         if self._engine.num_running:
             for completion in self._engine.step():
@@ -164,9 +159,7 @@ class Evaluator:
                 running.completions[index] = completion
                 if running.complete:
                     self._scoring[running.key] = running
-                    tokens = [member.tokens for member in running.members]
-                    statuses = [member.status for member in running.members]
-                    self._rewards.submit(running.key, tokens, running.lease.prompt, statuses)
+                    submit(self._rewards, running)
         else:
             time.sleep(IDLE_S)
         self._collect()

@@ -1,26 +1,40 @@
-"""The run's folder: one live run at a time, an earlier one of the same name is moved aside."""
+"""The run's folder: one live run at a time; an earlier one of the same name goes on or is moved aside."""
 
 from __future__ import annotations
 
 import fcntl
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
+from asyncrl.launch.resume import check_resume
+from asyncrl.launch.role import endpoints_of
+from asyncrl.types import Endpoints
+
+ENDPOINTS = "endpoints.json"
+ATTEMPTS = "attempts.json"
+"""Seconds that each earlier launch of a resumed run took."""
 
 
 class RunFolder:
-    """Holds the lock on `runs/<name>` while the run goes on; use as a context manager."""
+    """Holds the lock on `runs/<name>` while the run goes on; use as a context manager.
+
+    Raises ConfigError when another launch holds it, or when the run cannot be resumed as `resume` says.
+    """
 
     def __init__(self, config: Config) -> None:
+        self.config = config
         self.path = config.run_dir
         self.moved_to: Path | None = None
-        """Where the earlier run of this name went, if there was one."""
+        """Where the earlier run of this name went, if there was one that does not go on."""
+        self.earlier_s: list[float] = []
+        """Wall time of each earlier launch of this run."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._lock_path = self.path.parent / f".{config.run}.lock"
+        self._lock_path = lock_path(self.path)
         self._lock = self._lock_path.open("a+")
 
     def __enter__(self) -> Self:
@@ -36,27 +50,97 @@ class RunFolder:
         self._lock.truncate(0)
         self._lock.write(str(os.getpid()))
         self._lock.flush()
-        if self.path.exists():
-            self.moved_to = self._free_name()
-            self.path.rename(self.moved_to)
-        self.path.mkdir()
+        try:
+            self._prepare()
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
+    def _prepare(self) -> None:
+        if check_resume(self.config):
+            self.earlier_s = _attempts_s(self.path)
+        elif self.path.exists():
+            self.moved_to = free_name(self.path)
+            self.path.rename(self.moved_to)
+        self.path.mkdir(exist_ok=True)
+
     def __exit__(self, *_: object) -> None:
+        (self.path / ENDPOINTS).unlink(missing_ok=True)
         self._lock_path.unlink(missing_ok=True)
         self._lock.close()
 
-    def write_config(self, config: Config) -> None:
-        (self.path / "config.yaml").write_text(config.to_yaml())
+    def begin(self, config: Config, endpoints: Endpoints) -> None:
+        """Writes down what a launch is about to run, and where it can be reached; no summary tells of it yet."""
+        if self.earlier_s:
+            (self.path / ATTEMPTS).write_text(json.dumps(self.earlier_s) + "\n")
+        (self.path / "summary.json").unlink(missing_ok=True)
+        # A config that is used once more starts a new run, whatever started this one.
+        kept = config.model_copy(update={"resume": "never"}) if config.resume == "must" else config
+        self._replace("config.yaml", kept.to_yaml())
+        self._replace(ENDPOINTS, json.dumps(asdict(endpoints), indent=2) + "\n", mode=0o600)
+
+    def sum_up(self, summary: dict[str, Any]) -> dict[str, Any]:
+        """The summary with the time of all launches of this run."""
+        return summary | {
+            "wall_s": summary["wall_s"] + sum(self.earlier_s),
+            "attempts": len(self.earlier_s) + 1,
+        }
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Replaces `summary.json` in one piece."""
-        temporary = self.path / ".summary.json"
-        temporary.write_text(json.dumps(summary, indent=2) + "\n")
-        temporary.replace(self.path / "summary.json")
+        self._replace("summary.json", json.dumps(summary, indent=2) + "\n")
 
-    def _free_name(self) -> Path:
-        number = 1
-        while (aside := self.path.with_name(f"{self.path.name}.{number}")).exists():
-            number += 1
-        return aside
+    def _replace(self, name: str, text: str, *, mode: int = 0o666) -> None:
+        temporary = self.path / f".{name}"
+        temporary.unlink(missing_ok=True)
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as file:
+            file.write(text)
+        temporary.replace(self.path / name)
+
+
+def lock_path(run_dir: Path) -> Path:
+    return run_dir.parent / f".{run_dir.name}.lock"
+
+
+def goes_on(run_dir: Path) -> bool:
+    """True while a launcher holds the run's lock."""
+    try:
+        with lock_path(run_dir).open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
+def read_endpoints(run_dir: Path) -> Endpoints:
+    """Where the parts of a run that goes on can be reached. Raises ConfigError when there is none."""
+    if not run_dir.is_dir():
+        raise ConfigError(f"{run_dir}: there is no such run")
+    file = run_dir / ENDPOINTS
+    if not goes_on(run_dir) or not file.exists():
+        raise ConfigError(f"{run_dir}: this run is not going on; start it with asyncrl launch, or go on with --resume")
+    return endpoints_of(json.loads(file.read_text()))
+
+
+def free_name(path: Path) -> Path:
+    """`path` with the first number after it that is not taken."""
+    number = 1
+    while (aside := path.with_name(f"{path.name}.{number}")).exists():
+        number += 1
+    return aside
+
+
+def _attempts_s(run_dir: Path) -> list[float]:
+    """Wall times of the earlier launches of a run; of one that was killed, up to the last thing it wrote."""
+    file = run_dir / ATTEMPTS
+    earlier_s: list[float] = json.loads(file.read_text()) if file.exists() else []
+    summary = run_dir / "summary.json"
+    if summary.exists():
+        return [*earlier_s, json.loads(summary.read_text())["wall_s"] - sum(earlier_s)]
+    began_s = (run_dir / "config.yaml").stat().st_mtime
+    written = [*run_dir.glob("logs/*.jsonl"), *run_dir.glob("metrics.jsonl")]
+    last_s = max((path.stat().st_mtime for path in written), default=began_s)
+    return [*earlier_s, max(0.0, last_s - began_s)]

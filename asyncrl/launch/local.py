@@ -8,13 +8,12 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO
 
 import structlog
 
 from asyncrl.launch.resources import Share
-from asyncrl.launch.role import SHOW_STACKS, RoleSpec
+from asyncrl.launch.role import EXIT_DISK_FULL, SHOW_STACKS, RoleSpec
 from asyncrl.observe.logs import last_error
 
 log = structlog.get_logger()
@@ -31,6 +30,9 @@ class RoleProcess:
     spec: RoleSpec
     process: subprocess.Popen[bytes]
     output: IO[bytes]
+    log_start_bytes: int = 0
+    """Where the log of this start begins; what is before it was said by earlier ones."""
+    output_start_bytes: int = 0
 
     @property
     def name(self) -> str:
@@ -46,11 +48,18 @@ class RoleProcess:
         code = self.code
         if code is not None and code < 0:
             return f"{self.name} was killed by signal {signal.Signals(-code).name}"
-        logs = Path(self.spec.run_dir) / "logs"
-        said = last_error(logs / f"{self.name}.jsonl")
+        if code == 0:
+            return f"{self.name} ended before the run did"
+        said = last_error(self.spec.logs / f"{self.name}.jsonl", start_bytes=self.log_start_bytes)
         if not said:
-            lines = (logs / f"{self.name}.out").read_text(errors="replace").strip().splitlines()
+            output = (self.spec.logs / f"{self.name}.out").read_bytes()[self.output_start_bytes :]
+            lines = output.decode(errors="replace").strip().splitlines()
             said = lines[-1] if lines else "it said nothing"
+        if code == EXIT_DISK_FULL:
+            return (
+                f"{self.name} ended: no space is left on the disk of {self.spec.logs.parent}; free some and go on with "
+                f"`asyncrl launch --resume` ({said})"
+            )
         return f"{self.name} ended with code {code}: {said}"
 
 
@@ -61,22 +70,26 @@ class LocalLauncher:
         self.roles: list[RoleProcess] = []
 
     def start(self, spec: RoleSpec, share: Share) -> RoleProcess:
-        path = Path(spec.run_dir) / "logs" / f"{spec.name}.out"
+        log_file, path = spec.logs / f"{spec.name}.jsonl", spec.logs / f"{spec.name}.out"
         path.parent.mkdir(parents=True, exist_ok=True)
         output = path.open("ab")
-        command = [sys.executable, "-m", "asyncrl.launch.role", spec.to_json(), str(os.getpid())]
         process = subprocess.Popen(
-            command,
+            self.command(spec),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             env={**os.environ, "TOKENIZERS_PARALLELISM": "false", **share.environment()},
             start_new_session=True,
         )
-        role = RoleProcess(spec, process, output)
+        log_bytes = log_file.stat().st_size if log_file.exists() else 0
+        role = RoleProcess(spec, process, output, log_bytes, output.tell())
         self.roles.append(role)
-        log.info("role started", name=spec.name, pid=process.pid, cpus=share.cpus, gpus=share.gpus)
+        log.info("role started", name=spec.name, start=spec.start, pid=process.pid, cpus=share.cpus, gpus=share.gpus)
         return role
+
+    def command(self, spec: RoleSpec) -> list[str]:
+        """What is run for the role."""
+        return [sys.executable, "-m", "asyncrl.launch.role", spec.to_json(), str(os.getpid())]
 
     def of(self, role: str) -> list[RoleProcess]:
         return [process for process in self.roles if process.spec.role == role]
@@ -90,6 +103,19 @@ class LocalLauncher:
             time.sleep(POLL_S)
         return []
 
+    def kill(self, roles: list[RoleProcess], *, show_stacks: bool = False) -> None:
+        """Ends roles at once, with their children, and forgets them; on request they write first where they hang."""
+        if show_stacks:
+            for role in roles:
+                if role.code is None:
+                    role.process.send_signal(SHOW_STACKS)
+            time.sleep(STACKS_S)
+        for role in roles:
+            self._kill_session(role)
+            role.process.wait()
+            role.output.close()
+            self.roles.remove(role)
+
     def end(self, *, grace_s: float) -> None:
         """Ends whatever still runs: a request first, after the grace the kernel; takes their children along."""
         for role in self.roles:
@@ -99,10 +125,7 @@ class LocalLauncher:
             log.warning("role did not stop in time and was killed", name=role.name, grace_s=grace_s)
             role.process.send_signal(SHOW_STACKS)
             time.sleep(STACKS_S)
-        for role in self.roles:
-            self._kill_session(role)
-            role.process.wait()
-            role.output.close()
+        self.kill(list(self.roles))
 
     @staticmethod
     def _kill_session(role: RoleProcess) -> None:

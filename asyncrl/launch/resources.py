@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import random
 import shutil
@@ -113,47 +114,63 @@ def count_gpus() -> int:
 
 
 def make_endpoints(config: Config, run_id: str, *, reward_model: bool = False) -> Endpoints:
-    """Addresses for all parts of a run on the loopback interface. Raises ConfigError naming a port that is taken."""
+    """Addresses for all parts of a run at `launch.host`. Raises ConfigError when that is no address that can be
+    listened on, or naming a port that is taken."""
+    host = config.launch.host
+    check_host(host)
     num_critics = config.critic.ranks + 1 if config.critic.ranks else 0
-    ports = reserve_ports(config.launch.port, 3 + num_critics + int(reward_model))
+    ports = reserve_ports(config.launch.port, 3 + num_critics + int(reward_model), host=host)
     replay, weights, learners, *others = ports
     return Endpoints(
         run_id,
-        replay=f"tcp://{LOOPBACK}:{replay}",
-        weights=(LOOPBACK, weights),
-        learners=(LOOPBACK, learners),
-        reward_model=f"tcp://{LOOPBACK}:{others[-1]}" if reward_model else "",
-        critics=tuple((LOOPBACK, port) for port in others[:num_critics]),
+        replay=f"tcp://{host}:{replay}",
+        weights=(host, weights),
+        learners=(host, learners),
+        reward_model=f"tcp://{host}:{others[-1]}" if reward_model else "",
+        critics=tuple((host, port) for port in others[:num_critics]),
     )
 
 
-def reserve_ports(first: int, count: int) -> list[int]:
-    """The ports of a run on the loopback interface: `first` and those after it, or free ones when it is 0.
+def check_host(host: str) -> None:
+    """Raises ConfigError unless this is an IPv4 address of this machine that others can be told."""
+    key = f"launch.host = {host!r}"
+    try:
+        address = ipaddress.IPv4Address(host)
+    except ValueError:
+        raise ConfigError(f"{key}: not an IPv4 address; `hostname -I` lists those of this machine") from None
+    if address.is_unspecified:
+        raise ConfigError(f"{key}: means every address of this machine; name the address that the others can reach")
+    if error := _taken(host, 0):
+        raise ConfigError(f"{key}: cannot be listened on ({error}); `hostname -I` lists the addresses of this machine")
+
+
+def reserve_ports(first: int, count: int, *, host: str = LOOPBACK) -> list[int]:
+    """The ports of a run at an address of this machine: `first` and those after it, or free ones when it is 0.
 
     Free ones are none that the kernel gives to outgoing connections, as it could before the roles open them.
     Raises ConfigError naming the port that is taken, or when there are not enough.
     """
     if first:
         for port in range(first, first + count):
-            if error := _taken(port):
+            if error := _taken(host, port):
                 raise ConfigError(
                     f"launch.port = {first}: port {port} is taken ({error}); the run needs {count} ports from there "
                     "on; choose another, or 0 for free ones"
                 )
         return list(range(first, first + count))
     candidates = random.Random().sample(OWN_PORTS, len(OWN_PORTS))
-    free = list(islice((port for port in candidates if not _taken(port)), count))
+    free = list(islice((port for port in candidates if not _taken(host, port)), count))
     if len(free) < count:
         raise ConfigError(f"launch.port = 0: fewer than {count} of the ports {OWN_PORTS[0]}-{OWN_PORTS[-1]} are free")
     return free
 
 
-def _taken(port: int) -> str:
-    """Why a port cannot be listened on; empty when it can."""
+def _taken(host: str, port: int) -> str:
+    """Why a port (0: any) of an address cannot be listened on; empty when it can."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            sock.bind((LOOPBACK, port))
+            sock.bind((host, port))
         except OSError as error:
             return error.strerror or str(error)
     return ""

@@ -11,18 +11,20 @@ import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import structlog
 
 from asyncrl.config import Config, load_config
-from asyncrl.errors import AsyncrlError, ConfigError
+from asyncrl.errors import AsyncrlError, ConfigError, DataError, PeerTimeoutError, is_disk_full
 from asyncrl.observe.logs import configure_logs
 from asyncrl.processes import end_with_parent
 from asyncrl.types import Endpoints
 
 log = structlog.get_logger()
 
+SEGMENTS_AT_LEAST = 16
+"""Segments of the journal below its ceiling."""
 SHOW_STACKS = signal.SIGUSR1
 """Has a role write where all its threads are to its `.out` file."""
 
@@ -38,6 +40,23 @@ class RoleSpec:
     cpus: tuple[int, ...]
     prompt_tokens: int
     """Longest prompt that fits the model's window."""
+    start: int = 0
+    """How often the role was started before in this run."""
+    checkpoint: str = ""
+    """File with the queue's state that the replay queue begins with when there is no journal; empty for none."""
+    offline: str = ""
+    """Folder of a training from the journal alone, with its own config and logs; empty in a run."""
+    offline_step: int = 0
+    """Of the checkpoint that such a training starts from; 0 for the model."""
+
+    @property
+    def home(self) -> Path:
+        """The folder with the role's `config.yaml` and `logs/`."""
+        return Path(self.offline or self.run_dir)
+
+    @property
+    def logs(self) -> Path:
+        return self.home / "logs"
 
     @property
     def name(self) -> str:
@@ -49,24 +68,33 @@ class RoleSpec:
     @classmethod
     def from_json(cls, text: str) -> Self:
         values = json.loads(text)
-        ends = values.pop("endpoints")
-        for name in ("weights", "learners"):
-            ends[name] = tuple(ends[name])
-        ends["critics"] = tuple(tuple(address) for address in ends["critics"])
-        endpoints = Endpoints(**ends)
-        return cls(**values, endpoints=endpoints)
+        return cls(**values | {"endpoints": endpoints_of(values["endpoints"])})
+
+
+def endpoints_of(values: dict[str, Any]) -> Endpoints:
+    """Endpoints from their JSON object, which has lists for tuples."""
+    critics = tuple(tuple(address) for address in values["critics"])
+    pairs = {"weights": tuple(values["weights"]), "learners": tuple(values["learners"]), "critics": critics}
+    return Endpoints(**values | pairs)
 
 
 def run_replay_role(config: Config, spec: RoleSpec, should_stop: Callable[[], bool]) -> None:
     from asyncrl.data.cursor import PromptCursor
     from asyncrl.data.prompts import eval_prompts
+    from asyncrl.replay.journal import SEGMENT_BYTES, Journal
     from asyncrl.replay.queue import ReplayQueue
     from asyncrl.replay.server import run_replay
     from asyncrl.replay.trace import TraceWriter
 
+    run_dir, settings = Path(spec.run_dir), config.journal
     prompts = PromptCursor(config, limit_tokens=spec.prompt_tokens)
     evaluated = eval_prompts(config, limit_tokens=spec.prompt_tokens)
-    queue = ReplayQueue(config, prompts, TraceWriter(Path(spec.run_dir) / "trace.parquet"), evaluated)
+    # A fraction of the ceiling, since only whole segments can go.
+    segment_bytes = min(SEGMENT_BYTES, settings.max_bytes // SEGMENTS_AT_LEAST)
+    journal = Journal(run_dir / "journal", flush=settings.flush, segment_bytes=segment_bytes)
+    trace = TraceWriter(run_dir / "trace.parquet")
+    checkpoint = Path(spec.checkpoint).read_bytes() if spec.checkpoint else b""
+    queue = ReplayQueue(config, prompts, trace, evaluated, journal, spec.endpoints.run_id, checkpoint)
     run_replay(queue, spec.endpoints, should_stop)
 
 
@@ -74,14 +102,31 @@ def run_generator_role(config: Config, spec: RoleSpec, should_stop: Callable[[],
     from asyncrl.generator.loop import run_generator
 
     run_generator(
-        config, index=spec.index, endpoints=spec.endpoints, run_dir=Path(spec.run_dir), should_stop=should_stop
+        config,
+        index=spec.index,
+        endpoints=spec.endpoints,
+        run_dir=Path(spec.run_dir),
+        should_stop=should_stop,
+        start=spec.start,
     )
 
 
 def run_learner_role(config: Config, spec: RoleSpec, should_stop: Callable[[], bool]) -> None:
-    from asyncrl.learner.loop import run_learner
+    from asyncrl.learner import loop
 
-    run_learner(config, rank=spec.index, endpoints=spec.endpoints, run_dir=Path(spec.run_dir), should_stop=should_stop)
+    run_dir = Path(spec.run_dir)
+    if spec.offline:
+        loop.run_offline(
+            config,
+            rank=spec.index,
+            endpoints=spec.endpoints,
+            run_dir=run_dir,
+            out_dir=Path(spec.offline),
+            should_stop=should_stop,
+            start=spec.offline_step,
+        )
+    else:
+        loop.run_learner(config, rank=spec.index, endpoints=spec.endpoints, run_dir=run_dir, should_stop=should_stop)
 
 
 def run_critic_role(config: Config, spec: RoleSpec, should_stop: Callable[[], bool]) -> None:
@@ -105,8 +150,14 @@ ROLES: dict[str, Callable[[Config, RoleSpec, Callable[[], bool]], None]] = {
 }
 
 
+EXIT_FAILED, EXIT_CONFIG, EXIT_SILENT_PEER, EXIT_CRASHED, EXIT_DISK_FULL = 1, 2, 3, 4, 5
+FINAL_CODES = (EXIT_FAILED, EXIT_CONFIG, EXIT_DISK_FULL)
+"""Exit codes of errors that a restart would only repeat."""
+
+
 def main(argv: list[str]) -> int:
-    """Runs the role; 0 when it ended as it should, 1 with the cause as the last error in its log."""
+    """Runs the role; 0 when it ended as it should, else one of the codes above with the cause as the last error in
+    its log."""
     spec, parent = RoleSpec.from_json(argv[0]), int(argv[1])
     end_with_parent(parent)
     os.sched_setaffinity(0, spec.cpus)
@@ -114,20 +165,28 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.register(SHOW_STACKS)
-    run_dir = Path(spec.run_dir)
-    config = load_config(run_dir / "config.yaml")
-    configure_logs(run_dir, spec.name, config.observe.log_level)
-    log.info("started", pid=os.getpid(), cpus=spec.cpus)
+    config = load_config(spec.home / "config.yaml")
+    configure_logs(spec.home, spec.name, config.observe.log_level)
+    log.info("started", pid=os.getpid(), cpus=spec.cpus, start=spec.start)
     try:
         ROLES[spec.role](config, spec, stop.is_set)
     except AsyncrlError as error:
         log.error("failed", error=str(error), kind=type(error).__name__, exc_info=True)
-        return 2 if isinstance(error, ConfigError) else 1
+        return exit_code(error)
     except Exception as error:  # the last line of defense: whatever it was, the log must say it
         log.error("crashed", error=f"{type(error).__name__}: {error}", exc_info=True)
-        return 1
+        return EXIT_DISK_FULL if is_disk_full(error) else EXIT_CRASHED
     log.info("ended")
     return 0
+
+
+def exit_code(error: AsyncrlError) -> int:
+    """The code that tells the launcher whether a start anew may help."""
+    if is_disk_full(error):
+        return EXIT_DISK_FULL  # the log may not have been written
+    if isinstance(error, ConfigError | DataError):
+        return EXIT_CONFIG
+    return EXIT_SILENT_PEER if isinstance(error, PeerTimeoutError) else EXIT_FAILED
 
 
 if __name__ == "__main__":

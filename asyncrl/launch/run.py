@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import signal
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import structlog
@@ -14,18 +11,23 @@ from rich.console import Console
 
 from asyncrl.config import Config
 from asyncrl.errors import PeerTimeoutError, RunError
+from asyncrl.keys import run_keys
 from asyncrl.launch.checks import check_inputs, make_missing
+from asyncrl.launch.ending import show_end
 from asyncrl.launch.folder import RunFolder
-from asyncrl.launch.local import LAUNCHERS, RoleProcess
-from asyncrl.launch.resources import Plan, Share, make_endpoints, plan_resources
-from asyncrl.launch.role import ROLES, RoleSpec
+from asyncrl.launch.interrupts import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, Interrupts
+from asyncrl.launch.local import LAUNCHERS
+from asyncrl.launch.progress import Progress
+from asyncrl.launch.resources import Plan, make_endpoints, plan_resources
+from asyncrl.launch.resume import check_resume, discard_journal
+from asyncrl.launch.role import RoleSpec
+from asyncrl.launch.supervise import Supervisor
 from asyncrl.observe.live import LiveView
 from asyncrl.observe.logs import configure_logs
 from asyncrl.observe.report import write_report
 from asyncrl.observe.verdict import bottleneck
 from asyncrl.replay.client import LauncherClient
 from asyncrl.rewards.reward_model import uses_reward_model
-from asyncrl.types import Endpoints
 
 log = structlog.get_logger()
 
@@ -34,91 +36,67 @@ STATUS_EVERY_S = 0.5
 FAILURE_GRACE_S = 2.0
 """How long the others may take to stop after one role failed."""
 
-EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
+TRACE_S = 120.0
+"""How long the replay process may take to complete the trace: a minute for some millions of groups."""
+
 STATUS_OF_EXIT = {EXIT_DONE: "finished", EXIT_FAILED: "failed", EXIT_INTERRUPTED: "stopped"}
 
 
-class Interrupts:
-    """Counts Ctrl-C and SIGTERM instead of raising in the middle of something."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    @contextmanager
-    def caught(self) -> Iterator[None]:
-        signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        before = {number: signal.signal(number, self._on_signal) for number in signals}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _on_signal(self, *_: object) -> None:
-        self.count += 1
-
-
-def launch(config: Config, console: Console) -> int:
+def launch(config: Config, console: Console, *, without_journal: bool = False) -> int:
     """Runs training as the config says and shows it on the console; gives the exit code.
 
     0: all steps are done. 1: the run failed; the cause is printed and in `summary.json`. 130: it was interrupted.
-    Raises ConfigError before anything starts when the config cannot work.
+    `without_journal` resumes from the newest checkpoint alone. Raises ConfigError before anything starts when the
+    config cannot work, or cannot go on with the run that there is.
     """
+    check_resume(config)
     reward_model = uses_reward_model(config)
     plan = plan_resources(config, reward_model=reward_model)
     make_missing(config, console)
     prompt_tokens = check_inputs(config)
     endpoints = make_endpoints(config, f"{config.run}-{uuid.uuid4().hex[:8]}", reward_model=reward_model)
     interrupts = Interrupts()
-    with interrupts.caught(), RunFolder(config) as folder:
-        folder.write_config(config)
+    with interrupts.caught(), run_keys(endpoints) as endpoints, RunFolder(config) as folder:
+        checkpoint = discard_journal(folder.path) if without_journal else ""
+        folder.begin(config, endpoints)
         configure_logs(folder.path, "launcher", config.observe.log_level)
         if folder.moved_to is not None:
             console.print(f"the earlier run of this name is now {folder.moved_to}", highlight=False)
-        run = Run(config, plan, endpoints, prompt_tokens, console, interrupts)
+        spec = RoleSpec("", 0, str(folder.path), endpoints, (), prompt_tokens, checkpoint=checkpoint)
+        run = Run(config, plan, spec, console, interrupts)
         code = run.conduct()
-        folder.write_summary(run.summary)
-        report = write_report(folder.path, run.summary)
-        show_end(console, run.summary, str(folder.path), str(report))
+        summary = folder.sum_up(run.summary)
+        show_end(console, summary)
+        folder.write_summary(summary)
+        report = write_report(folder.path, summary)
+        console.print(f"folder     {folder.path}\nreport     {report}", highlight=False, soft_wrap=True)
     return code
 
 
 class Run:
-    """A run in progress: its role processes, its replay queue as the launcher sees it, and how it ended."""
+    """A run in progress: its roles, its replay queue as the launcher sees it, and how it ended."""
 
-    def __init__(
-        self,
-        config: Config,
-        plan: Plan,
-        endpoints: Endpoints,
-        prompt_tokens: int,
-        console: Console,
-        interrupts: Interrupts,
-    ) -> None:
+    def __init__(self, config: Config, plan: Plan, spec: RoleSpec, console: Console, interrupts: Interrupts) -> None:
         self.config = config
-        self.plan = plan
-        self.prompt_tokens = prompt_tokens
         self.console = console
         self.interrupts = interrupts
-        self.endpoints = endpoints
         self.processes = LAUNCHERS[config.launch.cluster]()
-        self.client = LauncherClient(self.endpoints)
+        self.client = LauncherClient(spec.endpoints)
+        self.supervisor = Supervisor(config, plan, spec, self.processes, self.client, say=self._say)
         self.summary: dict[str, Any] = {}
         self.started_s = time.monotonic()
-        self._last_step = -1
-        self._last_evaluated = 0
-        self._last_step_s = self.started_s
-        self._stopping = False
+        self.progress = Progress(config, self.started_s)
+        self._stop_since_s: float | None = None
+        self._stop_told = False
 
     def conduct(self) -> int:
         """Starts everything, watches until the end, stops everything; gives the exit code."""
         error = ""
         code = EXIT_DONE
         try:
-            self._start()
             self._watch()
             self._finish()
-            if self._stopping:
+            if self._stop_since_s is not None:
                 code = EXIT_INTERRUPTED
         except (RunError, PeerTimeoutError) as failure:
             error, code = str(failure), EXIT_FAILED
@@ -130,123 +108,108 @@ class Run:
             self.client.close()
         return code
 
-    def _start(self) -> None:
-        for role in ROLES:
-            for index, share in enumerate(self.plan.of(role)):
-                self._start_role(role, index, share)
-
-    def _start_role(self, role: str, index: int, share: Share) -> RoleProcess:
-        spec = RoleSpec(role, index, str(self.config.run_dir), self.endpoints, share.cpus, self.prompt_tokens)
-        return self.processes.start(spec, share)
+    def _say(self, text: str) -> None:
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def _watch(self) -> None:
-        """Returns when all learners have ended well. Raises RunError or PeerTimeoutError otherwise."""
-        learners = self.processes.of("learner")
-        view = LiveView(
-            self.console,
-            run=self.config.run,
-            steps=self.config.steps,
-            max_staleness=self.config.replay.max_staleness,
-        )
+        """Returns when all learners have ended well. Raises RunError otherwise."""
+        config = self.config
+        view = LiveView(self.console, run=config.run, steps=config.steps, max_staleness=config.replay.max_staleness)
         next_status_s = 0.0
         with view:
-            view.phase(f"starting {len(self.processes.roles)} roles ...")
-            while any(role.code is None for role in learners):
-                self._check_processes()
+            view.phase("starting ...")
+            while not self.supervisor.learners_ended:
+                self.supervisor.tick(time.monotonic())
                 self._check_interrupts()
                 if time.monotonic() >= next_status_s:
-                    status = self._status()
-                    if status is not None:
-                        self._check_progress(status)
-                        if status["step"] > 0:
-                            view.update(status)
+                    self._look(view)
                     next_status_s = time.monotonic() + STATUS_EVERY_S
                 time.sleep(TICK_S)
-            self._check_processes()
-            view.update(self.client.status())
+            self._look(view)
 
-    def _check_processes(self) -> None:
-        for role in self.processes.roles:
-            code = role.code
-            if code is None or (code == 0 and role.spec.role in ("learner", "critic")):
-                continue
-            if code == 0 and role.spec.role == "generator" and self.client.status()["done"]:
-                continue
-            raise RunError(role.cause())
-
-    def _check_interrupts(self) -> None:
-        if self.interrupts.count and not self._stopping:
-            self._stopping = True
-            self._stop_since_s = time.monotonic()
-            self.console.print("stopping after this step (once more to stop at once) ...", highlight=False)
-            self.client.stop("interrupted")
-        if self._stopping:
-            waited_s = time.monotonic() - self._stop_since_s
-            if self.interrupts.count > 1:
-                raise RunError("interrupted twice: stopped at once, the last step is not saved")
-            if waited_s > self.config.launch.stop_timeout_s:
-                names = ", ".join(role.name for role in self.processes.roles if role.code is None)
-                raise RunError(f"still running {waited_s:.0f} s after the request to stop: {names}")
+    def _look(self, view: LiveView) -> None:
+        """Asks the replay queue how things are, shows it, and starts anew what hangs."""
+        status = self._status()
+        if status is None:
+            return
+        learners = self.supervisor.learners
+        if learners.due_s is None and not self.supervisor.learners_ended:
+            reason = self.progress.check(
+                status,
+                learners_started_s=learners.started_s,
+                missing=self.supervisor.missing,
+                now_s=time.monotonic(),
+            )
+            if reason:
+                self.supervisor.restart(learners, reason, time.monotonic(), hangs=True)
+        if status["step"] > 0:
+            view.update(status, restarts=sum(self.supervisor.restarts.values()))
 
     def _status(self) -> dict[str, Any] | None:
-        """The replay queue's status; None while it is starting."""
+        """The replay queue's status, of which the supervisor has heard; None while there is none."""
+        if not self.supervisor.replay.running:
+            return None
         try:
-            return self.client.status()
-        except PeerTimeoutError:
-            self._check_processes()
-            if self._last_step < 0 and time.monotonic() - self.started_s < self.config.launch.start_timeout_s:
-                return None
-            raise
+            status = self.client.status()
+            self.supervisor.hear(status, time.monotonic())
+        except PeerTimeoutError as error:
+            log.warning("no status", error=str(error))
+            self.supervisor.miss(time.monotonic())
+            return None
+        return status
 
-    def _check_progress(self, status: dict[str, Any]) -> None:
-        now_s = time.monotonic()
-        evaluated = status["eval"]["prompts_done"]
-        if (status["step"], evaluated) != (self._last_step, self._last_evaluated):
-            self._last_step, self._last_evaluated, self._last_step_s = status["step"], evaluated, now_s
-        launch = self.config.launch
-        names = {f"generator-{index}" for index in range(launch.generators)}
-        names |= {f"learner-{rank}" for rank in range(launch.learners)}
-        missing = names - set(status["heard"])
-        if missing and now_s - self.started_s > launch.start_timeout_s:
-            raise RunError(
-                f"not up after launch.start_timeout_s = {launch.start_timeout_s:g} s: {', '.join(sorted(missing))}"
-            )
-        if now_s - self._last_step_s > max(launch.progress_timeout_s, 0 if not missing else launch.start_timeout_s):
-            raise RunError(
-                f"no optimizer step ended within launch.progress_timeout_s = {launch.progress_timeout_s:g} s: step "
-                f"{status['step']}, {status['leased']} groups leased, {status['finished']} waiting for the learner"
-                + "".join(
-                    f", evaluation of version {one['version']} at {one['done']} of {one['prompts']} prompts"
-                    for one in status["eval"]["running"]
-                )
-            )
+    def _check_interrupts(self) -> None:
+        if self.interrupts.count and self._stop_since_s is None:
+            self._stop_since_s = time.monotonic()
+            self._say("stopping after this step (once more to stop at once) ...")
+        if self._stop_since_s is None:
+            return
+        if not self._stop_told and self.supervisor.replay.running:
+            try:
+                self.client.stop("interrupted")
+                self._stop_told = True
+            except PeerTimeoutError as error:
+                log.warning("the replay queue does not know yet that the run stops", error=str(error))
+        waited_s = time.monotonic() - self._stop_since_s
+        if self.interrupts.count > 1:
+            raise RunError("interrupted twice: stopped at once, the last step is not saved")
+        if waited_s > self.config.launch.stop_timeout_s:
+            names = ", ".join(role.name for role in self.supervisor.alive)
+            raise RunError(f"still running {waited_s:.0f} s after the request to stop: {names}")
 
     def _finish(self) -> None:
-        """Lets the generators end by themselves. Raises RunError when one does not."""
-        left = self.processes.wait(self.processes.of("generator"), self.config.launch.stop_timeout_s)
-        if left:
-            names = ", ".join(role.name for role in left)
-            raise RunError(f"still running {self.config.launch.stop_timeout_s:g} s after the last step: {names}")
-        failed = [role for role in self.processes.roles if role.code not in (None, 0)]
-        if failed:
-            raise RunError(failed[0].cause())
+        """Lets the generators end by themselves, and the replay queue come back if it is away; a generator that hangs
+        is ended: nothing that it could still give is wanted."""
+        supervisor = self.supervisor
+        supervisor.end_generation()
+        limit_s, since_s = self.config.launch.stop_timeout_s, time.monotonic()
+        while True:
+            supervisor.tick(time.monotonic())
+            if self._status() is None:
+                since_s = time.monotonic()  # without the queue no generator knows that it is done
+            left = [role.name for role in supervisor.alive if role.spec.role == "generator"]
+            if not left and supervisor.answering_s is not None:
+                return
+            if time.monotonic() - since_s > limit_s:
+                self._say(f"still running {limit_s:g} s after the last step, and ended: {', '.join(left)}")
+                supervisor.end_hanging()
+            time.sleep(TICK_S)
 
     def _shut_replay(self) -> None:
         """Lets the replay process complete its trace; what hangs is ended afterwards."""
-        replay = self.processes.of("replay")
-        if replay and replay[0].code is None:
+        if self.supervisor.replay.running:
             try:
                 self.client.shutdown()
             except PeerTimeoutError as error:
                 log.warning("replay does not answer", error=str(error))
-            self.processes.wait(replay, FAILURE_GRACE_S)
+            self.processes.wait(self.supervisor.replay.processes, TRACE_S)
 
     def _summarize(self, code: int, error: str) -> dict[str, Any]:
         own: dict[str, Any] = {"status": STATUS_OF_EXIT[code], "wall_s": time.monotonic() - self.started_s}
         if error:
             own["error"] = error
-        replay = self.processes.of("replay")
-        if not replay or replay[0].code is not None:
+        own["restarts"] = self.supervisor.restarts
+        if not self.supervisor.replay.running:
             return own
         try:
             told = self.client.summary()
@@ -259,37 +222,4 @@ class Run:
             learner_idle=idle["learner"],
             max_staleness=self.config.replay.max_staleness,
         )
-        restarts = dict.fromkeys(("generator", "learner", "replay"), 0)
-        return own | told | {"bottleneck": verdict, "restarts": restarts}
-
-
-def show_end(console: Console, summary: dict[str, Any], folder: str, report: str) -> None:
-    """Prints how the run ended."""
-    style = {"finished": "green", "failed": "bold red", "stopped": "yellow"}[summary["status"]]
-    console.print(f"[{style}]{summary['status']}[/] after {summary['wall_s']:.0f} s", highlight=False)
-    if "error" in summary:
-        console.print(summary["error"], style="red", highlight=False, markup=False, soft_wrap=True)
-    if summary.get("reward_first") is not None:
-        ledger, staleness, sync = summary["ledger"], summary["staleness"], summary["weight_sync"]
-        refunded = ", ".join(f"{n} refunded ({reason})" for reason, n in ledger["refunded"].items())
-        lines = [
-            f"reward     {summary['reward_first']:.3f} -> {summary['reward_last']:.3f} in {summary['steps']} steps",
-            f"throughput {summary['tokens_per_s']:,.0f} trained tokens/s, {summary['tokens_trained']:,} in all",
-            f"staleness  mean {staleness['mean']:.2f}, max {staleness['max']} (limit {staleness['limit']})",
-            f"weights    {sync['count']} broadcasts, engine stalled {sync['stall_ms_mean']:.1f} ms "
-            f"(max {sync['stall_ms_max']:.1f})",
-            f"ledger     {ledger['leased']} groups = {ledger['trained']} trained + "
-            + (f"{refunded} + " if refunded else "")
-            + f"{ledger['in_flight']} in flight",
-            f"bottleneck {summary['bottleneck']}",
-        ]
-        if evaluations := summary.get("eval"):
-            first, last = evaluations[0], evaluations[-1]
-            versions = f"(version {first['version']} -> {last['version']})"
-            lines.insert(1, f"eval       reward {first['reward']:.3f} -> {last['reward']:.3f} {versions}")
-        for dropped in summary.get("eval_dropped", []):
-            lines.append(f"eval       version {dropped['version']} dropped: {dropped['reason']}")
-        if summary["skipped_rows"]:
-            lines.append(f"skipped    {summary['skipped_rows']} prompts that are too long for the model's window")
-        console.print("\n".join(lines), highlight=False, soft_wrap=True)
-    console.print(f"folder     {folder}\nreport     {report}", highlight=False, soft_wrap=True)
+        return own | told | {"bottleneck": verdict, "restarts": own["restarts"]}

@@ -18,10 +18,18 @@ import deepspeed
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
-__all__ = ["BF16_Optimizer", "ZeROOptimizer", "deepspeed"]
+__all__ = ["BF16_Optimizer", "ZeROOptimizer", "be_deterministic", "deepspeed"]
 
 deepspeed.utils.logger.setLevel(logging.WARNING)
 # Serves tensor-parallel inference only; without this every first start on CPUs would compile it.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 # DeepSpeed calls collectives by their older names, several times a step.
 warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+
+
+def be_deterministic() -> None:
+    """From now on this process computes the same from the same; call it before it uses a GPU."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    # Filling new tensors would only make memory that nobody reads the same.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,45 +1,129 @@
-"""The model written in Hugging Face format."""
+"""A checkpoint on the disk: its manifest, and whether its files are as they were written."""
 
 from __future__ import annotations
 
-import shutil
+import json
+import os
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import structlog
-from transformers.utils.hub import cached_file
-
-from asyncrl.learner.engine import TrainedModel
+import xxhash
 
 log = structlog.get_logger()
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-)
-"""Copied as they are: a tokenizer that is loaded and saved again may come out changed."""
+MANIFEST = "checkpoint.json"
+PARTIAL = ".partial"
+"""At the end of a folder's name: the checkpoint in it is not whole yet."""
+UNREADABLE = (OSError, ValueError, TypeError)
+"""What reading a damaged manifest raises."""
+CHUNK_BYTES = 16 << 20
+
+Sum = dict[str, Any]
+"""`bytes` and `xxh3` (of 64 bits, hexadecimal) of a file."""
 
 
-def save_model(trained: TrainedModel, folder: Path, *, tokenizer: str) -> None:
-    """Writes the model, and the tokenizer of the model at `tokenizer`, to `folder`, which appears whole or not at
-    all; all ranks call it."""
-    weights = trained.collect_weights()
-    if trained.ranks.rank:
-        return
-    partial = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    trained.model.save_pretrained(partial, state_dict=weights)
-    for name in TOKENIZER_FILES:
-        source = cached_file(tokenizer, name, _raise_exceptions_for_missing_entries=False)
-        if source is not None:
-            shutil.copyfile(source, partial / name)
-    if folder.exists():
-        shutil.rmtree(folder)
-    partial.rename(folder)
-    log.info("model saved", path=str(folder))
+@dataclass(slots=True)
+class Manifest:
+    """`checkpoint.json`: what the checkpoint is, and the sums of its other files."""
+
+    step: int
+    reward: float | None
+    """Mean reward of the steps since the checkpoint before, or of its evaluation."""
+    evaluated: bool = False
+    files: dict[str, Sum] = field(default_factory=dict[str, Sum])
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(int(entry["bytes"]) for entry in self.files.values())
+
+
+def folder_name(step: int) -> str:
+    return f"step-{step:06d}"
+
+
+def read_manifest(path: Path) -> Manifest:
+    return Manifest(**json.loads((path / MANIFEST).read_text()))
+
+
+def has_manifest(path: Path) -> bool:
+    """Whether the checkpoint's manifest can be read."""
+    try:
+        read_manifest(path)
+    except UNREADABLE:
+        return False
+    return True
+
+
+def finished_steps(folder: Path) -> list[int]:
+    """Steps of the checkpoints in the folder that were finished, ascending; whether they are damaged is not looked
+    at."""
+    names = [path.parent.name.removeprefix("step-") for path in folder.glob(f"step-*/{MANIFEST}")]
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The newest checkpoint in the folder whose files are as they were written, if there is one. Those that are
+    damaged are named in the log."""
+    paths = [folder / folder_name(step) for step in reversed(finished_steps(folder))]
+    return next((path for path in paths if not is_damaged(path)), None)
+
+
+def is_damaged(path: Path, *, part: int = 0, parts: int = 1) -> bool:
+    """Whether a file of the checkpoint is not as it was written, which is named in the log; looks at the files of
+    one of so many parts."""
+    damage = _find_damage(path, part, parts)
+    if damage:
+        log.warning("a damaged checkpoint is not used", path=str(path), reason=damage)
+    return bool(damage)
+
+
+def _find_damage(path: Path, part: int, parts: int) -> str:
+    try:
+        files = read_manifest(path).files
+    except UNREADABLE as error:
+        return f"{path / MANIFEST}: {error}"
+    for name in sorted(files)[part::parts]:
+        try:
+            found = sum_of(path / name)
+        except OSError as error:
+            return f"{path / name}: {error}"
+        if found != files[name]:
+            return f"{path / name}: has {found}, but was written with {files[name]}"
+    return ""
+
+
+def seal(path: Path) -> Sum:
+    """Brings the file to the disk; gives its sum."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    return sum_of(path)
+
+
+def sum_of(path: Path) -> Sum:
+    digest = xxhash.xxh3_64()
+    num_bytes = 0
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+            num_bytes += len(chunk)
+    return {"bytes": num_bytes, "xxh3": digest.hexdigest()}
+
+
+def replace_json(path: Path, value: Any) -> None:
+    """Writes the file so that it is never seen half-written, and to the disk."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(json.dumps(value, indent=1))
+    seal(new)
+    new.rename(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Brings the names in the folder to the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -12,11 +12,13 @@ from transformers import PreTrainedModel
 from asyncrl.algorithms.losses import value_loss
 from asyncrl.config import Config
 from asyncrl.learner.batch import Batch, MicroBatch
-from asyncrl.learner.checkpoint import save_model
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.engine import TrainedModel
 from asyncrl.learner.models import hidden_states, load_value_model
+from asyncrl.learner.parts import Files, model_files
+from asyncrl.learner.pretrained import save_model
 from asyncrl.learner.schedule import learning_rate
+from asyncrl.learner.state import restore_state
 from asyncrl.learner.update import Minibatch, agree, update
 
 
@@ -37,6 +39,15 @@ class ValueFunction(Protocol):
 
     def save(self, folder: Path) -> None:
         """Writes the critic to `folder` in Hugging Face format. All ranks call it."""
+        ...
+
+    def snapshot(self, folder: Path) -> Files:
+        """What this rank writes of the critic into the checkpoint in `folder`; processes of its own write there by
+        themselves. All ranks call it."""
+        ...
+
+    def restore(self, folder: Path) -> None:
+        """Takes over the critic of the checkpoint. All ranks call it."""
         ...
 
 
@@ -127,6 +138,12 @@ class Critic:
 
     def save(self, folder: Path) -> None:
         save_model(self.model, folder, tokenizer=self.config.model.path)
+
+    def snapshot(self, folder: Path) -> Files:
+        return model_files(self.model, "critic", tokenizer=self.config.model.path)
+
+    def restore(self, folder: Path) -> None:
+        restore_state(self.model, folder / "critic")
 
     def _describe(self, returns: Tensor) -> dict[str, float]:
         """How well the values before the training told the returns."""

@@ -21,6 +21,8 @@ from asyncrl.types import Endpoints
 
 ERROR_BYTES = 2048
 """Longest error text that ranks tell one another."""
+SILENT, BROKEN = "t", "e"
+"""First letter of such a text: somebody did not answer, or anything else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +52,21 @@ class Ranks:
         return torch.stack(parts).cpu()
 
     def raise_together(self, error: AsyncrlError | None) -> None:
-        """Raises on all ranks when any of them has an error: its own, or the first other's as a RunError."""
+        """Raises on all ranks when any of them has an error: its own, or the first other's, as a PeerTimeoutError if
+        it is one and else as a RunError."""
         first = self.count - int(self.max(torch.tensor([0 if error is None else self.count - self.rank])))
         if first == self.count:
             return
         text = torch.zeros(ERROR_BYTES, dtype=torch.uint8)
         if self.rank == first:
-            encoded = str(error).encode()[:ERROR_BYTES]
+            encoded = (_mark(error) + str(error)).encode()[:ERROR_BYTES]
             text[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
         text = self.sum(text)
         if error is not None:
             raise error
         message = bytes(text.tolist()).rstrip(b"\0").decode(errors="replace")
-        raise RunError(f"{self.what} rank {first}: {message}")
+        kind = PeerTimeoutError if message[:1] == SILENT else RunError
+        raise kind(f"{self.what} rank {first}: {message[1:]}")
 
     def _reduce(self, values: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:
         if self.count == 1:
@@ -70,6 +74,10 @@ class Ranks:
         values = values.to(self.device, copy=True)
         dist.all_reduce(values, op=how)
         return values.cpu()
+
+
+def _mark(error: AsyncrlError | None) -> str:
+    return SILENT if isinstance(error, PeerTimeoutError) else BROKEN
 
 
 @contextmanager

@@ -64,8 +64,10 @@ class TrainedModel:
             model=self.network, optimizer=self.optimizer, config=deepspeed_config(config)
         )
         self.engine.train()
-        self._sharded = isinstance(self.engine.optimizer, ZeROOptimizer)
-        self._partitioned = self.engine.zero_optimization_partition_weights()
+        self.sharded: bool = isinstance(self.engine.optimizer, ZeROOptimizer)
+        """Whether each rank holds a part of the optimizer's state."""
+        self.partitioned: bool = self.engine.zero_optimization_partition_weights()
+        """Whether each rank holds a part of the weights, too (ZeRO stage 3)."""
 
     @torch.no_grad()
     def score(self, micro: MicroBatch) -> Any:
@@ -87,7 +89,7 @@ class TrainedModel:
     def gradient_norm(self) -> float:
         """Norm of the update's whole gradient, the same on all ranks; call after the last backward."""
         norm = get_total_norm(self._gradients()).double().cpu()
-        if self._sharded:
+        if self.sharded:
             norm = self.ranks.sum(norm.square()).sqrt()
         return float(norm)
 
@@ -121,7 +123,7 @@ class TrainedModel:
 
     def join_gathering(self) -> None:
         """What the other ranks do while rank 0 iterates over `weights`."""
-        if self._partitioned:
+        if self.partitioned:
             for _ in self.weights():
                 pass
 
@@ -138,13 +140,13 @@ class TrainedModel:
             yield part
 
     def _gathered(self, parameters: list[nn.Parameter]) -> AbstractContextManager[Any]:
-        return deepspeed.zero.GatheredParameters(parameters) if self._partitioned else nullcontext()
+        return deepspeed.zero.GatheredParameters(parameters) if self.partitioned else nullcontext()
 
     def _gradients(self) -> list[Tensor]:
         """This rank's shards of the reduced gradient; with stage 0, all of it."""
         optimizer: Any = self.engine.optimizer
         if isinstance(optimizer, BF16_Optimizer):
             return optimizer.fp32_groups_gradient_flat_partition
-        if self._sharded:
+        if self.sharded:
             return [gradient for group in optimizer.averaged_gradients.values() for gradient in group]
         return [p.grad for p in self.network.parameters() if p.grad is not None]

@@ -38,14 +38,14 @@ class Estimates:
     """Mean divergence from the reference policy over the action tokens of all ranks, nats."""
 
     def of(self, micro: MicroBatch, device: torch.device) -> Estimates:
-        """The micro-batch's part."""
+        """The micro-batch's part, for the policy: without returns."""
 
         def part(column: Tensor | None) -> Tensor | None:
             return None if column is None else column[micro.span].to(device)
 
         return Estimates(
             advantages=self.advantages[micro.span].to(device),
-            returns=part(self.returns),
+            returns=None,
             proximal_logprobs=part(self.proximal_logprobs),
             ref_logprobs=part(self.ref_logprobs),
         )

@@ -12,6 +12,7 @@ from transformers.utils.logging import disable_progress_bar
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.learner.attention import PACKED
+from asyncrl.learner.batch import MicroBatch
 
 HEADS = ("score", "classifier")
 """Names that the head of a model for token classification may have."""
@@ -83,7 +84,7 @@ def _load(
     return model, missing
 
 
-def hidden_states(model: PreTrainedModel, micro: Any) -> torch.Tensor:
+def hidden_states(model: PreTrainedModel, micro: MicroBatch) -> torch.Tensor:
     """Last hidden states [N, size] at the positions that choose the micro-batch's action tokens."""
     output = model.base_model(
         input_ids=micro.input_ids.unsqueeze(0),

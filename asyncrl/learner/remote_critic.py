@@ -14,17 +14,19 @@ from typing import Any
 import numpy as np
 import structlog
 import torch
-import zmq
 from torch import Tensor
 
 from asyncrl.config import Config
-from asyncrl.errors import AsyncrlError, ConfigError, InvariantError
+from asyncrl.errors import AsyncrlError, InvariantError, ProtocolError
 from asyncrl.learner.attention import make_layout
+from asyncrl.learner.backend import be_deterministic
 from asyncrl.learner.batch import Batch, MicroBatch
 from asyncrl.learner.critic import Critic
 from asyncrl.learner.distributed import connected
+from asyncrl.learner.parts import Files, PartWriter
 from asyncrl.replay.client import Connection
 from asyncrl.replay.wire import Array, Message, decode, encode
+from asyncrl.sockets import bind_router
 from asyncrl.types import Endpoints
 
 log = structlog.get_logger()
@@ -39,6 +41,11 @@ def critic_address(endpoints: Endpoints, rank: int) -> str:
     return f"tcp://{host}:{port}"
 
 
+def critic_part(rank: int) -> str:
+    """Name of a critic rank among the writers of a checkpoint."""
+    return f"critic-{rank}"
+
+
 class RemoteCritic:
     """The value function of one learner rank, computed by a critic rank."""
 
@@ -46,6 +53,7 @@ class RemoteCritic:
         self.rank = rank
         self.timeout_s = config.launch.progress_timeout_s
         critic = rank % config.critic.ranks
+        self.parts = tuple(critic_part(number) for number in range(config.critic.ranks))
         self._connection = Connection(endpoints, critic_address(endpoints, critic), f"critic rank {critic}")
         self._step = 0
         self._training = 0
@@ -70,13 +78,24 @@ class RemoteCritic:
         return self._connection.await_answer("train", self._training, timeout_s=self.timeout_s).body["metrics"]
 
     def save(self, folder: Path) -> None:
+        self._save(folder, "model")
+
+    def snapshot(self, folder: Path) -> Files:
+        self._save(folder, "state")
+        return {}
+
+    def restore(self, folder: Path) -> None:
         body = {"rank": self.rank, "folder": str(folder)}
-        self._connection.request("save", body, timeout_s=self.timeout_s)
+        self._connection.request("restore", body, timeout_s=self.timeout_s)
 
     def close(self) -> None:
         """Lets the critic rank end, which it does when all its learner ranks have left."""
         self._connection.send("leave", {"rank": self.rank})
         self._connection.close()
+
+    def _save(self, folder: Path, what: str) -> None:
+        body = {"rank": self.rank, "folder": str(folder), "what": what}
+        self._connection.request("save", body, timeout_s=self.timeout_s)
 
 
 class CriticServer:
@@ -88,19 +107,11 @@ class CriticServer:
         self.critic = critic
         self.learners = learners
         self.should_stop = should_stop
+        self._writer = PartWriter(critic_part(critic.ranks.rank))
         self._run_id = endpoints.run_id
         self._spans: dict[int, list[slice]] = {}
         """Of every learner rank: where the tokens of its micro-batches are in the joined batch."""
-        address = critic_address(endpoints, critic.ranks.rank)
-        self._socket = zmq.Context.instance().socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 1000)
-        try:
-            self._socket.bind(address)
-        except zmq.ZMQError as error:
-            self._socket.close()
-            raise ConfigError(
-                f"critic address {address}: {zmq.strerror(error.errno or 0)}; choose another launch.port"
-            ) from None
+        self._socket = bind_router(critic_address(endpoints, critic.ranks.rank), "critic", keys=endpoints.keys)
 
     def serve(self) -> None:
         """Answers until all learner ranks have left or `should_stop`. Raises what the training raises, after the
@@ -123,20 +134,28 @@ class CriticServer:
 
     def close(self) -> None:
         self._socket.close()
+        self._writer.close()
 
     def _round(self) -> dict[int, tuple[bytes, Message]] | None:
-        """One message of every learner rank; None when the process should stop."""
+        """One message of every learner rank; None when the process should stop. Raises RunError when a checkpoint
+        could not be written."""
         received: dict[int, tuple[bytes, Message]] = {}
         while len(received) < len(self.learners):
+            if error := self._writer.failure():
+                raise error
             if self.should_stop():
                 return None
-            if not self._socket.poll(TICK_S * 1000):
+            if not self._socket.poll(round(TICK_S * 1000)):
                 continue
             identity, *frames = self._socket.recv_multipart(copy=False)
-            message = decode(self._run_id, [frame.buffer for frame in frames])
-            rank = message.body.get("rank")
-            if message.kind not in (*_ANSWERS, "leave") or rank not in self.learners:
-                raise InvariantError(f"the critic got {message.kind!r} of learner rank {rank}")
+            try:
+                message = decode(self._run_id, [frame.buffer for frame in frames])
+                rank = message.body.get("rank")
+                if message.kind not in (*_ANSWERS, "leave") or rank not in self.learners:
+                    raise ProtocolError(f"{message.kind!r} of learner rank {rank}, this critic serves {self.learners}")
+            except ProtocolError as error:
+                log.warning("bad message to the critic", error=str(error))
+                continue
             received[rank] = identity.bytes, message
         return received
 
@@ -172,11 +191,27 @@ class CriticServer:
         return dict.fromkeys(messages, ("trained", {"metrics": self.critic.finish()}))
 
     def _save(self, messages: dict[int, Message]) -> dict[int, tuple[Any, ...]]:
-        self.critic.save(Path(next(iter(messages.values())).body["folder"]))
+        body = next(iter(messages.values())).body
+        folder = Path(body["folder"])
+        if body["what"] == "model":
+            self.critic.save(folder)
+        else:
+            if error := self._writer.wait():
+                raise error
+            self._writer.start(folder, self.critic.snapshot(folder))
+        return dict.fromkeys(messages, ("ok", {}))
+
+    def _restore(self, messages: dict[int, Message]) -> dict[int, tuple[Any, ...]]:
+        self.critic.restore(Path(next(iter(messages.values())).body["folder"]))
         return dict.fromkeys(messages, ("ok", {}))
 
 
-_ANSWERS = {"value": CriticServer._value, "train": CriticServer._train, "save": CriticServer._save}
+_ANSWERS = {
+    "value": CriticServer._value,
+    "train": CriticServer._train,
+    "save": CriticServer._save,
+    "restore": CriticServer._restore,
+}
 """What a critic does with the messages of one round."""
 
 
@@ -184,6 +219,8 @@ def run_critic(config: Config, *, rank: int, endpoints: Endpoints, should_stop: 
     """One critic rank with a process of its own, until its learner ranks have left."""
     launch, count = config.launch, config.critic.ranks
     own = replace(endpoints, learners=endpoints.critics[0])
+    if config.deterministic:
+        be_deterministic()
     with connected(
         own, rank, count, start_timeout_s=launch.start_timeout_s, timeout_s=launch.progress_timeout_s, what="critic"
     ) as ranks:

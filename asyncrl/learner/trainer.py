@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from asyncrl.algorithms.corrections import loglinear_proximal, opsm_mask
@@ -18,8 +21,10 @@ from asyncrl.learner.critic import ValueFunction
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.estimates import Estimates, Scores, estimate
 from asyncrl.learner.metrics import Tally
+from asyncrl.learner.parts import Files, bytes_file, model_files, tensors_file
 from asyncrl.learner.policy import Policy, Reference
 from asyncrl.learner.schedule import learning_rate
+from asyncrl.learner.state import random_state, restore_random_state, restore_state
 from asyncrl.learner.update import Minibatch, agree, update
 
 
@@ -89,6 +94,26 @@ class Trainer:
         metrics |= {"learner/grad_norm": sum(norms) / max(len(norms), 1), "learner/lr": lr if norms else 0.0}
         metrics |= self._control_kl(estimates, sum(minibatch.num_sequences for minibatch in minibatches))
         return metrics | (self.critic.finish() if self.critic is not None else {})
+
+    def snapshot(self, folder: Path) -> Files:
+        """What this rank writes of its state into the checkpoint in `folder`, copied to the CPU."""
+        rank = self.ranks.rank
+        files = model_files(self.policy, "policy", tokenizer=self.config.model.path)
+        files[f"random/rank-{rank}.safetensors"] = tensors_file(random_state())
+        if rank == 0:
+            files["trainer.json"] = bytes_file(json.dumps({"kl_reward_coef": self.kl_control.coef}).encode())
+        return files | (self.critic.snapshot(folder) if self.critic is not None else {})
+
+    def restore(self, folder: Path) -> None:
+        """Takes over the state in the checkpoint. Raises RunError when it is of another model."""
+        restore_state(self.policy, folder / "policy")
+        if self.critic is not None:
+            self.critic.restore(folder)
+        if isinstance(self.kl_control, AdaptiveKL):
+            self.kl_control.coef = json.loads((folder / "trainer.json").read_text())["kl_reward_coef"]
+        states = folder / "random" / f"rank-{self.ranks.rank}.safetensors"
+        if states.exists():  # there is none when there were fewer ranks
+            restore_random_state(load_file(states))
 
     def _score(self, batch: Batch, minibatches: list[Minibatch], step: int) -> Scores:
         """One look at the batch by each model that the algorithm asks for."""

@@ -51,29 +51,30 @@ class LiveView:
         else:
             self._console.print(text, highlight=False)
 
-    def update(self, status: dict[str, Any]) -> None:
-        """Shows a status of `LauncherClient.status`."""
+    def update(self, status: dict[str, Any], *, restarts: int = 0) -> None:
+        """Shows a status of `LauncherClient.status`, and how often roles were restarted."""
         if self._live is not None:
             self._progress.update(self._task, completed=status["step"])
-            self._live.update(self._panel(status))
+            self._live.update(self._panel(status, restarts))
             return
         now_s = time.monotonic()
         step_ended = status["step"] != self._last_step
         due = now_s - self._last_line_s >= PLAIN_EVERY_S and (step_ended or status["eval"]["running"])
         if due or (step_ended and status["step"] == self._steps):
             self._last_line_s, self._last_step = now_s, status["step"]
-            self._console.print(self._line(status), highlight=False, soft_wrap=True)
+            self._console.print(self._line(status, restarts), highlight=False, soft_wrap=True)
 
-    def _line(self, status: dict[str, Any]) -> str:
+    def _line(self, status: dict[str, Any], restarts: int) -> str:
         return (
             f"step {status['step']:>{len(str(self._steps))}}/{self._steps}  reward {_reward(status)}  "
             f"staleness {status['staleness_mean']:.2f} (max {status['staleness_max']} of {self._max_staleness})  "
             f"{status['tokens_per_s']:,.0f} tok/s  "
             f"idle: generators {status['generator_idle']:.0%}, learners {status['learner_idle']:.0%}"
             + _evaluated(status, "  eval ")
+            + _disturbed(status, restarts, "  ")
         )
 
-    def _panel(self, status: dict[str, Any]) -> Panel:
+    def _panel(self, status: dict[str, Any], restarts: int) -> Panel:
         main = Table.grid(padding=(0, 3))
         metrics = status["metrics"]
         refunded = ", ".join(f"{n} {reason}" for reason, n in status["refunded"].items()) or "none"
@@ -93,6 +94,8 @@ class LiveView:
         )
         if evaluated := _evaluated(status):
             main.add_row("eval", evaluated, "", "")
+        if disturbed := _disturbed(status, restarts):
+            main.add_row("roles", disturbed, "", "")
         roles = Table(box=None, pad_edge=False, header_style="dim")
         for title in ("generator", "version", "groups", "tokens", "idle"):
             roles.add_column(title, justify="left" if title == "generator" else "right")
@@ -103,6 +106,18 @@ class LiveView:
 
 def _reward(status: dict[str, Any]) -> str:
     return "-" if status["reward"] is None else f"{status['reward']:.3f}"
+
+
+def _disturbed(status: dict[str, Any], restarts: int, before: str = "") -> str:
+    """What is not as in a plain run: generators that are not there, restarts, steps trained again; empty when all
+    is."""
+    there, wanted, again = len(status["generators"]), status["generators_wanted"], status["catching_up"]
+    parts = [f"{there} of {wanted} generators"] if there != wanted else []
+    if restarts:
+        parts.append(f"restarts {restarts}")
+    if again:
+        parts.append(f"training step {again['step']} of {again['of']} again")
+    return before + ", ".join(parts) if parts else ""
 
 
 def _evaluated(status: dict[str, Any], before: str = "") -> str:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import MutableMapping
 from pathlib import Path
+from typing import Any
 
 import structlog
 
+from asyncrl.redaction import redact
+
 
 def configure_logs(run_dir: Path, role: str, level: str) -> Path:
-    """Sends this process's events, and other libraries' warnings, to `logs/<role>.jsonl`; gives the file."""
+    """Sends this process's events, and other libraries' warnings, to `logs/<role>.jsonl`; gives the file.
+
+    Secrets (asyncrl/redaction.py) show as ***."""
     path = run_dir / "logs" / f"{role}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(path)
@@ -18,10 +24,10 @@ def configure_logs(run_dir: Path, role: str, level: str) -> Path:
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         structlog.processors.format_exc_info,
     ]
-    render = structlog.processors.JSONRenderer(default=str)
+    render = structlog.processors.JSONRenderer()
     formatter = structlog.stdlib.ProcessorFormatter(
         foreign_pre_chain=[structlog.stdlib.add_logger_name, *shared],
-        processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, render],
+        processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, _redacted, render],
     )
     handler.setFormatter(formatter)
     root = logging.getLogger()
@@ -42,13 +48,18 @@ def configure_logs(run_dir: Path, role: str, level: str) -> Path:
     return path
 
 
-def last_error(path: Path) -> str:
-    """Text of the last event of level error or above in a log file; empty when there is none."""
+def _redacted(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    return redact(dict(event))
+
+
+def last_error(path: Path, *, start_bytes: int = 0) -> str:
+    """Text of the last event of level error or above in a log file, looked for from an offset on; empty when there is
+    none."""
     import json
 
     if not path.is_file():
         return ""
-    for line in reversed(path.read_text(errors="replace").splitlines()):
+    for line in reversed(path.read_bytes()[start_bytes:].decode(errors="replace").splitlines()):
         try:
             event = json.loads(line)
         except json.JSONDecodeError:

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+import uuid
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import zmq
-
-from asyncrl.errors import PeerTimeoutError, ProtocolError, RunError
+from asyncrl.errors import ProtocolError
+from asyncrl.replay.connection import Connection
 from asyncrl.replay.messages import EvaluatedBody
-from asyncrl.replay.wire import Array, Message, decode, encode, pack_group, unpack_group, unpack_leases
+from asyncrl.replay.wire import Array, Message, check_group, pack_group, unpack_group, unpack_leases
 from asyncrl.types import Endpoints, Group, Lease, Shard
 
-RESEND_S = 5.0
-"""A finished group that is not acknowledged by then is sent again."""
+RESEND_S = 2.0
+"""What is not answered by then is sent again, as it was: the replay queue may have died with it."""
 ARRAYS_PER_GROUP = 4
 EVALUATION_POLL_S = 0.1
-
-_Finished = tuple[str, Any, list[Array]]
-"""Kind, body and arrays of a message that is kept until it is acknowledged."""
 
 
 @dataclass(slots=True)
@@ -47,54 +44,34 @@ class LeaseReply:
     """What limits the number of leases: "staleness", "bytes", "share" (of each generator), or nothing."""
     evaluations_left: bool = False
     """Evaluation prompts of the version asked for are left to hand out."""
+    leave: bool = False
+    """The generator is not wanted any more: it asks for nothing, finishes what it has and ends."""
+    progress: int = 0
+    """Changes whenever a learner begins, takes or commits."""
 
 
-class Connection:
-    """A DEALER socket that speaks the wire, with numbered requests; to the replay queue unless told otherwise."""
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """The queue's answer to a commit."""
 
-    def __init__(self, endpoints: Endpoints, address: str = "", peer: str = "the replay queue") -> None:
-        self.endpoints = endpoints
-        self.address = address or endpoints.replay
-        self.peer = peer
-        self._seq = 0
-        self._socket = zmq.Context.instance().socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 500)
-        self._socket.connect(self.address)
+    metrics: dict[str, float]
+    """Of the replay side."""
+    state: bytes = b""
+    """What the queue needs to go on from the step; empty unless it is being saved."""
+    checkpoint_wanted: bool = False
+    """The journal grows towards its ceiling."""
 
-    def send(self, kind: str, body: Any, arrays: Sequence[Array] = ()) -> int:
-        self._seq += 1
-        frames = encode(self.endpoints.run_id, kind, body, seq=self._seq, arrays=arrays)
-        self._socket.send_multipart(frames, copy=False)
-        return self._seq
 
-    def receive(self, timeout_s: float) -> Message | None:
-        """The next message within the time, or None. Raises RunError when the peer answers with an error."""
-        if not self._socket.poll(max(0, round(timeout_s * 1000))):
-            return None
-        frames = self._socket.recv_multipart(copy=False)
-        message = decode(self.endpoints.run_id, [frame.buffer for frame in frames])
-        if message.kind == "error":
-            raise RunError(f"{self.peer} refused a message: {message.body['text']}")
-        return message
+@dataclass(slots=True)
+class _Unanswered:
+    """A message that is kept, and sent again, until it is answered."""
 
-    def request(self, kind: str, body: Any, arrays: Sequence[Array] = (), *, timeout_s: float) -> Message:
-        """Sends and waits for the answer. Raises PeerTimeoutError."""
-        return self.await_answer(kind, self.send(kind, body, arrays), timeout_s=timeout_s)
-
-    def await_answer(self, kind: str, seq: int, *, timeout_s: float) -> Message:
-        """The answer to the request `seq` of that kind. Raises PeerTimeoutError."""
-        deadline_s = time.monotonic() + timeout_s
-        while (left_s := deadline_s - time.monotonic()) > 0:
-            message = self.receive(left_s)
-            if message is not None and message.seq == seq:
-                return message
-        raise self.silent(kind, timeout_s)
-
-    def silent(self, kind: str, timeout_s: float) -> PeerTimeoutError:
-        return PeerTimeoutError(f"{self.peer} at {self.address} did not answer {kind!r} within {timeout_s:g} s")
-
-    def close(self) -> None:
-        self._socket.close()
+    seq: int
+    first_s: float
+    last_s: float
+    kind: str
+    body: Any
+    arrays: Sequence[Array]
 
 
 class GeneratorClient:
@@ -106,20 +83,22 @@ class GeneratorClient:
     def __init__(self, endpoints: Endpoints, generator: int, *, timeout_s: float = 60.0) -> None:
         self.generator = generator
         self.timeout_s = timeout_s
+        self.session = uuid.uuid4().hex
+        """Name of this start of the generator."""
         self._connection = Connection(endpoints)
-        self._ask_seq: int | None = None
-        self._ask_s = 0.0
-        self._unacknowledged: dict[tuple[bool, int, int], tuple[float, float, _Finished]] = {}
-        """(evaluation, ticket, attempt) -> first sent, last sent, message"""
+        self._number = 0
+        self._ask: _Unanswered | None = None
+        self._unacknowledged: dict[Hashable, _Unanswered] = {}
+        """By (evaluation, ticket, attempt) of what is finished, by number of what is released."""
 
     @property
     def outstanding(self) -> bool:
         """True while an ask has not been answered."""
-        return self._ask_seq is not None
+        return self._ask is not None
 
     @property
     def unacknowledged(self) -> int:
-        """Groups and evaluated prompts sent and not yet acknowledged."""
+        """Groups, evaluated prompts and releases sent and not yet acknowledged."""
         return len(self._unacknowledged)
 
     def ask(self, version: int, num_groups: int, stats: GeneratorStats, *, num_evaluations: int = 0) -> None:
@@ -127,51 +106,55 @@ class GeneratorClient:
         nothing while an ask is outstanding."""
         if self.outstanding:
             return
+        self._number += 1
         body = {
             "generator": self.generator,
+            "session": self.session,
+            "number": self._number,
             "version": version,
             "num_groups": num_groups,
             "num_evaluations": num_evaluations,
             "stats": asdict(stats),
         }
-        self._ask_seq = self._connection.send("ask", body)
-        self._ask_s = time.monotonic()
+        self._ask = self._send("ask", body)
 
     def poll(self, timeout_s: float = 0.0) -> LeaseReply | None:
         """The answer to the ask, if it came within the time; also takes acknowledgements and sends again what
-        lacks one. Raises PeerTimeoutError when the queue has been silent for too long."""
+        lacks one. Raises PeerTimeoutError when the queue has been silent for too long, RunError when it refuses."""
         deadline_s = time.monotonic() + timeout_s
         while True:
             message = self._connection.receive(max(0.0, deadline_s - time.monotonic()))
             if message is None:
                 self._keep_sending()
                 return None
-            if message.kind == "finished":
-                key = message.body["evaluation"], message.body["ticket"], message.body["attempt"]
-                self._unacknowledged.pop(key, None)
-            elif message.kind == "leases" and message.seq == self._ask_seq:
-                self._ask_seq = None
-                leases = unpack_leases(message.body["leases"], message.arrays)
-                body = message.body
-                return LeaseReply(leases, body["done"], body["reason"], body["evaluations_left"])
+            try:
+                reply = self._take(message)
+            except ProtocolError as error:
+                self._connection.ignore(error)
+                reply = None
+            if reply is not None:
+                return reply
+            if time.monotonic() >= deadline_s:
+                self._keep_sending()
 
     def finish(self, group: Group) -> None:
         """Sends a finished group; it is kept and sent again until the queue acknowledges it."""
-        self._send_finished((False, group.ticket, group.attempt), ("finish", *pack_group(group)))
+        self._unacknowledged[False, group.ticket, group.attempt] = self._send("finish", *pack_group(group))
 
     def evaluated(self, result: EvaluatedBody) -> None:
         """Sends an evaluated prompt, as `finish` does a group."""
-        self._send_finished((True, result["ticket"], result["attempt"]), ("evaluated", result, []))
+        self._unacknowledged[True, result["ticket"], result["attempt"]] = self._send("evaluated", result)
 
     def release(self, leases: Sequence[tuple[int, int, int]], *, evaluations: Sequence[tuple[int, int]] = ()) -> None:
-        """Gives back unfinished leases: (ticket, attempt, action tokens generated so far); (ticket, attempt) of
-        evaluation prompts."""
+        """Gives back unfinished leases, as `finish` does a group: (ticket, attempt, action tokens generated so far);
+        (ticket, attempt) of evaluation prompts."""
         body = {
             "generator": self.generator,
             "leases": [{"ticket": ticket, "attempt": attempt, "tokens": tokens} for ticket, attempt, tokens in leases],
             "evaluations": [{"ticket": ticket, "attempt": attempt} for ticket, attempt in evaluations],
         }
-        self._connection.send("release", body)
+        sent = self._send("release", body)
+        self._unacknowledged[sent.seq] = sent
 
     def close(self, *, linger_s: float = 5.0) -> None:
         """Waits for acknowledgements, at most `linger_s`, and closes."""
@@ -180,57 +163,85 @@ class GeneratorClient:
             self.poll(0.05)
         self._connection.close()
 
-    def _send_finished(self, key: tuple[bool, int, int], message: _Finished) -> None:
+    def _send(self, kind: str, body: Any, arrays: Sequence[Array] = ()) -> _Unanswered:
         now_s = time.monotonic()
-        self._unacknowledged[key] = (now_s, now_s, message)
-        self._connection.send(*message)
+        return _Unanswered(self._connection.send(kind, body, arrays), now_s, now_s, kind, body, arrays)
+
+    def _take(self, message: Message) -> LeaseReply | None:
+        """Raises ProtocolError for an answer that makes no sense, RunError for one that refuses what is due."""
+        body, seq = message.body, message.seq
+        match message.kind:
+            case "finished":
+                self._unacknowledged.pop((body["evaluation"], body["ticket"], body["attempt"]), None)
+            case "ok":
+                self._unacknowledged.pop(seq, None)
+            case "leases" if self._ask is not None and seq == self._ask.seq:
+                leases = unpack_leases(body["leases"], message.arrays)
+                self._ask = None
+                told = {name: body[name] for name in ("done", "reason", "evaluations_left", "leave", "progress")}
+                return LeaseReply(leases, **told)
+            case "error" if seq == 0 or any(seq == sent.seq for sent in self._due()):
+                self._connection.check(message)
+            case _:
+                pass  # the answer to what was sent twice
+        return None
+
+    def _due(self) -> list[_Unanswered]:
+        return [*self._unacknowledged.values(), *([self._ask] if self._ask is not None else [])]
 
     def _keep_sending(self) -> None:
         now_s = time.monotonic()
-        waits_s = [now_s - first_s for first_s, _, _ in self._unacknowledged.values()]
-        if self.outstanding:
-            waits_s.append(now_s - self._ask_s)
-        if waits_s and max(waits_s) > self.timeout_s:
-            raise self._connection.silent("ask" if self.outstanding else "finish", self.timeout_s)
-        for key, (first_s, sent_s, message) in self._unacknowledged.items():
-            if now_s - sent_s > RESEND_S:
-                self._unacknowledged[key] = (first_s, now_s, message)
-                self._connection.send(*message)
+        for sent in self._due():
+            if now_s - sent.first_s > self.timeout_s:
+                raise self._connection.silent(sent.kind, self.timeout_s)
+            if now_s - sent.last_s > RESEND_S:
+                sent.last_s = now_s
+                self._connection.send(sent.kind, sent.body, sent.arrays, seq=sent.seq)
 
 
 class LearnerClient:
-    """A learner rank's side: takes its shard of each step, and rank 0 commits."""
+    """A learner rank's side: takes its shard of each step, and rank 0 commits.
+
+    Every method raises PeerTimeoutError when the queue is silent for `timeout_s`, and RunError when it refuses.
+    """
 
     def __init__(self, endpoints: Endpoints, rank: int, *, timeout_s: float = 60.0) -> None:
         self.rank = rank
         self.timeout_s = timeout_s
-        self._connection = Connection(endpoints)
+        self._connection = Connection(endpoints, resend_s=RESEND_S)
+
+    def begin(self, step: int) -> int:
+        """Says that this rank starts from a checkpoint of the step, 0 without one; gives the number of steps that are
+        committed, up to which `take` and `commit` give what they gave before."""
+        body = {"rank": self.rank, "step": step}
+        return self._connection.call("begin", body, lambda m: int(m.body["steps"]), timeout_s=self.timeout_s)
 
     def take(self, step: int) -> Shard | None:
         """This rank's shard of the step, as soon as the batch is complete; None when the run is stopping, the
-        same for all ranks. Raises PeerTimeoutError when the queue is silent for `timeout_s`."""
+        same for all ranks."""
+        body = {"rank": self.rank, "step": step}
         while True:
-            message = self._connection.request("take", {"rank": self.rank, "step": step}, timeout_s=self.timeout_s)
-            match message.body["outcome"]:
-                case "stop":
-                    return None
-                case "shard":
-                    return Shard(step, self._groups(message))
-                case _:
-                    continue
+            outcome, groups = self._connection.call("take", body, _shard, timeout_s=self.timeout_s)
+            if outcome != "wait":
+                return Shard(step, groups) if outcome == "shard" else None
 
-    def commit(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
-        """Reports the step as trained; gives the replay side's metrics of it. Only rank 0 calls it."""
-        body = {"step": step, "metrics": metrics}
-        return self._connection.request("commit", body, timeout_s=self.timeout_s).body["metrics"]
+    def commit(
+        self, step: int, metrics: dict[str, float], *, saving: bool = False, checkpoints: Sequence[int] = ()
+    ) -> Committed:
+        """Reports the step as trained, and which checkpoints are whole and kept. With `saving` the answer has the
+        queue's part of a checkpoint of the step. Only rank 0 calls it."""
+        body = {"step": step, "metrics": metrics, "saving": saving, "checkpoints": list(checkpoints)}
+        return self._connection.call("commit", body, lambda m: Committed(**m.body), timeout_s=self.timeout_s)
 
     def evaluations(self, should_stop: Callable[[], bool]) -> Iterator[tuple[int, dict[str, float]]]:
         """Evaluations that no commit has reported, as (step they ended at, metrics), until there are no more to
-        come. Only rank 0 calls it, after its last commit."""
+        come. Only rank 0 calls it, after its last commit; one that starts again gets all of them again."""
+        after = 0
         while not should_stop():
-            body = self._connection.request("next_evaluation", {}, timeout_s=self.timeout_s).body
+            body = self._connection.request("next_evaluation", {"after": after}, timeout_s=self.timeout_s).body
             match body["outcome"]:
                 case "ended":
+                    after += 1
                     yield body["step"], body["metrics"]
                 case "none":
                     return
@@ -240,26 +251,38 @@ class LearnerClient:
     def close(self) -> None:
         self._connection.close()
 
-    def _groups(self, message: Message) -> list[Group]:
-        metas, arrays = message.body["groups"], message.arrays
-        if len(arrays) != ARRAYS_PER_GROUP * len(metas):
-            raise ProtocolError(f"shard of {len(metas)} groups with {len(arrays)} arrays")
-        parts = [arrays[i : i + ARRAYS_PER_GROUP] for i in range(0, len(arrays), ARRAYS_PER_GROUP)]
-        return [unpack_group(meta, part) for meta, part in zip(metas, parts, strict=True)]
+
+def _shard(message: Message) -> tuple[str, list[Group]]:
+    """Raises ProtocolError unless the groups are whole."""
+    metas, arrays = message.body["groups"], message.arrays
+    if len(arrays) != ARRAYS_PER_GROUP * len(metas):
+        raise ProtocolError(f"shard of {len(metas)} groups with {len(arrays)} arrays")
+    parts = [arrays[i : i + ARRAYS_PER_GROUP] for i in range(0, len(arrays), ARRAYS_PER_GROUP)]
+    for meta, part in zip(metas, parts, strict=True):
+        check_group(meta, part)
+    return message.body["outcome"], [unpack_group(meta, part) for meta, part in zip(metas, parts, strict=True)]
 
 
 class LauncherClient:
-    """The launcher's side: watches and ends the run."""
+    """The launcher's side: watches and ends the run. Every method raises PeerTimeoutError and RunError."""
 
     def __init__(self, endpoints: Endpoints, *, timeout_s: float = 5.0) -> None:
         self.timeout_s = timeout_s
-        self._connection = Connection(endpoints)
+        self._connection = Connection(endpoints, resend_s=RESEND_S)
 
     def status(self) -> dict[str, Any]:
         return self._request("status", {})
 
     def summary(self) -> dict[str, Any]:
         return self._request("summary", {})
+
+    def lost(self, generator: int) -> None:
+        """Says that the generator's process has ended, so that its leases go back at once."""
+        self._request("lost", {"generator": generator})
+
+    def scale(self, generators: int) -> None:
+        """Asks for so many generators from now on; those with a higher index leave."""
+        self._request("scale", {"generators": generators})
 
     def stop(self, reason: str) -> None:
         """Asks everybody to stop: learners before their next step, generators at once."""

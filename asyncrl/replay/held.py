@@ -2,25 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol, Self, cast
 
 from asyncrl.errors import InvariantError
 from asyncrl.replay.messages import GroupMeta
+from asyncrl.replay.records import Record
+from asyncrl.replay.segments import Location
 from asyncrl.replay.wire import Array
 from asyncrl.types import Prompt
+
+Load = Callable[[Location], Record]
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A finished group as it goes to a learner."""
+
+    meta: GroupMeta
+    arrays: list[Array]
+
+    @classmethod
+    def of_record(cls, body: Any, arrays: list[Array]) -> Self:
+        """The group of a record of the journal, which also says why it was refunded, if it was."""
+        return cls(cast(GroupMeta, {name: value for name, value in body.items() if name != "refunded"}), arrays)
 
 
 @dataclass(slots=True)
 class Held:
-    """A ticket's data while it is leased, and its frames once it is finished."""
+    """A ticket's data while it is leased, and its frames once it is finished. Times are the run's."""
 
     prompt: Prompt
     leased_s: float
     generator: int
     attempt: int = 0
+    session: str = ""
+    number: int = -1
+    """Of the ask that got the lease, in its session."""
+    lost: list[int] = field(default_factory=list[int])
+    """Earlier attempts that came after all; their tokens are counted."""
     meta: GroupMeta | None = None
     arrays: list[Array] = field(default_factory=list[Array])
+    location: Location | None = None
+    """Of the finished group in the journal."""
     taken_s: float = 0.0
 
     @property
@@ -33,6 +58,24 @@ class Held:
     def num_bytes(self) -> int:
         return sum(array.nbytes for array in self.arrays)
 
+    def state(self) -> list[Any]:
+        """Row of the prompt first; without the frames and the age of the lease."""
+        location = None if self.location is None else list(self.location)
+        asked = [self.generator, self.attempt, self.session, self.number]
+        return [self.prompt.row, *asked, list(self.lost), location, self.taken_s]
+
+    @classmethod
+    def of_state(cls, values: Sequence[Any], prompt: Prompt, load: Load | None, now_s: float) -> Self:
+        """From what `state` gives after the row; the frames are those that `load` has."""
+        generator, attempt, session, number, lost, location, taken_s = values
+        held = cls(prompt, now_s, generator, attempt, session, number, list(lost))
+        if load is not None and location is not None:
+            held.location = tuple(location)
+            record = load(held.location)
+            group = Finished.of_record(record.body, record.arrays)
+            held.meta, held.arrays, held.taken_s = group.meta, group.arrays, taken_s
+        return held
+
 
 @dataclass(slots=True)
 class Step:
@@ -43,7 +86,7 @@ class Step:
 
 
 class PromptSource(Protocol):
-    """An endless stream of prompts."""
+    """An endless stream of prompts that can be resumed."""
 
     @property
     def skipped_rows(self) -> int:
@@ -51,3 +94,9 @@ class PromptSource(Protocol):
         ...
 
     def __next__(self) -> Prompt: ...
+    def prompt(self, row: int) -> Prompt:
+        """The prompt of a row, whatever the place in the stream."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...

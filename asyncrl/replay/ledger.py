@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from asyncrl.errors import InvariantError
 
@@ -54,6 +55,9 @@ class Amount:
         self.trajectories += trajectories
         self.tokens += tokens
 
+    def state(self) -> list[int]:
+        return [self.groups, self.trajectories, self.tokens]
+
 
 @dataclass(slots=True)
 class Ledger:
@@ -80,6 +84,33 @@ class Ledger:
     """Tickets waiting to be leased again."""
     returned_tokens: int = 0
     """Tokens of attempts given up unfinished, or finished after their lease had passed to another generator."""
+    returned_trajectories: int = 0
+    """Of finished groups whose data is gone (`discard`)."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """All but the settings, made of what msgpack can carry."""
+        return {
+            "issued": self.issued,
+            "steps": self.steps,
+            "live": [
+                [t.number, t.state.value, t.attempt, t.start_version, t.trajectories, t.tokens]
+                for t in self.live.values()
+            ],
+            "trained": self.trained.state(),
+            "refunded": {reason: amount.state() for reason, amount in self.refunded.items()},
+            "generated": self.generated.state(),
+            "returned": list(self.returned),
+            "returned_tokens": self.returned_tokens,
+            "returned_trajectories": self.returned_trajectories,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.live = {number: Ticket(number, State(name), *values) for number, name, *values in state["live"]}
+        self.trained, self.generated = Amount(*state["trained"]), Amount(*state["generated"])
+        self.refunded = {reason: Amount(*values) for reason, values in state["refunded"].items()}
+        self.issued, self.steps, self.returned = state["issued"], state["steps"], list(state["returned"])
+        self.returned_tokens = state["returned_tokens"]
+        self.returned_trajectories = state["returned_trajectories"]
 
     @property
     def charged(self) -> int:
@@ -133,6 +164,16 @@ class Ledger:
         self._expect(number, State.LEASED).state = State.RETURNED
         self.returned.append(number)
         self.lose(tokens)
+
+    def discard(self, number: int) -> None:
+        """Takes a finished or taken group back whose data is gone; the ticket will be leased again."""
+        ticket = self.live[number]
+        if ticket.state not in (State.FINISHED, State.TAKEN):
+            raise InvariantError(f"ledger: ticket {number} is {ticket.state.value}, expected finished or taken")
+        self.returned_tokens += ticket.tokens
+        self.returned_trajectories += ticket.trajectories
+        ticket.state, ticket.trajectories, ticket.tokens = State.RETURNED, 0, 0
+        self.returned.append(number)
 
     def lose(self, tokens: int) -> None:
         """Counts tokens of an attempt that no longer holds its lease."""
@@ -191,7 +232,10 @@ class Ledger:
             "groups": (self.issued, self.trained.groups + flight.groups + sum(r.groups for r in refunds)),
             "trajectories": (
                 self.generated.trajectories,
-                self.trained.trajectories + flight.trajectories + sum(r.trajectories for r in refunds),
+                self.trained.trajectories
+                + flight.trajectories
+                + sum(r.trajectories for r in refunds)
+                + self.returned_trajectories,
             ),
             "tokens": (
                 self.generated.tokens,
@@ -216,6 +260,7 @@ class Ledger:
                 "generated": self.generated.trajectories,
                 "trained": self.trained.trajectories,
                 "refunded": {reason: amount.trajectories for reason, amount in refunds},
+                "returned": self.returned_trajectories,
                 "in_flight": flight.trajectories,
             },
             "tokens": {
@@ -250,20 +295,3 @@ class Ledger:
             found = "not live" if ticket is None else ticket.state.value
             raise InvariantError(f"ledger: ticket {number} is {found}, expected {state.value}")
         return ticket
-
-
-def balance(costs: Sequence[int], parts: int) -> list[list[int]]:
-    """Deals indices into `parts` lists of equal length with nearly equal sums of cost (largest first).
-
-    `parts` divides `len(costs)`.
-    """
-    if len(costs) % parts:
-        raise InvariantError(f"balance: {parts} parts do not divide {len(costs)} items")
-    size = len(costs) // parts
-    bins: list[list[int]] = [[] for _ in range(parts)]
-    sums = [0] * parts
-    for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        target = min((b for b in range(parts) if len(bins[b]) < size), key=lambda b: (sums[b], b))
-        bins[target].append(index)
-        sums[target] += costs[index]
-    return [sorted(b) for b in bins]

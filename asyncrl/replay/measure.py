@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,31 +10,43 @@ from typing import Any
 import numpy as np
 
 from asyncrl.config import Config
+from asyncrl.replay.bounds import MAX_COUNT, MAX_NUMBER
 from asyncrl.replay.ledger import Ledger, State
 from asyncrl.replay.messages import GroupMeta
+from asyncrl.replay.tallies import Curve, ExactMean, Outcome, bias_alarms, completion_tokens
 from asyncrl.replay.wire import Array
+from asyncrl.types import NO_VERSION
 
 RATE_WINDOW_S = 10.0
 
 
+SUMS = ("tokens", "idle_s", "busy_s", "rewards_failed")
+
+
 @dataclass(slots=True)
 class GeneratorState:
-    """The last that a generator said of itself."""
+    """What a generator has told of itself, summed over its sessions."""
 
-    heard_s: float = 0.0
-    version: int = 0
+    session: str = ""
+    heard_s: float | None = None
+    """None while it is not up."""
+    version: int = NO_VERSION
     tokens: int = 0
     idle_s: float = 0.0
     busy_s: float = 0.0
     rewards_failed: int = 0
+    before: list[float] = field(default_factory=lambda: [0] * len(SUMS))
+    """The sums when the session began."""
     stalls: int = 0
     stall_ms_sum: float = 0.0
     stall_ms_max: float = 0.0
 
-    def hear(self, version: int, stats: dict[str, Any]) -> None:
-        self.heard_s, self.version = time.monotonic(), version
-        for name in ("tokens", "idle_s", "busy_s", "rewards_failed"):
-            setattr(self, name, stats[name])
+    def hear(self, session: str, version: int, stats: dict[str, Any], now_s: float) -> None:
+        if session != self.session:
+            self.session, self.before = session, [getattr(self, name) for name in SUMS]
+        self.heard_s, self.version = now_s, version
+        for name, before in zip(SUMS, self.before, strict=True):
+            setattr(self, name, min(before + stats[name], MAX_NUMBER))
         for stall_ms in stats["stall_ms"]:
             self.stalls += 1
             self.stall_ms_sum += stall_ms
@@ -48,95 +60,151 @@ class GeneratorState:
 
 @dataclass(slots=True)
 class ScoredSince:
-    """Means over the trajectories that were scored since the last step: rewards, their parts, lengths."""
+    """Means over the trajectories that were scored since the last step: rewards, their parts, lengths. They do not
+    depend on the order in which groups came."""
 
-    sums: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
-    """Sum and count by metric."""
+    means: dict[str, ExactMean] = field(default_factory=dict[str, ExactMean])
 
     def add(self, meta: GroupMeta, action_mask: Array) -> None:
-        ends = np.cumsum(meta["lengths"])
-        tokens = np.add.reduceat(action_mask.astype(np.int64), np.concatenate([[0], ends[:-1]]))
         self._count("reward/mean", meta["rewards"])
         self._count(f"reward/{meta['data_source']}", meta["rewards"])
         for name in {name for parts in meta["parts"] for name in parts}:
             self._count(f"reward_part/{name}", [parts[name] for parts in meta["parts"] if name in parts])
-        self._count("completion/tokens", tokens.tolist())
+        self._count("completion/tokens", completion_tokens(meta, action_mask))
         if meta["greedy_reward"] is not None:
             self._count("reward/greedy", [meta["greedy_reward"]])
         self._count("completion/truncated_fraction", [float(status == "truncated") for status in meta["status"]])
 
     def take(self) -> dict[str, float]:
         """The means, once; nothing is left of them here."""
-        sums, self.sums = self.sums, {}
-        return {name: total / count for name, (total, count) in sums.items()}
+        means, self.means = self.means, {}
+        return {name: means[name].mean for name in sorted(means)}
 
     def _count(self, name: str, values: Sequence[float]) -> None:
-        total = self.sums.setdefault(name, [0.0, 0.0])
-        total[0] += sum(values)
-        total[1] += len(values)
+        self.means.setdefault(name, ExactMean()).add(values)
 
 
 @dataclass(slots=True)
 class RunMeasure:
     """Sums over the run. Rewards count every group that was scored, trained or without signal; staleness is in
-    learner steps and counts action tokens when they are trained."""
+    learner steps and counts action tokens when they are trained. Times are the run's (`RunClock`)."""
 
     config: Config
-    origin_s: float = field(default_factory=time.monotonic)
     first_lease_s: float | None = None
     last_step_s: float | None = None
     generators: dict[int, GeneratorState] = field(default_factory=dict[int, GeneratorState])
-    step_rewards: list[float] = field(default_factory=list[float])
+    learners: dict[int, float | None] = field(default_factory=dict[int, float | None])
+    """When each rank was heard, of those that have asked for a batch."""
+    step_rewards: Curve = field(default_factory=Curve)
     scored_since: ScoredSince = field(default_factory=ScoredSince)
+    outcomes: dict[str, Outcome] = field(default_factory=dict[str, Outcome])
+    """By how they ended: "trained", or the reason of their refund."""
     greedy_tokens: int = 0
     """Tokens of the greedy completions of scored groups; they are in no box of the ledger."""
     histogram: list[int] = field(default_factory=list[int])
     learner_wait_s: float = 0.0
-    learners: set[int] = field(default_factory=set[int])
-    """Ranks that have asked for a batch."""
-    recent: list[tuple[float, int]] = field(default_factory=list[tuple[float, int]])
+    syncs: int = 0
+    """Versions that the learner of today has sent."""
+    syncs_before: int = 0
+    """Those of the learners before it."""
+    recent: deque[tuple[float, int]] = field(default_factory=deque[tuple[float, int]])
+    """When each of the latest steps ended, and its tokens."""
     last_metrics: dict[str, float] = field(default_factory=dict[str, float])
+    """All of the last step, those of the learner among them."""
 
-    def heard(self, generator: int, version: int, stats: dict[str, Any]) -> None:
+    def heard(self, generator: int, session: str, version: int, stats: dict[str, Any], now_s: float) -> None:
+        self.generators.setdefault(generator, GeneratorState()).hear(session, version, stats, now_s)
+
+    def lost(self, generator: int) -> None:
+        """The generator is not up any more."""
+        if generator in self.generators:
+            self.generators[generator].heard_s = None
+
+    def leased(self, now_s: float) -> None:
         if self.first_lease_s is None:
-            self.first_lease_s = time.monotonic()
-        self.generators.setdefault(generator, GeneratorState()).hear(version, stats)
+            self.first_lease_s = now_s
 
     def scored(self, meta: GroupMeta, arrays: Sequence[Array]) -> None:
         """Counts a group that has its rewards."""
         self.scored_since.add(meta, arrays[1])
         self.greedy_tokens += meta["greedy_tokens"]
 
+    def ended(self, outcome: str, meta: GroupMeta, arrays: Sequence[Array]) -> None:
+        """Counts a group that was trained or refunded."""
+        self.outcomes.setdefault(outcome, Outcome()).add(meta, arrays[1])
+
     def committed(
-        self, step: int, groups: Sequence[Sequence[Array]], metrics: dict[str, float], ledger: Ledger
+        self, step: int, groups: Sequence[Sequence[Array]], metrics: dict[str, float], ledger: Ledger, now_s: float
     ) -> dict[str, float]:
         """Metrics of the step; `groups` are the frames of the trained groups."""
-        now_s = time.monotonic()
         counts = self._count_staleness(step - 1, groups)
         tokens = int(counts.sum())
-        since_s = self.last_step_s or self.first_lease_s or self.origin_s
+        began_s = self.first_lease_s or 0.0
         waited_s = metrics.get("learner/wait_s", 0.0) + metrics.get("learner/sync_s", 0.0)
-        self.learner_wait_s += min(waited_s, now_s - since_s)
+        if not waited_s >= 0.0:  # what a learner says may be anything, NaN too
+            waited_s = 0.0
+        self.learner_wait_s += min(waited_s, now_s - (self.last_step_s or began_s))
         self.last_step_s = now_s
-        self.recent = [item for item in self.recent if now_s - item[0] < RATE_WINDOW_S] + [(now_s, tokens)]
+        self._count_syncs(metrics.get("weights/syncs", 0.0))
+        self.recent.append((now_s, tokens))
+        while now_s - self.recent[0][0] >= RATE_WINDOW_S:
+            self.recent.popleft()
         scored = self.scored_since.take()
-        if "reward/mean" in scored:
-            self.step_rewards.append(scored["reward/mean"])
-        elif self.step_rewards:
-            self.step_rewards.append(self.step_rewards[-1])
+        reward = scored.get("reward/mean", self.step_rewards.latest)
+        if reward is not None:
+            self.step_rewards.add(reward)
         lags = np.arange(len(counts))
-        own = scored | {
-            "reward/mean": self.step_rewards[-1] if self.step_rewards else 0.0,
+        return scored | {
+            "reward/mean": reward or 0.0,
             "staleness/mean": float((counts * lags).sum() / max(tokens, 1)),
             "staleness/max": float(lags[counts > 0].max(initial=0)),
-            "time/elapsed_s": now_s - (self.first_lease_s or self.origin_s),
+            "time/elapsed_s": now_s - began_s,
             "throughput/trained_tokens_per_s": self.tokens_per_s(ledger),
             "generator/idle_fraction": self.generator_idle,
             "generator/busy_s": sum(g.busy_s for g in self.generators.values()),
             "generator/tokens": float(sum(g.tokens for g in self.generators.values())),
         }
-        self.last_metrics = metrics | own
-        return own
+
+    def told(self) -> dict[str, Any]:
+        """What generators and learners have told of themselves, which no record of the journal repeats."""
+        generators: list[list[Any]] = []
+        for index, g in self.generators.items():
+            sums = [getattr(g, name) for name in SUMS]
+            stalls = [g.stalls, g.stall_ms_sum, g.stall_ms_max]
+            generators.append([index, g.session, g.heard_s is not None, g.version, *sums, list(g.before), *stalls])
+        return {"generators": generators, "learners": sorted(self.learners)}
+
+    def load_told(self, told: dict[str, Any], now_s: float | None) -> None:
+        """Who was up counts as heard at `now_s`; nobody does when it is None."""
+        self.generators = {
+            index: GeneratorState(session, now_s if up else None, *values)
+            for index, session, up, *values in told["generators"]
+        }
+        self.learners = dict.fromkeys(told["learners"], now_s)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All but what is told, made of what msgpack can carry."""
+        return {
+            "first_lease_s": self.first_lease_s,
+            "last_step_s": self.last_step_s,
+            "step_rewards": self.step_rewards.state(),
+            "scored_since": {name: mean.state() for name, mean in self.scored_since.means.items()},
+            "outcomes": {name: outcome.state() for name, outcome in self.outcomes.items()},
+            "greedy_tokens": self.greedy_tokens,
+            "histogram": list(self.histogram),
+            "learner_wait_s": self.learner_wait_s,
+            "syncs": [self.syncs, self.syncs_before],
+            "last_metrics": dict(self.last_metrics),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step_rewards = Curve(*state["step_rewards"])
+        self.scored_since = ScoredSince({name: ExactMean(*mean) for name, mean in state["scored_since"].items()})
+        self.outcomes = {name: Outcome.of_state(outcome) for name, outcome in state["outcomes"].items()}
+        for name in ("first_lease_s", "last_step_s", "greedy_tokens", "histogram", "learner_wait_s", "last_metrics"):
+            setattr(self, name, state[name])
+        self.syncs, self.syncs_before = state["syncs"]
+        self.recent.clear()
 
     @property
     def generator_idle(self) -> float:
@@ -159,16 +227,17 @@ class RunMeasure:
     def tokens_per_s(self, ledger: Ledger) -> float:
         return ledger.trained.tokens / self.training_s if self.training_s else 0.0
 
-    def status(self, ledger: Ledger) -> dict[str, Any]:
-        now_s = time.monotonic()
-        recent = [item for item in self.recent if now_s - item[0] < RATE_WINDOW_S]
-        span_s = min(RATE_WINDOW_S, now_s - (self.first_lease_s or now_s)) or 1.0
+    def status(self, ledger: Ledger, now_s: float) -> dict[str, Any]:
+        tokens = sum(tokens for ended_s, tokens in self.recent if now_s - ended_s < RATE_WINDOW_S)
+        span_s = min(RATE_WINDOW_S, now_s - (now_s if self.first_lease_s is None else self.first_lease_s)) or 1.0
+        up = [(index, g, now_s - g.heard_s) for index, g in sorted(self.generators.items()) if g.heard_s is not None]
+        learners = {rank: now_s - heard_s for rank, heard_s in sorted(self.learners.items()) if heard_s is not None}
         return {
             "step": ledger.steps,
-            "reward": self.step_rewards[-1] if self.step_rewards else None,
+            "reward": self.step_rewards.latest,
             "staleness_mean": self.last_metrics.get("staleness/mean", 0.0),
             "staleness_max": len(self.histogram) - 1 if self.histogram else 0,
-            "tokens_per_s": sum(tokens for _, tokens in recent) / span_s,
+            "tokens_per_s": tokens / span_s,
             "generator_idle": self.generator_idle,
             "learner_idle": self.learner_idle,
             "generators": {
@@ -176,11 +245,13 @@ class RunMeasure:
                     "version": g.version,
                     "tokens": g.tokens,
                     "idle": g.idle,
-                    "silent_s": now_s - g.heard_s,
+                    "heard_ago_s": silent_s,
+                    "session": g.session,
                 }
-                for index, g in sorted(self.generators.items())
+                for index, g, silent_s in up
             },
-            "heard": [f"generator-{g}" for g in self.generators] + [f"learner-{rank}" for rank in self.learners],
+            "learners": {str(rank): silent_s for rank, silent_s in learners.items()},
+            "heard": [f"generator-{index}" for index, _, _ in up] + [f"learner-{rank}" for rank in learners],
             "leased": ledger.count(State.LEASED),
             "finished": ledger.count(State.FINISHED),
             "trained": ledger.trained.groups,
@@ -189,15 +260,14 @@ class RunMeasure:
         }
 
     def summary(self, ledger: Ledger) -> dict[str, Any]:
-        tenth = max(1, len(self.step_rewards) // 10)
         total = sum(self.histogram)
         stalls = sum(g.stalls for g in self.generators.values())
         stall_ms = sum(g.stall_ms_sum for g in self.generators.values())
         return {
             "steps": ledger.steps,
             "policy_version": ledger.steps,
-            "reward_first": _mean(self.step_rewards[:tenth]),
-            "reward_last": _mean(self.step_rewards[-tenth:]),
+            "reward_first": self.step_rewards.first_tenth(),
+            "reward_last": self.step_rewards.last_tenth(),
             "tokens_generated": ledger.generated.tokens,
             "greedy_tokens": self.greedy_tokens,
             "tokens_trained": ledger.trained.tokens,
@@ -210,13 +280,22 @@ class RunMeasure:
             },
             "idle": {"generator": self.generator_idle, "learner": self.learner_idle},
             "weight_sync": {
-                "count": int(self.last_metrics.get("weights/syncs", 0)),
+                "count": self.syncs + self.syncs_before,
                 "stall_ms_mean": stall_ms / stalls if stalls else 0.0,
                 "stall_ms_max": max((g.stall_ms_max for g in self.generators.values()), default=0.0),
             },
             "rewards_failed": sum(g.rewards_failed for g in self.generators.values()),
             "ledger": ledger.summary(),
+            "outcomes": {name: outcome.summary() for name, outcome in sorted(self.outcomes.items())},
+            "bias": bias_alarms(self.outcomes),
         }
+
+    def _count_syncs(self, told: float) -> None:
+        """Takes in how many versions the learner has sent since its start; what it says may be anything."""
+        syncs = int(told) if 0 <= told <= MAX_COUNT else self.syncs
+        if syncs < self.syncs:
+            self.syncs_before += self.syncs
+        self.syncs = syncs
 
     def _count_staleness(self, version: int, groups: Sequence[Sequence[Array]]) -> np.ndarray:
         """Action tokens by staleness at `version`, [max staleness of the batch + 1]; also added to the histogram."""
@@ -226,7 +305,3 @@ class RunMeasure:
         for lag, count in enumerate(counts.tolist()):
             self.histogram[lag] += count
         return counts
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return float(np.mean(values)) if values else None

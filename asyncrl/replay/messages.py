@@ -1,15 +1,30 @@
 """The messages of the replay queue and of critics: every kind, with the schema of its body.
 
-Unknown and missing keys are refused.
+Unknown and missing keys are refused, and every number, text and list has bounds: what the schema lets through fits
+the columns and arrays that it is written to.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, TypeAdapter, with_config
+from pydantic import ConfigDict, Field, TypeAdapter, with_config
 from typing_extensions import TypedDict
 
+from asyncrl.replay.bounds import (
+    MAX_PARTS,
+    Count,
+    Document,
+    Index,
+    Items,
+    Metrics,
+    Name,
+    Number,
+    Reward,
+    Text,
+    Time,
+    Version,
+)
 from asyncrl.types import Status
 
 _CLOSED = with_config(ConfigDict(extra="forbid", strict=True))
@@ -17,29 +32,34 @@ _CLOSED = with_config(ConfigDict(extra="forbid", strict=True))
 
 @_CLOSED
 class StatsBody(TypedDict):
-    tokens: int
-    idle_s: float
-    busy_s: float
-    stall_ms: list[float]
-    rewards_failed: int
+    tokens: Number
+    idle_s: Time
+    busy_s: Time
+    stall_ms: Items[Time]
+    rewards_failed: Count
 
 
 @_CLOSED
 class AskBody(TypedDict):
-    generator: int
-    version: int
-    num_groups: int
-    num_evaluations: int
+    generator: Index
+    session: Name
+    """Name of this start of the generator."""
+    number: Number
+    """Of the ask in its session, increasing; an ask that is sent again has the same."""
+    version: Version
+    """Policy version loaded; NO_VERSION before the first."""
+    num_groups: Count
+    num_evaluations: Count
     stats: StatsBody
 
 
 @_CLOSED
 class LeaseMeta(TypedDict):
-    ticket: int
-    attempt: int
-    row: int
-    ground_truth: str
-    data_source: str
+    ticket: Number
+    attempt: Count
+    row: Number
+    ground_truth: Document
+    data_source: Name
     extra_info: dict[str, Any]
     chat: list[dict[str, Any]] | None
     columns: dict[str, Any]
@@ -48,10 +68,14 @@ class LeaseMeta(TypedDict):
 
 @_CLOSED
 class LeasesBody(TypedDict):
-    leases: list[LeaseMeta]
+    leases: Items[LeaseMeta]
     done: bool
-    reason: str
+    leave: bool
+    """The generator is not wanted any more: it finishes what it has and ends."""
+    reason: Text
     evaluations_left: bool
+    progress: Number
+    """Changes whenever a learner begins, takes or commits."""
 
 
 @_CLOSED
@@ -59,95 +83,138 @@ class GroupMeta(TypedDict):
     """A group without its arrays; its frames are tokens, action_mask, behavior_logprobs and versions of all
     trajectories end to end."""
 
-    ticket: int
-    attempt: int
-    generator: int
-    row: int
-    data_source: str
-    start_version: int
-    end_version: int
-    started_s: float
-    finished_s: float
-    greedy_reward: float | None
-    greedy_tokens: int
-    lengths: list[int]
-    rewards: list[float]
-    parts: list[dict[str, float]]
-    status: list[Status]
-    errors: list[str]
+    ticket: Number
+    attempt: Count
+    generator: Index
+    row: Number
+    data_source: Name
+    start_version: Version
+    end_version: Version
+    started_s: Time
+    finished_s: Time
+    greedy_reward: Reward | None
+    greedy_tokens: Count
+    lengths: Items[Count]
+    rewards: Items[float]
+    parts: Items[Annotated[dict[Name, float], Field(max_length=MAX_PARTS)]]
+    status: Items[Status]
+    errors: Items[Text]
 
 
 @_CLOSED
 class EvaluatedBody(TypedDict):
     """One evaluation prompt, completed and scored."""
 
-    ticket: int
-    attempt: int
-    version: int
+    ticket: Number
+    attempt: Count
+    version: Version
     """The policy version that sampled every token."""
-    data_source: str
-    rewards: list[float]
+    data_source: Name
+    rewards: Items[Reward]
     """Of each completion; 0 where its status is failed."""
-    status: list[Status]
-    tokens: int
+    status: Items[Status]
+    tokens: Count
     """Of all completions."""
 
 
 @_CLOSED
 class ReleasedLease(TypedDict):
-    ticket: int
-    attempt: int
-    tokens: int
+    ticket: Number
+    attempt: Count
+    tokens: Count
 
 
 @_CLOSED
 class ReleasedEvaluation(TypedDict):
-    ticket: int
-    attempt: int
+    ticket: Number
+    attempt: Count
 
 
 @_CLOSED
 class ReleaseBody(TypedDict):
-    generator: int
-    leases: list[ReleasedLease]
-    evaluations: list[ReleasedEvaluation]
+    generator: Index
+    leases: Items[ReleasedLease]
+    evaluations: Items[ReleasedEvaluation]
 
 
 @_CLOSED
 class TakeBody(TypedDict):
-    rank: int
-    step: int
+    rank: Index
+    step: Count
 
 
 @_CLOSED
 class ShardBody(TypedDict):
-    step: int
+    step: Count
     outcome: Literal["shard", "wait", "stop"]
-    groups: list[GroupMeta]
+    groups: Items[GroupMeta]
+
+
+@_CLOSED
+class BeginBody(TypedDict):
+    rank: Index
+    step: Count
+    """Of the checkpoint that the rank starts from; 0 without one."""
+
+
+@_CLOSED
+class BegunBody(TypedDict):
+    steps: Count
+    """Committed so far: steps up to this are taken again as they were."""
 
 
 @_CLOSED
 class CommitBody(TypedDict):
-    step: int
-    metrics: dict[str, float]
+    step: Count
+    metrics: Metrics
+    saving: bool
+    """A checkpoint of this step follows; the answer has the queue's state."""
+    checkpoints: Items[Count]
+    """Steps of the checkpoints that are whole and kept."""
+
+
+@_CLOSED
+class CommittedBody(TypedDict):
+    metrics: Metrics
+    """Of the replay side; the same when a step is committed again."""
+    state: bytes
+    """What the queue needs to go on from this step; empty unless asked for."""
+    checkpoint_wanted: bool
+    """The journal grows towards its ceiling."""
+
+
+@_CLOSED
+class LostBody(TypedDict):
+    generator: Index
+
+
+@_CLOSED
+class ScaleBody(TypedDict):
+    generators: Index
 
 
 @_CLOSED
 class MetricsBody(TypedDict):
-    metrics: dict[str, float]
+    metrics: Metrics
+
+
+@_CLOSED
+class NextEvaluationBody(TypedDict):
+    after: Count
+    """Evaluations that the sender has had so."""
 
 
 @_CLOSED
 class EvaluationBody(TypedDict):
     outcome: Literal["ended", "wait", "none"]
-    step: int
-    metrics: dict[str, float]
+    step: Count
+    metrics: Metrics
 
 
 @_CLOSED
 class AckBody(TypedDict):
-    ticket: int
-    attempt: int
+    ticket: Number
+    attempt: Count
     evaluation: bool
 
 
@@ -155,33 +222,41 @@ class AckBody(TypedDict):
 class ValueBody(TypedDict):
     """Packed rows to be valued; the frames are tokens, sequence lengths and valued positions of each."""
 
-    rank: int
-    step: int
-    minibatches: list[int]
+    rank: Index
+    step: Count
+    minibatches: Items[Count]
     """Rows of each mini-batch."""
-    names: list[list[list[int]]]
+    names: Items[Items[Annotated[list[Number], Field(min_length=2, max_length=2)]]]
     """Ticket and number of every sequence of each row."""
 
 
 @_CLOSED
 class StepBody(TypedDict):
-    step: int
+    step: Count
 
 
 @_CLOSED
 class SaveBody(TypedDict):
-    rank: int
-    folder: str
+    rank: Index
+    folder: Text
+    what: Literal["model", "state"]
+    """The model in Hugging Face format, or all that training needs to go on."""
+
+
+@_CLOSED
+class RestoreBody(TypedDict):
+    rank: Index
+    folder: Text
 
 
 @_CLOSED
 class LeaveBody(TypedDict):
-    rank: int
+    rank: Index
 
 
 @_CLOSED
 class TextBody(TypedDict):
-    text: str
+    text: Text
 
 
 @_CLOSED
@@ -198,16 +273,21 @@ BODIES: dict[str, TypeAdapter[Any]] = {
     "release": TypeAdapter(ReleaseBody),
     "take": TypeAdapter(TakeBody),
     "shard": TypeAdapter(ShardBody),
+    "begin": TypeAdapter(BeginBody),
+    "begun": TypeAdapter(BegunBody),
     "commit": TypeAdapter(CommitBody),
-    "committed": TypeAdapter(MetricsBody),
+    "committed": TypeAdapter(CommittedBody),
     "value": TypeAdapter(ValueBody),
     "values": TypeAdapter(StepBody),
     "train": TypeAdapter(TakeBody),
     "trained": TypeAdapter(MetricsBody),
     "save": TypeAdapter(SaveBody),
+    "restore": TypeAdapter(RestoreBody),
     "leave": TypeAdapter(LeaveBody),
-    "next_evaluation": TypeAdapter(EmptyBody),
+    "next_evaluation": TypeAdapter(NextEvaluationBody),
     "evaluation": TypeAdapter(EvaluationBody),
+    "lost": TypeAdapter(LostBody),
+    "scale": TypeAdapter(ScaleBody),
     "status": TypeAdapter(EmptyBody),
     "summary": TypeAdapter(EmptyBody),
     "shutdown": TypeAdapter(EmptyBody),
@@ -216,3 +296,28 @@ BODIES: dict[str, TypeAdapter[Any]] = {
     "error": TypeAdapter(TextBody),
 }
 """Every kind of message there is, with the schema of its body."""
+
+WITH_ARRAYS = frozenset({"leases", "finish", "shard", "value", "values", "train"})
+"""Kinds that may have frames of arrays."""
+
+ANSWERS: dict[str, str] = {
+    "ask": "leases",
+    "finish": "finished",
+    "evaluated": "finished",
+    "release": "ok",
+    "begin": "begun",
+    "take": "shard",
+    "commit": "committed",
+    "next_evaluation": "evaluation",
+    "value": "values",
+    "train": "trained",
+    "save": "ok",
+    "restore": "ok",
+    "lost": "ok",
+    "scale": "ok",
+    "status": "ok",
+    "summary": "ok",
+    "stop": "ok",
+    "shutdown": "ok",
+}
+"""The kind of the answer to each request."""

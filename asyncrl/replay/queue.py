@@ -1,96 +1,134 @@
-"""The replay queue's state and rules, without sockets: who may start, what is finished, who gets which groups."""
+"""The replay queue's rules, without sockets: who may start, what is finished, who gets which groups.
+
+What a method decides is first a record of the journal and then applied to the state (`state.py`), so that a process
+that dies goes on from its journal. Only `write` reaches the disk; nothing may be answered before it.
+"""
 
 from __future__ import annotations
 
-import time
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import structlog
 
 from asyncrl.config import Config
-from asyncrl.errors import ProtocolError, RunError
-from asyncrl.replay.evaluation import EvalBook, eval_metrics
-from asyncrl.replay.held import Held, PromptSource, Step
-from asyncrl.replay.ledger import Ledger, State, balance
-from asyncrl.replay.measure import RunMeasure
-from asyncrl.replay.messages import GroupMeta, ReleasedLease
+from asyncrl.errors import ProtocolError
+from asyncrl.replay.dealer import Dealer
+from asyncrl.replay.durable import DurableState
+from asyncrl.replay.evaluation import STRANDED
+from asyncrl.replay.held import Finished, Held, PromptSource
+from asyncrl.replay.journal import Journal
+from asyncrl.replay.messages import CommittedBody, EvaluatedBody, GroupMeta, ReleasedEvaluation, ReleasedLease
+from asyncrl.replay.refunds import check_refunds, refund_reason
+from asyncrl.replay.scores import eval_metrics
+from asyncrl.replay.sessions import Sessions
 from asyncrl.replay.trace import TraceWriter
 from asyncrl.replay.wire import Array, check_group
-from asyncrl.types import Lease, Prompt
+from asyncrl.types import NO_VERSION, Lease, Prompt
 
 log = structlog.get_logger()
-
-SAME_REWARD = 1e-6
-"""Rewards of a group that differ by less carry no signal."""
 
 
 class ReplayQueue:
     """Hands out leases by admission, keeps finished groups, deals batches, counts everything.
 
-    Every method is one message of the wire; the server calls them one at a time.
+    Every method is one message of the wire, and may come twice; the server calls them one at a time. See
+    `DurableState` for where it goes on from. Nothing may be answered before `write`.
     """
 
     def __init__(
-        self, config: Config, prompts: PromptSource, trace: TraceWriter, eval_prompts: Sequence[Prompt] = ()
+        self,
+        config: Config,
+        prompts: PromptSource,
+        trace: TraceWriter,
+        eval_prompts: Sequence[Prompt] = (),
+        journal: Journal | None = None,
+        run_id: str = "",
+        checkpoint: bytes = b"",
     ) -> None:
         self.config = config
-        self.evaluation = EvalBook(config, eval_prompts)
-        self.prompts = prompts
-        self.trace = trace
-        self.measure = RunMeasure(config)
-        self.ledger = Ledger(
-            groups_per_step=config.replay.groups_per_step,
-            max_staleness=config.replay.max_staleness,
-            in_order=config.replay.order == "ticket",
-        )
-        self.held: dict[int, Held] = {}
-        self.held_bytes = 0
-        self.leased_by: Counter[int] = Counter()
-        """Unfinished leases of each generator."""
-        self.step: Step | None = None
-        self.stop_reason = ""
-        self.refunds_in_a_row = 0
-        self.duplicates = 0
+        self.durable = DurableState(config, prompts, trace, eval_prompts, journal, run_id, checkpoint)
+        self.state, self.clock = self.durable.state, self.durable.clock
+        self.ledger, self.evaluation, self.measure = self.state.ledger, self.state.evaluation, self.state.measure
+        self.sessions = Sessions(self.state)
+        self.dealer = Dealer(config, self.durable)
+        self.write, self.close = self.durable.write, self.durable.close
+
+    @property
+    def held(self) -> dict[int, Held]:
+        return self.state.held
 
     @property
     def share(self) -> int:
         """Leases that one generator may hold, so that the first to ask does not leave the others idle."""
         admitted = (self.config.replay.max_staleness + 1) * self.config.replay.groups_per_step
-        return -(-admitted // self.config.launch.generators)
+        return -(-admitted // self.state.generators_wanted)
 
     @property
     def trained(self) -> bool:
         """No more groups are wanted: all steps are committed, or the run was asked to stop."""
-        return bool(self.stop_reason) or self.ledger.steps >= self.config.steps
+        return bool(self.state.stop_reason) or self.ledger.steps >= self.config.steps
 
     @property
     def done(self) -> bool:
         """Generators have nothing left to do."""
         return self.trained and not self.evaluation.running
 
+    # --- generators
+
     def ask(
-        self, generator: int, version: int, num_groups: int, stats: dict[str, Any], num_evaluations: int = 0
+        self,
+        generator: int,
+        version: int,
+        num_groups: int,
+        stats: dict[str, Any],
+        num_evaluations: int = 0,
+        *,
+        session: str,
+        number: int,
     ) -> tuple[list[Lease], str]:
         """Leases for a generator that has `version` loaded, those of evaluation prompts first, and what limits the
-        number of the others ("" when nothing does)."""
+        number of the others ("" when nothing does). Asked again with the same number it gets what is left of them."""
         if version > self.ledger.steps:
             raise ProtocolError(
                 f"generator {generator} claims version {version}, the learner is at {self.ledger.steps}"
             )
-        self.measure.heard(generator, version, stats)
-        leases = self.evaluation.lease(generator, version, num_evaluations, time.monotonic())
+        now_s = self.clock.now()
+        heard = self.sessions.hear(generator, session, number)
+        if heard == "former session":
+            return [], "session"
+        if heard == "again":
+            self.measure.heard(generator, session, version, stats | {"stall_ms": []}, now_s)
+            return self.sessions.leases(generator, session, number), ""
+        if heard == "new session":
+            self._give_back_all(self.sessions.others(generator, session))
+        self.measure.heard(generator, session, version, stats, now_s)
+        self.evaluation.heard(generator, version, now_s)
+        if version == NO_VERSION:
+            return [], ""
+        if self.leaves(generator, session):
+            return [], "scale"
+        asked = generator, session, number, version
+        evaluations = self.state.lease_evaluations(*asked, num_evaluations, now_s)
+        groups: list[Lease] = []
+        reason = ""
         for _ in range(0 if self.trained else num_groups):
-            if not self.ledger.can_lease(version):
-                return leases, "staleness"
-            if self.leased_by[generator] >= self.share:
-                return leases, "share"
-            if self._full():
-                return leases, "bytes"
-            leases.append(self._lease(generator, version))
-        return leases, ""
+            reason = self._limit(generator, version)
+            if reason:
+                break
+            groups.append(self.state.lease(*asked, now_s))
+        if evaluations or groups:
+            body = dict(zip(("generator", "session", "number", "version"), asked, strict=True)) | {
+                "tickets": [[lease.ticket, lease.attempt] for lease in groups],
+                "evaluations": [[version, lease.ticket, lease.attempt] for lease in evaluations],
+                "at_s": now_s,
+            }
+            self.durable.append("lease", body)
+        return evaluations + groups, reason
+
+    def leaves(self, generator: int, session: str) -> bool:
+        """The generator is not wanted any more, or another process has taken its place."""
+        return generator >= self.state.generators_wanted or self.sessions.is_former(session)
 
     def finish(self, meta: GroupMeta, arrays: list[Array]) -> None:
         """Keeps a finished group, or refunds it; a group that arrives twice counts once."""
@@ -98,198 +136,152 @@ class ReplayQueue:
         newest = int(arrays[3].max())
         if newest > self.ledger.steps:
             raise ProtocolError(f"ticket {meta['ticket']} has version {newest}, the learner is at {self.ledger.steps}")
-        tokens = int(arrays[1].sum())
         held = self.held.get(meta["ticket"])
         if held is None or not self.ledger.is_current(meta["ticket"], meta["attempt"]):
-            self._superseded(meta, held, tokens)
+            self._superseded(meta, held, int(arrays[1].sum()))
             return
         if meta["row"] != held.prompt.row:
             raise ProtocolError(f"ticket {meta['ticket']} is for row {held.prompt.row}, not {meta['row']}")
-        self.ledger.finish(meta["ticket"], trajectories=len(meta["lengths"]), tokens=tokens)
-        self.leased_by[held.generator] -= 1
-        held.meta, held.arrays = meta, arrays
-        reason = self._refund_reason(meta)
-        if reason != "failed":
-            self.measure.scored(meta, arrays)
-        if reason:
-            self._refund(meta["ticket"], reason)
-        else:
-            self.refunds_in_a_row = 0
-            self.held_bytes += held.num_bytes
+        leased_at = self.ledger.live[meta["ticket"]].start_version
+        if meta["start_version"] < leased_at:
+            raise ProtocolError(
+                f"ticket {meta['ticket']} was leased at version {leased_at}, not started at {meta['start_version']}"
+            )
+        started_s, finished_s = self.clock.span(meta["started_s"], meta["finished_s"])
+        reason = refund_reason(self.config, meta)
+        body = {**meta, "started_s": started_s, "finished_s": finished_s, "refunded": reason}
+        self.durable.happen("group", body, list(arrays))
+        if reason == "failed":
+            errors = [error for error in meta["errors"] if error]
+            log.warning("group failed", ticket=meta["ticket"], row=meta["row"], error=errors[0] if errors else "")
+        check_refunds(self.config, self.ledger, self.state.refunds_in_a_row)
 
-    def release(self, generator: int, leases: list[ReleasedLease]) -> None:
+    def evaluated(self, result: EvaluatedBody) -> None:
+        """Counts an evaluated prompt, of several attempts the first that arrives."""
+        if self.evaluation.wants(result):
+            self.durable.happen("evaluated", result)
+
+    def release(
+        self, generator: int, leases: Sequence[ReleasedLease], evaluations: Sequence[ReleasedEvaluation] = ()
+    ) -> None:
         """Takes back what a generator will not finish, with the tokens that are lost by it."""
         for lease in leases:
             number, attempt, tokens = lease["ticket"], lease["attempt"], lease["tokens"]
             if self.ledger.is_current(number, attempt):
-                self._give_back(number, tokens)
+                self.durable.give_back(number, attempt, tokens=tokens)
                 log.info("lease returned", ticket=number, attempt=attempt, generator=generator, tokens=tokens)
+        leased = {(ticket, attempt) for _, ticket, attempt in self.evaluation.held()}
+        for lease in evaluations:
+            if (lease["ticket"], lease["attempt"]) in leased:
+                self.durable.give_back(lease["ticket"], lease["attempt"], evaluation=True)
 
-    def expire(self, now_s: float) -> None:
-        """Returns leases older than `replay.lease_timeout_s`."""
-        self.evaluation.expire(now_s)
+    def lost(self, generator: int) -> None:
+        """The generator's process has ended: its leases go back at once."""
+        self._give_back_all(self.sessions.others(generator, ""))
+        self.measure.lost(generator)
+
+    def scale(self, generators: int) -> None:
+        """So many generators are wanted from now on."""
+        if generators < 1:
+            raise ProtocolError(
+                f"scale to {generators} generators: at least 1 is needed; Ctrl-C in its terminal ends a run"
+            )
+        if generators != self.state.generators_wanted:
+            self.durable.happen("scale", {"generators": generators})
+
+    def expire(self, now_s: float | None = None) -> None:
+        """Returns leases older than `replay.lease_timeout_s`, at a time of the run's clock or now."""
+        now_s = self.clock.now() if now_s is None else now_s
         limit_s = self.config.replay.lease_timeout_s
+        for lease in self.evaluation.expired(now_s):
+            self.durable.give_back(lease["ticket"], lease["attempt"], evaluation=True)
+        for version in self.evaluation.stranded(now_s):
+            self.durable.happen("drop", {"version": version, "reason": STRANDED})
         for number, held in self.held.items():
             if now_s - held.leased_s > limit_s and self.ledger.is_current(number, held.attempt):
-                self._give_back(number, 0)
+                self.durable.give_back(number, held.attempt)
                 log.warning("lease expired", ticket=number, generator=held.generator, limit_s=limit_s)
 
-    def take(self, rank: int, step: int) -> tuple[str, list[Held]]:
-        """("shard", groups), ("wait", []) while the batch is not complete, or ("stop", []) when none will come.
+    # --- learners
 
-        Asked again for the same step, a rank gets the same groups.
-        """
-        if not 0 <= rank < self.config.launch.learners:
-            raise ProtocolError(f"learner rank {rank} of {self.config.launch.learners}")
-        self.measure.learners.add(rank)
-        if step != self.ledger.steps + 1:
-            raise ProtocolError(f"learner rank {rank} takes step {step}, the next one is {self.ledger.steps + 1}")
-        if self.step is None:
-            if self.trained:
-                return "stop", []
-            self.step = self._compose(step)
-            if self.step is None:
-                return "wait", []
-        return "shard", [self.held[number] for number in self.step.shards[rank]]
+    def begin(self, rank: int, step: int) -> int:
+        return self.dealer.begin(rank, step)
 
-    def commit(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
-        """Ends the step in progress: its groups are trained. Gives the step's metrics of this side, with those of an
-        evaluation that ended."""
-        if self.step is None or step != self.step.number:
-            raise ProtocolError(f"commit of step {step}, in progress is {self.step and self.step.number}")
-        now_s = time.monotonic()
-        numbers = self.ledger.commit()
-        groups = [self.held.pop(number) for number in numbers]
-        for held in groups:
-            self.held_bytes -= held.num_bytes
-            self._record(held, "trained", trained_s=now_s, train_version=step - 1)
-        self.step = None
-        self.ledger.check()
-        queue = {
-            "replay/finished_groups": float(self.ledger.count(State.FINISHED)),
-            "replay/leased_groups": float(self.ledger.count(State.LEASED)),
-            "replay/held_bytes": float(self.held_bytes),
-            "replay/refunded_groups": float(sum(a.groups for a in self.ledger.refunded.values())),
-        }
-        arrays = [held.arrays for held in groups]
-        self.evaluation.committed(step)
-        own = queue | self.measure.committed(step, arrays, metrics, self.ledger)
-        return own | self.evaluation.next_metrics()
+    def take(self, rank: int, step: int) -> tuple[str, list[Finished]]:
+        return self.dealer.take(rank, step, trained=self.trained)
 
-    def next_evaluation(self) -> tuple[str, int, dict[str, float]]:
-        """("ended", step, metrics) of an evaluation that no commit has reported, ("wait", 0, {}) while more are to
-        come, or ("none", 0, {})."""
-        result = self.evaluation.next_result()
+    def commit(
+        self, step: int, metrics: dict[str, float], *, saving: bool = False, checkpoints: Sequence[int] = ()
+    ) -> CommittedBody:
+        return self.dealer.commit(step, metrics, saving=saving, checkpoints=checkpoints)
+
+    def next_evaluation(self, after: int) -> tuple[str, int, dict[str, float]]:
+        """("ended", step, metrics) of the evaluation after so many of those that no commit has reported, ("wait", 0,
+        {}) while more are to come, or ("none", 0, {})."""
+        result = self.evaluation.unreported(after)
         if result is not None:
             return "ended", result["at_step"], eval_metrics(result)
         return "none" if self.done else "wait", 0, {}
 
+    # --- the launcher
+
     def stop(self, reason: str) -> None:
-        self.stop_reason = self.stop_reason or reason
-        self.evaluation.drop_all(f"the run stopped: {reason}")
-        log.info("stopping", reason=reason)
+        if not self.state.stop_reason:
+            self.durable.happen("stop", {"reason": reason})
+            log.info("stopping", reason=reason)
 
     def status(self) -> dict[str, Any]:
-        """What a live view shows."""
-        status = self.measure.status(self.ledger) | {"done": self.done, "duplicates": self.duplicates}
-        status["eval"] = self.evaluation.status()
+        """What a live view and the launcher look at."""
+        status = self.measure.status(self.ledger, self.clock.now())
         for index, generator in status["generators"].items():
-            generator["leased"] = self.leased_by[int(index)]
-        return status
+            generator["leased"] = self.state.leased_by[int(index)]
+        return status | {
+            "done": self.done,
+            "duplicates": self.state.duplicates,
+            "eval": self.evaluation.status(),
+            "taken": self.state.step is not None or self.dealer.catching_up is not None,
+            "progress": self.dealer.progress,
+            "generators_wanted": self.state.generators_wanted,
+            "catching_up": self.dealer.catching_up,
+            "journal": self.durable.status(),
+        }
 
     def summary(self) -> dict[str, Any]:
         """The queue's part of the run's summary."""
         return self.measure.summary(self.ledger) | {
-            "duplicates": self.duplicates,
-            "skipped_rows": self.prompts.skipped_rows,
+            "duplicates": self.state.duplicates,
+            "skipped_rows": self.state.prompts.skipped_rows,
             **self.evaluation.summary(),
         }
 
-    def close(self) -> None:
-        """Writes what is in flight to the trace and closes it."""
-        for held in self.held.values():
-            if held.meta is not None:
-                self._record(held, "in_flight")
-        self.trace.close()
+    # --- inside
 
-    def _give_back(self, number: int, tokens: int) -> None:
-        self.ledger.give_back(number, tokens=tokens)
-        self.leased_by[self.held[number].generator] -= 1
+    def _limit(self, generator: int, version: int) -> str:
+        """Why the generator may not start another group now; empty when it may. Above a ceiling only what the next
+        batch needs may still start."""
+        if not self.ledger.can_lease(version):
+            return "staleness"
+        if self.state.leased_by[generator] >= self.share:
+            return "share"
+        if len(self.ledger.live) < self.config.replay.groups_per_step:
+            return ""
+        if self.state.held_bytes >= self.config.replay.max_bytes:
+            return "bytes"
+        return "journal" if self.durable.above_ceiling else ""
 
-    def _full(self) -> bool:
-        """Above the ceiling only what the next batch needs may still start."""
-        over = self.held_bytes >= self.config.replay.max_bytes
-        return over and len(self.ledger.live) >= self.config.replay.groups_per_step
-
-    def _lease(self, generator: int, version: int) -> Lease:
-        ticket = self.ledger.lease(version)
-        held = self.held.get(ticket.number)
-        prompt = held.prompt if held is not None else next(self.prompts)
-        self.leased_by[generator] += 1
-        self.held[ticket.number] = Held(prompt, time.monotonic(), generator, ticket.attempt)
-        return Lease(ticket.number, ticket.attempt, prompt)
+    def _give_back_all(self, leases: Sequence[Lease]) -> None:
+        for lease in leases:
+            self.durable.give_back(lease.ticket, lease.attempt, evaluation=lease.evaluation)
+            log.info("lease of a lost session returned", ticket=lease.ticket, evaluation=lease.evaluation)
 
     def _superseded(self, meta: GroupMeta, held: Held | None, tokens: int) -> None:
-        if held is not None and held.attempt == meta["attempt"] and held.meta is not None:
-            self.duplicates += 1
-            return
-        if held is None or meta["attempt"] >= held.attempt:
-            self.duplicates += 1
-            log.warning("group of an unknown ticket", ticket=meta["ticket"], attempt=meta["attempt"])
-            return
-        self.ledger.lose(tokens)
-        log.warning("group of a lease that was handed on", ticket=meta["ticket"], attempt=meta["attempt"])
-
-    def _refund_reason(self, meta: GroupMeta) -> str:
-        if "failed" in meta["status"]:
-            return "failed"
-        if self.config.algorithm.truncated == "mask" and set(meta["status"]) == {"truncated"}:
-            return "truncated"
-        if self.config.refunds_no_signal and np.ptp(meta["rewards"]) < SAME_REWARD:
-            return "no_signal"
-        return ""
-
-    def _refund(self, number: int, reason: str) -> None:
-        self.ledger.refund(number, reason)
-        held = self.held.pop(number)
-        self._record(held, reason)
-        if reason == "failed":
-            errors = [error for error in held.finished["errors"] if error]
-            log.warning("group failed", ticket=number, row=held.prompt.row, error=errors[0] if errors else "")
-        self.refunds_in_a_row += 1
-        limit = self.config.replay.max_refunds_in_a_row
-        if self.refunds_in_a_row >= limit:
-            counts = {name: amount.groups for name, amount in self.ledger.refunded.items()}
-            raise RunError(
-                f"the last {limit} groups gave no training signal (refunded so far: {counts}): rewards are all equal "
-                "or failing; look at the reward function and the difficulty of the data, or set "
-                "replay.no_signal=train or a higher replay.max_refunds_in_a_row"
-            )
-
-    def _compose(self, step: int) -> Step | None:
-        settings = self.config.replay
-        if self.ledger.count(State.FINISHED) < (settings.held_steps + 1) * settings.groups_per_step:
-            return None
-        numbers = self.ledger.select()
-        if numbers is None:
-            return None
-        self.ledger.take(numbers)
-        now_s = time.monotonic()
-        costs: list[int] = []
-        for number in numbers:
-            held = self.held[number]
-            held.taken_s = now_s
-            costs.append(sum(held.finished["lengths"]))
-        shards = balance(costs, self.config.launch.learners)
-        return Step(step, [[numbers[index] for index in shard] for shard in shards])
-
-    def _record(self, held: Held, outcome: str, *, trained_s: float = float("nan"), train_version: int = -1) -> None:
-        self.trace.add(
-            held.finished,
-            held.arrays[1],
-            outcome=outcome,
-            taken_s=held.taken_s or float("nan"),
-            trained_s=trained_s,
-            train_version=train_version,
-            origin_s=self.measure.origin_s,
-        )
+        number, attempt = meta["ticket"], meta["attempt"]
+        kept = held is not None and held.attempt == attempt and held.meta is not None
+        if kept or (held is not None and attempt in held.lost):
+            self.state.duplicates += 1
+        elif held is None or attempt > held.attempt:
+            self.state.duplicates += 1
+            log.warning("group of an unknown ticket", ticket=number, attempt=attempt)
+        else:
+            self.durable.happen("lose", {"ticket": number, "attempt": attempt, "tokens": tokens})
+            log.warning("group of a lease that was handed on", ticket=number, attempt=attempt)

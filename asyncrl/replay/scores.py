@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, Self
 
 import numpy as np
 
+from asyncrl.replay.messages import EvaluatedBody
 from asyncrl.types import Status
 
 CORRECT = 1.0 - 1e-6
@@ -24,6 +26,15 @@ class PromptScore:
     status: list[Status]
     tokens: int
     """Of all completions."""
+
+    @classmethod
+    def of(cls, result: EvaluatedBody) -> Self:
+        """What an evaluated prompt came to."""
+        return cls(result["data_source"], result["rewards"], result["status"], result["tokens"])
+
+    def state(self) -> list[Any]:
+        """What the score is made of, for msgpack."""
+        return [self.data_source, self.rewards, self.status, self.tokens]
 
     @property
     def num_correct(self) -> int:
@@ -53,6 +64,11 @@ def score_table(scores: Iterable[PromptScore]) -> dict[str, float]:
         own = _table([score for score in scores if score.data_source == source])
         table |= {f"{source}/{name}": value for name, value in own.items()}
     return table
+
+
+def eval_metrics(result: dict[str, Any]) -> dict[str, float]:
+    """A result of an evaluation under the names that metrics have."""
+    return {f"eval/{name}": float(value) for name, value in result.items()}
 
 
 def _table(scores: Sequence[PromptScore]) -> dict[str, float]:

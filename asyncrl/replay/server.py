@@ -10,10 +10,12 @@ from typing import Any
 import structlog
 import zmq
 
-from asyncrl.errors import ConfigError, InvariantError, ProtocolError
-from asyncrl.replay.held import Held
+from asyncrl.errors import InvariantError, ProtocolError
+from asyncrl.replay.held import Finished
+from asyncrl.replay.offenders import Offenders
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.wire import Array, Buffer, Message, decode, encode, pack_leases
+from asyncrl.sockets import bind_router
 from asyncrl.types import Endpoints
 
 log = structlog.get_logger()
@@ -28,31 +30,29 @@ Reply = tuple[str, Any, list[Array]]
 
 
 class ReplayServer:
-    """Answers every message once; a bad one with an error and a count, and goes on."""
+    """Answers every message once; a bad one with an error and a count, and goes on.
+
+    What a message changed is in the journal before its answer is sent: all of a round of the loop in one write.
+    """
 
     def __init__(self, queue: ReplayQueue, endpoints: Endpoints) -> None:
         self.queue = queue
         self.run_id = endpoints.run_id
         self.errors: Counter[str] = Counter()
+        self.offenders = Offenders()
         self.shut = False
         self._waiting: dict[tuple[int, int], tuple[bytes, Message, float]] = {}
-        self._socket = zmq.Context.instance().socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 1000)
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        try:
-            self._socket.bind(endpoints.replay)
-        except zmq.ZMQError as error:
-            raise ConfigError(
-                f"replay address {endpoints.replay}: {zmq.strerror(error.errno or 0)}; choose another launch.port"
-            ) from None
+        self._outbox: list[tuple[bytes, int, Reply]] = []
+        self._socket = bind_router(endpoints.replay, "replay", handover=True, keys=endpoints.keys)
 
     def serve(self, should_stop: Callable[[], bool]) -> None:
         """Answers until it is told to shut down or `should_stop()`."""
         while not (self.shut or should_stop()):
-            if self._socket.poll(TICK_S * 1000):
+            if self._socket.poll(round(TICK_S * 1000)):
                 self._receive()
             self._answer_waiting()
-            self.queue.expire(time.monotonic())
+            self.queue.expire()
+            self._flush()
 
     def close(self) -> None:
         self._socket.close()
@@ -67,6 +67,9 @@ class ReplayServer:
 
     def _handle(self, identity: bytes, frames: list[Buffer]) -> None:
         seq = 0
+        if self.offenders.ignores(identity):
+            self.errors["ignored"] += 1
+            return
         try:
             message = decode(self.run_id, frames)
             seq = message.seq
@@ -77,8 +80,11 @@ class ReplayServer:
         except (ProtocolError, InvariantError) as error:
             self.errors[type(error).__name__] += 1
             log.warning("bad message", error=str(error), total=self.errors.total())
-            self._send(identity, seq, ("error", {"text": str(error)}, []))
+            if self.offenders.note(identity):
+                log.error("a peer was cut off for its bad messages", peer=identity.hex())
+            self._outbox.append((identity, seq, ("error", {"text": str(error)}, [])))
             if isinstance(error, InvariantError):
+                self._flush()
                 raise
             return
         if reply is None:
@@ -88,67 +94,108 @@ class ReplayServer:
                 time.monotonic(),
             )
         else:
-            self._send(identity, seq, reply)
+            self._outbox.append((identity, seq, reply))
 
     def _answer_waiting(self) -> None:
         """Gives learners that wait their batch as soon as it is there, or a sign of life."""
         now_s = time.monotonic()
         for key, (identity, message, since_s) in list(self._waiting.items()):
-            reply = self._take(message) or (
-                self._shard("wait", message, []) if now_s - since_s > TAKE_ANSWER_S else None
-            )
+            try:
+                reply = self._take(message)
+            except ProtocolError as error:  # the step went on without it
+                reply = "error", {"text": str(error)}, []
+            if reply is None and now_s - since_s > TAKE_ANSWER_S:
+                reply = self._shard("wait", message, [])
             if reply is not None:
                 del self._waiting[key]
-                self._send(identity, message.seq, reply)
+                self._outbox.append((identity, message.seq, reply))
 
-    def _send(self, identity: bytes, seq: int, reply: Reply) -> None:
-        kind, body, arrays = reply
-        self._socket.send_multipart([identity, *encode(self.run_id, kind, body, seq=seq, arrays=arrays)], copy=False)
+    def _flush(self) -> None:
+        """Writes what happened, then sends the answers."""
+        self.queue.write()
+        for identity, seq, (kind, body, arrays) in self._outbox:
+            frames = encode(self.run_id, kind, body, seq=seq, arrays=arrays)
+            self._socket.send_multipart([identity, *frames], copy=False)
+        self._outbox.clear()
 
     def _ask(self, message: Message) -> Reply:
-        body = message.body
-        leases, reason = self.queue.ask(
-            body["generator"], body["version"], body["num_groups"], body["stats"], body["num_evaluations"]
+        queue, body = self.queue, message.body
+        leases, reason = queue.ask(
+            body["generator"],
+            body["version"],
+            body["num_groups"],
+            body["stats"],
+            body["num_evaluations"],
+            session=body["session"],
+            number=body["number"],
         )
         metas, arrays = pack_leases(leases)
-        left = self.queue.evaluation.left(body["version"])
-        return "leases", {"leases": metas, "done": self.queue.done, "reason": reason, "evaluations_left": left}, arrays
+        answer = {
+            "leases": metas,
+            "done": queue.done,
+            "leave": queue.leaves(body["generator"], body["session"]),
+            "reason": reason,
+            "evaluations_left": queue.evaluation.left(body["version"]),
+            "progress": queue.dealer.progress,
+        }
+        return "leases", answer, arrays
 
     def _finish(self, message: Message) -> Reply:
         self.queue.finish(message.body, message.arrays)
         return "finished", _acknowledged(message, evaluation=False), []
 
     def _evaluated(self, message: Message) -> Reply:
-        self.queue.evaluation.finish(message.body)
+        self.queue.evaluated(message.body)
         return "finished", _acknowledged(message, evaluation=True), []
 
     def _next_evaluation(self, message: Message) -> Reply:
-        outcome, step, metrics = self.queue.next_evaluation()
+        outcome, step, metrics = self.queue.next_evaluation(message.body["after"])
         return "evaluation", {"outcome": outcome, "step": step, "metrics": metrics}, []
 
     def _release(self, message: Message) -> Reply:
-        self.queue.release(message.body["generator"], message.body["leases"])
-        self.queue.evaluation.release(message.body["evaluations"])
+        body = message.body
+        self.queue.release(body["generator"], body["leases"], body["evaluations"])
         return "ok", {}, []
+
+    def _begin(self, message: Message) -> Reply:
+        rank = message.body["rank"]
+        steps = self.queue.begin(rank, message.body["step"])
+        for key in [key for key in self._waiting if key[0] == rank]:
+            del self._waiting[key]
+        return "begun", {"steps": steps}, []
 
     def _take(self, message: Message) -> Reply | None:
         outcome, groups = self.queue.take(message.body["rank"], message.body["step"])
         return None if outcome == "wait" else self._shard(outcome, message, groups)
 
-    def _shard(self, outcome: str, message: Message, groups: list[Held]) -> Reply:
-        metas = [held.finished for held in groups]
-        arrays = [array for held in groups for array in held.arrays]
+    def _shard(self, outcome: str, message: Message, groups: list[Finished]) -> Reply:
+        metas = [group.meta for group in groups]
+        arrays = [array for group in groups for array in group.arrays]
         return "shard", {"step": message.body["step"], "outcome": outcome, "groups": metas}, arrays
 
     def _commit(self, message: Message) -> Reply:
-        metrics = self.queue.commit(message.body["step"], message.body["metrics"])
-        return "committed", {"metrics": metrics}, []
+        body = message.body
+        answer = self.queue.commit(
+            body["step"], body["metrics"], saving=body["saving"], checkpoints=body["checkpoints"]
+        )
+        return "committed", answer, []
+
+    def _lost(self, message: Message) -> Reply:
+        self.queue.lost(message.body["generator"])
+        return "ok", {}, []
+
+    def _scale(self, message: Message) -> Reply:
+        self.queue.scale(message.body["generators"])
+        return "ok", {}, []
 
     def _status(self, message: Message) -> Reply:
-        return "ok", self.queue.status() | {"bad_messages": self.errors.total()}, []
+        return "ok", self.queue.status() | self._refused(), []
 
     def _summary(self, message: Message) -> Reply:
-        return "ok", self.queue.summary() | {"bad_messages": self.errors.total()}, []
+        return "ok", self.queue.summary() | self._refused(), []
+
+    def _refused(self) -> dict[str, int]:
+        return {"bad_messages": self.errors.total(), "cut_off": self.offenders.cut_off}
 
     def _stop(self, message: Message) -> Reply:
         self.queue.stop(message.body["text"])
@@ -168,9 +215,12 @@ HANDLERS: dict[str, Callable[[ReplayServer, Message], Reply | None]] = {
     "finish": ReplayServer._finish,
     "evaluated": ReplayServer._evaluated,
     "release": ReplayServer._release,
+    "begin": ReplayServer._begin,
     "take": ReplayServer._take,
     "commit": ReplayServer._commit,
     "next_evaluation": ReplayServer._next_evaluation,
+    "lost": ReplayServer._lost,
+    "scale": ReplayServer._scale,
     "status": ReplayServer._status,
     "summary": ReplayServer._summary,
     "stop": ReplayServer._stop,

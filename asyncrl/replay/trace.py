@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import structlog
 
+from asyncrl.errors import RunError
 from asyncrl.replay.messages import GroupMeta
+from asyncrl.replay.tallies import completion_tokens
 from asyncrl.replay.wire import Array
 
+log = structlog.get_logger()
+
 ROWS_PER_WRITE = 2048
+ROWS_PER_BLOCK = 1 << 16
 
 SCHEMA = pa.schema(
     [
@@ -34,16 +42,32 @@ SCHEMA = pa.schema(
         ("rewards", pa.list_(pa.float32())),
     ]
 )
-"""Times in seconds since the run's origin, NaN where they did not come; train_version is -1 for untrained groups;
-the lists have one entry for each trajectory."""
+"""Times in seconds of the run, NaN where they did not come; train_version is -1 for untrained groups; the lists have
+one entry for each trajectory."""
 
 
 class TraceWriter:
-    """Appends rows in blocks; the file is complete after `close`."""
+    """Appends rows to a log beside the file, an Arrow IPC stream that outlives the process; `close` writes the file.
+
+    A ticket that has several rows, since it was in flight when a launch ended or since its end was told twice, keeps
+    the last. Raises RunError naming the file when it cannot be written.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._writer = pq.ParquetWriter(path, SCHEMA, compression="zstd")
+        self._path = path
+        self._log_path = path.with_suffix(".arrow")
         self._rows: list[dict[str, Any]] = []
+        try:
+            self._file = os.open(self._log_path, os.O_RDWR | os.O_CREAT, 0o644)
+            whole = _whole_bytes(self._log_path)
+            if whole < os.fstat(self._file).st_size:
+                log.warning("torn tail of the trace cut", file=str(self._log_path), bytes=whole)
+                os.ftruncate(self._file, whole)
+            os.lseek(self._file, 0, os.SEEK_END)
+            if not whole:
+                self._write(SCHEMA.serialize())
+        except OSError as error:
+            raise self._failed(error) from None
 
     def add(
         self,
@@ -54,38 +78,106 @@ class TraceWriter:
         taken_s: float,
         trained_s: float,
         train_version: int,
-        origin_s: float,
     ) -> None:
-        starts = np.cumsum([0, *meta["lengths"][:-1]])
-        completion = np.add.reduceat(action_mask.astype(np.int32), starts)
+        completion = completion_tokens(meta, action_mask)
         self._rows.append(
             {
-                "ticket": meta["ticket"],
-                "attempt": meta["attempt"],
-                "generator": meta["generator"],
-                "row": meta["row"],
-                "data_source": meta["data_source"],
+                **{name: meta[name] for name in ("ticket", "attempt", "generator", "row", "data_source")},
                 "outcome": outcome,
                 "start_version": meta["start_version"],
                 "end_version": meta["end_version"],
                 "train_version": train_version,
-                "started_s": meta["started_s"] - origin_s,
-                "finished_s": meta["finished_s"] - origin_s,
-                "taken_s": taken_s - origin_s,
-                "trained_s": trained_s - origin_s,
+                "started_s": meta["started_s"],
+                "finished_s": meta["finished_s"],
+                "taken_s": taken_s,
+                "trained_s": trained_s,
                 "prompt_tokens": np.array(meta["lengths"]) - completion,
                 "completion_tokens": completion,
                 "rewards": meta["rewards"],
             }
         )
         if len(self._rows) >= ROWS_PER_WRITE:
-            self._flush()
+            self.flush()
+
+    def flush(self) -> None:
+        """Writes the rows added so far to the log; a killed process loses nothing of them."""
+        if self._rows:
+            batch = pa.RecordBatch.from_pylist(self._rows, schema=SCHEMA)
+            self._rows = []
+            try:
+                self._write(batch.serialize())
+            except OSError as error:
+                raise self._failed(error) from None
 
     def close(self) -> None:
-        self._flush()
-        self._writer.close()
+        """Writes the file, in one piece, and removes the log."""
+        self.flush()
+        os.close(self._file)
+        temporary = self._path.with_name(f".{self._path.name}.tmp")
+        try:
+            with pq.ParquetWriter(temporary, SCHEMA, compression="zstd") as writer:
+                for table in _in_blocks(_last_of_each_ticket([self._path, self._log_path])):
+                    writer.write_table(table)
+            temporary.replace(self._path)
+            self._log_path.unlink()
+        except OSError as error:
+            raise self._failed(error) from None
 
-    def _flush(self) -> None:
-        if self._rows:
-            self._writer.write_table(pa.Table.from_pylist(self._rows, schema=SCHEMA))
-            self._rows = []
+    def _write(self, data: pa.Buffer) -> None:
+        left = memoryview(data)
+        while left:
+            left = left[os.write(self._file, left) :]
+
+    def _failed(self, error: OSError) -> RunError:
+        return RunError(f"{self._path}: the trace cannot be written: {error}; make room on the disk and resume the run")
+
+
+def _whole_bytes(path: Path) -> int:
+    """Where the last whole message of a stream ends."""
+    end = 0
+    with pa.OSFile(str(path)) as source:
+        try:
+            while pa.ipc.read_message(source) is not None:
+                end = source.tell()
+        except (EOFError, pa.ArrowInvalid, OSError):
+            return end
+    return end
+
+
+def _tables(path: Path) -> Iterator[pa.Table]:
+    if not path.exists():
+        return
+    if path.suffix == ".parquet":
+        with pq.ParquetFile(path) as file:
+            yield from (pa.Table.from_batches([batch]) for batch in file.iter_batches())
+    else:
+        with pa.OSFile(str(path)) as source, pa.ipc.open_stream(source) as stream:
+            yield from (pa.Table.from_batches([batch]) for batch in stream)
+
+
+def _in_blocks(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
+    """The same rows in tables of at least ROWS_PER_BLOCK, but for the last: each becomes a row group of the file."""
+    parts: list[pa.Table] = []
+    rows = 0
+    for table in tables:
+        parts.append(table)
+        rows += len(table)
+        if rows >= ROWS_PER_BLOCK:
+            yield pa.concat_tables(parts)
+            parts, rows = [], 0
+    if parts:
+        yield pa.concat_tables(parts)
+
+
+def _last_of_each_ticket(paths: list[Path]) -> Iterator[pa.Table]:
+    """The rows of all files in order, of each ticket only its last."""
+    tickets = [table.column("ticket").to_numpy() for path in paths for table in _tables(path)]
+    if not tickets:
+        return
+    backwards = np.concatenate(tickets)[::-1]
+    keep = np.zeros(len(backwards), dtype=bool)
+    keep[len(backwards) - 1 - np.unique(backwards, return_index=True)[1]] = True
+    start = 0
+    for table in (table for path in paths for table in _tables(path)):
+        yield table.filter(pa.array(keep[start : start + len(table)]))
+        start += len(table)

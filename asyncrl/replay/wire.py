@@ -8,6 +8,7 @@ message is believed before `decode` has checked it against the schema of its kin
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -18,12 +19,19 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from asyncrl.errors import ProtocolError
-from asyncrl.replay.messages import BODIES, GroupMeta, LeaseMeta
+from asyncrl.replay.bounds import MAX_DOCUMENT_CHARACTERS, MAX_ITEMS, MAX_NUMBER, MAX_REWARD
+from asyncrl.replay.messages import BODIES, WITH_ARRAYS, GroupMeta, LeaseMeta
+from asyncrl.sockets import MAX_FRAME_BYTES
 from asyncrl.types import NO_VERSION, Group, Lease, Prompt, Trajectory
 
 SCHEMA = 1
 MAX_FRAMES = 1 << 16
-MAX_FRAME_BYTES = 1 << 31
+MAX_HEADER_BYTES = 1 << 28
+MAX_HEADER_VALUES = 1 << 20
+"""Values in all lists and maps of a header: a byte each can take a hundred when it is unpacked."""
+MAX_DIMENSIONS = 8
+MAX_PROBLEM_CHARACTERS = 500
+"""Of what is said about a bad message: it goes to the log and back to the sender."""
 DTYPES = {"i4": np.dtype("<i4"), "f4": np.dtype("<f4"), "b1": np.dtype("bool")}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -41,59 +49,104 @@ class Message:
 
 
 def encode(run_id: str, kind: str, body: Any, *, seq: int = 0, arrays: Sequence[Array] = ()) -> list[Buffer]:
-    """Frames of a message; array buffers are not copied when they are contiguous."""
+    """Frames of a message; array buffers are not copied when they are contiguous. Raises ProtocolError when the body
+    is more than a header may hold."""
     specs = [[NAMES[array.dtype], list(array.shape)] for array in arrays]
     header = {"v": SCHEMA, "run": run_id, "kind": kind, "seq": seq, "body": body, "arrays": specs}
-    return [cast(bytes, msgpack.packb(header)), *(np.ascontiguousarray(array).data.cast("B") for array in arrays)]
+    packed = cast(bytes, msgpack.packb(header))
+    if len(packed) > MAX_HEADER_BYTES:
+        raise ProtocolError(
+            f"{kind}: a header of {len(packed)} bytes, at most {MAX_HEADER_BYTES} can be sent; shorten the other "
+            "columns of the data (ground_truth, extra_info), or lower replay.groups_per_step"
+        )
+    return [packed, *(np.ascontiguousarray(array).data.cast("B") for array in arrays)]
 
 
 def decode(run_id: str, frames: Sequence[Buffer]) -> Message:
     """The message in `frames`, checked. Raises ProtocolError that says what does not fit."""
     header = _header(frames)
     if header.get("v") != SCHEMA:
-        raise ProtocolError(f"schema version {header.get('v')!r}, this process speaks {SCHEMA}")
+        raise ProtocolError(f"schema version {reprlib.repr(header.get('v'))}, this process speaks {SCHEMA}")
     if header.get("run") != run_id:
-        raise ProtocolError(f"message of run {header.get('run')!r}, this is run {run_id!r}")
+        raise ProtocolError(f"message of run {reprlib.repr(header.get('run'))}, this is run {run_id!r}")
     kind, seq = header.get("kind"), header.get("seq")
     if not isinstance(kind, str) or kind not in BODIES:
-        raise ProtocolError(f"unknown kind {kind!r}")
-    if not isinstance(seq, int):
-        raise ProtocolError(f"{kind}: sequence number {seq!r} is not an integer")
+        raise ProtocolError(f"unknown kind {reprlib.repr(kind)}")
+    if type(seq) is not int or not 0 <= seq <= MAX_NUMBER:
+        raise ProtocolError(f"{kind}: sequence number {reprlib.repr(seq)} is not an integer from 0 to {MAX_NUMBER}")
     try:
         body = BODIES[kind].validate_python(header.get("body"))
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        raise ProtocolError(f"{kind}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        problem = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise ProtocolError(f"{kind}: {problem[:MAX_PROBLEM_CHARACTERS]}") from None
     return Message(kind, seq, body, _arrays(kind, header.get("arrays"), frames[1:]))
 
 
 def _header(frames: Sequence[Buffer]) -> dict[str, Any]:
     if not frames:
         raise ProtocolError("empty message")
+    size = memoryview(frames[0]).nbytes
+    if size > MAX_HEADER_BYTES:
+        raise ProtocolError(f"a header of {size} bytes, at most {MAX_HEADER_BYTES} are read")
+    values = _Values()
     try:
-        header = msgpack.unpackb(frames[0], strict_map_key=True, use_list=True)
+        header = msgpack.unpackb(
+            frames[0],
+            strict_map_key=True,
+            use_list=True,
+            list_hook=values.count,
+            object_hook=values.count,
+            max_array_len=MAX_ITEMS,
+            max_map_len=MAX_ITEMS,
+            max_str_len=MAX_DOCUMENT_CHARACTERS,
+            max_bin_len=MAX_HEADER_BYTES,
+            max_ext_len=0,
+        )
     except (ValueError, msgpack.exceptions.UnpackException, RecursionError) as error:
-        raise ProtocolError(f"header is not msgpack: {error}") from None
+        raise ProtocolError(f"header is not msgpack: {str(error)[:MAX_PROBLEM_CHARACTERS]}") from None
     if not isinstance(header, dict):
         raise ProtocolError(f"header is {type(header).__name__}, expected a map")
     return header
 
 
+class _Values:
+    """Counts what is unpacked, so that a small header cannot take much memory."""
+
+    def __init__(self) -> None:
+        self._left = MAX_HEADER_VALUES
+
+    def count(self, container: Any) -> Any:
+        self._left -= 1 + len(container)
+        if self._left < 0:
+            raise ValueError(f"more than {MAX_HEADER_VALUES} values")
+        return container
+
+
 def _arrays(kind: str, specs: Any, frames: Sequence[Buffer]) -> list[Array]:
     if not isinstance(specs, list) or len(specs) != len(frames) or len(specs) > MAX_FRAMES:
         raise ProtocolError(f"{kind}: {len(frames)} frames do not fit the header's list of arrays")
+    if specs and kind not in WITH_ARRAYS:
+        raise ProtocolError(f"{kind}: {len(specs)} arrays, this kind has none")
     return [_array(kind, spec, frame) for spec, frame in zip(specs, frames, strict=True)]
 
 
 def _array(kind: str, spec: Any, frame: Buffer) -> Array:
     match spec:
-        case [str(name), [*shape]] if name in DTYPES and all(type(n) is int and n >= 0 for n in shape):
+        case [str(name), [*shape]] if (
+            name in DTYPES and len(shape) <= MAX_DIMENSIONS and all(type(n) is int and n >= 0 for n in shape)
+        ):
             dtype, size = DTYPES[name], memoryview(frame).nbytes
-            if size > MAX_FRAME_BYTES or math.prod(shape) * dtype.itemsize != size:
+            # A dimension of 0 hides the others from the first product, and numpy multiplies them all the same.
+            fits = math.prod(shape) * dtype.itemsize == size and math.prod(filter(None, shape)) <= MAX_FRAME_BYTES
+            if size > MAX_FRAME_BYTES or not fits:
                 raise ProtocolError(f"{kind}: a frame of {size} bytes does not hold {name}{shape}")
+            if name == "b1" and size and np.frombuffer(frame, dtype=np.uint8).max() > 1:
+                raise ProtocolError(f"{kind}: a truth value is neither 0 nor 1")
             return np.frombuffer(frame, dtype=dtype).reshape(shape)
         case _:
-            raise ProtocolError(f"{kind}: array description {spec!r} does not name a known dtype and a shape")
+            what = reprlib.repr(spec)
+            raise ProtocolError(f"{kind}: array description {what} does not name a known dtype and a shape")
 
 
 def pack_group(group: Group) -> tuple[GroupMeta, list[Array]]:
@@ -126,32 +179,38 @@ def pack_group(group: Group) -> tuple[GroupMeta, list[Array]]:
     return meta, arrays
 
 
-def check_group(meta: GroupMeta, arrays: Sequence[Array], *, group_size: int) -> None:
-    """Raises ProtocolError unless header and arrays describe one whole, consistent group."""
+def check_group(meta: GroupMeta, arrays: Sequence[Array], *, group_size: int | None = None) -> None:
+    """Raises ProtocolError unless header and arrays describe one whole, consistent group, of so many members."""
     where = f"group of ticket {meta['ticket']}"
+    if group_size is None:
+        group_size = max(1, len(meta["lengths"]))
     for name in ("lengths", "rewards", "parts", "status", "errors"):
         if len(meta[name]) != group_size:
             raise ProtocolError(f"{where}: {len(meta[name])} {name}, a group has {group_size}")
     if [NAMES.get(a.dtype) for a in arrays] != ["i4", "b1", "f4", "i4"]:
         raise ProtocolError(f"{where}: expected frames of tokens, action_mask, behavior_logprobs and versions")
-    if min(meta["lengths"]) < 1 or any(a.shape != (sum(meta["lengths"]),) for a in arrays):
+    if min(meta["lengths"], default=0) < 1 or any(a.shape != (sum(meta["lengths"]),) for a in arrays):
         raise ProtocolError(f"{where}: lengths do not add up to the arrays")
-    _, mask, logprobs, versions = arrays
+    tokens, mask, logprobs, versions = arrays
+    if tokens.min() < 0:
+        raise ProtocolError(f"{where}: token {tokens.min()} is negative")
     if np.any((versions == NO_VERSION) == mask) or np.any(versions < NO_VERSION):
         raise ProtocolError(f"{where}: a token has a version if and only if the policy chose it")
     if mask.any() and int(versions[mask].min()) < meta["start_version"]:
         raise ProtocolError(f"{where}: a token is older than the version the group started at")
     if not np.isfinite(logprobs).all():
         raise ProtocolError(f"{where}: behavior_logprobs are not finite")
-    if meta["greedy_reward"] is not None and not math.isfinite(meta["greedy_reward"]):
-        raise ProtocolError(f"{where}: greedy_reward {meta['greedy_reward']} is not finite")
     for reward, status in zip(meta["rewards"], meta["status"], strict=True):
         if status != "failed" and not math.isfinite(reward):
             raise ProtocolError(f"{where}: reward {reward} is not finite")
+    for reward in (*meta["rewards"], *(value for parts in meta["parts"] for value in parts.values())):
+        if math.isfinite(reward) and abs(reward) > MAX_REWARD:
+            raise ProtocolError(f"{where}: reward {reward} is not between -{MAX_REWARD:g} and {MAX_REWARD:g}")
 
 
 def unpack_group(meta: GroupMeta, arrays: Sequence[Array]) -> Group:
-    """The group of `pack_group`; arrays are views."""
+    """The group of `pack_group`; arrays are views. Raises ProtocolError when they are not of one group."""
+    check_group(meta, arrays, group_size=len(meta["lengths"]))
     tokens, mask, logprobs, versions = arrays
     ends = np.cumsum(meta["lengths"]).tolist()
     spans = [slice(end - length, end) for end, length in zip(ends, meta["lengths"], strict=True)]

@@ -11,13 +11,13 @@ from typing import Any, cast
 import msgpack
 import structlog
 import torch
-import zmq
 from transformers import AutoModelForSequenceClassification
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.rewards.functions import describe
 from asyncrl.rewards.reward_model import KEY, NAME, WAY_OUT, check_model_folder
+from asyncrl.sockets import bind_router
 from asyncrl.tokenizer import load_tokenizer
 from asyncrl.types import Endpoints
 
@@ -113,21 +113,14 @@ class RewardModel:
 class ModelServer:
     """A ROUTER socket in front of a reward model; requests that wait together are scored together."""
 
-    def __init__(self, model: RewardModel, address: str) -> None:
+    def __init__(self, model: RewardModel, address: str, *, keys: str = "") -> None:
         self.model = model
-        self._socket = zmq.Context.instance().socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 1000)
-        try:
-            self._socket.bind(address)
-        except zmq.ZMQError as error:
-            raise ConfigError(
-                f"reward model address {address}: {zmq.strerror(error.errno or 0)}; choose another launch.port"
-            ) from None
+        self._socket = bind_router(address, "reward model", keys=keys)
 
     def serve(self, should_stop: Callable[[], bool]) -> None:
         """Answers until `should_stop()`."""
         while not should_stop():
-            if self._socket.poll(TICK_S * 1000):
+            if self._socket.poll(round(TICK_S * 1000)):
                 self._answer(self._receive())
 
     def close(self) -> None:
@@ -190,7 +183,7 @@ def run_reward_model(config: Config, *, endpoints: Endpoints, should_stop: Calla
     """
     options = cast("dict[str, Any]", config.reward_options.get(NAME, {}))
     model = RewardModel(**options)
-    server = ModelServer(model, endpoints.reward_model)
+    server = ModelServer(model, endpoints.reward_model, keys=endpoints.keys)
     log.info("reward model is up", path=model.path, device=str(model.model.device), window=model.window)
     try:
         server.serve(should_stop)

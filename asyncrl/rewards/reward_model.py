@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import msgpack
 import zmq
@@ -19,6 +19,7 @@ from asyncrl.config import Config
 from asyncrl.errors import ConfigError, PeerTimeoutError, RunError
 from asyncrl.rewards.functions import Failed, text_of
 from asyncrl.rewards.table import reward_names
+from asyncrl.sockets import connect_dealer
 
 NAME = "reward_model"
 KEY = f"reward_options.{NAME}"
@@ -56,19 +57,20 @@ def reward_model(
     return _client.score(prompts[0], [text_of(completion) for completion in completions], time_left_s)
 
 
-def connect(address: str) -> None:
-    """Has `reward_model` ask the process at this ZeroMQ address; "" when there is none."""
+def connect(address: str, *, keys: str = "") -> None:
+    """Has `reward_model` ask the process at this ZeroMQ address, with the run's file of CURVE keys if it is
+    encrypted; "" when there is none."""
     global _client
     if _client is not None:
         _client.close()
-    _client = _Client(address) if address else None
+    _client = _Client(address, keys) if address else None
 
 
-def await_reward_model(address: str, *, timeout_s: float, should_stop: Callable[[], bool]) -> None:
+def await_reward_model(address: str, *, timeout_s: float, should_stop: Callable[[], bool], keys: str = "") -> None:
     """Returns when the process at `address` has its model loaded, or should stop: rewards have deadlines that the
     loading is not to use up. Raises PeerTimeoutError after `timeout_s`."""
     deadline_s = time.monotonic() + timeout_s
-    client = _Client(address)
+    client = _Client(address, keys)
     try:
         while not should_stop():
             try:
@@ -124,11 +126,9 @@ def check_model_folder(path: str) -> None:
 class _Client:
     """One connection of one process. Made in the process that uses it, as ZeroMQ does not survive a fork."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, keys: str = "") -> None:
         self._address = address
-        self._socket = zmq.Context.instance().socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.connect(address)
+        self._socket = connect_dealer(address, keys=keys, linger_s=0.0)
         self._last = 0
 
     def close(self) -> None:
@@ -140,8 +140,13 @@ class _Client:
         timeout_s = min(timeout_s, 3600.0)
         deadline_s = time.monotonic() + timeout_s
         request = {"id": self._last, "prompt": prompt, "completions": completions, "timeout_s": timeout_s}
-        self._socket.send(msgpack.packb(request))
-        while self._socket.poll(max(0.0, deadline_s - time.monotonic()) * 1000):
+        try:
+            self._socket.send(cast(bytes, msgpack.packb(request)), zmq.DONTWAIT)
+        except zmq.Again:
+            raise PeerTimeoutError(
+                f"the reward model process at {self._address} takes no more requests, or refused the keys of this one"
+            ) from None
+        while self._socket.poll(max(0, round((deadline_s - time.monotonic()) * 1000))):
             reply = msgpack.unpackb(self._socket.recv())
             if reply["id"] == self._last:  # others come late, for requests that were given up
                 pairs = zip(reply["scores"], reply["errors"], strict=True)

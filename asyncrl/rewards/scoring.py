@@ -47,6 +47,8 @@ class WorkerSpec:
     max_new_tokens: int
     timeout_s: float
     reward_model_address: str
+    keys: str
+    """File of the run's CURVE keys; empty when nothing is encrypted."""
 
 
 _Decoder = Callable[[list[list[int]]], list[str]]
@@ -66,7 +68,7 @@ def start_worker(parent: int, spec: WorkerSpec) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
         decode = _load_decoder(spec.tokenizer_path, spec.trust_remote_code)
-        reward_model.connect(spec.reward_model_address)
+        reward_model.connect(spec.reward_model_address, keys=spec.keys)
         _scorer = _make_scorer(RewardTable(spec.rewards, spec.options), spec, decode)
     except ConfigError as error:
         message = str(error)

@@ -75,8 +75,9 @@ class RewardPool:
     The thread that makes the pool must outlive it: its end ends the workers, as the end of the process does.
     """
 
-    def __init__(self, config: Config, *, tokenizer_path: str, reward_model_address: str = "") -> None:
-        """`reward_model_address` is where `run_reward_model` listens; empty when no reward asks for it."""
+    def __init__(self, config: Config, *, tokenizer_path: str, reward_model_address: str = "", keys: str = "") -> None:
+        """`reward_model_address` is where `run_reward_model` listens, empty when no reward asks for it; `keys` is
+        the run's file of CURVE keys if that is encrypted."""
         self._rewards = config.rewards
         self._workers = config.generator.reward_workers
         self._timeout_s = config.generator.reward_timeout_s
@@ -89,6 +90,7 @@ class RewardPool:
             max_new_tokens=config.generator.max_new_tokens,
             timeout_s=config.generator.reward_timeout_s,
             reward_model_address=reward_model_address,
+            keys=keys,
         )
         self._waiting: deque[_Waiting] = deque()
         self._running: list[_Task] = []

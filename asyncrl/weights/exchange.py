@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -10,12 +11,15 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 from torch import Tensor
-from torch._C._distributed_c10d import BroadcastOptions, Store, Work
+from torch._C._distributed_c10d import BroadcastOptions, Store, TCPStore, Work
 
+from asyncrl.errors import RunError
 from asyncrl.weights.packing import checksum
 
 POLL_S = 0.0005
 """First pause between two looks for an answer."""
+_LONGEST_LOOK_S = 0.5
+"""The most that one look adds to a wait."""
 
 
 class Interrupted(Exception):
@@ -45,10 +49,33 @@ class Mailbox:
     def delete(self, name: str) -> None:
         self.store.delete_key(name)
 
+    def count(self, name: str, more: int = 0) -> int:
+        """Adds to a counter, which starts at 0, and gives what it is then."""
+        return self.store.add(name, more)
 
-def pause_s(waited_s: float) -> float:
-    """How long to sleep until the next look when so much time went by: quick answers are seen quickly."""
-    return min(POLL_S + waited_s / 10, 0.01)
+
+class Wait:
+    """Time spent waiting, to be held against a deadline.
+
+    Look at it all the time: a process that was stopped itself, or held up in a call, saw no answer in that time and
+    blames nobody for it.
+    """
+
+    def __init__(self) -> None:
+        self._waited_s = 0.0
+        self._looked_s = time.monotonic()
+
+    def look(self) -> float:
+        """How long it has been so far, in seconds."""
+        now_s = time.monotonic()
+        self._waited_s += min(now_s - self._looked_s, _LONGEST_LOOK_S)
+        self._looked_s = now_s
+        return self._waited_s
+
+    @property
+    def pause_s(self) -> float:
+        """How long to sleep until the next look: quick answers are seen quickly."""
+        return min(POLL_S + self._waited_s / 10, 0.01)
 
 
 def broadcast(group: Group, parts: Sequence[Tensor], *, timeout_s: float, check: Callable[[], None]) -> int:
@@ -74,10 +101,10 @@ def broadcast(group: Group, parts: Sequence[Tensor], *, timeout_s: float, check:
 
 
 def _await(work: Work, timeout_s: float, check: Callable[[], None]) -> None:
-    deadline = time.monotonic() + timeout_s
+    wait = Wait()
     while not work.is_completed():
         check()
-        if time.monotonic() > deadline:
+        if wait.look() > timeout_s:
             raise TimeoutError(f"a bucket was not through within {timeout_s:g} s")
         time.sleep(POLL_S)
     work.wait()
@@ -98,3 +125,23 @@ def _hold(group: Group, works: list[Work]) -> None:
     while not all(work.is_completed() for work in works):
         time.sleep(0.1)
     del group
+
+
+def serve_store(address: tuple[str, int], timeout_s: float) -> TCPStore:
+    """A store that listens on the given interface only. Raises RunError when the port is taken."""
+    host, port = address
+    try:
+        listener = socket.create_server((host, port))
+    except OSError as error:
+        raise RunError(
+            f"weights: cannot listen on {host}:{port} ({error.strerror}); choose another launch.port"
+        ) from None
+    with listener:
+        return TCPStore(
+            host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_s),
+            master_listen_fd=listener.detach(),
+        )

@@ -74,7 +74,7 @@ class Manifest:
             message = json.loads(text)
             rows = [(str(name), _DTYPES[dtype], [int(n) for n in shape]) for name, dtype, shape in message["weights"]]
             promised = int(message["bytes"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise ProtocolError(f"manifest of the weights: not readable ({type(error).__name__}: {error})") from None
         if not rows or any(n < 0 for _, _, shape in rows for n in shape):
             raise ProtocolError("manifest of the weights: no tensors, or a negative size")

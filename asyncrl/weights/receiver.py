@@ -15,19 +15,22 @@ import structlog
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
-from torch.distributed import DistNetworkError
+from torch.distributed import DistError
 
-from asyncrl.errors import AsyncrlError, ConfigError, PeerTimeoutError, RunError
+from asyncrl.errors import AsyncrlError, ConfigError, ProtocolError, RunError
 from asyncrl.weights import transports
-from asyncrl.weights.exchange import POLL_S, Group, Interrupted, Mailbox, broadcast, pause_s, retire
+from asyncrl.weights.exchange import Group, Interrupted, Mailbox, Wait, broadcast, retire
 from asyncrl.weights.packing import Manifest, buckets, empty_buffer
+from asyncrl.weights.turn import GivenUp, SessionLost, Turn, raise_if_dropped
 
 log = structlog.get_logger()
 
 _IDLE_POLL_S = 0.01
 """Pause between two looks for an announcement."""
 _ABORT_POLL_S = 0.05
-"""Pause between two looks, inside a broadcast, whether the sender gave it up."""
+"""The same, inside a broadcast, for word that it was given up."""
+_REJOIN_S = 1.0
+"""Pause between two sessions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +40,16 @@ class StagedWeights:
     version: int
     checksum: int
     tensors: list[tuple[str, Tensor]]
+    session: str = ""
+    """In which the receiver got it."""
 
 
 class WeightReceiver:
     """Receives every version of the policy in a background thread.
 
-    The wait for a sender and for its next announcement has no deadline; each phase after that has `timeout_s`.
-    A sender that goes away is waited for again; a broadcast that the sender gives up is forgotten.
+    The wait for a sender and for its next announcement has no deadline; each phase after that has `timeout_s`. A
+    sender that goes away, drops this receiver or is silent for too long is no error: the receiver says so in the log
+    and joins again, as often as it takes. A broadcast that the sender gives up is forgotten.
     """
 
     def __init__(
@@ -51,16 +57,18 @@ class WeightReceiver:
         store_address: tuple[str, int],
         *,
         rank: int,
-        num_generators: int,
         transport: str,
         timeout_s: float,
+        max_bytes: int,
         device: str = "cpu",
         keeps: Callable[[int], bool] = lambda version: False,
     ) -> None:
-        """A version that `keeps` says true of is not overwritten by a newer one before it was loaded, except by a
-        generator that has not loaded any."""
-        if not 1 <= rank <= num_generators:
-            raise RunError(f"weight receiver: rank {rank} is not in 1..{num_generators} (generator index + 1)")
+        """Weights of more than `max_bytes` are refused before memory is taken for them. A version that `keeps` says
+        true of is not overwritten by a newer one before it was loaded, except by a generator that has not loaded
+        any."""
+        if rank < 1:
+            raise RunError(f"weight receiver: rank {rank} is not at least 1 (generator index + 1)")
+        self._max_bytes = max_bytes
         self._address = store_address
         self._rank = rank
         self._transport = transport
@@ -74,7 +82,9 @@ class WeightReceiver:
         self._group_number = 0
         self._staged: StagedWeights | None = None
         self._in_use = False
-        self._loaded: dict[str, int] | None = None
+        self._loaded: dict[str, Any] | None = None
+        """What the engine runs on, and the session that it came in."""
+        self._phase, self._seen_s, self._warned = "start", time.monotonic(), False
         self._handover = threading.Lock()
         self._error: AsyncrlError | None = None
         self._stop = threading.Event()
@@ -85,9 +95,9 @@ class WeightReceiver:
         self._thread.start()
 
     def staged(self) -> StagedWeights | None:
-        """A complete version that was not given out before, or None. Raises what went wrong in the background."""
-        if self._error is not None:
-            raise self._error
+        """A complete version that was not given out before, or None. Raises what a new session would not mend: weights
+        that cannot be those of the model, or a transport that is not the sender's."""
+        self._check()
         with self._handover:
             staged, self._staged = self._staged, None
             self._in_use = self._in_use or staged is not None
@@ -96,13 +106,20 @@ class WeightReceiver:
     def hold(self) -> None:
         """Says that the engine stays on its version for now. Call it often instead of `staged`: while a version that
         must be loaded waits for the end of that, the sender's deadline does not run out."""
+        self._check()
+        self._held_s = time.monotonic()
+
+    def _check(self) -> None:
         if self._error is not None:
             raise self._error
-        self._held_s = time.monotonic()
+        silent_s = time.monotonic() - self._seen_s
+        if not self._warned and silent_s > 1.25 * self._timeout_s and self._thread.is_alive():
+            self._warned = True
+            log.warning("learner rank 0 is silent", silent_s=round(silent_s, 1), phase=self._phase)
 
     def loaded(self, staged: StagedWeights) -> None:
         """Says that the engine runs on this version now; staging is used for the next one from here on."""
-        self._loaded = {"version": staged.version, "checksum": staged.checksum}
+        self._loaded = {"version": staged.version, "checksum": staged.checksum, "session": staged.session}
         self._in_use = False
 
     def close(self) -> None:
@@ -128,73 +145,82 @@ class WeightReceiver:
             self._drop_group()
 
     def _session(self) -> None:
-        """From joining a sender until it closes."""
+        """From joining a sender until it closes, is gone, or does not answer."""
         store = self._connect()
         incarnation = uuid.uuid4().hex
         mail = Mailbox(PrefixStore("weights", store))
-        member = {"id": incarnation, "device": transports.device_name(self._device), "left": False}
-        left = f"member/{self._rank}", member | {"left": True}
-        self._manifest = self._loaded = None
+        self._manifest = None
         try:
-            mail.put(f"member/{self._rank}", member)
+            number, device = mail.count("members", 1), transports.device_name(self._device)
+            mail.put(f"member/{number}", {"id": incarnation, "rank": self._rank, "device": device})
             try:
                 self._serve(mail, store, incarnation)
             finally:
-                mail.put(*left)
-        except DistNetworkError as error:
-            log.info("weight sender is gone", reason=str(error).splitlines()[0])
+                mail.put(f"left/{incarnation}", {})
+        except SessionLost as reason:
+            log.warning("joins the weights anew", phase=self._phase, reason=str(reason))
+        except DistError as error:
+            log.warning("learner rank 0 is gone", phase=self._phase, reason=str(error).splitlines()[0])
         self._drop_group()
-        self._stop.wait(1.0)
+        self._stop.wait(_REJOIN_S)
 
     def _connect(self) -> TCPStore:
-        host, port = self._address
+        self._phase = "let this generator join"
+        timeout = timedelta(seconds=self._timeout_s)
         while True:
             try:
                 socket.create_connection(self._address, timeout=1.0).close()
-                timeout = timedelta(seconds=self._timeout_s)
-                return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-            except (OSError, DistNetworkError):  # nobody listens yet
+                return TCPStore(*self._address, is_master=False, wait_for_workers=False, timeout=timeout)
+            except (OSError, DistError):  # nobody listens yet
                 self._pause(0.1)
 
     def _serve(self, mail: Mailbox, store: TCPStore, incarnation: str) -> None:
         offers = 1
         while not mail.store.check(["closed"]):
+            self._phase = "announce a version"
             offer = mail.read(f"offer/{incarnation}/{offers}")
             if offer is None:
+                raise_if_dropped(mail, incarnation)
                 self._pause(_IDLE_POLL_S)
                 continue
-            turn = _Round(mail, f"{incarnation}/{offers}")
+            turn = Turn(mail, incarnation, offers)
             try:
                 self._receive(turn, store, offer)
-            except _GivenUp as error:
+            except GivenUp as error:
                 log.info("weights not received", version=offer["version"], reason=str(error))
                 turn.put("received", {"error": str(error)})
             offers += 1
 
-    def _receive(self, turn: _Round, store: TCPStore, offer: dict[str, Any]) -> None:
-        """One round, from an offer to complete staging. Raises _GivenUp when the sender or the transport ends it."""
+    def _receive(self, turn: Turn, store: TCPStore, offer: dict[str, Any]) -> None:
+        """One round, from an offer to complete staging. Raises GivenUp when the sender or the transport ends it."""
         version = int(offer["version"])
         manifest = self._prepare(turn.mail, offer)
-        told_s = time.monotonic()
+        self._await_staging(turn)
+        here = self._loaded is not None and self._loaded["session"] == turn.incarnation
+        turn.put("ready", {"loaded": self._loaded if here else None})
+        # The other generators have their own time to become ready.
+        go = self._await(turn, "go", f"start to send version {version}", 2 * self._timeout_s)
+        try:
+            checksum = self._broadcast(turn, store, offer | go)
+        except DistError:
+            raise
+        except (RuntimeError, TimeoutError) as error:
+            raise GivenUp(str(error).splitlines()[0]) from None
+        verdict = self._await(turn, "verdict", f"end the broadcast of version {version}", self._timeout_s)
+        if verdict.get("checksum") == checksum:
+            self._staged = StagedWeights(version, checksum, manifest.views(self._buffer), turn.incarnation)
+        turn.put("received", {"checksum": checksum})
+
+    def _await_staging(self, turn: Turn) -> None:
+        """Returns when the next version may be written to staging."""
+        wait, told_s = Wait(), time.monotonic()
         while not self._reclaim():
-            turn.raise_if_aborted()
+            turn.raise_if_over()
             if self._held_s > told_s and time.monotonic() - told_s > self._timeout_s / 4:
                 told_s = time.monotonic()
                 turn.put("holding", {"since_s": told_s})
-            self._pause(POLL_S)
-        turn.put("ready", {"loaded": self._loaded})
-        # The other generators have their own time to become ready.
-        self._await(turn, "go", f"start to send version {version}", 2 * self._timeout_s)
-        try:
-            checksum = self._broadcast(turn, store, offer)
-        except (RuntimeError, TimeoutError) as error:
-            if isinstance(error, DistNetworkError):
-                raise
-            raise _GivenUp(str(error).splitlines()[0]) from None
-        verdict = self._await(turn, "verdict", f"end the broadcast of version {version}", self._timeout_s)
-        if verdict.get("checksum") == checksum:
-            self._staged = StagedWeights(version, checksum, manifest.views(self._buffer))
-        turn.put("received", {"checksum": checksum})
+            wait.look()
+            self._pause(wait.pause_s)
 
     def _reclaim(self) -> bool:
         """Takes staging for the next version, from one that nobody took too. False while it is in use or kept."""
@@ -211,18 +237,22 @@ class WeightReceiver:
             raise ConfigError(f"weights.transport: the learner sends by {name!r}, here it is {self._transport!r}")
         if self._manifest is None:
             manifest = Manifest.from_json(mail.store.get("manifest"))
+            if manifest.num_bytes > self._max_bytes:
+                raise ProtocolError(
+                    f"manifest of the weights: {manifest.num_bytes} bytes described, where the model of this generator "
+                    f"has at most {self._max_bytes}; learner and generators must have the same model.path"
+                )
             device = self._device if transports.TRANSPORTS[name].on_device else torch.device("cpu")
             if self._buffer.numel() != manifest.num_bytes or self._buffer.device.type != device.type:
                 self._buffer = empty_buffer(manifest.num_bytes, device, pinned=self._device.type == "cuda")
             self._manifest = manifest
         return self._manifest
 
-    def _broadcast(self, turn: _Round, store: TCPStore, offer: dict[str, Any]) -> int:
+    def _broadcast(self, turn: Turn, store: TCPStore, offer: dict[str, Any]) -> int:
         if self._group is None or self._group_number != offer["group"]:
             self._drop_group()
-            member = transports.Member(
-                int(offer["rank"]), int(offer["size"]), self._address, self._device, self._timeout_s
-            )
+            place = int(offer["rank"]), int(offer["size"])
+            member = transports.Member(*place, self._address, self._device, self._timeout_s)
             group_store = PrefixStore(f"group/{offer['group']}", store)
             self._group = transports.TRANSPORTS[offer["transport"]].connect(group_store, member)
             self._group_number = offer["group"]
@@ -232,16 +262,15 @@ class WeightReceiver:
         self._group = group
         return checksum
 
-    def _checker(self, turn: _Round) -> Callable[[], None]:
+    def _checker(self, turn: Turn) -> Callable[[], None]:
         looked = time.monotonic()
 
         def check() -> None:
             nonlocal looked
-            if self._stop.is_set():
-                raise Interrupted
             if time.monotonic() - looked > _ABORT_POLL_S:
                 looked = time.monotonic()
-                turn.raise_if_aborted()
+                turn.raise_if_over()
+            self._pause(0.0)
 
         return check
 
@@ -251,42 +280,20 @@ class WeightReceiver:
         self._group = None
 
     def _pause(self, seconds: float) -> None:
+        """Called in every wait, after the sender's store answered."""
+        self._seen_s, self._warned = time.monotonic(), False
         if self._stop.wait(seconds):
             raise Interrupted
 
-    def _await(self, turn: _Round, what: str, phase: str, timeout_s: float) -> dict[str, Any]:
-        started = time.monotonic()
-        asked_for: dict[str, Any] | None = None
+    def _await(self, turn: Turn, what: str, phase: str, timeout_s: float) -> dict[str, Any]:
+        self._phase = phase
+        wait, asked_for = Wait(), None
         while (message := turn.read(what)) is None:
-            turn.raise_if_aborted()
-            waited_s = time.monotonic() - started
-            if waited_s > timeout_s:
+            turn.raise_if_over()
+            if wait.look() > timeout_s:
                 before, asked_for = asked_for, turn.read("patience")
                 if asked_for == before:
-                    raise PeerTimeoutError(f"weights: the learner (rank 0) did not {phase} within {timeout_s:g} s")
-                started = time.monotonic()
-            self._pause(pause_s(waited_s))
+                    raise SessionLost(f"learner rank 0 did not {phase} within {timeout_s:g} s")
+                wait = Wait()
+            self._pause(wait.pause_s)
         return message
-
-
-class _GivenUp(Exception):
-    """The round came to nothing; another offer may follow."""
-
-
-class _Round:
-    """The messages of one offer."""
-
-    def __init__(self, mail: Mailbox, suffix: str) -> None:
-        self.mail = mail
-        self._suffix = suffix
-
-    def put(self, what: str, message: dict[str, Any]) -> None:
-        self.mail.put(f"{what}/{self._suffix}", message)
-
-    def read(self, what: str) -> dict[str, Any] | None:
-        return self.mail.read(f"{what}/{self._suffix}")
-
-    def raise_if_aborted(self) -> None:
-        verdict = self.read("verdict")
-        if verdict is not None and "abort" in verdict:
-            raise _GivenUp(verdict["abort"])

@@ -1,4 +1,8 @@
-"""The generators as the sender sees them: who is there, what is told to them, and who did not answer."""
+"""The generators as the sender sees them: who is there, what is told to them, and who did not answer.
+
+A receiver takes the next number of the counter "members" and announces itself under that number, with an id of its
+own; from then on all messages to and from it carry the id. Another announcement of the same rank replaces it.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl.errors import PeerTimeoutError
-from asyncrl.weights.exchange import Mailbox, pause_s
+from asyncrl.weights.exchange import Mailbox, Wait
 
 _LOOK_S = 0.05
-"""Pause between two looks, while answers are awaited, whether a generator was replaced."""
+"""Pause between two looks, while answers are awaited, whether a generator left or was replaced."""
+_OF_AN_OFFER = ("offer", "holding", "patience", "ready", "go", "verdict", "received")
+
+Answers = list[tuple["Peer", dict[str, Any]]]
 
 
 @dataclass(slots=True)
@@ -21,9 +27,13 @@ class Peer:
     rank: int
     id: str
     device: str
+    number: int
+    """Of its announcement."""
     offers: int = 0
     version: int | None = None
     """Last version it received."""
+    failures: int = 0
+    """How often in a row it did not get the version right."""
 
     @property
     def name(self) -> str:
@@ -34,103 +44,100 @@ class Peer:
         return f"{what}/{self.id}/{self.offers}"
 
 
-class PeersChanged(Exception):
-    """A generator left or was replaced during a round."""
-
-
 class Roster:
-    """All generators by rank. `check` is called all the time while something is awaited and may raise to give up."""
+    """Generators that are there, by rank. `check` is called all the time while something is awaited and may raise to
+    give up."""
 
-    def __init__(self, mail: Mailbox, num_generators: int, check: Callable[[], None]) -> None:
+    def __init__(self, mail: Mailbox, check: Callable[[], None]) -> None:
         self._mail = mail
         self._check = check
-        self._peers: dict[int, Peer | None] = dict.fromkeys(range(1, num_generators + 1))
+        self._peers: dict[int, Peer] = {}
+        self._announced = 0
+        self._unread: set[int] = set()
+        """Announcements counted whose text was not there yet."""
 
     def present(self) -> list[Peer]:
-        """Who is there now; not those that left or never came."""
-        for rank, known in self._peers.items():
-            message = self._mail.read(f"member/{rank}")
-            if message is None or message["left"]:
-                self._peers[rank] = None
-            elif known is None or known.id != message["id"]:
-                self._peers[rank] = Peer(rank, message["id"], message["device"])
-        return [peer for peer in self._peers.values() if peer is not None]
+        """Who is there now, by rank."""
+        announced = self._mail.count("members")
+        self._unread.update(range(self._announced + 1, announced + 1))
+        self._announced = announced
+        for number in sorted(self._unread):
+            self._welcome(number)
+        for peer in list(self._peers.values()):
+            if self._mail.read(f"left/{peer.id}") is not None:
+                self._mail.delete(f"left/{peer.id}")
+                self._remove(peer)
+        return [self._peers[rank] for rank in sorted(self._peers)]
 
-    def gathered(self, timeout_s: float) -> list[Peer]:
-        """Who is there, once every generator came at least once. Raises PeerTimeoutError naming the missing ones."""
+    def _welcome(self, number: int) -> None:
+        message = self._mail.read(f"member/{number}")
+        if message is None:
+            return
+        self._mail.delete(f"member/{number}")
+        self._unread.remove(number)
+        peer = Peer(int(message["rank"]), message["id"], message["device"], number)
+        before = self._peers.get(peer.rank)
+        if before is None or before.number < number:
+            if before is not None:
+                self._remove(before)
+            self._peers[peer.rank] = peer
 
-        def missing() -> list[str]:
-            return [f"generator {rank - 1}" for rank in self._peers if self._mail.read(f"member/{rank}") is None]
+    def await_members(self, count: int, timeout_s: float) -> None:
+        """Returns when so many generators are there, or after `timeout_s`."""
+        wait = Wait()
+        while len(self.present()) < count and wait.look() < timeout_s:
+            self._check()
+            time.sleep(wait.pause_s)
 
-        self._until(lambda: not missing(), timeout_s, lambda: f"weights: {', '.join(missing())} did not join")
-        return self.present()
+    def drop(self, peer: Peer, reason: str) -> None:
+        """Goes on without a peer. When it is alive it reads why, and joins again under a new id."""
+        self._mail.put(f"dropped/{peer.id}", {"reason": reason})
+        self._remove(peer)
+
+    def _remove(self, peer: Peer) -> None:
+        if self._peers.get(peer.rank) is peer:
+            del self._peers[peer.rank]
+        self.forget([peer])
 
     def tell(self, peers: Sequence[Peer], what: str, message: dict[str, Any]) -> None:
         for peer in peers:
             self._mail.put(peer.key(what), message)
 
-    def forget(self, peers: Sequence[Peer], *what: str) -> None:
+    def forget(self, peers: Sequence[Peer]) -> None:
         """Removes the messages of an offer that is done."""
         for peer in peers:
-            for name in what:
+            for name in _OF_AN_OFFER:
                 self._mail.delete(peer.key(name))
 
-    def collect(
-        self, peers: Sequence[Peer], what: str, phase: str, timeout_s: float
-    ) -> list[tuple[Peer, dict[str, Any]]]:
-        """Each peer with its answer. Raises PeersChanged, or PeerTimeoutError naming who did not do `phase`. Peers that
-        say "holding" again and again have time, and the others are asked for "patience"."""
-        holding: dict[int, dict[str, Any] | None] = {}
+    def collect(self, peers: Sequence[Peer], what: str, timeout_s: float) -> tuple[Answers, list[Peer]]:
+        """The peers that answered, each with its answer, and those that are late. Who left or was replaced is in
+        neither. Peers that say "holding" again and again have time, and the others are asked for "patience"."""
         answers: dict[int, dict[str, Any]] = {}
-        looked = time.monotonic()
-
-        def complete() -> bool:
-            nonlocal looked
-            for peer in peers:
-                if peer.rank not in answers and (answer := self._mail.read(peer.key(what))) is not None:
-                    answers[peer.rank] = answer
-            if len(answers) == len(peers):
-                return True
-            if time.monotonic() - looked > _LOOK_S:
-                looked = time.monotonic()
-                self._raise_if_changed(peers)
-            return False
-
-        def late() -> str:
-            return f"{', '.join(peer.name for peer in peers if peer.rank not in answers)} did not {phase}"
-
-        def excused() -> bool:
-            before = dict(holding)
-            waiting = [peer for peer in peers if peer.rank not in answers]
-            holding.update({peer.rank: self._mail.read(peer.key("holding")) for peer in waiting})
-            excused = all(holding[peer.rank] not in (None, before.get(peer.rank)) for peer in waiting)
-            if excused:
-                self.tell([peer for peer in peers if peer.rank in answers], "patience", {"since_s": time.monotonic()})
-            return excused
-
-        self._until(complete, timeout_s, late, excused)
-        return [(peer, answers[peer.rank]) for peer in peers]
-
-    def _raise_if_changed(self, peers: Sequence[Peer]) -> None:
-        now = {peer.id for peer in self.present()}
-        if changed := [peer for peer in peers if peer.id not in now]:
-            staying = [peer for peer in peers if peer.id in now]
-            self.tell(staying, "verdict", {"abort": "a generator left or was replaced"})
-            raise PeersChanged(", ".join(f"{peer.name} left or was replaced" for peer in changed))
-
-    def _until(
-        self,
-        done: Callable[[], bool],
-        timeout_s: float,
-        late: Callable[[], str],
-        excused: Callable[[], bool] = lambda: False,
-    ) -> None:
-        started = time.monotonic()
-        while not done():
+        held: dict[int, Any] = {}
+        late: list[Peer] = []
+        waiting = list(peers)
+        wait, looked_s = Wait(), time.monotonic()
+        while True:
+            for peer in waiting:
+                if (answer := self._mail.read(peer.key(what))) is not None:
+                    answers[peer.number] = answer
+            waiting = [peer for peer in waiting if peer.number not in answers]
             self._check()
-            waited_s = time.monotonic() - started
-            if waited_s > timeout_s and excused():
-                started = time.monotonic()
-            elif waited_s > timeout_s:
-                raise PeerTimeoutError(f"{late()} within {timeout_s:g} s")
-            time.sleep(pause_s(waited_s))
+            if time.monotonic() - looked_s > _LOOK_S:
+                looked_s = time.monotonic()
+                there = {peer.number for peer in self.present()}
+                waiting = [peer for peer in waiting if peer.number in there]
+            if wait.look() > timeout_s:
+                holding = [peer for peer in waiting if self._holds(peer, held)]
+                late += [peer for peer in waiting if peer not in holding]
+                waiting, wait = holding, Wait()
+                self.tell([peer for peer in peers if peer.number in answers], "patience", {"since_s": time.monotonic()})
+            if not waiting:
+                return [(peer, answers[peer.number]) for peer in peers if peer.number in answers], late
+            time.sleep(wait.pause_s)
+
+    def _holds(self, peer: Peer, held: dict[int, Any]) -> bool:
+        """Whether it said "holding" since it was asked the last time; `held` is what it said then, by number."""
+        before = held.get(peer.number)
+        held[peer.number] = self._mail.read(peer.key("holding"))
+        return held[peer.number] not in (None, before)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from itertools import islice
 
+import msgpack
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -113,3 +114,21 @@ def test_another_dataset_is_not_resumed(dataset: Write) -> None:
     cursor = PromptCursor(dataset([row(i) for i in range(6)]), limit_tokens=10)
     with pytest.raises(ConfigError, match=r"had \[5\] rows when the run was saved and have \[6\] now"):
         cursor.load_state_dict(state)
+
+
+def test_any_row_can_be_had_and_the_state_goes_through_msgpack(dataset: Write) -> None:
+    config = dataset([row(i) for i in range(5)], [row(0, prompt="12345678901"), row(1)])
+    cursor = PromptCursor(config, limit_tokens=10)
+    drawn = [next(cursor) for _ in range(9)]
+    state = msgpack.unpackb(msgpack.packb(cursor.state_dict()))
+    for prompt in drawn:
+        again = cursor.prompt(prompt.row)
+        assert (again.ground_truth, again.tokens.tolist()) == (prompt.ground_truth, prompt.tokens.tolist())
+    resumed = PromptCursor(config, limit_tokens=10)
+    resumed.load_state_dict(state)
+    assert rows(resumed, 9) == rows(cursor, 9)
+    resumed.load_state_dict(state)
+    assert resumed.state_dict() == state
+    after = rows(resumed, 5)
+    resumed.load_state_dict(state)
+    assert rows(resumed, 5) == after

@@ -14,6 +14,7 @@ from generator_model import EOS, reference_logprobs, small_config, weights_of
 from transformers import Qwen2ForCausalLM
 
 from asyncrl.errors import PeerTimeoutError
+from asyncrl.generator import loop as loop_module
 from asyncrl.generator.engine import Engine
 from asyncrl.generator.loop import _DENIED_IDLE_S, GeneratorLoop
 from asyncrl.replay.client import LeaseReply
@@ -233,4 +234,54 @@ def test_missing_first_weights_are_an_error_that_names_the_learner(engine: Engin
     loop, client, _ = make_loop(engine, model_path, lambda *_: LeaseReply([], False, ""), launch__start_timeout_s=0.1)
     with pytest.raises(PeerTimeoutError, match=r"generator 3: learner rank 0 did not send the first weights .* 0.1 s"):
         loop.run()
-    assert client.asks == []
+    assert [ask[:2] for ask in client.asks] == [(NO_VERSION, 0)]
+
+
+def test_a_generator_without_weights_speaks_each_second_and_waits_while_the_learners_go_on(
+    engine: Engine, model_path: str, policies: Policies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop_module, "_HEARTBEAT_S", 0.1)
+    weights = [(7, weights_of(policies[0]))]
+
+    def answer(version: int, num_groups: int) -> LeaseReply:
+        number = len(client.asks)
+        if number == 8:
+            receiver.versions.extend(weights)
+        return LeaseReply([], version != NO_VERSION, "", progress=number)
+
+    loop, client, receiver = make_loop(engine, model_path, answer, launch__start_timeout_s=0.4)
+    loop.run()
+    assert [ask[:2] for ask in client.asks[:8]] == [(NO_VERSION, 0)] * 8
+    assert client.asks[8][0] == 7
+
+
+@pytest.mark.parametrize("stop_timeout_s", [30.0, 0.02])
+def test_a_generator_that_leaves_finishes_what_it_has_time_for(
+    engine: Engine, model_path: str, policies: Policies, stop_timeout_s: float
+) -> None:
+    leases = Leases(100)
+    leaving = False
+
+    def answer(version: int, num_groups: int) -> LeaseReply:
+        return LeaseReply([], False, "", leave=True) if leaving else leases(version, num_groups)
+
+    loop, client, _ = make_loop(engine, model_path, answer, policies[:1], launch__stop_timeout_s=stop_timeout_s)
+    loop._swap_staged()
+    for _ in range(3):
+        loop.tick()
+    has = {lease.ticket for lease in leases.leases[: 100 - len(list(leases._left))]}
+    asks = len(client.asks)
+    leaving, loop._heartbeat_s = True, 0.0
+    loop.run()
+    assert all(asked == 0 for _, asked, _ in client.asks[asks + 1 :])
+    finished, released = {group.ticket for group in client.groups}, {ticket for ticket, _, _ in client.released}
+    assert finished | released == has
+    assert not finished & released
+    assert not released if stop_timeout_s == 30.0 else released
+    assert engine.num_running == 0
+
+
+def test_a_generator_that_has_no_weights_leaves_at_once(engine: Engine, model_path: str) -> None:
+    loop, client, _ = make_loop(engine, model_path, lambda *_: LeaseReply([], False, "", leave=True))
+    loop.run()
+    assert (len(client.asks), client.released) == (1, [])

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from itertools import count
+from typing import Any
 
 import numpy as np
 
 from asyncrl.config import Config, load_config
+from asyncrl.replay.queue import ReplayQueue
 from asyncrl.types import NO_VERSION, Endpoints, Group, Lease, Prompt, Status, Trajectory
 
 PROMPT_TOKENS = 3
@@ -26,6 +30,41 @@ def small_config(**overrides: object) -> Config:
     return load_config(None, values)
 
 
+STATS: dict[str, Any] = {"tokens": 0, "idle_s": 0.0, "busy_s": 1.0, "stall_ms": [], "rewards_failed": 0}
+_numbers = count(1)
+
+
+def ask_queue(
+    queue: ReplayQueue,
+    generator: int,
+    version: int,
+    num_groups: int,
+    num_evaluations: int = 0,
+    *,
+    session: str | None = None,
+    number: int | None = None,
+    stats: dict[str, Any] | None = None,
+) -> tuple[list[Lease], str]:
+    """An ask of a generator, by default the next one of its only session."""
+    return queue.ask(
+        generator,
+        version,
+        num_groups,
+        STATS if stats is None else stats,
+        num_evaluations,
+        session=f"only session of {generator}" if session is None else session,
+        number=next(_numbers) if number is None else number,
+    )
+
+
+def kill_queue(queue: ReplayQueue) -> None:
+    """Ends the queue's process as SIGKILL would: what is buffered is gone, descriptors are closed."""
+    journal = queue.durable.journal
+    assert journal is not None
+    for descriptor in (journal._lock, queue.durable.trace._file):
+        os.close(descriptor)
+
+
 class EndlessPrompts:
     """Prompts of increasing row numbers."""
 
@@ -36,8 +75,16 @@ class EndlessPrompts:
 
     def __next__(self) -> Prompt:
         self.row += 1
-        tokens = np.arange(PROMPT_TOKENS, dtype=np.int32)
-        return Prompt(self.row, tokens, str(self.row), "test", {"index": self.row})
+        return self.prompt(self.row)
+
+    def prompt(self, row: int) -> Prompt:
+        return Prompt(row, np.arange(PROMPT_TOKENS, dtype=np.int32), str(row), "test", {"index": row})
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"row": self.row}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.row = state["row"]
 
 
 def make_group(

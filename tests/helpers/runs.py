@@ -41,8 +41,13 @@ class Launched:
         path = self.run_dir / "logs" / f"{role}.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
+    def starts(self, role: str) -> list[int]:
+        """Process ids of the role's starts in all launches of the run."""
+        return [event["pid"] for event in self.events(role) if event["event"] == "started"]
+
     def pid(self, role: str) -> int:
-        return next(event["pid"] for event in self.events(role) if event["event"] == "started")
+        """Process id of the role's latest start."""
+        return self.starts(role)[-1]
 
     def rows(self) -> list[dict[str, float]]:
         path = self.run_dir / "metrics.jsonl"
@@ -102,8 +107,9 @@ def _runs(pid: int) -> bool:
 
 
 def start_launch(folder: Path, run: str, *arguments: str) -> Launched:
-    """`asyncrl launch` on the demo in `folder`, with plain output."""
-    command = [sys.executable, "-m", "asyncrl.cli", "launch", "--config", "demo", "--run", run, *arguments]
+    """`asyncrl launch` on the demo in `folder`, or on with a run there, with plain output."""
+    how = [] if "--resume" in arguments else ["--config", "demo"]
+    command = [sys.executable, "-m", "asyncrl.cli", "launch", *how, "--run", run, *arguments]
     process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     return Launched(folder, run, process)
 

@@ -10,7 +10,7 @@ import pytest
 from asyncrl.config import load_config
 from asyncrl.errors import ConfigError
 from asyncrl.launch.folder import RunFolder
-from tests.helpers.replay import small_config
+from tests.helpers.replay import loopback_endpoints, small_config
 
 
 @pytest.fixture(autouse=True)
@@ -40,5 +40,5 @@ def test_two_live_runs_of_one_name_are_refused() -> None:
 def test_the_written_config_reproduces_the_run() -> None:
     config = small_config(run="same", seed=5)
     with RunFolder(config) as folder:
-        folder.write_config(config)
+        folder.begin(config, loopback_endpoints(1))
         assert load_config(folder.path / "config.yaml") == config

@@ -94,3 +94,24 @@ def test_free_ports_are_free_and_different() -> None:
     for port in ports:
         with socket.socket() as sock:
             sock.bind(("127.0.0.1", port))
+
+
+def test_everything_listens_at_the_host() -> None:
+    endpoints = make_endpoints(small_config(launch__host="127.0.0.2"), "run", reward_model=True)
+    assert endpoints.replay.startswith("tcp://127.0.0.2:")
+    assert endpoints.reward_model.startswith("tcp://127.0.0.2:")
+    assert (endpoints.weights[0], endpoints.learners[0]) == ("127.0.0.2", "127.0.0.2")
+
+
+@pytest.mark.parametrize(
+    ("host", "reason"),
+    [
+        ("0.0.0.0", "every address of this machine; name the address that the others can reach"),
+        ("192.0.2.7", r"cannot be listened on \(Cannot assign requested address\); `hostname -I` lists"),
+        ("localhost", "not an IPv4 address; `hostname -I` lists"),
+        ("::1", "not an IPv4 address"),
+    ],
+)
+def test_a_host_that_cannot_be_listened_on_is_refused(host: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=f"launch.host = '{host}': .*{reason}"):
+        make_endpoints(small_config(launch__host=host), "run")

@@ -1,11 +1,15 @@
-"""`run_learner` as one of two ranks with ZeRO stage 3, with fakes for the replay queue and the weight sender."""
+"""`run_learner` as one of two ranks with ZeRO stage 3, with fakes for the replay queue and the weight sender.
+
+`begin.json` in the folder says how many steps were committed before, `offline.json` that it is `run_offline`.
+"""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,7 +19,8 @@ from worlds import endpoints, make_config, make_groups
 
 import asyncrl.replay.client
 import asyncrl.weights.sender
-from asyncrl.learner.loop import run_learner
+from asyncrl.learner.loop import run_learner, run_offline
+from asyncrl.replay.client import Committed
 from asyncrl.types import Shard
 
 rank, port, model, out = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4])
@@ -26,11 +31,20 @@ class Client:
         self.rank = rank
 
     def take(self, step: int) -> Shard:
-        return Shard(step, make_groups(2, seed=10 * step + self.rank, version=step - 1))
+        groups = make_groups(2, seed=10 * step + self.rank, version=step - 1)
+        for group in groups:
+            for trajectory in group.trajectories:
+                trajectory.versions[trajectory.action_mask] = step - 1
+        return Shard(step, groups)
 
-    def commit(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
+    def begin(self, step: int) -> int:
+        begin = out / "begin.json"
+        (out / f"begun-{self.rank}").write_text(str(step))
+        return json.loads(begin.read_text()) if begin.exists() else 0
+
+    def commit(self, step: int, metrics: dict[str, float], **options: Any) -> Committed:
         assert self.rank == 0
-        return {"replay/ready": 1.0}
+        return Committed({"replay/ready": 1.0}, b"the queue")
 
     def close(self) -> None:
         (out / f"closed-{self.rank}").touch()
@@ -38,9 +52,9 @@ class Client:
 
 class Sender:
     def __init__(self, address: tuple[str, int], **options: Any) -> None:
-        assert rank == 0 and options["num_generators"] == 1 and options["transport"] == "auto"
+        assert rank == 0 and options["expected_generators"] == 1 and options["transport"] == "auto"
         self.sent: dict[str, Tensor] = {}
-        self.stats = SimpleNamespace(count=0, broadcast_s=0.0)
+        self.stats = SimpleNamespace(count=0, broadcast_s=0.0, dropped=0)
 
     def send(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
         self.sent |= {f"{version}/{name}": weight.clone() for name, weight in weights}
@@ -48,11 +62,42 @@ class Sender:
     def wait(self) -> None: ...
 
     def close(self) -> None:
-        save_file(self.sent, out / "sent.safetensors")
+        if self.sent:
+            save_file(self.sent, out / "sent.safetensors")
 
 
+class JournalBatches(Client):
+    def __init__(self, folder: Path, rank: int) -> None:
+        super().__init__(None, rank, timeout_s=0)
+        assert folder == out / "journal"
+
+    def begin(self, step: int) -> int:
+        return STEPS
+
+    def take(self, step: int) -> Shard | None:
+        return super().take(step) if step <= STEPS else None
+
+
+STEPS = 4
 asyncrl.replay.client.LearnerClient = Client  # pyright: ignore[reportAttributeAccessIssue]
 asyncrl.weights.sender.WeightSender = Sender  # pyright: ignore[reportAttributeAccessIssue]
+offline_module: Any = ModuleType("asyncrl.replay.offline")
+offline_module.JournalBatches = JournalBatches
+sys.modules["asyncrl.replay.offline"] = offline_module
 torch.set_num_threads(1)
-config = make_config(model, learner={"zero_stage": 3}, launch={"learners": 2}, steps=2)
-run_learner(config, rank=rank, endpoints=endpoints(port), run_dir=out, should_stop=lambda: False)
+offline = out / "offline.json"
+config = make_config(
+    model,
+    learner={"zero_stage": 3},
+    launch={"learners": 2},
+    checkpoint={"every_steps": 2},
+    deterministic=True,
+    replay={"max_staleness": 0},
+    steps=9 if offline.exists() else STEPS,
+)
+options: dict[str, Any] = {"rank": rank, "endpoints": endpoints(port), "run_dir": out, "should_stop": lambda: False}
+if offline.exists():
+    run_offline(config, **options, out_dir=out / "offline", start=json.loads(offline.read_text()))
+else:
+    run_learner(config, **options)
+assert torch.are_deterministic_algorithms_enabled()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+import shutil
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,8 @@ from worlds import make_config, make_groups, make_trainer, spawn
 
 from asyncrl.errors import InvariantError, PeerTimeoutError
 from asyncrl.learner.distributed import Ranks
-from asyncrl.learner.loop import Learner
+from asyncrl.learner.steps import Learner
+from asyncrl.replay.client import Committed
 from asyncrl.types import Shard
 
 
@@ -31,19 +33,27 @@ class Batches:
         version = max(step - 1 - self.behind, 0)
         return Shard(step, make_groups(2, seed=step, version=version)) if step <= self.last else None
 
-    def commit(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
+    def begin(self, step: int) -> int:
+        return 0
+
+    def commit(
+        self, step: int, metrics: dict[str, float], *, saving: bool = False, checkpoints: Sequence[int] = ()
+    ) -> Committed:
+        assert not saving and not checkpoints
         self.commits.append((step, metrics))
-        return {"replay/ready": 3.0}
+        return Committed({"replay/ready": 3.0})
 
     def evaluations(self, should_stop: Callable[[], bool]) -> list[tuple[int, dict[str, float]]]:
         return self.left
+
+    def close(self) -> None: ...
 
 
 class Sender:
     def __init__(self, lost: bool = False) -> None:
         self.sent: list[tuple[int, dict[str, Tensor]]] = []
         self.lost = lost
-        self.stats = SimpleNamespace(count=0, broadcast_s=0.0)
+        self.stats = SimpleNamespace(count=0, broadcast_s=0.0, dropped=0)
         self.waited = 0
 
     def send(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -62,6 +72,8 @@ class Tracker:
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self.rows.append((step, metrics))
 
+    log_evaluation = log
+
 
 World = Callable[..., Learner]
 
@@ -77,7 +89,7 @@ def learner(one_rank: Ranks, tiny_model: Path, tmp_path: Path) -> World:
 
 def test_a_whole_run(learner: World, tmp_path: Path) -> None:
     batches, sender = Batches(), Sender()
-    one = learner(batches, sender, save_every_steps=2, lr_schedule="linear")
+    one = learner(batches, sender, lr_schedule="linear")
     one.run(lambda: False)
     assert [version for version, _ in sender.sent] == [0, 1, 2, 3] and sender.waited == 1
     versions = [weights["model.norm.weight"] for _, weights in sender.sent]
@@ -91,9 +103,6 @@ def test_a_whole_run(learner: World, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     for name, weight in one.trainer.policy.weights():
         assert torch.equal(model.get_parameter(name), weight)
-    saved = load_file(tmp_path / "checkpoints" / "step-000002" / "model.safetensors")
-    assert torch.equal(saved["model.norm.weight"], versions[2])
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-000002", "step-000004"]
 
 
 def test_the_last_version_is_sent_and_its_results_are_recorded_when_it_is_evaluated(learner: World) -> None:
@@ -131,19 +140,86 @@ def test_a_batch_that_is_too_old_or_of_another_step_ends_the_run(learner: World)
         one.prepare(Shard(2, []), 1)
 
 
-def test_run_learner_as_two_ranks(tiny_model: Path, tmp_path: Path, free_port: Callable[[], int]) -> None:
-    codes = spawn("run_two.py", tiny_model, tmp_path, free_port(), ranks=2, timeout_s=90)
-    assert codes == [0, 0], (tmp_path / "0.log").read_text()[-2000:] + (tmp_path / "1.log").read_text()[-2000:]
-    sent = load_file(tmp_path / "sent.safetensors")
-    assert {name.partition("/")[0] for name in sent} == {"0", "1"}
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+def run_two(model: Path, out: Path, port: int) -> dict[str, Tensor]:
+    """Runs `run_two.py` and gives the weights it sent, by version and name."""
+    codes = spawn("run_two.py", model, out, port, ranks=2, timeout_s=90)
+    assert codes == [0, 0], (out / "0.log").read_text()[-2000:] + (out / "1.log").read_text()[-2000:]
+    sent = out / "sent.safetensors"
+    return load_file(sent) if sent.exists() else {}
+
+
+@pytest.fixture(scope="module")
+def two(tiny_model: Path, free_port: Callable[[], int], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with the results of `run_two.py`."""
+    out = tmp_path_factory.mktemp("run_two")
+    run_two(tiny_model, out, free_port())
+    return out
+
+
+@pytest.fixture
+def copied(two: Path, tmp_path: Path) -> Path:
+    """A copy of that folder."""
+    shutil.copytree(two, tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+def test_run_learner_as_two_ranks(tiny_model: Path, two: Path) -> None:
+    sent = load_file(two / "sent.safetensors")
+    assert {name.partition("/")[0] for name in sent} == {"0", "1", "2", "3"}
+    model = AutoModelForCausalLM.from_pretrained(two / "model")
     start = AutoModelForCausalLM.from_pretrained(tiny_model)
     for name, weight in start.named_parameters():
         assert torch.equal(sent[f"0/{name}"], weight), name
         assert weight.shape == model.get_parameter(name).shape == sent[f"1/{name}"].shape
         if name.endswith("norm.weight"):
             assert not torch.equal(sent[f"0/{name}"], sent[f"1/{name}"])
-            assert not torch.equal(sent[f"1/{name}"], model.get_parameter(name))
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [1, 2] and all(row["replay/ready"] == 1.0 for row in rows)
-    assert (tmp_path / "closed-0").exists() and (tmp_path / "closed-1").exists()
+            assert not torch.equal(sent[f"3/{name}"], model.get_parameter(name))
+    rows = read_rows(two)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4] and all(row["replay/ready"] == 1.0 for row in rows)
+    assert (two / "closed-0").exists() and (two / "closed-1").exists()
+
+
+def test_a_checkpoint_of_two_ranks(two: Path) -> None:
+    assert [path.name for path in (two / "checkpoints").iterdir()] == ["step-000002"]
+    checkpoint = two / "checkpoints" / "step-000002"
+    assert sorted(str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if path.is_file()) == [
+        "checkpoint.json", "model/config.json", "model/generation_config.json", "model/model.safetensors",
+        "model/tokenizer.json", "model/tokenizer_config.json", "policy/rank-0.safetensors",
+        "policy/rank-1.safetensors", "queue.msgpack", "random/rank-0.safetensors", "random/rank-1.safetensors",
+        "trainer.json",
+    ]  # fmt: skip
+    sent = load_file(two / "sent.safetensors")
+    saved = load_file(checkpoint / "model" / "model.safetensors")
+    assert all(torch.equal(weight, sent[f"2/{name}"]) for name, weight in saved.items())
+
+
+def test_two_ranks_restart(tiny_model: Path, two: Path, copied: Path, free_port: Callable[[], int]) -> None:
+    (copied / "begin.json").write_text("3")
+    again = run_two(tiny_model, copied, free_port())
+    assert [(copied / f"begun-{rank}").read_text() for rank in (0, 1)] == ["2", "2"]
+    assert {name.partition("/")[0] for name in again} == {"3"}
+    sent = load_file(two / "sent.safetensors")
+    assert all(torch.equal(weight, sent[name]) for name, weight in again.items())
+    model = "model/model.safetensors"
+    assert (copied / model).read_bytes() == (two / model).read_bytes()
+    assert read_rows(copied) == read_rows(two)
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_two_ranks_train_offline(
+    first: int, tiny_model: Path, two: Path, copied: Path, free_port: Callable[[], int]
+) -> None:
+    (copied / "offline").mkdir()
+    (copied / "offline.json").write_text(str(first))
+    (copied / "sent.safetensors").unlink()
+    assert run_two(tiny_model, copied, free_port()) == {}
+    model = "model/model.safetensors"
+    assert (copied / "offline" / model).read_bytes() == (two / model).read_bytes()
+    replayed, rows = read_rows(copied / "offline"), read_rows(two)[first:]
+    assert [(row["step"], row["learner/loss"]) for row in replayed] == [(r["step"], r["learner/loss"]) for r in rows]
+    assert [path.name for path in (copied / "checkpoints").iterdir()] == ["step-000002"]
+    assert read_rows(copied) == read_rows(two)
+
+
+def read_rows(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

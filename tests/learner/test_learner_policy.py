@@ -19,10 +19,10 @@ from asyncrl.errors import ConfigError, RunError
 from asyncrl.learner import policy as policy_module
 from asyncrl.learner.algorithm import make_algorithm
 from asyncrl.learner.batch import make_batch
-from asyncrl.learner.checkpoint import save_model
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.models import load_policy_model
 from asyncrl.learner.policy import Policy
+from asyncrl.learner.pretrained import save_model
 from asyncrl.types import Group
 
 LOSSES: list[dict[str, Any]] = [

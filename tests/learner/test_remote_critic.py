@@ -15,6 +15,7 @@ from asyncrl.errors import PeerTimeoutError, RunError
 from asyncrl.learner.critic import Critic
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.remote_critic import RemoteCritic
+from asyncrl.learner.saving import Checkpoints
 from asyncrl.types import Endpoints
 
 
@@ -55,6 +56,42 @@ def test_two_learner_ranks_and_one_critic_rank(
         for rank in ranks:
             rank.close()
         assert process.wait(timeout=20) == 0, (tmp_path / "run_critic.log").read_text()
+
+
+def test_its_state_is_that_of_a_critic_in_the_learner(
+    addresses: Endpoints, one_rank: Ranks, tiny_model: Path, tmp_path: Path
+) -> None:
+    config = make_config(tiny_model, **GAE_CONFIG)
+    batch = pack_groups(config, make_groups(3))
+    returns = torch.linspace(-1, 1, batch.num_tokens)
+
+    def train(critic: Critic | RemoteCritic, step: int) -> torch.Tensor:
+        values = critic.values(batch, step)
+        critic.train(returns)
+        critic.finish()
+        return values
+
+    local = Critic(config, one_rank)
+    train(local, 1)
+    with running("run_critic.py", tiny_model, tmp_path, addresses.critics[0][1], "1") as process:
+        critic = RemoteCritic(config, 0, addresses)
+        train(critic, 1)
+        checkpoints = Checkpoints(config, tmp_path / "checkpoints", one_rank, others=critic.parts)
+        checkpoints.save(1, critic.snapshot, reward=None)
+        expected = [train(local, step) for step in (2, 3)]
+        assert all(torch.equal(train(critic, step), expected[step - 2]) for step in (2, 3))
+        checkpoints.finish()
+        checkpoints.close()
+        folder = checkpoints.path(1)
+        assert (folder / "critic_model" / "model.safetensors").exists() and checkpoints.newest() == 1
+        critic.restore(folder)
+        assert all(torch.equal(train(critic, step), expected[step - 2]) for step in (2, 3))
+        local.restore(folder)
+        assert all(torch.equal(train(local, step), expected[step - 2]) for step in (2, 3))
+        critic.snapshot(Path("/dev/null/step-000002.partial"))
+        assert process.wait(timeout=20) == 1
+    log = (tmp_path / "run_critic.log").read_text()
+    assert "the checkpoint /dev/null/step-000002.partial cannot be written: [Errno 20] Not a directory" in log
 
 
 def rows(batch, *columns):  # type: ignore[no-untyped-def]

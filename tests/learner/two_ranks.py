@@ -17,7 +17,7 @@ import asyncrl.learner.policy as policy_module
 from asyncrl.config import Config
 from asyncrl.errors import AsyncrlError
 from asyncrl.learner.distributed import Ranks, connected
-from asyncrl.learner.loop import Learner
+from asyncrl.learner.steps import Learner
 from asyncrl.types import Shard
 
 RUNS: dict[str, dict[str, Any]] = {

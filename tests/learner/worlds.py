@@ -37,6 +37,14 @@ GAE_CONFIG: dict[str, Any] = {
     "learner": {"lr": LR, "tokens_per_microbatch": 40, "weight_decay": 0.1, "epochs": 2, "minibatches": 2},
 }
 """A critic with a process of its own."""
+STATE_RUNS: dict[str, dict[str, Any]] = {
+    "zero0": {"learner": {"zero_stage": 0}, "steps": 4},
+    "zero2": {"learner": {"zero_stage": 2}, "steps": 4},
+    "zero3": {"learner": {"zero_stage": 3}, "steps": 4},
+    "bfloat16-zero1": {"learner": {"zero_stage": 1}, "model": {"dtype": "bfloat16"}, "steps": 4},
+    "bfloat16-zero3": {"learner": {"zero_stage": 3}, "model": {"dtype": "bfloat16"}, "steps": 4},
+}
+"""Whose training state two ranks save and restore."""
 MAX_GRAD_NORMS = (0.05, 10.0)
 """Of the recorded steps: the first is clipped, the second is not."""
 
@@ -119,6 +127,15 @@ def pack_groups(config: Config, groups: Sequence[Group]) -> Batch:
 def make_trainer(config: Config, ranks: Ranks) -> Trainer:
     algorithm = make_algorithm(config)
     return Trainer(config, ranks, algorithm, Critic(config, ranks) if algorithm.needs_critic else None)
+
+
+def train_steps(trainer: Trainer, steps: Sequence[int]) -> None:
+    """Trains this rank's share of the groups that belong to each step; rank 0 has more of them."""
+    ranks = trainer.ranks
+    for step in steps:
+        groups = make_groups(6, seed=step)
+        mine = groups if ranks.count == 1 else (groups[:4], groups[4:])[ranks.rank]
+        trainer.train(pack_groups(trainer.config, mine), step=step)
 
 
 def copy_weights(model: TrainedModel) -> dict[str, Tensor]:

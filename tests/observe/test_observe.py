@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,7 @@ STATUS = {
     "refunded": {"no_signal": 7}, "metrics": {"learner/entropy": 0.7, "learner/grad_norm": 0.3},
     "generators": {"0": {"version": 2, "leased": 4, "tokens": 99, "idle": 0.1}},
     "eval": {"prompts_done": 0, "last": None, "running": []},
+    "generators_wanted": 1, "catching_up": None,
 }  # fmt: skip
 
 
@@ -88,6 +90,20 @@ def test_plain_view_tells_the_last_evaluation_and_the_one_under_way() -> None:
     assert out.getvalue().endswith("learners 2%  eval 0.250 (version 2), version 4: 3 of 9 prompts\n")
 
 
+def test_views_tell_of_missing_generators_restarts_and_a_catch_up() -> None:
+    disturbed = STATUS | {"generators_wanted": 3, "catching_up": {"step": 2, "of": 3}}
+    told = "1 of 3 generators, restarts 4, training step 2 of 3 again"
+    out = io.StringIO()
+    with LiveView(Console(file=out, width=200), run="r", steps=3, max_staleness=4) as view:
+        view.update(disturbed, restarts=4)
+    assert out.getvalue().endswith(f"learners 2%  {told}\n")
+    console = Console(file=io.StringIO(), force_terminal=True, width=160)
+    with LiveView(console, run="r", steps=3, max_staleness=4) as view:
+        view.update(disturbed, restarts=4)
+        view._live.refresh()  # type: ignore[union-attr]
+    assert told in console.file.getvalue()  # type: ignore[attr-defined]
+
+
 def test_terminal_view_shows_both_sides() -> None:
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=120)
@@ -136,3 +152,37 @@ def test_report_draws_evaluations_by_version(tmp_path: Path) -> None:
     for line in ('"x":[0,7],"y":[0.125,0.375]', '"y":[0.0625,0.3125]', '"y":[0.09375,0.34375]', '"y":[0.875,0.625]'):
         assert line in page
     assert "Evaluation:" not in write_report(tmp_path, {}).read_text()
+
+
+def test_no_file_of_a_run_has_a_secret(tmp_path: Path) -> None:
+    code = (
+        "import sys, logging, os, structlog; from pathlib import Path\n"
+        "from asyncrl.observe.logs import configure_logs; from asyncrl.observe.trackers import make_trackers\n"
+        "from asyncrl.redaction import keep_secret; from tests.helpers.replay import small_config\n"
+        "run = Path(sys.argv[1]); configure_logs(run, 'learner-0', 'info'); log = structlog.get_logger()\n"
+        "key, password = os.environ['WANDB_API_KEY'], os.environ['DB_PASSWORD']\n"
+        "keep_secret('curve-secret')\n"
+        "log.info('env', environment=dict(os.environ), pair=(1, key), nested=[{'a': f'x{password}x'}],\n"
+        "         path=Path(key))\n"
+        "logging.getLogger('other').warning('with %s', key)\n"
+        "log.info('keys', text='it is curve-secret', number=12345678, none=None)\n"
+        "try: raise ValueError(f'login with {key} failed')\n"
+        "except ValueError as error: log.error('failed', error=str(error), exc_info=True)\n"
+        "config = small_config(observe__trackers=['tensorboard', 'wandb'])\n"
+        "(run / 'config.yaml').write_text(config.to_yaml())\n"
+        "trackers = make_trackers(config, run); trackers.log(1, {'reward/mean': 0.5}); trackers.close()\n"
+    )
+    secrets = {"WANDB_API_KEY": "0123456789" * 4, "DB_PASSWORD": 'quoted"and\\back'}
+    environment = os.environ | secrets | {"PYTHONPATH": str(Path(__file__).parents[2]), "SHORT_TOKEN": "1234567"}
+    environment.pop("WANDB_MODE", None)
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=100, env=environment)
+    events = [json.loads(line) for line in (tmp_path / "logs" / "learner-0.jsonl").read_text().splitlines()][:4]
+    assert (events[0]["pair"], events[0]["nested"], events[0]["path"]) == ([1, "***"], [{"a": "x***x"}], "***")
+    assert events[0]["environment"]["SHORT_TOKEN"] == "1234567", "too short to be one"
+    assert (events[1]["event"], events[2]["text"], events[2]["number"]) == ("with ***", "it is ***", 12345678)
+    assert "login with *** failed" in events[3]["exception"]
+    files = [file for file in tmp_path.rglob("*") if file.is_file()]
+    assert {file.name for file in files} >= {"learner-0.jsonl", "config.yaml", "metrics.jsonl"}
+    for file in files:
+        for secret in (*secrets.values(), json.dumps(secrets["DB_PASSWORD"])[1:-1], "curve-secret"):
+            assert secret.encode() not in file.read_bytes(), file

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.errors import InvariantError
-from asyncrl.replay.ledger import Ledger, State, balance
+from asyncrl.replay.balance import balance
+from asyncrl.replay.ledger import Ledger, State
 
 EVENTS = st.lists(
     st.tuples(

@@ -13,9 +13,7 @@ from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.trace import TraceWriter
 from asyncrl.replay.wire import pack_group
 from asyncrl.types import Lease
-from tests.helpers.replay import EndlessPrompts, make_group, small_config
-
-STATS = {"tokens": 0, "idle_s": 0.0, "busy_s": 1.0, "stall_ms": [], "rewards_failed": 0}
+from tests.helpers.replay import EndlessPrompts, ask_queue, make_group, small_config
 
 
 def make_queue(tmp_path: Path, **overrides: object) -> ReplayQueue:
@@ -23,7 +21,7 @@ def make_queue(tmp_path: Path, **overrides: object) -> ReplayQueue:
 
 
 def ask(queue: ReplayQueue, version: int = 0, num_groups: int = 100) -> list[Lease]:
-    return queue.ask(0, version, num_groups, STATS)[0]
+    return ask_queue(queue, 0, version, num_groups)[0]
 
 
 def finish(queue: ReplayQueue, lease: Lease, version: int = 0, **options: object) -> None:
@@ -35,7 +33,7 @@ def train(queue: ReplayQueue, step: int, ranks: int = 1) -> list[int]:
     for rank in range(ranks):
         outcome, groups = queue.take(rank, step)
         assert outcome == "shard"
-        tickets += [held.finished["ticket"] for held in groups]
+        tickets += [group.meta["ticket"] for group in groups]
     queue.commit(step, {"learner/wait_s": 0.5})
     return tickets
 
@@ -44,7 +42,7 @@ def test_a_whole_run(tmp_path: Path) -> None:
     queue = make_queue(tmp_path)
     leases = ask(queue)
     assert [lease.ticket for lease in leases] == [0, 1, 2, 3], "(0 + 1 + 1) steps of 2 groups may start"
-    assert queue.ask(0, 0, 1, STATS) == ([], "staleness")
+    assert ask_queue(queue, 0, 0, 1) == ([], "staleness")
     assert queue.take(0, 1) == ("wait", [])
     for lease in leases:
         finish(queue, lease)
@@ -113,7 +111,7 @@ def test_duplicate_and_superseded_groups_count_once(tmp_path: Path) -> None:
     first, second = ask(queue, num_groups=2)
     finish(queue, first)
     finish(queue, first)
-    assert queue.duplicates == 1
+    assert queue.state.duplicates == 1
     queue.release(0, [{"ticket": second.ticket, "attempt": second.attempt, "tokens": 5}])
     again = ask(queue, num_groups=1)[0]
     assert (again.ticket, again.attempt, again.prompt.row) == (second.ticket, 1, second.prompt.row)
@@ -138,16 +136,16 @@ def test_ranks_get_disjoint_balanced_shards_and_the_same_again(tmp_path: Path) -
     queue = make_queue(tmp_path, launch__learners=2, replay__groups_per_step=4)
     for lease, length in zip(ask(queue), (40, 2, 38, 3, 1, 1, 1, 1), strict=True):
         finish(queue, lease, completion_tokens=(length, length))
-    shards = [[h.finished["ticket"] for h in queue.take(rank, 1)[1]] for rank in (0, 1)]
+    shards = [[h.meta["ticket"] for h in queue.take(rank, 1)[1]] for rank in (0, 1)]
     assert sorted(map(sorted, shards)) == [[0, 1], [2, 3]], "the two long groups are on different ranks"
-    assert [h.finished["ticket"] for h in queue.take(0, 1)[1]] == shards[0]
+    assert [h.meta["ticket"] for h in queue.take(0, 1)[1]] == shards[0]
 
 
 def test_full_memory_stops_leases_but_never_the_next_batch(tmp_path: Path) -> None:
     queue = make_queue(tmp_path, replay__max_bytes=1 << 20, replay__max_staleness=4)
     first, second, third = ask(queue, num_groups=3)
     finish(queue, first, completion_tokens=(50_000, 50_000))
-    assert queue.ask(0, 0, 1, STATS) == ([], "bytes")
+    assert ask_queue(queue, 0, 0, 1) == ([], "bytes")
     finish(queue, second)
     train(queue, 1)
     assert len(ask(queue, version=1, num_groups=1)) == 1
@@ -157,7 +155,7 @@ def test_full_memory_stops_leases_but_never_the_next_batch(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("call", "reason"),
     [
-        (lambda queue: queue.ask(0, 5, 1, STATS), "generator 0 claims version 5, the learner is at 0"),
+        (lambda queue: ask_queue(queue, 0, 5, 1), "generator 0 claims version 5, the learner is at 0"),
         (lambda queue: queue.take(1, 1), "learner rank 1 of 1"),
         (lambda queue: queue.take(0, 2), "takes step 2, the next one is 1"),
         (lambda queue: queue.commit(1, {}), "commit of step 1, in progress is None"),
@@ -179,13 +177,13 @@ def test_stop_ends_leases_and_batches(tmp_path: Path) -> None:
 
 def test_generators_share_what_may_start(tmp_path: Path) -> None:
     queue = make_queue(tmp_path, launch__generators=2)
-    first, reason = queue.ask(0, 0, 100, STATS)
+    first, reason = ask_queue(queue, 0, 0, 100)
     assert (len(first), reason) == (2, "share")
-    assert len(queue.ask(1, 0, 100, STATS)[0]) == 2
+    assert len(ask_queue(queue, 1, 0, 100)[0]) == 2
     finish(queue, first[0])
-    assert queue.ask(0, 0, 100, STATS) == ([], "staleness")
+    assert ask_queue(queue, 0, 0, 100) == ([], "staleness")
     queue.release(0, [{"ticket": first[1].ticket, "attempt": 0, "tokens": 0}])
-    assert len(queue.ask(0, 0, 100, STATS)[0]) == 1
+    assert len(ask_queue(queue, 0, 0, 100)[0]) == 1
 
 
 def test_held_batches_force_the_staleness(tmp_path: Path) -> None:
@@ -226,10 +224,10 @@ def make_evaluating_queue(tmp_path: Path) -> ReplayQueue:
 
 
 def evaluate(queue: ReplayQueue, version: int) -> None:
-    leases = [lease for lease in queue.ask(0, version, 0, STATS, 9)[0] if lease.evaluation]
+    leases = [lease for lease in ask_queue(queue, 0, version, 0, 9)[0] if lease.evaluation]
     assert len(leases) == 2
     for lease in leases:
-        queue.evaluation.finish(
+        queue.evaluated(
             {
                 "ticket": lease.ticket,
                 "attempt": lease.attempt,
@@ -244,7 +242,7 @@ def evaluate(queue: ReplayQueue, version: int) -> None:
 
 def test_evaluation_leases_come_beside_those_of_training_and_are_not_in_the_ledger(tmp_path: Path) -> None:
     queue = make_evaluating_queue(tmp_path)
-    leases, reason = queue.ask(0, 0, 100, STATS, 1)
+    leases, reason = ask_queue(queue, 0, 0, 100, 1)
     assert [lease.evaluation for lease in leases] == [True, False, False, False, False]
     assert (reason, queue.ledger.issued, queue.evaluation.left(0)) == ("staleness", 4, True)
     queue.release(0, [])
@@ -257,16 +255,16 @@ def test_a_run_is_over_when_its_last_version_is_evaluated(tmp_path: Path) -> Non
     evaluate(queue, 0)
     for lease in leases:
         finish(queue, lease)
-    assert queue.next_evaluation()[0] == "ended"
+    assert queue.next_evaluation(0)[0] == "ended"
     assert train(queue, 1) == [0, 1]
-    assert (queue.trained, queue.done, queue.next_evaluation()) == (True, False, ("wait", 0, {}))
+    assert (queue.trained, queue.done, queue.next_evaluation(0)) == (True, False, ("wait", 0, {}))
     assert queue.take(0, 2) == ("stop", [])
     assert queue.status()["eval"]["running"] == [{"version": 1, "done": 0, "prompts": 2}]
     evaluate(queue, 1)
     assert queue.done
-    outcome, step, metrics = queue.next_evaluation()
+    outcome, step, metrics = queue.next_evaluation(0)
     assert (outcome, step, metrics["eval/version"], metrics["eval/reward"]) == ("ended", 1, 1.0, 0.75)
-    assert queue.next_evaluation() == ("none", 0, {})
+    assert queue.next_evaluation(1) == ("none", 0, {})
     summary = queue.summary()
     assert [(one["version"], one["at_step"], one["reward"]) for one in summary["eval"]] == [(0, 0, 0.25), (1, 1, 0.75)]
     assert (summary["eval_tokens"], summary["eval_dropped"]) == (28, [])
@@ -279,7 +277,7 @@ def test_a_commit_gives_the_metrics_of_an_evaluation_that_ended(tmp_path: Path) 
         finish(queue, lease)
     evaluate(queue, 0)
     queue.take(0, 1)
-    metrics = queue.commit(1, {})
+    metrics = queue.commit(1, {})["metrics"]
     assert (metrics["eval/version"], metrics["eval/test/pass@1"], metrics["staleness/max"]) == (0.0, 0.0, 0.0)
 
 
@@ -287,12 +285,12 @@ def test_evaluations_are_summed_up_by_version_whichever_ended_first(tmp_path: Pa
     queue = make_evaluating_queue(tmp_path)
     for lease in ask(queue):
         finish(queue, lease)
-    leases = [lease for lease in queue.ask(0, 0, 0, STATS, 9)[0] if lease.evaluation]
+    leases = [lease for lease in ask_queue(queue, 0, 0, 0, 9)[0] if lease.evaluation]
     train(queue, 1)
     evaluate(queue, 1)
     for lease in leases:
         body = {"ticket": lease.ticket, "attempt": 0, "version": 0, "data_source": "test", "tokens": 7}
-        queue.evaluation.finish(body | {"rewards": [0.0, 1.0], "status": ["completed", "completed"]})
+        queue.evaluated(body | {"rewards": [0.0, 1.0], "status": ["completed", "completed"]})
     assert [result["version"] for result in queue.evaluation.ended] == [1, 0]
     assert [result["version"] for result in queue.summary()["eval"]] == [0, 1]
 
@@ -300,7 +298,7 @@ def test_evaluations_are_summed_up_by_version_whichever_ended_first(tmp_path: Pa
 def test_a_stop_does_not_wait_for_evaluations(tmp_path: Path) -> None:
     queue = make_evaluating_queue(tmp_path)
     queue.stop("enough")
-    assert (queue.done, queue.next_evaluation()) == (True, ("none", 0, {}))
+    assert (queue.done, queue.next_evaluation(0)) == (True, ("none", 0, {}))
     assert [one["reason"] for one in queue.summary()["eval_dropped"]] == ["the run stopped: enough"]
 
 
@@ -311,7 +309,7 @@ def test_what_was_scored_since_the_last_step_is_in_its_metrics(tmp_path: Path) -
     for lease in leases[1:]:
         finish(queue, lease, status="truncated", completion_tokens=(1, 3))
     queue.take(0, 1)
-    metrics = queue.commit(1, {})
+    metrics = queue.commit(1, {})["metrics"]
     assert metrics["reward/mean"] == metrics["reward/test"] == metrics["reward_part/exact"] == pytest.approx(5 / 8)
     assert metrics["completion/tokens"] == pytest.approx((6 + 3 * 4) / 8)
     assert metrics["completion/truncated_fraction"] == 6 / 8

@@ -6,17 +6,22 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import zmq
 
 from asyncrl.errors import ConfigError, PeerTimeoutError, RunError
+from asyncrl.keys import write_keys
 from asyncrl.launch.resources import reserve_ports
 from asyncrl.replay.client import GeneratorClient, GeneratorStats, LauncherClient, LearnerClient, LeaseReply
+from asyncrl.replay.offenders import MAX_BAD_MESSAGES
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.server import ReplayServer, run_replay
 from asyncrl.replay.trace import TraceWriter
+from asyncrl.replay.wire import encode
+from asyncrl.sockets import connect_dealer
 from asyncrl.types import Endpoints
 from tests.helpers.replay import EndlessPrompts, loopback_endpoints, make_group, small_config
 
@@ -61,7 +66,7 @@ def test_generator_and_learners_through_a_step(served: ReplayQueue, endpoints: E
             generator.finish(make_group(lease, 0))
         got = [shard.result(timeout=10) for shard in shards]
     assert sorted(group.ticket for shard in got if shard is not None for group in shard.groups) == [0, 1]
-    metrics = learners[0].commit(1, {"learner/wait_s": 0.1})
+    metrics = learners[0].commit(1, {"learner/wait_s": 0.1}).metrics
     assert metrics["reward/mean"] == 0.5
     status = launcher.status()
     assert (status["step"], status["trained"], status["finished"]) == (1, 2, 2)
@@ -109,6 +114,45 @@ def test_rubbish_is_counted_and_hurts_nobody(served: ReplayQueue, endpoints: End
     launcher = LauncherClient(endpoints)
     assert launcher.status()["bad_messages"] == 4
     launcher.close()
+
+
+def test_a_peer_of_bad_messages_is_cut_off_and_nobody_else(served: ReplayQueue, endpoints: Endpoints) -> None:
+    rubbish = connect_dealer(endpoints.replay)
+    for _ in range(MAX_BAD_MESSAGES + 1):
+        rubbish.send(b"rubbish")
+        assert rubbish.poll(2000), "a bad message is answered"
+        rubbish.recv_multipart()
+    sound = [bytes(frame) for frame in encode("test", "status", {})]
+    for message in ([b"more rubbish"], sound):
+        rubbish.send_multipart(message)
+    assert not rubbish.poll(300), "whatever it sends now"
+    launcher = LauncherClient(endpoints)
+    status = launcher.status()
+    assert (status["bad_messages"], status["cut_off"]) == (MAX_BAD_MESSAGES + 3, 1)
+    launcher.close()
+    rubbish.close()
+
+
+def test_encrypted_queue_serves_who_has_the_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.keys.FOLDER", str(tmp_path / "keys"))
+    bare = loopback_endpoints(reserve_ports(0, 1)[0])
+    secured = replace(bare, keys=str(write_keys(bare.run_id)))
+    queue = ReplayQueue(small_config(), EndlessPrompts(), TraceWriter(tmp_path / "trace.parquet"))
+    stop = threading.Event()
+    thread = threading.Thread(target=run_replay, args=(queue, secured, stop.is_set))
+    thread.start()
+    friend, stranger = LauncherClient(secured), LauncherClient(bare, timeout_s=0.7)
+    try:
+        assert friend.status()["step"] == 0
+        with pytest.raises(PeerTimeoutError, match="did not answer 'status' within"):
+            stranger.status()
+        assert friend.status()["bad_messages"] == 0, "nothing of it came through"
+    finally:
+        friend.close()
+        stranger.close()
+        stop.set()
+        thread.join(timeout=10)
+    assert not thread.is_alive()
 
 
 def test_refused_request_says_why(served: ReplayQueue, endpoints: Endpoints) -> None:

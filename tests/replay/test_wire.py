@@ -44,7 +44,7 @@ def test_lease_round_trip() -> None:
     chat = [{"role": "user", "content": "5+6="}]
     lease = Lease(1, 0, Prompt(4, tokens, "11", "sums", {"level": 2, "tags": ["a"]}, chat, {"ability": "math"}), True)
     metas, arrays = pack_leases([lease])
-    body = {"leases": metas, "done": False, "reason": "", "evaluations_left": True}
+    body = {"leases": metas, "done": False, "leave": False, "reason": "", "evaluations_left": True, "progress": 3}
     message = decode("run", [bytes(f) for f in encode("run", "leases", body, arrays=arrays)])
     (back,) = unpack_leases(message.body["leases"], message.arrays)
     assert (back.ticket, back.prompt.ground_truth, back.prompt.extra_info) == (1, "11", {"level": 2, "tags": ["a"]})
@@ -58,6 +58,20 @@ def changed_header(**changes: object) -> list[bytes]:
     values = msgpack.unpackb(header)
     values.update(changes)
     return [msgpack.packb(values), *arrays]
+
+
+def changed_body(**changes: object) -> list[bytes]:
+    return changed_header(body=msgpack.unpackb(frames_of_a_group()[0])["body"] | changes)
+
+
+def empty_array(shape: list[int]) -> list[bytes]:
+    return [*changed_header(arrays=[["i4", shape]])[:1], b""]
+
+
+def mask_of_twos() -> list[bytes]:
+    frames = frames_of_a_group()
+    frames[2] = bytes([2] * len(frames[2]))
+    return frames
 
 
 @pytest.mark.parametrize(
@@ -75,6 +89,30 @@ def changed_header(**changes: object) -> list[bytes]:
         (changed_header(arrays=[["i4", [1 << 40]]] * 4), "bytes does not hold i4"),
         (changed_header(arrays=[["O", [12]]] * 4), "does not name a known dtype"),
         (changed_header(arrays=[["i4", [-12]]] * 4), "does not name a known dtype and a shape"),
+        (changed_header(arrays=[["i4", [1] * 9]] * 4), "does not name a known dtype and a shape"),
+        (changed_header(seq=-1), "sequence number -1 is not an integer from 0"),
+        (changed_header(seq=True), "sequence number True is not an integer"),
+        (changed_header(run="x" * 1000), "message of run 'xxxx.*\\.\\.\\.xxxx"),
+        (changed_body(generator=65536), "generator: Input should be less than or equal to 65535"),
+        (changed_body(ticket=(1 << 62) + 1), "ticket: Input should be less than or equal to"),
+        (changed_body(attempt=1 << 31), "attempt: Input should be less than or equal to 2147483647"),
+        (changed_body(start_version=-2), "start_version: Input should be greater than or equal to -1"),
+        (changed_body(started_s=float("nan")), "started_s: Input should be"),
+        (changed_body(greedy_reward=float("inf")), "greedy_reward: Input should be"),
+        (changed_body(data_source="x" * 201), "data_source: String should have at most 200 characters"),
+        (changed_body(**{"k" * 5000: 1}), "finish: k{500}$"),
+        (changed_body(lengths=[1] * 65537), "header is not msgpack: 65537 exceeds max_array_len"),
+        (changed_body(errors=[[0] * 65000] * 17), "header is not msgpack: more than 1048576 values"),
+        (changed_body(errors=msgpack.ExtType(1, b"x")), "exceeds max_ext_len"),
+        (
+            [
+                msgpack.packb({"v": 1, "run": "run", "kind": "status", "seq": 1, "body": {}, "arrays": [["i4", [1]]]}),
+                b"1234",
+            ],
+            "status: 1 arrays, this kind has none",
+        ),
+        (empty_array([0, 1 << 31, 1 << 31, 1 << 31]), r"a frame of 0 bytes does not hold i4"),
+        (mask_of_twos(), "a truth value is neither 0 nor 1"),
     ],
 )
 def test_bad_message_is_refused_with_its_reason(frames: list[bytes], reason: str) -> None:
@@ -109,6 +147,9 @@ def test_damaged_frames_never_do_worse_than_a_protocol_error(frame: int, positio
         (lambda meta, arrays: meta.update(lengths=[1, 1]), "lengths do not add up"),
         (lambda meta, arrays: meta.update(start_version=4), "older than the version the group started at"),
         (lambda meta, arrays: meta.update(rewards=[0.0, float("nan")]), "reward nan is not finite"),
+        (lambda meta, arrays: meta.update(rewards=[0.0, 1e31]), r"reward 1e\+31 is not between -1e\+30 and 1e\+30"),
+        (lambda meta, arrays: meta["parts"][0].update(exact=-1e300), "is not between"),
+        (lambda meta, arrays: arrays[0].fill(-5), "token -5 is negative"),
         (lambda meta, arrays: arrays.pop(), "expected frames of tokens"),
         (lambda meta, arrays: arrays[1].fill(True), "a token has a version if and only if"),
         (lambda meta, arrays: arrays[2].fill(np.inf), "behavior_logprobs are not finite"),

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.demo import make_demo
 from tests.helpers.runs import Launched, start_launch
 
 
 @pytest.fixture(scope="session")
 def demo_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A working folder with `demo/` made by the project's own commands."""
-    folder = tmp_path_factory.mktemp("demo")
-    for recipe, out in (("arithmetic", "demo/arithmetic.parquet"), ("tiny-model", "demo/model")):
-        command = [sys.executable, "-m", "asyncrl.cli", "data", recipe, out]
-        subprocess.run(command, cwd=folder, check=True, timeout=120)
-    return folder
+    return make_demo(tmp_path_factory.mktemp("demo"))
 
 
 @pytest.fixture

@@ -104,8 +104,8 @@ def test_two_generators_and_two_learners(launch: Start) -> None:
 
 
 @pytest.mark.parametrize("role", ["generator-0", "learner-0", "replay"])
-def test_killed_role_ends_the_run_with_its_name(launch: Start, role: str) -> None:
-    run = launch("--steps", "100000", *SMALL)
+def test_killed_role_ends_a_run_without_restarts_with_its_name(launch: Start, role: str) -> None:
+    run = launch("--steps", "100000", *SMALL, "launch.max_restarts=0")
     run.wait_for_step(1)
     run.note_tree()
     os.kill(run.pid(role), signal.SIGKILL)

@@ -12,8 +12,8 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "asyncrl"
 
 LEVELS = [
-    {"types", "errors", "processes", "tokenizer"},
-    {"config"},
+    {"types", "errors", "processes", "tokenizer", "redaction"},
+    {"config", "keys", "sockets"},
     {"algorithms"},
     {"rewards", "data", "replay", "weights", "observe"},
     {"generator", "learner"},
@@ -21,7 +21,7 @@ LEVELS = [
     {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
-SAME_LEVEL_ALLOWED = {("types", "errors")}
+SAME_LEVEL_ALLOWED = {("types", "errors"), ("sockets", "keys")}
 
 
 def imports() -> list[tuple[Path, str, str]]:

@@ -1,0 +1,65 @@
+"""What a generator process works out before its engine is up."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from asyncrl.errors import ConfigError
+
+_BYTES_PER_ELEMENT = 4
+_MARGIN = 1.25
+"""For padding, and heads that files hold once and a learner may send twice."""
+_LEAST_BYTES = 1 << 20
+
+
+@contextmanager
+def beside_the_engine() -> Iterator[None]:
+    """Threads and processes started in here run on the cores that the launcher names for helpers, not the engine's."""
+    own = os.sched_getaffinity(0)
+    helpers = os.environ.get("ASYNCRL_HELPER_CPUS")
+    if helpers:
+        os.sched_setaffinity(0, {int(cpu) for cpu in helpers.split(",")})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, own)
+
+
+def engine_seed(seed: int, index: int, start: int) -> int:
+    """Seed of the engine of generator `index` at its `start`-th start: none draws what another drew before it."""
+    return int(np.random.SeedSequence([seed, index, start]).generate_state(1)[0])
+
+
+def max_weight_bytes(model_path: str) -> int:
+    """More bytes than the weights of the model take on their way, at any precision: a ceiling for what a learner may
+    announce. Raises ConfigError when the model's safetensors files cannot be read."""
+    files = sorted(Path(model_path).glob("*.safetensors"))
+    elements = sum(_num_elements(file) for file in files)
+    if not elements:
+        raise ConfigError(
+            f"model.path = {model_path!r}: no weights in *.safetensors files; save the model in that format"
+        )
+    return int(elements * _BYTES_PER_ELEMENT * _MARGIN) + _LEAST_BYTES
+
+
+def _num_elements(file: Path) -> int:
+    """Of all tensors in a safetensors file, by its header: a length (8 bytes) and JSON."""
+    try:
+        with file.open("rb") as data:
+            (length,) = struct.unpack("<Q", data.read(8))
+            if length > file.stat().st_size:
+                raise ValueError(f"a header of {length} bytes in a file of {file.stat().st_size}")
+            header = json.loads(data.read(length))
+        return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        raise ConfigError(
+            f"{file}: not a whole safetensors file ({type(error).__name__}: {error}); save or download the model anew"
+        ) from None

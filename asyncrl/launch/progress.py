@@ -1,0 +1,50 @@
+"""Whether training gets on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from asyncrl.config import Config
+from asyncrl.errors import RunError
+
+
+class Progress:
+    """Watches for steps, evaluations and steps of a catch-up that end."""
+
+    def __init__(self, config: Config, now_s: float) -> None:
+        self._config = config
+        self._seen: tuple[Any, ...] = ()
+        self._since_s = now_s
+        self._blamed: int | None = None
+        """The step that the learners were restarted for."""
+
+    def check(self, status: dict[str, Any], *, learners_started_s: float, missing: Sequence[str], now_s: float) -> str:
+        """Why the learners must be started again, or nothing. Raises RunError when that would not help."""
+        seen = status["step"], status["eval"]["prompts_done"], (status["catching_up"] or {}).get("step")
+        if seen != self._seen:
+            self._seen, self._since_s = seen, now_s
+        launch = self._config.launch
+        limit_s = max(launch.progress_timeout_s, launch.start_timeout_s if missing else 0.0)
+        if now_s - max(self._since_s, learners_started_s) <= limit_s:
+            return ""
+        reason = (
+            f"no optimizer step ended within launch.progress_timeout_s = {launch.progress_timeout_s:g} s: "
+            + _describe(status)
+            + (f"; not up: {', '.join(missing)}" if missing else "")
+        )
+        if not status["taken"] or self._blamed == status["step"]:
+            raise RunError(reason)
+        self._blamed = status["step"]
+        return reason
+
+
+def _describe(status: dict[str, Any]) -> str:
+    running = (
+        f", evaluation of version {one['version']} at {one['done']} of {one['prompts']} prompts"
+        for one in status["eval"]["running"]
+    )
+    return (
+        f"step {status['step']}, {status['leased']} groups leased, {status['finished']} waiting for the learner"
+        + "".join(running)
+    )

@@ -1,0 +1,218 @@
+"""The learner's loop: take a batch, check it, step, commit, send the weights, save a checkpoint."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+
+import structlog
+import torch
+
+from asyncrl.config import Config
+from asyncrl.errors import AsyncrlError, InvariantError, PeerTimeoutError, RunError
+from asyncrl.learner.batch import Batch, check_staleness, make_batch
+from asyncrl.learner.distributed import Ranks
+from asyncrl.learner.parts import Files, bytes_file
+from asyncrl.learner.pretrained import save_model
+from asyncrl.learner.protocols import Batches, Sender, Tracker
+from asyncrl.learner.saving import Checkpoints
+from asyncrl.learner.trainer import Trainer
+from asyncrl.replay.client import Committed
+from asyncrl.types import Shard
+
+log = structlog.get_logger()
+
+
+@dataclass(slots=True)
+class Learner:
+    """The loop of one rank. Rank 0 has a sender and a tracker, the others have none."""
+
+    config: Config
+    trainer: Trainer
+    batches: Batches
+    sender: Sender | None
+    tracker: Tracker | None
+    run_dir: Path
+    checkpoints: Checkpoints | None = None
+    """None when no checkpoints are to be saved."""
+    start: int = 0
+    """Step of the checkpoint that the trainer comes from."""
+    sync_s: float = 0.0
+    """How long the last version sent held this rank up; in the metrics of the step after it."""
+    committed: int = 0
+    """Steps that were committed before this start: up to this one they are trained again as they were."""
+    checkpoint_due: bool = False
+    """The next step that is new ends with a checkpoint."""
+    rewards: list[float] = field(default_factory=list[float])
+    """Of the steps since the last checkpoint."""
+
+    @property
+    def ranks(self) -> Ranks:
+        return self.trainer.ranks
+
+    def run(self, should_stop: Callable[[], bool]) -> None:
+        """Trains until the last step, or until the batches end or any rank should stop; then saves the model."""
+        self.committed = self.batches.begin(self.start)
+        if self.committed < self.start:
+            raise RunError(
+                f"the checkpoint is of step {self.start}, but the journal ends with step {self.committed}; move the "
+                f"checkpoints after step {self.committed} away, or go on without the journal: "
+                "`asyncrl launch --resume --discard-journal`"
+            )
+        if self.committed > self.start:
+            log.info("learner catches up", from_step=self.start, to_step=self.committed)
+        self._send(self.start)
+        for step in range(self.start + 1, self.config.steps + 1):
+            if self._agree(should_stop) or not self._train(step):
+                log.info("learner stops early", finished_steps=step - 1)
+                break
+        if self.checkpoints is not None:
+            self.checkpoints.finish()
+        self._save_models()
+        self._finish_sending()
+        self._finish_evaluating(should_stop)
+
+    def _agree(self, should_stop: Callable[[], bool]) -> bool:
+        """Whether to stop before the next step. What any rank knows of checkpoints all ranks learn here: that one is
+        due, and RunError when one failed."""
+        error = self.checkpoints.failure() if self.checkpoints is not None else None
+        flags = torch.tensor([should_stop(), self.checkpoint_due, error is not None], dtype=torch.int64)
+        stop, due, failed = self.ranks.max(flags).tolist()
+        if failed:
+            self.ranks.raise_together(error)
+        self.checkpoint_due = bool(due)
+        return bool(stop)
+
+    def _train(self, step: int) -> bool:
+        """One step; false when there is no batch for it."""
+        started_s = time.monotonic()
+        shard = self.batches.take(step)
+        taken_s = time.monotonic()
+        if shard is None:
+            return False
+        metrics = self.trainer.train(self.prepare(shard, step), step=step)
+        metrics |= {
+            "learner/wait_s": taken_s - started_s,
+            "learner/step_s": time.monotonic() - taken_s,
+            "learner/sync_s": self.sync_s,
+        }
+        saving = self._saves(step)
+        # Committed before it is sent: no generator may have a version that the replay queue does not know.
+        committed = self._commit(step, metrics, saving=saving)
+        self._send(step)
+        if saving:
+            metrics["checkpoint/save_s"] = self._save(step, committed.state)
+        self._log(step, metrics | committed.metrics)
+        return True
+
+    def _saves(self, step: int) -> bool:
+        """Whether a checkpoint of this step follows. The queue's state of a step trained again is gone: the first new
+        one makes up for it."""
+        every = self.config.checkpoint.every_steps
+        due = self.checkpoint_due or (every is not None and step % every == 0)
+        saves = due and self.committed < step < self.config.steps and self.checkpoints is not None
+        self.checkpoint_due = due and not saves
+        return saves
+
+    def _save(self, step: int, state: bytes) -> float:
+        """Starts the checkpoint of this step, the queue's state in it; how long that held this rank up."""
+        started_s = time.monotonic()
+
+        def snapshot(folder: Path) -> Files:
+            files = self.trainer.snapshot(folder)
+            return files | ({"queue.msgpack": bytes_file(state)} if self.ranks.rank == 0 else {})
+
+        assert self.checkpoints is not None
+        self.checkpoints.save(step, snapshot, reward=fmean(self.rewards) if self.rewards else None)
+        self.rewards.clear()
+        return time.monotonic() - started_s
+
+    def _save_models(self) -> None:
+        """Writes the policy, and the critic where there is one."""
+        save_model(self.trainer.policy, self.run_dir / "model", tokenizer=self.config.model.path)
+        if self.trainer.critic is not None:
+            self.trainer.critic.save(self.run_dir / "critic")
+
+    def prepare(self, shard: Shard, step: int) -> Batch:
+        """The packed batch. An error of any rank is raised on all: none may wait for one that left."""
+        batch: Batch | None = None
+        error: AsyncrlError | None = None
+        try:
+            if shard.step != step:
+                raise InvariantError(f"step {step}: took the shard of step {shard.step}")
+            check_staleness(shard.groups, version=step - 1, max_staleness=self.config.replay.max_staleness)
+            batch = make_batch(
+                shard.groups,
+                tokens_per_microbatch=self.config.learner.tokens_per_microbatch,
+                minibatches=self.config.learner.minibatches,
+                skip_truncated=self.config.algorithm.truncated == "mask",
+            )
+        except InvariantError as broken:
+            error = broken
+        self.ranks.raise_together(error)
+        assert batch is not None
+        return batch
+
+    def _send(self, version: int) -> None:
+        """Hands the weights to the sender, which copies them and goes on in the background. Versions that were sent
+        before this start are not sent again, and the last one only to be evaluated."""
+        if version < self.committed or not (version < self.config.steps or self.config.evaluates(version)):
+            return
+        started_s = time.monotonic()
+        if self.sender is not None:
+            self.sender.send(version, self.trainer.policy.weights())
+        else:
+            self.trainer.policy.join_gathering()
+        self.sync_s = time.monotonic() - started_s
+
+    def _commit(self, step: int, metrics: dict[str, float], *, saving: bool) -> Committed:
+        if self.ranks.rank:
+            return Committed({})
+        if self.sender is not None:
+            metrics["weights/syncs"] = float(self.sender.stats.count)
+            metrics["weights/broadcast_s"] = self.sender.stats.broadcast_s
+            metrics["weights/dropped"] = float(self.sender.stats.dropped)
+        kept: list[int] = []
+        if self.checkpoints is not None:
+            metrics |= self.checkpoints.metrics()
+            kept = self.checkpoints.recent
+        committed = self.batches.commit(step, metrics, saving=saving, checkpoints=kept)
+        self.checkpoint_due = self.checkpoint_due or committed.checkpoint_wanted
+        if "reward/mean" in committed.metrics:
+            self.rewards.append(committed.metrics["reward/mean"])
+        if self.checkpoints is not None and "eval/reward" in committed.metrics:
+            self.checkpoints.evaluated(int(committed.metrics["eval/version"]), committed.metrics["eval/reward"])
+        return committed
+
+    def _log(self, step: int, metrics: dict[str, float]) -> None:
+        if self.ranks.rank:
+            return
+        if self.tracker is not None:
+            self.tracker.log(step, metrics)
+        log.info(
+            "step done",
+            step=step,
+            loss=round(metrics["learner/loss"], 6),
+            grad_norm=round(metrics["learner/grad_norm"], 6),
+            tokens=int(metrics["learner/tokens"]),
+            step_s=round(metrics["learner/step_s"], 3),
+            wait_s=round(metrics["learner/wait_s"], 3),
+        )
+
+    def _finish_sending(self) -> None:
+        """Waits for the last broadcast. Generators that already left at the end of the run are no failure."""
+        if self.sender is None:
+            return
+        try:
+            self.sender.wait()
+        except PeerTimeoutError as error:
+            log.warning("the last weights did not reach all generators", error=str(error))
+
+    def _finish_evaluating(self, should_stop: Callable[[], bool]) -> None:
+        """Records the evaluations that end after the last step."""
+        if self.tracker is not None and self.config.data.eval_files:
+            for step, metrics in self.batches.evaluations(should_stop):
+                self.tracker.log_evaluation(step, metrics)

@@ -1,0 +1,39 @@
+"""Peers that send bad messages, and when one has sent so many that it is not listened to any more."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+MAX_BAD_MESSAGES = 16
+"""A peer that sends more is cut off: a defect or an attack, which decoding on would only help."""
+MAX_PEERS = 4096
+"""Peers remembered; the one longest silent is forgotten first."""
+
+
+class Offenders:
+    """Counts the bad messages of every peer; its memory is bounded whatever the peers do."""
+
+    def __init__(self, *, max_bad_messages: int = MAX_BAD_MESSAGES, max_peers: int = MAX_PEERS) -> None:
+        self.cut_off = 0
+        """Peers cut off so far."""
+        self._max_bad_messages = max_bad_messages
+        self._max_peers = max_peers
+        self._counts: OrderedDict[bytes, int] = OrderedDict()
+
+    def note(self, peer: bytes) -> bool:
+        """Counts a bad message; True when the peer is cut off by it."""
+        count = self._counts.pop(peer, 0) + 1
+        self._counts[peer] = count
+        if len(self._counts) > self._max_peers:
+            self._counts.popitem(last=False)
+        if count != self._max_bad_messages + 1:
+            return False
+        self.cut_off += 1
+        return True
+
+    def ignores(self, peer: bytes) -> bool:
+        """Whether the peer is cut off: its messages are not worth decoding."""
+        if self._counts.get(peer, 0) <= self._max_bad_messages:
+            return False
+        self._counts.move_to_end(peer)
+        return True

@@ -1,0 +1,36 @@
+"""Groups that are not trained and give their place to another prompt."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from asyncrl.config import Config
+from asyncrl.errors import RunError
+from asyncrl.replay.ledger import Ledger
+from asyncrl.replay.messages import GroupMeta
+
+SAME_REWARD = 1e-6
+"""Rewards of a group that differ by less carry no signal."""
+
+
+def refund_reason(config: Config, meta: GroupMeta) -> str:
+    """Why a finished group is refunded; empty when it is to be trained."""
+    if "failed" in meta["status"]:
+        return "failed"
+    if config.algorithm.truncated == "mask" and set(meta["status"]) == {"truncated"}:
+        return "truncated"
+    if config.refunds_no_signal and np.ptp(meta["rewards"]) < SAME_REWARD:
+        return "no_signal"
+    return ""
+
+
+def check_refunds(config: Config, ledger: Ledger, refunds_in_a_row: int) -> None:
+    """Raises RunError when group after group is refunded."""
+    limit = config.replay.max_refunds_in_a_row
+    if refunds_in_a_row >= limit:
+        counts = {name: amount.groups for name, amount in ledger.refunded.items()}
+        raise RunError(
+            f"the last {limit} groups gave no training signal (refunded so far: {counts}): rewards are all equal or "
+            "failing; look at the reward function and the difficulty of the data, or set replay.no_signal=train or a "
+            "higher replay.max_refunds_in_a_row"
+        )

@@ -1,0 +1,132 @@
+"""The files of the segment that is being written."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import structlog
+import xxhash
+
+from asyncrl.errors import JournalError
+from asyncrl.replay.records import Packed
+from asyncrl.replay.segments import ENTRY, HEADER, Segment, scan_segment, segment_path, sums_path
+
+log = structlog.get_logger()
+
+
+class SegmentWriter:
+    """Appends record batches to one segment; begins it, or goes on after its last whole batch.
+
+    Every method raises JournalError when the system does not do what it asks; what is then in the files is a torn
+    tail at most.
+    """
+
+    def __init__(self, folder: Path, number: int, *, durable: bool) -> None:
+        self.folder = folder
+        self.number = number
+        self.durable = durable
+        """The segment is synced when it begins and ends."""
+        self.path = segment_path(folder, number)
+        self.segment = scan_segment(folder, number, newest=True) if self.path.exists() else Segment(self.path, [], [])
+        self._size = self.segment.num_bytes
+        self._files: list[int] = []
+        sums = self._open(sums_path(self.path), self.num_batches * ENTRY.itemsize)
+        stream = self._open(self.path, self._size)
+        self._stream, self._sums = stream, sums
+        self._begin()
+
+    @property
+    def num_batches(self) -> int:
+        return len(self.segment.ends)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of stream and sums."""
+        return self._size + self.num_batches * ENTRY.itemsize
+
+    def append(self, batch: Packed) -> None:
+        """Writes the batch, then its sum."""
+        digest = xxhash.xxh3_64(b"" if self.num_batches else HEADER)
+        for piece in batch.pieces:
+            digest.update(piece)
+        self._write(self._stream, self.path, batch)
+        self._size += batch.num_bytes
+        checked = self._size.to_bytes(8, "little") + digest.intdigest().to_bytes(8, "little")
+        entry = checked + xxhash.xxh3_64_intdigest(checked).to_bytes(8, "little")
+        self._write(self._sums, sums_path(self.path), Packed([entry], len(entry)))
+        self.segment.ends.append(self._size)
+        self.segment.sums.append(digest.intdigest())
+
+    def sync(self) -> None:
+        """Returns when everything written is on the disk."""
+        for descriptor in (self._stream, self._sums):
+            try:
+                os.fsync(descriptor)
+            except OSError as error:
+                raise failure(self.path, "sync it", error) from None
+
+    def end(self) -> None:
+        """Nothing follows in this segment."""
+        if self.durable:
+            self.sync()
+
+    def close(self) -> None:
+        while self._files:
+            os.close(self._files.pop())
+
+    def _open(self, path: Path, whole_bytes: int) -> int:
+        """The file, cut behind what is whole of it."""
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+            self._files.append(descriptor)
+            os.ftruncate(descriptor, whole_bytes)
+            os.lseek(descriptor, 0, os.SEEK_END)
+        except OSError as error:
+            self.close()
+            raise failure(path, "open it", error) from None
+        return descriptor
+
+    def _begin(self) -> None:
+        torn_bytes = self.segment.torn_bytes
+        if torn_bytes > (0 if self.num_batches else len(HEADER)):
+            log.warning("torn tail of the journal cut", file=str(self.path), torn_bytes=torn_bytes)
+        try:
+            if not self.num_batches:
+                self._write(self._stream, self.path, Packed([HEADER], len(HEADER)))
+                self._size = len(HEADER)
+            if self.durable:
+                self.sync()
+                _sync_folder(self.folder)
+        except JournalError:
+            self.close()
+            raise
+
+    def _write(self, descriptor: int, path: Path, data: Packed) -> None:
+        try:
+            written = os.writev(descriptor, data.pieces)
+            if written < data.num_bytes:
+                left = memoryview(b"".join(data.pieces))[written:]
+                while left:
+                    left = left[os.write(descriptor, left) :]
+        except OSError as error:
+            raise failure(path, f"write {data.num_bytes} bytes", error) from None
+
+
+def _sync_folder(folder: Path) -> None:
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise failure(folder, "sync it", error) from None
+
+
+def failure(path: Path, what: str, error: OSError) -> JournalError:
+    """The error for what the system refused to do with the path."""
+    return JournalError(
+        f"{path}: cannot {what}: {error.strerror}; make room for it or mend the disk, "
+        "then go on with `asyncrl launch --resume`"
+    )

@@ -1,0 +1,298 @@
+"""All that the replay queue knows, and how each record of the journal changes it.
+
+The queue decides, writes a record and applies it; recovery applies the same records again. So the state is a function
+of the records, and nothing in here reads a clock or decides anything.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from asyncrl.config import Config
+from asyncrl.errors import JournalError
+from asyncrl.replay.coverage import Coverage
+from asyncrl.replay.evaluation import EvalBook
+from asyncrl.replay.held import Finished, Held, Load, PromptSource, Step
+from asyncrl.replay.ledger import Ledger, State
+from asyncrl.replay.measure import RunMeasure
+from asyncrl.replay.records import Record
+from asyncrl.replay.rules import check_rules, rules_of
+from asyncrl.replay.segments import Location
+from asyncrl.replay.trace import TraceWriter
+from asyncrl.replay.wire import Array
+from asyncrl.types import Lease, Prompt
+
+
+class QueueState:
+    """The queue between two messages. Times are seconds of the run (`RunClock`)."""
+
+    def __init__(
+        self, config: Config, prompts: PromptSource, trace: TraceWriter | None, eval_prompts: Sequence[Prompt] = ()
+    ) -> None:
+        self.config = config
+        self.prompts = prompts
+        self.trace = trace
+        self.eval_prompts = eval_prompts
+        self.evaluation = EvalBook(config, eval_prompts)
+        self.measure = RunMeasure(config)
+        self.ledger = Ledger(
+            groups_per_step=config.replay.groups_per_step,
+            max_staleness=config.replay.max_staleness,
+            in_order=config.replay.order == "ticket",
+        )
+        self.held: dict[int, Held] = {}
+        self.held_bytes = 0
+        self.leased_by: Counter[int] = Counter()
+        """Unfinished leases of each generator."""
+        self.step: Step | None = None
+        self.stop_reason = ""
+        self.generators_wanted = config.launch.generators
+        self.refunds_in_a_row = 0
+        self.duplicates = 0
+        """Groups that came more than once."""
+        self.committed: dict[str, float] = {}
+        """This side's metrics of the last step."""
+        self.coverage = Coverage()
+
+    def apply(self, record: Record, location: Location | None) -> None:
+        """Changes the state as a record says that was written. Raises JournalError for one that cannot follow."""
+        if record.kind not in APPLY:
+            raise JournalError(f"the journal has a record of kind {record.kind!r}, which this version does not know")
+        APPLY[record.kind](self, record.body, record.arrays, location)
+
+    # --- leases
+
+    def lease(self, generator: int, session: str, number: int, version: int, at_s: float) -> Lease:
+        """Leases the next group; call only while the ledger `can_lease(version)`."""
+        ticket = self.ledger.lease(version)
+        before = self.held.get(ticket.number)
+        prompt = next(self.prompts) if before is None else before.prompt
+        lost = [] if before is None else before.lost
+        self.leased_by[generator] += 1
+        self.held[ticket.number] = Held(prompt, at_s, generator, ticket.attempt, session, number, lost)
+        self.measure.leased(at_s)
+        return Lease(ticket.number, ticket.attempt, prompt)
+
+    def lease_evaluations(
+        self, generator: int, session: str, number: int, version: int, count: int, at_s: float
+    ) -> list[Lease]:
+        """Leases up to so many evaluation prompts."""
+        leases = self.evaluation.lease(generator, version, count, at_s, session=session, number=number)
+        if leases:
+            self.measure.leased(at_s)
+        return leases
+
+    def _lease(self, body: Any, _: Sequence[Array], location: Location | None) -> None:
+        asked = body["generator"], body["session"], body["number"], body["version"]
+        evaluations = self.lease_evaluations(*asked, len(body["evaluations"]), body["at_s"])
+        groups = [self.lease(*asked, body["at_s"]) for _ in body["tickets"]]
+        given = [[lease.ticket, lease.attempt] for lease in groups]
+        evaluated = [[body["version"], lease.ticket, lease.attempt] for lease in evaluations]
+        if given != body["tickets"] or evaluated != body["evaluations"]:
+            raise JournalError(
+                f"record {location} of the journal leases tickets {body['tickets']} and evaluations "
+                f"{body['evaluations']}, applied it gives {given} and {evaluated}: it is not of this run"
+            )
+
+    def _return(self, body: Any, *_: object) -> None:
+        number, attempt = body["ticket"], body["attempt"]
+        if body["evaluation"]:
+            self.evaluation.release([{"ticket": number, "attempt": attempt}])
+        else:
+            self.ledger.give_back(number, tokens=body["tokens"])
+            self.leased_by[self.held[number].generator] -= 1
+
+    # --- groups
+
+    def _group(self, body: Any, arrays: Sequence[Array], location: Location | None) -> None:
+        group, reason = Finished.of_record(body, list(arrays)), body["refunded"]
+        number, meta = group.meta["ticket"], group.meta
+        held = self.held[number]
+        self.ledger.finish(number, trajectories=len(meta["lengths"]), tokens=int(arrays[1].sum()))
+        self.leased_by[held.generator] -= 1
+        held.meta, held.arrays, held.location = meta, group.arrays, location
+        if reason != "failed":
+            self.measure.scored(meta, arrays)
+        if not reason:
+            self.refunds_in_a_row = 0
+            self.held_bytes += held.num_bytes
+            self.coverage.hold(location)
+            return
+        self.ledger.refund(number, reason)
+        del self.held[number]
+        self.refunds_in_a_row += 1
+        self.measure.ended(reason, meta, arrays)
+        self._trace(held, reason)
+
+    def _lose(self, body: Any, *_: object) -> None:
+        self.ledger.lose(body["tokens"])
+        self.held[body["ticket"]].lost.append(body["attempt"])
+
+    def _evaluated(self, body: Any, *_: object) -> None:
+        self.evaluation.finish(body)
+
+    def _drop(self, body: Any, *_: object) -> None:
+        self.evaluation.drop(body["version"], body["reason"])
+
+    # --- steps
+
+    def _take(self, body: Any, _: Sequence[Array], location: Location | None) -> None:
+        shards = [list(shard) for shard in body["shards"]]
+        numbers = [number for shard in shards for number in shard]
+        self.ledger.take(numbers)
+        for number in numbers:
+            self.held[number].taken_s = body["at_s"]
+        self.step = Step(body["step"], shards)
+        self.coverage.note(location, body["step"])
+
+    def commit(self, step: int, metrics: dict[str, float], at_s: float) -> dict[str, float]:
+        """Ends the step in progress: its groups are trained. Gives the step's metrics of this side, with those of an
+        evaluation that ended."""
+        groups = [self.held.pop(number) for number in self.ledger.commit()]
+        for held in groups:
+            self.held_bytes -= held.num_bytes
+            self.coverage.train(held.location, step)
+            self.measure.ended("trained", held.finished, held.arrays)
+            self._trace(held, "trained", trained_s=at_s, train_version=step - 1)
+        self.step = None
+        self.ledger.check()
+        queue = {
+            "replay/finished_groups": float(self.ledger.count(State.FINISHED)),
+            "replay/leased_groups": float(self.ledger.count(State.LEASED)),
+            "replay/held_bytes": float(self.held_bytes),
+            "replay/refunded_groups": float(sum(a.groups for a in self.ledger.refunded.values())),
+        }
+        self.evaluation.committed(step)
+        measured = self.measure.committed(step, [held.arrays for held in groups], metrics, self.ledger, at_s)
+        self.committed = queue | measured | self.evaluation.next_metrics()
+        self.measure.last_metrics = metrics | self.committed
+        return self.committed
+
+    def _commit(self, body: Any, _: Sequence[Array], location: Location | None) -> None:
+        self.load_told(body["measure"], body["at_s"])
+        self.commit(body["step"], body["metrics"], body["at_s"])
+        self.coverage.note(location, body["step"])
+
+    def _scale(self, body: Any, *_: object) -> None:
+        self.generators_wanted = body["generators"]
+
+    def _stop(self, body: Any, *_: object) -> None:
+        self.stop_reason = self.stop_reason or body["reason"]
+        self.evaluation.drop_all(f"the run stopped: {body['reason']}")
+
+    # --- trace
+
+    def trace_in_flight(self) -> None:
+        """Adds what is finished and not trained to the trace."""
+        for held in self.held.values():
+            if held.meta is not None:
+                self._trace(held, "in_flight")
+
+    def _trace(self, held: Held, outcome: str, *, trained_s: float = float("nan"), train_version: int = -1) -> None:
+        if self.trace is not None:
+            self.trace.add(
+                held.finished,
+                held.arrays[1],
+                outcome=outcome,
+                taken_s=held.taken_s or float("nan"),
+                trained_s=trained_s,
+                train_version=train_version,
+            )
+
+    # --- as a whole
+
+    def told(self) -> dict[str, Any]:
+        """What generators and learners have told of themselves: no function of the records before, so that every
+        commit writes it down."""
+        return {
+            "measure": self.measure.told(),
+            "evaluation": self.evaluation.told(),
+            "duplicates": self.duplicates,
+        }
+
+    def load_told(self, told: dict[str, Any], now_s: float | None) -> None:
+        """Who was up counts as heard at `now_s`; nobody does when it is None."""
+        self.measure.load_told(told["measure"], now_s)
+        self.evaluation.load_told(told["evaluation"], now_s)
+        self.duplicates = told["duplicates"]
+
+    def wake(self, now_s: float, *, same_launch: bool) -> None:
+        """Goes on after a time in which nobody listened: leases are as old as `now_s`.
+
+        In another launch nobody is up, and neither the reason to stop nor the number of generators holds any more.
+        """
+        for held in self.held.values():
+            held.leased_s = now_s
+        self.evaluation.wake(now_s)
+        self.load_told(self.told(), now_s if same_launch else None)
+        if not same_launch:
+            self.stop_reason, self.generators_wanted = "", self.config.launch.generators
+
+    def state_dict(self) -> dict[str, Any]:
+        """All but what is told and the frames of groups, made of what msgpack can carry."""
+        return {
+            "rules": rules_of(self.config, len(self.eval_prompts)),
+            "ledger": self.ledger.state_dict(),
+            "held": [[number, *held.state()] for number, held in self.held.items()],
+            "step": None if self.step is None else [self.step.number, [list(shard) for shard in self.step.shards]],
+            "stop_reason": self.stop_reason,
+            "generators_wanted": self.generators_wanted,
+            "refunds_in_a_row": self.refunds_in_a_row,
+            "committed": dict(self.committed),
+            "coverage": self.coverage.state(),
+            "measure": self.measure.state_dict(),
+            "evaluation": self.evaluation.state_dict(),
+            "prompts": self.prompts.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any], *, load: Load | None, now_s: float) -> None:
+        """Goes on from a state, with leases as old as `now_s` and the frames of finished groups from `load`.
+
+        Without `load` every ticket in the state is taken back, to be leased again. Raises ConfigError when the run's
+        settings do not fit the state.
+        """
+        check_rules(state["rules"], rules_of(self.config, len(self.eval_prompts)))
+        self.prompts.load_state_dict(state["prompts"])
+        self.ledger.load_state_dict(state["ledger"])
+        self.measure.load_state_dict(state["measure"])
+        self.evaluation.load_state_dict(state["evaluation"], now_s)
+        self.stop_reason, self.refunds_in_a_row = state["stop_reason"], state["refunds_in_a_row"]
+        self.generators_wanted, self.committed = state["generators_wanted"], state["committed"]
+        self.coverage = Coverage(*(dict(pairs) for pairs in state["coverage"]))
+        self.step = None if state["step"] is None else Step(*state["step"])
+        self.held = {
+            number: Held.of_state(values, self.prompts.prompt(row), load, now_s)
+            for number, row, *values in state["held"]
+        }
+        if load is None:
+            self._take_all_back()
+        self.held_bytes = sum(held.num_bytes for held in self.held.values())
+        leased = (t.number for t in self.ledger.live.values() if t.state is State.LEASED)
+        self.leased_by = Counter(self.held[number].generator for number in leased)
+
+    def _take_all_back(self) -> None:
+        """Takes every ticket back; what was finished is lost."""
+        for ticket in self.ledger.live.values():
+            if ticket.state is State.LEASED:
+                self.ledger.give_back(ticket.number, tokens=0)
+            elif ticket.state is not State.RETURNED:
+                self.ledger.discard(ticket.number)
+        self.step, self.coverage = None, Coverage()
+        self.evaluation.release([{"ticket": t, "attempt": attempt} for _, t, attempt in list(self.evaluation.held())])
+
+
+APPLY: dict[str, Callable[[QueueState, Any, Sequence[Array], Location | None], None]] = {
+    "lease": QueueState._lease,
+    "return": QueueState._return,
+    "group": QueueState._group,
+    "lose": QueueState._lose,
+    "evaluated": QueueState._evaluated,
+    "drop": QueueState._drop,
+    "take": QueueState._take,
+    "commit": QueueState._commit,
+    "scale": QueueState._scale,
+    "stop": QueueState._stop,
+}
+"""What a record of each kind does."""

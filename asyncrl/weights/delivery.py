@@ -1,0 +1,194 @@
+"""One version of the weights on its way to all generators that do not have it, without those that do not answer.
+
+A round:
+
+    offer -> ready (staging is free) -> go -> broadcast -> verdict (checksum) -> received
+
+All but the bytes themselves are small messages in the sender's store. A generator that is late with an answer is
+dropped, and the round is repeated for the others where it needs to be.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from asyncrl.errors import RunError
+from asyncrl.weights.exchange import Group, broadcast, retire
+from asyncrl.weights.packing import buckets
+from asyncrl.weights.roster import Answers, Peer, Roster
+from asyncrl.weights.transports import TRANSPORTS, Member, choose_transport, device_name
+
+log = structlog.get_logger()
+
+_TRIES = 3
+"""So often a broadcast fails, with all generators alive, before that is an error."""
+
+
+@dataclass(slots=True)
+class WeightSyncStats:
+    count: int = 0
+    """Versions that all generators received that were there."""
+    dropped: int = 0
+    """How often a generator was dropped because it was late with an answer or had other bytes."""
+    wait_s: float = 0.0
+    """Time that `WeightSender.send` waited for the broadcast before it."""
+    broadcast_s: float = 0.0
+    """From the end of the copy until all generators have a version, summed."""
+    bytes: int = 0
+    """Of weights sent, each version counted once."""
+
+
+@dataclass(slots=True)
+class Delivery:
+    """The sender's part in all rounds: rank 0 of every group. `check` is called all the time and may raise."""
+
+    server: TCPStore
+    address: tuple[str, int]
+    roster: Roster
+    stats: WeightSyncStats
+    bucket_bytes: int
+    timeout_s: float
+    device: torch.device
+    check: Callable[[], None]
+    transport: str = "gloo"
+    group: Group | None = None
+    group_ids: list[str] = field(default_factory=list[str])
+    group_number: int = 0
+    failures: int = 0
+    """Broadcasts of the version that failed with all generators alive."""
+    counted: int | None = None
+    """Last version in `stats.count`."""
+    checksums: dict[int, int] = field(default_factory=dict[int, int])
+    """Of the last version sent."""
+
+    def deliver(self, version: int, buffer: Tensor) -> None:
+        """Rounds until no generator is behind. Raises RunError when the transport does not work."""
+        started = time.monotonic()
+        self.failures = 0
+        while behind := [peer for peer in self.roster.present() if peer.version != version]:
+            self._round(version, buffer, behind)
+        if self.counted != version and self.roster.present():
+            self.counted = version
+            self.stats.count += 1
+            self.stats.bytes += buffer.numel()
+            self.stats.broadcast_s += time.monotonic() - started
+
+    def _round(self, version: int, buffer: Tensor, behind: Sequence[Peer]) -> None:
+        weights = f"version {version} of the weights"
+        for peer in behind:
+            peer.offers += 1
+        offer = {"version": version, "transport": self.transport, "bucket_bytes": self.bucket_bytes}
+        self.roster.tell(behind, "offer", offer)
+        ready = self._answers(behind, "ready", f"become ready to receive {weights}", self.timeout_s)
+        there = {peer.id for peer in self.roster.present()}  # who was ready early may have left since
+        peers = [peer for peer, answer in ready if peer.id in there and self._loaded_right(peer, answer)]
+        if not peers:
+            return
+        self._go(peers)
+        # Nobody can be called out of a connect that waits for another one.
+        called_s = time.monotonic() + self.timeout_s
+        try:
+            group = self._connected(len(peers) + 1)
+            called_s = 0.0
+            checksum = self._broadcast(group, buffer)
+        except (RuntimeError, TimeoutError) as error:
+            patience_s = max(0.0, called_s - time.monotonic()) + self._grace_s
+            self._give_up(peers, f"survive the broadcast of {weights}", error, patience_s)
+            return
+        self.roster.tell(peers, "verdict", {"checksum": checksum})
+        self.checksums = {version: checksum}
+        for peer, answer in self._answers(peers, "received", f"confirm {weights}", self.timeout_s):
+            self._settle(peer, version, answer)
+            self.roster.forget([peer])
+
+    @property
+    def _grace_s(self) -> float:
+        """Time to answer for a generator that is told that a broadcast was given up."""
+        return max(1.0, min(5.0, self.timeout_s / 4))
+
+    def _answers(self, peers: Sequence[Peer], what: str, phase: str, timeout_s: float) -> Answers:
+        """Each peer with its answer. Those that did not do `phase` in time are dropped."""
+        answers, late = self.roster.collect(peers, what, timeout_s)
+        for peer in late:
+            self._drop(peer, f"{peer.name} did not {phase} within {timeout_s:g} s")
+        return answers
+
+    def _drop(self, peer: Peer, reason: str, level: int = logging.WARNING) -> None:
+        log.log(level, "a generator is dropped", generator=peer.rank - 1, reason=reason)
+        self.roster.drop(peer, reason)
+        self.stats.dropped += 1
+
+    def _go(self, peers: Sequence[Peer]) -> None:
+        """Tells each peer its place in the group: the one before when it has the same members."""
+        if TRANSPORTS[self.transport].on_device:
+            choose_transport(self.transport, [device_name(self.device), *(peer.device for peer in peers)])
+        ids = [peer.id for peer in peers]
+        if ids != self.group_ids or self.group is None:
+            self.drop_group()
+            self.group_ids = ids
+            self.group_number += 1
+        for position, peer in enumerate(peers, start=1):
+            self.roster.tell([peer], "go", {"group": self.group_number, "rank": position, "size": len(peers) + 1})
+
+    def _connected(self, size: int) -> Group:
+        if self.group is None:
+            member = Member(0, size, self.address, self.device, self.timeout_s)
+            store = PrefixStore(f"group/{self.group_number}", self.server)
+            self.group = TRANSPORTS[self.transport].connect(store, member)
+        return self.group
+
+    def _broadcast(self, group: Group, buffer: Tensor) -> int:
+        self.group = None  # a group that failed is not used again
+        parts = buckets(buffer, self.bucket_bytes)
+        checksum = broadcast(group, parts, timeout_s=self.timeout_s, check=self.check)
+        self.group = group
+        return checksum
+
+    def _give_up(self, peers: Sequence[Peer], phase: str, error: Exception, patience_s: float) -> None:
+        """Ends a broadcast that failed; who does not even answer to that is dropped. Raises RunError when it was
+        nobody's fault too often."""
+        reason = str(error).splitlines()[0]
+        self.roster.tell(peers, "verdict", {"abort": reason})
+        answers = self._answers(peers, "received", f"{phase} ({reason}), no answer", patience_s)
+        told = "; ".join(f"{peer.name}: {answer.get('error', 'received all')}" for peer, answer in answers)
+        self.roster.forget([peer for peer, _ in answers])
+        log.info("a broadcast of weights failed", reason=reason, alive=told)
+        self.failures += len(answers) == len(peers)
+        if self.failures == _TRIES:
+            raise RunError(f"weights: no generator did not {phase}, yet it failed {_TRIES} times ({reason}); {told}")
+
+    def _settle(self, peer: Peer, version: int, answer: dict[str, Any]) -> None:
+        """Takes what a peer says of the bytes that it has; it gets them once more when they are not right."""
+        if answer.get("checksum") == self.checksums[version]:
+            peer.version, peer.failures = version, 0
+            return
+        if "error" in answer:
+            self.drop_group()  # it does not use the group any more
+        peer.failures += 1
+        what = answer.get("error", "it received other bytes than were sent")
+        if peer.failures > 1:
+            self._drop(peer, f"{peer.name} did not get version {version} of the weights twice: {what}")
+        else:
+            log.warning("weights are sent once more", generator=peer.rank - 1, version=version, reason=what)
+
+    def _loaded_right(self, peer: Peer, answer: dict[str, Any]) -> bool:
+        loaded = answer["loaded"]
+        if not loaded or self.checksums.get(loaded["version"], loaded["checksum"]) == loaded["checksum"]:
+            return True
+        reason = f"{peer.name} loaded other bytes than were sent as version {loaded['version']} of the weights"
+        self._drop(peer, reason, logging.ERROR)
+        return False
+
+    def drop_group(self) -> None:
+        if self.group is not None:
+            retire(self.group)
+        self.group = None

@@ -1,0 +1,56 @@
+"""Size of the chaos suite, and the figures it prints at the end."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.runs import Chaos
+from tests.helpers.demo import make_demo
+
+FULL = bool(os.environ.get("CHAOS"))
+"""`make chaos` sets it; without, each test is a short form of itself."""
+FIGURES = pytest.StashKey[list[str]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[FIGURES] = []
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    for line in config.stash[FIGURES]:
+        terminalreporter.write_line(line)
+
+
+@pytest.fixture
+def figure(request: pytest.FixtureRequest) -> Callable[[str], None]:
+    """Notes a line of figures that is printed when all tests are done."""
+    return lambda text: request.config.stash[FIGURES].append(f"{request.node.name}: {text}")
+
+
+@pytest.fixture
+def full() -> bool:
+    return FULL
+
+
+@pytest.fixture(scope="session")
+def demo_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_demo(tmp_path_factory.mktemp("chaos"))
+
+
+@pytest.fixture
+def chaos(demo_folder: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., Chaos]]:
+    """Makes runs of the demo that things happen to; whatever is left of them is ended."""
+    made: list[Chaos] = []
+
+    def make(*settings: str, name: str = "", folder: Path = demo_folder, seen_from: Path = Path("/")) -> Chaos:
+        own = request.node.name.replace("[", "-").replace("]", "")
+        made.append(Chaos(folder, name or own, settings, seen_from))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.kill()

@@ -1,0 +1,78 @@
+"""Runs that give identical results, and training again from the journal."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.chaos.runs import Chaos, check_complete
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
+
+Make = Callable[..., Chaos]
+STEPS = 6
+OWN_TIME = ("time/", "throughput/", "_s", "idle", "generator/", "replay/", "weights/", "journal/")
+"""Metrics of time and of places, which no two runs share."""
+
+
+def comparable(row: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in row.items() if not any(k.startswith(own) or k.endswith(own) for own in OWN_TIME)}
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_same_seed_same_run_and_resume_changes_nothing(chaos: Make, full: bool) -> None:
+    settings = ["deterministic=true", "replay.max_staleness=0", f"steps={STEPS}", "checkpoint.every_steps=2"]
+    runs = [chaos(*settings, name=f"deterministic-{name}") for name in ("first", "second", "resumed", "two")]
+    first, second, resumed, two = runs
+    first.start()
+    check_complete(first, first.finish(timeout_s=200), STEPS)
+    others = [resumed, two]
+    if full:  # the other two say the same and more
+        second.start()
+        second.finish(timeout_s=200)
+        others.append(second)
+    resumed.start()
+    assert resumed.wait_for_step(3)
+    resumed.kill_all()
+    resumed.start()
+    check_complete(resumed, resumed.finish(timeout_s=200), STEPS)
+    two.start("launch.generators=2")
+    two.finish(timeout_s=200)
+    rows = [comparable(row) for row in first.rows()]
+    assert len(rows[0]) > 10
+    for other in others:
+        assert [comparable(row) for row in other.rows()] == rows, other.name
+        assert same(weights(other.run_dir / "model"), weights(first.run_dir / "model")), other.name
+
+
+def test_journal_alone_gives_the_same_weights(chaos: Make, demo_folder: Path) -> None:
+    run = chaos(f"steps={STEPS}", "launch.learners=2", "journal.keep=all", name="recorded")
+    run.start()
+    run.finish(timeout_s=200)
+
+    def replay(*arguments: str) -> str:
+        command = [sys.executable, "-m", "asyncrl.cli", "replay", str(run.run_dir), *arguments]
+        done = subprocess.run(command, cwd=demo_folder, capture_output=True, text=True, timeout=200, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    output = replay("--out", "again")
+    assert "weights identical" in output and "yes" in output
+    assert same(weights(demo_folder / "again" / "model"), weights(run.run_dir / "model"))
+    output = replay("--loss", "cispo", "--lr", "1e-4", "--out", "other")
+    assert not same(weights(demo_folder / "other" / "model"), weights(run.run_dir / "model"))
+    assert "learner/loss" in output

@@ -1,0 +1,43 @@
+"""Records for tests of the journal, and its files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from asyncrl.replay.journal import Journal, Location, Record, read_journal
+
+
+def group_record(ticket: int, num_tokens: int, attempt: int = 0) -> Record:
+    """A group whose arrays tell its ticket."""
+    rng = np.random.default_rng(ticket)
+    arrays = [
+        rng.integers(0, 50_000, num_tokens).astype(np.int32),
+        rng.integers(0, 2, num_tokens).astype(bool),
+        rng.standard_normal(num_tokens).astype(np.float32),
+        np.full(num_tokens, ticket, dtype=np.int32),
+    ]
+    return Record("group", {"ticket": ticket, "attempt": attempt, "rewards": [0.1, float("inf")]}, arrays)
+
+
+def plain(record: Record) -> tuple[object, ...]:
+    """What can be compared: the kind, the body, and dtype, shape and bytes of every array."""
+    return record.kind, record.body, [(array.dtype.str, array.shape, array.tobytes()) for array in record.arrays]
+
+
+def records_of(folder: Path) -> list[tuple[object, ...]]:
+    return [plain(record) for _, record in read_journal(folder)]
+
+
+def write_batches(folder: Path, batches: list[list[Record]], *, rotate_after: int | None = None) -> list[Location]:
+    """A journal of these batches, a new segment begun after so many of them."""
+    journal = Journal(folder, flush="os")
+    locations: list[Location] = []
+    for number, batch in enumerate(batches, 1):
+        locations += [journal.append(record) for record in batch]
+        journal.write()
+        if number == rotate_after:
+            journal.rotate()
+    journal.close()
+    return locations

@@ -1,0 +1,57 @@
+"""A replay process without a queue: `stand_in_replay.py SPEC SECONDS` says that all steps are done after so long."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import zmq
+
+from asyncrl.launch.role import RoleSpec
+from asyncrl.replay.wire import decode, encode
+
+
+def main() -> None:
+    spec, until_s = RoleSpec.from_json(sys.argv[1]), float(sys.argv[2])
+    stopped = Path(spec.run_dir) / "stopped"
+    socket = zmq.Context.instance().socket(zmq.ROUTER)
+    socket.bind(spec.endpoints.replay)
+    run_id, kind = spec.endpoints.run_id, ""
+    while kind != "shutdown":
+        identity, *frames = socket.recv_multipart(copy=False)
+        message = decode(run_id, [frame.buffer for frame in frames])
+        kind = message.kind
+        if kind == "stop":
+            stopped.touch()
+        done = time.time() > until_s or stopped.exists()
+        answers = {"status": status(done), "summary": {"idle": {"generator": 0.0, "learner": 0.0}, "steps": 3}}
+        socket.send_multipart(
+            [identity.bytes, *encode(run_id, "ok", answers.get(kind, {}), seq=message.seq, arrays=[])]
+        )
+    socket.close(linger=500)
+
+
+def status(done: bool) -> dict[str, object]:
+    return {
+        "done": done,
+        "step": 3 if done else 0,
+        "generators_wanted": 1,
+        "generators": {"0": {"heard_ago_s": 0.0, "session": "a"}},
+        "learners": {"0": 0.0, "1": 0.0},
+        "eval": {"prompts_done": 0, "last": None, "running": []},
+        "catching_up": None,
+        "taken": True,
+        "leased": 0,
+        "finished": 0,
+        "reward": 0.5,
+        "staleness_mean": 0.0,
+        "staleness_max": 0,
+        "tokens_per_s": 0.0,
+        "generator_idle": 0.0,
+        "learner_idle": 0.0,
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""A run from start to end with processes that stand in for the roles."""
+
+from __future__ import annotations
+
+import io
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from asyncrl.launch.interrupts import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, Interrupts
+from asyncrl.launch.local import LAUNCHERS, LocalLauncher
+from asyncrl.launch.resources import make_endpoints, plan_resources
+from asyncrl.launch.role import RoleSpec
+from asyncrl.launch.run import Run
+from tests.helpers.replay import small_config
+
+pytestmark = pytest.mark.timeout(60)
+
+REPLAY = str(Path(__file__).with_name("stand_in_replay.py"))
+UNTIL = "import os, sys, time\nwhile time.time() < {until_s} and not os.path.exists({stopped!r}): time.sleep(0.02)\n"
+CRASH = "import sys; print('it broke'); sys.exit({code})"
+
+Codes = dict[str, list[int]]
+"""Exit codes of the first starts of a role; later ones do what they are there for."""
+
+
+class StandIns(LocalLauncher):
+    def __init__(self, folder: Path, codes: Codes, last_s: float) -> None:
+        super().__init__()
+        self.codes, self.until_s = codes, time.time() + last_s
+        self.code = UNTIL.format(until_s=self.until_s, stopped=str(folder / "stopped"))
+
+    def command(self, spec: RoleSpec) -> list[str]:
+        crashes = self.codes.get(spec.name, [])
+        if spec.start < len(crashes):
+            return [sys.executable, "-c", CRASH.format(code=crashes[spec.start])]
+        if spec.role == "replay":
+            return [sys.executable, REPLAY, spec.to_json(), str(self.until_s)]
+        return [sys.executable, "-c", self.code]
+
+
+Conduct = Callable[..., tuple[int, Run, str]]
+
+
+@pytest.fixture
+def conduct(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Conduct:
+    """Conducts a run of one generator and two learners: its exit code, the run, and what it printed."""
+
+    def start(codes: Codes, *, last_s: float = 3.0, interrupts: int = 0, **settings: object) -> tuple[int, Run, str]:
+        monkeypatch.chdir(tmp_path)
+        folder = tmp_path / "runs" / "run"
+        folder.mkdir(parents=True)
+        monkeypatch.setitem(LAUNCHERS, "local", lambda: StandIns(folder, codes, last_s))
+        config = small_config(**{"launch__learners": 2, "launch__stop_timeout_s": 5} | settings)
+        spec = RoleSpec("", 0, str(folder), make_endpoints(config, "test"), (), 8)
+        out = io.StringIO()
+        caught = Interrupts()
+        caught.count = interrupts
+        run = Run(config, plan_resources(config), spec, Console(file=out, width=200), caught)
+        code = run.conduct()
+        assert all(role.code is not None for role in run.processes.roles)
+        return code, run, out.getvalue()
+
+    return start
+
+
+def test_run_finishes_though_every_role_dies_once(conduct: Conduct) -> None:
+    code, run, output = conduct({"generator-0": [4], "replay": [4], "learner-1": [3]}, last_s=5.0)
+    assert code == EXIT_DONE, run.summary
+    assert run.summary["status"] == "finished"
+    assert run.summary["steps"] == 3
+    assert run.summary["restarts"] == {"generator": 1, "replay": 1, "learner": 1, "reward_model": 0}
+    assert "generator-0 ended with code 4: it broke; restart 1 in 0 s" in output
+    assert "learner-1 ended with code 3: it broke; restart 1 in 0 s" in output
+    assert "step 3/3" in output
+
+
+def test_final_error_ends_the_run(conduct: Conduct) -> None:
+    code, run, _ = conduct({"learner-1": [1]}, last_s=600)
+    assert code == EXIT_FAILED
+    assert run.summary["error"] == "learner-1 ended with code 1: it broke"
+
+
+def test_role_that_dies_again_and_again_ends_the_run(conduct: Conduct) -> None:
+    code, run, _ = conduct({"replay": [4] * 9}, last_s=600, launch__max_restarts=2)
+    assert code == EXIT_FAILED
+    assert run.summary["error"].startswith("replay ended with code 4: it broke; it was restarted 2 times within")
+
+
+def test_interrupt_is_told_once_the_queue_is_back(conduct: Conduct) -> None:
+    code, run, output = conduct({"replay": [4]}, last_s=600, interrupts=1, launch__stop_timeout_s=20)
+    assert code == EXIT_INTERRUPTED, run.summary
+    assert run.summary["status"] == "stopped"
+    assert "stopping after this step" in output
+
+
+def test_training_that_does_not_get_on_fails_after_the_learners_had_another_chance(conduct: Conduct) -> None:
+    code, run, output = conduct({}, last_s=600, launch__progress_timeout_s=1.0)
+    assert code == EXIT_FAILED
+    assert output.count("no optimizer step ended within launch.progress_timeout_s = 1 s: step 0") == 1
+    assert run.summary["error"].startswith("no optimizer step ended within launch.progress_timeout_s = 1 s: step 0")
+    assert run.summary["restarts"]["learner"] == 1

@@ -1,0 +1,66 @@
+"""Parts of the offline replay that need no training."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+from safetensors.numpy import save_file
+
+from asyncrl.errors import ConfigError, RunError
+from asyncrl.launch.offline import make_out, show_metrics
+from asyncrl.launch.tensors import first_difference
+
+
+def save(folder: Path, **tensors: np.ndarray) -> Path:
+    """A model folder of two files."""
+    folder.mkdir()
+    names = sorted(tensors)
+    for number, part in enumerate((names[:1], names[1:])):
+        save_file({name: tensors[name] for name in part}, folder / f"model-{number}.safetensors")
+    return folder
+
+
+def test_weights_are_compared_tensor_by_tensor(tmp_path: Path) -> None:
+    a, b = np.arange(6, dtype=np.float32).reshape(2, 3), np.ones(4, dtype=np.float16)
+    first = save(tmp_path / "first", a=a, b=b)
+    assert first_difference(first, save(tmp_path / "same", a=a.copy(), b=b.copy())) == ""
+    negative_zero = a.copy()
+    negative_zero[0, 0] = -0.0
+    assert first_difference(first, save(tmp_path / "sign", a=negative_zero, b=b)) == "a has other values"
+    other = save(tmp_path / "shape", a=a, b=b.astype(np.float32))
+    assert first_difference(first, other) == "b is F16 [4] and F32 [4]"
+    fewer = save(tmp_path / "more", a=a, b=b, c=b)
+    assert first_difference(first, fewer) == f"c is only in {fewer}"
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(RunError, match=r"empty: no weights in \*\.safetensors files there"):
+        first_difference(first, tmp_path / "empty")
+
+
+def test_results_get_a_folder_of_their_own(tmp_path: Path) -> None:
+    assert make_out(tmp_path, None) == tmp_path / "replays" / "1"
+    assert make_out(tmp_path, None) == tmp_path / "replays" / "2"
+    given = tmp_path / "given"
+    assert make_out(tmp_path, given) == given
+    (given / "config.yaml").write_text("")
+    with pytest.raises(ConfigError, match="given: exists and is not an empty folder; give another one"):
+        make_out(tmp_path, given)
+
+
+def test_metrics_are_shown_beside_those_of_the_run(tmp_path: Path) -> None:
+    for name, factor, steps in (("run", 1.0, 5), ("out", 2.0, 3)):
+        rows = [{"step": s, "learner/loss": factor * s, "correction/ess": 0.5} for s in range(1, steps + 1)]
+        (tmp_path / name).mkdir()
+        lines = [json.dumps(row) for row in [*rows, {"step": 3, "eval/reward": 1.0}]]
+        (tmp_path / name / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    console = Console(file=io.StringIO(), width=120)
+    show_metrics(console, tmp_path / "run", tmp_path / "out")
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "3 steps" in text
+    lines = [line.split() for line in text.splitlines()]
+    assert ["learner/loss", "2", "6", "1", "3"] in lines
+    assert ["correction/ess", "0.5", "0.5", "0.5", "0.5"] in lines

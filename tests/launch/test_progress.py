@@ -1,0 +1,46 @@
+"""When training that does not get on is started anew, and when the run fails."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from asyncrl.errors import RunError
+from asyncrl.launch.progress import Progress
+from tests.helpers.replay import small_config
+
+
+def status(step: int, *, taken: bool, again: int | None = None) -> dict[str, Any]:
+    return {
+        "step": step,
+        "taken": taken,
+        "leased": 3,
+        "finished": 2,
+        "eval": {"prompts_done": 0, "running": [{"version": 0, "done": 1, "prompts": 9}]},
+        "catching_up": None if again is None else {"step": again, "of": step},
+    }
+
+
+def check(progress: Progress, told: dict[str, Any], now_s: float, started_s: float = 0.0) -> str:
+    return progress.check(told, learners_started_s=started_s, missing=[], now_s=now_s)
+
+
+def test_learners_that_hold_a_batch_are_blamed_once_for_a_step() -> None:
+    progress = Progress(small_config(launch__progress_timeout_s=60), 0.0)
+    assert check(progress, status(4, taken=True), 50.0) == ""
+    assert check(progress, status(4, taken=True), 100.0) == ""
+    reason = check(progress, status(4, taken=True), 111.0)
+    assert reason.startswith("no optimizer step ended within launch.progress_timeout_s = 60 s: step 4, 3 groups leased")
+    assert check(progress, status(4, taken=True), 150.0, started_s=112.0) == ""
+    assert check(progress, status(4, taken=True, again=3), 170.0, started_s=112.0) == "", "steps trained again count"
+    with pytest.raises(RunError, match="no optimizer step ended"):
+        check(progress, status(4, taken=True, again=3), 231.0, started_s=112.0)
+
+
+def test_without_a_batch_the_run_fails_and_says_what_is_awaited() -> None:
+    progress = Progress(small_config(launch__progress_timeout_s=60, launch__start_timeout_s=90), 0.0)
+    assert progress.check(status(0, taken=False), learners_started_s=0.0, missing=["generator-0"], now_s=1.0) == ""
+    assert progress.check(status(0, taken=False), learners_started_s=0.0, missing=["generator-0"], now_s=90.0) == ""
+    with pytest.raises(RunError, match="evaluation of version 0 at 1 of 9 prompts; not up: generator-0"):
+        progress.check(status(0, taken=False), learners_started_s=0.0, missing=["generator-0"], now_s=92.0)

@@ -1,0 +1,31 @@
+"""How often and after which pause a role is restarted; no processes, time is passed in."""
+
+from __future__ import annotations
+
+from asyncrl.launch.restarts import RestartHistory
+
+
+def test_pauses_grow_and_begin_anew_once_it_worked() -> None:
+    history = RestartHistory(max_restarts=100, window_s=10_000)
+    assert [history.next(10.0 * n, settled=False) for n in range(8)] == [0, 1, 2, 4, 8, 16, 30, 30]
+    assert history.next(100.0, settled=True) == 0
+    assert history.next(110.0, settled=False) == 1
+    assert history.total == 10
+
+
+def test_more_than_allowed_within_the_window_is_refused() -> None:
+    history = RestartHistory(max_restarts=3, window_s=60)
+    assert [history.next(t, settled=True) for t in (0.0, 10.0, 20.0)] == [0, 0, 0]
+    assert history.next(30.0, settled=True) is None
+    assert history.total == 3
+    later = RestartHistory(max_restarts=3, window_s=60)
+    assert [later.next(t, settled=True) for t in (0.0, 10.0, 20.0, 61.0, 71.0)] == [0] * 5
+
+
+def test_one_that_never_works_ends_however_slowly_it_fails() -> None:
+    history = RestartHistory(max_restarts=3, window_s=60)
+    assert [history.next(1000.0 * n, settled=False) for n in range(4)] == [0, 1, 2, None]
+
+
+def test_zero_restarts_nothing() -> None:
+    assert RestartHistory(max_restarts=0, window_s=60).next(0.0, settled=True) is None

@@ -1,0 +1,182 @@
+"""Which runs go on, and with which settings."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncrl.config import Config, load_config
+from asyncrl.errors import ConfigError
+from asyncrl.launch.folder import ATTEMPTS, RunFolder, goes_on, read_endpoints
+from asyncrl.launch.resume import check_resume, cut_metrics
+from asyncrl.observe.report import read_metrics
+from tests.helpers.replay import loopback_endpoints, small_config
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(autouse=True)
+def in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def attempt(config: Config, status: str = "", *, steps: int = 1, wall_s: float = 10.0) -> RunFolder:
+    """A launch that ended so, or was killed."""
+    with RunFolder(config) as folder:
+        folder.begin(config, loopback_endpoints(1))
+        (folder.path / "journal").mkdir(exist_ok=True)
+        if status:
+            folder.write_summary(folder.sum_up({"status": status, "steps": steps, "wall_s": wall_s}))
+    return folder
+
+
+def must(**settings: object) -> Config:
+    return small_config(**{"run": "one", "resume": "must"} | settings)
+
+
+def test_run_goes_on_in_its_folder_with_the_time_of_all_launches() -> None:
+    attempt(small_config(run="one"), "stopped", wall_s=10.0)
+    attempt(must(), "failed", wall_s=5.0)
+    assert json.loads(Path("runs/one/summary.json").read_text())["wall_s"] == 15.0
+    with RunFolder(must(launch__generators=3)) as folder:
+        assert folder.moved_to is None
+        assert (folder.path / "journal").is_dir()
+        folder.begin(folder.config, loopback_endpoints(1))
+        assert not (folder.path / "summary.json").exists()
+        assert json.loads((folder.path / ATTEMPTS).read_text()) == [10.0, 5.0]
+        assert load_config(folder.path / "config.yaml").launch.generators == 3
+        summary = folder.sum_up({"wall_s": 1.0})
+        assert (summary["wall_s"], summary["attempts"]) == (16.0, 3)
+
+
+def test_time_of_a_killed_launch_ends_with_what_it_wrote_last() -> None:
+    folder = attempt(small_config(run="one"))
+    began_s = (folder.path / "config.yaml").stat().st_mtime
+    log = folder.path / "logs" / "replay.jsonl"
+    log.parent.mkdir()
+    log.write_text("{}\n")
+    os.utime(log, (began_s + 30, began_s + 30))
+    with RunFolder(must()) as again:
+        assert again.earlier_s == pytest.approx([30.0], abs=0.01)
+
+
+@pytest.mark.parametrize(("status", "steps", "goes"), [("finished", 3, False), ("finished", 2, True), ("", 0, True)])
+def test_auto_goes_on_with_what_is_not_finished(status: str, steps: int, goes: bool) -> None:
+    auto = small_config(run="one", resume="auto")
+    assert not check_resume(auto), "there is none yet"
+    attempt(auto, status, steps=steps)
+    assert check_resume(auto) == goes
+    with RunFolder(auto) as folder:
+        assert (folder.moved_to is None) == goes
+        assert (folder.path / "journal").is_dir() == goes
+
+
+def test_without_resume_an_unfinished_run_is_moved_aside() -> None:
+    attempt(small_config(run="one"), "failed")
+    with RunFolder(small_config(run="one")) as folder:
+        assert folder.moved_to == Path("runs/one.1")
+
+
+def test_must_needs_a_run_that_is_not_finished() -> None:
+    attempt(small_config(run="other"), "failed")
+    with pytest.raises(ConfigError, match=r"run = 'one': there is no such run to resume in runs/ \(of other\)"):
+        check_resume(must())
+    attempt(small_config(run="one"), "finished", steps=3)
+    with pytest.raises(
+        ConfigError, match=r"'one': it has finished its 3 steps, there is nothing to resume; raise --st"
+    ):
+        check_resume(must())
+    assert check_resume(must(steps=4))
+
+
+def test_live_run_is_not_resumed() -> None:
+    with RunFolder(small_config(run="one")) as folder:
+        folder.begin(folder.config, loopback_endpoints(1))
+        with pytest.raises(ConfigError, match="run = 'one': a run of this name is going on"):
+            RunFolder(must()).__enter__()
+
+
+def test_what_is_learned_and_from_what_must_stay() -> None:
+    attempt(small_config(run="one"), "failed")
+    with pytest.raises(ConfigError) as caught:
+        check_resume(must(learner__lr=1.0, seed=4, algorithm__loss="cispo", launch__learners=2))
+    text = str(caught.value)
+    assert "learner.lr: it was 1e-06, now 1.0" in text
+    assert "seed: it was 0, now 4" in text
+    assert "algorithm.loss: it was 'decoupled_ppo', now 'cispo'" in text
+    assert "launch.learners: it was 1, now 2" in text
+    assert "start another run with --run NAME" in text
+    assert "resume: " not in text
+    free = {"launch__generators": 5, "steps": 9, "learner__tokens_per_microbatch": 99, "checkpoint__every_steps": 7}
+    assert check_resume(must(**free, generator__max_running_groups=3, observe__log_level="debug"))
+
+
+def test_the_config_of_a_resumed_run_starts_a_new_one_elsewhere() -> None:
+    attempt(small_config(run="one"), "failed")
+    attempt(must(), "failed")
+    assert load_config("runs/one/config.yaml").resume == "never"
+
+
+def test_metrics_of_steps_that_are_lost_go_aside(tmp_path: Path) -> None:
+    file, aside = tmp_path / "metrics.jsonl", tmp_path / "aside"
+    aside.mkdir()
+    file.write_text("".join(f'{{"step": {step}, "learner/loss": 0.5}}\n' for step in (1, 2, 3, 4)) + '{"step": 5, "le')
+    cut_metrics(file, 2, aside)
+    assert [row["step"] for row in read_metrics(file)] == [1, 2]
+    assert [row["step"] for row in read_metrics(aside / "metrics.jsonl")] == [3, 4]
+
+
+def test_endpoints_are_there_for_their_owner_while_the_run_goes_on() -> None:
+    endpoints = loopback_endpoints(5)
+    with pytest.raises(ConfigError, match="runs/one: there is no such run"):
+        read_endpoints(Path("runs/one"))
+    with RunFolder(small_config(run="one")) as folder:
+        folder.begin(folder.config, endpoints)
+        file = folder.path / "endpoints.json"
+        assert file.stat().st_mode & 0o777 == 0o600
+        assert read_endpoints(folder.path) == endpoints
+        kept = file.read_text()
+    assert not file.exists()
+    file.write_text(kept)  # as a killed launcher leaves it
+    assert not goes_on(folder.path)
+    with pytest.raises(ConfigError, match="runs/one: this run is not going on"):
+        read_endpoints(folder.path)
+
+
+def asyncrl(*arguments: str) -> tuple[int, str]:
+    command = [sys.executable, "-m", "asyncrl.cli", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["launch", "--resume"], "run = 'run': there is no such run to resume in runs/ (of one)"),
+        (["launch", "--resume", "--run", "onne"], "run = 'onne': there is no such run to resume in runs/ (of one)"),
+        (["launch", "--resume", "--run", "one", "learner.lr=1"], "learner.lr: it was 1e-06, now 1"),
+        (["launch", "--resume", "--run", "one", "--config", "demo"], "replay.groups_per_step: it was 2, now 32"),
+        (["launch", "--run", "one", "--discard-journal"], "--discard-journal: is for a run that goes on"),
+        (["scale", "--run", "nowhere", "--generators", "2"], "runs/nowhere: there is no such run"),
+        (["scale", "--run", "one", "--generators", "2"], "runs/one: this run is not going on"),
+        (["scale", "--run", "one", "--generators", "0"], "--generators 0: a run needs at least 1"),
+        (["replay", "runs/nowhere"], "runs/nowhere: not the folder of a run, config.yaml is missing"),
+        (["replay", "runs/one", "seed=3"], "seed: it was 0, now 3"),
+        (["replay", "runs/one", "learner.zero_stage=2"], "learner.zero_stage: it was 0, now 2"),
+        (["replay", "runs/one", "--loss", "cispoo"], "model.path = 'model': no such folder"),
+        (["replay", "runs/one", "--lr", "-1"], "learner.lr = -1.0: input should be greater than 0"),
+    ],
+)
+def test_commands_refuse_what_cannot_be(arguments: list[str], message: str) -> None:
+    attempt(small_config(run="one"), "stopped")
+    before = sorted(Path("runs").rglob("*"))
+    code, output = asyncrl(*arguments)
+    assert code == 2, output
+    assert message in output
+    assert "Traceback" not in output
+    assert sorted(Path("runs").rglob("*")) == before

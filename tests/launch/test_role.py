@@ -1,0 +1,63 @@
+"""What a role process is told, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from asyncrl import errors
+from asyncrl.launch.role import RoleSpec, exit_code
+from asyncrl.observe.logs import last_error
+from tests.helpers.replay import loopback_endpoints, small_config
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.PeerTimeoutError, 3),
+        (errors.RunError, 1),
+        (errors.JournalError, 1),
+        (errors.InvariantError, 1),
+        (errors.ConfigError, 2),
+        (errors.DataError, 2),
+    ],
+)
+def test_exit_code_says_whether_a_restart_may_help(error: type[errors.AsyncrlError], code: int) -> None:
+    assert exit_code(error("it broke")) == code
+
+
+def test_crash_ends_the_process_with_its_code_and_the_cause_in_the_log(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(small_config().to_yaml())
+    cpus = tuple(os.sched_getaffinity(0))
+    spec = RoleSpec("unheard_of", 0, str(tmp_path), loopback_endpoints(1), cpus, 8, start=2)
+    command = [sys.executable, "-m", "asyncrl.launch.role", spec.to_json(), str(os.getpid())]
+    assert subprocess.run(command, timeout=60).returncode == 4
+    file = spec.logs / "unheard_of-0.jsonl"
+    assert last_error(file) == "KeyError: 'unheard_of'"
+    assert json.loads(file.read_text().splitlines()[0])["start"] == 2
+
+
+def test_spec_survives_the_command_line() -> None:
+    endpoints = replace(loopback_endpoints(5), critics=(("127.0.0.1", 7),), keys="runs/x/keys.json")
+    spec = RoleSpec("learner", 1, "runs/x", endpoints, (0, 1), 8, start=3, checkpoint="c", offline="runs/x/replays/1")
+    again = RoleSpec.from_json(spec.to_json())
+    assert (again.endpoints, again.start, again.checkpoint) == (endpoints, 3, "c")
+    assert again.logs == Path("runs/x/replays/1/logs")
+    assert replace(spec, offline="").logs == Path("runs/x/logs")
+
+
+def test_last_error_can_be_looked_for_from_an_offset(tmp_path: Path) -> None:
+    file = tmp_path / "role.jsonl"
+    file.write_text('{"level": "error", "error": "first"}\n')
+    first_bytes = file.stat().st_size
+    assert last_error(file) == "first"
+    assert last_error(file, start_bytes=first_bytes) == ""
+    with file.open("a") as log:
+        log.write('{"level": "error", "error": "second"}\n{"level": "info", "event": "ended"}\n')
+    assert last_error(file, start_bytes=first_bytes) == "second"

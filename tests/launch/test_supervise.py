@@ -1,0 +1,382 @@
+"""Supervision of real processes that stand in for the roles, by a status that the test writes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.config import Config
+from asyncrl.errors import PeerTimeoutError, RunError
+from asyncrl.launch.local import LocalLauncher
+from asyncrl.launch.resources import plan_resources
+from asyncrl.launch.role import RoleSpec
+from asyncrl.launch.supervise import GRACE_S, Supervisor
+from asyncrl.launch.unit import SETTLED_S, Unit
+from tests.helpers.replay import loopback_endpoints, small_config
+
+pytestmark = pytest.mark.timeout(60)
+
+SLEEP = "import time; time.sleep(600)"
+
+
+class StandIns(LocalLauncher):
+    """Starts Python code in place of each role, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.code: dict[str, str] = {}
+
+    def command(self, spec: RoleSpec) -> list[str]:
+        return [sys.executable, "-c", self.code.get(spec.name, SLEEP)]
+
+
+class ScriptedQueue:
+    """What the launcher asks of the replay queue."""
+
+    def __init__(self) -> None:
+        self.lost_generators: list[int] = []
+        self.wanted: list[int] = []
+        self.silent = False
+
+    def lost(self, index: int) -> None:
+        if self.silent:
+            raise PeerTimeoutError("the replay queue did not answer")
+        self.lost_generators.append(index)
+
+    def scale(self, generators: int) -> None:
+        self.wanted.append(generators)
+
+
+class Stage:
+    """A supervisor, its processes, and a clock that the test sets."""
+
+    def __init__(self, config: Config, folder: Path) -> None:
+        self.config = config
+        self.launcher, self.queue, self.said = StandIns(), ScriptedQueue(), list[str]()
+        self.now_s = 1000.0
+        spec = RoleSpec("", 0, str(folder), loopback_endpoints(1), (), 8)
+        plan = plan_resources(config)
+        self.supervisor = Supervisor(config, plan, spec, self.launcher, self.queue, say=self.said.append)  # type: ignore[arg-type]
+        self.supervisor.tick(self.now_s)
+
+    def status(self, **told: Any) -> dict[str, Any]:
+        generators = self.heard(**{unit.name: 0.0 for unit in self.supervisor.generators if unit.due_s is None})
+        status = {
+            "done": False, "generators_wanted": self.config.launch.generators, "generators": generators,
+            "learners": dict.fromkeys(map(str, range(self.config.launch.learners)), 0.0), "step": 0,
+        }  # fmt: skip
+        return status | told
+
+    def heard(self, *, former: bool = False, **ago_s: float) -> dict[str, Any]:
+        """Generators by the seconds since they were heard, in their latest start or the one before it."""
+        told: dict[str, Any] = {}
+        for name, seconds in ago_s.items():
+            index = name.removeprefix("generator-").removeprefix("g")
+            start = self.unit(f"generator-{index}").starts - former
+            told[index] = {"heard_ago_s": seconds, "session": f"session-{start}"}
+        return told
+
+    def hear(self, after_s: float = 1.0, **told: Any) -> None:
+        self.now_s += after_s
+        self.supervisor.hear(self.status(**told), self.now_s)
+
+    def tick(self, after_s: float = 0.1) -> None:
+        self.now_s += after_s
+        self.supervisor.tick(self.now_s)
+
+    def unit(self, name: str) -> Unit:
+        units = [self.supervisor.learners, self.supervisor.replay, *self.supervisor.generators]
+        return next(unit for unit in units if unit.name == name)
+
+    def pids(self, name: str) -> list[int]:
+        return [role.process.pid for role in self.unit(name).processes]
+
+    def await_end(self, name: str, rank: int = 0) -> None:
+        self.unit(name).processes[rank].process.wait(10)
+
+    def run_code(self, name: str, code: str) -> None:
+        """Starts the one process of a unit anew with this code, and waits for its end."""
+        self.launcher.code[name] = code
+        self.supervisor.restart(self.unit(name), "test", self.now_s)
+        self.tick(100)
+        self.await_end(name)
+
+    def kill(self, name: str, rank: int = 0) -> None:
+        os.kill(self.pids(name)[rank], signal.SIGKILL)
+        self.await_end(name, rank)
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Callable[..., Stage]]:
+    made: list[Stage] = []
+
+    def make(**settings: object) -> Stage:
+        made.append(Stage(small_config(**{"launch__generators": 2, "launch__learners": 2} | settings), tmp_path))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.launcher.end(grace_s=0)
+
+
+Make = Callable[..., Stage]
+
+
+def test_dead_generator_is_told_and_started_again_alone(stage: Make) -> None:
+    one = stage()
+    one.hear()
+    before = {name: one.pids(name) for name in ("generator-0", "replay", "learner")}
+    one.kill("generator-1")
+    one.tick()
+    assert one.queue.lost_generators == [1]
+    assert one.said == ["generator-1 was killed by signal SIGKILL; restart 1 in 0 s"]
+    assert one.unit("generator-1").running
+    assert one.unit("generator-1").processes[0].spec.start == 1
+    assert {name: one.pids(name) for name in before} == before
+    assert one.supervisor.restarts == {"generator": 1, "replay": 0, "learner": 0, "reward_model": 0}
+
+
+def test_second_death_soon_after_waits_and_one_after_good_work_does_not(stage: Make) -> None:
+    one = stage()
+    one.hear()
+    one.kill("generator-0")
+    one.tick()
+    one.kill("generator-0")
+    one.tick()
+    assert one.said[-1].endswith("restart 2 in 1 s")
+    assert not one.unit("generator-0").running
+    one.tick(1.0)
+    assert one.unit("generator-0").running
+    one.hear(SETTLED_S + 1)
+    one.kill("generator-0")
+    one.tick()
+    assert one.said[-1].endswith("restart 3 in 0 s")
+
+
+def test_too_many_restarts_end_the_run_with_the_cause(stage: Make) -> None:
+    one = stage(launch__max_restarts=1)
+    one.hear()
+    one.kill("generator-0")
+    one.tick()
+    one.kill("generator-0")
+    with pytest.raises(RunError, match=r"generator-0 was killed by signal SIGKILL; it was restarted 1 times within"):
+        one.tick()
+
+
+def test_zero_restarts_end_the_run_at_the_first_death(stage: Make) -> None:
+    one = stage(launch__max_restarts=0)
+    one.hear()
+    one.kill("replay")
+    with pytest.raises(RunError, match=r"^replay was killed by signal SIGKILL$"):
+        one.tick()
+
+
+def test_learner_ranks_are_restarted_together(stage: Make) -> None:
+    one = stage()
+    one.hear()
+    before = one.pids("learner")
+    one.kill("learner", rank=1)
+    one.tick()
+    assert one.pids("learner") == before, "another rank may still say why"
+    one.tick(GRACE_S)
+    assert len(set(one.pids("learner")) - set(before)) == 2
+    assert not Path(f"/proc/{before[0]}").exists()
+    assert one.supervisor.restarts["learner"] == 1
+    assert one.supervisor.restarts["generator"] == 0
+
+
+def test_final_error_of_another_rank_is_the_cause(stage: Make, tmp_path: Path) -> None:
+    one = stage()
+    one.launcher.code["learner-0"] = "import sys; print('the batch is stale'); sys.exit(1)"
+    one.supervisor.restart(one.supervisor.learners, "test", one.now_s)
+    one.tick()
+    one.kill("learner", rank=1)
+    one.await_end("learner")
+    with pytest.raises(RunError, match="learner-0 ended with code 1: the batch is stale"):
+        one.tick()
+
+
+def test_codes_of_silent_peers_and_crashes_are_restarted(stage: Make) -> None:
+    one = stage()
+    one.hear()
+    for code in (3, 4):
+        one.run_code("generator-0", f"import sys; sys.exit({code})")
+        one.tick()
+        assert f"generator-0 ended with code {code}" in one.said[-1]
+
+
+def test_cause_is_of_the_latest_start(stage: Make, tmp_path: Path) -> None:
+    one = stage()
+    one.hear()
+    for number in (1, 2):
+        text = '{"level": "error", "error": "cause 1"}' if number == 1 else ""
+        file = tmp_path / "logs" / "generator-0.jsonl"
+        one.run_code("generator-0", f"import sys; open({str(file)!r}, 'a').write({text!r} + chr(10)); sys.exit(4)")
+        one.tick()
+    assert [said.partition(";")[0] for said in one.said if "code 4" in said] == [
+        "generator-0 ended with code 4: cause 1",
+        "generator-0 ended with code 4: it said nothing",
+    ]
+
+
+def test_silent_generator_is_killed_once_it_was_heard(stage: Make) -> None:
+    one = stage(launch__heartbeat_timeout_s=10, launch__start_timeout_s=100)
+    one.hear()
+    frozen = one.pids("generator-1")[0]
+    os.kill(frozen, signal.SIGSTOP)
+    one.hear(9.0, generators=one.heard(g0=0.0, g1=9.0))
+    assert one.pids("generator-1") == [frozen]
+    one.hear(3.0, generators=one.heard(g0=0.0, g1=12.0))
+    assert one.said == ["generator-1 was not heard for launch.heartbeat_timeout_s = 10 s; restart 1 in 0 s"]
+    assert not Path(f"/proc/{frozen}").exists()
+    one.tick()
+    # The queue may still know the old one: heard before this start says nothing of it.
+    one.hear(50.0, generators=one.heard(g0=0.0, g1=62.0))
+    assert len(one.said) == 1
+    one.hear(51.0, generators=one.heard(g0=0.0))
+    assert one.said[-1] == "generator-1 was not heard for launch.start_timeout_s = 100 s; restart 2 in 1 s"
+
+
+def test_nobody_is_blamed_for_the_time_that_the_queue_was_away(stage: Make) -> None:
+    one = stage(launch__heartbeat_timeout_s=10)
+    one.hear()
+    one.now_s += 100
+    one.kill("replay")
+    one.tick()
+    assert one.supervisor.answering_s is None
+    one.hear(100.0, generators={})
+    one.hear(9.0, generators={})
+    assert one.supervisor.restarts["generator"] == 0
+    one.hear(2.0, generators={})
+    assert one.supervisor.restarts["generator"] == 2
+
+
+def test_generator_that_starts_is_not_up_since_a_restarted_queue_knew_the_one_before(stage: Make) -> None:
+    one = stage(launch__heartbeat_timeout_s=10, launch__start_timeout_s=100)
+    one.hear()
+    one.kill("generator-1")
+    one.tick()
+    known = one.heard(g0=0.0) | one.heard(former=True, g1=0.0)
+    one.hear(5.0, generators=known)
+    one.hear(30.0, generators=one.heard(g0=0.0))
+    assert one.supervisor.restarts["generator"] == 1
+    assert one.supervisor.missing == ["generator-1"]
+
+
+def test_queue_that_does_not_answer_is_killed(stage: Make) -> None:
+    one = stage(launch__heartbeat_timeout_s=10, launch__start_timeout_s=100)
+    one.supervisor.miss(one.now_s + 50)
+    assert one.said == []
+    one.hear(60.0)
+    before = one.pids("replay")
+    os.kill(before[0], signal.SIGSTOP)
+    one.supervisor.miss(one.now_s + 11)
+    one.tick()
+    assert one.said == ["replay did not answer within launch.heartbeat_timeout_s = 10 s; restart 1 in 0 s"]
+    assert one.pids("replay") != before
+
+
+def test_lost_generator_is_told_when_the_queue_is_back(stage: Make) -> None:
+    one = stage()
+    one.hear()
+    one.queue.silent = True
+    one.kill("generator-0")
+    one.tick()
+    one.queue.silent = False
+    one.hear(generators=one.heard(g1=0.0))
+    assert one.queue.lost_generators == [0]
+    one.hear()
+    assert one.queue.lost_generators == [0]
+
+
+def test_wanted_generators_join_and_leave(stage: Make) -> None:
+    one = stage()
+    one.hear()
+    before = one.pids("generator-0")
+    one.hear(generators_wanted=3)
+    one.tick()
+    assert [unit.name for unit in one.supervisor.generators] == ["generator-0", "generator-1", "generator-2"]
+    assert one.pids("generator-0") == before
+    assert one.unit("generator-2").processes[0].spec.cpus
+    one.run_code("generator-2", "pass")
+    one.tick()
+    one.hear(generators_wanted=2)  # it may have been told before the launcher was
+    one.tick()
+    assert [unit.index for unit in one.supervisor.generators] == [0, 1]
+    assert one.said[-1] == "generator-2 has left"
+    assert one.queue.lost_generators[-1] == 2
+    assert one.supervisor.restarts["generator"] == 1
+
+
+def test_generator_that_does_not_leave_is_killed(stage: Make) -> None:
+    one = stage(launch__stop_timeout_s=5)
+    one.hear()
+    one.hear(generators_wanted=1)
+    pid = one.pids("generator-1")[0]
+    one.hear(9.0, generators_wanted=1)
+    assert Path(f"/proc/{pid}").exists()
+    one.hear(3.0, generators_wanted=1)
+    assert not Path(f"/proc/{pid}").exists()
+    assert [unit.index for unit in one.supervisor.generators] == [0]
+
+
+def test_number_of_the_config_counts_at_the_start_of_a_launch(stage: Make) -> None:
+    one = stage()
+    one.hear(generators_wanted=4)
+    assert one.queue.wanted == [2]
+    assert len(one.supervisor.generators) == 2
+
+
+def test_generators_are_not_missed_at_the_end(stage: Make) -> None:
+    one = stage()
+    one.hear()
+    one.hear(done=True)
+    one.kill("generator-0")
+    one.tick()
+    assert (one.said, [unit.index for unit in one.supervisor.generators]) == ([], [1])
+    one.kill("replay")
+    one.tick()
+    assert one.unit("replay").running, "the summary comes from it"
+
+
+def test_generator_that_ends_before_the_run_is_restarted(stage: Make) -> None:
+    one = stage()
+    one.hear()
+    one.run_code("generator-0", "pass")
+    one.tick()
+    assert len(one.said) == 1, "only a status tells whether it may have ended"
+    one.hear()
+    one.tick()
+    assert one.said[-1] == "generator-0 ended before the run did; restart 2 in 1 s"
+
+
+def test_learners_that_are_never_heard_are_restarted(stage: Make) -> None:
+    one = stage(launch__start_timeout_s=20)
+    one.hear(learners={})
+    assert "learner" in one.supervisor.missing
+    one.hear(22.0, learners={"0": 1.0})
+    assert one.said == ["learner was not heard for launch.start_timeout_s = 20 s; restart 1 in 0 s"]
+    one.tick()
+    one.hear(5.0)
+    assert one.supervisor.missing == []
+
+
+def test_learners_that_ended_well_have_ended(stage: Make) -> None:
+    one = stage(launch__learners=1)
+    one.launcher.code["learner-0"] = "pass"
+    assert not one.supervisor.learners_ended
+    one.supervisor.restart(one.supervisor.learners, "test", one.now_s)
+    one.tick()
+    one.await_end("learner")
+    deadline_s = time.monotonic() + 10
+    while not one.supervisor.learners_ended and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    one.tick()
+    assert one.supervisor.learners_ended

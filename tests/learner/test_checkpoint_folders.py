@@ -1,0 +1,253 @@
+"""Which checkpoints there are: written whole, found again, damaged, kept and removed."""
+
+from __future__ import annotations
+
+import errno
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+from worlds import make_config
+
+from asyncrl.errors import PeerTimeoutError, RunError
+from asyncrl.learner.checkpoint import newest_checkpoint, sum_of
+from asyncrl.learner.distributed import Ranks
+from asyncrl.learner.parts import Content, Files, await_parts, bytes_file
+from asyncrl.learner.saving import Checkpoints
+
+Make = Callable[..., Checkpoints]
+
+
+@pytest.fixture
+def make(one_rank: Ranks, tmp_path: Path) -> Iterator[Make]:
+    made: list[Checkpoints] = []
+
+    def make(others: tuple[str, ...] = (), **settings: Any) -> Checkpoints:
+        config = make_config(tmp_path, checkpoint=settings, launch={"progress_timeout_s": 0.3})
+        made.append(Checkpoints(config, tmp_path / "checkpoints", one_rank, others=others))
+        return made[-1]
+
+    yield make
+    for checkpoints in made:
+        checkpoints.close()
+
+
+def content(step: int, num_bytes: int = 1000) -> Callable[[Path], Files]:
+    return lambda folder: {
+        "policy/rank-0.safetensors": bytes_file(bytes([step]) * num_bytes),
+        "queue.msgpack": bytes_file(b"queue"),
+    }
+
+
+def save(checkpoints: Checkpoints, *steps: int, rewards: dict[int, float] | None = None, num_bytes: int = 1000) -> None:
+    for step in steps:
+        checkpoints.save(step, content(step, num_bytes), reward=(rewards or {}).get(step))
+        checkpoints.finish()
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def test_a_checkpoint_is_what_was_given(make: Make, tmp_path: Path) -> None:
+    checkpoints = make()
+    assert checkpoints.newest() == 0 and checkpoints.recent == []
+    save(checkpoints, 50, rewards={50: 0.25})
+    path = tmp_path / "checkpoints" / "step-000050"
+    assert sorted(str(p.relative_to(path)) for p in path.rglob("*")) == [
+        "checkpoint.json", "policy", "policy/rank-0.safetensors", "queue.msgpack",
+    ]  # fmt: skip
+    manifest = json.loads((path / "checkpoint.json").read_text())
+    files = {name: sum_of(path / name) for name in ("policy/rank-0.safetensors", "queue.msgpack")}
+    assert manifest == {"step": 50, "reward": 0.25, "evaluated": False, "files": files}
+    assert files["queue.msgpack"] == {"bytes": 5, "xxh3": "8016b745568d6034"}
+    assert (path / "queue.msgpack").read_bytes() == b"queue"
+    assert checkpoints.recent == [50] and checkpoints.path(50) == path
+    assert checkpoints.metrics()["checkpoint/write_s"] > 0 and checkpoints.metrics() == {}
+    assert make().newest() == 50
+
+
+def test_the_newest_are_kept_and_the_best(make: Make, tmp_path: Path) -> None:
+    checkpoints = make(keep_last=2)
+    rewards = {1: 0.1, 2: 0.9, 3: 0.2, 4: 0.3, 5: 0.4}
+    save(checkpoints, 1, 2, 3, 4, 5, rewards=rewards)
+    assert names(tmp_path) == ["step-000002", "step-000004", "step-000005"]
+    assert checkpoints.recent == [4, 5]
+    again = make(keep_last=1)
+    assert again.newest() == 5 and again.recent == [5]
+    save(again, 6, rewards={6: 0.9})
+    assert names(tmp_path) == ["step-000006"]  # as good, and newer
+    last = make(keep_last=1, keep_best=False)
+    last.newest()
+    save(last, 7, rewards={7: 0.0})
+    assert names(tmp_path) == ["step-000007"]
+
+
+def test_an_evaluation_is_the_better_judge(make: Make, tmp_path: Path) -> None:
+    checkpoints = make(keep_last=1)
+    save(checkpoints, 1, rewards={1: 0.9})
+    checkpoints.evaluated(1, 0.2)
+    checkpoints.save(2, content(2), reward=0.1)
+    checkpoints.evaluated(2, 0.3)  # while it is under way
+    checkpoints.finish()
+    assert json.loads((tmp_path / "checkpoints/step-000002/checkpoint.json").read_text())["reward"] == 0.3
+    save(checkpoints, 3, rewards={3: 0.8})
+    assert names(tmp_path) == ["step-000002", "step-000003"]
+    assert make().newest() == 3
+
+
+def test_what_a_killed_process_left_is_removed_and_the_one_before_is_used(make: Make, tmp_path: Path) -> None:
+    save(make(), 10, 20)
+    unfinished = tmp_path / "checkpoints" / "step-000030.partial"
+    (tmp_path / "checkpoints" / "step-000020").rename(unfinished)  # killed just before it was whole
+    with structlog.testing.capture_logs() as logs:
+        again = make()
+        assert again.newest() == 10
+    assert [(entry["event"], entry["path"]) for entry in logs] == [
+        ("an unfinished checkpoint is removed", str(unfinished))
+    ]
+    assert names(tmp_path) == ["step-000010"]
+    save(again, 20)
+    assert names(tmp_path) == ["step-000010", "step-000020"]
+
+
+def change(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[500] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGES: dict[str, tuple[str, Callable[[Path], None], str]] = {
+    "bit": ("policy/rank-0.safetensors", change, ": has {'bytes': 1000, 'xxh3': "),
+    "short": ("queue.msgpack", lambda path: path.write_bytes(b"que") and None, ": has {'bytes': 3, "),
+    "missing": ("queue.msgpack", Path.unlink, ": [Errno 2] No such file"),
+    "manifest": ("checkpoint.json", lambda path: path.write_text("{") and None, ": Expecting property name"),
+    "keys": ("checkpoint.json", lambda path: path.write_text('{"x": 1}') and None, ": Manifest.__init__() got"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_named_and_skipped(damage: str, make: Make, tmp_path: Path) -> None:
+    save(make(), 10, 20)
+    name, spoil, reason = DAMAGES[damage]
+    path = tmp_path / "checkpoints" / "step-000020"
+    spoil(path / name)
+    with structlog.testing.capture_logs() as logs:
+        again = make()
+        assert again.newest() == 10
+    (entry,) = logs
+    assert entry["event"] == "a damaged checkpoint is not used" and entry["log_level"] == "warning"
+    assert entry["path"] == str(path) and entry["reason"].startswith(f"{path / name}{reason}")
+    assert again.recent == [10]
+    assert newest_checkpoint(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "step-000010"
+    save(again, 20)  # takes its place
+    assert make().newest() == 20
+    change(path / "policy/rank-0.safetensors")
+    change(tmp_path / "checkpoints/step-000010/policy/rank-0.safetensors")
+    assert make().newest() == 0 and newest_checkpoint(tmp_path / "checkpoints") is None
+
+
+def test_an_older_one_that_cannot_be_read_is_none(make: Make, tmp_path: Path) -> None:
+    save(make(keep_last=3), 10, 20)
+    (tmp_path / "checkpoints" / "step-000010" / "checkpoint.json").write_text("{")
+    again = make(keep_last=3, max_bytes=1 << 20)
+    assert again.newest() == 20 and again.recent == [20]
+    save(again, 30)
+    assert names(tmp_path) == ["step-000020", "step-000030"]
+
+
+def test_a_disk_that_is_full(make: Make, tmp_path: Path) -> None:
+    checkpoints = make()
+    save(checkpoints, 10)
+
+    def write(path: Path) -> None:
+        path.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    checkpoints.save(20, lambda folder: {"policy/rank-0.safetensors": Content(9, write)}, reward=None)
+    with pytest.raises(RunError) as raised:
+        checkpoints.finish()
+    partial = tmp_path / "checkpoints" / "step-000020.partial"
+    assert str(raised.value) == (
+        f"the checkpoint {partial} cannot be written: [Errno 28] No space left on device: "
+        f"'{partial}/policy/rank-0.safetensors'; make room (checkpoint.keep_last and checkpoint.keep_best say how many "
+        "are kept), then go on with `asyncrl launch --resume`"
+    )
+    checkpoints.close()
+    assert names(tmp_path) == ["step-000010"]
+
+
+def test_a_ceiling(make: Make, tmp_path: Path) -> None:
+    mib = 1 << 20
+    checkpoints = make(keep_last=3, max_bytes=3 * mib)
+    save(checkpoints, 1, 2, 3, rewards={1: 0.9}, num_bytes=mib)
+    assert names(tmp_path) == ["step-000002", "step-000003"]  # three have more than 3 MiB with their other files
+    save(checkpoints, 4, num_bytes=mib - 100)
+    assert names(tmp_path) == ["step-000002", "step-000003", "step-000004"]
+    with pytest.raises(RunError) as raised:
+        save(checkpoints, 5, num_bytes=2 * mib + 101)
+    assert str(raised.value) == (
+        f"checkpoint.max_bytes = {3 * mib}: the checkpoint of step 5 has {2 * mib + 106} bytes and must fit beside the "
+        f"newest one, which has {mib - 95}; raise it to at least {3 * mib + 11}, or leave it out"
+    )
+    checkpoints.close()
+    assert names(tmp_path) == ["step-000002", "step-000003", "step-000004"]
+
+
+def test_what_other_processes_write_counts(make: Make, tmp_path: Path) -> None:
+    checkpoints = make(("critic-0",), max_bytes=1 << 20)
+
+    def snapshot(folder: Path) -> Files:
+        (folder / ".parts").mkdir(parents=True)
+        (folder / "critic").write_bytes(b"c" * (1 << 20))
+        (folder / ".parts" / "critic-0.json").write_text(json.dumps({"critic": sum_of(folder / "critic")}))
+        return content(1)(folder)
+
+    checkpoints.save(1, snapshot, reward=None)
+    with pytest.raises(RunError, match=f"the checkpoint of step 1 has {(1 << 20) + 1005} bytes"):
+        checkpoints.finish()
+    checkpoints.close()
+    assert names(tmp_path) == []
+
+
+def test_parts_that_do_not_come(make: Make, tmp_path: Path) -> None:
+    checkpoints = make(("critic-0", "critic-1"))
+    checkpoints.save(1, content(1), reward=None)
+    with pytest.raises(PeerTimeoutError, match=r"partial lacks the parts of critic-0, critic-1 after 0.3 s"):
+        checkpoints.finish()
+    checkpoints.close()
+    assert names(tmp_path) == []
+    cancelled = threading.Event()
+    cancelled.set()
+    with pytest.raises(RunError, match="was given up: learner-1 have not written their parts"):
+        await_parts(tmp_path, ["learner-1"], timeout_s=60, cancelled=cancelled)
+
+
+def test_the_next_waits_for_the_one_before(make: Make, tmp_path: Path) -> None:
+    checkpoints = make()
+    go_on = threading.Event()
+
+    def slow(path: Path) -> None:
+        assert go_on.wait(20)
+        path.write_bytes(b"slow")
+
+    checkpoints.save(1, lambda folder: {"slow": Content(4, slow)}, reward=None)
+    assert checkpoints.failure() is None and checkpoints.recent == []
+    threading.Timer(0.2, go_on.set).start()
+    save(checkpoints, 2)
+    assert names(tmp_path) == ["step-000001", "step-000002"]
+
+
+def test_an_error_of_the_program_is_no_run_error(make: Make) -> None:
+    checkpoints = make()
+
+    def broken(path: Path) -> None:
+        raise KeyError("x")
+
+    checkpoints.save(1, lambda folder: {"x": Content(0, broken)}, reward=None)
+    with pytest.raises(KeyError):
+        checkpoints.finish()

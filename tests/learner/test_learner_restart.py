@@ -1,0 +1,273 @@
+"""A learner that starts again from a checkpoint ends with the bits of one that was never interrupted."""
+
+from __future__ import annotations
+
+import errno
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from worlds import CRITIC, make_config, make_groups, make_trainer
+
+from asyncrl.config import Config
+from asyncrl.errors import RunError
+from asyncrl.learner.distributed import Ranks
+from asyncrl.learner.parts import Content
+from asyncrl.learner.saving import Checkpoints
+from asyncrl.learner.state import collect_state
+from asyncrl.learner.steps import Learner
+from asyncrl.observe.trackers import Trackers, make_trackers
+from asyncrl.replay.client import Committed
+from asyncrl.types import Shard
+
+STEPS = 6
+TOY: dict[str, Any] = {
+    **CRITIC,
+    "algorithm": {**CRITIC["algorithm"], "kl_target": 0.01, "kl_horizon": 50},
+    "learner": {"warmup_steps": 2, "lr_schedule": "cosine", "epochs": 2},
+    "steps": STEPS,
+}
+"""All that has a state: policy, critic, schedule, and the coefficient of the divergence."""
+
+
+@dataclass
+class Queue:
+    """The replay queue with its journal: it outlives the learners that take from it."""
+
+    commits: dict[int, dict[str, float]] = field(default_factory=dict[int, dict[str, float]])
+    saving: list[tuple[int, bool, list[int]]] = field(default_factory=list[tuple[int, bool, list[int]]])
+    wanted_at: int = 0
+    """Step at whose commit the queue asks for a checkpoint."""
+    begun: list[int] = field(default_factory=list[int])
+    killed_at: int = 0
+    """The learner is killed when it would take this step's batch."""
+    slow: tuple[int, Path] | None = None
+    """A step whose batch is only there when this path is."""
+
+    def begin(self, step: int) -> int:
+        self.begun.append(step)
+        return len(self.commits)
+
+    def take(self, step: int) -> Shard | None:
+        if step == self.killed_at:
+            raise KeyboardInterrupt
+        while self.slow is not None and self.slow[0] == step and not self.slow[1].exists():
+            time.sleep(0.01)
+        return Shard(step, make_groups(3, seed=step, version=step - 1))
+
+    def commit(
+        self, step: int, metrics: dict[str, float], *, saving: bool = False, checkpoints: Sequence[int] = ()
+    ) -> Committed:
+        again = step in self.commits
+        own = self.commits.setdefault(step, {"reward/mean": step / 10})
+        self.saving.append((step, saving, list(checkpoints)))
+        return Committed(own, b"" if again else f"queue at {step}".encode(), step == self.wanted_at and not again)
+
+    def evaluations(self, should_stop: Callable[[], bool]) -> Iterable[tuple[int, dict[str, float]]]:
+        return []
+
+    def close(self) -> None: ...
+
+
+class Sender:
+    def __init__(self) -> None:
+        self.sent: dict[int, dict[str, Tensor]] = {}
+        self.stats = SimpleNamespace(count=0, broadcast_s=0.0, dropped=0)
+
+    def send(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self.sent[version] = {name: weight.clone() for name, weight in weights}
+
+    def wait(self) -> None: ...
+
+
+@dataclass
+class World:
+    """A run's folder and its queue, and learners that start in it."""
+
+    config: Config
+    ranks: Ranks
+    run_dir: Path
+    queue: Queue = field(default_factory=Queue)
+
+    def start(self, change: Callable[[Checkpoints], None] | None = None) -> tuple[Learner, Sender]:
+        """One start of the learner, to its end."""
+        sender = Sender()
+        checkpoints = Checkpoints(self.config, self.run_dir / "checkpoints", self.ranks)
+        if change is not None:
+            change(checkpoints)
+        trackers: Trackers = make_trackers(self.config, self.run_dir)
+        trainer = make_trainer(self.config, self.ranks)
+        try:
+            start = checkpoints.newest()
+            if start:
+                trainer.restore(checkpoints.path(start))
+            learner = Learner(
+                self.config, trainer, self.queue, sender, trackers, self.run_dir, checkpoints, start
+            )  # fmt: skip
+            learner.run(lambda: False)
+        finally:
+            trackers.close()
+            checkpoints.close()
+        return learner, sender
+
+    def kill_at(self, step: int) -> None:
+        self.queue.killed_at = step
+        with pytest.raises(KeyboardInterrupt):
+            self.start()
+        self.queue.killed_at = 0
+
+    @property
+    def rows(self) -> list[dict[str, float]]:
+        return [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+Make = Callable[..., World]
+
+
+@pytest.fixture
+def world(one_rank: Ranks, tiny_model: Path, tmp_path: Path) -> Make:
+    def make(name: str = "run", **checkpoint: Any) -> World:
+        (tmp_path / name).mkdir()
+        return World(make_config(tiny_model, **TOY, checkpoint=checkpoint), one_rank, tmp_path / name)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(
+    one_rank: Ranks, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Learner, Sender, list[dict[str, float]]]]:
+    config = make_config(tiny_model, **TOY, checkpoint={"every_steps": None})
+    world = World(config, one_rank, tmp_path_factory.mktemp("uninterrupted"))
+    learner, sender = world.start()
+    assert not (world.run_dir / "checkpoints").exists()
+    yield learner, sender, world.rows
+
+
+def same_end(learner: Learner, other: Learner) -> None:
+    critics = [getattr(one.trainer.critic, "model", None) for one in (learner, other)]
+    for first, second in ((learner.trainer.policy, other.trainer.policy), critics):
+        states = [collect_state(model) for model in (first, second)]
+        assert states[0].keys() == states[1].keys()
+        for key, tensor in states[0].items():
+            assert torch.equal(tensor, states[1][key]), key
+    assert learner.trainer.kl_control.coef == other.trainer.kl_control.coef
+
+
+def test_a_restart_catches_up_and_ends_the_same(world: Make, uninterrupted: Any) -> None:
+    whole, sent, rows = uninterrupted
+    one = world(every_steps=2, keep_last=1, keep_best=False)
+    one.kill_at(6)
+    assert one.queue.saving == [(1, False, []), (2, True, []), *one.queue.saving[2:]]
+    assert [step for step, saving, _ in one.queue.saving if saving] == [2, 4]
+    lines = (one.run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (one.run_dir / "metrics.jsonl").write_text("".join(lines[:4]) + lines[4][:20])  # step 5 was being written
+    queue = one.run_dir / "checkpoints" / "step-000004" / "queue.msgpack"
+    assert queue.read_bytes() == b"queue at 4"
+    learner, sender = one.start()
+    assert one.queue.begun == [0, 4] and learner.committed == 5
+    assert list(sender.sent) == [5]
+    for name, weight in sender.sent[5].items():
+        assert torch.equal(weight, sent.sent[5][name])
+    same_end(learner, whole)
+    assert [row["step"] for row in one.rows] == [1, 2, 3, 4, 5, 6]
+    for row, other in zip(one.rows, rows, strict=True):
+        timeless = [name for name in other if not name.endswith("_s")]
+        assert {name: row[name] for name in timeless} == {name: other[name] for name in timeless}
+    assert learner.trainer.kl_control.coef != TOY["algorithm"]["kl_reward_coef"]
+
+
+def test_without_a_checkpoint_it_begins_with_the_model(world: Make, uninterrupted: Any) -> None:
+    one = world(every_steps=None)
+    one.kill_at(4)
+    learner, sender = one.start()
+    assert one.queue.begun == [0, 0] and list(sender.sent) == [3, 4, 5]
+    same_end(learner, uninterrupted[0])
+
+
+def test_a_run_whose_steps_are_all_committed_saves_its_model(world: Make, uninterrupted: Any) -> None:
+    one = world(every_steps=4)
+    one.start()
+    trained = (one.run_dir / "model" / "model.safetensors").read_bytes()
+    (one.run_dir / "model" / "model.safetensors").unlink()
+    learner, sender = one.start()
+    assert one.queue.begun == [0, 4] and not sender.sent
+    assert (one.run_dir / "model" / "model.safetensors").read_bytes() == trained
+    assert [row["step"] for row in one.rows] == [1, 2, 3, 4, 5, 6]
+    same_end(learner, uninterrupted[0])
+
+
+def test_a_checkpoint_that_was_half_written_or_damaged_is_not_used(world: Make, uninterrupted: Any) -> None:
+    one = world(every_steps=1, keep_last=4)
+    one.kill_at(5)
+    folder = one.run_dir / "checkpoints"
+    (folder / "step-000004").rename(folder / "step-000004.partial")
+    path = folder / "step-000003" / "critic" / "rank-0.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    learner, _ = one.start()
+    assert one.queue.begun == [0, 2]
+    same_end(learner, uninterrupted[0])
+
+
+def test_the_queue_asks_for_a_checkpoint(world: Make) -> None:
+    one = world(every_steps=None, keep_last=2)
+    one.queue.wanted_at = 2
+    one.queue.slow = 5, one.run_dir / "checkpoints" / "step-000003"
+    one.start()
+    assert [(step, saving) for step, saving, _ in one.queue.saving] == [(s, s == 3) for s in range(1, 7)]
+    assert one.queue.saving[-1][2] == [3]
+    saved = {row["step"]: row for row in one.rows}
+    assert saved[3]["checkpoint/save_s"] > 0 and sum("checkpoint/save_s" in row for row in one.rows) == 1
+    times_s = [row["checkpoint/write_s"] for row in one.rows if "checkpoint/write_s" in row]
+    assert len(times_s) == 1 and times_s[0] > 0
+
+
+def test_a_checkpoint_that_catching_up_passes_is_made_up_for(world: Make) -> None:
+    one = world(every_steps=2)
+    one.kill_at(6)
+    for path in ("step-000002", "step-000004"):
+        (one.run_dir / "checkpoints" / path / "checkpoint.json").unlink()
+    one.config = one.config.model_copy(update={"steps": 7})
+    one.queue.saving.clear()
+    one.start()
+    assert [(step, saving) for step, saving, _ in one.queue.saving] == [(s, s == 6) for s in range(1, 8)]
+
+
+def test_a_full_disk_ends_the_run_at_the_next_step(world: Make, uninterrupted: Any) -> None:
+    one = world(every_steps=2)
+
+    def full(checkpoints: Checkpoints) -> None:
+        save = checkpoints.save
+
+        def fail(step: int, snapshot: Any, **options: Any) -> None:
+            def write(path: Path) -> None:
+                raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+            broken = {"first": Content(0, write)} if step == 4 else {}
+            save(step, lambda folder: broken | snapshot(folder), **options)
+
+        checkpoints.save = fail  # type: ignore[method-assign]
+
+    with pytest.raises(RunError, match=r"step-000004.partial cannot be written: \[Errno 28\] No space left on device"):
+        one.start(full)
+    assert 4 in one.queue.commits and 6 not in one.queue.commits
+    assert [path.name for path in (one.run_dir / "checkpoints").iterdir()] == ["step-000002"]
+    learner, _ = one.start()
+    same_end(learner, uninterrupted[0])
+
+
+def test_a_checkpoint_beyond_the_journal_is_refused(world: Make) -> None:
+    one = world(every_steps=2)
+    one.kill_at(4)
+    one.queue.commits = {1: {}}
+    with pytest.raises(RunError, match=r"the checkpoint is of step 2, but the journal ends with step 1; move the"):
+        one.start()

@@ -1,0 +1,136 @@
+"""Training that goes on from a saved state gives the same bits as training in one go, at every ZeRO stage."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from worlds import STATE_RUNS, copy_weights, make_config, make_trainer, spawn, train_steps
+
+from asyncrl.errors import RunError
+from asyncrl.learner.distributed import Ranks
+from asyncrl.learner.state import collect_state, random_state, restore_random_state, restore_state
+
+State = dict[str, Tensor]
+
+
+@pytest.fixture(scope="module")
+def two(tiny_model: Path, free_port: Callable[[], int], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with the results of `state_ranks.py`."""
+    out = tmp_path_factory.mktemp("state_ranks")
+    codes = spawn("state_ranks.py", tiny_model, out, free_port(), ranks=2, timeout_s=100)
+    assert codes == [0, 0], (out / "0.log").read_text()[-2000:] + (out / "1.log").read_text()[-2000:]
+    return out
+
+
+def same(first: State, second: State) -> None:
+    assert first.keys() == second.keys()
+    for key, tensor in first.items():
+        assert tensor.dtype == second[key].dtype and tensor.numpy().tobytes() == second[key].numpy().tobytes(), key
+
+
+def part(tensors: State, prefix: str) -> State:
+    return {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
+
+
+@pytest.mark.parametrize("name", STATE_RUNS)
+def test_two_ranks_go_on_from_their_state(name: str, two: Path) -> None:
+    names: list[set[str]] = []
+    for rank in (0, 1):
+        tensors = load_file(two / name / f"{rank}.safetensors")
+        same(part(tensors, "half/"), part(tensors, "restored/"))
+        same(part(tensors, "4/"), part(tensors, "again/"))
+        assert int(tensors["half/step"]) == 2 and int(tensors["4/step"]) == 4
+        assert all(tensor.dtype is torch.float32 for key, tensor in tensors.items() if not key.endswith("step"))
+        names.append({key for key in part(tensors, "4/") if key != "step"})
+        moved = [key for key in names[-1] if not torch.equal(tensors[f"half/{key}"], tensors[f"4/{key}"])]
+        assert len(moved) == len(names[-1])
+    assert not names[0] & names[1] and abs(len(names[0]) - len(names[1])) <= 3
+
+
+@pytest.mark.parametrize("name", ["zero2", "zero3", "bfloat16-zero1"])
+def test_one_rank_takes_over_the_state_of_two(name: str, two: Path, one_rank: Ranks, tiny_model: Path) -> None:
+    sections = STATE_RUNS[name] | {"learner": {"zero_stage": 0}}
+    trainer = make_trainer(make_config(tiny_model, **sections), one_rank)
+    restore_state(trainer.policy, two / name / "2")
+    wanted = load_file(two / name / "2" / "rank-0.safetensors") | load_file(two / name / "2" / "rank-1.safetensors")
+    same(collect_state(trainer.policy), wanted)
+    for parameter, weight in copy_weights(trainer.policy).items():
+        assert torch.equal(weight, wanted[f"weight/{parameter}"].to(weight.dtype))
+    train_steps(trainer, (3, 4))
+    if "bfloat16" not in name:
+        ends = [load_file(two / name / f"{rank}.safetensors") for rank in (0, 1)]
+        state = part(ends[0], "4/") | part(ends[1], "4/")
+        for parameter, weight in copy_weights(trainer.policy).items():
+            difference = (weight - state[f"weight/{parameter}"]).abs()
+            # Adam moves a weight by up to lr where the gradient is no more than rounding.
+            assert difference.median() < 1e-6 and difference.max() < 4e-3, parameter
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_rank_goes_on_from_its_state(dtype: str, one_rank: Ranks, tiny_model: Path, tmp_path: Path) -> None:
+    config = make_config(tiny_model, model={"dtype": dtype}, steps=4)
+    trainers = [make_trainer(config, one_rank) for _ in range(3)]
+    train_steps(trainers[0], (1, 2, 3, 4))
+    train_steps(trainers[1], (1, 2))
+    save_file(collect_state(trainers[1].policy), tmp_path / "rank-0.safetensors")
+    restore_state(trainers[2].policy, tmp_path)
+    train_steps(trainers[2], (3, 4))
+    same(collect_state(trainers[0].policy), collect_state(trainers[2].policy))
+    same(
+        {name: weight.float() for name, weight in copy_weights(trainers[0].policy).items()},
+        {name: weight.float() for name, weight in copy_weights(trainers[2].policy).items()},
+    )
+
+
+def test_a_model_that_never_stepped_has_a_state(one_rank: Ranks, tiny_model: Path, tmp_path: Path) -> None:
+    config = make_config(tiny_model)
+    first, second = (make_trainer(config, one_rank) for _ in range(2))
+    save_file(collect_state(first.policy), tmp_path / "rank-0.safetensors")
+    restore_state(second.policy, tmp_path)
+    for trainer in (first, second):
+        train_steps(trainer, (1,))
+    same(copy_weights(first.policy), copy_weights(second.policy))
+
+
+def test_the_state_of_another_model_is_refused(one_rank: Ranks, tiny_model: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(make_config(tiny_model), one_rank)
+    state = collect_state(trainer.policy)
+    path = tmp_path / "rank-0.safetensors"
+
+    def error(changed: State) -> str:
+        save_file(changed, path)
+        with pytest.raises(RunError) as raised:
+            restore_state(trainer.policy, tmp_path)
+        return str(raised.value)
+
+    key = "exp_avg/model.norm.weight"
+    advice = "resume with the model.path and critic.path that the run began with"
+    assert error({k: t for k, t in state.items() if k != key}) == (
+        f"{tmp_path}: lacks {key}, other than the model of this run; {advice}"
+    )
+    assert "holds weight/score.weight, other than" in error(state | {"weight/score.weight": torch.zeros(1)})
+    assert error(state | {"weight/model.norm.weight": torch.zeros(31)}) == (
+        f"{tmp_path}: model.norm.weight has shape [31], but [32] in the model of this run; {advice}"
+    )
+
+
+def test_random_numbers_go_on(tmp_path: Path) -> None:
+    states: dict[str, Any] = random_state()
+    wanted = torch.rand(5)
+    restore_random_state(states)
+    assert torch.equal(torch.rand(5), wanted)
+
+
+def test_a_rank_that_cannot_write_ends_all_and_leaves_nothing(two: Path) -> None:
+    texts = [json.loads((two / f"failed-{rank}.json").read_text()) for rank in (0, 1)]
+    assert texts[0] == f"learner rank 1: {texts[1]}"
+    assert texts[1].startswith(f"the checkpoint {two}/checkpoints/step-000050.partial cannot be written: ")
+    assert "File too large" in texts[1] and texts[1].endswith("then go on with `asyncrl launch --resume`")
+    assert list((two / "checkpoints").iterdir()) == []

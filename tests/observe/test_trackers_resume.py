@@ -1,0 +1,61 @@
+"""Trackers of a run that starts again go on where the start before ended."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from asyncrl.observe.trackers import make_trackers
+from tests.helpers.replay import small_config
+
+
+def rows(run_dir: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_steps_are_logged_once_and_a_torn_line_is_cut(tmp_path: Path) -> None:
+    config = small_config(observe__trackers=["tensorboard"])
+    trackers = make_trackers(config, tmp_path)
+    for step in (1, 2, 3):
+        trackers.log(step, {"reward/mean": float(step)})
+    trackers.close()
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(path.read_bytes()[:-5])
+    again = make_trackers(config, tmp_path)
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2]
+    for step in (2, 3, 4):
+        again.log(step, {"reward/mean": 10.0 * step})
+    again.close()
+    assert [(row["step"], row["reward/mean"]) for row in rows(tmp_path)] == [(1, 1), (2, 2), (3, 30), (4, 40)]
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    board = events.EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    assert [(event.step, event.value) for event in board.Scalars("reward/mean")] == [(1, 1), (2, 2), (3, 30), (4, 40)]
+
+
+def test_an_evaluation_after_the_last_step_is_logged_once(tmp_path: Path) -> None:
+    config = small_config()
+    trackers = make_trackers(config, tmp_path)
+    trackers.log(1, {"eval/version": 0.0})
+    trackers.log(2, {"reward/mean": 0.5})
+    trackers.log_evaluation(2, {"eval/version": 1.0})
+    trackers.close()
+    again = make_trackers(config, tmp_path)
+    for version in (1.0, 2.0):
+        again.log_evaluation(2, {"eval/version": version})
+    again.close()
+    assert [row.get("eval/version") for row in rows(tmp_path)] == [0.0, None, 1.0, 2.0]
+
+
+def test_wandb_goes_on_with_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    config = small_config(observe__trackers=["wandb"])
+    for step in (1, 2):
+        trackers = make_trackers(config, tmp_path)
+        trackers.log(step, {"reward/mean": 0.5})
+        trackers.close()
+    run_id = (tmp_path / "wandb_id").read_text()
+    folders = list((tmp_path / "wandb").glob("offline-run-*"))
+    assert len(folders) == 2 and all(f"-{run_id}" in folder.name for folder in folders)

@@ -1,0 +1,25 @@
+"""The replay role with prompts that need no data: `python -m tests.replay.replay_process FOLDER PORT STEPS`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from asyncrl.replay.journal import Journal
+from asyncrl.replay.queue import ReplayQueue
+from asyncrl.replay.server import run_replay
+from asyncrl.replay.trace import TraceWriter
+from tests.helpers.replay import EndlessPrompts, loopback_endpoints, small_config
+
+
+def main(folder: Path, port: int, steps: int) -> None:
+    endpoints = loopback_endpoints(port)
+    journal = Journal(folder / "journal", flush="step", segment_bytes=30_000)
+    trace = TraceWriter(folder / "trace.parquet")
+    config = small_config(steps=steps, replay__max_staleness=2)
+    queue = ReplayQueue(config, EndlessPrompts(), trace, journal=journal, run_id=endpoints.run_id)
+    run_replay(queue, endpoints, lambda: False)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,102 @@
+"""Messages that fit their schema and mean harm: refused, or of no consequence."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+
+import msgpack
+import pytest
+
+from asyncrl.errors import ProtocolError
+from asyncrl.launch.resources import reserve_ports
+from asyncrl.replay.bounds import MAX_NUMBER, MAX_REWARD
+from asyncrl.replay.measure import GeneratorState
+from asyncrl.replay.queue import ReplayQueue
+from asyncrl.replay.server import ReplayServer
+from asyncrl.replay.sessions import MAX_FORMER, Sessions
+from asyncrl.replay.trace import TraceWriter
+from asyncrl.replay.wire import decode, encode, pack_group
+from tests.helpers.replay import EndlessPrompts, ask_queue, loopback_endpoints, make_group, small_config
+
+STATS = {"tokens": MAX_NUMBER, "idle_s": 0.0, "busy_s": 0.0, "stall_ms": [], "rewards_failed": 0}
+
+
+@pytest.fixture
+def queue(tmp_path: Path) -> ReplayQueue:
+    return ReplayQueue(small_config(), EndlessPrompts(), TraceWriter(tmp_path / "trace.parquet"))
+
+
+def train_one(queue: ReplayQueue, metrics: dict[str, float], rewards: tuple[float, float] = (0.0, 1.0)) -> None:
+    step = queue.ledger.steps + 1
+    for lease in ask_queue(queue, 0, step - 1, 2)[0]:
+        queue.finish(*pack_group(make_group(lease, step - 1, rewards=rewards)))
+    assert queue.take(0, step)[0] == "shard"
+    queue.commit(step, metrics)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e308, -1.0])
+def test_metrics_may_be_any_number(queue: ReplayQueue, value: float) -> None:
+    train_one(queue, {"weights/syncs": value, "learner/wait_s": value, "learner/sync_s": value})
+    summary = queue.summary()
+    assert summary["weight_sync"]["count"] == 0
+    assert 0.0 <= summary["idle"]["learner"] <= 1.0
+    msgpack.packb(queue.status())
+    json.dumps(summary, allow_nan=False)
+
+
+def test_versions_that_an_earlier_learner_sent_count(queue: ReplayQueue) -> None:
+    for syncs in (1.0, 2.0, 1.0):
+        train_one(queue, {"weights/syncs": syncs})
+    assert queue.summary()["weight_sync"]["count"] == 3
+
+
+def test_the_largest_rewards_do_not_overflow(queue: ReplayQueue) -> None:
+    for _ in range(2):
+        train_one(queue, {}, rewards=(-MAX_REWARD, MAX_REWARD))
+    outcome = queue.summary()["outcomes"]["trained"]
+    assert math.isfinite(outcome["reward_std"]) and outcome["reward_std"] > MAX_REWARD
+
+
+def test_a_group_older_than_its_lease_is_refused(queue: ReplayQueue) -> None:
+    train_one(queue, {})
+    (lease, *_), _ = ask_queue(queue, 0, 1, 1)
+    with pytest.raises(ProtocolError, match=f"ticket {lease.ticket} was leased at version 1, not started at 0"):
+        queue.finish(*pack_group(make_group(lease, 0)))
+
+
+def test_checkpoints_of_the_future_are_refused(queue: ReplayQueue) -> None:
+    with pytest.raises(ProtocolError, match="commit of step 1 with a checkpoint of step 9"):
+        queue.commit(1, {}, checkpoints=[0, 9])
+
+
+def test_sums_over_sessions_stay_in_the_wire(queue: ReplayQueue) -> None:
+    state = GeneratorState()
+    for number in range(8):
+        state.hear(str(number), 0, STATS, 0.0)
+    assert state.tokens == MAX_NUMBER
+    msgpack.packb(state.tokens)
+
+
+def test_former_sessions_are_forgotten_in_the_end(queue: ReplayQueue) -> None:
+    sessions = Sessions(queue.state)
+    for number in range(MAX_FORMER + 10):
+        sessions.hear(0, str(number), 0)
+    assert (sessions.is_former("8"), sessions.is_former("9")) == (False, True)
+
+
+def test_a_learner_left_behind_while_it_waits_is_told_so(queue: ReplayQueue) -> None:
+    endpoints = loopback_endpoints(reserve_ports(0, 1)[0])
+    server = ReplayServer(queue, endpoints)
+    try:
+        frames = encode("test", "take", {"rank": 0, "step": 7}, seq=3)
+        server._waiting[(0, 7)] = (b"peer", decode("test", frames), time.monotonic())
+        server._answer_waiting()
+        ((peer, seq, (kind, body, _)),) = server._outbox
+        assert (peer, seq, kind) == (b"peer", 3, "error")
+        assert "learner rank 0 takes step 7, the next one is 1" in body["text"]
+        assert server._waiting == {}
+    finally:
+        server.close()

@@ -1,0 +1,442 @@
+"""The queue goes on from its journal, wherever it died."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from asyncrl.config import Config
+from asyncrl.errors import ConfigError, ProtocolError, RunError
+from asyncrl.replay.journal import Journal, read_journal, segments_of
+from asyncrl.replay.ledger import State
+from asyncrl.replay.queue import ReplayQueue
+from asyncrl.replay.trace import TraceWriter
+from asyncrl.replay.wire import pack_group
+from asyncrl.types import Lease
+from tests.helpers.replay import STATS, EndlessPrompts, ask_queue, kill_queue, make_group, small_config
+
+SEGMENT_BYTES = 12 << 10
+"""So small that a few steps fill one."""
+
+
+def open_queue(
+    folder: Path, config: Config, *, run_id: str = "launch", prompts: int = 0, checkpoint: bytes = b""
+) -> ReplayQueue:
+    journal = Journal(folder / "journal", flush="os", segment_bytes=SEGMENT_BYTES)
+    trace = TraceWriter(folder / "trace.parquet")
+    evaluated = [EndlessPrompts().prompt(row) for row in range(prompts)]
+    return ReplayQueue(config, EndlessPrompts(), trace, evaluated, journal, run_id, checkpoint)
+
+
+def finish(queue: ReplayQueue, lease: Lease, version: int, **options: Any) -> None:
+    queue.finish(*pack_group(make_group(lease, version, **options)))
+
+
+def train(queue: ReplayQueue, step: int, **options: Any) -> dict[str, float]:
+    """A step of a generator and a learner that do nothing else."""
+    for lease in ask_queue(queue, 0, step - 1, 100)[0]:
+        finish(queue, lease, step - 1)
+    assert queue.take(0, step)[0] == "shard"
+    metrics = queue.commit(step, {"learner/wait_s": 0.1}, **options)["metrics"]
+    queue.write()
+    return metrics
+
+
+def names(leases: list[Lease]) -> list[tuple[int, int, bool]]:
+    return sorted((lease.ticket, lease.attempt, lease.evaluation) for lease in leases)
+
+
+def frames(groups: list[Any]) -> list[tuple[Any, list[bytes]]]:
+    return [(group.meta, [array.tobytes() for array in group.arrays]) for group in groups]
+
+
+@dataclass
+class Run:
+    """A queue under random events and deaths, and what must be true of it whatever happens."""
+
+    folder: Path
+    config: Config
+    queue: ReplayQueue = field(init=False)
+    launch: int = 0
+    number: int = 0
+    session: int = 0
+    leases: list[Lease] = field(default_factory=list)
+    """Of the generator, by what it was answered."""
+    sent: list[tuple[Lease, int]] = field(default_factory=list)
+    batches: dict[int, list[Any]] = field(default_factory=dict)
+    """What was served for each step."""
+    metrics: dict[int, dict[str, float]] = field(default_factory=dict)
+    rows: dict[int, int] = field(default_factory=dict)
+    """Prompt row of each ticket."""
+    attempts: set[tuple[int, int]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.queue = open_queue(self.folder, self.config, run_id="launch-0", prompts=2)
+
+    @property
+    def steps(self) -> int:
+        return self.queue.ledger.steps
+
+    def do(self, event: str, pick: int) -> None:
+        getattr(self, event)(pick)
+        if event not in ("die", "die_unwritten", "relaunch"):
+            self.queue.write()
+        self.queue.ledger.check()
+
+    def ask(self, pick: int) -> None:
+        self.number += 1
+        first = self._ask(pick)
+        if pick % 3 == 0:  # the answer is lost with the process, or only late
+            if pick % 2:
+                self.die(pick)
+            assert names(self._ask(pick)) == names(first), "asked again, other leases came"
+        for lease in first:
+            if lease.evaluation:
+                continue
+            assert (lease.ticket, lease.attempt) not in self.attempts, "an attempt was leased twice"
+            self.attempts.add((lease.ticket, lease.attempt))
+            assert self.rows.setdefault(lease.ticket, lease.prompt.row) == lease.prompt.row == lease.ticket
+        self.leases += first
+
+    def _ask(self, pick: int) -> list[Lease]:
+        version = max(0, self.steps - pick % 2)
+        leases, _ = ask_queue(
+            self.queue, 0, version, 1 + pick % 4, pick % 2, session=f"session {self.session}", number=self.number
+        )
+        self.queue.write()
+        return leases
+
+    def finish(self, pick: int) -> None:
+        if not self.leases:
+            return
+        lease = self.leases.pop(pick % len(self.leases))
+        if lease.evaluation:
+            self._evaluated(lease)
+            return
+        ticket = self.queue.ledger.live.get(lease.ticket)
+        version = 0 if ticket is None else ticket.start_version
+        self.sent.append((lease, version))
+        self._send(lease, version, no_signal=pick == 7)
+
+    def _send(self, lease: Lease, version: int, *, no_signal: bool = False) -> None:
+        rewards = (1.0, 1.0) if no_signal else (0.0, 1.0)
+        finish(self.queue, lease, version, rewards=rewards, completion_tokens=(1 + lease.ticket % 5, 4))
+
+    def _evaluated(self, lease: Lease) -> None:
+        for one in self.queue.evaluation._running.values():
+            if one.first <= lease.ticket < one.first + 2:
+                body = {"ticket": lease.ticket, "attempt": lease.attempt, "version": one.version, "tokens": 3}
+                self.queue.evaluated(body | {"data_source": "test", "rewards": [1.0], "status": ["completed"]})  # type: ignore[arg-type]
+                return
+
+    def send_again(self, pick: int) -> None:
+        if self.sent:
+            self._send(*self.sent[pick % len(self.sent)])
+
+    def release(self, pick: int) -> None:
+        if self.leases:
+            lease = self.leases.pop(pick % len(self.leases))
+            for _ in range(2):
+                if lease.evaluation:
+                    self.queue.release(0, [], [{"ticket": lease.ticket, "attempt": lease.attempt}])
+                else:
+                    self.queue.release(0, [{"ticket": lease.ticket, "attempt": lease.attempt, "tokens": pick}])
+
+    def lose(self, pick: int) -> None:
+        """The generator dies; its messages may still arrive."""
+        if pick % 2:
+            self.queue.lost(0)
+        self.session, self.leases = self.session + 1, []
+        self.ask(1)
+        assert self.queue.state.leased_by[0] == sum(not lease.evaluation for lease in self.leases)
+
+    def step(self, pick: int) -> None:
+        step = self.steps + 1
+        outcome, groups = self.queue.take(0, step)
+        self.queue.write()
+        if outcome != "shard":
+            return
+        assert frames(groups) == self.batches.setdefault(step, frames(groups)), "another batch was served again"
+        if pick % 2:
+            checkpoints = [max(0, step - 2)] if step > 2 else []
+            self.metrics[step] = self.queue.commit(step, {"learner/wait_s": 0.5}, checkpoints=checkpoints)["metrics"]
+            self.queue.write()
+            again = self.queue.commit(step, {"learner/wait_s": 9.0})["metrics"]
+            assert again == self.metrics[step], "committed again, other metrics came"
+
+    def catch_up(self, pick: int) -> None:
+        """The learner starts again from the last checkpoint that the queue was told of."""
+        begin = max(0, self.steps - 2)
+        if begin <= 0 or self.steps < 3:
+            return
+        before = self.queue.state.state_dict()
+        assert self.queue.begin(0, begin) == self.steps
+        for step in range(begin + 1, self.steps + 1):
+            assert frames(self.queue.take(0, step)[1]) == self.batches[step]
+            saved = self.queue.commit(step, {}, saving=True)
+            assert saved["metrics"] == self.metrics[step]
+            assert msgpack.unpackb(saved["state"])["queue"]["ledger"]["steps"] == step
+        assert self.queue.state.state_dict() == before
+
+    def die(self, _: int) -> None:
+        before = self.queue.state.state_dict()
+        kill_queue(self.queue)
+        self.queue = open_queue(self.folder, self.config, run_id=f"launch-{self.launch}", prompts=2)
+        assert self.queue.state.state_dict() == before
+
+    def die_unwritten(self, pick: int) -> None:
+        """Dies before the answer: what it had decided has not happened."""
+        before = self.queue.state.state_dict()
+        ask_queue(self.queue, 0, 0, 4, session=f"session {self.session}", number=self.number + 1)
+        self.queue.take(0, self.steps + 1)
+        kill_queue(self.queue)
+        self.queue = open_queue(self.folder, self.config, run_id=f"launch-{self.launch}", prompts=2)
+        assert self.queue.state.state_dict() == before
+
+    def relaunch(self, _: int) -> None:
+        issued, charged = self.queue.ledger.issued, self.queue.ledger.charged
+        kill_queue(self.queue)
+        self.launch, self.session, self.leases = self.launch + 1, self.session + 1, []
+        self.queue = open_queue(self.folder, self.config, run_id=f"launch-{self.launch}", prompts=2)
+        assert (self.queue.ledger.issued, self.queue.ledger.charged) == (issued, charged)
+        assert self.queue.ledger.count(State.LEASED) == 0
+
+
+WEIGHTS = {"ask": 3, "finish": 5, "step": 3}
+"""How often an event comes, of those that come more often than once."""
+NAMES = ["ask", "finish", "step", "send_again", "release", "lose", "catch_up", "die", "die_unwritten", "relaunch"]
+EVENTS = st.lists(
+    st.tuples(st.sampled_from([name for name in NAMES for _ in range(WEIGHTS.get(name, 1))]), st.integers(0, 11)),
+    min_size=20,
+    max_size=150,
+)
+
+
+@settings(max_examples=60, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@given(events=EVENTS, max_staleness=st.integers(0, 2))
+def test_any_schedule_with_deaths_loses_nothing(events: list[tuple[str, int]], max_staleness: int) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        config = small_config(
+            replay__max_staleness=max_staleness,
+            replay__max_refunds_in_a_row=1000,
+            data__eval="eval.parquet",
+            eval__every_steps=2,
+            steps=1000,
+        )
+        run = Run(Path(name), config)
+        for event, pick in events:
+            run.do(event, pick)
+        goal = run.steps + max_staleness + 2
+        for _ in range(200):
+            if run.steps >= goal:
+                break
+            for event, pick in (("ask", 4), ("finish", 0), ("finish", 0), ("step", 1)):
+                run.do(event, pick)
+            if not run.leases and run.queue.ledger.count(State.LEASED):
+                run.lose(1)
+        assert run.steps >= goal, "the run is stuck"
+        run.queue.close()
+        rows = pq.read_table(Path(name) / "trace.parquet").to_pylist()
+        trained = [row["ticket"] for row in rows if row["outcome"] == "trained"]
+        assert len(trained) == len(set(trained)) == 2 * run.steps
+        served = {meta["ticket"] for step, batch in run.batches.items() if step <= run.steps for meta, _ in batch}
+        assert set(trained) == served
+        assert all(0 <= row["started_s"] <= row["finished_s"] for row in rows)
+
+
+def test_restart_within_a_launch_keeps_leases_and_another_launch_takes_them_back(tmp_path: Path) -> None:
+    config = small_config(replay__lease_timeout_s=10)
+    queue = open_queue(tmp_path, config)
+    first, second, *_ = ask_queue(queue, 0, 0, 100)[0]
+    finish(queue, first, 0)
+    queue.scale(3)
+    queue.write()
+    kill_queue(queue)
+    queue = open_queue(tmp_path, config)
+    assert queue.ledger.is_current(second.ticket, 0)
+    assert queue.state.generators_wanted == 3
+    queue.expire(queue.held[second.ticket].leased_s + 9)
+    assert queue.ledger.is_current(second.ticket, 0), "the clock of leases starts anew"
+    queue.stop("interrupted")
+    queue.write()
+    kill_queue(queue)
+    queue = open_queue(tmp_path, config, run_id="another")
+    assert (queue.state.stop_reason, queue.state.generators_wanted) == ("", 1)
+    (again, *_) = ask_queue(queue, 0, 0, 1, session="new")[0]
+    assert (again.ticket, again.attempt, again.prompt.row) == (second.ticket, 1, second.prompt.row)
+    assert ask_queue(queue, 0, 0, 100, session="new")[1] == "staleness"
+    assert queue.ledger.charged == 4
+    queue.close()
+
+
+def test_segments_go_when_checkpoints_cover_them(tmp_path: Path) -> None:
+    config = small_config(steps=200, replay__max_staleness=0)
+    queue = open_queue(tmp_path, config)
+    for step in range(1, 101):
+        train(queue, step, checkpoints=[(step - 1) // 10 * 10] if step > 10 else [])
+    kept = segments_of(tmp_path / "journal")
+    assert kept[0] > 1, "nothing was dropped"
+    assert len(kept) <= 6
+    queue.begin(0, 90)
+    for step in range(91, 101):
+        assert queue.take(0, step)[0] == "shard"
+    with pytest.raises(ProtocolError, match=r"step 3 is not in the journal .* any more; resume from the newest"):
+        queue.take(0, 3)
+    kill_queue(queue)
+    queue = open_queue(tmp_path, config)
+    assert queue.ledger.steps == 100
+    train(queue, 101)
+    queue.close()
+
+
+def test_keep_all_drops_nothing(tmp_path: Path) -> None:
+    queue = open_queue(tmp_path, small_config(steps=200, replay__max_staleness=0, journal__keep="all"))
+    for step in range(1, 61):
+        assert not queue.commit(step - 1, {})["checkpoint_wanted"] if step > 1 else True
+        train(queue, step, checkpoints=[step])
+    segments = segments_of(tmp_path / "journal")
+    assert segments == list(range(1, len(segments) + 1))
+    assert len(segments) > 3
+    takes = [record for _, record in read_journal(tmp_path / "journal") if record.kind == "take"]
+    assert len(takes) == 60
+    queue.close()
+
+
+def test_a_journal_that_grows_asks_for_checkpoints_and_stops_leases_at_its_ceiling(tmp_path: Path) -> None:
+    config = small_config(steps=20_000, replay__max_staleness=4, journal__max_bytes=1 << 20)
+    queue = open_queue(tmp_path, config)
+    journal = queue.durable.journal
+    assert journal is not None
+    step = wanted = 0
+    while journal.num_bytes < config.journal.max_bytes:
+        step += 1
+        for lease in ask_queue(queue, 0, step - 1, 100)[0]:
+            finish(queue, lease, step - 1, completion_tokens=(2000, 2000))
+        queue.take(0, step)
+        told = queue.commit(step, {})
+        queue.write()
+        assert not told["checkpoint_wanted"] or journal.num_bytes > config.journal.max_bytes / 2
+        wanted += told["checkpoint_wanted"]
+    assert 1 <= wanted <= 9
+    leases, reason = ask_queue(queue, 0, step, 100)
+    assert reason == "journal"
+    for lease in leases:
+        finish(queue, lease, step, completion_tokens=(2000, 2000))
+    queue.take(0, step + 1)
+    queue.commit(step + 1, {}, checkpoints=[step])
+    queue.write()
+    assert journal.num_bytes < config.journal.max_bytes / 2
+    queue.close()
+
+
+def test_begin_ahead_of_the_journal_names_both_and_the_way_out(tmp_path: Path) -> None:
+    queue = open_queue(tmp_path, small_config())
+    train(queue, 1)
+    with pytest.raises(ProtocolError, match=r"of step 7, the journal ends at step 1.*--discard-journal"):
+        queue.begin(0, 7)
+    queue.close()
+
+
+def test_checkpoint_without_journal_takes_every_ticket_back(tmp_path: Path) -> None:
+    config = small_config(steps=100)
+    (tmp_path / "before").mkdir()
+    queue = open_queue(tmp_path / "before", config)
+    for step in (1, 2):
+        train(queue, step)
+    saved = queue.commit(2, {}, saving=True)["state"]
+    live = {number: held.prompt.row for number, held in queue.held.items()}
+    train(queue, 3)
+    queue.close()
+    (tmp_path / "after").mkdir()
+    queue = open_queue(tmp_path / "after", config, run_id="another", checkpoint=saved)
+    assert (queue.ledger.steps, queue.begin(0, 2)) == (2, 2)
+    queue.ledger.check()
+    leases = ask_queue(queue, 0, 2, 100)[0]
+    assert {lease.ticket: lease.prompt.row for lease in leases} == live | {6: 6, 7: 7}
+    assert [lease.attempt for lease in leases] == [1, 1, 0, 0]
+    for lease in leases:
+        finish(queue, lease, 2)
+    assert queue.take(0, 3)[0] == "shard"
+    assert queue.summary()["ledger"]["trajectories"]["returned"] == 2 * len(live)
+    queue.write()
+    kill_queue(queue)
+    queue = open_queue(tmp_path / "after", config, run_id="another", checkpoint=b"not read")
+    assert queue.ledger.steps == 2
+    queue.close()
+    with pytest.raises(RunError, match=r"queue\.msgpack of the checkpoint cannot be read"):
+        ReplayQueue(config, EndlessPrompts(), queue.durable.trace, checkpoint=b"\xc1rubbish")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"replay__groups_per_step": 4}, "replay.groups_per_step = 4: the run was begun with 2; resume it with that"),
+        ({"replay__max_staleness": 0}, "replay.max_staleness = 0: the run was begun with 1; resume it with at least"),
+        ({"generator__group_size": 3}, "generator.group_size = 3: the run was begun with 2"),
+    ],
+)
+def test_settings_that_do_not_fit_the_journal_are_refused(
+    tmp_path: Path, change: dict[str, object], message: str
+) -> None:
+    queue = open_queue(tmp_path, small_config())
+    queue.close()
+    with pytest.raises(ConfigError, match=message):
+        open_queue(tmp_path, small_config(**change), run_id="another")
+
+
+def test_other_number_of_learners_cannot_take_a_batch_that_was_dealt(tmp_path: Path) -> None:
+    queue = open_queue(tmp_path, small_config())
+    train(queue, 1)
+    queue.close()
+    queue = open_queue(tmp_path, small_config(launch__learners=2), run_id="another")
+    with pytest.raises(ProtocolError, match=r"launch.learners = 2, but step 1 was dealt to 1 ranks"):
+        queue.take(1, 1)
+    queue.close()
+
+
+def test_a_new_session_gives_back_what_the_former_held_and_the_former_is_told_to_leave(tmp_path: Path) -> None:
+    queue = open_queue(tmp_path, small_config(data__eval="eval.parquet"), prompts=2)
+    assert len(ask_queue(queue, 0, 0, 100, 9, session="a", number=1)[0]) == 6
+    again = ask_queue(queue, 0, 0, 100, 9, session="b", number=1)[0]
+    assert [lease.attempt for lease in again] == [1] * 6
+    assert ask_queue(queue, 0, 0, 100, session="a", number=2) == ([], "session")
+    assert (queue.leaves(0, "a"), queue.leaves(0, "b")) == (True, False)
+    queue.lost(0)
+    assert queue.status()["generators"] == {}
+    assert len(ask_queue(queue, 0, 0, 100, session="b", number=2)[0]) == 4
+    queue.close()
+
+
+def test_scaling_down_lets_the_last_leave_and_shares_among_the_others(tmp_path: Path) -> None:
+    queue = open_queue(tmp_path, small_config(launch__generators=4))
+    assert queue.share == 1
+    queue.scale(2)
+    assert (queue.share, queue.leaves(1, ""), queue.leaves(2, "")) == (2, False, True)
+    assert ask_queue(queue, 2, 0, 5) == ([], "scale")
+    with pytest.raises(ProtocolError, match="scale to 0 generators"):
+        queue.scale(0)
+    assert queue.status()["generators_wanted"] == 2
+    queue.close()
+
+
+def test_statistics_of_a_repeated_ask_count_once_and_sessions_add_up(tmp_path: Path) -> None:
+    queue = open_queue(tmp_path, small_config())
+    told = STATS | {"tokens": 10, "stall_ms": [5.0]}
+    for _ in range(3):
+        ask_queue(queue, 0, 0, 1, session="a", number=1, stats=told)
+    ask_queue(queue, 0, 0, 1, session="b", number=1, stats=STATS | {"tokens": 4, "stall_ms": [7.0]})
+    assert queue.measure.generators[0].tokens == 14
+    assert queue.summary()["weight_sync"]["stall_ms_mean"] == 6.0
+    train(queue, 1)
+    kill_queue(queue)
+    queue = open_queue(tmp_path, small_config())
+    assert queue.measure.generators[0].tokens == 14
+    queue.close()

@@ -1,0 +1,260 @@
+"""Clients go on when the replay process dies under them, and when its answers make no sense."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgpack
+import pytest
+import zmq
+
+from asyncrl.config import Config
+from asyncrl.errors import ConfigError, PeerTimeoutError, RunError
+from asyncrl.launch.resources import reserve_ports
+from asyncrl.replay import client as client_module
+from asyncrl.replay.client import GeneratorClient, GeneratorStats, LauncherClient, LearnerClient, LeaseReply
+from asyncrl.replay.journal import Journal
+from asyncrl.replay.queue import ReplayQueue
+from asyncrl.replay.server import ReplayServer
+from asyncrl.replay.trace import TraceWriter
+from asyncrl.replay.wire import Message, encode, pack_group
+from asyncrl.sockets import bind_router
+from asyncrl.types import Endpoints, Lease
+from tests.helpers.replay import EndlessPrompts, kill_queue, loopback_endpoints, make_group, small_config
+
+T = TypeVar("T")
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def endpoints(monkeypatch: pytest.MonkeyPatch) -> Endpoints:
+    monkeypatch.setattr(client_module, "RESEND_S", 0.2)
+    return loopback_endpoints(reserve_ports(0, 1)[0])
+
+
+def once_free(bind: Callable[[], T], timeout_s: float = 5.0) -> T:
+    """Binds as soon as the socket closed before has let go of the port, which it does in the background."""
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            return bind()
+        except ConfigError:
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(0.02)
+
+
+class Replay:
+    """The replay process as a thread that can be killed and started again."""
+
+    def __init__(self, folder: Path, endpoints: Endpoints, config: Config) -> None:
+        self.folder, self.endpoints, self.config = folder, endpoints, config
+        self.start()
+
+    def start(self) -> None:
+        journal = Journal(self.folder / "journal", flush="os", segment_bytes=20_000)
+        trace = TraceWriter(self.folder / "trace.parquet")
+        run_id = self.endpoints.run_id
+        self.queue = ReplayQueue(self.config, EndlessPrompts(), trace, journal=journal, run_id=run_id)
+        server = once_free(lambda: ReplayServer(self.queue, self.endpoints))
+        self._stop = threading.Event()
+
+        def serve() -> None:
+            try:
+                server.serve(self._stop.is_set)
+            finally:
+                server.close()
+
+        self._thread = threading.Thread(target=serve)
+        self._thread.start()
+
+    def kill(self) -> None:
+        self._stop.set()
+        self._thread.join(timeout=10)
+        assert not self._thread.is_alive()
+        kill_queue(self.queue)
+
+
+@pytest.fixture
+def replay(tmp_path: Path, endpoints: Endpoints) -> Iterator[Replay]:
+    replay = Replay(tmp_path, endpoints, small_config(steps=100))
+    yield replay
+    replay.kill()
+
+
+def poll(client: GeneratorClient, until: Callable[[LeaseReply | None], bool], timeout_s: float = 15.0) -> Any:
+    deadline_s = time.monotonic() + timeout_s
+    while time.monotonic() < deadline_s:
+        reply = client.poll(0.02)
+        if until(reply):
+            return reply
+    raise AssertionError("what the client waits for did not come")
+
+
+def leased(client: GeneratorClient) -> LeaseReply:
+    return poll(client, lambda reply: reply is not None)
+
+
+def test_everything_is_asked_again_of_a_queue_that_was_dead(replay: Replay, endpoints: Endpoints) -> None:
+    generator, learner = GeneratorClient(endpoints, 0), LearnerClient(endpoints, 0, timeout_s=20)
+    assert learner.begin(0) == 0
+    for step in range(1, 4):
+        replay.kill()
+        generator.ask(step - 1, 10, GeneratorStats(tokens=step))
+        for _ in range(20):
+            assert generator.poll(0.01) is None
+        replay.start()
+        leases = leased(generator).leases
+        replay.kill()
+        for lease in leases:
+            generator.finish(make_group(lease, step - 1))
+        replay.start()
+        poll(generator, lambda _: generator.unacknowledged == 0)
+        assert len((learner.take(step) or pytest.fail("no batch")).groups) == 2
+        replay.kill()
+        threading.Timer(0.5, replay.start).start()
+        committed = learner.commit(step, {"learner/wait_s": 0.0}, saving=step == 2)
+        assert bool(committed.state) == (step == 2)
+        assert committed.metrics["reward/mean"] == 0.5
+    assert replay.queue.ledger.steps == 3
+    assert replay.queue.state.duplicates == 0
+    replay.queue.ledger.check()
+    generator.close()
+    learner.close()
+
+
+def test_an_answer_that_is_lost_is_given_again(tmp_path: Path, endpoints: Endpoints) -> None:
+    replay = Replay(tmp_path, endpoints, small_config(steps=100))
+    replay.kill()
+    router = once_free(lambda: bind_router(endpoints.replay, "replay", handover=True))
+    generator, learner = GeneratorClient(endpoints, 0), LearnerClient(endpoints, 0, timeout_s=20)
+    generator.ask(0, 10, GeneratorStats())
+    assert router.poll(5000)
+    seen = router.recv_multipart()[1:]  # whoever had it died with it
+    router.close()
+    replay.start()
+    first = leased(generator)
+    assert len(first.leases) == 4
+    for lease in first.leases:
+        generator.finish(make_group(lease, 0))
+    poll(generator, lambda _: generator.unacknowledged == 0)
+    stranger = zmq.Context.instance().socket(zmq.DEALER)
+    stranger.connect(endpoints.replay)
+    stranger.send_multipart(seen)
+    assert stranger.poll(5000), "asked again it is answered"
+    assert replay.queue.ledger.issued == 4, "and gets no leases of its own"
+    stranger.close(linger=0)
+    shard = learner.take(1)
+    metrics = learner.commit(1, {}).metrics
+    again = LearnerClient(endpoints, 0, timeout_s=20)
+    assert again.begin(0) == 1
+    assert LauncherClient(endpoints).status()["catching_up"] == {"step": 0, "of": 1}
+    repeated = again.take(1)
+    assert shard is not None
+    assert repeated is not None
+    assert [pack_group(g)[0] for g in repeated.groups] == [pack_group(g)[0] for g in shard.groups]
+    assert again.commit(1, {}).metrics == metrics
+    assert LauncherClient(endpoints).status()["catching_up"] is None
+    with pytest.raises(RunError, match=r"checkpoint is of step 9, the journal ends at step 1"):
+        again.begin(9)
+    for client in (generator, learner, again):
+        client.close()
+    replay.kill()
+
+
+def test_launcher_reports_a_lost_generator_and_scales(replay: Replay, endpoints: Endpoints) -> None:
+    launcher, generator = LauncherClient(endpoints), GeneratorClient(endpoints, 1)
+    generator.ask(0, 10, GeneratorStats())
+    assert leased(generator).leave, "there is one generator, with index 0"
+    launcher.scale(2)
+    generator.ask(0, 10, GeneratorStats())
+    reply = leased(generator)
+    assert (len(reply.leases), reply.leave) == (2, False)
+    status = launcher.status()
+    assert (status["generators"]["1"]["leased"], status["generators_wanted"]) == (2, 2)
+    assert status["generators"]["1"]["session"] == generator.session
+    launcher.lost(1)
+    status = launcher.status()
+    assert (status["generators"], status["leased"]) == ({}, 0)
+    assert status["journal"]["segments"] == 1
+    generator.release([(reply.leases[0].ticket, 0, 3)])
+    assert generator.unacknowledged == 1
+    poll(generator, lambda _: generator.unacknowledged == 0)
+    generator.close()
+    launcher.close()
+
+
+class Babbler:
+    """A peer that answers with what it is told to."""
+
+    def __init__(self, endpoints: Endpoints, answer: Callable[[int], list[bytes]]) -> None:
+        self._socket = bind_router(endpoints.replay, "replay", handover=True)
+        self._answer = answer
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while not self._stop.is_set():
+            if self._socket.poll(20):
+                identity, header, *_ = self._socket.recv_multipart()
+                self._socket.send_multipart([identity, *self._answer(msgpack.unpackb(header)["seq"])])
+        self._socket.close()
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(timeout=10)
+
+
+def damaged_shard(seq: int) -> list[bytes]:
+    leases = [client_lease(ticket) for ticket in (0, 1)]
+    packed = [pack_group(make_group(lease, 0)) for lease in leases]
+    packed[1][0]["lengths"][0] += 1
+    arrays = [array for _, group in packed for array in group]
+    body = {"step": 1, "outcome": "shard", "groups": [meta for meta, _ in packed]}
+    return [bytes(frame) for frame in encode("test", "shard", body, seq=seq, arrays=arrays)]
+
+
+def client_lease(ticket: int) -> Lease:
+    return Lease(ticket, 0, EndlessPrompts().prompt(ticket))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda seq: [b"rubbish"],
+        lambda seq: [bytes(f) for f in encode("test", "ok", {}, seq=seq)],
+        lambda seq: [bytes(f) for f in encode("test", "shard", {"step": 1}, seq=seq)],
+        damaged_shard,
+    ],
+)
+def test_answers_without_sense_are_counted_and_end_at_the_deadline(
+    endpoints: Endpoints, answer: Callable[[int], list[bytes]]
+) -> None:
+    peer = Babbler(endpoints, answer)
+    try:
+        learner = LearnerClient(endpoints, 0, timeout_s=1.0)
+        with pytest.raises(PeerTimeoutError, match="did not answer 'take' within 1 s"):
+            learner.take(1)
+        assert learner._connection.bad_messages >= 2, "the request was sent again"
+        generator = GeneratorClient(endpoints, 0, timeout_s=1.0)
+        generator.ask(0, 1, GeneratorStats())
+        with pytest.raises(PeerTimeoutError, match="did not answer 'ask' within 1 s"):
+            leased(generator)
+        learner.close()
+        generator.close(linger_s=0.0)
+    finally:
+        peer.close()
+
+
+def test_an_error_for_something_that_was_answered_is_left_aside(replay: Replay, endpoints: Endpoints) -> None:
+    generator = GeneratorClient(endpoints, 0)
+    text = {"text": "late"}
+    assert generator._take(Message("error", 77, text, [])) is None
+    with pytest.raises(RunError, match="refused a message: late"):
+        generator._take(Message("error", 0, text, []))
+    generator.close()

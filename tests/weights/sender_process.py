@@ -1,0 +1,40 @@
+"""A learner's weight sender in a process of its own: does what the lines of its standard input say.
+
+    python sender_process.py PORT TIMEOUT_S
+
+"send VERSION" sends the test's weights of that version, "wait" prints the stats when they arrived, "close" ends it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+
+from weight_parts import BUCKET_BYTES, weights
+
+from asyncrl.weights.sender import WeightSender
+
+
+def main() -> None:
+    sender = WeightSender(
+        ("127.0.0.1", int(sys.argv[1])),
+        expected_generators=1,
+        transport="auto",
+        bucket_bytes=BUCKET_BYTES,
+        timeout_s=float(sys.argv[2]),
+    )
+    for line in sys.stdin:
+        match line.split():
+            case ["send", version]:
+                sender.send(int(version), weights(int(version)))
+            case ["wait"]:
+                sender.wait()
+                print(json.dumps(asdict(sender.stats)), flush=True)
+            case _:
+                sender.close()
+                return
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""Receivers and senders that are stopped, killed, replaced or late: the others go on, and who lives comes back."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from structlog.testing import capture_logs
+from weight_parts import (
+    Process,
+    assert_holds,
+    joined,
+    load_next,
+    make_receiver,
+    make_sender,
+    next_staged,
+    receiver_process,
+    sender_process,
+    weights,
+)
+
+from asyncrl.errors import RunError
+from asyncrl.weights import delivery
+from asyncrl.weights.delivery import Delivery
+from asyncrl.weights.receiver import WeightReceiver
+
+SLACK_S = 2.5
+"""What a busy machine may add to a deadline."""
+
+
+def drops(logs: list) -> list[str]:
+    return [entry["reason"] for entry in logs if entry["event"] == "a generator is dropped"]
+
+
+def versions(peers: list[Process]) -> list[int]:
+    return [peer.next()["version"] for peer in peers]
+
+
+@pytest.mark.parametrize("hit", ["SIGSTOP", "SIGKILL"])
+def test_the_others_go_on_without_one_that_stops_or_ends_inside_the_broadcast(
+    port: int, cleanup: list, hit: str
+) -> None:
+    others = [receiver_process(port, cleanup, rank=rank, timeout_s=2.0) for rank in (1, 3)]
+    lost = receiver_process(port, cleanup, rank=2, timeout_s=2.0, hit=hit)
+    sender = joined(make_sender(port, cleanup, timeout_s=2.0), 3)
+    started = time.monotonic()
+    with capture_logs() as logs:
+        sender.send(0, weights(0))
+        assert versions(others) == [0, 0]
+        assert time.monotonic() - started < 2 * 2.0 + SLACK_S
+        sender.wait()
+    assert len(drops(logs)) == sender.stats.dropped == sender.stats.count == 1
+    assert drops(logs)[0].startswith("generator 1 did not survive the broadcast of version 0 of the weights")
+    lost.await_stop()
+    if hit == "SIGSTOP":
+        lost.signal("SIGCONT")
+    else:
+        lost = receiver_process(port, cleanup, rank=2, timeout_s=2.0)
+    assert lost.next()["version"] == 0  # without a new send
+    sender.send(1, weights(1))
+    assert versions([*others, lost]) == [1, 1, 1]
+    sender.wait()
+    assert (sender.stats.count, sender.stats.dropped) == (2, 1)
+
+
+@pytest.mark.parametrize("hit", ["SIGSTOP", "SIGKILL"])
+def test_the_others_go_on_without_one_that_stopped_or_ended_before_a_version(
+    port: int, cleanup: list, hit: str
+) -> None:
+    peers = [receiver_process(port, cleanup, rank=rank, timeout_s=2.0) for rank in (1, 2)]
+    sender = joined(make_sender(port, cleanup, timeout_s=1.0), 2)
+    sender.send(0, weights(0))
+    assert versions(peers) == [0, 0]
+    peers[0].signal(hit)
+    started = time.monotonic()
+    with capture_logs() as logs:
+        sender.send(1, weights(1))
+        assert peers[1].next()["version"] == 1
+        assert time.monotonic() - started < 1.0 + SLACK_S
+        sender.wait()
+    assert drops(logs) == ["generator 0 did not become ready to receive version 1 of the weights within 1 s"]
+    started = time.monotonic()
+    sender.send(2, weights(2))
+    sender.wait()
+    assert time.monotonic() - started < 0.9, "a generator that was dropped is not waited for again"
+    assert peers[1].next()["version"] == 2
+    if hit == "SIGSTOP":
+        peers[0].signal("SIGCONT")
+        assert peers[0].next()["version"] == 2
+
+
+def test_receivers_outlive_a_sender_that_is_killed_and_load_the_same_version_again(port: int, cleanup: list) -> None:
+    peers = [receiver_process(port, cleanup, rank=rank) for rank in (1, 2)]
+    for _ in range(2):
+        sender = sender_process(port, cleanup)
+        time.sleep(1.0)
+        sender.say("send 3", "wait")
+        assert versions(peers) == [3, 3]
+        sender.next()
+        sender.say("send 4")
+        sender.end()  # maybe inside the broadcast
+    assert all(peer.process.poll() is None for peer in peers)
+
+
+def test_a_stopped_sender_is_named_and_nobody_fails(port: int, cleanup: list) -> None:
+    receiver = make_receiver(port, cleanup, timeout_s=0.4)
+    sender = sender_process(port, cleanup, timeout_s=0.4)
+    sender.say("send 0")
+    load_next(receiver, 0)
+    with capture_logs() as logs:
+        sender.signal("SIGSTOP")
+        watch(receiver, 1.5)
+        sender.signal("SIGCONT")
+        sender.say("send 1")
+        staged = next_staged(receiver)
+    silent = [entry for entry in logs if entry["event"] == "learner rank 0 is silent"]
+    assert [entry["phase"] for entry in silent] == ["announce a version"]
+    assert_holds(staged, 1)
+    sender.say("send 2")  # staging is in use: the round has begun and cannot go on
+    watch(receiver, 0.2)
+    sender.signal("SIGSTOP")
+    receiver.loaded(staged)
+    watch(receiver, 1.5)
+    sender.signal("SIGCONT")
+    load_next(receiver, 2)
+    sender.say("wait")
+    assert sender.next()["dropped"] == 0
+
+
+def watch(receiver: WeightReceiver, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        assert receiver.staged() is None
+        time.sleep(0.01)
+
+
+def test_a_receiver_leaves_a_sender_that_answers_nothing_and_joins_again(
+    port: int, cleanup: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, held, free = Delivery._go, threading.Event(), threading.Event()
+
+    def stuck(self: Delivery, peers: list) -> None:
+        held.set()
+        free.wait(20.0)
+        go(self, peers)
+
+    monkeypatch.setattr(Delivery, "_go", stuck)
+    receiver = make_receiver(port, cleanup, timeout_s=0.2)
+    sender = joined(make_sender(port, cleanup, timeout_s=1.0), 1)
+    with capture_logs() as logs:
+        sender.send(0, weights(0))
+        assert held.wait(10.0)
+        watch(receiver, 1.0)
+        monkeypatch.setattr(Delivery, "_go", go)
+        free.set()
+        load_next(receiver, 0)
+    reasons = [entry["reason"] for entry in logs if entry["event"] == "joins the weights anew"]
+    assert reasons[0] == "learner rank 0 did not start to send version 0 within 0.4 s"
+
+
+def test_nobody_is_waited_for_and_who_comes_late_is_served(port: int, cleanup: list) -> None:
+    sender = make_sender(port, cleanup)
+    started = time.monotonic()
+    for version in (0, 1):
+        sender.send(version, weights(version))
+        sender.wait()
+    assert time.monotonic() - started < 1.0
+    assert sender.stats.count == 0
+    receivers = [make_receiver(port, cleanup, rank=rank) for rank in (1, 5)]
+    for receiver in receivers:
+        load_next(receiver, 1)
+    sender.send(2, weights(2))
+    for receiver in receivers:
+        load_next(receiver, 2)
+    sender.wait()
+    assert (sender.stats.count, sender.stats.dropped) == (2, 0)
+
+
+def test_a_process_ends_at_once_while_a_generator_is_stopped(port: int, cleanup: list) -> None:
+    stopped = receiver_process(port, cleanup, rank=1, hit="SIGSTOP")
+    sender = sender_process(port, cleanup)
+    sender.say("send 0")
+    time.sleep(0.5)
+    stopped.await_stop()
+    sender.say("close")
+    assert sender.process.wait(timeout=5.0) == 0
+
+
+def test_a_transport_that_never_works_is_an_error(port: int, cleanup: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> int:
+        raise RuntimeError("no route")
+
+    monkeypatch.setattr(delivery, "broadcast", fail)
+    make_receiver(port, cleanup, timeout_s=0.5)
+    sender = joined(make_sender(port, cleanup, timeout_s=0.5), 1)
+    sender.send(0, weights(0))
+    with pytest.raises(RunError, match=r"failed 3 times \(no route\); generator 0: no route"):
+        sender.wait()

@@ -1,0 +1,132 @@
+"""Weights to send, receivers in this process, and senders and receivers in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from asyncrl.weights.receiver import StagedWeights, WeightReceiver
+from asyncrl.weights.sender import WeightSender
+
+BUCKET_BYTES = 1 << 16
+NUM_BYTES = 4_096_000 + 1024
+"""Of `weights`, packed."""
+
+
+def weights(version: int) -> list[tuple[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(version)
+    return [
+        ("embed.weight", torch.randn(640, 800, generator=generator)),
+        ("norm.weight", torch.randn(40, generator=generator).to(torch.bfloat16)),
+        ("head.weight", torch.randn(640, 800, generator=generator)),
+    ]
+
+
+def make_sender(port: int, cleanup: list, *, timeout_s: float = 20.0) -> WeightSender:
+    sender = WeightSender(
+        ("127.0.0.1", port), expected_generators=1, transport="auto", bucket_bytes=BUCKET_BYTES, timeout_s=timeout_s
+    )
+    cleanup.append(sender.close)
+    return sender
+
+
+def make_receiver(
+    port: int, cleanup: list, *, rank: int = 1, timeout_s: float = 20.0, max_bytes: int = 1 << 26, **options: Any
+) -> WeightReceiver:
+    receiver = WeightReceiver(
+        ("127.0.0.1", port), rank=rank, transport="auto", timeout_s=timeout_s, max_bytes=max_bytes, **options
+    )
+    receiver.start()
+    cleanup.append(receiver.close)
+    return receiver
+
+
+def joined(sender: WeightSender, count: int) -> WeightSender:
+    """The sender, before its first version, when so many receivers are there."""
+    sender._roster.await_members(count, 30.0)
+    assert len(sender._roster.present()) == count
+    return sender
+
+
+def next_staged(receiver: WeightReceiver) -> StagedWeights:
+    deadline = time.monotonic() + 20.0
+    while (staged := receiver.staged()) is None:
+        assert time.monotonic() < deadline, "nothing was staged"
+        time.sleep(0.002)
+    return staged
+
+
+def assert_holds(staged: StagedWeights, version: int) -> None:
+    assert staged.version == version
+    for (name, tensor), (expected_name, expected) in zip(staged.tensors, weights(version), strict=True):
+        assert name == expected_name
+        assert torch.equal(tensor, expected)
+
+
+def load_next(receiver: WeightReceiver, version: int) -> None:
+    staged = next_staged(receiver)
+    assert_holds(staged, version)
+    receiver.loaded(staged)
+
+
+class Process:
+    """A process of this folder and the lines of JSON that it printed."""
+
+    def __init__(self, cleanup: list, script: str, *arguments: object) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name(script)), *map(str, arguments)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONHASHSEED": "0"},
+        )
+        cleanup.append(self.end)
+        self._lines: queue.Queue[str] = queue.Queue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout as lines:
+            for line in lines:
+                if line.startswith("{"):  # the rest is the log
+                    self._lines.put(line)
+
+    def say(self, *lines: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("".join(f"{line}\n" for line in lines))
+        self.process.stdin.flush()
+
+    def next(self, timeout_s: float = 20.0) -> dict[str, Any]:
+        return json.loads(self._lines.get(timeout=timeout_s))
+
+    def signal(self, name: str) -> None:
+        self.process.send_signal(signal.Signals[name])
+
+    def await_stop(self) -> None:
+        """Returns when it has stopped itself or ended."""
+        while Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "TZ":
+            time.sleep(0.01)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._reader.join(timeout=5.0)
+
+
+def receiver_process(port: int, cleanup: list, *, rank: int, timeout_s: float = 20.0, hit: str = "") -> Process:
+    return Process(cleanup, "receiver_process.py", port, rank, timeout_s, *([hit] if hit else []))
+
+
+def sender_process(port: int, cleanup: list, *, timeout_s: float = 20.0) -> Process:
+    return Process(cleanup, "sender_process.py", port, timeout_s)
