@@ -24,6 +24,8 @@ GROUP_SIZE, PROMPT_TOKENS = 8, 32
 SHAPES = 64
 """Different groups that a generator makes up."""
 CHECKPOINT_STEPS = 100
+DENIED_S = 0.004
+"""Pause of a generator that got fewer leases than it asked for."""
 CONTEXT = multiprocessing.get_context("spawn")
 
 
@@ -86,16 +88,19 @@ class MadeUpGroups:
 def generate(config: Config, endpoints: Endpoints, version: Any, index: int, completion_tokens: int) -> None:
     """Asks for groups at the newest version and finishes them at once."""
     client, groups = GeneratorClient(endpoints, index), MadeUpGroups(index, completion_tokens)
-    done = False
+    wanted = config.generator.max_running_groups
+    done, next_ask_s, asked = False, 0.0, NO_VERSION
     while not done:
-        newest = version.value
-        if not client.outstanding:
-            client.ask(newest, config.generator.max_running_groups, GeneratorStats())
-        reply = client.poll(0.05)
+        newest, now_s = version.value, time.monotonic()
+        if not client.outstanding and (now_s >= next_ask_s or newest != asked):
+            client.ask(newest, wanted, GeneratorStats())
+            asked = newest
+        reply = client.poll(DENIED_S)
         if reply is not None:
             done = reply.done
             for lease in reply.leases:
                 client.finish(groups.make(lease, newest, time.monotonic()))
+            next_ask_s = time.monotonic() + (DENIED_S if len(reply.leases) < wanted else 0.0)
     client.close()
 
 

@@ -69,6 +69,7 @@ class Engine:
         """Temperature and top_p."""
         self._params = {kind: sampling_params(config, *cut) for kind, cut in self._cuts.items()}
         self._shapes = checkpoint_shapes(config)
+        self._warm_up()
         gc.collect()
         gc.freeze()  # the engine's many objects need not be looked at again
 
@@ -109,6 +110,17 @@ class Engine:
         salt = str(self.version) if self._config.generator.prefix_caching else None
         request_id = self._engine.add_request(key, tokens_input(prompt, cache_salt=salt), params)
         self._requests[key] = _Request(request_id, prompt, kind, seed)
+
+    def _warm_up(self) -> None:
+        """The first steps load code, for longer than a running generator may be silent."""
+        from vllm.inputs.engine import tokens_input
+
+        for kind, params in self._params.items():
+            params = params.clone()
+            params.max_tokens = 2
+            self._engine.add_request(f"warm-up {kind}", tokens_input([0]), params)
+        while self._engine.has_unfinished_requests():
+            self._engine.step()
 
     def step(self) -> list[Completion]:
         """One decoding step of all requests; gives those that ended."""

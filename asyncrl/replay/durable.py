@@ -51,6 +51,8 @@ class DurableState:
         self._catchup: Catchup | None = None
         self._covered_step: int | None = None
         """Segments that only earlier steps need may be dropped, since a commit said so that is not written yet."""
+        self._written_step: int | None = None
+        """The same, of a commit that is written; they are dropped when it is synced."""
         self._wanted_bytes = 0
         """Size of the journal when a checkpoint was last asked for."""
         self._open(checkpoint)
@@ -79,17 +81,31 @@ class DurableState:
         self.trace.flush()
         return own
 
-    def write(self) -> None:
-        """Writes the records to the disk. Raises JournalError when that cannot be."""
+    def write(self, *, wait: bool = True) -> None:
+        """Writes the records to the disk; without `wait` that may go on in the background until `synced`. Raises
+        JournalError when that cannot be."""
         if self.journal is None:
             return
-        self.journal.write()
-        if self._covered_step is not None:
+        self.journal.settle()
+        self._tidy(self.journal)
+        self.journal.write(wait=wait)
+        self._written_step, self._covered_step = self._covered_step, None
+        if self.journal.synced:
+            self._tidy(self.journal)
+
+    @property
+    def synced(self) -> bool:
+        """All that was written is as safe as `journal.flush` asks for. Raises JournalError when it cannot be."""
+        return self.journal is None or self.journal.synced
+
+    def _tidy(self, journal: Journal) -> None:
+        """Drops segments that are not needed any more, and begins another one when the current one is full."""
+        if self._written_step is not None:
             # Before another segment begins: the state in the current one was synced with the commit.
-            self.journal.drop(self.state.coverage.covered(self._covered_step))
-            self.state.coverage.keep(self.journal.segments)
-            self._covered_step = None
-        if self.journal.full:
+            journal.drop(self.state.coverage.covered(self._written_step))
+            self.state.coverage.keep(journal.segments)
+            self._written_step = None
+        if journal.full:
             self._begin_segment()
 
     def past(self, step: int) -> Catchup:

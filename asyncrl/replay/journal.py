@@ -92,8 +92,8 @@ class Journal:
         return self._writer.num_bytes > self.segment_bytes
 
     @property
-    def settled(self) -> bool:
-        """Nothing is being written in the background. Raises JournalError when that failed."""
+    def synced(self) -> bool:
+        """No sync is under way. Raises JournalError when the last one failed."""
         if self._under_way is not None and self._under_way.done():
             self.settle()
         return self._under_way is None
@@ -108,28 +108,21 @@ class Journal:
         return self.current, self._next_batch, len(self._rows) - 1
 
     def write(self, *, wait: bool = True) -> None:
-        """Writes what is buffered, and syncs as `flush` says; a killed process loses nothing of it. Without `wait` that
-        goes on in the background until `settled`; one write at a time."""
+        """Writes what is buffered, and syncs as `flush` says; a killed process loses nothing of it. Without `wait` the
+        sync goes on in the background until `synced`; a write waits for the sync before it."""
         self.settle()
         self._end_batch()
-        batches, sync, writer = self._batches, self._sync_due, self._writer
+        batches, sync = self._batches, self._sync_due
         self._batches, self._sync_due = [], False
-
-        def job() -> None:
-            for batch in batches:
-                writer.append(batch)
-            if sync:
-                writer.sync()
-
-        if not batches and not sync:
-            return
-        if wait:
-            self._guarded(job)
-        else:
-            self._under_way = self._background.submit(job)
+        for batch in batches:
+            self._guarded(lambda batch=batch: self._writer.append(batch))
+        if sync and wait:
+            self._guarded(self._writer.sync)
+        elif sync:
+            self._under_way = self._background.submit(self._writer.sync)
 
     def settle(self) -> None:
-        """Waits for what is being written in the background. Raises JournalError when that failed."""
+        """Waits for the sync under way. Raises JournalError when it failed."""
         self._check()
         if self._under_way is not None:
             under_way, self._under_way = self._under_way, None

@@ -55,6 +55,11 @@ class ReplayQueue:
         self.write, self.close = self.durable.write, self.durable.close
 
     @property
+    def synced(self) -> bool:
+        """What was written is as safe as `journal.flush` asks for."""
+        return self.durable.synced
+
+    @property
     def held(self) -> dict[int, Held]:
         return self.state.held
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,8 +64,11 @@ class BatchPacker:
 
     def __init__(self) -> None:
         self._pack = msgpack.Packer().pack
-        self._dtypes = list(FRAMES.values())
-        self._marks = np.zeros((len(STORED), 64), dtype=np.uint8)
+        self._itemsizes = [dtype.itemsize for dtype in FRAMES.values()]
+        marks = np.zeros((len(STORED), 64), dtype=np.uint8)
+        self._marks = [(mark.ctypes.data, mark) for mark in marks]
+        self._nulls: dict[int, list[pa.Array]] = {}
+        """Columns of so many records, none of which is a group."""
         self._sink = _Sink()
         self._stream = pa.ipc.new_stream(pa.PythonFile(self._sink, mode="w"), SCHEMA)
         # The schema comes before the first batch; segments have their own.
@@ -85,14 +87,16 @@ class BatchPacker:
 
     def add(self, record: Record) -> None:
         """Raises TypeError for a body that msgpack cannot hold."""
-        body = self._pack(record.body)
-        ticket = attempt = length = 0
-        if record.arrays:
-            self._check(record)
-            ticket, attempt, length = record.body["ticket"], record.body["attempt"], record.arrays[0].size
-            for column, frame in zip(self._frames, record.arrays, strict=True):
+        body, frames = self._pack(record.body), record.arrays
+        ticket = attempt = None
+        length = 0
+        if frames:
+            ticket, attempt, length = record.body["ticket"], record.body["attempt"], frames[0].size
+            if [frame.nbytes for frame in frames] != [length * size for size in self._itemsizes]:
+                kinds = [f"{frame.dtype}{list(frame.shape)}" for frame in frames]
+                raise InvariantError(f"journal: a {record.kind} with frames {', '.join(kinds)}")
+            for column, frame in zip(self._frames, frames, strict=True):
                 column.append(frame if frame.flags.c_contiguous else np.ascontiguousarray(frame))
-        self._is_group.append(bool(record.arrays))
         self._kinds.append(record.kind)
         self._bodies.append(body)
         self._tickets.append(ticket)
@@ -102,47 +106,39 @@ class BatchPacker:
 
     def take(self) -> Packed:
         """The batch of what was collected; collecting begins anew."""
-        rows, length = len(self), self._ends[-1]
-        validity = pa.py_buffer(np.packbits(self._is_group, bitorder="little"))
-        columns = [
-            _binary(KINDS, [kind.encode() for kind in self._kinds]),
-            _binary(BODIES, self._bodies),
-            pa.Array.from_buffers(TICKETS, rows, [validity, pa.py_buffer(np.array(self._tickets, dtype=np.int64))]),
-            pa.Array.from_buffers(ATTEMPTS, rows, [validity, pa.py_buffer(np.array(self._attempts, dtype=np.int32))]),
-        ]
-        offsets = pa.py_buffer(np.array(self._ends, dtype=np.int32))
-        for mark, frames, lists, dtype in zip(self._marks, self._frames, LISTS, STORED.values(), strict=True):
-            values = pa.foreign_buffer(mark.ctypes.data, length * dtype.itemsize, mark)
-            self._sink.frames[values.address] = frames
-            children = [pa.Array.from_buffers(lists.value_type, length, [None, values])]
-            columns.append(pa.Array.from_buffers(lists, rows, [validity, offsets], children=children))
+        columns = [pa.array(self._kinds, KINDS), pa.array(self._bodies, BODIES)]
+        columns += self._group_columns() if self._frames[0] else self._no_groups()
         self._begin()
         self._stream.write_batch(pa.RecordBatch.from_arrays(columns, schema=SCHEMA))
         return self._sink.take()
 
-    def _check(self, record: Record) -> None:
-        frames = record.arrays
-        length = frames[0].size
-        if [frame.dtype for frame in frames] != self._dtypes or any(frame.size != length for frame in frames):
-            kinds = [f"{frame.dtype}{list(frame.shape)}" for frame in frames]
-            raise InvariantError(f"journal: a {record.kind} with frames {', '.join(kinds)}")
+    def _group_columns(self) -> list[pa.Array]:
+        rows, length = len(self), self._ends[-1]
+        columns = [pa.array(self._tickets, TICKETS), pa.array(self._attempts, ATTEMPTS)]
+        validity = columns[0].buffers()[0]
+        offsets = pa.array(self._ends, pa.int32()).buffers()[1]
+        for (address, mark), size, frames, lists in zip(self._marks, self._itemsizes, self._frames, LISTS, strict=True):
+            values = pa.foreign_buffer(address, length * size, mark)
+            self._sink.frames[address] = frames
+            children = [pa.Array.from_buffers(lists.value_type, length, [None, values])]
+            columns.append(pa.Array.from_buffers(lists, rows, [validity, offsets], children=children))
+        return columns
+
+    def _no_groups(self) -> list[pa.Array]:
+        rows = len(self)
+        if rows not in self._nulls:
+            self._nulls[rows] = [pa.nulls(rows, kind) for kind in (TICKETS, ATTEMPTS, *LISTS)]
+        return self._nulls[rows]
 
     def _begin(self) -> None:
-        self._is_group: list[bool] = []
         self._kinds: list[str] = []
         self._bodies: list[bytes] = []
-        self._tickets: list[int] = []
-        self._attempts: list[int] = []
+        self._tickets: list[int | None] = []
+        self._attempts: list[int | None] = []
         self._frames: list[list[Array]] = [[] for _ in STORED]
         self._ends = [0]
         """Where the frames of each record end, in tokens; first where those of the first one begin."""
         self._body_bytes = 0
-
-
-def _binary(kind: pa.DataType, values: Sequence[bytes]) -> pa.Array:
-    offsets = np.zeros(len(values) + 1, dtype=np.int32)
-    np.cumsum([len(value) for value in values], out=offsets[1:])
-    return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(values))])
 
 
 class _Sink:

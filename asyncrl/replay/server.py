@@ -22,6 +22,8 @@ log = structlog.get_logger()
 
 TICK_S = 0.05
 """Longest wait of the loop: how late an expired lease or a signal may be seen."""
+SYNC_LOOK_S = 0.001
+"""The same while the journal is synced, whose end answers wait for."""
 TAKE_ANSWER_S = 1.0
 """A learner that waits for its batch hears at least this often that the queue is alive."""
 RECEIVE_AT_ONCE = 64
@@ -32,7 +34,8 @@ Reply = tuple[str, Any, list[Array]]
 class ReplayServer:
     """Answers every message once; a bad one with an error and a count, and goes on.
 
-    What a message changed is in the journal before its answer is sent: all of a round of the loop in one write.
+    What a message changed is in the journal before its answer is sent: all of a round of the loop in one write. While
+    that is synced, the next round goes on, and its answers wait for their own write.
     """
 
     def __init__(self, queue: ReplayQueue, endpoints: Endpoints) -> None:
@@ -43,16 +46,20 @@ class ReplayServer:
         self.shut = False
         self._waiting: dict[tuple[int, int], tuple[bytes, Message, float]] = {}
         self._outbox: list[tuple[bytes, int, Reply]] = []
+        self._syncing: list[tuple[bytes, int, Reply]] = []
+        """Answers whose records are written, and being synced."""
         self._socket = bind_router(endpoints.replay, "replay", handover=True, keys=endpoints.keys)
 
     def serve(self, should_stop: Callable[[], bool]) -> None:
         """Answers until it is told to shut down or `should_stop()`."""
         while not (self.shut or should_stop()):
-            if self._socket.poll(round(TICK_S * 1000)):
+            patience_s = SYNC_LOOK_S if self._syncing else TICK_S
+            if self._socket.poll(round(patience_s * 1000)):
                 self._receive()
             self._answer_waiting()
             self.queue.expire()
             self._flush()
+        self._flush(wait=True)
 
     def close(self) -> None:
         self._socket.close()
@@ -64,6 +71,7 @@ class ReplayServer:
             except zmq.Again:
                 return
             self._handle(identity.bytes, [frame.buffer for frame in frames])
+            self._send_synced()
 
     def _handle(self, identity: bytes, frames: list[Buffer]) -> None:
         seq = 0
@@ -84,7 +92,7 @@ class ReplayServer:
                 log.error("a peer was cut off for its bad messages", peer=identity.hex())
             self._outbox.append((identity, seq, ("error", {"text": str(error)}, [])))
             if isinstance(error, InvariantError):
-                self._flush()
+                self._flush(wait=True)
                 raise
             return
         if reply is None:
@@ -110,13 +118,24 @@ class ReplayServer:
                 del self._waiting[key]
                 self._outbox.append((identity, message.seq, reply))
 
-    def _flush(self) -> None:
-        """Writes what happened, then sends the answers."""
-        self.queue.write()
-        for identity, seq, (kind, body, arrays) in self._outbox:
+    def _flush(self, *, wait: bool = False) -> None:
+        """Writes what happened, and sends the answers of which that is safe: with `wait` all of them."""
+        if not wait and not self.queue.synced:
+            return
+        self.queue.write(wait=wait)
+        self._send(self._syncing)
+        self._syncing, self._outbox = self._outbox, []
+        self._send_synced()
+
+    def _send_synced(self) -> None:
+        if self._syncing and self.queue.synced:
+            self._send(self._syncing)
+
+    def _send(self, answers: list[tuple[bytes, int, Reply]]) -> None:
+        for identity, seq, (kind, body, arrays) in answers:
             frames = encode(self.run_id, kind, body, seq=seq, arrays=arrays)
             self._socket.send_multipart([identity, *frames], copy=False)
-        self._outbox.clear()
+        answers.clear()
 
     def _ask(self, message: Message) -> Reply:
         queue, body = self.queue, message.body

@@ -22,9 +22,12 @@ Make = Callable[..., Chaos]
 
 
 def test_stopped_generator_does_not_stop_the_others(chaos: Make, figure: Callable[[str], None]) -> None:
-    steps, timeout_s = 30, 3.0
+    steps, timeout_s, heartbeat_s = 30, 3.0, 12.0
     run = chaos(
-        "launch.generators=2", f"steps={steps}", f"weights.timeout_s={timeout_s}", "launch.heartbeat_timeout_s=12"
+        "launch.generators=2",
+        f"steps={steps}",
+        f"weights.timeout_s={timeout_s}",
+        f"launch.heartbeat_timeout_s={heartbeat_s}",
     )
     run.start()
     assert run.wait_for_step(4)
@@ -38,8 +41,12 @@ def test_stopped_generator_does_not_stop_the_others(chaos: Make, figure: Callabl
         time.sleep(0.05)
     summary = run.finish(timeout_s=120)
     check_complete(run, summary, steps)
-    figure(f"longest wait for a step {longest_s:.1f} s with weights.timeout_s = {timeout_s:g}")
-    assert longest_s < 3 * timeout_s + 3
+    figure(
+        f"longest wait for a step {longest_s:.1f} s with weights.timeout_s = {timeout_s:g} and "
+        f"launch.heartbeat_timeout_s = {heartbeat_s:g}"
+    )
+    # A broadcast waits for it once; the batch after it may need prompts that it holds until it counts as dead.
+    assert longest_s < timeout_s + heartbeat_s + 5
 
 
 def test_full_disk_is_an_error_and_the_run_goes_on_afterwards(chaos: Make, demo_folder: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ from asyncrl.errors import ConfigError, PeerTimeoutError, RunError
 from asyncrl.keys import write_keys
 from asyncrl.launch.resources import reserve_ports
 from asyncrl.replay.client import GeneratorClient, GeneratorStats, LauncherClient, LearnerClient, LeaseReply
+from asyncrl.replay.journal import Journal
+from asyncrl.replay.ledger import State
 from asyncrl.replay.offenders import MAX_BAD_MESSAGES
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.server import ReplayServer, run_replay
@@ -84,6 +87,54 @@ def test_generator_and_learners_through_a_step(served: ReplayQueue, endpoints: E
     assert generator.unacknowledged == 0
     for client in (*learners, launcher):
         client.close()
+
+
+class SlowDisk:
+    """A disk that syncs only while it is let."""
+
+    def __init__(self) -> None:
+        self.lets, self.asked = threading.Event(), threading.Event()
+
+    def fsync(self, descriptor: int) -> None:
+        self.asked.set()
+        assert self.lets.wait(20)
+
+
+def test_answers_wait_for_their_sync_and_the_queue_works_on(
+    endpoints: Endpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal(tmp_path / "journal", flush="step")
+    queue = ReplayQueue(small_config(), EndlessPrompts(), TraceWriter(tmp_path / "trace.parquet"), journal=journal)
+    disk, stop = SlowDisk(), threading.Event()
+    generator, learner = GeneratorClient(endpoints, 0), LearnerClient(endpoints, 0)
+    with ThreadPoolExecutor(2) as pool:
+        served = pool.submit(run_replay, queue, endpoints, stop.is_set)
+        try:
+            generator.ask(0, 3, GeneratorStats())
+            *leases, last = wait_for(generator).leases
+            for lease in leases:
+                generator.finish(make_group(lease, 0))
+            assert learner.take(1) is not None
+            monkeypatch.setattr(os, "fsync", disk.fsync)
+            committed = pool.submit(learner.commit, 1, {"learner/wait_s": 0.1})
+            assert disk.asked.wait(10)
+            generator.finish(make_group(last, 0))
+            deadline_s = time.monotonic() + 10
+            while queue.ledger.count(State.FINISHED) < 1:
+                assert time.monotonic() < deadline_s, "nothing is done while the journal is synced"
+                generator.poll(0.02)
+            generator.poll(0.2)
+            assert not committed.done(), "answered before the disk had it"
+            assert generator.unacknowledged == 1, "answered before it was written"
+            disk.lets.set()
+            assert committed.result(timeout=10).metrics["reward/mean"] == 0.5
+            generator.close()
+            assert generator.unacknowledged == 0
+        finally:
+            disk.lets.set()
+            stop.set()
+        served.result(timeout=10)
+    learner.close()
 
 
 def test_learner_waiting_for_a_batch_outlives_its_timeout(served: ReplayQueue, endpoints: Endpoints) -> None:
