@@ -4,39 +4,46 @@ from __future__ import annotations
 
 from asyncrl.errors import ProtocolError
 from asyncrl.replay.held import Finished
-from asyncrl.replay.journal import Journal, Record, read_journal
-from asyncrl.replay.segments import WAY_OUT, Location
+from asyncrl.replay.journal import Journal, Location
+from asyncrl.replay.segments import WAY_OUT
+from asyncrl.replay.trained import trained_steps
 
 
 class Catchup:
-    """Where the batches and metrics of the steps lie that the journal has. Made by one reading of it."""
+    """The batches and metrics of the steps that the journal has. Every method raises ProtocolError when it does not
+    have the step any more."""
 
     def __init__(self, journal: Journal, steps: int) -> None:
         self.steps = steps
         """The last step that can be asked for."""
         self._journal = journal
-        self._places: dict[str, dict[int, Location]] = {"take": {}, "commit": {}, "group": {}}
-        """Of batches and commits by step, of groups by ticket."""
         journal.write()
-        for location, record in read_journal(journal.folder):
-            if record.kind in self._places:
-                self._places[record.kind][record.body["ticket" if record.kind == "group" else "step"]] = location
+        self._trained = trained_steps(journal.folder)
 
     def shards(self, step: int) -> list[list[int]]:
-        """Tickets of each learner rank. Raises ProtocolError when the journal does not have the step any more."""
-        return self._load("take", step, step).body["shards"]
+        """Tickets of each learner rank."""
+        return [[ticket for ticket, _ in shard] for shard in self._places(step)]
 
-    def groups(self, step: int, tickets: list[int]) -> list[Finished]:
-        records = [self._load("group", ticket, step) for ticket in tickets]
+    def groups(self, step: int, rank: int) -> list[Finished]:
+        """Those of a learner rank, in the order they were trained in."""
+        records = [self._journal.load(place) for _, place in self._places(step)[rank]]
         return [Finished.of_record(record.body, record.arrays) for record in records]
 
     def metrics(self, step: int) -> dict[str, float]:
         """What the queue's answer to the commit of the step was."""
-        body = self._load("commit", step, step).body
-        return {name: body["metrics"][name] for name in body["own"]}
+        metrics = self._trained[step].metrics if step in self._trained else None
+        if metrics is None:
+            raise self._gone(step)
+        return metrics
 
-    def _load(self, kind: str, key: int, step: int) -> Record:
-        location = self._places[kind].get(key)
-        if location is None or location[0] not in self._journal.segments:
-            raise ProtocolError(f"step {step} is not in the journal {self._journal.folder} any more; {WAY_OUT}")
-        return self._journal.load(location)
+    def _places(self, step: int) -> list[list[tuple[int, Location]]]:
+        trained, there = self._trained.get(step), set(self._journal.segments)
+        if trained is None:
+            raise self._gone(step)
+        shards = [[(number, at) for number, at in shard if at and at[0] in there] for shard in trained.shards]
+        if [len(shard) for shard in shards] != [len(shard) for shard in trained.shards]:
+            raise self._gone(step)
+        return shards
+
+    def _gone(self, step: int) -> ProtocolError:
+        return ProtocolError(f"step {step} is not in the journal {self._journal.folder} any more; {WAY_OUT}")

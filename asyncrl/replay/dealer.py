@@ -49,7 +49,8 @@ class Dealer:
         self.state.measure.learners[rank] = self.durable.clock.now()
         if 0 < step <= self.state.ledger.steps:
             past = self.durable.past(step)
-            groups = past.groups(step, self._shard(past.shards(step), rank, step))
+            self._check_ranks(past.shards(step), step)
+            groups = past.groups(step, rank)
             self.progress += 1
             return "shard", groups
         if step != self.state.ledger.steps + 1:
@@ -63,7 +64,8 @@ class Dealer:
             if batch is None:
                 return "wait", []
         self.progress += 1
-        held = [self.state.held[number] for number in self._shard(batch.shards, rank, step)]
+        self._check_ranks(batch.shards, step)
+        held = [self.state.held[number] for number in batch.shards[rank]]
         return "shard", [Finished(one.finished, one.arrays) for one in held]
 
     def commit(
@@ -90,13 +92,12 @@ class Dealer:
         if not 0 <= rank < self.config.launch.learners:
             raise ProtocolError(f"learner rank {rank} of {self.config.launch.learners}")
 
-    def _shard(self, shards: list[list[int]], rank: int, step: int) -> list[int]:
+    def _check_ranks(self, shards: list[list[int]], step: int) -> None:
         if len(shards) != self.config.launch.learners:
             raise ProtocolError(
                 f"launch.learners = {self.config.launch.learners}, but step {step} was dealt to {len(shards)} ranks; "
                 f"resume with launch.learners={len(shards)}, or {WAY_OUT}"
             )
-        return shards[rank]
 
     def _compose(self, step: int) -> None:
         """Deals the batch of the step, if it is complete."""

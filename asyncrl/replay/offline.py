@@ -3,31 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
-from asyncrl.errors import JournalError, ProtocolError, RunError
+from asyncrl.errors import JournalError, ProtocolError
 from asyncrl.replay.client import Committed
-from asyncrl.replay.journal import Location, Record, read_journal, segments_of
+from asyncrl.replay.journal import Location, segments_of
 from asyncrl.replay.messages import GroupMeta
 from asyncrl.replay.segments import Loader
+from asyncrl.replay.trained import TrainedStep, trained_steps, unreadable
 from asyncrl.replay.wire import check_group, unpack_group
 from asyncrl.types import Group, Shard
-
-
-@dataclass(slots=True)
-class TrainedStep:
-    """Where the journal has one step."""
-
-    shards: list[list[tuple[int, Location | None]]]
-    """Ticket and place of the groups of each learner rank; no place when the journal does not have the group."""
-    metrics: dict[str, float] | None = None
-    """Of the replay side; None until the step is committed."""
-
-    @property
-    def is_whole(self) -> bool:
-        return self.metrics is not None and all(place is not None for shard in self.shards for _, place in shard)
 
 
 class JournalBatches:
@@ -43,7 +29,7 @@ class JournalBatches:
         if not segments_of(folder):
             raise JournalError(f"{folder}: there is no journal; give the folder of a run that was launched")
         self._loader = Loader(folder)
-        self._steps = _index(folder)
+        self._steps = trained_steps(folder)
         self.steps = max((step for step, one in self._steps.items() if one.metrics is not None), default=0)
         """The last step that was committed."""
 
@@ -113,33 +99,4 @@ class JournalBatches:
             check_group(meta, record.arrays, group_size=len(meta["lengths"]))
             return unpack_group(meta, record.arrays)
         except (ProtocolError, KeyError, TypeError, IndexError) as error:
-            raise _unreadable(self.folder, place, record, error) from None
-
-
-def _index(folder: Path) -> dict[int, TrainedStep]:
-    """All steps of the journal. Of a ticket the last group before its step was taken is the one that was trained: what
-    came from a lease that was handed on is not recorded as a group."""
-    steps: dict[int, TrainedStep] = {}
-    groups: dict[int, Location] = {}
-    for place, record in read_journal(folder):
-        body: Any = record.body
-        try:
-            match record.kind:
-                case "group":
-                    groups[body["ticket"]] = place
-                case "take":
-                    shards = [[(ticket, groups.get(ticket)) for ticket in shard] for shard in body["shards"]]
-                    steps[body["step"]] = TrainedStep(shards)
-                case "commit" if body["step"] in steps:
-                    steps[body["step"]].metrics = {name: body["metrics"][name] for name in body["own"]}
-        except (KeyError, TypeError) as error:
-            raise _unreadable(folder, place, record, error) from None
-    return steps
-
-
-def _unreadable(folder: Path, place: Location, record: Record, error: Exception) -> RunError:
-    segment, batch, row = place
-    return JournalError(
-        f"{folder}: segment {segment}, record batch {batch}, row {row}: the {record.kind!r} there is not what the "
-        f"replay queue writes ({type(error).__name__}: {error}); was it written by another version of asyncrl?"
-    )
+            raise unreadable(self.folder, place, record, error) from None
