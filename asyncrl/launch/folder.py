@@ -73,7 +73,7 @@ class RunFolder:
     def begin(self, config: Config, endpoints: Endpoints) -> None:
         """Writes down what a launch is about to run, and where it can be reached; no summary tells of it yet."""
         if self.earlier_s:
-            (self.path / ATTEMPTS).write_text(json.dumps(self.earlier_s) + "\n")
+            self._replace(ATTEMPTS, json.dumps(self.earlier_s) + "\n")
         (self.path / "summary.json").unlink(missing_ok=True)
         # A config that is used once more starts a new run, whatever started this one.
         kept = config.model_copy(update={"resume": "never"}) if config.resume == "must" else config

@@ -40,8 +40,14 @@ class RoleProcess:
 
     @property
     def code(self) -> int | None:
-        """Exit code, negative for a signal; None while it runs."""
-        return self.process.poll()
+        """Exit code, negative for a signal; None while it runs. Its number stays taken until it is killed: no other
+        process can be hit by that."""
+        if self.process.returncode is not None:
+            return self.process.returncode
+        ended = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is None:
+            return None
+        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
     def cause(self) -> str:
         """Why it ended, as far as its exit code and its log tell."""

@@ -16,6 +16,8 @@ class Progress:
         self._config = config
         self._seen: tuple[Any, ...] = ()
         self._since_s = now_s
+        self._missing_s = now_s
+        """When something was last not up."""
         self._blamed: int | None = None
         """The step that the learners were restarted for."""
 
@@ -25,8 +27,10 @@ class Progress:
         if seen != self._seen:
             self._seen, self._since_s = seen, now_s
         launch = self._config.launch
-        limit_s = max(launch.progress_timeout_s, launch.start_timeout_s if missing else 0.0)
-        if now_s - max(self._since_s, learners_started_s) <= limit_s:
+        limit_s, since_s = launch.progress_timeout_s, max(self._since_s, learners_started_s)
+        if missing:
+            limit_s, self._missing_s = max(limit_s, launch.start_timeout_s), now_s
+        if now_s - (since_s if missing else max(since_s, self._missing_s)) <= limit_s:
             return ""
         reason = (
             f"no optimizer step ended within launch.progress_timeout_s = {launch.progress_timeout_s:g} s: "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -91,8 +92,8 @@ def no_run(name: str) -> ConfigError:
 
 
 def discard_journal(run_dir: Path) -> str:
-    """Moves the journal aside, with the metrics of the steps that are lost by it, and gives the file with the queue's
-    state of the newest whole checkpoint. Raises ConfigError when there is none."""
+    """Moves the journal aside, with the metrics of the steps that are lost by it and the trace that has them, and gives
+    the file with the queue's state of the newest whole checkpoint. Raises ConfigError when there is none."""
     from asyncrl.learner.checkpoint import newest_checkpoint
 
     newest = newest_checkpoint(run_dir / "checkpoints")
@@ -109,7 +110,10 @@ def discard_journal(run_dir: Path) -> str:
         journal.rename(aside)
     aside.mkdir(exist_ok=True)
     cut_metrics(run_dir / "metrics.jsonl", json.loads((newest / "checkpoint.json").read_text())["step"], aside)
-    return str(newest / "queue.msgpack")
+    for trace in run_dir.glob("trace.*"):
+        shutil.copyfile(trace, aside / trace.name)
+    # The run goes on from it until its journal has a state, while newer checkpoints take the place of this one.
+    return str(shutil.copyfile(newest / "queue.msgpack", aside / "queue.msgpack"))
 
 
 def cut_metrics(file: Path, step: int, aside: Path) -> None:
@@ -119,7 +123,9 @@ def cut_metrics(file: Path, step: int, aside: Path) -> None:
         (aside / file.name, [row for row in rows if row["step"] > step]),
         (file, [row for row in rows if row["step"] <= step]),
     ):
-        path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        new = path.with_name(f"{path.name}.new")
+        new.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        new.replace(path)
 
 
 def _summary(run_dir: Path) -> dict[str, Any]:

@@ -150,7 +150,7 @@ ROLES: dict[str, Callable[[Config, RoleSpec, Callable[[], bool]], None]] = {
 }
 
 
-EXIT_FAILED, EXIT_CONFIG, EXIT_SILENT_PEER, EXIT_CRASHED, EXIT_DISK_FULL = 1, 2, 3, 4, 5
+EXIT_FAILED, EXIT_CONFIG, EXIT_SILENT_PEER, EXIT_CRASHED, EXIT_DISK_FULL, EXIT_TERMINATED = 1, 2, 3, 4, 5, 6
 FINAL_CODES = (EXIT_FAILED, EXIT_CONFIG, EXIT_DISK_FULL)
 """Exit codes of errors that a restart would only repeat."""
 
@@ -176,6 +176,9 @@ def main(argv: list[str]) -> int:
     except Exception as error:  # the last line of defense: whatever it was, the log must say it
         log.error("crashed", error=f"{type(error).__name__}: {error}", exc_info=True)
         return EXIT_DISK_FULL if is_disk_full(error) else EXIT_CRASHED
+    if stop.is_set():
+        log.error("ended", error="it was told to stop by signal SIGTERM")
+        return EXIT_TERMINATED
     log.info("ended")
     return 0
 

@@ -16,6 +16,7 @@ from asyncrl.launch.checks import check_inputs, make_missing
 from asyncrl.launch.ending import show_end
 from asyncrl.launch.folder import RunFolder
 from asyncrl.launch.interrupts import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, Interrupts
+from asyncrl.launch.lasting import lasting
 from asyncrl.launch.local import LAUNCHERS
 from asyncrl.launch.progress import Progress
 from asyncrl.launch.resources import Plan, make_endpoints, plan_resources
@@ -49,6 +50,7 @@ def launch(config: Config, console: Console, *, without_journal: bool = False) -
     `without_journal` resumes from the newest checkpoint alone. Raises ConfigError before anything starts when the
     config cannot work, or cannot go on with the run that there is.
     """
+    console = lasting(console)
     check_resume(config)
     reward_model = uses_reward_model(config)
     plan = plan_resources(config, reward_model=reward_model)
@@ -103,9 +105,12 @@ class Run:
             log.error("run failed", error=error)
         finally:
             self.summary = self._summarize(code, error)
-            self._shut_replay()
+            lacking = self._shut_replay()
             self.processes.end(grace_s=FAILURE_GRACE_S)
             self.client.close()
+        if lacking and code == EXIT_DONE:
+            code = EXIT_FAILED
+            self.summary |= {"status": STATUS_OF_EXIT[code], "error": lacking}
         return code
 
     def _say(self, text: str) -> None:
@@ -195,14 +200,23 @@ class Run:
                 supervisor.end_hanging()
             time.sleep(TICK_S)
 
-    def _shut_replay(self) -> None:
-        """Lets the replay process complete its trace; what hangs is ended afterwards."""
-        if self.supervisor.replay.running:
-            try:
-                self.client.shutdown()
-            except PeerTimeoutError as error:
-                log.warning("replay does not answer", error=str(error))
-            self.processes.wait(self.supervisor.replay.processes, TRACE_S)
+    def _shut_replay(self) -> str:
+        """Lets the replay process complete its trace; what hangs is ended afterwards. Gives why it could not."""
+        if not self.supervisor.replay.running:
+            return ""
+        try:
+            self.client.shutdown()
+        except PeerTimeoutError as error:
+            log.warning("replay does not answer", error=str(error))
+        (replay,) = self.supervisor.replay.processes
+        hangs = self.processes.wait([replay], TRACE_S)
+        if not hangs and replay.code == 0:
+            return ""
+        cause = f"it did not end within {TRACE_S:g} s" if hangs else replay.cause()
+        return (
+            f"training is done and the model saved, but the replay queue did not complete trace.parquet: {cause}; "
+            "`asyncrl launch --resume` does"
+        )
 
     def _summarize(self, code: int, error: str) -> dict[str, Any]:
         own: dict[str, Any] = {"status": STATUS_OF_EXIT[code], "wall_s": time.monotonic() - self.started_s}

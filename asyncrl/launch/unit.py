@@ -11,6 +11,8 @@ from asyncrl.launch.role import FINAL_CODES, RoleSpec
 
 SETTLED_S = 30.0
 """A role that has worked for so long since its start fell for a new reason."""
+UNHEARD = ("reward_model",)
+"""Roles that do not speak to the replay queue: who lives works."""
 
 
 @dataclass(slots=True)
@@ -74,5 +76,5 @@ class Unit:
 
     def delay_s(self, now_s: float) -> float | None:
         """Counts a restart and gives the pause before it; None when there may be no more."""
-        settled = self.worked and now_s - self.started_s > SETTLED_S
+        settled = (self.worked or self.role in UNHEARD) and now_s - self.started_s > SETTLED_S
         return self.history.next(now_s, settled=settled)

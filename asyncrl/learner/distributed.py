@@ -43,6 +43,10 @@ class Ranks:
     def any(self, flag: bool) -> bool:
         return bool(self.max(torch.tensor([int(flag)])))
 
+    def part(self) -> None:
+        """Returns when all ranks are done with what they do together."""
+        self.any(False)
+
     def gather(self, values: Tensor) -> Tensor:
         """[count, ...] of all ranks' values, on the CPU."""
         if self.count == 1:
@@ -86,6 +90,7 @@ def connected(
 ) -> Iterator[Ranks]:
     """The learner ranks (or what else the ranks are), connected; each collective then has the deadline `timeout_s`.
 
+    Who leaves first leaves the others without it: `Ranks.part` is for the end of what they do together.
     Rank 0 opens the rendezvous at `endpoints.learners`. Raises PeerTimeoutError naming the ranks that did not come
     within `start_timeout_s`, and when another rank is lost later.
     """
@@ -108,7 +113,6 @@ def connected(
         )
         deepspeed.init_distributed(backend, auto_mpi_discovery=False, timeout=timedelta(seconds=timeout_s))
         yield Ranks(rank, count, device, what)
-        dist.barrier()
         dist.destroy_process_group()
 
 

@@ -37,9 +37,12 @@ def save_model(trained: TrainedModel, folder: Path, *, tokenizer: str) -> None:
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     write_model(partial, trained.model, weights, tokenizer=tokenizer)
+    former = folder.with_name(f"{folder.name}.former")
+    shutil.rmtree(former, ignore_errors=True)
     if folder.exists():
-        shutil.rmtree(folder)
+        folder.rename(former)
     partial.rename(folder)
+    shutil.rmtree(former, ignore_errors=True)
     log.info("model saved", path=str(folder))
 
 

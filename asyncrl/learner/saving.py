@@ -63,7 +63,7 @@ class Checkpoints:
         """Step of the newest checkpoint whose files are as they were written; 0 without one. All ranks call it,
         before anything is saved. A damaged one is named in the log; what a killed process left behind is removed."""
         if self.ranks.rank == 0:
-            for left in self.folder.glob(f"step-*{PARTIAL}"):
+            for left in [path for path in self.folder.glob("step-*") if not (path / MANIFEST).exists()]:
                 log.warning("an unfinished checkpoint is removed", path=str(left))
                 shutil.rmtree(left)
         steps = finished_steps(self.folder)
@@ -159,7 +159,7 @@ class Checkpoints:
             sync_folder(folder)
         path = self.path(step)
         if path.exists():
-            shutil.rmtree(path)
+            self._remove(step)
         unfinished.rename(path)
         sync_folder(self.folder)
         self._whole = sorted({*self._whole, step})

@@ -72,6 +72,7 @@ class Learner:
         if self.checkpoints is not None:
             self.checkpoints.finish()
         self._save_models()
+        self.ranks.part()
         self._finish_sending()
         self._finish_evaluating(should_stop)
 

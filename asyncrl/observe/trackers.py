@@ -101,6 +101,8 @@ class Trackers:
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Records the metrics of a step."""
+        if metrics.get("eval/version") in self._evaluated:
+            metrics = {name: value for name, value in metrics.items() if not name.startswith("eval/")}
         if step > self._last_step:
             self._log(step, metrics)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from asyncrl.errors import ProtocolError
 from asyncrl.replay.held import Finished
 from asyncrl.replay.journal import Journal, Location
@@ -10,15 +12,14 @@ from asyncrl.replay.trained import trained_steps
 
 
 class Catchup:
-    """The batches and metrics of the steps that the journal has. Every method raises ProtocolError when it does not
-    have the step any more."""
+    """The batches and metrics of the steps from `first` to `last`, which lie in these segments of the journal. Every
+    method raises ProtocolError when the journal does not have the step any more."""
 
-    def __init__(self, journal: Journal, steps: int) -> None:
-        self.steps = steps
-        """The last step that can be asked for."""
+    def __init__(self, journal: Journal, segments: Collection[int], *, first: int, last: int) -> None:
+        self.first, self.last = first, last
         self._journal = journal
         journal.write()
-        self._trained = trained_steps(journal.folder)
+        self._trained = trained_steps(journal.folder, segments)
 
     def shards(self, step: int) -> list[list[int]]:
         """Tickets of each learner rank."""

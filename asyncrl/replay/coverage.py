@@ -50,6 +50,10 @@ class Coverage:
             if segment < base and not self.untrained.get(segment) and self.last_step.get(segment, 0) <= self.began[base]
         ]
 
+    def of_steps_from(self, step: int) -> list[int]:
+        """Segments that may hold something of the step or a later one."""
+        return [segment for segment, last in self.last_step.items() if last >= step]
+
     def keep(self, segments: Iterable[int]) -> None:
         """Forgets all other segments."""
         kept = set(segments)

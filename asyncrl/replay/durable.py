@@ -71,9 +71,11 @@ class DurableState:
 
     def commit(self, step: int, metrics: dict[str, float], checkpoints: Sequence[int]) -> dict[str, float]:
         """Commits the step in progress; what only steps before all of the checkpoints need may go."""
-        at_s, told = self.clock.now(), self.state.told()
-        own = self.state.commit(step, metrics, at_s)
+        at_s, told, evaluates = self.clock.now(), self.state.told(), self.config.evaluates(step)
+        own = self.state.commit(step, metrics, at_s, evaluates=evaluates)
         body = {"step": step, "metrics": metrics | own, "own": list(own), "measure": told, "at_s": at_s}
+        # What is evaluated may be set otherwise when the run is resumed.
+        body["evaluates"] = evaluates
         self.state.coverage.note(self.append("commit", body), step)
         self._catchup = None
         if checkpoints and self.config.journal.keep == "needed":
@@ -109,11 +111,12 @@ class DurableState:
             self._begin_segment()
 
     def past(self, step: int) -> Catchup:
-        """The batches and metrics of steps up to this one, which is committed."""
+        """The batches and metrics of this step, which is committed, and of those after it."""
         if self.journal is None:
             raise ProtocolError(f"step {step} is committed, and there is no journal to have it from again")
-        if self._catchup is None or self._catchup.steps < step:
-            self._catchup = Catchup(self.journal, self.state.ledger.steps)
+        if self._catchup is None or not self._catchup.first <= step <= self._catchup.last:
+            segments = self.state.coverage.of_steps_from(step)
+            self._catchup = Catchup(self.journal, segments, first=step, last=self.state.ledger.steps)
         return self._catchup
 
     def to_bytes(self, step: int) -> bytes:
@@ -158,6 +161,8 @@ class DurableState:
             self.state.wake(self.clock.now(), same_launch=False)
         elif checkpoint:
             self.clock = RunClock(elapsed_s=load_checkpoint(self.state, checkpoint))
+            ledger = self.state.ledger
+            self.trace.forget(ledger.live, issued=ledger.issued, step=ledger.steps)
             self.state.wake(self.clock.now(), same_launch=False)
         if self.journal is not None:
             self.state.coverage.keep(self.journal.segments)

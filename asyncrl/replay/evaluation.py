@@ -85,17 +85,17 @@ class EvalBook:
         self.prompts_done = 0
         self.tokens = 0
         """Sampled for evaluated prompts."""
-        self.committed(0)
+        self.committed(0, due=config.evaluates(0))
 
     @property
     def running(self) -> bool:
         """Evaluations are due or under way."""
         return bool(self._running)
 
-    def committed(self, version: int) -> None:
+    def committed(self, version: int, *, due: bool) -> None:
         """The learner has made this version; it is evaluated from now on if it is due."""
         self._step = version
-        if self._prompts and self._config.evaluates(version):
+        if self._prompts and due:
             tickets = range(self._issued, self._issued + len(self._prompts))
             self._running[version] = Evaluation(version, self._issued, deque(tickets))
             self._issued += len(tickets)

@@ -263,14 +263,15 @@ class ReplayQueue:
 
     def _limit(self, generator: int, version: int) -> str:
         """Why the generator may not start another group now; empty when it may. Above a ceiling only what the next
-        batch needs may still start."""
+        batch needs may still start: without it nothing would ever go."""
         if not self.ledger.can_lease(version):
             return "staleness"
         if self.state.leased_by[generator] >= self.share:
             return "share"
-        if len(self.ledger.live) < self.config.replay.groups_per_step:
+        settings = self.config.replay
+        if self.ledger.returned or len(self.ledger.live) < (settings.held_steps + 1) * settings.groups_per_step:
             return ""
-        if self.state.held_bytes >= self.config.replay.max_bytes:
+        if self.state.held_bytes >= settings.max_bytes:
             return "bytes"
         return "journal" if self.durable.above_ceiling else ""
 

@@ -9,7 +9,7 @@ written when the writer died. Nothing is given to Arrow before its sum is checke
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -94,12 +94,14 @@ def segments_of(folder: Path) -> list[int]:
     return sorted(int(path.stem) for path in folder.glob("*.arrow") if path.stem.isdecimal())
 
 
-def read_journal(folder: Path, *, first_segment: int | None = None) -> Iterator[tuple[Location, Record]]:
-    """All records in order, from `first_segment` on, with read-only views as arrays; changes nothing, and leaves out
-    a torn tail. Raises JournalError."""
+def read_journal(
+    folder: Path, *, first_segment: int = 0, segments: Collection[int] | None = None
+) -> Iterator[tuple[Location, Record]]:
+    """All records in order, from `first_segment` on or only of `segments`, with read-only views as arrays; changes
+    nothing, and leaves out a torn tail. Raises JournalError."""
     numbers = segments_of(folder)
     for number in numbers:
-        if first_segment is not None and number < first_segment:
+        if number < first_segment or (segments is not None and number not in segments):
             continue
         segment = scan_segment(folder, number, newest=number == numbers[-1])
         for index in range(len(segment.ends)):
@@ -149,7 +151,8 @@ def scan_segment(folder: Path, number: int, *, newest: bool) -> Segment:
     entries = _entries(sums_path(path), raw, newest)
     whole = int(np.searchsorted(entries["end"], size, side="right"))
     segment = Segment(path, entries["end"][:whole].tolist(), entries["sum"][:whole].tolist())
-    if newest and segment.ends and not _is_intact(segment, whole - 1):
+    # What was written since the last sync may have reached the disk in any order.
+    while newest and segment.ends and not _is_intact(segment, len(segment.ends) - 1):
         segment = Segment(path, segment.ends[:-1], segment.sums[:-1])
     torn_bytes = size - segment.num_bytes + len(raw) - len(segment.ends) * ENTRY.itemsize
     if not newest and torn_bytes:

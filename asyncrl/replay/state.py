@@ -147,9 +147,9 @@ class QueueState:
         self.step = Step(body["step"], shards)
         self.coverage.note(location, body["step"])
 
-    def commit(self, step: int, metrics: dict[str, float], at_s: float) -> dict[str, float]:
-        """Ends the step in progress: its groups are trained. Gives the step's metrics of this side, with those of an
-        evaluation that ended."""
+    def commit(self, step: int, metrics: dict[str, float], at_s: float, *, evaluates: bool) -> dict[str, float]:
+        """Ends the step in progress: its groups are trained, and its version is evaluated if that is due. Gives the
+        step's metrics of this side, with those of an evaluation that ended."""
         groups = [self.held.pop(number) for number in self.ledger.commit()]
         for held in groups:
             self.held_bytes -= held.num_bytes
@@ -164,7 +164,7 @@ class QueueState:
             "replay/held_bytes": float(self.held_bytes),
             "replay/refunded_groups": float(sum(a.groups for a in self.ledger.refunded.values())),
         }
-        self.evaluation.committed(step)
+        self.evaluation.committed(step, due=evaluates)
         measured = self.measure.committed(step, [held.arrays for held in groups], metrics, self.ledger, at_s)
         self.committed = queue | measured | self.evaluation.next_metrics()
         self.measure.last_metrics = metrics | self.committed
@@ -172,7 +172,7 @@ class QueueState:
 
     def _commit(self, body: Any, _: Sequence[Array], location: Location | None) -> None:
         self.load_told(body["measure"], body["at_s"])
-        self.commit(body["step"], body["metrics"], body["at_s"])
+        self.commit(body["step"], body["metrics"], body["at_s"], evaluates=body["evaluates"])
         self.coverage.note(location, body["step"])
 
     def _scale(self, body: Any, *_: object) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ log = structlog.get_logger()
 
 ROWS_PER_WRITE = 2048
 ROWS_PER_BLOCK = 1 << 16
+END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 
 SCHEMA = pa.schema(
     [
@@ -108,6 +109,27 @@ class TraceWriter:
                 self._write(batch.serialize())
             except OSError as error:
                 raise self._failed(error) from None
+
+    def forget(self, in_flight: Collection[int], *, issued: int, step: int) -> None:
+        """Drops the rows of groups that ended after a state of the queue, in which these tickets were in flight, so
+        many were issued and so many steps trained."""
+        self.flush()
+        os.close(self._file)
+        temporary = self._log_path.with_suffix(".new")
+        try:
+            with pa.OSFile(str(temporary), "wb") as file, pa.ipc.new_stream(file, SCHEMA) as stream:
+                for table in (table for path in (self._path, self._log_path) for table in _tables(path)):
+                    tickets = table.column("ticket").to_numpy()
+                    kept = (tickets < issued) & ~np.isin(tickets, list(in_flight))
+                    stream.write_table(table.filter(kept & (table.column("train_version").to_numpy() < step)))
+            # Without the mark of its end, so that rows can follow.
+            os.truncate(temporary, temporary.stat().st_size - len(END_OF_STREAM))
+            temporary.replace(self._log_path)
+            self._path.unlink(missing_ok=True)
+            self._file = os.open(self._log_path, os.O_RDWR)
+            os.lseek(self._file, 0, os.SEEK_END)
+        except OSError as error:
+            raise self._failed(error) from None
 
     def close(self) -> None:
         """Writes the file, in one piece, and removes the log."""

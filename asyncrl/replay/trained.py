@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,13 @@ class TrainedStep:
         return self.metrics is not None and all(place is not None for shard in self.shards for _, place in shard)
 
 
-def trained_steps(folder: Path) -> dict[int, TrainedStep]:
-    """All steps of the journal, by one reading of it. Of a ticket the last group before its step was taken is the one
-    that was trained: what came from a lease that was handed on is not recorded as a group. Raises JournalError."""
+def trained_steps(folder: Path, segments: Collection[int] | None = None) -> dict[int, TrainedStep]:
+    """The steps in these segments of the journal, or in all, by one reading. Of a ticket the last group before its
+    step was taken is the one that was trained: what came from a lease that was handed on is not recorded as a group.
+    Raises JournalError."""
     steps: dict[int, TrainedStep] = {}
     groups: dict[int, Location] = {}
-    for place, record in read_journal(folder):
+    for place, record in read_journal(folder, segments=segments):
         body: Any = record.body
         try:
             match record.kind:

@@ -1,4 +1,5 @@
-"""A replay process without a queue: `stand_in_replay.py SPEC SECONDS` says that all steps are done after so long."""
+"""A replay process without a queue: `stand_in_replay.py SPEC SECONDS [CODE]` says that all steps are done after so
+long, and ends with the exit code."""
 
 from __future__ import annotations
 
@@ -30,6 +31,8 @@ def main() -> None:
             [identity.bytes, *encode(run_id, "ok", answers.get(kind, {}), seq=message.seq, arrays=[])]
         )
     socket.close(linger=500)
+    zmq.Context.instance().term()
+    sys.exit(int(sys.argv[3]) if len(sys.argv) > 3 else 0)
 
 
 def status(done: bool) -> dict[str, object]:

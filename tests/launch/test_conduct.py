@@ -39,7 +39,13 @@ class StandIns(LocalLauncher):
         if spec.start < len(crashes):
             return [sys.executable, "-c", CRASH.format(code=crashes[spec.start])]
         if spec.role == "replay":
-            return [sys.executable, REPLAY, spec.to_json(), str(self.until_s)]
+            return [
+                sys.executable,
+                REPLAY,
+                spec.to_json(),
+                str(self.until_s),
+                str(self.codes.get("end of replay", [0])[0]),
+            ]
         return [sys.executable, "-c", self.code]
 
 
@@ -104,3 +110,12 @@ def test_training_that_does_not_get_on_fails_after_the_learners_had_another_chan
     assert output.count("no optimizer step ended within launch.progress_timeout_s = 1 s: step 0") == 1
     assert run.summary["error"].startswith("no optimizer step ended within launch.progress_timeout_s = 1 s: step 0")
     assert run.summary["restarts"]["learner"] == 1
+
+
+def test_a_trace_that_was_not_completed_is_no_good_end(conduct: Conduct) -> None:
+    code, run, _ = conduct({"end of replay": [5]})
+    assert code == EXIT_FAILED
+    assert run.summary["status"] == "failed" and run.summary["steps"] == 3
+    error = run.summary["error"]
+    assert error.startswith("training is done and the model saved, but the replay queue did not complete trace.parquet")
+    assert "no space is left on the disk" in error and "`asyncrl launch --resume` does" in error

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from asyncrl.launch.resources import Share
 from asyncrl.launch.restarts import RestartHistory
+from asyncrl.launch.role import RoleSpec
+from asyncrl.launch.unit import Unit
+from tests.helpers.replay import loopback_endpoints
 
 
 def test_pauses_grow_and_begin_anew_once_it_worked() -> None:
@@ -29,3 +33,11 @@ def test_one_that_never_works_ends_however_slowly_it_fails() -> None:
 
 def test_zero_restarts_nothing() -> None:
     assert RestartHistory(max_restarts=0, window_s=60).next(0.0, settled=True) is None
+
+
+def test_a_reward_model_that_served_long_begins_anew() -> None:
+    spec = RoleSpec("reward_model", 0, "runs/run", loopback_endpoints(1), (0,), 8)
+    unit = Unit("reward_model", [(spec, Share((0,)))], RestartHistory(max_restarts=3, window_s=600))
+    for day in range(12):
+        unit.started_s = 86_400.0 * day
+        assert unit.delay_s(unit.started_s + 80_000.0) == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,8 @@ import pytest
 from asyncrl.config import Config, load_config
 from asyncrl.errors import ConfigError
 from asyncrl.launch.folder import ATTEMPTS, RunFolder, goes_on, read_endpoints
-from asyncrl.launch.resume import check_resume, cut_metrics
+from asyncrl.launch.resume import check_resume, cut_metrics, discard_journal
+from asyncrl.learner.checkpoint import replace_json, sum_of
 from asyncrl.observe.report import read_metrics
 from tests.helpers.replay import loopback_endpoints, small_config
 
@@ -129,6 +131,24 @@ def test_metrics_of_steps_that_are_lost_go_aside(tmp_path: Path) -> None:
     cut_metrics(file, 2, aside)
     assert [row["step"] for row in read_metrics(file)] == [1, 2]
     assert [row["step"] for row in read_metrics(aside / "metrics.jsonl")] == [3, 4]
+
+
+def test_a_discarded_journal_leaves_what_the_run_goes_on_from(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    checkpoint = run_dir / "checkpoints" / "step-000002"
+    checkpoint.mkdir(parents=True)
+    (run_dir / "journal").mkdir()
+    (run_dir / "trace.arrow").write_bytes(b"trace")
+    (run_dir / "metrics.jsonl").write_text('{"step": 3}\n')
+    (checkpoint / "queue.msgpack").write_bytes(b"queue")
+    files = {"queue.msgpack": sum_of(checkpoint / "queue.msgpack")}
+    replace_json(checkpoint / "checkpoint.json", {"step": 2, "reward": None, "evaluated": False, "files": files})
+    state = Path(discard_journal(run_dir))
+    shutil.rmtree(checkpoint)  # a newer one took its place, and then the replay queue dies
+    assert state.read_bytes() == b"queue"
+    aside = run_dir / "journal.discarded-1"
+    assert sorted(path.name for path in aside.iterdir()) == ["metrics.jsonl", "queue.msgpack", "trace.arrow"]
+    assert (run_dir / "trace.arrow").read_bytes() == b"trace"
 
 
 def test_endpoints_are_there_for_their_owner_while_the_run_goes_on() -> None:

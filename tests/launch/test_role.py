@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl import errors
-from asyncrl.launch.role import RoleSpec, exit_code
+from asyncrl.launch.role import EXIT_TERMINATED, FINAL_CODES, RoleSpec, exit_code
 from asyncrl.observe.logs import last_error
 from tests.helpers.replay import loopback_endpoints, small_config
 
@@ -61,3 +61,30 @@ def test_last_error_can_be_looked_for_from_an_offset(tmp_path: Path) -> None:
     with file.open("a") as log:
         log.write('{"level": "error", "error": "second"}\n{"level": "info", "event": "ended"}\n')
     assert last_error(file, start_bytes=first_bytes) == "second"
+
+
+WAITING = """
+import sys, time
+from asyncrl.launch import role
+
+def wait(config, spec, should_stop):
+    print("here", flush=True)
+    while not should_stop():
+        time.sleep(0.01)
+
+role.ROLES["learner"] = wait
+sys.exit(role.main(sys.argv[1:]))
+"""
+
+
+def test_a_role_that_is_told_to_stop_has_not_done_its_work(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(small_config().to_yaml())
+    spec = RoleSpec("learner", 0, str(tmp_path), loopback_endpoints(1), tuple(os.sched_getaffinity(0)), 8)
+    process = subprocess.Popen(
+        [sys.executable, "-c", WAITING, spec.to_json(), str(os.getpid())], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == "here\n"
+    process.terminate()
+    assert process.wait(30) == EXIT_TERMINATED
+    assert last_error(spec.logs / "learner-0.jsonl") == "it was told to stop by signal SIGTERM"
+    assert EXIT_TERMINATED not in FINAL_CODES

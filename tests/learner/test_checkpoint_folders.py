@@ -251,3 +251,10 @@ def test_an_error_of_the_program_is_no_run_error(make: Make) -> None:
     checkpoints.save(1, lambda folder: {"x": Content(0, broken)}, reward=None)
     with pytest.raises(KeyError):
         checkpoints.finish()
+
+
+def test_what_a_kill_left_of_one_that_was_removed_goes(make: Make, tmp_path: Path) -> None:
+    save(make(), 1, 2)
+    (tmp_path / "checkpoints" / "step-000001" / "checkpoint.json").unlink()
+    assert make().newest() == 2
+    assert names(tmp_path) == ["step-000002"]

@@ -59,3 +59,15 @@ def test_wandb_goes_on_with_the_same_run(tmp_path: Path, monkeypatch: pytest.Mon
     run_id = (tmp_path / "wandb_id").read_text()
     folders = list((tmp_path / "wandb").glob("offline-run-*"))
     assert len(folders) == 2 and all(f"-{run_id}" in folder.name for folder in folders)
+
+
+def test_an_evaluation_that_was_logged_comes_with_no_step_after_it(tmp_path: Path) -> None:
+    config = small_config()
+    trackers = make_trackers(config, tmp_path)
+    trackers.log(1, {"reward/mean": 0.5})
+    trackers.log_evaluation(1, {"eval/version": 1.0, "eval/reward": 0.25})
+    trackers.close()
+    again = make_trackers(config, tmp_path)
+    again.log(2, {"reward/mean": 0.75, "eval/version": 1.0, "eval/reward": 0.25})
+    again.close()
+    assert rows(tmp_path)[2] == {"step": 2, "reward/mean": 0.75}

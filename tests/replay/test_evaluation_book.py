@@ -97,9 +97,9 @@ def test_prompts_of_a_version_go_to_generators_that_have_it_only() -> None:
     assert book.left(0)
     assert [lease.prompt.row for lease in book.lease(1, 0, 3, 1.0)] == [3]
     assert not book.left(0)
-    book.committed(1)
+    book.committed(1, due=False)
     assert book.lease(0, 1, 3, 2.0) == []
-    book.committed(2)
+    book.committed(2, due=True)
     assert not {lease.ticket for lease in book.lease(0, 2, 9, 3.0)} & {lease.ticket for lease in first}
 
 
@@ -145,7 +145,7 @@ def test_dropped_with_its_reason_when_no_generator_has_the_version_any_more() ->
     book = make_book()
     kept, lost = book.lease(0, 0, 2, 1.0)
     book.finish(result_of(kept, 0))
-    book.committed(1)
+    book.committed(1, due=False)
     book.lease(1, 1, 9, 2.0)
     book.expire(3.0)
     assert book.running, "generator 0 has the version"
@@ -232,7 +232,8 @@ class Generator:
 def test_any_schedule_ends_with_every_due_version_complete_or_dropped(seed: int, deaths: bool) -> None:
     rng = random.Random(seed)
     steps, prompts = rng.randint(1, 12), rng.randint(1, 9)
-    book = make_book(prompts, every=rng.choice([None, 1, 2, 5]), steps=steps)
+    every = rng.choice([None, 1, 2, 5])
+    book = make_book(prompts, every=every, steps=steps)
     generators = [Generator(index) for index in range(rng.randint(1, 4))]
     newest, now_s = 0, 0.0
     for _ in range(10_000):
@@ -244,7 +245,7 @@ def test_any_schedule_ends_with_every_due_version_complete_or_dropped(seed: int,
             one.finish(book)
         if newest < steps and rng.random() < 0.2:
             newest += 1
-            book.committed(newest)
+            book.committed(newest, due=newest == steps or (every is not None and newest % every == 0))
         if deaths and rng.random() < 0.05:
             one.stop(book, cleanly=rng.random() < 0.5)
             one.alive = rng.random() < 0.7 or sum(g.alive for g in generators) == 1

@@ -298,3 +298,18 @@ def test_what_was_written_before_a_kill_is_all_there(tmp_path: Path, wait: str) 
         assert [plain(record) for record in records if record.kind == "group"] == expected
         journal = Journal(folder, flush="step")
         journal.close()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_batches_at_the_end_that_did_not_reach_the_disk_are_cut(tmp_path: Path, count: int) -> None:
+    journal = Journal(tmp_path, flush="step")
+    for ticket in range(5):
+        journal.append(group_record(ticket, 50))
+        journal.write()
+    ends = journal._writer.segment.ends
+    journal.close()
+    path = tmp_path / "00000001.arrow"
+    data = path.read_bytes()
+    path.write_bytes(data[: ends[-count - 1]] + bytes(len(data) - ends[-count - 1]))
+    assert [record.body["ticket"] for _, record in read_journal(tmp_path)] == list(range(5 - count))
+    check_goes_on(tmp_path, [plain(group_record(ticket, 50)) for ticket in range(5 - count)])

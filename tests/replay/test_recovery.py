@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -440,3 +441,133 @@ def test_statistics_of_a_repeated_ask_count_once_and_sessions_add_up(tmp_path: P
     queue = open_queue(tmp_path, small_config())
     assert queue.measure.generators[0].tokens == 14
     queue.close()
+
+
+def evaluate(queue: ReplayQueue, version: int) -> None:
+    for lease in ask_queue(queue, 0, version, 0, 9)[0]:
+        queue.evaluated(
+            {
+                "ticket": lease.ticket,
+                "attempt": lease.attempt,
+                "version": version,
+                "data_source": "test",
+                "rewards": [1.0],
+                "status": ["completed"],
+                "tokens": 3,
+            }
+        )
+    queue.write()
+
+
+@pytest.mark.parametrize(("before", "after"), [((None, 3), (None, 6)), ((2, 3), (2, 6)), ((4, 4), (1, 4))])
+def test_what_was_evaluated_stays_so_when_steps_and_evaluations_are_set_otherwise(
+    tmp_path: Path, before: tuple[int | None, int], after: tuple[int | None, int]
+) -> None:
+    def config(every_steps: int | None, steps: int) -> Config:
+        return small_config(data__eval="eval.parquet", eval__every_steps=every_steps, eval__samples=1, steps=steps)
+
+    queue = open_queue(tmp_path, config(*before), prompts=1)
+    for version in range(4):
+        if version:
+            train(queue, version)
+        evaluate(queue, version)
+    ended = [one["version"] for one in queue.evaluation.ended]
+    kill_queue(queue)
+    queue = open_queue(tmp_path, config(*after), run_id="another launch", prompts=1)
+    assert [one["version"] for one in queue.evaluation.ended] == ended
+    assert not queue.evaluation.running
+    train(queue, 4)
+    assert queue.evaluation.running == config(*after).evaluates(4)
+    queue.close()
+
+
+def fill_journal(queue: ReplayQueue, tokens: int = 2000) -> list[Lease]:
+    """Trains until the journal is at its ceiling; gives what the generator works on then."""
+    leases: list[Lease] = []
+    while not queue.durable.above_ceiling:
+        version = queue.ledger.steps
+        leases += ask_queue(queue, 0, version, 100)[0]
+        for _ in range(2):
+            finish(queue, leases.pop(0), version, completion_tokens=(tokens, tokens))
+        assert queue.take(0, version + 1)[0] == "shard"
+        queue.commit(version + 1, {})
+        queue.write()
+    return leases
+
+
+@pytest.mark.parametrize("how", ["the generator dies", "all die"])
+def test_prompts_that_came_back_are_handed_out_at_the_ceiling(tmp_path: Path, how: str) -> None:
+    config = small_config(steps=20_000, replay__max_staleness=4, journal__max_bytes=1 << 20)
+    queue = open_queue(tmp_path, config)
+    assert fill_journal(queue)
+    if how == "the generator dies":
+        queue.lost(0)
+    else:
+        kill_queue(queue)
+        queue = open_queue(tmp_path, config, run_id="another launch")
+    version = queue.ledger.steps
+    for lease in ask_queue(queue, 0, version, 100, session="another")[0]:
+        finish(queue, lease, version)
+    assert queue.take(0, version + 1)[0] == "shard", "the run stands still for ever"
+    queue.close()
+
+
+@pytest.mark.parametrize("ceiling", ["journal__max_bytes", "replay__max_bytes"])
+def test_batches_that_are_held_back_are_filled_at_the_ceiling(tmp_path: Path, ceiling: str) -> None:
+    config = small_config(steps=100, replay__max_staleness=2, replay__held_steps=1, **{ceiling: 1 << 20})
+    queue = open_queue(tmp_path, config)
+    for step in range(1, 30):
+        while queue.take(0, step)[0] == "wait":
+            leases, reason = ask_queue(queue, 0, step - 1, 1)
+            assert leases, f"stands still at step {step}: {reason}"
+            finish(queue, leases[0], step - 1, completion_tokens=(10_000, 10_000))
+        queue.commit(step, {})
+        queue.write()
+    queue.close()
+
+
+def test_a_catch_up_reads_what_it_needs_only(tmp_path: Path) -> None:
+    queue = open_queue(tmp_path, small_config(steps=100, journal__keep="all"))
+    for step in range(1, 41):
+        train(queue, step)
+    assert queue.durable.journal is not None
+    segments = queue.durable.journal.segments
+    needed = queue.state.coverage.of_steps_from(38)
+    assert needed and set(needed) <= set(segments[-3:])
+    groups = {step: frames(queue.take(0, step)[1]) for step in range(38, 41)}
+    assert all(len(one) == 2 for one in groups.values())
+    for path in (tmp_path / "journal").glob("0*.arrow"):
+        if int(path.stem) not in needed:
+            path.write_bytes(b"")
+    queue.durable._catchup = None
+    assert {step: frames(queue.take(0, step)[1]) for step in range(38, 41)} == groups
+    queue.close()
+
+
+def test_the_trace_of_a_run_without_its_journal_is_of_the_line_that_goes_on(tmp_path: Path) -> None:
+    config = small_config(steps=4, replay__max_staleness=2)
+    queue = open_queue(tmp_path, config)
+    train(queue, 1)
+    leases = ask_queue(queue, 0, 1, 100)[0]
+    saved = queue.durable.to_bytes(1)
+    for lease in leases:
+        finish(queue, lease, 1)
+    for step in (2, 3):
+        assert queue.take(0, step)[0] == "shard"
+        queue.commit(step, {})
+    queue.write()
+    queue.close()
+    shutil.rmtree(tmp_path / "journal")
+    for _ in range(2):  # the second time it was killed before the journal had anything
+        shutil.rmtree(tmp_path / "journal", ignore_errors=True)
+        queue = open_queue(tmp_path, config, run_id="another launch", checkpoint=saved)
+        kill_queue(queue)
+    shutil.rmtree(tmp_path / "journal")
+    queue = open_queue(tmp_path, config, run_id="another launch", checkpoint=saved)
+    for step in (2, 3, 4):
+        train(queue, step)
+    queue.close()
+    rows = pq.read_table(tmp_path / "trace.parquet").to_pylist()
+    trained = [row for row in rows if row["outcome"] == "trained"]
+    assert sorted(row["train_version"] for row in trained) == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert len({row["ticket"] for row in rows}) == len(rows)
