@@ -104,3 +104,18 @@ def test_training_that_does_not_get_on_fails_after_the_learners_had_another_chan
     assert output.count("no optimizer step ended within launch.progress_timeout_s = 1 s: step 0") == 1
     assert run.summary["error"].startswith("no optimizer step ended within launch.progress_timeout_s = 1 s: step 0")
     assert run.summary["restarts"]["learner"] == 1
+
+
+def test_no_secret_of_a_role_reaches_a_file_or_the_console(conduct: Conduct, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_API_KEY", "abc-123-abc-123")
+    said = "import os; print('refused', os.environ['SOME_API_KEY'], flush=True); "
+    monkeypatch.setattr(sys.modules[__name__], "CRASH", said + "import sys; sys.exit({code})")
+    monkeypatch.setattr(sys.modules[__name__], "UNTIL", said + "\n" + UNTIL)
+    code, run, output = conduct({"generator-0": [4], "learner-1": [1]}, last_s=600)
+    assert code == EXIT_FAILED
+    assert run.summary["error"] == "learner-1 ended with code 1: refused ***"
+    assert "abc-123" not in output
+    logs = {file.name: file.read_text() for file in Path("runs/run/logs").glob("*.out")}
+    assert {"generator-0.out", "learner-0.out", "learner-1.out"} <= logs.keys()
+    assert [name for name, text in logs.items() if "abc-123" in text] == []
+    assert logs["learner-0.out"] == "refused ***\n", "it was killed"

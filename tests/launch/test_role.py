@@ -6,12 +6,17 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import MutableMapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from asyncrl import errors
+from asyncrl.launch.local import LocalLauncher
+from asyncrl.launch.resources import Share
 from asyncrl.launch.role import RoleSpec, exit_code
 from asyncrl.observe.logs import last_error
 from tests.helpers.replay import loopback_endpoints, small_config
@@ -61,3 +66,25 @@ def test_last_error_can_be_looked_for_from_an_offset(tmp_path: Path) -> None:
     with file.open("a") as log:
         log.write('{"level": "error", "error": "second"}\n{"level": "info", "event": "ended"}\n')
     assert last_error(file, start_bytes=first_bytes) == "second"
+
+
+def test_output_that_cannot_be_cleaned_of_secrets_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_TOKEN", "tell-nobody\nof-this")
+    spec = RoleSpec("learner", 0, str(tmp_path), loopback_endpoints(1), (), 8)
+    launcher = LocalLauncher()
+    monkeypatch.setattr(launcher, "command", lambda _: ["printf", "%s", "\\xff a tell-nobody\nof-this"])
+    share = Share((0,), threads=1)
+
+    def ended() -> tuple[bytes, list[MutableMapping[str, Any]]]:
+        role = launcher.start(spec, share)
+        assert launcher.wait([role], 20.0) == []
+        with capture_logs() as events:
+            launcher.kill([role])
+        return role.output_file.read_bytes(), [event for event in events if event["log_level"] == "warning"]
+
+    assert ended() == (b"\\xff a ***", [])
+    monkeypatch.setattr("asyncrl.launch.local.REDACTED_BYTES", 20)
+    output, warnings = ended()
+    assert b"tell-nobody" in output
+    assert [(event["file"], event["bytes"]) for event in warnings] == [(str(spec.logs / "learner-0.out"), len(output))]
+    assert [file.name for file in spec.logs.iterdir()] == ["learner-0.out"]
