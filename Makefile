@@ -13,7 +13,7 @@ test: setup
 	$(BIN)/python -m pytest --ignore=tests/generator
 	$(BIN)/python -m pytest tests/generator
 
-# Kills, stops and damages at length: about half an hour.
+# Kills, stops and damages at length: about forty minutes.
 chaos: setup
 	CHAOS=1 $(BIN)/python -m pytest tests/chaos -p no:randomly
 	$(BIN)/python -m tests.fuzz --messages 1000000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 HIDDEN = "***"
@@ -33,6 +34,20 @@ def redact(value: Any) -> Any:
     """The value with every secret in it replaced by ***: strings, also in lists and maps and as their keys; numbers
     and None stay, and anything else becomes its text."""
     return _redact(value, secrets())
+
+
+def redact_file(path: Path) -> None:
+    """Replaces a file that has secrets in it, in one piece, by one with *** in their places. Raises OSError."""
+    text = path.read_bytes().decode(errors="surrogateescape")
+    clean = redact(text)
+    if clean == text:
+        return
+    temporary = path.with_name(f".{path.name}")
+    try:
+        temporary.write_bytes(clean.encode(errors="surrogateescape"))
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _redact(value: Any, hidden: list[str]) -> Any:

@@ -1,4 +1,4 @@
-"""Settings for all tests: one thread in each process, and no telemetry."""
+"""Settings for all tests: one thread in each process, only the loopback interface, and no telemetry."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")

@@ -28,6 +28,8 @@ class Section(BaseModel):
 
 
 class ModelConfig(Section):
+    """The policy to train."""
+
     path: str
     """Folder (or hub name) of the policy to start from, in Hugging Face format."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -35,9 +37,12 @@ class ModelConfig(Section):
     recipe: Literal["tiny-model"] | None = None
     """When `path` does not exist, make this small model there."""
     trust_remote_code: bool = False
+    """Run the Python code that lies in the model's folder; a model of one of transformers' own kinds needs none."""
 
 
 class DataConfig(Section):
+    """The prompts."""
+
     train: str | list[str]
     """Parquet file or files of prompts."""
     eval: str | list[str] | None = None
@@ -55,6 +60,7 @@ class DataConfig(Section):
     string_prompts: Literal["text", "user"] = "text"
     """A prompt that is a string is the text itself, or what a user says under the model's chat template."""
     shuffle: bool = True
+    """Rows in another order in each epoch, by `seed`; else in that of the files."""
     max_prompt_tokens: int | None = Field(default=None, ge=1)
     """Longer prompts are counted and skipped; never more than the model's window leaves."""
 
@@ -79,12 +85,16 @@ class DataConfig(Section):
 
 
 class GeneratorConfig(Section):
+    """What is sampled, in which engine, and how long rewards may take."""
+
     group_size: int = Field(default=8, ge=1)
     """Trajectories of one prompt; advantages that compare within a group need at least 2."""
     temperature: float = Field(default=1.0, gt=0.0)
+    """Of the sampled distribution; all log-probs, the learner's too, are those at this temperature."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     """Always 1 in training; `eval.top_p` is free."""
     max_new_tokens: int = Field(default=512, ge=1)
+    """Tokens at which a completion is cut; it counts as truncated then."""
     max_running_groups: int = Field(default=64, ge=1)
     """Groups one generator works on at once (continuous batching)."""
     max_model_tokens: int | None = Field(default=None, ge=2)
@@ -92,6 +102,7 @@ class GeneratorConfig(Section):
     kv_cache_bytes: int | None = Field(default=None, ge=1 << 20)
     """Key-value cache of each engine; when not set, 1 GiB on a CPU and the engine's own choice on a GPU."""
     gpu_memory_fraction: float = Field(default=0.9, gt=0.0, le=1.0)
+    """Share of a GPU's memory that an engine takes; lower it where roles share a GPU. Not used on a CPU."""
     prefix_caching: bool = False
     """Share the prompt's keys and values inside a group; never across policy versions."""
     reward_workers: int = Field(default=1, ge=1)
@@ -110,6 +121,8 @@ class GeneratorConfig(Section):
 
 
 class ReplayConfig(Section):
+    """The queue between generators and learner: what a step trains, how stale it may be, and what is held."""
+
     groups_per_step: int = Field(default=32, ge=1)
     """Groups in the batch of one optimizer step."""
     max_staleness: int = Field(default=2, ge=0)
@@ -128,7 +141,7 @@ class ReplayConfig(Section):
     lease_timeout_s: float = Field(default=600.0, gt=0.0)
     """A lease not finished by then is handed out again."""
     max_bytes: int = Field(default=4 << 30, ge=1 << 20)
-    """Ceiling of the finished groups held in memory; no new leases above it."""
+    """Ceiling of the finished groups held in memory; above it only what the next batch needs may still start."""
 
     @model_validator(mode="after")
     def _can_hold(self) -> Self:
@@ -141,10 +154,16 @@ class ReplayConfig(Section):
 
 
 class AlgorithmConfig(Section):
+    """From rewards to the loss: advantages, importance weights, divergence from a reference, aggregation."""
+
     advantage: str = "grpo"
+    """An advantage estimator of `asyncrl list`."""
     advantage_options: Options = {}
+    """Its options, as `asyncrl list` shows them."""
     loss: str = "decoupled_ppo"
+    """A policy loss of `asyncrl list`."""
     loss_options: Options = {}
+    """Its options, as `asyncrl list` shows them."""
     correction: Options = {"level": "token", "mode": "truncate", "high": 2.0}
     """Importance weights against the behavior policy (options of `corrections.importance_weights`)."""
     proximal: Literal["recompute", "loglinear"] = "recompute"
@@ -159,6 +178,7 @@ class AlgorithmConfig(Section):
     """Completions cut at the token limit are trained as they are, or not trained (their rewards still count in
     their group), or trained with `truncated_penalty` subtracted from their reward."""
     truncated_penalty: float = Field(default=1.0, ge=0.0)
+    """Reward that a truncated completion loses with `truncated: penalize`."""
     kl_reward_coef: float = Field(default=0.0, ge=0.0)
     """Weight of the divergence from the reference policy that is subtracted from every token's reward."""
     kl_loss_coef: float = Field(default=0.0, ge=0.0)
@@ -174,17 +194,27 @@ class AlgorithmConfig(Section):
     aggregation: Literal[
         "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
     ] = "token-mean"
+    """How token losses become the loss of a step: token-mean divides their sum by the step's tokens, token-sum by
+    nothing; seq-mean-* are means over trajectories of their sum, their mean, or their sum over `max_new_tokens`."""
 
 
 class LearnerConfig(Section):
+    """The optimizer, and how the batch of a step is cut for it."""
+
     lr: float = Field(default=1e-6, gt=0.0)
+    """Learning rate of AdamW after the warm-up."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Shape after the warm-up; linear and cosine end at 0 with the last step."""
     warmup_steps: int = Field(default=0, ge=0)
+    """Steps in which the rate rises to `lr`."""
     weight_decay: float = Field(default=0.01, ge=0.0)
+    """Of AdamW: each update shrinks the weights by this times the rate."""
     adam_betas: tuple[float, float] = (0.9, 0.95)
+    """Decay rates of AdamW's first and second moment, per update."""
     max_grad_norm: float = Field(default=1.0, gt=0.0)
+    """Gradients with a larger norm, over all parameters, are scaled down to it."""
     zero_stage: Literal[0, 1, 2, 3] = 0
+    """What DeepSpeed divides between the learner ranks: 0 nothing, 1 the optimizer, 2 gradients too, 3 weights too."""
     epochs: int = Field(default=1, ge=1)
     """Passes over the batch of a step."""
     minibatches: int = Field(default=1, ge=1)
@@ -192,6 +222,7 @@ class LearnerConfig(Section):
     tokens_per_microbatch: int = Field(default=8192, ge=1)
     """Tokens of one packed forward pass; one longer trajectory makes a micro-batch of its own."""
     gradient_checkpointing: bool = False
+    """Compute activations again in the backward pass instead of keeping them: less memory, more time."""
 
 
 class CheckpointConfig(Section):
@@ -200,6 +231,7 @@ class CheckpointConfig(Section):
     every_steps: int | None = Field(default=50, ge=1)
     """Steps between two checkpoints; when not set, only those that `journal.max_bytes` asks for."""
     keep_last: int = Field(default=2, ge=1)
+    """Newest checkpoints that stay; older ones are deleted."""
     keep_best: bool = True
     """Also keep the checkpoint with the best reward: of its evaluation, else of the steps since the one before."""
     max_bytes: int | None = Field(default=None, ge=1 << 20)
@@ -215,7 +247,8 @@ class JournalConfig(Section):
     keep: Literal["needed", "all"] = "needed"
     """needed: what checkpoints cover is deleted; all: nothing is, so that the whole run can be replayed offline."""
     max_bytes: int = Field(default=16 << 30, ge=1 << 20)
-    """Ceiling of `journal/`; a checkpoint is asked for at half of it, and no leases are given above it."""
+    """Ceiling of `journal/`; a checkpoint is asked for at half of it, and above it only what the next batch needs may
+    still start."""
 
 
 class CriticConfig(Section):
@@ -224,6 +257,7 @@ class CriticConfig(Section):
     path: str | None = None
     """Folder of the model it starts from; `model.path` when not set."""
     lr: float = Field(default=1e-5, gt=0.0)
+    """Learning rate of the critic; it rises and falls as the learner's does."""
     warmup_steps: int = Field(default=0, ge=0)
     """First steps in which only the critic is trained."""
     clip: float | None = Field(default=0.5, gt=0.0)
@@ -242,14 +276,18 @@ class EvalConfig(Section):
     temperature: float = Field(default=1.0, ge=0.0)
     """0 is greedy."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Share of the probability that tokens are sampled from; 1 cuts nothing."""
     max_prompts: int | None = Field(default=None, ge=1)
     """Only the first so many prompts."""
 
 
 class WeightsConfig(Section):
+    """How weights get from the learner to the generators."""
+
     transport: str = "auto"
     """A transport of `asyncrl list`; auto is nccl where every generator has a GPU, else gloo."""
     bucket_bytes: int = Field(default=64 << 20, ge=1 << 10)
+    """Size of the pieces that weights are broadcast in."""
     timeout_s: float = Field(default=60.0, gt=0.0)
     """Deadline of each phase of a broadcast."""
     kv_cache: Literal["keep", "recompute"] = "keep"
@@ -257,10 +295,14 @@ class WeightsConfig(Section):
 
 
 class LaunchConfig(Section):
+    """Processes: how many, where they listen, how long each may take or be silent, and when the run gives up."""
+
     cluster: str = "local"
     """A launcher of `asyncrl list`."""
     generators: int = Field(default=1, ge=1)
+    """Generator processes at the start; `asyncrl scale` changes their number."""
     learners: int = Field(default=1, ge=1)
+    """Learner ranks; a divisor of `replay.groups_per_step`."""
     host: str = "127.0.0.1"
     """Address that the roles listen on. Other than a loopback address it turns on encryption (CURVE) of all ZeroMQ
     sockets; weights and collectives travel in clear there."""
@@ -279,15 +321,21 @@ class LaunchConfig(Section):
     max_restarts: int = Field(default=10, ge=0)
     """More restarts of one role than this within `restart_window_s` end the run; 0 restarts nothing."""
     restart_window_s: float = Field(default=600.0, gt=0.0)
+    """How long a restart counts against `max_restarts`."""
 
 
 class ObserveConfig(Section):
+    """Where a run tells how it goes."""
+
     trackers: list[str] = ["jsonl"]
     """Where step metrics go (trackers of `asyncrl list`); wandb runs in offline mode unless WANDB_MODE says else."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least level of the events in `logs/<role>.jsonl`."""
 
 
 class Config(Section):
+    """All settings of a run, by section."""
+
     model: ModelConfig
     data: DataConfig
     rewards: Rewards = "exact"
@@ -311,6 +359,7 @@ class Config(Section):
     steps: int = Field(default=100, ge=1)
     """Optimizer steps."""
     seed: int = Field(default=0, ge=0)
+    """Of the order of prompts, the sampling of completions, and what a recipe makes."""
     deterministic: bool = False
     """Two runs with the same config give identical weights and metrics, also when one was interrupted and resumed.
     Needs `replay.max_staleness: 0`; on a CPU completions are generated one at a time."""

@@ -23,7 +23,8 @@ from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.launch.checks import check_data_and_rewards, check_model
 from asyncrl.launch.interrupts import EXIT_DONE, EXIT_INTERRUPTED, Interrupts
-from asyncrl.launch.resources import make_endpoints
+from asyncrl.launch.resources import LOOPBACK, make_endpoints
+from asyncrl.learner.checkpoint import MANIFEST
 from asyncrl.replay.messages import EvaluatedBody
 from asyncrl.replay.scores import PromptScore, pass_ks, score_table
 from asyncrl.rewards.reward_model import await_reward_model, uses_reward_model
@@ -68,12 +69,15 @@ def evaluate(config: Config, console: Console, *, model: str | None = None, out:
 
 
 def use_folder(config: Config, model: str | None) -> Config:
-    """The config with the folder to evaluate as `model.path`. Raises ConfigError when a given one is missing."""
+    """The config with the folder to evaluate as `model.path`: of a checkpoint its `model/`. Raises ConfigError when a
+    given one is missing."""
     if model is not None and not Path(model).is_dir():
         raise ConfigError(
-            f"--model {model}: no such folder; give one in Hugging Face format, such as a run's model/ or one of its "
-            "checkpoints/"
+            f"--model {model}: no such folder; give one in Hugging Face format, such as a run's model/, or a "
+            "checkpoint, such as its checkpoints/step-000050"
         )
+    if model is not None and (Path(model) / MANIFEST).is_file():
+        model = str(Path(model) / "model")
     trained = config.run_dir / "model"
     folder = model or (str(trained) if trained.is_dir() else config.model.path)
     return config.model_copy(update={"model": config.model.model_copy(update={"path": folder, "recipe": None})})
@@ -118,7 +122,8 @@ def reward_model(config: Config, should_stop: Callable[[], bool]) -> Iterator[st
     """The address of the config's reward model, which a thread of this process serves."""
     from asyncrl.rewards.model_server import run_reward_model
 
-    endpoints = make_endpoints(config, "evaluation", reward_model=True)
+    here = config.launch.model_copy(update={"host": LOOPBACK, "port": 0})
+    endpoints = make_endpoints(config.model_copy(update={"launch": here}), "evaluation", reward_model=True)
     done = threading.Event()
     with ThreadPoolExecutor(1) as pool:
         serving = pool.submit(run_reward_model, config, endpoints=endpoints, should_stop=done.is_set)

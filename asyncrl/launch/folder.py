@@ -13,6 +13,7 @@ from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.launch.resume import check_resume
 from asyncrl.launch.role import endpoints_of
+from asyncrl.redaction import redact
 from asyncrl.types import Endpoints
 
 ENDPOINTS = "endpoints.json"
@@ -81,8 +82,8 @@ class RunFolder:
         self._replace(ENDPOINTS, json.dumps(asdict(endpoints), indent=2) + "\n", mode=0o600)
 
     def sum_up(self, summary: dict[str, Any]) -> dict[str, Any]:
-        """The summary with the time of all launches of this run."""
-        return summary | {
+        """The summary with the time of all launches of this run; secrets show as ***."""
+        return redact(summary) | {
             "wall_s": summary["wall_s"] + sum(self.earlier_s),
             "attempts": len(self.earlier_s) + 1,
         }

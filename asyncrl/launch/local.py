@@ -8,24 +8,28 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO
 
 import structlog
 
-from asyncrl.launch.resources import Share
+from asyncrl.launch.resources import Share, network_environment
 from asyncrl.launch.role import EXIT_DISK_FULL, SHOW_STACKS, RoleSpec
 from asyncrl.observe.logs import last_error
+from asyncrl.redaction import redact, redact_file
 
 log = structlog.get_logger()
 
 POLL_S = 0.02
 STACKS_S = 0.1
 """Time for a role that hangs to write where it hangs."""
+REDACTED_BYTES = 64 << 20
+"""A larger output is left as it is: to look for secrets in it would hold the launcher up."""
 
 
 @dataclass(slots=True)
 class RoleProcess:
-    """A started role; its output other than the log goes to `logs/<role>.out`."""
+    """A started role; its output other than the log goes to `logs/<role>.out`, where secrets show until it is ended."""
 
     spec: RoleSpec
     process: subprocess.Popen[bytes]
@@ -49,8 +53,12 @@ class RoleProcess:
             return None
         return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
+    @property
+    def output_file(self) -> Path:
+        return self.spec.logs / f"{self.name}.out"
+
     def cause(self) -> str:
-        """Why it ended, as far as its exit code and its log tell."""
+        """Why it ended, as far as its exit code and its log tell; secrets show as ***."""
         code = self.code
         if code is not None and code < 0:
             return f"{self.name} was killed by signal {signal.Signals(-code).name}"
@@ -58,8 +66,8 @@ class RoleProcess:
             return f"{self.name} ended before the run did"
         said = last_error(self.spec.logs / f"{self.name}.jsonl", start_bytes=self.log_start_bytes)
         if not said:
-            output = (self.spec.logs / f"{self.name}.out").read_bytes()[self.output_start_bytes :]
-            lines = output.decode(errors="replace").strip().splitlines()
+            output = self.output_file.read_bytes()[self.output_start_bytes :].decode(errors="replace")
+            lines = redact(output).strip().splitlines()
             said = lines[-1] if lines else "it said nothing"
         if code == EXIT_DISK_FULL:
             return (
@@ -67,6 +75,18 @@ class RoleProcess:
                 f"`asyncrl launch --resume` ({said})"
             )
         return f"{self.name} ended with code {code}: {said}"
+
+    def close(self) -> None:
+        """Closes its output and takes the secrets out of it; the role must have ended."""
+        self.output.close()
+        file = self.output_file
+        try:
+            if (size := file.stat().st_size) > REDACTED_BYTES:
+                log.warning("secrets are not taken out of a large output", file=str(file), bytes=size)
+            else:
+                redact_file(file)
+        except OSError as error:
+            log.warning("secrets are not taken out of an output", file=str(file), error=str(error))
 
 
 class LocalLauncher:
@@ -84,7 +104,12 @@ class LocalLauncher:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "TOKENIZERS_PARALLELISM": "false", **share.environment()},
+            env={
+                **os.environ,
+                "TOKENIZERS_PARALLELISM": "false",
+                **share.environment(),
+                **network_environment(spec.endpoints.learners[0]),
+            },
             start_new_session=True,
         )
         log_bytes = log_file.stat().st_size if log_file.exists() else 0
@@ -119,7 +144,7 @@ class LocalLauncher:
         for role in roles:
             self._kill_session(role)
             role.process.wait()
-            role.output.close()
+            role.close()
             self.roles.remove(role)
 
     def end(self, *, grace_s: float) -> None:

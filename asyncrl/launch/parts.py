@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from asyncrl.config import Config, unknown_name
 
@@ -46,14 +47,19 @@ def check_parts(config: Config) -> None:
 
 
 def print_parts(console: Console) -> None:
-    """Prints every table with each part's options and first line of documentation."""
+    """Prints every table with each part's options and the first paragraph of its documentation."""
     for key, parts in tables().items():
         table = Table(title=key, title_justify="left", title_style="bold", box=None, padding=(0, 3, 0, 0))
         for name in ("name", "options", "what it is"):
             table.add_column(name, style="dim" if name == "options" else None)
         for name, part in parts.items():
-            table.add_row(name, _options(part), (inspect.getdoc(part) or "").split("\n")[0])
+            table.add_row(name, Text(_options(part)), Text(_what(part)))  # texts, as a string's [...] is markup
         console.print(table, "", sep="\n")
+
+
+def _what(part: Any) -> str:
+    what: str = getattr(part, "what", "") or inspect.getdoc(part) or ""
+    return " ".join(what.partition("\n\n")[0].split())
 
 
 def _options(part: Callable[..., Any]) -> str:

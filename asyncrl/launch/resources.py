@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
+import psutil
+
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.types import Endpoints
@@ -131,6 +133,24 @@ def make_endpoints(config: Config, run_id: str, *, reward_model: bool = False) -
     )
 
 
+def network_environment(host: str) -> dict[str, str]:
+    """Variables that have torch's gloo and NCCL listen on the network interface with this address only, and not on
+    whatever the machine's name stands for; none that the user's environment sets. Raises ConfigError when no
+    interface has the address."""
+    address = LOOPBACK if ipaddress.IPv4Address(host).is_loopback else host
+    found = (name for name, own in psutil.net_if_addrs().items() if any(one.address == address for one in own))
+    interface = next(found, None)
+    # The sign of equality has NCCL take this one only, and not all whose names begin so.
+    wanted = {"GLOO_SOCKET_IFNAME": f"{interface}", "NCCL_SOCKET_IFNAME": f"={interface}"}
+    left = {name: value for name, value in wanted.items() if not os.environ.get(name)}
+    if left and interface is None:
+        raise ConfigError(
+            f"launch.host = {host!r}: no network interface of this machine has the address, so that gloo and NCCL "
+            f"would listen elsewhere; use an address of one, or set {' and '.join(left)} to the interface"
+        )
+    return left
+
+
 def check_host(host: str) -> None:
     """Raises ConfigError unless this is an IPv4 address of this machine that others can be told."""
     key = f"launch.host = {host!r}"
@@ -142,6 +162,7 @@ def check_host(host: str) -> None:
         raise ConfigError(f"{key}: means every address of this machine; name the address that the others can reach")
     if error := _taken(host, 0):
         raise ConfigError(f"{key}: cannot be listened on ({error}); `hostname -I` lists the addresses of this machine")
+    network_environment(host)
 
 
 def reserve_ports(first: int, count: int, *, host: str = LOOPBACK) -> list[int]:

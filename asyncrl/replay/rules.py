@@ -20,7 +20,8 @@ def rules_of(config: Config, num_eval_prompts: int) -> dict[str, int]:
 def check_rules(before: dict[str, int], now: dict[str, int]) -> None:
     """Raises ConfigError unless a run that had the rules `before` can go on with those of `now`.
 
-    Only the staleness limit may change, and only grow: groups that were admitted under it would be too old otherwise.
+    The state also holds with a larger staleness limit; with a smaller one, groups that were admitted would be too old.
+    `asyncrl launch --resume` lets none of them change.
     """
     for key, value in now.items():
         if value < before[key] or (value > before[key] and key != "replay.max_staleness"):

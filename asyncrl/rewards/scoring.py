@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from asyncrl.config import Options, Rewards
 from asyncrl.errors import ConfigError
 from asyncrl.processes import end_with_parent
+from asyncrl.redaction import redact
 from asyncrl.rewards import reward_model
 from asyncrl.rewards.functions import CompletedGroup, Message, Score
 from asyncrl.rewards.table import RewardTable
@@ -71,7 +72,7 @@ def start_worker(parent: int, spec: WorkerSpec) -> None:
         reward_model.connect(spec.reward_model_address, keys=spec.keys)
         _scorer = _make_scorer(RewardTable(spec.rewards, spec.options), spec, decode)
     except ConfigError as error:
-        message = str(error)
+        message = redact(str(error))
         _scorer = lambda group: [(0.0, {}, message)] * len(group.completion_ids)  # noqa: E731
 
 

@@ -141,7 +141,7 @@ class Delivery:
 
     def _connected(self, size: int) -> Group:
         if self.group is None:
-            member = Member(0, size, self.address, self.device, self.timeout_s)
+            member = Member(0, size, self.device, self.timeout_s)
             store = PrefixStore(f"group/{self.group_number}", self.server)
             self.group = TRANSPORTS[self.transport].connect(store, member)
         return self.group

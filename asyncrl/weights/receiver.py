@@ -252,7 +252,7 @@ class WeightReceiver:
         if self._group is None or self._group_number != offer["group"]:
             self._drop_group()
             place = int(offer["rank"]), int(offer["size"])
-            member = transports.Member(*place, self._address, self._device, self._timeout_s)
+            member = transports.Member(*place, self._device, self._timeout_s)
             group_store = PrefixStore(f"group/{offer['group']}", store)
             self._group = transports.TRANSPORTS[offer["transport"]].connect(group_store, member)
             self._group_number = offer["group"]

@@ -1,13 +1,12 @@
 """Ways to broadcast bytes from the learner to the generators, by name.
 
 Each makes a c10d process group of its own; the default group of torch.distributed belongs to whoever runs the
-learner or the engine and is never touched.
+learner or the engine and is never touched. The network interface is that of GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME,
+which the launcher sets.
 """
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,8 +26,6 @@ class Member:
     rank: int
     """0 is the learner, generator i is one of the following."""
     size: int
-    address: tuple[str, int]
-    """Of the store: the network interface that reaches it carries the weights."""
     device: torch.device
     timeout_s: float
 
@@ -39,19 +36,13 @@ class Transport:
     """Makes the group; blocks until all members called it. Raises RuntimeError at the member's deadline."""
     on_device: bool
     """Whether the bytes travel from and to the memory of the accelerator, or host memory."""
+    what: str
+    """One sentence about it, for `asyncrl list`."""
 
 
 def _gloo(store: Store, member: Member) -> Group:
     timeout = timedelta(seconds=member.timeout_s)
-    if os.environ.get("GLOO_SOCKET_IFNAME"):
-        return cast(Group, ProcessGroupGloo(store, member.rank, member.size, timeout))
-    with socket.create_connection(member.address, timeout=member.timeout_s) as probe:
-        host = probe.getsockname()[0]
-    options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  (the stub names another class)
-    options._timeout = timeout
-    options._devices = [ProcessGroupGloo.create_device(hostname=host)]
-    options._threads = 2
-    return cast(Group, ProcessGroupGloo(store, member.rank, member.size, options))
+    return cast(Group, ProcessGroupGloo(store, member.rank, member.size, timeout))
 
 
 def _nccl(store: Store, member: Member) -> Group:
@@ -65,8 +56,8 @@ def _nccl(store: Store, member: Member) -> Group:
 
 
 TRANSPORTS: dict[str, Transport] = {
-    "gloo": Transport(_gloo, on_device=False),
-    "nccl": Transport(_nccl, on_device=True),
+    "gloo": Transport(_gloo, on_device=False, what="By TCP through host memory, with or without GPUs."),
+    "nccl": Transport(_nccl, on_device=True, what="From GPU to GPU; the learner and every generator need one each."),
 }
 
 

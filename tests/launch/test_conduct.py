@@ -119,3 +119,18 @@ def test_a_trace_that_was_not_completed_is_no_good_end(conduct: Conduct) -> None
     error = run.summary["error"]
     assert error.startswith("training is done and the model saved, but the replay queue did not complete trace.parquet")
     assert "no space is left on the disk" in error and "`asyncrl launch --resume` does" in error
+
+
+def test_no_secret_of_a_role_reaches_a_file_or_the_console(conduct: Conduct, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_API_KEY", "abc-123-abc-123")
+    said = "import os; print('refused', os.environ['SOME_API_KEY'], flush=True); "
+    monkeypatch.setattr(sys.modules[__name__], "CRASH", said + "import sys; sys.exit({code})")
+    monkeypatch.setattr(sys.modules[__name__], "UNTIL", said + "\n" + UNTIL)
+    code, run, output = conduct({"generator-0": [4], "learner-1": [1]}, last_s=600)
+    assert code == EXIT_FAILED
+    assert run.summary["error"] == "learner-1 ended with code 1: refused ***"
+    assert "abc-123" not in output
+    logs = {file.name: file.read_text() for file in Path("runs/run/logs").glob("*.out")}
+    assert {"generator-0.out", "learner-0.out", "learner-1.out"} <= logs.keys()
+    assert [name for name, text in logs.items() if "abc-123" in text] == []
+    assert logs["learner-0.out"] == "refused ***\n", "it was killed"

@@ -42,3 +42,11 @@ def test_the_written_config_reproduces_the_run() -> None:
     with RunFolder(config) as folder:
         folder.begin(config, loopback_endpoints(1))
         assert load_config(folder.path / "config.yaml") == config
+
+
+def test_summary_has_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HUB_TOKEN", "hf_0123456789")
+    with RunFolder(small_config(run="one")) as folder:
+        told = {"error": "learner-0: hf_0123456789 is refused", "wall_s": 2.0, "eval": [{"reward": 0.5}], "x": None}
+        summary = folder.sum_up(told)
+    assert summary == told | {"error": "learner-0: *** is refused", "attempts": 1}

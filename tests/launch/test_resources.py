@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.launch.resources import count_gpus, make_endpoints, plan_resources, reserve_ports
+from asyncrl.launch.resources import count_gpus, make_endpoints, network_environment, plan_resources, reserve_ports
 from tests.helpers.replay import small_config
 
 
@@ -115,3 +116,23 @@ def test_everything_listens_at_the_host() -> None:
 def test_a_host_that_cannot_be_listened_on_is_refused(host: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=f"launch.host = '{host}': .*{reason}"):
         make_endpoints(small_config(launch__host=host), "run")
+
+
+def test_gloo_and_nccl_listen_on_the_interface_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interfaces() -> dict[str, list[SimpleNamespace]]:
+        addresses = {"lo": "127.0.0.1", "eth1": "10.1.2.3", "eth10": "10.1.2.4"}
+        return {name: [SimpleNamespace(address=address)] for name, address in addresses.items()}
+
+    monkeypatch.setattr("psutil.net_if_addrs", interfaces)
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    loopback = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
+    assert network_environment("127.0.0.1") == network_environment("127.0.0.2") == loopback
+    assert network_environment("10.1.2.3") == {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "=eth1"}
+    rule = "launch.host = '10.9.9.9': no network interface .*, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to"
+    with pytest.raises(ConfigError, match=rule):
+        network_environment("10.9.9.9")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")
+    assert network_environment("127.0.0.1") == {"NCCL_SOCKET_IFNAME": "=lo"}
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "mine")
+    assert network_environment("10.9.9.9") == {}

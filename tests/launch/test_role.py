@@ -6,12 +6,17 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import MutableMapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from asyncrl import errors
+from asyncrl.launch.local import LocalLauncher
+from asyncrl.launch.resources import Share
 from asyncrl.launch.role import EXIT_TERMINATED, FINAL_CODES, RoleSpec, exit_code
 from asyncrl.observe.logs import last_error
 from tests.helpers.replay import loopback_endpoints, small_config
@@ -88,3 +93,25 @@ def test_a_role_that_is_told_to_stop_has_not_done_its_work(tmp_path: Path) -> No
     assert process.wait(30) == EXIT_TERMINATED
     assert last_error(spec.logs / "learner-0.jsonl") == "it was told to stop by signal SIGTERM"
     assert EXIT_TERMINATED not in FINAL_CODES
+
+
+def test_output_that_cannot_be_cleaned_of_secrets_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_TOKEN", "tell-nobody\nof-this")
+    spec = RoleSpec("learner", 0, str(tmp_path), loopback_endpoints(1), (), 8)
+    launcher = LocalLauncher()
+    monkeypatch.setattr(launcher, "command", lambda _: ["printf", "%s", "\\xff a tell-nobody\nof-this"])
+    share = Share((0,), threads=1)
+
+    def ended() -> tuple[bytes, list[MutableMapping[str, Any]]]:
+        role = launcher.start(spec, share)
+        assert launcher.wait([role], 20.0) == []
+        with capture_logs() as events:
+            launcher.kill([role])
+        return role.output_file.read_bytes(), [event for event in events if event["log_level"] == "warning"]
+
+    assert ended() == (b"\\xff a ***", [])
+    monkeypatch.setattr("asyncrl.launch.local.REDACTED_BYTES", 20)
+    output, warnings = ended()
+    assert b"tell-nobody" in output
+    assert [(event["file"], event["bytes"]) for event in warnings] == [(str(spec.logs / "learner-0.out"), len(output))]
+    assert [file.name for file in spec.logs.iterdir()] == ["learner-0.out"]

@@ -238,3 +238,24 @@ def test_table_without_the_data_source_fails_the_trajectories() -> None:
     scores = RewardTable({"sums": "exact", "words": "exact"})(group("a", "b", source="gsm8k"))
     text = "no reward for data source 'gsm8k': rewards has sums, words; add it, or \"default\""
     assert scores == [(0.0, {}, text)] * 2
+
+
+def test_no_error_text_has_a_secret(write, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = "0123456789abcdef" * 4
+    monkeypatch.setenv("JUDGE_API_KEY", key)
+    where = write(
+        """
+        import os
+        key = os.environ["JUDGE_API_KEY"]
+        def score(solution_str):
+            match solution_str:
+                case "raises": raise RuntimeError("401 for key " + key)
+                case "cut": raise RuntimeError("x" * 270 + key)
+                case "text": return "no " + "x" * 50 + key
+                case _: return {key: 1}
+        """
+    )
+    errors = [error for _, _, error in load_reward(where)(group("raises", "cut", "text", "keys"))]
+    assert "raised RuntimeError: 401 for key ***" in errors[0]
+    assert "xxx***" in errors[1] and "xxx***" in errors[2] and "(keys: ***)" in errors[3]
+    assert not any(key[:6] in error for error in errors)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 from pathlib import Path
 
 import pytest
 import yaml
 
-from asyncrl.config import Config, config_keys, load_config, parse_override
+from asyncrl.config import Config, config_keys, load_config, models, parse_override
 from asyncrl.errors import ConfigError
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
@@ -141,3 +143,22 @@ def test_groups_without_signal_are_refunded_where_they_would_have_none(
     overrides: dict[str, object], refunds: bool
 ) -> None:
     assert load_config(None, {**NEEDED, **overrides}).refunds_no_signal is refunds
+
+
+def test_every_key_is_documented_where_it_is_defined() -> None:
+    classes = [node for node in ast.parse(inspect.getsource(models)).body if isinstance(node, ast.ClassDef)]
+    fields = documented = 0
+    bare: list[str] = []
+    for section in classes[1:]:
+        if ast.get_docstring(section) is None:
+            bare.append(section.name)
+        for node, after in zip(section.body, [*section.body[1:], None], strict=True):
+            if not isinstance(node, ast.AnnAssign) or ast.unparse(node.annotation).endswith("Config"):
+                continue  # a section's own docstring says what it is
+            fields += 1
+            if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+                documented += 1
+            else:
+                bare.append(f"{section.name}.{ast.unparse(node.target)}")
+    assert bare == []
+    assert documented == fields == len(config_keys())

@@ -203,7 +203,7 @@ from asyncrl.weights.transports import TRANSPORTS, Member
 stores = [TCPStore("127.0.0.1", {port}, is_master=rank == 0, wait_for_workers=False) for rank in (0, 1)]
 groups = {{}}
 def connect(rank):
-    member = Member(rank, 2, ("127.0.0.1", {port}), torch.device("cpu"), 60.0)
+    member = Member(rank, 2, torch.device("cpu"), 60.0)
     groups[rank] = TRANSPORTS["gloo"].connect(stores[rank], member)
 threads = [threading.Thread(target=connect, args=(rank,)) for rank in (0, 1)]
 [thread.start() for thread in threads], [thread.join() for thread in threads]

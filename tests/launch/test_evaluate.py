@@ -1,0 +1,45 @@
+"""What `asyncrl eval` is told to evaluate, and where its reward model listens."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from asyncrl.errors import ConfigError
+from asyncrl.launch.evaluate import reward_model, use_folder
+from asyncrl.types import Endpoints
+from tests.helpers.replay import small_config
+
+
+def test_checkpoint_stands_for_its_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    checkpoint = Path("runs/one/checkpoints/step-000050")
+    (checkpoint / "model").mkdir(parents=True)
+    (checkpoint / "checkpoint.json").touch()
+    config = small_config()
+    for folder in (checkpoint, checkpoint / "model"):
+        assert use_folder(config, str(folder)).model.path == str(checkpoint / "model")
+    with pytest.raises(
+        ConfigError, match=r"--model nowhere: no such folder; .* a checkpoint, such as its checkpoints/s"
+    ):
+        use_folder(config, "nowhere")
+
+
+@pytest.mark.timeout(60)
+def test_reward_model_listens_on_loopback_whatever_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[Endpoints] = []
+    up = threading.Event()
+
+    def serve(_: object, *, endpoints: Endpoints, should_stop: threading.Event) -> None:
+        served.append(endpoints)
+        up.wait(30)
+
+    monkeypatch.setattr("asyncrl.rewards.model_server.run_reward_model", serve)
+    monkeypatch.setattr("asyncrl.launch.evaluate.await_reward_model", lambda *_, **__: None)
+    config = small_config(launch__host="192.0.2.7", launch__port=1)
+    with reward_model(config, lambda: False) as address:
+        up.set()
+    assert address == served[0].reward_model
+    assert address.startswith("tcp://127.0.0.1:") and not address.endswith(":3")
