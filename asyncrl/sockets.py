@@ -12,7 +12,9 @@ from asyncrl.keys import Keys, read_keys
 log = structlog.get_logger()
 
 MAX_FRAME_BYTES = 1 << 31
-"""ZeroMQ ends the connection of a peer that announces more."""
+"""ZeroMQ ends the connection of a peer that announces more. It bounds each frame, and no message of many."""
+ENCRYPTION_BYTES = 64
+"""What CURVE adds to a frame, and more."""
 RECEIVE_MESSAGES = 64
 """Messages of one peer that a listener holds before it handles them; more wait in the peer's own memory."""
 SEND_MESSAGES = 1000
@@ -23,15 +25,18 @@ SILENCE_S = 30
 LINGER_S = 1.0
 
 
-def bind_router(address: str, what: str, *, handover: bool = False, keys: str = "") -> zmq.Socket[bytes]:
+def bind_router(
+    address: str, what: str, *, handover: bool = False, keys: str = "", max_frame_bytes: int = MAX_FRAME_BYTES
+) -> zmq.Socket[bytes]:
     """A ROUTER socket that listens on the address. With `handover` a peer that comes again under its name takes the
-    place of its old connection; with a file of `keys` only who has the run's keys gets in.
+    place of its old connection; with a file of `keys` only who has the run's keys gets in. The connection of a peer
+    that sends a larger frame is ended.
 
     An answer to a peer that has gone, or that reads nothing, is dropped: it does not hold the others up, and whoever
     waits asks again. Raises ConfigError, which names `what` the address is of, when it is taken.
     """
     router = _guarded_router(read_keys(keys)) if keys else zmq.Context.instance().socket(zmq.ROUTER)
-    _limit(router)
+    _limit(router, max_frame_bytes)
     router.setsockopt(zmq.RCVHWM, RECEIVE_MESSAGES)
     router.setsockopt(zmq.ROUTER_MANDATORY, 0)
     router.setsockopt(zmq.ROUTER_HANDOVER, int(handover))
@@ -51,7 +56,7 @@ def connect_dealer(address: str, *, keys: str = "", linger_s: float = LINGER_S) 
 
     Send with DONTWAIT: it raises zmq.Again when too much waits already, and when the listener refused the keys."""
     dealer = zmq.Context.instance().socket(zmq.DEALER)
-    _limit(dealer)
+    _limit(dealer, MAX_FRAME_BYTES)
     dealer.setsockopt(zmq.LINGER, round(linger_s * 1000))
     dealer.setsockopt(zmq.RCVHWM, SEND_MESSAGES)
     if keys:
@@ -63,9 +68,9 @@ def connect_dealer(address: str, *, keys: str = "", linger_s: float = LINGER_S) 
     return dealer
 
 
-def _limit(socket: zmq.Socket[bytes]) -> None:
+def _limit(socket: zmq.Socket[bytes], max_frame_bytes: int) -> None:
     socket.setsockopt(zmq.LINGER, round(LINGER_S * 1000))
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+    socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes + ENCRYPTION_BYTES)
     socket.setsockopt(zmq.SNDHWM, SEND_MESSAGES)
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_S * 1000)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_S * 1000)

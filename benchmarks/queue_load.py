@@ -76,7 +76,7 @@ class MadeUpGroups:
     def _trajectory(self, length: int, reward: float) -> Trajectory:
         mask = np.arange(length) >= PROMPT_TOKENS
         return Trajectory(
-            tokens=np.zeros(length, dtype=np.int32),
+            tokens=np.arange(length, dtype=np.int32),
             action_mask=mask,
             behavior_logprobs=np.where(mask, -0.5, 0.0).astype(np.float32),
             versions=np.where(mask, self._version, NO_VERSION).astype(np.int32),

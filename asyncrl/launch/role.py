@@ -95,7 +95,8 @@ def run_replay_role(config: Config, spec: RoleSpec, should_stop: Callable[[], bo
     trace = TraceWriter(run_dir / "trace.parquet")
     checkpoint = Path(spec.checkpoint).read_bytes() if spec.checkpoint else b""
     queue = ReplayQueue(config, prompts, trace, evaluated, journal, spec.endpoints.run_id, checkpoint)
-    run_replay(queue, spec.endpoints, should_stop)
+    tokens = config.generator.group_size * (spec.prompt_tokens + config.generator.max_new_tokens)
+    run_replay(queue, spec.endpoints, should_stop, max_group_tokens=tokens)
 
 
 def run_generator_role(config: Config, spec: RoleSpec, should_stop: Callable[[], bool]) -> None:

@@ -12,7 +12,7 @@ import zmq
 
 from asyncrl.errors import PeerTimeoutError, ProtocolError, RunError
 from asyncrl.replay.messages import ANSWERS
-from asyncrl.replay.wire import Array, Message, decode, encode
+from asyncrl.replay.wire import MAX_HEADER_BYTES, Array, Message, decode, encode
 from asyncrl.sockets import connect_dealer
 from asyncrl.types import Endpoints
 
@@ -57,7 +57,9 @@ class Connection:
         while self._socket.poll(max(0, math.ceil(1000 * (deadline_s - time.monotonic())))):
             frames = self._socket.recv_multipart(copy=False)
             try:
-                return decode(self.endpoints.run_id, [frame.buffer for frame in frames])
+                return decode(
+                    self.endpoints.run_id, [frame.buffer for frame in frames], max_header_bytes=MAX_HEADER_BYTES
+                )
             except ProtocolError as error:
                 self.ignore(error)
         return None

@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self, cast
 
-from asyncrl.errors import InvariantError
+import numpy as np
+
+from asyncrl.errors import InvariantError, ProtocolError
 from asyncrl.replay.messages import GroupMeta
 from asyncrl.replay.records import Record
 from asyncrl.replay.segments import Location
@@ -57,6 +59,21 @@ class Held:
     @property
     def num_bytes(self) -> int:
         return sum(array.nbytes for array in self.arrays)
+
+    def check_prompt(self, meta: GroupMeta, tokens: Array) -> None:
+        """Raises ProtocolError unless the group is of this prompt: its row, its data source, and its tokens at the
+        start of every trajectory. `tokens` are those of all trajectories, of the lengths in `meta`."""
+        prompt, where = self.prompt, f"ticket {meta['ticket']}"
+        if meta["row"] != prompt.row:
+            raise ProtocolError(f"{where} is for row {prompt.row}, not {meta['row']}")
+        if meta["data_source"] != prompt.data_source:
+            raise ProtocolError(f"{where} is for data source {prompt.data_source!r}, not {meta['data_source']!r}")
+        expected, begin = np.asarray(prompt.tokens, dtype=np.int32).tobytes(), 0
+        for number, length in enumerate(meta["lengths"]):
+            size = min(len(prompt.tokens), length)
+            if tokens[begin : begin + size].tobytes() != expected:
+                raise ProtocolError(f"{where}: trajectory {number} does not begin with the tokens of row {prompt.row}")
+            begin += length
 
     def state(self) -> list[Any]:
         """Row of the prompt first; without the frames and the age of the lease."""

@@ -321,3 +321,6 @@ ANSWERS: dict[str, str] = {
     "shutdown": "ok",
 }
 """The kind of the answer to each request."""
+
+REQUESTS = frozenset(BODIES) - frozenset(ANSWERS.values()) - {"error"}
+"""Kinds that are sent to a socket that listens."""

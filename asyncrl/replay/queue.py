@@ -145,8 +145,7 @@ class ReplayQueue:
         if held is None or not self.ledger.is_current(meta["ticket"], meta["attempt"]):
             self._superseded(meta, held, int(arrays[1].sum()))
             return
-        if meta["row"] != held.prompt.row:
-            raise ProtocolError(f"ticket {meta['ticket']} is for row {held.prompt.row}, not {meta['row']}")
+        held.check_prompt(meta, arrays[0])
         leased_at = self.ledger.live[meta["ticket"]].start_version
         if meta["start_version"] < leased_at:
             raise ProtocolError(

@@ -188,7 +188,7 @@ class Batch:
         return len(self._kinds)
 
     def record(self, row: int) -> Record:
-        """Raises ValueError when the body is not msgpack."""
+        """Raises ValueError or TypeError when the body is not msgpack with keys that a map can have."""
         body = msgpack.unpackb(self._bodies[row], strict_map_key=False)
         frames = self._frames if self._has_frames[row] else []
         arrays = [values[offsets[row] : offsets[row + 1]] for offsets, values in frames]

@@ -75,7 +75,7 @@ class Segment:
             raise JournalError(f"{self.path}: record batch {batch} has {len(records)} rows, not row {row}; {WITHOUT}")
         try:
             return records.record(row)
-        except (ValueError, msgpack.exceptions.UnpackException, RecursionError) as error:
+        except (ValueError, TypeError, msgpack.exceptions.UnpackException, RecursionError) as error:
             raise JournalError(
                 f"{self.path}: row {row} of record batch {batch} has no readable body: {error}; {WITHOUT}"
             ) from None

@@ -14,8 +14,8 @@ from asyncrl.errors import InvariantError, ProtocolError
 from asyncrl.replay.held import Finished
 from asyncrl.replay.offenders import Offenders
 from asyncrl.replay.queue import ReplayQueue
-from asyncrl.replay.wire import Array, Buffer, Message, decode, encode, pack_leases
-from asyncrl.sockets import bind_router
+from asyncrl.replay.wire import DTYPES, MAX_REQUEST_HEADER_BYTES, Array, Buffer, Message, decode, encode, pack_leases
+from asyncrl.sockets import MAX_FRAME_BYTES, bind_router
 from asyncrl.types import Endpoints
 
 log = structlog.get_logger()
@@ -27,6 +27,8 @@ SYNC_LOOK_S = 0.001
 TAKE_ANSWER_S = 1.0
 """A learner that waits for its batch hears at least this often that the queue is alive."""
 RECEIVE_AT_ONCE = 64
+TOKEN_BYTES = max(dtype.itemsize for dtype in DTYPES.values())
+"""Of a token, in the largest of a group's frames."""
 
 Reply = tuple[str, Any, list[Array]]
 
@@ -38,7 +40,7 @@ class ReplayServer:
     that is synced, the next round goes on, and its answers wait for their own write.
     """
 
-    def __init__(self, queue: ReplayQueue, endpoints: Endpoints) -> None:
+    def __init__(self, queue: ReplayQueue, endpoints: Endpoints, *, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
         self.queue = queue
         self.run_id = endpoints.run_id
         self.errors: Counter[str] = Counter()
@@ -48,7 +50,9 @@ class ReplayServer:
         self._outbox: list[tuple[bytes, int, Reply]] = []
         self._syncing: list[tuple[bytes, int, Reply]] = []
         """Answers whose records are written, and being synced."""
-        self._socket = bind_router(endpoints.replay, "replay", handover=True, keys=endpoints.keys)
+        self._socket = bind_router(
+            endpoints.replay, "replay", handover=True, keys=endpoints.keys, max_frame_bytes=max_frame_bytes
+        )
 
     def serve(self, should_stop: Callable[[], bool]) -> None:
         """Answers until it is told to shut down or `should_stop()`."""
@@ -248,10 +252,16 @@ HANDLERS: dict[str, Callable[[ReplayServer, Message], Reply | None]] = {
 """What the server does with each kind of request; None as the answer lets the sender wait."""
 
 
-def run_replay(queue: ReplayQueue, endpoints: Endpoints, should_stop: Callable[[], bool]) -> None:
-    """The replay role: serves the queue until it is shut down, then completes the trace."""
+def run_replay(
+    queue: ReplayQueue, endpoints: Endpoints, should_stop: Callable[[], bool], *, max_group_tokens: int | None = None
+) -> None:
+    """The replay role: serves the queue until it is shut down, then completes the trace. The connection of a peer that
+    sends more than a group of `max_group_tokens`, prompts and completions, is ended; None when that is not known."""
+    max_frame_bytes = MAX_FRAME_BYTES
+    if max_group_tokens is not None:
+        max_frame_bytes = min(MAX_FRAME_BYTES, max(MAX_REQUEST_HEADER_BYTES, TOKEN_BYTES * max_group_tokens))
     try:
-        server = ReplayServer(queue, endpoints)
+        server = ReplayServer(queue, endpoints, max_frame_bytes=max_frame_bytes)
         try:
             server.serve(should_stop)
         finally:

@@ -20,15 +20,19 @@ from pydantic import ValidationError
 
 from asyncrl.errors import ProtocolError
 from asyncrl.replay.bounds import MAX_DOCUMENT_CHARACTERS, MAX_ITEMS, MAX_NUMBER, MAX_REWARD
-from asyncrl.replay.messages import BODIES, WITH_ARRAYS, GroupMeta, LeaseMeta
+from asyncrl.replay.messages import BODIES, REQUESTS, WITH_ARRAYS, GroupMeta, LeaseMeta
 from asyncrl.sockets import MAX_FRAME_BYTES
 from asyncrl.types import NO_VERSION, Group, Lease, Prompt, Trajectory
 
 SCHEMA = 1
 MAX_FRAMES = 1 << 16
 MAX_HEADER_BYTES = 1 << 28
+"""Of an answer: it may hold many prompts with their documents."""
+MAX_REQUEST_HEADER_BYTES = 1 << 21
+"""Whoever may connect can send one, and nested lists take forty bytes for each while they are unpacked. A thousand
+trajectories with ten parts of the reward and an error each are below half of it."""
 MAX_HEADER_VALUES = 1 << 20
-"""Values in all lists and maps of a header: a byte each can take a hundred when it is unpacked."""
+"""Values in all lists and maps of a header that have ended: a byte each can take a hundred when it is unpacked."""
 MAX_DIMENSIONS = 8
 MAX_PROBLEM_CHARACTERS = 500
 """Of what is said about a bad message: it goes to the log and back to the sender."""
@@ -54,6 +58,11 @@ def encode(run_id: str, kind: str, body: Any, *, seq: int = 0, arrays: Sequence[
     specs = [[NAMES[array.dtype], list(array.shape)] for array in arrays]
     header = {"v": SCHEMA, "run": run_id, "kind": kind, "seq": seq, "body": body, "arrays": specs}
     packed = cast(bytes, msgpack.packb(header))
+    if kind in REQUESTS and len(packed) > MAX_REQUEST_HEADER_BYTES:
+        raise ProtocolError(
+            f"{kind}: a header of {len(packed)} bytes, at most {MAX_REQUEST_HEADER_BYTES} can be sent in a request; "
+            "lower generator.group_size or replay.groups_per_step, or give rewards fewer parts"
+        )
     if len(packed) > MAX_HEADER_BYTES:
         raise ProtocolError(
             f"{kind}: a header of {len(packed)} bytes, at most {MAX_HEADER_BYTES} can be sent; shorten the other "
@@ -62,9 +71,10 @@ def encode(run_id: str, kind: str, body: Any, *, seq: int = 0, arrays: Sequence[
     return [packed, *(np.ascontiguousarray(array).data.cast("B") for array in arrays)]
 
 
-def decode(run_id: str, frames: Sequence[Buffer]) -> Message:
-    """The message in `frames`, checked. Raises ProtocolError that says what does not fit."""
-    header = _header(frames)
+def decode(run_id: str, frames: Sequence[Buffer], *, max_header_bytes: int = MAX_REQUEST_HEADER_BYTES) -> Message:
+    """The message in `frames`, checked; an answer may have MAX_HEADER_BYTES. Raises ProtocolError that says what does
+    not fit."""
+    header = _header(frames, max_header_bytes)
     if header.get("v") != SCHEMA:
         raise ProtocolError(f"schema version {reprlib.repr(header.get('v'))}, this process speaks {SCHEMA}")
     if header.get("run") != run_id:
@@ -83,12 +93,12 @@ def decode(run_id: str, frames: Sequence[Buffer]) -> Message:
     return Message(kind, seq, body, _arrays(kind, header.get("arrays"), frames[1:]))
 
 
-def _header(frames: Sequence[Buffer]) -> dict[str, Any]:
+def _header(frames: Sequence[Buffer], max_bytes: int) -> dict[str, Any]:
     if not frames:
         raise ProtocolError("empty message")
     size = memoryview(frames[0]).nbytes
-    if size > MAX_HEADER_BYTES:
-        raise ProtocolError(f"a header of {size} bytes, at most {MAX_HEADER_BYTES} are read")
+    if size > max_bytes:
+        raise ProtocolError(f"a header of {size} bytes, at most {max_bytes} are read")
     values = _Values()
     try:
         header = msgpack.unpackb(
@@ -100,7 +110,7 @@ def _header(frames: Sequence[Buffer]) -> dict[str, Any]:
             max_array_len=MAX_ITEMS,
             max_map_len=MAX_ITEMS,
             max_str_len=MAX_DOCUMENT_CHARACTERS,
-            max_bin_len=MAX_HEADER_BYTES,
+            max_bin_len=max_bytes,
             max_ext_len=0,
         )
     except (ValueError, msgpack.exceptions.UnpackException, RecursionError) as error:

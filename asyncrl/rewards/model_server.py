@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.rewards.functions import describe
-from asyncrl.rewards.reward_model import KEY, NAME, WAY_OUT, check_model_folder
+from asyncrl.rewards.reward_model import KEY, MAX_REQUEST_BYTES, NAME, WAY_OUT, check_model_folder
 from asyncrl.sockets import bind_router
 from asyncrl.tokenizer import load_tokenizer
 from asyncrl.types import Endpoints
@@ -115,7 +115,7 @@ class ModelServer:
 
     def __init__(self, model: RewardModel, address: str, *, keys: str = "") -> None:
         self.model = model
-        self._socket = bind_router(address, "reward model", keys=keys)
+        self._socket = bind_router(address, "reward model", keys=keys, max_frame_bytes=MAX_REQUEST_BYTES)
 
     def serve(self, should_stop: Callable[[], bool]) -> None:
         """Answers until `should_stop()`."""

@@ -30,6 +30,9 @@ WAY_OUT = (
     "function instead"
 )
 
+MAX_REQUEST_BYTES = 1 << 26
+"""Of a prompt with the texts of its completions; the server ends the connection of who sends more."""
+
 _client: _Client | None = None
 
 _PING_S = 0.5
@@ -135,13 +138,20 @@ class _Client:
         self._socket.close()
 
     def score(self, prompt: Any, completions: list[str], timeout_s: float) -> list[float | Failed]:
-        """Raises PeerTimeoutError when the answer does not come in time."""
+        """Raises PeerTimeoutError when the answer does not come in time, and RunError for more than a request may
+        hold."""
         self._last += 1
         timeout_s = min(timeout_s, 3600.0)
         deadline_s = time.monotonic() + timeout_s
         request = {"id": self._last, "prompt": prompt, "completions": completions, "timeout_s": timeout_s}
+        packed = cast(bytes, msgpack.packb(request))
+        if len(packed) > MAX_REQUEST_BYTES:
+            raise RunError(
+                f"a request of {len(packed)} bytes to the reward model, at most {MAX_REQUEST_BYTES} can be sent; lower "
+                "generator.group_size or generator.max_new_tokens"
+            )
         try:
-            self._socket.send(cast(bytes, msgpack.packb(request)), zmq.DONTWAIT)
+            self._socket.send(packed, zmq.DONTWAIT)
         except zmq.Again:
             raise PeerTimeoutError(
                 f"the reward model process at {self._address} takes no more requests, or refused the keys of this one"

@@ -14,17 +14,18 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import structlog
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from asyncrl.errors import RunError
-from asyncrl.weights.exchange import Group, broadcast, retire
+from asyncrl.weights.exchange import Group, T, broadcast, retire
+from asyncrl.weights.messages import READY, RECEIVED, ReadyBody, ReceivedBody
 from asyncrl.weights.packing import buckets
-from asyncrl.weights.roster import Answers, Peer, Roster
+from asyncrl.weights.roster import Peer, Roster
 from asyncrl.weights.transports import TRANSPORTS, Member, choose_transport, device_name
 
 log = structlog.get_logger()
@@ -38,7 +39,7 @@ class WeightSyncStats:
     count: int = 0
     """Versions that all generators received that were there."""
     dropped: int = 0
-    """How often a generator was dropped because it was late with an answer or had other bytes."""
+    """How often a generator was dropped because it was late with an answer, or that or its bytes were wrong."""
     wait_s: float = 0.0
     """Time that `WeightSender.send` waited for the broadcast before it."""
     broadcast_s: float = 0.0
@@ -88,7 +89,7 @@ class Delivery:
             peer.offers += 1
         offer = {"version": version, "transport": self.transport, "bucket_bytes": self.bucket_bytes}
         self.roster.tell(behind, "offer", offer)
-        ready = self._answers(behind, "ready", f"become ready to receive {weights}", self.timeout_s)
+        ready = self._answers(behind, "ready", READY, f"become ready to receive {weights}", self.timeout_s)
         there = {peer.id for peer in self.roster.present()}  # who was ready early may have left since
         peers = [peer for peer, answer in ready if peer.id in there and self._loaded_right(peer, answer)]
         if not peers:
@@ -106,7 +107,7 @@ class Delivery:
             return
         self.roster.tell(peers, "verdict", {"checksum": checksum})
         self.checksums = {version: checksum}
-        for peer, answer in self._answers(peers, "received", f"confirm {weights}", self.timeout_s):
+        for peer, answer in self._answers(peers, "received", RECEIVED, f"confirm {weights}", self.timeout_s):
             self._settle(peer, version, answer)
             self.roster.forget([peer])
 
@@ -115,11 +116,13 @@ class Delivery:
         """Time to answer for a generator that is told that a broadcast was given up."""
         return max(1.0, min(5.0, self.timeout_s / 4))
 
-    def _answers(self, peers: Sequence[Peer], what: str, phase: str, timeout_s: float) -> Answers:
-        """Each peer with its answer. Those that did not do `phase` in time are dropped."""
-        answers, late = self.roster.collect(peers, what, timeout_s)
-        for peer in late:
-            self._drop(peer, f"{peer.name} did not {phase} within {timeout_s:g} s")
+    def _answers(
+        self, peers: Sequence[Peer], what: str, kind: TypeAdapter[T], phase: str, timeout_s: float
+    ) -> list[tuple[Peer, T]]:
+        """Each peer with its answer. Those that did not do `phase` in time, or sent something else, are dropped."""
+        answers, failed = self.roster.collect(peers, what, kind, timeout_s)
+        for peer, why in failed:
+            self._drop(peer, f"{peer.name} did not {phase} {why}")
         return answers
 
     def _drop(self, peer: Peer, reason: str, level: int = logging.WARNING) -> None:
@@ -158,7 +161,7 @@ class Delivery:
         nobody's fault too often."""
         reason = str(error).splitlines()[0]
         self.roster.tell(peers, "verdict", {"abort": reason})
-        answers = self._answers(peers, "received", f"{phase} ({reason}), no answer", patience_s)
+        answers = self._answers(peers, "received", RECEIVED, f"{phase} ({reason}), no answer", patience_s)
         told = "; ".join(f"{peer.name}: {answer.get('error', 'received all')}" for peer, answer in answers)
         self.roster.forget([peer for peer, _ in answers])
         log.info("a broadcast of weights failed", reason=reason, alive=told)
@@ -166,7 +169,7 @@ class Delivery:
         if self.failures == _TRIES:
             raise RunError(f"weights: no generator did not {phase}, yet it failed {_TRIES} times ({reason}); {told}")
 
-    def _settle(self, peer: Peer, version: int, answer: dict[str, Any]) -> None:
+    def _settle(self, peer: Peer, version: int, answer: ReceivedBody) -> None:
         """Takes what a peer says of the bytes that it has; it gets them once more when they are not right."""
         if answer.get("checksum") == self.checksums[version]:
             peer.version, peer.failures = version, 0
@@ -180,7 +183,7 @@ class Delivery:
         else:
             log.warning("weights are sent once more", generator=peer.rank - 1, version=version, reason=what)
 
-    def _loaded_right(self, peer: Peer, answer: dict[str, Any]) -> bool:
+    def _loaded_right(self, peer: Peer, answer: ReadyBody) -> bool:
         loaded = answer["loaded"]
         if not loaded or self.checksums.get(loaded["version"], loaded["checksum"]) == loaded["checksum"]:
             return True

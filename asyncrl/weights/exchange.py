@@ -6,15 +6,18 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 from torch._C._distributed_c10d import BroadcastOptions, Store, TCPStore, Work
 
 from asyncrl.errors import RunError
 from asyncrl.weights.packing import checksum
+
+T = TypeVar("T")
 
 POLL_S = 0.0005
 """First pause between two looks for an answer."""
@@ -22,8 +25,16 @@ _LONGEST_LOOK_S = 0.5
 """The most that one look adds to a wait."""
 
 
+MAX_PROBLEM_CHARACTERS = 500
+"""Of what is said about a bad message: it goes to the log and to the peer."""
+
+
 class Interrupted(Exception):
     """A wait was given up because this side is being closed."""
+
+
+class BadMessage(Exception):
+    """A message in the store is not what it should be; the text names it and says what is wrong."""
 
 
 class Group(Protocol):
@@ -40,11 +51,22 @@ class Mailbox:
     def __init__(self, store: Store) -> None:
         self.store = store
 
-    def put(self, name: str, message: dict[str, Any]) -> None:
+    def put(self, name: str, message: Mapping[str, Any]) -> None:
         self.store.set(name, json.dumps(message))
 
-    def read(self, name: str) -> dict[str, Any] | None:
-        return json.loads(self.store.get(name)) if self.store.check([name]) else None
+    def has(self, name: str) -> bool:
+        return self.store.check([name])
+
+    def read(self, name: str, kind: TypeAdapter[T]) -> T | None:
+        """Raises BadMessage for one that is not of that kind."""
+        if not self.has(name):
+            return None
+        try:
+            return kind.validate_json(self.store.get(name))
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            where = "".join(f".{part}" for part in first["loc"])
+            raise BadMessage(f"{name}{where}: {first['msg']}"[:MAX_PROBLEM_CHARACTERS]) from None
 
     def delete(self, name: str) -> None:
         self.store.delete_key(name)

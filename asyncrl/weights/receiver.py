@@ -9,17 +9,18 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import structlog
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import DistError
 
 from asyncrl.errors import AsyncrlError, ConfigError, ProtocolError, RunError
 from asyncrl.weights import transports
-from asyncrl.weights.exchange import Group, Interrupted, Mailbox, Wait, broadcast, retire
+from asyncrl.weights.exchange import BadMessage, Group, Interrupted, Mailbox, T, Wait, broadcast, retire
+from asyncrl.weights.messages import GO, OFFER, SINCE, VERDICT, GoBody, LoadedBody, MemberBody, OfferBody
 from asyncrl.weights.packing import Manifest, buckets, empty_buffer
 from asyncrl.weights.turn import GivenUp, SessionLost, Turn, raise_if_dropped
 
@@ -82,7 +83,7 @@ class WeightReceiver:
         self._group_number = 0
         self._staged: StagedWeights | None = None
         self._in_use = False
-        self._loaded: dict[str, Any] | None = None
+        self._loaded: LoadedBody | None = None
         """What the engine runs on, and the session that it came in."""
         self._phase, self._seen_s, self._warned = "start", time.monotonic(), False
         self._handover = threading.Lock()
@@ -152,12 +153,13 @@ class WeightReceiver:
         self._manifest = None
         try:
             number, device = mail.count("members", 1), transports.device_name(self._device)
-            mail.put(f"member/{number}", {"id": incarnation, "rank": self._rank, "device": device})
+            member: MemberBody = {"id": incarnation, "rank": self._rank, "device": device}
+            mail.put(f"member/{number}", member)
             try:
                 self._serve(mail, store, incarnation)
             finally:
                 mail.put(f"left/{incarnation}", {})
-        except SessionLost as reason:
+        except (SessionLost, BadMessage) as reason:
             log.warning("joins the weights anew", phase=self._phase, reason=str(reason))
         except DistError as error:
             log.warning("learner rank 0 is gone", phase=self._phase, reason=str(error).splitlines()[0])
@@ -178,7 +180,7 @@ class WeightReceiver:
         offers = 1
         while not mail.store.check(["closed"]):
             self._phase = "announce a version"
-            offer = mail.read(f"offer/{incarnation}/{offers}")
+            offer = mail.read(f"offer/{incarnation}/{offers}", OFFER)
             if offer is None:
                 raise_if_dropped(mail, incarnation)
                 self._pause(_IDLE_POLL_S)
@@ -191,22 +193,22 @@ class WeightReceiver:
                 turn.put("received", {"error": str(error)})
             offers += 1
 
-    def _receive(self, turn: Turn, store: TCPStore, offer: dict[str, Any]) -> None:
+    def _receive(self, turn: Turn, store: TCPStore, offer: OfferBody) -> None:
         """One round, from an offer to complete staging. Raises GivenUp when the sender or the transport ends it."""
-        version = int(offer["version"])
+        version = offer["version"]
         manifest = self._prepare(turn.mail, offer)
         self._await_staging(turn)
         here = self._loaded is not None and self._loaded["session"] == turn.incarnation
         turn.put("ready", {"loaded": self._loaded if here else None})
         # The other generators have their own time to become ready.
-        go = self._await(turn, "go", f"start to send version {version}", 2 * self._timeout_s)
+        go = self._await(turn, "go", GO, f"start to send version {version}", 2 * self._timeout_s)
         try:
-            checksum = self._broadcast(turn, store, offer | go)
+            checksum = self._broadcast(turn, store, offer, go)
         except DistError:
             raise
         except (RuntimeError, TimeoutError) as error:
             raise GivenUp(str(error).splitlines()[0]) from None
-        verdict = self._await(turn, "verdict", f"end the broadcast of version {version}", self._timeout_s)
+        verdict = self._await(turn, "verdict", VERDICT, f"end the broadcast of version {version}", self._timeout_s)
         if verdict.get("checksum") == checksum:
             self._staged = StagedWeights(version, checksum, manifest.views(self._buffer), turn.incarnation)
         turn.put("received", {"checksum": checksum})
@@ -231,7 +233,7 @@ class WeightReceiver:
             self._staged = None
             return True
 
-    def _prepare(self, mail: Mailbox, offer: dict[str, Any]) -> Manifest:
+    def _prepare(self, mail: Mailbox, offer: OfferBody) -> Manifest:
         name = offer["transport"]
         if name not in transports.TRANSPORTS or self._transport not in ("auto", name):
             raise ConfigError(f"weights.transport: the learner sends by {name!r}, here it is {self._transport!r}")
@@ -248,16 +250,15 @@ class WeightReceiver:
             self._manifest = manifest
         return self._manifest
 
-    def _broadcast(self, turn: Turn, store: TCPStore, offer: dict[str, Any]) -> int:
-        if self._group is None or self._group_number != offer["group"]:
+    def _broadcast(self, turn: Turn, store: TCPStore, offer: OfferBody, go: GoBody) -> int:
+        if self._group is None or self._group_number != go["group"]:
             self._drop_group()
-            place = int(offer["rank"]), int(offer["size"])
-            member = transports.Member(*place, self._device, self._timeout_s)
-            group_store = PrefixStore(f"group/{offer['group']}", store)
+            member = transports.Member(go["rank"], go["size"], self._device, self._timeout_s)
+            group_store = PrefixStore(f"group/{go['group']}", store)
             self._group = transports.TRANSPORTS[offer["transport"]].connect(group_store, member)
-            self._group_number = offer["group"]
+            self._group_number = go["group"]
         group, self._group = self._group, None  # a group that failed is not used again
-        parts = buckets(self._buffer, int(offer["bucket_bytes"]))
+        parts = buckets(self._buffer, offer["bucket_bytes"])
         checksum = broadcast(group, parts, timeout_s=self._timeout_s, check=self._checker(turn))
         self._group = group
         return checksum
@@ -285,13 +286,13 @@ class WeightReceiver:
         if self._stop.wait(seconds):
             raise Interrupted
 
-    def _await(self, turn: Turn, what: str, phase: str, timeout_s: float) -> dict[str, Any]:
+    def _await(self, turn: Turn, what: str, kind: TypeAdapter[T], phase: str, timeout_s: float) -> T:
         self._phase = phase
         wait, asked_for = Wait(), None
-        while (message := turn.read(what)) is None:
+        while (message := turn.read(what, kind)) is None:
             turn.raise_if_over()
             if wait.look() > timeout_s:
-                before, asked_for = asked_for, turn.read("patience")
+                before, asked_for = asked_for, turn.read("patience", SINCE)
                 if asked_for == before:
                     raise SessionLost(f"learner rank 0 did not {phase} within {timeout_s:g} s")
                 wait = Wait()

@@ -11,13 +11,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl.weights.exchange import Mailbox, Wait
+import structlog
+from pydantic import TypeAdapter
 
+from asyncrl.weights.exchange import BadMessage, Mailbox, T, Wait
+from asyncrl.weights.messages import MEMBER, SINCE, SinceBody
+
+log = structlog.get_logger()
+
+MAX_UNREAD = 1024
+"""Announcements that were counted and have no text yet: more are rubbish in the counter, and each is looked for."""
 _LOOK_S = 0.05
 """Pause between two looks, while answers are awaited, whether a generator left or was replaced."""
 _OF_AN_OFFER = ("offer", "holding", "patience", "ready", "go", "verdict", "received")
-
-Answers = list[tuple["Peer", dict[str, Any]]]
 
 
 @dataclass(slots=True)
@@ -55,32 +61,53 @@ class Roster:
         self._announced = 0
         self._unread: set[int] = set()
         """Announcements counted whose text was not there yet."""
+        self.bad_messages = 0
+        self._overrun = False
 
     def present(self) -> list[Peer]:
         """Who is there now, by rank."""
         announced = self._mail.count("members")
-        self._unread.update(range(self._announced + 1, announced + 1))
-        self._announced = announced
+        self._count(announced)
         for number in sorted(self._unread):
             self._welcome(number)
         for peer in list(self._peers.values()):
-            if self._mail.read(f"left/{peer.id}") is not None:
+            if self._mail.has(f"left/{peer.id}"):
                 self._mail.delete(f"left/{peer.id}")
                 self._remove(peer)
         return [self._peers[rank] for rank in sorted(self._peers)]
 
+    def _count(self, announced: int) -> None:
+        """Takes the numbers up to `announced` as unread, only the newest when those are too many."""
+        self._unread.update(range(max(self._announced, announced - MAX_UNREAD) + 1, announced + 1))
+        too_many = announced - self._announced > MAX_UNREAD or len(self._unread) > MAX_UNREAD
+        self._announced = announced
+        if too_many:
+            self._unread = set(sorted(self._unread)[-MAX_UNREAD:])
+            if not self._overrun:
+                self._overrun = True
+                log.error("more generators than can be are counted in the weights' store", announced=announced)
+
     def _welcome(self, number: int) -> None:
-        message = self._mail.read(f"member/{number}")
+        try:
+            message = self._mail.read(f"member/{number}", MEMBER)
+        except BadMessage as error:
+            self._discard(number)
+            self.bad_messages += 1
+            log.warning("bad announcement of a generator", error=str(error), total=self.bad_messages)
+            return
         if message is None:
             return
-        self._mail.delete(f"member/{number}")
-        self._unread.remove(number)
-        peer = Peer(int(message["rank"]), message["id"], message["device"], number)
+        self._discard(number)
+        peer = Peer(message["rank"], message["id"], message["device"], number)
         before = self._peers.get(peer.rank)
         if before is None or before.number < number:
             if before is not None:
                 self._remove(before)
             self._peers[peer.rank] = peer
+
+    def _discard(self, number: int) -> None:
+        self._mail.delete(f"member/{number}")
+        self._unread.remove(number)
 
     def await_members(self, count: int, timeout_s: float) -> None:
         """Returns when so many generators are there, or after `timeout_s`."""
@@ -109,19 +136,25 @@ class Roster:
             for name in _OF_AN_OFFER:
                 self._mail.delete(peer.key(name))
 
-    def collect(self, peers: Sequence[Peer], what: str, timeout_s: float) -> tuple[Answers, list[Peer]]:
-        """The peers that answered, each with its answer, and those that are late. Who left or was replaced is in
-        neither. Peers that say "holding" again and again have time, and the others are asked for "patience"."""
-        answers: dict[int, dict[str, Any]] = {}
-        held: dict[int, Any] = {}
-        late: list[Peer] = []
+    def collect(
+        self, peers: Sequence[Peer], what: str, kind: TypeAdapter[T], timeout_s: float
+    ) -> tuple[list[tuple[Peer, T]], list[tuple[Peer, str]]]:
+        """The peers that answered, each with its answer, and those that are late or sent something else, each with
+        that. Who left or was replaced is in neither. Peers that say "holding" again and again have time, and the
+        others are asked for "patience"."""
+        answers: dict[int, T] = {}
+        held: dict[int, SinceBody | None] = {}
+        failed: dict[int, str] = {}
         waiting = list(peers)
         wait, looked_s = Wait(), time.monotonic()
         while True:
             for peer in waiting:
-                if (answer := self._mail.read(peer.key(what))) is not None:
-                    answers[peer.number] = answer
-            waiting = [peer for peer in waiting if peer.number not in answers]
+                try:
+                    if (answer := self._mail.read(peer.key(what), kind)) is not None:
+                        answers[peer.number] = answer
+                except BadMessage as error:
+                    failed[peer.number] = f"({error})"
+            waiting = [peer for peer in waiting if peer.number not in answers and peer.number not in failed]
             self._check()
             if time.monotonic() - looked_s > _LOOK_S:
                 looked_s = time.monotonic()
@@ -129,15 +162,22 @@ class Roster:
                 waiting = [peer for peer in waiting if peer.number in there]
             if wait.look() > timeout_s:
                 holding = [peer for peer in waiting if self._holds(peer, held)]
-                late += [peer for peer in waiting if peer not in holding]
+                failed |= {peer.number: f"within {timeout_s:g} s" for peer in waiting if peer not in holding}
                 waiting, wait = holding, Wait()
                 self.tell([peer for peer in peers if peer.number in answers], "patience", {"since_s": time.monotonic()})
             if not waiting:
-                return [(peer, answers[peer.number]) for peer in peers if peer.number in answers], late
+                return _found(peers, answers), _found(peers, failed)
             time.sleep(wait.pause_s)
 
-    def _holds(self, peer: Peer, held: dict[int, Any]) -> bool:
+    def _holds(self, peer: Peer, held: dict[int, SinceBody | None]) -> bool:
         """Whether it said "holding" since it was asked the last time; `held` is what it said then, by number."""
         before = held.get(peer.number)
-        held[peer.number] = self._mail.read(peer.key("holding"))
+        try:
+            held[peer.number] = self._mail.read(peer.key("holding"), SINCE)
+        except BadMessage:
+            held[peer.number] = None
         return held[peer.number] not in (None, before)
+
+
+def _found(peers: Sequence[Peer], values: dict[int, T]) -> list[tuple[Peer, T]]:
+    return [(peer, values[peer.number]) for peer in peers if peer.number in values]

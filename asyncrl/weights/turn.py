@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncrl.weights.exchange import Mailbox
+from pydantic import TypeAdapter
+
+from asyncrl.weights.exchange import Mailbox, T
+from asyncrl.weights.messages import DROPPED, VERDICT
 
 
 class GivenUp(Exception):
@@ -26,12 +29,13 @@ class Turn:
     def put(self, what: str, message: dict[str, Any]) -> None:
         self.mail.put(f"{what}/{self._suffix}", message)
 
-    def read(self, what: str) -> dict[str, Any] | None:
-        return self.mail.read(f"{what}/{self._suffix}")
+    def read(self, what: str, kind: TypeAdapter[T]) -> T | None:
+        """Raises BadMessage for one that is not of that kind."""
+        return self.mail.read(f"{what}/{self._suffix}", kind)
 
     def raise_if_over(self) -> None:
         """Raises GivenUp when the sender gave the round up, and SessionLost when it dropped this receiver."""
-        verdict = self.read("verdict")
+        verdict = self.read("verdict", VERDICT)
         if verdict is not None and "abort" in verdict:
             raise GivenUp(verdict["abort"])
         raise_if_dropped(self.mail, self.incarnation)
@@ -39,7 +43,7 @@ class Turn:
 
 def raise_if_dropped(mail: Mailbox, incarnation: str) -> None:
     """Raises SessionLost with the sender's reason when it goes on without this receiver."""
-    dropped = mail.read(f"dropped/{incarnation}")
+    dropped = mail.read(f"dropped/{incarnation}", DROPPED)
     if dropped is not None:
         mail.delete(f"dropped/{incarnation}")
         raise SessionLost(f"dropped by learner rank 0: {dropped['reason']}")

@@ -6,6 +6,7 @@ import json
 import math
 import time
 from pathlib import Path
+from typing import Any
 
 import msgpack
 import pytest
@@ -14,12 +15,13 @@ from asyncrl.errors import ProtocolError
 from asyncrl.launch.resources import reserve_ports
 from asyncrl.replay.bounds import MAX_NUMBER, MAX_REWARD
 from asyncrl.replay.measure import GeneratorState
+from asyncrl.replay.messages import GroupMeta
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.server import ReplayServer
 from asyncrl.replay.sessions import MAX_FORMER, Sessions
 from asyncrl.replay.trace import TraceWriter
-from asyncrl.replay.wire import decode, encode, pack_group
-from tests.helpers.replay import EndlessPrompts, ask_queue, loopback_endpoints, make_group, small_config
+from asyncrl.replay.wire import Array, decode, encode, pack_group
+from tests.helpers.replay import PROMPT_TOKENS, EndlessPrompts, ask_queue, loopback_endpoints, make_group, small_config
 
 STATS = {"tokens": MAX_NUMBER, "idle_s": 0.0, "busy_s": 0.0, "stall_ms": [], "rewards_failed": 0}
 
@@ -65,6 +67,38 @@ def test_a_group_older_than_its_lease_is_refused(queue: ReplayQueue) -> None:
     (lease, *_), _ = ask_queue(queue, 0, 1, 1)
     with pytest.raises(ProtocolError, match=f"ticket {lease.ticket} was leased at version 1, not started at 0"):
         queue.finish(*pack_group(make_group(lease, 0)))
+
+
+def swap_source(meta: GroupMeta, arrays: list[Array]) -> None:
+    meta["data_source"] = "other"
+
+
+def swap_a_prompt_token(meta: GroupMeta, arrays: list[Array]) -> None:
+    arrays[0][meta["lengths"][0] + PROMPT_TOKENS - 1] = (1 << 31) - 1
+
+
+def cut_into_a_prompt(meta: GroupMeta, arrays: list[Array]) -> None:
+    """The second trajectory loses all but a token, and those of a third prompt would follow."""
+    meta["lengths"][1] = PROMPT_TOKENS - 1
+    arrays[:] = [array[: sum(meta["lengths"])] for array in arrays]
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (swap_source, "ticket 0 is for data source 'test', not 'other'"),
+        (swap_a_prompt_token, "ticket 0: trajectory 1 does not begin with the tokens of row 0"),
+        (cut_into_a_prompt, "ticket 0: trajectory 1 does not begin with the tokens of row 0"),
+    ],
+)
+def test_a_group_of_another_prompt_is_refused(queue: ReplayQueue, change: Any, text: str) -> None:
+    (lease,), _ = ask_queue(queue, 0, 0, 1)
+    meta, arrays = pack_group(make_group(lease, 0))
+    change(meta, arrays)
+    with pytest.raises(ProtocolError, match=text):
+        queue.finish(meta, arrays)
+    queue.finish(*pack_group(make_group(lease, 0)))
+    assert queue.held[lease.ticket].meta is not None
 
 
 def test_checkpoints_of_the_future_are_refused(queue: ReplayQueue) -> None:

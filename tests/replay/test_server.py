@@ -23,7 +23,7 @@ from asyncrl.replay.offenders import MAX_BAD_MESSAGES
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.server import ReplayServer, run_replay
 from asyncrl.replay.trace import TraceWriter
-from asyncrl.replay.wire import encode
+from asyncrl.replay.wire import MAX_REQUEST_HEADER_BYTES, encode
 from asyncrl.sockets import connect_dealer
 from asyncrl.types import Endpoints
 from tests.helpers.replay import EndlessPrompts, loopback_endpoints, make_group, small_config
@@ -201,6 +201,23 @@ def test_encrypted_queue_serves_who_has_the_keys(tmp_path: Path, monkeypatch: py
     finally:
         friend.close()
         stranger.close()
+        stop.set()
+        thread.join(timeout=10)
+    assert not thread.is_alive()
+
+
+def test_a_frame_larger_than_any_group_ends_its_connection(endpoints: Endpoints, tmp_path: Path) -> None:
+    queue = ReplayQueue(small_config(), EndlessPrompts(), TraceWriter(tmp_path / "trace.parquet"))
+    stop, limits = threading.Event(), {"max_group_tokens": MAX_REQUEST_HEADER_BYTES}
+    thread = threading.Thread(target=run_replay, args=(queue, endpoints, stop.is_set), kwargs=limits)
+    thread.start()
+    try:
+        for size, comes in ((4 * MAX_REQUEST_HEADER_BYTES, True), (4 * MAX_REQUEST_HEADER_BYTES + 1000, False)):
+            peer = connect_dealer(endpoints.replay, linger_s=0.0)
+            peer.send(bytes(size))
+            assert bool(peer.poll(5000 if comes else 500)) is comes
+            peer.close()
+    finally:
         stop.set()
         thread.join(timeout=10)
     assert not thread.is_alive()

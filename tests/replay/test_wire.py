@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+
 import msgpack
 import numpy as np
 import pytest
@@ -9,7 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.errors import ProtocolError
-from asyncrl.replay.wire import check_group, decode, encode, pack_group, pack_leases, unpack_group, unpack_leases
+from asyncrl.replay.wire import (
+    MAX_HEADER_BYTES,
+    MAX_REQUEST_HEADER_BYTES,
+    check_group,
+    decode,
+    encode,
+    pack_group,
+    pack_leases,
+    unpack_group,
+    unpack_leases,
+)
 from asyncrl.types import Lease, Prompt
 from tests.helpers.replay import EndlessPrompts, make_group
 
@@ -118,6 +130,37 @@ def mask_of_twos() -> list[bytes]:
 def test_bad_message_is_refused_with_its_reason(frames: list[bytes], reason: str) -> None:
     with pytest.raises(ProtocolError, match=reason.replace("[", r"\[")):
         decode("run", frames)
+
+
+def test_a_request_has_a_smaller_header_than_an_answer() -> None:
+    group = make_group(a_lease(), 3)
+    for trajectory in group.trajectories:
+        trajectory.reward_parts = {f"{number:0200d}": 0.5 for number in range(256)}
+        trajectory.error = "x" * (1 << 16)
+    packed, arrays = pack_group(group)
+    meta = {name: value * 32 if isinstance(value, list) else value for name, value in packed.items()}
+    with pytest.raises(ProtocolError, match=rf"finish: a header of 7\d+ bytes, at most {MAX_REQUEST_HEADER_BYTES} can"):
+        encode("run", "finish", meta, arrays=arrays)
+    body = {"step": 1, "outcome": "shard", "groups": [meta]}
+    frames = [bytes(frame) for frame in encode("run", "shard", body, arrays=arrays)]
+    with pytest.raises(ProtocolError, match=rf"a header of 7\d+ bytes, at most {MAX_REQUEST_HEADER_BYTES} are read"):
+        decode("run", frames)
+    assert decode("run", frames, max_header_bytes=MAX_HEADER_BYTES).body == body
+
+
+def test_nested_lists_that_never_end_take_little_memory() -> None:
+    list_of = b"\xdd" + (1 << 16).to_bytes(4, "big")
+    level = list_of + b"\xe0" * ((1 << 16) - 1)
+    decode("run", frames_of_a_group())
+    before = peak_bytes()
+    for header in (level * (MAX_REQUEST_HEADER_BYTES // len(level)), list_of * 500, level * 150):
+        with pytest.raises(ProtocolError, match="header"):
+            decode("run", [header])
+    assert peak_bytes() - before < 128 << 20
+
+
+def peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 @settings(max_examples=300, deadline=None)

@@ -19,12 +19,12 @@ from test_reward_pool import gather, make_config, prompt, save_tokenizer, submit
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
-from asyncrl.errors import ConfigError, PeerTimeoutError
+from asyncrl.errors import ConfigError, PeerTimeoutError, RunError
 from asyncrl.rewards.checks import check_rewards
 from asyncrl.rewards.functions import CompletedGroup
 from asyncrl.rewards.load import load_reward
 from asyncrl.rewards.model_server import ModelServer, RewardModel, run_reward_model
-from asyncrl.rewards.reward_model import _Client, connect, uses_reward_model
+from asyncrl.rewards.reward_model import MAX_REQUEST_BYTES, _Client, connect, uses_reward_model
 from asyncrl.rewards.workers import RewardPool
 from asyncrl.types import Endpoints
 
@@ -183,6 +183,13 @@ def test_no_answer_names_the_process_and_the_time(tmp_path: Path) -> None:
     )
 
 
+def test_a_request_larger_than_the_server_takes_is_refused(tmp_path: Path) -> None:
+    client = _Client(f"ipc://{tmp_path}/nobody")
+    with pytest.raises(RunError, match=r"a request of 67\d+ bytes .* at most 67108864 .* lower generator.group_size"):
+        client.score("1", ["x" * MAX_REQUEST_BYTES], 1.0)
+    client.close()
+
+
 def test_without_an_address_the_failure_says_so(model_folder: Path) -> None:
     ((_, _, error),) = load_reward("reward_model", {"path": str(model_folder)})(
         CompletedGroup("p", ["c"], [[1]], "", "s")
@@ -198,6 +205,7 @@ def test_bad_messages_do_not_end_the_server(model_folder: Path, tmp_path: Path) 
     try:
         socket = zmq.Context.instance().socket(zmq.DEALER)
         socket.connect(address)
+        assert int(server._socket.getsockopt(zmq.MAXMSGSIZE)) < 2 * MAX_REQUEST_BYTES
         for message in (b"\xc1", msgpack.packb([1]), msgpack.packb({"id": 1}), b""):
             socket.send(message)
         socket.close(linger=1000)

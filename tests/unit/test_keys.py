@@ -64,6 +64,21 @@ def test_only_the_runs_own_key_is_let_in(echo: tuple[zmq.Socket[bytes], str, Pat
     friend.close()
 
 
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_a_listener_takes_frames_of_its_size_and_no_larger_ones(encrypted: bool) -> None:
+    keys = str(write_keys("frames")) if encrypted else ""
+    address = f"tcp://127.0.0.1:{reserve_ports(0, 1)[0]}"
+    router = bind_router(address, "frames", keys=keys, max_frame_bytes=100_000)
+    for size, comes in ((100_000, True), (101_000, False)):
+        dealer = connect_dealer(address, keys=keys, linger_s=0.0)
+        dealer.send(bytes(size))
+        assert bool(router.poll(5000 if comes else 500)) is comes
+        if comes:
+            router.recv_multipart()
+        dealer.close()
+    router.close()
+
+
 def test_a_guarded_socket_ends_with_its_guard(echo: tuple[zmq.Socket[bytes], str, Path]) -> None:
     router, address, path = echo
     assert router.guard.is_alive()  # type: ignore[attr-defined]

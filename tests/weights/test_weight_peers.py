@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 
 import pytest
 from structlog.testing import capture_logs
+from torch._C._distributed_c10d import HashStore
 from weight_parts import (
     Process,
     assert_holds,
@@ -23,7 +25,10 @@ from weight_parts import (
 from asyncrl.errors import RunError
 from asyncrl.weights import delivery
 from asyncrl.weights.delivery import Delivery
+from asyncrl.weights.exchange import Mailbox
+from asyncrl.weights.messages import READY
 from asyncrl.weights.receiver import WeightReceiver
+from asyncrl.weights.roster import MAX_UNREAD, Peer, Roster
 
 SLACK_S = 2.5
 """What a busy machine may add to a deadline."""
@@ -197,3 +202,107 @@ def test_a_transport_that_never_works_is_an_error(port: int, cleanup: list, monk
     sender.send(0, weights(0))
     with pytest.raises(RunError, match=r"failed 3 times \(no route\); generator 0: no route"):
         sender.wait()
+
+
+def announce(mail: Mailbox, message: object) -> int:
+    number = mail.count("members", 1)
+    mail.store.set(f"member/{number}", message if isinstance(message, str) else json.dumps(message))
+    return number
+
+
+def make_roster() -> tuple[Mailbox, Roster]:
+    mail = Mailbox(HashStore())
+    return mail, Roster(mail, lambda: None)
+
+
+MEMBER = {"id": "ab", "rank": 1, "device": "cpu"}
+RUBBISH = ["", "{", "\xff", "[" * 9999, 1, None, [], {}, {"loaded": {}}, {"loaded": {"version": 1}}]
+RUBBISH_MEMBERS = [
+    {name: MEMBER[name] for name in MEMBER if name != "rank"},
+    *({**MEMBER, "rank": rank} for rank in (0, -1, "1", 1.5, None, True, 1 << 70)),
+    *({**MEMBER, name: value} for name in ("id", "device") for value in (1, "", [], "x" * 9999)),
+    {**MEMBER, "more": 1},
+]
+
+
+@pytest.mark.parametrize("message", [*RUBBISH, *RUBBISH_MEMBERS])
+def test_a_rubbish_announcement_is_counted_and_left_aside(message: object) -> None:
+    mail, roster = make_roster()
+    number = announce(mail, message)
+    announce(mail, MEMBER)
+    with capture_logs() as logs:
+        assert [peer.id for peer in roster.present()] == [peer.id for peer in roster.present()] == ["ab"]
+    assert [entry["event"] for entry in logs] == ["bad announcement of a generator"]
+    assert logs[0]["error"].startswith("member/1")
+    assert (roster.bad_messages, mail.has(f"member/{number}")) == (1, False)
+
+
+def test_a_rubbish_counter_of_announcements_takes_neither_memory_nor_time() -> None:
+    mail, roster = make_roster()
+    started = time.monotonic()
+    with capture_logs() as logs:
+        for more in (1 << 33, MAX_UNREAD // 2 + 1, MAX_UNREAD // 2 + 1, -(1 << 34), 1 << 35):
+            mail.count("members", more)
+            assert roster.present() == []
+            assert len(roster._unread) <= MAX_UNREAD
+        announce(mail, MEMBER)
+        assert [peer.id for peer in roster.present()] == ["ab"]
+    assert time.monotonic() - started < 5.0
+    assert [entry["event"] for entry in logs] == ["more generators than can be are counted in the weights' store"]
+
+
+@pytest.mark.parametrize("message", RUBBISH)
+def test_a_rubbish_answer_is_told_apart_from_none(message: object) -> None:
+    mail, roster = make_roster()
+    peers = [Peer(rank, str(rank), "cpu", rank) for rank in (1, 2, 3)]
+    for peer in peers:
+        announce(mail, {"id": peer.id, "rank": peer.rank, "device": peer.device})
+    mail.store.set(peers[0].key("ready"), message if isinstance(message, str) else json.dumps(message))
+    mail.store.set(peers[1].key("holding"), "rubbish")
+    mail.put(peers[2].key("ready"), {"loaded": None})
+    answers, failed = roster.collect(peers, "ready", READY, 0.05)
+    assert answers == [(peers[2], {"loaded": None})]
+    (bad, why), (late, time_out) = failed
+    assert (bad, late, time_out) == (peers[0], peers[1], "within 0.05 s")
+    assert why.startswith("(ready/1/0")
+
+
+def test_a_generator_that_answers_rubbish_is_dropped_and_the_others_go_on(port: int, cleanup: list) -> None:
+    sender = make_sender(port, cleanup)
+    announce(sender._mail, {**MEMBER, "rank": 2})
+    sender._mail.put("ready/ab/1", {"loaded": {"version": 0}})
+    receiver = make_receiver(port, cleanup)
+    with capture_logs() as logs:
+        joined(sender, 2).send(0, weights(0))
+        load_next(receiver, 0)
+        sender.wait()
+    (reason,) = drops(logs)
+    assert reason.startswith("generator 1 did not become ready to receive version 0 of the weights (ready/ab/1.loaded")
+    assert (sender.stats.count, sender.stats.dropped) == (1, 1)
+
+
+@pytest.mark.parametrize("what", ["offer", "go", "verdict", "received"])
+def test_one_rubbish_message_ends_neither_side(
+    port: int, cleanup: list, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    put, spoilt = Mailbox.put, []
+
+    def spoil(self: Mailbox, name: str, message: dict) -> None:
+        first = name.startswith(f"{what}/") and not spoilt
+        spoilt.extend([name] if first else [])
+        put(self, name, {"checksum": "1"} if first else message)
+
+    monkeypatch.setattr(Mailbox, "put", spoil)
+    receiver = make_receiver(port, cleanup, timeout_s=1.0)
+    with capture_logs() as logs:
+        sender = joined(make_sender(port, cleanup, timeout_s=1.0), 1)
+        sender.send(0, weights(0))
+        load_next(receiver, 0)
+        deadline = time.monotonic() + 10.0
+        while not (joins := [entry["reason"] for entry in logs if entry["event"] == "joins the weights anew"]):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        joined(sender, 1).send(1, weights(1))
+        load_next(receiver, 1)
+        sender.wait()
+    assert spoilt[0] in joins[0]
