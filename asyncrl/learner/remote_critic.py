@@ -11,21 +11,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import structlog
 import torch
 from torch import Tensor
 
 from asyncrl.config import Config
 from asyncrl.errors import AsyncrlError, InvariantError, ProtocolError
-from asyncrl.learner.attention import make_layout
 from asyncrl.learner.backend import be_deterministic
 from asyncrl.learner.batch import Batch, MicroBatch
 from asyncrl.learner.critic import Critic
+from asyncrl.learner.critic_rows import check_returns, check_rows, pack_row, unpack_rows
 from asyncrl.learner.distributed import connected
 from asyncrl.learner.parts import Files, PartWriter
+from asyncrl.offenders import Offenders
 from asyncrl.replay.client import Connection
-from asyncrl.replay.wire import Array, Message, decode, encode
+from asyncrl.replay.wire import Array, Buffer, Message, decode, encode
 from asyncrl.sockets import bind_router
 from asyncrl.types import Endpoints
 
@@ -33,7 +33,6 @@ log = structlog.get_logger()
 
 TICK_S = 0.2
 """How late a critic sees that it should stop."""
-ARRAYS_PER_ROW = 3
 
 
 def critic_address(endpoints: Endpoints, rank: int) -> str:
@@ -66,7 +65,7 @@ class RemoteCritic:
             "minibatches": [len(minibatch) for minibatch in batch.minibatches],
             "names": [[list(name) for name in micro.names] for micro in batch.micro_batches],
         }
-        arrays = [array for micro in batch.micro_batches for array in _pack(micro)]
+        arrays = [array for micro in batch.micro_batches for array in pack_row(micro)]
         answer = self._connection.request("value", body, arrays, timeout_s=self.timeout_s)
         return torch.from_numpy(answer.arrays[0].copy())
 
@@ -109,6 +108,9 @@ class CriticServer:
         self.should_stop = should_stop
         self._writer = PartWriter(critic_part(critic.ranks.rank))
         self._run_id = endpoints.run_id
+        self._offenders = Offenders()
+        self._step = 0
+        """Of the values that were given last."""
         self._spans: dict[int, list[slice]] = {}
         """Of every learner rank: where the tokens of its micro-batches are in the joined batch."""
         self._socket = bind_router(critic_address(endpoints, critic.ranks.rank), "critic", keys=endpoints.keys)
@@ -117,14 +119,13 @@ class CriticServer:
         """Answers until all learner ranks have left or `should_stop`. Raises what the training raises, after the
         learner ranks were told."""
         while (received := self._round()) is not None:
-            kinds = {message.kind for _, message in received.values()}
-            if len(kinds) > 1:
-                raise InvariantError(f"the learner ranks ask the critic for different things: {sorted(kinds)}")
-            kind = kinds.pop()
-            if kind == "leave":
+            kinds = sorted({message.kind for _, message in received.values()})
+            if kinds == ["leave"]:
                 return
             try:
-                replies = _ANSWERS[kind](self, {rank: message for rank, (_, message) in received.items()})
+                if len(kinds) > 1:
+                    raise InvariantError(f"the learner ranks ask the critic for different things: {kinds}")
+                replies = _ANSWERS[kinds[0]](self, {rank: message for rank, (_, message) in received.items()})
             except AsyncrlError as error:
                 for identity, message in received.values():
                     self._send(identity, message.seq, "error", {"text": str(error)})
@@ -148,27 +149,58 @@ class CriticServer:
             if not self._socket.poll(round(TICK_S * 1000)):
                 continue
             identity, *frames = self._socket.recv_multipart(copy=False)
-            try:
-                message = decode(self._run_id, [frame.buffer for frame in frames])
-                rank = message.body.get("rank")
-                if message.kind not in (*_ANSWERS, "leave") or rank not in self.learners:
-                    raise ProtocolError(f"{message.kind!r} of learner rank {rank}, this critic serves {self.learners}")
-            except ProtocolError as error:
-                log.warning("bad message to the critic", error=str(error))
-                continue
-            received[rank] = identity.bytes, message
+            message = self._accept(identity.bytes, [frame.buffer for frame in frames])
+            if message is not None:
+                received[message.body["rank"]] = identity.bytes, message
         return received
+
+    def _accept(self, identity: bytes, frames: list[Buffer]) -> Message | None:
+        """The request in the frames; None for a bad one, which is answered with an error, and for what comes from a
+        peer that was cut off."""
+        if self._offenders.ignores(identity):
+            return None
+        seq = 0
+        try:
+            message = decode(self._run_id, frames)
+            seq = message.seq
+            self._check(message)
+        except ProtocolError as error:
+            cut_off = self._offenders.note(identity)
+            log.warning("bad message to the critic", error=str(error), total=self._offenders.bad_messages)
+            if cut_off:
+                log.error("a peer of the critic was cut off for its bad messages", peer=identity.hex())
+            self._send(identity, seq, "error", {"text": str(error)})
+            return None
+        return message
+
+    def _check(self, message: Message) -> None:
+        """Raises ProtocolError unless it is a request that this critic rank can act on."""
+        kind, body = message.kind, message.body
+        if kind not in (*_ANSWERS, "leave"):
+            raise ProtocolError(f"{kind!r} is no request to a critic")
+        if body["rank"] not in self.learners:
+            raise ProtocolError(f"{kind!r} of learner rank {body['rank']}, this critic serves {self.learners}")
+        if kind == "value":
+            config = self.critic.config
+            vocabulary = self.critic.model.model.config.get_text_config().vocab_size
+            check_rows(message, minibatches=config.learner.minibatches, vocabulary=vocabulary)
+        elif kind == "train":
+            if not self._spans:
+                raise ProtocolError("train: no values were given that returns could be of")
+            spans = self._spans[body["rank"]]
+            check_returns(message, step=self._step, tokens=sum(span.stop - span.start for span in spans))
+        elif "\0" in body.get("folder", ""):
+            raise ProtocolError(f"{kind}: a folder's name has no character 0")
 
     def _send(self, identity: bytes, seq: int, kind: str, body: Any, arrays: tuple[Array, ...] = ()) -> None:
         self._socket.send_multipart([identity, *encode(self._run_id, kind, body, seq=seq, arrays=arrays)])
 
     def _value(self, messages: dict[int, Message]) -> dict[int, tuple[Any, ...]]:
-        rows = {rank: _unpack_all(message) for rank, message in messages.items()}
-        count = max(len(own) for own in rows.values())
+        rows = {rank: unpack_rows(message) for rank, message in messages.items()}
         minibatches: list[list[MicroBatch]] = []
         self._spans = {rank: [] for rank in rows}
         start = 0
-        for number in range(count):
+        for number in range(self.critic.config.learner.minibatches):
             minibatches.append([])
             for rank, own in rows.items():
                 for micro in own[number]:
@@ -176,7 +208,7 @@ class CriticServer:
                     self._spans[rank].append(minibatches[-1][-1].span)
                     start += len(micro.targets)
         none = torch.empty(0)
-        step = next(iter(messages.values())).body["step"]
+        self._step = step = next(iter(messages.values())).body["step"]
         values = self.critic.values(Batch(minibatches, none, none, none), step)
         return {rank: ("values", {"step": step}, (_gather(values, self._spans[rank]),)) for rank in messages}
 
@@ -231,40 +263,6 @@ def run_critic(config: Config, *, rank: int, endpoints: Endpoints, should_stop: 
             server.serve()
         finally:
             server.close()
-
-
-def _pack(micro: MicroBatch) -> list[Array]:
-    """Tokens, sequence lengths, and the positions whose hidden states are valued."""
-    starts = torch.nonzero(micro.position_ids == 0).flatten()
-    lengths = torch.diff(starts, append=torch.tensor([len(micro.input_ids)]))
-    return [tensor.to(torch.int32).numpy() for tensor in (micro.input_ids, lengths, micro.logit_index)]
-
-
-def _unpack_all(message: Message) -> list[list[MicroBatch]]:
-    arrays = message.arrays
-    rows = [arrays[i : i + ARRAYS_PER_ROW] for i in range(0, len(arrays), ARRAYS_PER_ROW)]
-    names = message.body["names"]
-    micro_batches = iter([_unpack(row, own) for row, own in zip(rows, names, strict=True)])
-    return [[next(micro_batches) for _ in range(count)] for count in message.body["minibatches"]]
-
-
-def _unpack(row: list[Array], names: list[list[int]]) -> MicroBatch:
-    """The micro-batch as far as a critic needs it."""
-    input_ids, lengths, logit_index = (array.astype(np.int64) for array in row)
-    ends = np.cumsum(lengths)
-    positions = np.arange(len(input_ids)) - np.repeat(ends - lengths, lengths)
-    nothing = torch.zeros(len(logit_index))
-    return MicroBatch(
-        input_ids=torch.from_numpy(input_ids),
-        position_ids=torch.from_numpy(positions),
-        layout=make_layout(lengths),
-        logit_index=torch.from_numpy(logit_index),
-        targets=torch.from_numpy(input_ids[logit_index + 1]),
-        behavior_logprobs=nothing,
-        versions=nothing.long(),
-        seq=torch.from_numpy(np.searchsorted(ends, logit_index, side="right")),
-        names=[(ticket, number) for ticket, number in names],
-    )
 
 
 def _gather(values: Tensor, spans: list[slice]) -> Array:

@@ -11,8 +11,8 @@ import structlog
 import zmq
 
 from asyncrl.errors import InvariantError, ProtocolError
+from asyncrl.offenders import Offenders
 from asyncrl.replay.held import Finished
-from asyncrl.replay.offenders import Offenders
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.wire import DTYPES, MAX_REQUEST_HEADER_BYTES, Array, Buffer, Message, decode, encode, pack_leases
 from asyncrl.sockets import MAX_FRAME_BYTES, bind_router

@@ -16,13 +16,13 @@ from typing import Any, cast
 import msgpack
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import ValidationError
 
 from asyncrl.errors import ProtocolError
 from asyncrl.replay.bounds import MAX_DOCUMENT_CHARACTERS, MAX_ITEMS, MAX_NUMBER, MAX_REWARD
 from asyncrl.replay.messages import BODIES, REQUESTS, WITH_ARRAYS, GroupMeta, LeaseMeta
 from asyncrl.sockets import MAX_FRAME_BYTES
 from asyncrl.types import NO_VERSION, Group, Lease, Prompt, Trajectory
+from asyncrl.unpack import check, unpack
 
 SCHEMA = 1
 MAX_FRAMES = 1 << 16
@@ -34,8 +34,6 @@ trajectories with ten parts of the reward and an error each are below half of it
 MAX_HEADER_VALUES = 1 << 20
 """Values in all lists and maps of a header that have ended: a byte each can take a hundred when it is unpacked."""
 MAX_DIMENSIONS = 8
-MAX_PROBLEM_CHARACTERS = 500
-"""Of what is said about a bad message: it goes to the log and back to the sender."""
 DTYPES = {"i4": np.dtype("<i4"), "f4": np.dtype("<f4"), "b1": np.dtype("bool")}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -84,53 +82,24 @@ def decode(run_id: str, frames: Sequence[Buffer], *, max_header_bytes: int = MAX
         raise ProtocolError(f"unknown kind {reprlib.repr(kind)}")
     if type(seq) is not int or not 0 <= seq <= MAX_NUMBER:
         raise ProtocolError(f"{kind}: sequence number {reprlib.repr(seq)} is not an integer from 0 to {MAX_NUMBER}")
-    try:
-        body = BODIES[kind].validate_python(header.get("body"))
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        problem = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-        raise ProtocolError(f"{kind}: {problem[:MAX_PROBLEM_CHARACTERS]}") from None
+    body = check(header.get("body"), BODIES[kind], kind)
     return Message(kind, seq, body, _arrays(kind, header.get("arrays"), frames[1:]))
 
 
 def _header(frames: Sequence[Buffer], max_bytes: int) -> dict[str, Any]:
     if not frames:
         raise ProtocolError("empty message")
-    size = memoryview(frames[0]).nbytes
-    if size > max_bytes:
-        raise ProtocolError(f"a header of {size} bytes, at most {max_bytes} are read")
-    values = _Values()
-    try:
-        header = msgpack.unpackb(
-            frames[0],
-            strict_map_key=True,
-            use_list=True,
-            list_hook=values.count,
-            object_hook=values.count,
-            max_array_len=MAX_ITEMS,
-            max_map_len=MAX_ITEMS,
-            max_str_len=MAX_DOCUMENT_CHARACTERS,
-            max_bin_len=max_bytes,
-            max_ext_len=0,
-        )
-    except (ValueError, msgpack.exceptions.UnpackException, RecursionError) as error:
-        raise ProtocolError(f"header is not msgpack: {str(error)[:MAX_PROBLEM_CHARACTERS]}") from None
+    header = unpack(
+        frames[0],
+        "header",
+        max_bytes=max_bytes,
+        max_values=MAX_HEADER_VALUES,
+        max_items=MAX_ITEMS,
+        max_characters=MAX_DOCUMENT_CHARACTERS,
+    )
     if not isinstance(header, dict):
         raise ProtocolError(f"header is {type(header).__name__}, expected a map")
     return header
-
-
-class _Values:
-    """Counts what is unpacked, so that a small header cannot take much memory."""
-
-    def __init__(self) -> None:
-        self._left = MAX_HEADER_VALUES
-
-    def count(self, container: Any) -> Any:
-        self._left -= 1 + len(container)
-        if self._left < 0:
-            raise ValueError(f"more than {MAX_HEADER_VALUES} values")
-        return container
 
 
 def _arrays(kind: str, specs: Any, frames: Sequence[Buffer]) -> list[Array]:

@@ -14,9 +14,11 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from asyncrl.config import Config
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, ProtocolError
+from asyncrl.offenders import Offenders
 from asyncrl.rewards.functions import describe
-from asyncrl.rewards.reward_model import KEY, MAX_REQUEST_BYTES, NAME, WAY_OUT, check_model_folder
+from asyncrl.rewards.model_requests import MAX_REQUEST_BYTES, UNREAD, read_request
+from asyncrl.rewards.reward_model import KEY, NAME, WAY_OUT, check_model_folder
 from asyncrl.sockets import bind_router
 from asyncrl.tokenizer import load_tokenizer
 from asyncrl.types import Endpoints
@@ -25,13 +27,13 @@ log = structlog.get_logger()
 
 TICK_S = 0.05
 """Longest wait of the loop: how late a signal may be seen."""
-MAX_REQUESTS_AT_ONCE = 256
+RECEIVE_AT_ONCE = 256
 
 
 @dataclass(slots=True)
 class _Request:
     sender: bytes
-    id: Any
+    id: int
     deadline_s: float
     tokens: list[list[int]] = field(default_factory=list)
     scores: list[float | None] = field(default_factory=list)
@@ -62,6 +64,7 @@ class RewardModel:
         self.model = model.to(device).eval()
         text_config = model.config.get_text_config()
         self.window: int | None = getattr(text_config, "max_position_embeddings", None)
+        self._vocabulary: int = text_config.vocab_size
         self._pad_token = text_config.pad_token_id
 
     def tokenize(self, prompt: str | list[dict[str, Any]], completion: str) -> list[int]:
@@ -77,6 +80,11 @@ class RewardModel:
             raise ValueError(
                 f"prompt and completion are {len(tokens)} tokens for the reward model, its window is {self.window}: "
                 "lower generator.max_new_tokens or data.max_prompt_tokens, or take another model"
+            )
+        if max(tokens) >= self._vocabulary:
+            raise ValueError(
+                f"token {max(tokens)} of the reward model's tokenizer in {self.path} is outside the model's vocabulary "
+                f"of {self._vocabulary}: the folder needs the tokenizer that the model was trained with"
             )
         return tokens
 
@@ -111,11 +119,15 @@ class RewardModel:
 
 
 class ModelServer:
-    """A ROUTER socket in front of a reward model; requests that wait together are scored together."""
+    """A ROUTER socket in front of a reward model; requests that wait together are scored together.
+
+    A bad request is answered with an error, counted and logged; who sends many is cut off."""
 
     def __init__(self, model: RewardModel, address: str, *, keys: str = "") -> None:
         self.model = model
-        self._socket = bind_router(address, "reward model", keys=keys, max_frame_bytes=MAX_REQUEST_BYTES)
+        self._offenders = Offenders()
+        # Twice of what is read, so that what is a little too large gets an answer.
+        self._socket = bind_router(address, "reward model", keys=keys, max_frame_bytes=2 * MAX_REQUEST_BYTES)
 
     def serve(self, should_stop: Callable[[], bool]) -> None:
         """Answers until `should_stop()`."""
@@ -128,17 +140,30 @@ class ModelServer:
 
     def _receive(self) -> list[_Request]:
         requests: list[_Request] = []
-        while len(requests) < MAX_REQUESTS_AT_ONCE and self._socket.poll(0):
-            sender, *frames = self._socket.recv_multipart()
-            try:
-                requests.append(self._read(sender, b"".join(frames)))
-            except Exception as error:  # whatever came over the wire, it must not end the server
-                log.warning("bad request to the reward model", error=describe(error))
+        for _ in range(RECEIVE_AT_ONCE):
+            if not self._socket.poll(0):
+                break
+            sender, *frames = self._socket.recv_multipart(copy=False)
+            request = self._accept(sender.bytes, [frame.buffer for frame in frames])
+            if request is not None:
+                requests.append(request)
         return requests
 
-    def _read(self, sender: bytes, message: bytes) -> _Request:
-        body = msgpack.unpackb(message)
-        request = _Request(sender, body["id"], time.monotonic() + float(body["timeout_s"]))
+    def _accept(self, sender: bytes, frames: list[memoryview]) -> _Request | None:
+        """The request in the frames; None for a bad one, which is answered with an error, and for what comes from a
+        peer that was cut off."""
+        if self._offenders.ignores(sender):
+            return None
+        try:
+            body = read_request(frames)
+        except ProtocolError as error:
+            cut_off = self._offenders.note(sender)
+            log.warning("bad request to the reward model", error=str(error), total=self._offenders.bad_messages)
+            if cut_off:
+                log.error("a peer of the reward model was cut off for its bad messages", peer=sender.hex())
+            self._send(sender, {"id": UNREAD, "error": str(error)})
+            return None
+        request = _Request(sender, body["id"], time.monotonic() + body["timeout_s"])
         for completion in body["completions"]:
             tokens, error = [], ""
             try:
@@ -156,14 +181,16 @@ class ModelServer:
         places = [(request, index) for request in live for index, error in enumerate(request.errors) if not error]
         self._score(places)
         for request in live:
-            reply = {"id": request.id, "scores": request.scores, "errors": request.errors}
-            self._socket.send_multipart([request.sender, cast(bytes, msgpack.packb(reply))])
+            self._send(request.sender, {"id": request.id, "scores": request.scores, "errors": request.errors})
+
+    def _send(self, receiver: bytes, reply: dict[str, Any]) -> None:
+        self._socket.send_multipart([receiver, cast(bytes, msgpack.packb(reply))])
 
     def _score(self, places: list[tuple[_Request, int]]) -> None:
         try:
             scores = self.model.score([request.tokens[index] for request, index in places])
-        except RuntimeError as error:  # out of memory, for one
-            log.error("reward model failed", error=describe(error), texts=len(places))
+        except Exception as error:  # out of memory, or whatever the model's code raises: it fails these texts only
+            log.error("reward model failed", error=describe(error), texts=len(places), exc_info=True)
             for request, index in places:
                 request.errors[index] = f"the reward model failed: {describe(error)}"
             return

@@ -1,7 +1,8 @@
 """The reward of a model with a score head: what a reward worker asks of the process that holds it (model_server).
 
-Messages are msgpack. Request: {"id", "prompt": text or messages, "completions": [text, ...], "timeout_s"}; reply:
-{"id", "scores": [number or None, ...], "errors": [text, ...]}.
+Messages are msgpack. Request: {"id", "prompt": text or messages, "completions": [text, ...], "timeout_s"} (checked in
+model_requests); reply: {"id", "scores": [number or None, ...], "errors": [text, ...]}, or {"id": 0, "error": text} to a
+request that is not as it should be.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import zmq
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError, PeerTimeoutError, RunError
 from asyncrl.rewards.functions import Failed, text_of
+from asyncrl.rewards.model_requests import MAX_REQUEST_BYTES, MAX_TIMEOUT_S, UNREAD
 from asyncrl.rewards.table import reward_names
 from asyncrl.sockets import connect_dealer
 
@@ -29,9 +31,6 @@ WAY_OUT = (
     "give a folder with an AutoModelForSequenceClassification that was trained with num_labels=1, or use a reward "
     "function instead"
 )
-
-MAX_REQUEST_BYTES = 1 << 26
-"""Of a prompt with the texts of its completions; the server ends the connection of who sends more."""
 
 _client: _Client | None = None
 
@@ -138,17 +137,17 @@ class _Client:
         self._socket.close()
 
     def score(self, prompt: Any, completions: list[str], timeout_s: float) -> list[float | Failed]:
-        """Raises PeerTimeoutError when the answer does not come in time, and RunError for more than a request may
-        hold."""
+        """Raises PeerTimeoutError when the answer does not come in time, RunError when the request is too large or
+        refused."""
         self._last += 1
-        timeout_s = min(timeout_s, 3600.0)
+        timeout_s = min(max(timeout_s, 0.0), MAX_TIMEOUT_S)
         deadline_s = time.monotonic() + timeout_s
         request = {"id": self._last, "prompt": prompt, "completions": completions, "timeout_s": timeout_s}
         packed = cast(bytes, msgpack.packb(request))
         if len(packed) > MAX_REQUEST_BYTES:
             raise RunError(
-                f"a request of {len(packed)} bytes to the reward model, at most {MAX_REQUEST_BYTES} can be sent; lower "
-                "generator.group_size or generator.max_new_tokens"
+                f"prompt and completions are {len(packed)} bytes, the reward model process reads at most "
+                f"{MAX_REQUEST_BYTES}: lower generator.group_size or generator.max_new_tokens"
             )
         try:
             self._socket.send(packed, zmq.DONTWAIT)
@@ -158,6 +157,8 @@ class _Client:
             ) from None
         while self._socket.poll(max(0, round((deadline_s - time.monotonic()) * 1000))):
             reply = msgpack.unpackb(self._socket.recv())
+            if reply["id"] == UNREAD:
+                raise RunError(f"the reward model process at {self._address} refused a request: {reply['error']}")
             if reply["id"] == self._last:  # others come late, for requests that were given up
                 pairs = zip(reply["scores"], reply["errors"], strict=True)
                 return [Failed(error) if score is None else score for score, error in pairs]

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import structlog
 import torch
 from worlds import GAE_CONFIG, endpoints, make_config, make_groups, pack_groups, running
 
 from asyncrl.errors import PeerTimeoutError, RunError
 from asyncrl.learner.critic import Critic
 from asyncrl.learner.distributed import Ranks
-from asyncrl.learner.remote_critic import RemoteCritic
+from asyncrl.learner.remote_critic import CriticServer, RemoteCritic, critic_address
 from asyncrl.learner.saving import Checkpoints
+from asyncrl.offenders import MAX_BAD_MESSAGES
+from asyncrl.replay.connection import Connection
+from asyncrl.sockets import connect_dealer
 from asyncrl.types import Endpoints
 
 
@@ -115,6 +122,135 @@ def test_an_error_of_the_critic_reaches_its_learners(
         ):
             critic.finish()
         assert process.wait(timeout=20) == 1
+
+
+@pytest.fixture
+def server(addresses: Endpoints, one_rank: Ranks, tiny_model: Path) -> Iterator[CriticServer]:
+    """A critic rank that serves learner rank 0, in a thread."""
+    stop = threading.Event()
+    critic = Critic(make_config(tiny_model, **GAE_CONFIG), one_rank)
+    server = CriticServer(critic, addresses, learners=[0], should_stop=stop.is_set)
+    thread = threading.Thread(target=server.serve)
+    thread.start()
+    yield server
+    stop.set()
+    thread.join(timeout=20)
+    server.close()
+    assert not thread.is_alive()
+
+
+@pytest.fixture
+def peer(addresses: Endpoints, server: CriticServer) -> Iterator[Connection]:
+    connection = Connection(addresses, critic_address(addresses, 0), "the critic")
+    yield connection
+    connection.close()
+
+
+TOKENS, LENGTHS, VALUED = [1, 2, 3, 4, 5], [3, 2], [0, 3]
+NAMES = [[10, 0], [10, 1]]
+
+
+def refusal(peer: Connection, kind: str, body: Any, arrays: list[np.ndarray]) -> str:
+    with pytest.raises(RunError, match="the critic refused a message") as raised:
+        peer.request(kind, body, arrays, timeout_s=10)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("rows", "names", "minibatches", "text"),
+    [
+        ([[[1], [30_000_000], []]], [[[1, 0]]], [1, 0], "row 0: lengths of at least 1 must add up to its 1 tokens"),
+        ([[TOKENS, [5, 0], VALUED]], [NAMES], [1, 0], "row 0: lengths of at least 1"),
+        ([[TOKENS, [6, -1], VALUED]], [NAMES], [1, 0], "row 0: lengths of at least 1"),
+        ([[TOKENS, [2**31 - 1] * 2, VALUED]], [NAMES], [1, 0], "row 0: lengths of at least 1"),
+        ([[[], [], []]], [[]], [1, 0], "row 0: 0 names for 0 sequences"),
+        ([[TOKENS, LENGTHS, VALUED]], [NAMES[:1]], [1, 0], "row 0: 1 names for 2 sequences"),
+        ([[TOKENS, LENGTHS, [4]]], [NAMES], [1, 0], "row 0: valued positions must ascend from 0"),
+        ([[TOKENS, LENGTHS, [-1]]], [NAMES], [1, 0], "row 0: valued positions must ascend from 0"),
+        ([[TOKENS, LENGTHS, [1] * 9]], [NAMES], [1, 0], "row 0: valued positions must ascend from 0"),
+        ([[[1, 48], [2], [0]]], [[[1, 0]]], [1, 0], "row 0: tokens from 1 to 48, the critic's vocabulary has 48"),
+        ([[[-1, 1], [2], [0]]], [[[1, 0]]], [1, 0], "row 0: tokens from -1 to 1"),
+        ([[TOKENS, LENGTHS]], [NAMES], [1, 0], "1 rows need 3 frames each"),
+        ([], [NAMES], [1, 0], "1 rows need 3 frames each"),
+        ([[TOKENS, [[3, 2]], VALUED]], [NAMES], [1, 0], "1 rows need 3 frames each, i4 in one dimension"),
+        ([[TOKENS, LENGTHS, VALUED]], [NAMES], [2, 0], "1 rows in mini-batches of [2, 0]"),
+        ([[TOKENS, LENGTHS, VALUED]], [NAMES], [1], "1 rows in mini-batches of [1], expected 2"),
+    ],
+)
+def test_rows_that_are_not_whole_are_refused(
+    peer: Connection, rows: list[list[Any]], names: Any, minibatches: list[int], text: str
+) -> None:
+    body = {"rank": 0, "step": 1, "minibatches": minibatches, "names": names}
+    assert f"value: {text}" in refusal(peer, "value", body, [np.array(a, np.int32) for row in rows for a in row])
+
+
+def test_rows_of_another_dtype_are_refused(peer: Connection) -> None:
+    body = {"rank": 0, "step": 1, "minibatches": [1, 0], "names": [NAMES]}
+    arrays = [np.array(values, np.float32) for values in (TOKENS, LENGTHS, VALUED)]
+    assert "1 rows need 3 frames each, i4" in refusal(peer, "value", body, arrays)
+
+
+def test_returns_that_are_not_of_the_last_values_are_refused(
+    peer: Connection, addresses: Endpoints, tiny_model: Path
+) -> None:
+    body = {"rank": 0, "step": 0}
+    assert "no values were given" in refusal(peer, "train", body, [np.zeros(0, np.float32)])
+    config = make_config(tiny_model, **GAE_CONFIG)
+    batch = pack_groups(config, make_groups(2))
+    critic, count = RemoteCritic(config, 0, addresses), batch.num_tokens
+    critic.values(batch, 1)
+    for arrays, given in (
+        ([], "nothing"),
+        ([np.zeros(count - 1, np.float32)], f"f4[{count - 1}]"),
+        ([np.zeros(count, np.int32)], f"i4[{count}]"),
+        ([np.zeros((1, count), np.float32)], f"f4[1, {count}]"),
+        ([np.zeros(count, np.float32)] * 2, f"f4[{count}], f4[{count}]"),
+    ):
+        text = refusal(peer, "train", body | {"step": 1}, arrays)
+        assert f"train: frames of {given}, expected one of f4[{count}]" in text
+    assert "train: step 2, the values given last were of step 1" in refusal(
+        peer, "train", body | {"step": 2}, [np.zeros(count, np.float32)]
+    )
+    critic.train(torch.zeros(count))
+    assert "critic/loss" in critic.finish(), "what was refused changed nothing"
+    critic.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "text"),
+    [
+        ("leave", {"rank": 7}, "'leave' of learner rank 7, this critic serves [0]"),
+        ("status", {}, "'status' is no request to a critic"),
+        ("ok", {"rank": "x" * 100_000}, "'ok' is no request to a critic"),
+        ("restore", {"rank": 0, "folder": "a\0b"}, "a folder's name has no character 0"),
+    ],
+)
+def test_other_requests_are_refused(peer: Connection, kind: str, body: Any, text: str) -> None:
+    seq = peer.send(kind, body)
+    answer = peer.receive(10)
+    assert answer is not None and (answer.kind, answer.seq) == ("error", seq) and text in answer.body["text"]
+
+
+def test_a_peer_of_bad_messages_is_cut_off_by_the_critic_and_nobody_else(
+    addresses: Endpoints, server: CriticServer, tiny_model: Path
+) -> None:
+    rubbish = connect_dealer(critic_address(addresses, 0))
+    config = make_config(tiny_model, **GAE_CONFIG)
+    critic = RemoteCritic(config, 0, addresses)
+    with structlog.testing.capture_logs() as logs:
+        for _ in range(MAX_BAD_MESSAGES + 1):
+            rubbish.send(b"rubbish")
+            assert rubbish.poll(5000), "a bad message is answered"
+            rubbish.recv_multipart()
+        rubbish.send(b"rubbish")
+        assert not rubbish.poll(300), "whatever it sends now"
+        batch = pack_groups(config, make_groups(2))
+        assert len(critic.values(batch, 1)) == batch.num_tokens
+    bad = [entry for entry in logs if entry["event"] == "bad message to the critic"]
+    assert [entry["total"] for entry in bad] == list(range(1, MAX_BAD_MESSAGES + 2))
+    assert logs[-1]["event"] == "a peer of the critic was cut off for its bad messages"
+    critic.close()
+    rubbish.close()
 
 
 def test_a_critic_that_is_not_there_is_named(addresses: Endpoints, tiny_model: Path) -> None:

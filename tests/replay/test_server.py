@@ -16,10 +16,10 @@ import zmq
 from asyncrl.errors import ConfigError, PeerTimeoutError, RunError
 from asyncrl.keys import write_keys
 from asyncrl.launch.resources import reserve_ports
+from asyncrl.offenders import MAX_BAD_MESSAGES
 from asyncrl.replay.client import GeneratorClient, GeneratorStats, LauncherClient, LearnerClient, LeaseReply
 from asyncrl.replay.journal import Journal
 from asyncrl.replay.ledger import State
-from asyncrl.replay.offenders import MAX_BAD_MESSAGES
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.server import ReplayServer, run_replay
 from asyncrl.replay.trace import TraceWriter

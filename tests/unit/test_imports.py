@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[2] / "asyncrl"
 
 LEVELS = [
     {"types", "errors", "processes", "tokenizer", "redaction"},
-    {"config", "keys", "sockets"},
+    {"config", "keys", "sockets", "offenders", "unpack"},
     {"algorithms"},
     {"rewards", "data", "replay", "weights", "observe"},
     {"generator", "learner"},

@@ -14,6 +14,8 @@ class Offenders:
     """Counts the bad messages of every peer; its memory is bounded whatever the peers do."""
 
     def __init__(self, *, max_bad_messages: int = MAX_BAD_MESSAGES, max_peers: int = MAX_PEERS) -> None:
+        self.bad_messages = 0
+        """Of all peers."""
         self.cut_off = 0
         """Peers cut off so far."""
         self._max_bad_messages = max_bad_messages
@@ -22,6 +24,7 @@ class Offenders:
 
     def note(self, peer: bytes) -> bool:
         """Counts a bad message; True when the peer is cut off by it."""
+        self.bad_messages += 1
         count = self._counts.pop(peer, 0) + 1
         self._counts[peer] = count
         if len(self._counts) > self._max_peers:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncrl.replay.offenders import MAX_BAD_MESSAGES, Offenders
+from asyncrl.offenders import MAX_BAD_MESSAGES, Offenders
 
 
 def test_a_peer_is_cut_off_once_and_alone() -> None:
@@ -11,7 +11,7 @@ def test_a_peer_is_cut_off_once_and_alone() -> None:
     assert cut == [False] * MAX_BAD_MESSAGES + [True, False, False]
     assert offenders.note(b"good") is False
     assert (offenders.ignores(b"bad"), offenders.ignores(b"good"), offenders.ignores(b"new")) == (True, False, False)
-    assert offenders.cut_off == 1
+    assert (offenders.cut_off, offenders.bad_messages) == (1, MAX_BAD_MESSAGES + 4)
 
 
 def test_the_peer_longest_silent_is_forgotten_first() -> None:

@@ -1,0 +1,65 @@
+"""msgpack from outside: unpacked within bounds, as a small message must not take much memory, and checked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgpack
+from pydantic import TypeAdapter, ValidationError
+
+from asyncrl.errors import ProtocolError
+
+MAX_PROBLEM_CHARACTERS = 500
+"""Of what is said about a bad message: it goes to the log and back to the sender."""
+
+
+def unpack(
+    data: bytes | memoryview, what: str, *, max_bytes: int, max_values: int, max_items: int, max_characters: int
+) -> Any:
+    """What `data` holds, of at most so many values in all lists and maps together, so many items in one of them, and
+    so many bytes in one text. Raises ProtocolError that names `what` it is."""
+    size = memoryview(data).nbytes
+    if size > max_bytes:
+        raise ProtocolError(f"a {what} of {size} bytes, at most {max_bytes} are read")
+    values = _Values(max_values)
+    try:
+        return msgpack.unpackb(
+            data,
+            strict_map_key=True,
+            use_list=True,
+            list_hook=values.count,
+            object_hook=values.count,
+            max_array_len=max_items,
+            max_map_len=max_items,
+            max_str_len=max_characters,
+            max_bin_len=max_bytes,
+            max_ext_len=0,
+        )
+    except (ValueError, msgpack.exceptions.UnpackException, RecursionError) as error:
+        problem = str(error) or type(error).__name__
+        raise ProtocolError(f"{what} is not msgpack: {problem[:MAX_PROBLEM_CHARACTERS]}") from None
+
+
+def check(value: Any, schema: TypeAdapter[Any], what: str) -> Any:
+    """The value, if it fits the schema. Raises ProtocolError that names `what` it is and the first thing that does
+    not."""
+    try:
+        return schema.validate_python(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        problem = f"{where}: {first['msg']}" if where else first["msg"]
+        raise ProtocolError(f"{what}: {problem[:MAX_PROBLEM_CHARACTERS]}") from None
+
+
+class _Values:
+    """Counts what is unpacked: a byte each can take a hundred when it is unpacked."""
+
+    def __init__(self, most: int) -> None:
+        self._most = self._left = most
+
+    def count(self, container: Any) -> Any:
+        self._left -= 1 + len(container)
+        if self._left < 0:
+            raise ValueError(f"more than {self._most} values")
+        return container
