@@ -165,7 +165,7 @@ class Load:
                 process.join(30)
         self.client.shutdown()
         self.client.close()
-        self.processes["replay"].join(60)
+        self.processes["replay"].join(120)
         return summary
 
     def _start(self, name: str, cpus: list[int], run: Callable[..., None], *arguments: Any) -> None:

@@ -63,7 +63,7 @@ class Checkpoints:
         """Step of the newest checkpoint whose files are as they were written; 0 without one. All ranks call it,
         before anything is saved. A damaged one is named in the log; what a killed process left behind is removed."""
         if self.ranks.rank == 0:
-            for left in [path for path in self.folder.glob("step-*") if not (path / MANIFEST).exists()]:
+            for left in [path for path in self.folder.glob("step-*") if not _is_finished(path)]:
                 log.warning("an unfinished checkpoint is removed", path=str(left))
                 shutil.rmtree(left)
         steps = finished_steps(self.folder)
@@ -196,3 +196,8 @@ class Checkpoints:
         shutil.rmtree(path)
         self._whole = [whole for whole in self._whole if whole != step]
         log.info("checkpoint removed", path=str(path))
+
+
+def _is_finished(path: Path) -> bool:
+    """False for what is left of one that was being written or removed."""
+    return path.suffix != PARTIAL and (path / MANIFEST).exists()
