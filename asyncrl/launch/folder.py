@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
+from asyncrl.launch.numbered import first_free
 from asyncrl.launch.resume import check_resume
 from asyncrl.launch.role import endpoints_of
 from asyncrl.redaction import redact
@@ -62,7 +63,7 @@ class RunFolder:
         if check_resume(self.config):
             self.earlier_s = _attempts_s(self.path)
         elif self.path.exists():
-            self.moved_to = free_name(self.path)
+            self.moved_to = first_free(self.path.parent, f"{self.path.name}.")
             self.path.rename(self.moved_to)
         self.path.mkdir(exist_ok=True)
 
@@ -124,14 +125,6 @@ def read_endpoints(run_dir: Path) -> Endpoints:
     if not goes_on(run_dir) or not file.exists():
         raise ConfigError(f"{run_dir}: this run is not going on; start it with asyncrl launch, or go on with --resume")
     return endpoints_of(json.loads(file.read_text()))
-
-
-def free_name(path: Path) -> Path:
-    """`path` with the first number after it that is not taken."""
-    number = 1
-    while (aside := path.with_name(f"{path.name}.{number}")).exists():
-        number += 1
-    return aside
 
 
 def _attempts_s(run_dir: Path) -> list[float]:

@@ -15,6 +15,7 @@ from asyncrl.errors import ConfigError, RunError
 from asyncrl.launch.checks import check_model
 from asyncrl.launch.interrupts import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, Interrupts
 from asyncrl.launch.local import LAUNCHERS, LocalLauncher
+from asyncrl.launch.numbered import first_free
 from asyncrl.launch.resources import LOOPBACK, make_endpoints, plan_resources
 from asyncrl.launch.resume import changes, refuse_changes
 from asyncrl.launch.role import RoleSpec
@@ -96,9 +97,7 @@ def read_configs(run_dir: Path, settings: dict[str, Any]) -> tuple[Config, Confi
 def make_out(run_dir: Path, out: Path | None) -> Path:
     """A new folder for the results. Raises ConfigError when the one given is not empty."""
     if out is None:
-        number = 1
-        while (out := run_dir / "replays" / str(number)).exists():
-            number += 1
+        out = first_free(run_dir / "replays", "")
     elif out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"--out {out}: exists and is not an empty folder; give another one")
     out.mkdir(parents=True, exist_ok=True)

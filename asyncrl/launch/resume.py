@@ -10,6 +10,7 @@ from typing import Any
 
 from asyncrl.config import Config, config_keys, load_config
 from asyncrl.errors import ConfigError
+from asyncrl.launch.numbered import first_free
 from asyncrl.observe.report import read_metrics
 
 FREE_SECTIONS = ("launch", "observe", "weights", "checkpoint", "journal")
@@ -102,9 +103,7 @@ def discard_journal(run_dir: Path) -> str:
             f"--discard-journal: {run_dir / 'checkpoints'} has no whole checkpoint, so that nothing would be left to "
             "resume; launch without --resume to start anew, which moves this run aside"
         )
-    number = 1
-    while (aside := run_dir / f"journal.discarded-{number}").exists():
-        number += 1
+    aside = first_free(run_dir, "journal.discarded-")
     journal = run_dir / "journal"
     if journal.exists():
         journal.rename(aside)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import BroadcastOptions, Store, TCPStore, Work
 
 from asyncrl.errors import RunError
+from asyncrl.unpack import MAX_PROBLEM_CHARACTERS
 from asyncrl.weights.packing import checksum
 
 T = TypeVar("T")
@@ -23,10 +24,6 @@ POLL_S = 0.0005
 """First pause between two looks for an answer."""
 _LONGEST_LOOK_S = 0.5
 """The most that one look adds to a wait."""
-
-
-MAX_PROBLEM_CHARACTERS = 500
-"""Of what is said about a bad message: it goes to the log and to the peer."""
 
 
 class Interrupted(Exception):
