@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from asyncrl.files import replace_file
+
 HIDDEN = "***"
 MIN_SECRET_CHARACTERS = 8
 """A shorter value is no secret, and would blot out innocent text."""
@@ -40,14 +42,8 @@ def redact_file(path: Path) -> None:
     """Replaces a file that has secrets in it, in one piece, by one with *** in their places. Raises OSError."""
     text = path.read_bytes().decode(errors="surrogateescape")
     clean = redact(text)
-    if clean == text:
-        return
-    temporary = path.with_name(f".{path.name}")
-    try:
-        temporary.write_bytes(clean.encode(errors="surrogateescape"))
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    if clean != text:
+        replace_file(path, clean.encode(errors="surrogateescape"))
 
 
 def _redact(value: Any, hidden: list[str]) -> Any:

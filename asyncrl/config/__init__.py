@@ -1,16 +1,9 @@
 """The settings of a run: what there is, how it is read, and what is wrong with it."""
 
 from asyncrl.config.hints import check_options, did_you_mean, did_you_mean_or_list, unknown_name
-from asyncrl.config.models import (
-    AlgorithmConfig,
-    Config,
-    CriticConfig,
-    LearnerConfig,
-    Options,
-    Rewards,
-    RewardSpec,
-)
+from asyncrl.config.models import Config
 from asyncrl.config.reading import config_keys, find_config, load_config, parse_override
+from asyncrl.config.sections import AlgorithmConfig, CriticConfig, LearnerConfig, Options, Rewards, RewardSpec
 
 __all__ = [
     "AlgorithmConfig",

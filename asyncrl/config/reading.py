@@ -11,7 +11,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from asyncrl.config.hints import did_you_mean
-from asyncrl.config.models import Config, Section
+from asyncrl.config.models import Config
+from asyncrl.config.sections import Section
 from asyncrl.errors import ConfigError
 
 

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
+from asyncrl.files import replace_file
 from asyncrl.launch.numbered import first_free
 from asyncrl.launch.resume import check_resume
 from asyncrl.launch.role import endpoints_of
@@ -75,12 +76,12 @@ class RunFolder:
     def begin(self, config: Config, endpoints: Endpoints) -> None:
         """Writes down what a launch is about to run, and where it can be reached; no summary tells of it yet."""
         if self.earlier_s:
-            self._replace(ATTEMPTS, json.dumps(self.earlier_s) + "\n")
+            replace_file(self.path / ATTEMPTS, json.dumps(self.earlier_s) + "\n")
         (self.path / "summary.json").unlink(missing_ok=True)
         # A config that is used once more starts a new run, whatever started this one.
         kept = config.model_copy(update={"resume": "never"}) if config.resume == "must" else config
-        self._replace("config.yaml", kept.to_yaml())
-        self._replace(ENDPOINTS, json.dumps(asdict(endpoints), indent=2) + "\n", mode=0o600)
+        replace_file(self.path / "config.yaml", kept.to_yaml())
+        replace_file(self.path / ENDPOINTS, json.dumps(asdict(endpoints), indent=2) + "\n", mode=0o600)
 
     def sum_up(self, summary: dict[str, Any]) -> dict[str, Any]:
         """The summary with the time of all launches of this run; secrets show as ***."""
@@ -91,14 +92,7 @@ class RunFolder:
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Replaces `summary.json` in one piece."""
-        self._replace("summary.json", json.dumps(summary, indent=2) + "\n")
-
-    def _replace(self, name: str, text: str, *, mode: int = 0o666) -> None:
-        temporary = self.path / f".{name}"
-        temporary.unlink(missing_ok=True)
-        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as file:
-            file.write(text)
-        temporary.replace(self.path / name)
+        replace_file(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
 
 
 def lock_path(run_dir: Path) -> Path:

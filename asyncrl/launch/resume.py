@@ -10,6 +10,7 @@ from typing import Any
 
 from asyncrl.config import Config, config_keys, load_config
 from asyncrl.errors import ConfigError
+from asyncrl.files import replace_file
 from asyncrl.launch.numbered import first_free
 from asyncrl.observe.report import read_metrics
 
@@ -122,9 +123,7 @@ def cut_metrics(file: Path, step: int, aside: Path) -> None:
         (aside / file.name, [row for row in rows if row["step"] > step]),
         (file, [row for row in rows if row["step"] <= step]),
     ):
-        new = path.with_name(f"{path.name}.new")
-        new.write_text("".join(json.dumps(row) + "\n" for row in kept))
-        new.replace(path)
+        replace_file(path, "".join(json.dumps(row) + "\n" for row in kept))
 
 
 def _summary(run_dir: Path) -> dict[str, Any]:

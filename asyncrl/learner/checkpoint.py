@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import structlog
 import xxhash
+
+from asyncrl.files import replace_file
 
 log = structlog.get_logger()
 
@@ -111,19 +113,6 @@ def sum_of(path: Path) -> Sum:
     return {"bytes": num_bytes, "xxh3": digest.hexdigest()}
 
 
-def replace_json(path: Path, value: Any) -> None:
-    """Writes the file so that it is never seen half-written, and to the disk."""
-    new = path.with_name(f"{path.name}.new")
-    new.write_text(json.dumps(value, indent=1))
-    seal(new)
-    new.rename(path)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Brings the names in the folder to the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def write_manifest(path: Path, manifest: Manifest) -> None:
+    """Makes the folder a whole checkpoint, or replaces what is said of it."""
+    replace_file(path / MANIFEST, json.dumps(asdict(manifest), indent=1))

@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from asyncrl.errors import AsyncrlError, PeerTimeoutError, RunError
-from asyncrl.learner.checkpoint import Sum, replace_json, seal
+from asyncrl.files import replace_file
+from asyncrl.learner.checkpoint import Sum, seal
 from asyncrl.learner.engine import TrainedModel
 from asyncrl.learner.pretrained import write_model
 from asyncrl.learner.state import collect_state
@@ -118,7 +119,7 @@ def _write(folder: Path, name: str, files: Files) -> None:
         written = [target] if target.is_file() else sorted(p for p in target.rglob("*") if p.is_file())
         sums |= {str(file.relative_to(folder)): seal(file) for file in written}
     (folder / PARTS).mkdir(exist_ok=True)
-    replace_json(folder / PARTS / f"{name}.json", sums)
+    replace_file(folder / PARTS / f"{name}.json", json.dumps(sums, indent=1))
 
 
 def await_parts(folder: Path, names: Iterable[str], *, timeout_s: float, cancelled: threading.Event) -> dict[str, Sum]:

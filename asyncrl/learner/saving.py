@@ -6,7 +6,6 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
 import structlog
@@ -14,6 +13,7 @@ import torch
 
 from asyncrl.config import Config
 from asyncrl.errors import AsyncrlError, RunError
+from asyncrl.files import sync_folder
 from asyncrl.learner.checkpoint import (
     MANIFEST,
     PARTIAL,
@@ -23,8 +23,7 @@ from asyncrl.learner.checkpoint import (
     has_manifest,
     is_damaged,
     read_manifest,
-    replace_json,
-    sync_folder,
+    write_manifest,
 )
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.parts import PARTS, Files, PartWriter, await_parts
@@ -154,7 +153,7 @@ class Checkpoints:
         if error := self._make_room(step, manifest.num_bytes):
             raise error
         shutil.rmtree(unfinished / PARTS)
-        replace_json(unfinished / MANIFEST, asdict(manifest))
+        write_manifest(unfinished, manifest)
         for folder in [path for path in unfinished.rglob("*") if path.is_dir()]:
             sync_folder(folder)
         path = self.path(step)
@@ -187,7 +186,7 @@ class Checkpoints:
         for step in [step for step in self._whole if step in self._evaluations]:
             manifest = read_manifest(self.path(step))
             manifest.reward, manifest.evaluated = self._evaluations.pop(step), True
-            replace_json(self.path(step) / MANIFEST, asdict(manifest))
+            write_manifest(self.path(step), manifest)
 
     def _remove(self, step: int) -> None:
         """Removes the checkpoint, its manifest first: half of one is none."""

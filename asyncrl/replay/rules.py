@@ -18,14 +18,9 @@ def rules_of(config: Config, num_eval_prompts: int) -> dict[str, int]:
 
 
 def check_rules(before: dict[str, int], now: dict[str, int]) -> None:
-    """Raises ConfigError unless a run that had the rules `before` can go on with those of `now`.
-
-    The state also holds with a larger staleness limit; with a smaller one, groups that were admitted would be too old.
-    `asyncrl launch --resume` lets none of them change.
-    """
+    """Raises ConfigError unless the rules of a run are those that it had before."""
     for key, value in now.items():
-        if value < before[key] or (value > before[key] and key != "replay.max_staleness"):
-            rule = "at least " if key == "replay.max_staleness" else ""
+        if value != before[key]:
             raise ConfigError(
-                f"{key} = {value}: the run was begun with {before[key]}; resume it with {rule}that, or begin another"
+                f"{key} = {value}: the run was begun with {before[key]}; resume it with that, or begin another"
             )

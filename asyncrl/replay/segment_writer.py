@@ -9,6 +9,7 @@ import structlog
 import xxhash
 
 from asyncrl.errors import JournalError
+from asyncrl.files import sync_folder
 from asyncrl.replay.records import Packed
 from asyncrl.replay.segments import ENTRY, HEADER, Segment, scan_segment, segment_path, sums_path
 
@@ -97,7 +98,10 @@ class SegmentWriter:
                 self._size = len(HEADER)
             if self.durable:
                 self.sync()
-                _sync_folder(self.folder)
+                sync_folder(self.folder)
+        except OSError as error:
+            self.close()
+            raise failure(self.folder, "sync it", error) from None
         except JournalError:
             self.close()
             raise
@@ -111,17 +115,6 @@ class SegmentWriter:
                     left = left[os.write(descriptor, left) :]
         except OSError as error:
             raise failure(path, f"write {data.num_bytes} bytes", error) from None
-
-
-def _sync_folder(folder: Path) -> None:
-    try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        raise failure(folder, "sync it", error) from None
 
 
 def failure(path: Path, what: str, error: OSError) -> JournalError:

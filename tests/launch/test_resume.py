@@ -15,7 +15,7 @@ from asyncrl.config import Config, load_config
 from asyncrl.errors import ConfigError
 from asyncrl.launch.folder import ATTEMPTS, RunFolder, goes_on, read_endpoints
 from asyncrl.launch.resume import check_resume, cut_metrics, discard_journal
-from asyncrl.learner.checkpoint import replace_json, sum_of
+from asyncrl.learner.checkpoint import Manifest, sum_of, write_manifest
 from asyncrl.observe.report import read_metrics
 from tests.helpers.replay import loopback_endpoints, small_config
 
@@ -142,7 +142,7 @@ def test_a_discarded_journal_leaves_what_the_run_goes_on_from(tmp_path: Path) ->
     (run_dir / "metrics.jsonl").write_text('{"step": 3}\n')
     (checkpoint / "queue.msgpack").write_bytes(b"queue")
     files = {"queue.msgpack": sum_of(checkpoint / "queue.msgpack")}
-    replace_json(checkpoint / "checkpoint.json", {"step": 2, "reward": None, "evaluated": False, "files": files})
+    write_manifest(checkpoint, Manifest(step=2, reward=None, files=files))
     state = Path(discard_journal(run_dir))
     shutil.rmtree(checkpoint)  # a newer one took its place, and then the replay queue dies
     assert state.read_bytes() == b"queue"

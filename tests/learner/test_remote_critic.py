@@ -24,6 +24,7 @@ from asyncrl.offenders import MAX_BAD_MESSAGES
 from asyncrl.replay.connection import Connection
 from asyncrl.sockets import connect_dealer
 from asyncrl.types import Endpoints
+from tests.helpers.serving import serving
 
 
 @pytest.fixture
@@ -130,13 +131,9 @@ def server(addresses: Endpoints, one_rank: Ranks, tiny_model: Path) -> Iterator[
     stop = threading.Event()
     critic = Critic(make_config(tiny_model, **GAE_CONFIG), one_rank)
     server = CriticServer(critic, addresses, learners=[0], should_stop=stop.is_set)
-    thread = threading.Thread(target=server.serve)
-    thread.start()
-    yield server
-    stop.set()
-    thread.join(timeout=20)
+    with serving(server.serve, stop):
+        yield server
     server.close()
-    assert not thread.is_alive()
 
 
 @pytest.fixture

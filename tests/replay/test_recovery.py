@@ -380,7 +380,7 @@ def test_checkpoint_without_journal_takes_every_ticket_back(tmp_path: Path) -> N
     ("change", "message"),
     [
         ({"replay__groups_per_step": 4}, "replay.groups_per_step = 4: the run was begun with 2; resume it with that"),
-        ({"replay__max_staleness": 0}, "replay.max_staleness = 0: the run was begun with 1; resume it with at least"),
+        ({"replay__max_staleness": 0}, "replay.max_staleness = 0: the run was begun with 1; resume it with that"),
         ({"generator__group_size": 3}, "generator.group_size = 3: the run was begun with 2"),
     ],
 )

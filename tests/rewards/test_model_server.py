@@ -20,6 +20,7 @@ from asyncrl.rewards.model_requests import read_request
 from asyncrl.rewards.model_server import ModelServer, RewardModel
 from asyncrl.rewards.reward_model import _Client
 from asyncrl.sockets import connect_dealer
+from tests.helpers.serving import serving
 
 
 @pytest.fixture(scope="module")
@@ -32,13 +33,9 @@ def server(model: RewardModel, tmp_path: Path) -> Iterator[ModelServer]:
     """A server in a thread, at `address_of(tmp_path)`."""
     stop = threading.Event()
     server = ModelServer(model, address_of(tmp_path))
-    thread = threading.Thread(target=server.serve, args=(stop.is_set,))
-    thread.start()
-    yield server
-    stop.set()
-    thread.join(timeout=20)
+    with serving(lambda: server.serve(stop.is_set), stop):
+        yield server
     server.close()
-    assert not thread.is_alive()
 
 
 def address_of(folder: Path) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from asyncrl.config import Config, config_keys, load_config, models, parse_override
+from asyncrl.config import Config, config_keys, load_config, models, parse_override, sections
 from asyncrl.errors import ConfigError
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
@@ -146,7 +146,8 @@ def test_groups_without_signal_are_refunded_where_they_would_have_none(
 
 
 def test_every_key_is_documented_where_it_is_defined() -> None:
-    classes = [node for node in ast.parse(inspect.getsource(models)).body if isinstance(node, ast.ClassDef)]
+    nodes = [node for module in (sections, models) for node in ast.parse(inspect.getsource(module)).body]
+    classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
     fields = documented = 0
     bare: list[str] = []
     for section in classes[1:]:

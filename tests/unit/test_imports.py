@@ -12,7 +12,7 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "asyncrl"
 
 LEVELS = [
-    {"types", "errors", "processes", "tokenizer", "redaction"},
+    {"types", "errors", "files", "processes", "tokenizer", "redaction"},
     {"config", "keys", "sockets", "offenders", "unpack"},
     {"algorithms"},
     {"rewards", "data", "replay", "weights", "observe"},
@@ -21,7 +21,7 @@ LEVELS = [
     {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
-SAME_LEVEL_ALLOWED = {("types", "errors"), ("sockets", "keys")}
+SAME_LEVEL_ALLOWED = {("types", "errors"), ("redaction", "files"), ("sockets", "keys")}
 
 
 def imports() -> list[tuple[Path, str, str]]:

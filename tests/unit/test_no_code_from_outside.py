@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Iterator
 from pathlib import Path
 
-from asyncrl.config.models import ModelConfig
+from asyncrl.config.sections import ModelConfig
 from asyncrl.tokenizer import load_tokenizer
 
 PACKAGE = Path(__file__).parents[2] / "asyncrl"
