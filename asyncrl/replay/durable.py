@@ -84,20 +84,23 @@ class DurableState:
         return own
 
     def write(self, *, wait: bool = True) -> None:
-        """Writes the records to the disk; without `wait` that may go on in the background until `synced`. Raises
-        JournalError when that cannot be."""
+        """Writes the records to the disk; without `wait` that may go on in the background until `synced`, and what is
+        written meanwhile is synced with a later write. Raises JournalError when that cannot be."""
         if self.journal is None:
             return
-        self.journal.settle()
-        self._tidy(self.journal)
+        begins = self.synced
+        if begins:
+            self._tidy(self.journal)
         self.journal.write(wait=wait)
-        self._written_step, self._covered_step = self._covered_step, None
-        if self.journal.synced:
+        if begins or wait:
+            self._written_step, self._covered_step = self._covered_step, None
+        if self.synced:
             self._tidy(self.journal)
 
     @property
     def synced(self) -> bool:
-        """All that was written is as safe as `journal.flush` asks for. Raises JournalError when it cannot be."""
+        """What was written before the last sync began is as safe as `journal.flush` asks for. Raises JournalError when
+        it cannot be."""
         return self.journal is None or self.journal.synced
 
     def _tidy(self, journal: Journal) -> None:

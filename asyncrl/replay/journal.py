@@ -40,7 +40,7 @@ SYNCED: dict[Flush, frozenset[str]] = {
     "step": frozenset({"commit"}),
     "os": frozenset(),
 }
-"""Kinds of records that must be on the disk when `write` returns."""
+"""Kinds of records that must be on the disk before they are answered."""
 
 
 class Journal:
@@ -109,17 +109,19 @@ class Journal:
 
     def write(self, *, wait: bool = True) -> None:
         """Writes what is buffered, and syncs as `flush` says; a killed process loses nothing of it. Without `wait` the
-        sync goes on in the background until `synced`; a write waits for the sync before it."""
-        self.settle()
+        sync goes on in the background until `synced`; while one is under way, the next begins with a later write."""
+        self._check()
         self._end_batch()
-        batches, sync = self._batches, self._sync_due
-        self._batches, self._sync_due = [], False
+        batches, self._batches = self._batches, []
         for batch in batches:
             self._guarded(lambda batch=batch: self._writer.append(batch))
-        if sync and wait:
-            self._guarded(self._writer.sync)
-        elif sync:
+        if wait:
+            self.settle()
+        if self._sync_due and self.synced:
+            self._sync_due = False
             self._under_way = self._background.submit(self._writer.sync)
+            if wait:
+                self.settle()
 
     def settle(self) -> None:
         """Waits for the sync under way. Raises JournalError when it failed."""

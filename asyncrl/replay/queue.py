@@ -56,7 +56,7 @@ class ReplayQueue:
 
     @property
     def synced(self) -> bool:
-        """What was written is as safe as `journal.flush` asks for."""
+        """No sync of the journal is under way: a write begins one with all that needs it."""
         return self.durable.synced
 
     @property

@@ -13,6 +13,7 @@ import zmq
 from asyncrl.errors import InvariantError, ProtocolError
 from asyncrl.offenders import Offenders
 from asyncrl.replay.held import Finished
+from asyncrl.replay.journal import SYNCED
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.wire import DTYPES, MAX_REQUEST_HEADER_BYTES, Array, Buffer, Message, decode, encode, pack_leases
 from asyncrl.sockets import MAX_FRAME_BYTES, bind_router
@@ -30,14 +31,17 @@ RECEIVE_AT_ONCE = 64
 TOKEN_BYTES = max(dtype.itemsize for dtype in DTYPES.values())
 """Of a token, in the largest of a group's frames."""
 
+ANSWERS = {"group": "finished", "commit": "committed"}
+"""What tells a peer that a record of this kind was kept."""
+
 Reply = tuple[str, Any, list[Array]]
 
 
 class ReplayServer:
     """Answers every message once; a bad one with an error and a count, and goes on.
 
-    What a message changed is in the journal before its answer is sent: all of a round of the loop in one write. While
-    that is synced, the next round goes on, and its answers wait for their own write.
+    What a message changed is in the journal before its answer is sent: all of a round of the loop in one write. Answers
+    that promise the disk (`journal.flush`) wait for a sync in the background, while all else goes on.
     """
 
     def __init__(self, queue: ReplayQueue, endpoints: Endpoints, *, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
@@ -48,8 +52,11 @@ class ReplayServer:
         self.shut = False
         self._waiting: dict[tuple[int, int], tuple[bytes, Message, float]] = {}
         self._outbox: list[tuple[bytes, int, Reply]] = []
+        self._unsynced: list[tuple[bytes, int, Reply]] = []
+        """Answers that wait for the next sync of the journal to begin."""
         self._syncing: list[tuple[bytes, int, Reply]] = []
-        """Answers whose records are written, and being synced."""
+        """Answers that wait for the sync under way."""
+        self._promises = frozenset(ANSWERS[kind] for kind in SYNCED[queue.config.journal.flush])
         self._socket = bind_router(
             endpoints.replay, "replay", handover=True, keys=endpoints.keys, max_frame_bytes=max_frame_bytes
         )
@@ -124,11 +131,15 @@ class ReplayServer:
 
     def _flush(self, *, wait: bool = False) -> None:
         """Writes what happened, and sends the answers of which that is safe: with `wait` all of them."""
-        if not wait and not self.queue.synced:
-            return
+        self._send_synced()
+        begins = wait or self.queue.synced
         self.queue.write(wait=wait)
-        self._send(self._syncing)
-        self._syncing, self._outbox = self._outbox, []
+        outbox, self._outbox = self._outbox, []
+        self._unsynced += [answer for answer in outbox if answer[2][0] in self._promises]
+        self._send([answer for answer in outbox if answer[2][0] not in self._promises])
+        if begins:
+            self._syncing += self._unsynced
+            self._unsynced = []
         self._send_synced()
 
     def _send_synced(self) -> None:

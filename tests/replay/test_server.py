@@ -18,7 +18,7 @@ from asyncrl.keys import write_keys
 from asyncrl.launch.resources import reserve_ports
 from asyncrl.offenders import MAX_BAD_MESSAGES
 from asyncrl.replay.client import GeneratorClient, GeneratorStats, LauncherClient, LearnerClient, LeaseReply
-from asyncrl.replay.journal import Journal
+from asyncrl.replay.journal import Flush, Journal
 from asyncrl.replay.ledger import State
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.server import ReplayServer, run_replay
@@ -94,17 +94,20 @@ class SlowDisk:
 
     def __init__(self) -> None:
         self.lets, self.asked = threading.Event(), threading.Event()
+        self.calls = 0
 
     def fsync(self, descriptor: int) -> None:
+        self.calls += 1
         self.asked.set()
         assert self.lets.wait(20)
 
 
-def test_answers_wait_for_their_sync_and_the_queue_works_on(
-    endpoints: Endpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("flush", ["step", "group"])
+def test_promises_of_the_disk_wait_for_their_sync_and_the_queue_works_on(
+    endpoints: Endpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flush: Flush
 ) -> None:
-    journal = Journal(tmp_path / "journal", flush="step")
-    queue = ReplayQueue(small_config(), EndlessPrompts(), TraceWriter(tmp_path / "trace.parquet"), journal=journal)
+    config, journal = small_config(journal__flush=flush), Journal(tmp_path / "journal", flush=flush)
+    queue = ReplayQueue(config, EndlessPrompts(), TraceWriter(tmp_path / "trace.parquet"), journal=journal)
     disk, stop = SlowDisk(), threading.Event()
     generator, learner = GeneratorClient(endpoints, 0), LearnerClient(endpoints, 0)
     with ThreadPoolExecutor(2) as pool:
@@ -115,6 +118,10 @@ def test_answers_wait_for_their_sync_and_the_queue_works_on(
             for lease in leases:
                 generator.finish(make_group(lease, 0))
             assert learner.take(1) is not None
+            deadline_s = time.monotonic() + 10
+            while generator.unacknowledged:
+                assert time.monotonic() < deadline_s, "groups are not acknowledged"
+                generator.poll(0.02)
             monkeypatch.setattr(os, "fsync", disk.fsync)
             committed = pool.submit(learner.commit, 1, {"learner/wait_s": 0.1})
             assert disk.asked.wait(10)
@@ -123,13 +130,17 @@ def test_answers_wait_for_their_sync_and_the_queue_works_on(
             while queue.ledger.count(State.FINISHED) < 1:
                 assert time.monotonic() < deadline_s, "nothing is done while the journal is synced"
                 generator.poll(0.02)
+            generator.ask(1, 1, GeneratorStats())
+            assert len(wait_for(generator).leases) == 1, "a lease promises nothing"
             generator.poll(0.2)
             assert not committed.done(), "answered before the disk had it"
-            assert generator.unacknowledged == 1, "answered before it was written"
+            assert generator.unacknowledged == (flush == "group")
             disk.lets.set()
             assert committed.result(timeout=10).metrics["reward/mean"] == 0.5
             generator.close()
             assert generator.unacknowledged == 0
+            syncs = 2 if flush == "group" else 1
+            assert disk.calls == 2 * syncs, "what is written during a sync is safe with the next"
         finally:
             disk.lets.set()
             stop.set()
