@@ -90,7 +90,11 @@ class RoleProcess:
 
 
 class LocalLauncher:
-    """Starts roles as processes in sessions of their own, so that a terminal's Ctrl-C reaches the launcher only."""
+    """Starts roles as processes in groups of their own, so that a terminal's Ctrl-C reaches the launcher only.
+
+    They stay in the launcher's session: Linux schedules sessions against one another (autogroups), which can leave a
+    role that starts on a busy core next to nothing of it.
+    """
 
     def __init__(self) -> None:
         self.roles: list[RoleProcess] = []
@@ -110,7 +114,7 @@ class LocalLauncher:
                 **share.environment(),
                 **network_environment(spec.endpoints.learners[0]),
             },
-            start_new_session=True,
+            process_group=0,
         )
         log_bytes = log_file.stat().st_size if log_file.exists() else 0
         role = RoleProcess(spec, process, output, log_bytes, output.tell())
@@ -142,7 +146,7 @@ class LocalLauncher:
                     role.process.send_signal(SHOW_STACKS)
             time.sleep(STACKS_S)
         for role in roles:
-            self._kill_session(role)
+            self._kill_group(role)
             role.process.wait()
             role.close()
             self.roles.remove(role)
@@ -159,7 +163,7 @@ class LocalLauncher:
         self.kill(list(self.roles))
 
     @staticmethod
-    def _kill_session(role: RoleProcess) -> None:
+    def _kill_group(role: RoleProcess) -> None:
         try:
             os.killpg(role.process.pid, signal.SIGKILL)
         except ProcessLookupError:

@@ -115,3 +115,17 @@ def test_output_that_cannot_be_cleaned_of_secrets_is_named(tmp_path: Path, monke
     assert b"tell-nobody" in output
     assert [(event["file"], event["bytes"]) for event in warnings] == [(str(spec.logs / "learner-0.out"), len(output))]
     assert [file.name for file in spec.logs.iterdir()] == ["learner-0.out"]
+
+
+def test_roles_have_groups_of_their_own_in_the_launchers_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher = LocalLauncher()
+    monkeypatch.setattr(launcher, "command", lambda _: ["sleep", "60"])
+    spec = RoleSpec("learner", 0, str(tmp_path), loopback_endpoints(1), (), 8)
+    role = launcher.start(spec, Share((0,), threads=1))
+    try:
+        assert os.getpgid(role.process.pid) == role.process.pid, "Ctrl-C in a terminal would reach it"
+        assert os.getsid(role.process.pid) == os.getsid(0), "it may get next to nothing of a core that others use"
+    finally:
+        launcher.kill([role])
