@@ -21,14 +21,15 @@ def unpack(
     size = memoryview(data).nbytes
     if size > max_bytes:
         raise ProtocolError(f"a {what} of {size} bytes, at most {max_bytes} are read")
-    values = _Values(max_values)
+    # Every value takes a byte at least: a short message cannot have too many.
+    count = _Values(max_values).count if size > max_values else None
     try:
         return msgpack.unpackb(
             data,
             strict_map_key=True,
             use_list=True,
-            list_hook=values.count,
-            object_hook=values.count,
+            list_hook=count,
+            object_hook=count,
             max_array_len=max_items,
             max_map_len=max_items,
             max_str_len=max_characters,

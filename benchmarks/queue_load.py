@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from asyncrl.replay.client import GeneratorClient, GeneratorStats, LauncherClien
 from asyncrl.types import NO_VERSION, Endpoints, Group, Lease, Prompt, Trajectory
 
 GROUP_SIZE, PROMPT_TOKENS = 8, 32
-SHAPES = 64
+SHAPES = 16
 """Different groups that a generator makes up."""
 CHECKPOINT_STEPS = 100
 DENIED_S = 0.004
@@ -56,52 +56,69 @@ class MadeUpGroups:
 
     def __init__(self, index: int, completion_tokens: int) -> None:
         dice = np.random.default_rng(index)
+        lengths = PROMPT_TOKENS + dice.integers(1, 2 * completion_tokens, (SHAPES, GROUP_SIZE))
         self._index = index
-        self._lengths = PROMPT_TOKENS + dice.integers(1, 2 * completion_tokens, (SHAPES, GROUP_SIZE))
-        self._rewards = dice.random((SHAPES, GROUP_SIZE))
-        self._version = NO_VERSION
-        self._members: list[list[Trajectory]] = []
+        self._members = [[_trajectory(int(length), float(dice.random())) for length in shape] for shape in lengths]
 
     def make(self, lease: Lease, version: int, now_s: float) -> Group:
-        if version != self._version:
-            self._version = version
-            self._members = [
-                [self._trajectory(int(length), float(reward)) for length, reward in zip(*one, strict=True)]
-                for one in zip(self._lengths, self._rewards, strict=True)
-            ]
         members = self._members[lease.ticket % SHAPES]
+        if members[0].versions[-1] != version:
+            members = [
+                replace(one, versions=np.where(one.action_mask, version, NO_VERSION).astype(np.int32))
+                for one in members
+            ]
+            self._members[lease.ticket % SHAPES] = members
         row, source = lease.prompt.row, lease.prompt.data_source
         return Group(lease.ticket, lease.attempt, self._index, row, source, version, version, members, now_s, now_s)
 
-    def _trajectory(self, length: int, reward: float) -> Trajectory:
-        mask = np.arange(length) >= PROMPT_TOKENS
-        return Trajectory(
-            tokens=np.arange(length, dtype=np.int32),
-            action_mask=mask,
-            behavior_logprobs=np.where(mask, -0.5, 0.0).astype(np.float32),
-            versions=np.where(mask, self._version, NO_VERSION).astype(np.int32),
-            status="completed",
-            reward=reward,
-        )
+
+def _trajectory(length: int, reward: float) -> Trajectory:
+    mask = np.arange(length) >= PROMPT_TOKENS
+    return Trajectory(
+        tokens=np.arange(length, dtype=np.int32),
+        action_mask=mask,
+        behavior_logprobs=np.where(mask, -0.5, 0.0).astype(np.float32),
+        versions=np.where(mask, NO_VERSION - 1, NO_VERSION).astype(np.int32),
+        status="completed",
+        reward=reward,
+    )
 
 
-def generate(config: Config, endpoints: Endpoints, version: Any, index: int, completion_tokens: int) -> None:
+class MadeUpGenerator:
     """Asks for groups at the newest version and finishes them at once."""
-    client, groups = GeneratorClient(endpoints, index), MadeUpGroups(index, completion_tokens)
-    wanted = config.generator.max_running_groups
-    done, next_ask_s, asked = False, 0.0, NO_VERSION
-    while not done:
-        newest, now_s = version.value, time.monotonic()
-        if not client.outstanding and (now_s >= next_ask_s or newest != asked):
-            client.ask(newest, wanted, GeneratorStats())
-            asked = newest
-        reply = client.poll(DENIED_S)
-        if reply is not None:
-            done = reply.done
-            for lease in reply.leases:
-                client.finish(groups.make(lease, newest, time.monotonic()))
-            next_ask_s = time.monotonic() + (DENIED_S if len(reply.leases) < wanted else 0.0)
-    client.close()
+
+    def __init__(self, endpoints: Endpoints, index: int, *, leases: int, completion_tokens: int) -> None:
+        self.done = False
+        self._client, self._groups = GeneratorClient(endpoints, index), MadeUpGroups(index, completion_tokens)
+        self._leases = leases
+        """Wanted with each ask."""
+        self._next_ask_s, self._asked = 0.0, NO_VERSION
+
+    def turn(self, newest: int, timeout_s: float) -> None:
+        """Asks if it is time, and waits so long for an answer."""
+        if not self._client.outstanding and (time.monotonic() >= self._next_ask_s or newest != self._asked):
+            self._client.ask(newest, self._leases, GeneratorStats())
+            self._asked = newest
+        reply = self._client.poll(timeout_s)
+        if reply is None:
+            return
+        for lease in reply.leases:
+            self._client.finish(self._groups.make(lease, newest, time.monotonic()))
+        self._next_ask_s = time.monotonic() + (DENIED_S if len(reply.leases) < self._leases else 0.0)
+        self.done = reply.done
+        if self.done:
+            self._client.close()
+
+
+def generate(endpoints: Endpoints, version: Any, indexes: range, leases: int, completion_tokens: int) -> None:
+    """So many generators in one process, until they are done."""
+    generators = [
+        MadeUpGenerator(endpoints, index, leases=leases, completion_tokens=completion_tokens) for index in indexes
+    ]
+    while generators:
+        for one in generators:
+            one.turn(version.value, DENIED_S / len(generators))
+        generators = [one for one in generators if not one.done]
 
 
 def learn(endpoints: Endpoints, version: Any) -> None:
@@ -118,7 +135,7 @@ def learn(endpoints: Endpoints, version: Any) -> None:
     client.close()
 
 
-def replay(config: Config, endpoints: Endpoints, folder: Path, journaled: bool) -> None:
+def hold_queue(config: Config, endpoints: Endpoints, folder: Path, journaled: bool) -> None:
     from asyncrl.replay.journal import Journal
     from asyncrl.replay.queue import ReplayQueue
     from asyncrl.replay.server import run_replay
@@ -135,6 +152,10 @@ class Load:
 
     folder: Path
     generators: int = 2
+    in_one_process: bool = False
+    """All generators; else each has its own."""
+    leases: int = 64
+    """That a generator asks for at once."""
     completion_tokens: int = 96
     journaled: bool = True
     settings: dict[str, Any] = field(default_factory=dict)
@@ -147,13 +168,15 @@ class Load:
         }  # fmt: skip
         config = load_config(None, values | self.settings)
         endpoints = make_endpoints(config, "load")
-        first, *rest = sorted(os.sched_getaffinity(0))
+        first, rest = cores()
         self._version = version = CONTEXT.Value("q", 0)  # kept until all processes have it
-        self._start("replay", [first], replay, config, endpoints, self.folder, self.journaled)
-        self._start("learner", rest or [first], learn, endpoints, version)
-        for index in range(self.generators):
-            own = config, endpoints, version, index, self.completion_tokens
-            self._start(f"generator-{index}", rest or [first], generate, *own)
+        self._start("replay", first, hold_queue, config, endpoints, self.folder, self.journaled)
+        self._start("learner", rest, learn, endpoints, version)
+        size = self.generators if self.in_one_process else 1
+        for index in range(0, self.generators, size):
+            indexes = range(index, index + size)
+            own = endpoints, version, indexes, self.leases, self.completion_tokens
+            self._start(f"generator-{index}", rest, generate, *own)
         self.client = LauncherClient(endpoints, timeout_s=60.0)
 
     def end(self) -> dict[str, Any]:
@@ -169,9 +192,20 @@ class Load:
         return summary
 
     def _start(self, name: str, cpus: list[int], run: Callable[..., None], *arguments: Any) -> None:
-        process = CONTEXT.Process(target=_run, args=(os.getpid(), cpus, run, *arguments), name=name, daemon=True)
-        process.start()
-        self.processes[name] = process
+        self.processes[name] = start(name, cpus, run, *arguments)
+
+
+def cores() -> tuple[list[int], list[int]]:
+    """The first core, and the rest; both the same where there is only one."""
+    first, *rest = sorted(os.sched_getaffinity(0))
+    return [first], rest or [first]
+
+
+def start(name: str, cpus: list[int], run: Callable[..., None], *arguments: Any) -> BaseProcess:
+    """A process on these cores, which ends with this one."""
+    process = CONTEXT.Process(target=_run, args=(os.getpid(), cpus, run, *arguments), name=name, daemon=True)
+    process.start()
+    return process
 
 
 def _run(parent: int, cpus: list[int], run: Callable[..., None], *arguments: Any) -> None:

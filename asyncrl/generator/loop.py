@@ -17,6 +17,7 @@ from asyncrl.generator.groups import Running, make_evaluated, make_group, submit
 from asyncrl.generator.room import Asked, room
 from asyncrl.generator.start import beside_the_engine, engine_seed, max_weight_bytes
 from asyncrl.replay.client import GeneratorClient, GeneratorStats, LeaseReply
+from asyncrl.stopwatch import Stopwatch
 from asyncrl.types import NO_VERSION, Endpoints, Lease
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class GeneratorLoop:
         self.client = client
         self.should_stop = should_stop
         self.stats = GeneratorStats()
+        self._watch = Stopwatch()
         self.running: dict[Hashable, Running] = {}
         self.scoring: dict[Hashable, Running] = {}
         self.done = False
@@ -101,21 +103,19 @@ class GeneratorLoop:
 
     def tick(self) -> None:
         """One engine step with what goes before and after it."""
-        started_s = time.monotonic()
         busy = self.engine.num_running > 0
+        self._watch.turn("syncing")
         self._swap_staged()
+        self._watch.turn("working" if busy else "waiting")
         self._exchange(0.0 if busy else _IDLE_S)
         if self.engine.num_running:
+            self._watch.turn("working")
             for completion in self.engine.step():
                 self._end(completion)
         if self.scoring:
+            self._watch.turn("writing")
             for scored in self.rewards.collect():
                 self._finish(scored)
-        elapsed_s = time.monotonic() - started_s
-        if busy:
-            self.stats.busy_s += elapsed_s
-        else:
-            self.stats.idle_s += elapsed_s
 
     def release(self) -> None:
         """Drops what is unfinished and gives the leases back, with the number of tokens that are lost."""
@@ -187,6 +187,8 @@ class GeneratorLoop:
         groups, evaluations = self._room()
         if (groups + evaluations and now_s >= self._next_ask_s) or now_s >= self._heartbeat_s:
             self._asked = Asked(self.engine.version, groups, evaluations)
+            for name, seconds in self._watch.seconds().items():
+                setattr(self.stats, f"{name}_s", seconds)
             self.client.ask(self.engine.version, groups, self.stats, num_evaluations=evaluations)
             self.stats.stall_ms = []
             self._heartbeat_s = now_s + _HEARTBEAT_S

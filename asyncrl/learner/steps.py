@@ -21,6 +21,7 @@ from asyncrl.learner.protocols import Batches, Sender, Tracker
 from asyncrl.learner.saving import Checkpoints
 from asyncrl.learner.trainer import Trainer
 from asyncrl.replay.client import Committed
+from asyncrl.stopwatch import Stopwatch
 from asyncrl.types import Shard
 
 log = structlog.get_logger()
@@ -40,8 +41,8 @@ class Learner:
     """None when no checkpoints are to be saved."""
     start: int = 0
     """Step of the checkpoint that the trainer comes from."""
-    sync_s: float = 0.0
-    """How long the last version sent held this rank up; in the metrics of the step after it."""
+    watch: Stopwatch = field(default_factory=Stopwatch)
+    """The metrics of a step have the time since the commit before: keeping and sending are those of the step before."""
     committed: int = 0
     """Steps that were committed before this start: up to this one they are trained again as they were."""
     checkpoint_due: bool = False
@@ -79,6 +80,7 @@ class Learner:
     def _agree(self, should_stop: Callable[[], bool]) -> bool:
         """Whether to stop before the next step. What any rank knows of checkpoints all ranks learn here: that one is
         due, and RunError when one failed."""
+        self.watch.turn("waiting")
         error = self.checkpoints.failure() if self.checkpoints is not None else None
         flags = torch.tensor([should_stop(), self.checkpoint_due, error is not None], dtype=torch.int64)
         stop, due, failed = self.ranks.max(flags).tolist()
@@ -89,21 +91,25 @@ class Learner:
 
     def _train(self, step: int) -> bool:
         """One step; false when there is no batch for it."""
-        started_s = time.monotonic()
+        self.watch.turn("waiting")
         shard = self.batches.take(step)
-        taken_s = time.monotonic()
+        self.watch.turn("working")
         if shard is None:
             return False
         metrics = self.trainer.train(self.prepare(shard, step), step=step)
+        self.watch.turn("writing")
+        lap = self.watch.lap()
         metrics |= {
-            "learner/wait_s": taken_s - started_s,
-            "learner/step_s": time.monotonic() - taken_s,
-            "learner/sync_s": self.sync_s,
+            "learner/wait_s": lap["waiting"],
+            "learner/step_s": lap["working"],
+            "learner/sync_s": lap["syncing"],
+            "learner/write_s": lap["writing"],
         }
         saving = self._saves(step)
         # Committed before it is sent: no generator may have a version that the replay queue does not know.
         committed = self._commit(step, metrics, saving=saving)
         self._send(step)
+        self.watch.turn("writing")
         if saving:
             metrics["checkpoint/save_s"] = self._save(step, committed.state)
         self._log(step, metrics | committed.metrics)
@@ -162,12 +168,11 @@ class Learner:
         before this start are not sent again, and the last one only to be evaluated."""
         if version < self.committed or not (version < self.config.steps or self.config.evaluates(version)):
             return
-        started_s = time.monotonic()
+        self.watch.turn("syncing")
         if self.sender is not None:
             self.sender.send(version, self.trainer.policy.weights())
         else:
             self.trainer.policy.join_gathering()
-        self.sync_s = time.monotonic() - started_s
 
     def _commit(self, step: int, metrics: dict[str, float], *, saving: bool) -> Committed:
         if self.ranks.rank:

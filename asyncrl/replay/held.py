@@ -12,6 +12,7 @@ from asyncrl.errors import InvariantError, ProtocolError
 from asyncrl.replay.messages import GroupMeta
 from asyncrl.replay.records import Record
 from asyncrl.replay.segments import Location
+from asyncrl.replay.tallies import completion_tokens, tokens_by_version
 from asyncrl.replay.wire import Array
 from asyncrl.types import Prompt
 
@@ -48,6 +49,10 @@ class Held:
     arrays: list[Array] = field(default_factory=list[Array])
     location: Location | None = None
     """Of the finished group in the journal."""
+    completion: list[int] = field(default_factory=list[int])
+    """Action tokens of each trajectory."""
+    by_version: dict[int, int] = field(default_factory=dict[int, int])
+    """Action tokens by the policy version that sampled them."""
     taken_s: float = 0.0
 
     @property
@@ -60,6 +65,12 @@ class Held:
     def num_bytes(self) -> int:
         return sum(array.nbytes for array in self.arrays)
 
+    def keep(self, group: Finished, location: Location | None) -> None:
+        """Takes the finished group in."""
+        _, mask, _, versions = group.arrays
+        self.meta, self.arrays, self.location = group.meta, group.arrays, location
+        self.completion, self.by_version = completion_tokens(group.meta, mask), tokens_by_version(versions, mask)
+
     def check_prompt(self, meta: GroupMeta, tokens: Array) -> None:
         """Raises ProtocolError unless the group is of this prompt: its row, its data source, and its tokens at the
         start of every trajectory. `tokens` are those of all trajectories, of the lengths in `meta`."""
@@ -68,10 +79,9 @@ class Held:
             raise ProtocolError(f"{where} is for row {prompt.row}, not {meta['row']}")
         if meta["data_source"] != prompt.data_source:
             raise ProtocolError(f"{where} is for data source {prompt.data_source!r}, not {meta['data_source']!r}")
-        expected, begin = np.asarray(prompt.tokens, dtype=np.int32).tobytes(), 0
+        expected, size, begin = np.asarray(prompt.tokens, dtype=np.int32).tobytes(), len(prompt.tokens), 0
         for number, length in enumerate(meta["lengths"]):
-            size = min(len(prompt.tokens), length)
-            if tokens[begin : begin + size].tobytes() != expected:
+            if tokens[begin : begin + min(size, length)].tobytes() != expected:
                 raise ProtocolError(f"{where}: trajectory {number} does not begin with the tokens of row {prompt.row}")
             begin += length
 
@@ -87,10 +97,9 @@ class Held:
         generator, attempt, session, number, lost, location, taken_s = values
         held = cls(prompt, now_s, generator, attempt, session, number, list(lost))
         if load is not None and location is not None:
-            held.location = tuple(location)
-            record = load(held.location)
-            group = Finished.of_record(record.body, record.arrays)
-            held.meta, held.arrays, held.taken_s = group.meta, group.arrays, taken_s
+            record = load(tuple(location))
+            held.keep(Finished.of_record(record.body, record.arrays), tuple(location))
+            held.taken_s = taken_s
         return held
 
 

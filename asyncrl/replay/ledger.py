@@ -15,7 +15,7 @@ so taking groups by earliest deadline always meets every deadline, in whatever o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -86,6 +86,8 @@ class Ledger:
     """Tokens of attempts given up unfinished, or finished after their lease had passed to another generator."""
     returned_trajectories: int = 0
     """Of finished groups whose data is gone (`discard`)."""
+    _counts: Counter[State] = field(default_factory=Counter[State])
+    """Live tickets by state."""
 
     def state_dict(self) -> dict[str, Any]:
         """All but the settings, made of what msgpack can carry."""
@@ -106,6 +108,7 @@ class Ledger:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.live = {number: Ticket(number, State(name), *values) for number, name, *values in state["live"]}
+        self._counts = Counter(ticket.state for ticket in self.live.values())
         self.trained, self.generated = Amount(*state["trained"]), Amount(*state["generated"])
         self.refunded = {reason: Amount(*values) for reason, values in state["refunded"].items()}
         self.issued, self.steps, self.returned = state["issued"], state["steps"], list(state["returned"])
@@ -130,10 +133,12 @@ class Ledger:
             raise InvariantError(f"ledger: no group may start at version {version} with {self.charged} charged")
         if self.returned:
             again = self.live[self.returned.pop(0)]
-            again.state, again.start_version, again.attempt = State.LEASED, version, again.attempt + 1
+            self._move(again, State.LEASED)
+            again.start_version, again.attempt = version, again.attempt + 1
             return again
         ticket = Ticket(number=self.issued, state=State.LEASED, attempt=0, start_version=version)
         self.live[ticket.number] = ticket
+        self._counts[State.LEASED] += 1
         self.issued += 1
         return ticket
 
@@ -150,18 +155,20 @@ class Ledger:
 
     def finish(self, number: int, *, trajectories: int, tokens: int) -> None:
         ticket = self._expect(number, State.LEASED)
-        ticket.state, ticket.trajectories, ticket.tokens = State.FINISHED, trajectories, tokens
+        self._move(ticket, State.FINISHED)
+        ticket.trajectories, ticket.tokens = trajectories, tokens
         self.generated.add(trajectories=trajectories, tokens=tokens)
 
     def refund(self, number: int, reason: str) -> None:
         """Ends a finished group untrained and gives its place to another prompt."""
         ticket = self._expect(number, State.FINISHED)
         del self.live[number]
+        self._counts[State.FINISHED] -= 1
         self.refunded.setdefault(reason, Amount()).add(trajectories=ticket.trajectories, tokens=ticket.tokens)
 
     def give_back(self, number: int, *, tokens: int) -> None:
         """Ends an attempt unfinished; the ticket will be leased again."""
-        self._expect(number, State.LEASED).state = State.RETURNED
+        self._move(self._expect(number, State.LEASED), State.RETURNED)
         self.returned.append(number)
         self.lose(tokens)
 
@@ -172,7 +179,8 @@ class Ledger:
             raise InvariantError(f"ledger: ticket {number} is {ticket.state.value}, expected finished or taken")
         self.returned_tokens += ticket.tokens
         self.returned_trajectories += ticket.trajectories
-        ticket.state, ticket.trajectories, ticket.tokens = State.RETURNED, 0, 0
+        self._move(ticket, State.RETURNED)
+        ticket.trajectories = ticket.tokens = 0
         self.returned.append(number)
 
     def lose(self, tokens: int) -> None:
@@ -202,15 +210,16 @@ class Ledger:
                     f"ledger: ticket {number} started at version {ticket.start_version} cannot be trained at "
                     f"version {self.steps} with max_staleness {self.max_staleness}"
                 )
-            ticket.state = State.TAKEN
+            self._move(ticket, State.TAKEN)
 
     def commit(self) -> list[int]:
         """Ends the tickets taken as trained, and counts the step."""
-        numbers = [t.number for t in self._in_state(State.TAKEN)]
+        numbers = [ticket.number for ticket in self.live.values() if ticket.state is State.TAKEN]
         if len(numbers) != self.groups_per_step:
             raise InvariantError(f"ledger: commit of {len(numbers)} groups, a step has {self.groups_per_step}")
         for number in numbers:
             ticket = self.live.pop(number)
+            self._counts[State.TAKEN] -= 1
             self.trained.add(trajectories=ticket.trajectories, tokens=ticket.tokens)
         self.steps += 1
         return numbers
@@ -223,7 +232,7 @@ class Ledger:
         return amount
 
     def count(self, state: State) -> int:
-        return sum(1 for _ in self._in_state(state))
+        return self._counts[state]
 
     def check(self) -> None:
         """Raises InvariantError unless generated = trained + refunded + returned + in flight."""
@@ -286,8 +295,10 @@ class Ledger:
                 return False
         return True
 
-    def _in_state(self, state: State) -> Iterator[Ticket]:
-        return (ticket for ticket in self.live.values() if ticket.state is state)
+    def _move(self, ticket: Ticket, state: State) -> None:
+        self._counts[ticket.state] -= 1
+        self._counts[state] += 1
+        ticket.state = state
 
     def _expect(self, number: int, state: State) -> Ticket:
         ticket = self.live.get(number)

@@ -13,14 +13,19 @@ from asyncrl.config import Config
 from asyncrl.replay.bounds import MAX_COUNT, MAX_NUMBER
 from asyncrl.replay.ledger import Ledger, State
 from asyncrl.replay.messages import GroupMeta
-from asyncrl.replay.tallies import Curve, ExactMean, Outcome, bias_alarms, completion_tokens
-from asyncrl.replay.wire import Array
+from asyncrl.replay.tallies import Curve, ExactMean, Outcome, bias_alarms
+from asyncrl.stopwatch import ACTIVITIES, fractions
 from asyncrl.types import NO_VERSION
 
 RATE_WINDOW_S = 10.0
+LEARNER_TIMES = {
+    "waiting": "learner/wait_s", "working": "learner/step_s", "syncing": "learner/sync_s", "writing": "learner/write_s",
+}  # fmt: skip
+"""The learner's metric of each activity."""
 
 
-SUMS = ("tokens", "idle_s", "busy_s", "rewards_failed")
+TIMES = tuple(f"{name}_s" for name in ACTIVITIES)
+SUMS = ("tokens", *TIMES, "rewards_failed")
 
 
 @dataclass(slots=True)
@@ -32,8 +37,10 @@ class GeneratorState:
     """None while it is not up."""
     version: int = NO_VERSION
     tokens: int = 0
-    idle_s: float = 0.0
-    busy_s: float = 0.0
+    waiting_s: float = 0.0
+    working_s: float = 0.0
+    syncing_s: float = 0.0
+    writing_s: float = 0.0
     rewards_failed: int = 0
     before: list[float] = field(default_factory=lambda: [0] * len(SUMS))
     """The sums when the session began."""
@@ -54,8 +61,12 @@ class GeneratorState:
 
     @property
     def idle(self) -> float:
-        total = self.idle_s + self.busy_s
-        return self.idle_s / total if total else 0.0
+        return fractions(self.seconds)["waiting"]
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Of every activity."""
+        return {name: getattr(self, f"{name}_s") for name in ACTIVITIES}
 
 
 @dataclass(slots=True)
@@ -65,12 +76,12 @@ class ScoredSince:
 
     means: dict[str, ExactMean] = field(default_factory=dict[str, ExactMean])
 
-    def add(self, meta: GroupMeta, action_mask: Array) -> None:
+    def add(self, meta: GroupMeta, completion: Sequence[int]) -> None:
         self._count("reward/mean", meta["rewards"])
         self._count(f"reward/{meta['data_source']}", meta["rewards"])
         for name in {name for parts in meta["parts"] for name in parts}:
             self._count(f"reward_part/{name}", [parts[name] for parts in meta["parts"] if name in parts])
-        self._count("completion/tokens", completion_tokens(meta, action_mask))
+        self._count("completion/tokens", completion)
         if meta["greedy_reward"] is not None:
             self._count("reward/greedy", [meta["greedy_reward"]])
         self._count("completion/truncated_fraction", [float(status == "truncated") for status in meta["status"]])
@@ -103,6 +114,8 @@ class RunMeasure:
     """Tokens of the greedy completions of scored groups; they are in no box of the ledger."""
     histogram: list[int] = field(default_factory=list[int])
     learner_wait_s: float = 0.0
+    learner_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(ACTIVITIES, 0.0))
+    """Seconds of learner rank 0, by activity."""
     syncs: int = 0
     """Versions that the learner of today has sent."""
     syncs_before: int = 0
@@ -124,19 +137,19 @@ class RunMeasure:
         if self.first_lease_s is None:
             self.first_lease_s = now_s
 
-    def scored(self, meta: GroupMeta, arrays: Sequence[Array]) -> None:
-        """Counts a group that has its rewards."""
-        self.scored_since.add(meta, arrays[1])
+    def scored(self, meta: GroupMeta, completion: Sequence[int]) -> None:
+        """Counts a group that has its rewards; `completion` has the action tokens of each trajectory."""
+        self.scored_since.add(meta, completion)
         self.greedy_tokens += meta["greedy_tokens"]
 
-    def ended(self, outcome: str, meta: GroupMeta, arrays: Sequence[Array]) -> None:
+    def ended(self, outcome: str, meta: GroupMeta, completion: Sequence[int]) -> None:
         """Counts a group that was trained or refunded."""
-        self.outcomes.setdefault(outcome, Outcome()).add(meta, arrays[1])
+        self.outcomes.setdefault(outcome, Outcome()).add(meta, completion)
 
     def committed(
-        self, step: int, groups: Sequence[Sequence[Array]], metrics: dict[str, float], ledger: Ledger, now_s: float
+        self, step: int, groups: Sequence[dict[int, int]], metrics: dict[str, float], ledger: Ledger, now_s: float
     ) -> dict[str, float]:
-        """Metrics of the step; `groups` are the frames of the trained groups."""
+        """Metrics of the step; `groups` has the action tokens of each trained group, by version."""
         counts = self._count_staleness(step - 1, groups)
         tokens = int(counts.sum())
         began_s = self.first_lease_s or 0.0
@@ -144,6 +157,9 @@ class RunMeasure:
         if not waited_s >= 0.0:  # what a learner says may be anything, NaN too
             waited_s = 0.0
         self.learner_wait_s += min(waited_s, now_s - (self.last_step_s or began_s))
+        for name, metric in LEARNER_TIMES.items():
+            told_s = metrics.get(metric, 0.0)
+            self.learner_s[name] += min(told_s, MAX_NUMBER) if told_s >= 0.0 else 0.0
         self.last_step_s = now_s
         self._count_syncs(metrics.get("weights/syncs", 0.0))
         self.recent.append((now_s, tokens))
@@ -161,7 +177,7 @@ class RunMeasure:
             "time/elapsed_s": now_s - began_s,
             "throughput/trained_tokens_per_s": self.tokens_per_s(ledger),
             "generator/idle_fraction": self.generator_idle,
-            "generator/busy_s": sum(g.busy_s for g in self.generators.values()),
+            "generator/busy_s": sum(seconds for name, seconds in self.generator_s.items() if name != "waiting"),
             "generator/tokens": float(sum(g.tokens for g in self.generators.values())),
         }
 
@@ -188,29 +204,35 @@ class RunMeasure:
             "first_lease_s": self.first_lease_s,
             "last_step_s": self.last_step_s,
             "step_rewards": self.step_rewards.state(),
-            "scored_since": {name: mean.state() for name, mean in self.scored_since.means.items()},
+            "scored_since": {name: list(mean.values) for name, mean in self.scored_since.means.items()},
             "outcomes": {name: outcome.state() for name, outcome in self.outcomes.items()},
             "greedy_tokens": self.greedy_tokens,
             "histogram": list(self.histogram),
             "learner_wait_s": self.learner_wait_s,
+            "learner_s": dict(self.learner_s),
             "syncs": [self.syncs, self.syncs_before],
             "last_metrics": dict(self.last_metrics),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step_rewards = Curve(*state["step_rewards"])
-        self.scored_since = ScoredSince({name: ExactMean(*mean) for name, mean in state["scored_since"].items()})
+        self.scored_since = ScoredSince({name: ExactMean(values) for name, values in state["scored_since"].items()})
         self.outcomes = {name: Outcome.of_state(outcome) for name, outcome in state["outcomes"].items()}
-        for name in ("first_lease_s", "last_step_s", "greedy_tokens", "histogram", "learner_wait_s", "last_metrics"):
+        for name in ("first_lease_s", "last_step_s", "greedy_tokens", "histogram", "last_metrics"):
             setattr(self, name, state[name])
+        self.learner_wait_s, self.learner_s = state["learner_wait_s"], state["learner_s"]
         self.syncs, self.syncs_before = state["syncs"]
         self.recent.clear()
 
     @property
     def generator_idle(self) -> float:
         """Fraction of the generators' time, up to when they last said so, in which they had nothing to generate."""
-        total = sum(g.idle_s + g.busy_s for g in self.generators.values())
-        return sum(g.idle_s for g in self.generators.values()) / total if total else 0.0
+        return fractions(self.generator_s)["waiting"]
+
+    @property
+    def generator_s(self) -> dict[str, float]:
+        """Seconds of all generators together, by activity."""
+        return {name: sum(g.seconds[name] for g in self.generators.values()) for name in ACTIVITIES}
 
     @property
     def learner_idle(self) -> float:
@@ -279,6 +301,7 @@ class RunMeasure:
                 "histogram": self.histogram,
             },
             "idle": {"generator": self.generator_idle, "learner": self.learner_idle},
+            "time": {"generator": fractions(self.generator_s), "learner": fractions(self.learner_s)},
             "weight_sync": {
                 "count": self.syncs + self.syncs_before,
                 "stall_ms_mean": stall_ms / stalls if stalls else 0.0,
@@ -297,10 +320,11 @@ class RunMeasure:
             self.syncs_before += self.syncs
         self.syncs = syncs
 
-    def _count_staleness(self, version: int, groups: Sequence[Sequence[Array]]) -> np.ndarray:
+    def _count_staleness(self, version: int, groups: Sequence[dict[int, int]]) -> np.ndarray:
         """Action tokens by staleness at `version`, [max staleness of the batch + 1]; also added to the histogram."""
-        lags = np.concatenate([version - versions[mask] for _, mask, _, versions in groups])
-        counts = np.bincount(lags)
+        counts = np.zeros(1 + max((version - v for group in groups for v in group), default=-1), dtype=np.int64)
+        for sampled, tokens in (pair for group in groups for pair in group.items()):
+            counts[version - sampled] += tokens
         self.histogram.extend([0] * (len(counts) - len(self.histogram)))
         for lag, count in enumerate(counts.tolist()):
             self.histogram[lag] += count

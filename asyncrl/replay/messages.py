@@ -33,8 +33,10 @@ _CLOSED = with_config(ConfigDict(extra="forbid", strict=True))
 @_CLOSED
 class StatsBody(TypedDict):
     tokens: Number
-    idle_s: Time
-    busy_s: Time
+    waiting_s: Time
+    working_s: Time
+    syncing_s: Time
+    writing_s: Time
     stall_ms: Items[Time]
     rewards_failed: Count
 

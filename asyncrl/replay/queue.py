@@ -53,6 +53,8 @@ class ReplayQueue:
         self.sessions = Sessions(self.state)
         self.dealer = Dealer(config, self.durable)
         self.write, self.close = self.durable.write, self.durable.close
+        self._next_expiry_s = 0.0
+        """No lease expires before it."""
 
     @property
     def synced(self) -> bool:
@@ -201,10 +203,18 @@ class ReplayQueue:
             self.durable.give_back(lease["ticket"], lease["attempt"], evaluation=True)
         for version in self.evaluation.stranded(now_s):
             self.durable.happen("drop", {"version": version, "reason": STRANDED})
+        if now_s <= self._next_expiry_s:
+            return
+        leased_s = now_s
         for number, held in self.held.items():
-            if now_s - held.leased_s > limit_s and self.ledger.is_current(number, held.attempt):
+            if not self.ledger.is_current(number, held.attempt):
+                continue
+            if now_s - held.leased_s > limit_s:
                 self.durable.give_back(number, held.attempt)
                 log.warning("lease expired", ticket=number, generator=held.generator, limit_s=limit_s)
+            else:
+                leased_s = min(leased_s, held.leased_s)
+        self._next_expiry_s = leased_s + limit_s
 
     # --- learners
 

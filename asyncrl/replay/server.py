@@ -17,6 +17,7 @@ from asyncrl.replay.journal import SYNCED
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.wire import DTYPES, MAX_REQUEST_HEADER_BYTES, Array, Buffer, Message, decode, encode, pack_leases
 from asyncrl.sockets import MAX_FRAME_BYTES, bind_router
+from asyncrl.stopwatch import Stopwatch, fractions
 from asyncrl.types import Endpoints
 
 log = structlog.get_logger()
@@ -50,6 +51,7 @@ class ReplayServer:
         self.errors: Counter[str] = Counter()
         self.offenders = Offenders()
         self.shut = False
+        self._watch = Stopwatch()
         self._waiting: dict[tuple[int, int], tuple[bytes, Message, float]] = {}
         self._outbox: list[tuple[bytes, int, Reply]] = []
         self._unsynced: list[tuple[bytes, int, Reply]] = []
@@ -64,11 +66,15 @@ class ReplayServer:
     def serve(self, should_stop: Callable[[], bool]) -> None:
         """Answers until it is told to shut down or `should_stop()`."""
         while not (self.shut or should_stop()):
+            self._watch.turn("syncing" if self._syncing else "waiting")
             patience_s = SYNC_LOOK_S if self._syncing else TICK_S
-            if self._socket.poll(round(patience_s * 1000)):
+            ready = self._socket.poll(round(patience_s * 1000))
+            self._watch.turn("working")
+            if ready:
                 self._receive()
             self._answer_waiting()
             self.queue.expire()
+            self._watch.turn("writing")
             self._flush()
         self._flush(wait=True)
 
@@ -226,7 +232,9 @@ class ReplayServer:
         return "ok", self.queue.status() | self._refused(), []
 
     def _summary(self, message: Message) -> Reply:
-        return "ok", self.queue.summary() | self._refused(), []
+        summary = self.queue.summary()
+        summary["time"] |= {"replay": fractions(self._watch.seconds())}
+        return "ok", summary | self._refused(), []
 
     def _refused(self) -> dict[str, int]:
         return {"bad_messages": self.errors.total(), "cut_off": self.offenders.cut_off}

@@ -110,11 +110,11 @@ class QueueState:
         group, reason = Finished.of_record(body, list(arrays)), body["refunded"]
         number, meta = group.meta["ticket"], group.meta
         held = self.held[number]
-        self.ledger.finish(number, trajectories=len(meta["lengths"]), tokens=int(arrays[1].sum()))
+        held.keep(group, location)
+        self.ledger.finish(number, trajectories=len(meta["lengths"]), tokens=sum(held.completion))
         self.leased_by[held.generator] -= 1
-        held.meta, held.arrays, held.location = meta, group.arrays, location
         if reason != "failed":
-            self.measure.scored(meta, arrays)
+            self.measure.scored(meta, held.completion)
         if not reason:
             self.refunds_in_a_row = 0
             self.held_bytes += held.num_bytes
@@ -123,7 +123,7 @@ class QueueState:
         self.ledger.refund(number, reason)
         del self.held[number]
         self.refunds_in_a_row += 1
-        self.measure.ended(reason, meta, arrays)
+        self.measure.ended(reason, meta, held.completion)
         self._trace(held, reason)
 
     def _lose(self, body: Any, *_: object) -> None:
@@ -154,7 +154,7 @@ class QueueState:
         for held in groups:
             self.held_bytes -= held.num_bytes
             self.coverage.train(held.location, step)
-            self.measure.ended("trained", held.finished, held.arrays)
+            self.measure.ended("trained", held.finished, held.completion)
             self._trace(held, "trained", trained_s=at_s, train_version=step - 1)
         self.step = None
         self.ledger.check()
@@ -165,7 +165,7 @@ class QueueState:
             "replay/refunded_groups": float(sum(a.groups for a in self.ledger.refunded.values())),
         }
         self.evaluation.committed(step, due=evaluates)
-        measured = self.measure.committed(step, [held.arrays for held in groups], metrics, self.ledger, at_s)
+        measured = self.measure.committed(step, [held.by_version for held in groups], metrics, self.ledger, at_s)
         self.committed = queue | measured | self.evaluation.next_metrics()
         self.measure.last_metrics = metrics | self.committed
         return self.committed
@@ -194,7 +194,7 @@ class QueueState:
         if self.trace is not None:
             self.trace.add(
                 held.finished,
-                held.arrays[1],
+                held.completion,
                 outcome=outcome,
                 taken_s=held.taken_s or float("nan"),
                 trained_s=trained_s,

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any, Self
 
 import numpy as np
 
 from asyncrl.replay.messages import GroupMeta
 from asyncrl.replay.wire import Array
+from asyncrl.types import NO_VERSION
 
 CURVE_POINTS = 4096
 BIAS_FRACTION = 0.2
@@ -21,40 +23,17 @@ BIAS_ERRORS = 3.0
 
 @dataclass(slots=True)
 class ExactMean:
-    """A mean that is the same in whatever order the values came.
+    """A mean that is the same in whatever order the values came: they are kept, and summed without rounding."""
 
-    The sum is kept as floats that do not overlap (Shewchuk 1997), so that nothing of it is rounded away.
-    """
-
-    count: int = 0
-    partials: list[float] = field(default_factory=list[float])
-    not_finite: float = 0.0
+    values: list[float] = field(default_factory=list[float])
 
     def add(self, values: Iterable[float]) -> None:
-        for value in values:
-            self.count += 1
-            if math.isfinite(value):
-                self._add(value)
-            else:
-                self.not_finite += value
+        self.values.extend(values)
 
     @property
     def mean(self) -> float:
-        return (math.fsum(self.partials) + self.not_finite) / self.count
-
-    def state(self) -> list[Any]:
-        return [self.count, list(self.partials), self.not_finite]
-
-    def _add(self, value: float) -> None:
-        kept = 0
-        for part in self.partials:
-            large, small = (value, part) if abs(value) > abs(part) else (part, value)
-            value = large + small
-            rest = small - (value - large)
-            if rest:
-                self.partials[kept] = rest
-                kept += 1
-        self.partials[kept:] = [value]
+        not_finite = sum(value for value in self.values if not math.isfinite(value))
+        return (math.fsum(filter(math.isfinite, self.values)) + not_finite) / len(self.values)
 
 
 @dataclass(slots=True)
@@ -101,19 +80,19 @@ class Curve:
 
 @dataclass(slots=True)
 class Moments:
-    """Count, mean and variance of numbers that come one after another (Welford)."""
+    """Count, mean and variance of numbers that come a few at a time (Chan, Golub and LeVeque 1983)."""
 
     count: int = 0
     mean: float = 0.0
     squares: float = 0.0
     """Sum of the squared distances from the mean."""
 
-    def add(self, values: Iterable[float]) -> None:
-        for value in values:
-            self.count += 1
-            distance = value - self.mean
-            self.mean += distance / self.count
-            self.squares += distance * (value - self.mean)
+    def add(self, values: Sequence[float]) -> None:
+        if values:
+            mean = sum(values) / len(values)
+            squares = sum((value - mean) ** 2 for value in values)
+            both = self.merged(Moments(len(values), mean, squares))
+            self.count, self.mean, self.squares = both.count, both.mean, both.squares
 
     def merged(self, other: Moments) -> Moments:
         """Of the numbers of both."""
@@ -140,10 +119,11 @@ class Outcome:
     rewards: Moments = field(default_factory=Moments)
     """Of the trajectories whose reward could be had."""
 
-    def add(self, meta: GroupMeta, action_mask: Array) -> None:
-        self.tokens.add(completion_tokens(meta, action_mask))
+    def add(self, meta: GroupMeta, completion: Sequence[int]) -> None:
+        """`completion` has the action tokens of each trajectory."""
+        self.tokens.add(completion)
         pairs = zip(meta["rewards"], meta["status"], strict=True)
-        self.rewards.add(reward for reward, status in pairs if status != "failed")
+        self.rewards.add([reward for reward, status in pairs if status != "failed"])
 
     def state(self) -> list[list[float]]:
         return [self.tokens.state(), self.rewards.state()]
@@ -165,8 +145,20 @@ class Outcome:
 
 def completion_tokens(meta: GroupMeta, action_mask: Array) -> list[int]:
     """Action tokens of each trajectory of a group."""
-    starts = np.cumsum([0, *meta["lengths"][:-1]])
-    return np.add.reduceat(action_mask.astype(np.int64), starts).tolist()
+    ends = list(accumulate(meta["lengths"]))
+    return [int(np.count_nonzero(action_mask[begin:end])) for begin, end in pairwise([0, *ends])]
+
+
+def tokens_by_version(versions: Array, action_mask: Array) -> dict[int, int]:
+    """Action tokens of a group by the policy version that sampled them, oldest first."""
+    newest = int(versions.max())
+    if newest == NO_VERSION:
+        return {}
+    oldest = int(versions.view(np.uint32).min())  # as which NO_VERSION is the largest number
+    if oldest == newest:
+        return {oldest: int(np.count_nonzero(action_mask))}
+    counts = np.bincount(versions[action_mask] - oldest)
+    return {oldest + lag: count for lag, count in enumerate(counts.tolist()) if count}
 
 
 def bias_alarms(outcomes: dict[str, Outcome]) -> list[str]:

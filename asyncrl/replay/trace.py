@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,6 @@ import structlog
 
 from asyncrl.errors import RunError
 from asyncrl.replay.messages import GroupMeta
-from asyncrl.replay.tallies import completion_tokens
-from asyncrl.replay.wire import Array
 
 log = structlog.get_logger()
 
@@ -57,7 +55,8 @@ class TraceWriter:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._log_path = path.with_suffix(".arrow")
-        self._rows: list[dict[str, Any]] = []
+        self._rows: list[list[Any]] = []
+        """Values in the order of the schema."""
         try:
             self._file = os.open(self._log_path, os.O_RDWR | os.O_CREAT, 0o644)
             whole = _whole_bytes(self._log_path)
@@ -73,37 +72,28 @@ class TraceWriter:
     def add(
         self,
         meta: GroupMeta,
-        action_mask: Array,
+        completion: Sequence[int],
         *,
         outcome: str,
         taken_s: float,
         trained_s: float,
         train_version: int,
     ) -> None:
-        completion = completion_tokens(meta, action_mask)
-        self._rows.append(
-            {
-                **{name: meta[name] for name in ("ticket", "attempt", "generator", "row", "data_source")},
-                "outcome": outcome,
-                "start_version": meta["start_version"],
-                "end_version": meta["end_version"],
-                "train_version": train_version,
-                "started_s": meta["started_s"],
-                "finished_s": meta["finished_s"],
-                "taken_s": taken_s,
-                "trained_s": trained_s,
-                "prompt_tokens": np.array(meta["lengths"]) - completion,
-                "completion_tokens": completion,
-                "rewards": meta["rewards"],
-            }
-        )
+        """A row; `completion` has the action tokens of each trajectory."""
+        prompt = [length - tokens for length, tokens in zip(meta["lengths"], completion, strict=True)]
+        group = [meta[name] for name in ("ticket", "attempt", "generator", "row", "data_source")]
+        versions = [meta["start_version"], meta["end_version"], train_version]
+        times = [meta["started_s"], meta["finished_s"], taken_s, trained_s]
+        self._rows.append([*group, outcome, *versions, *times, prompt, completion, meta["rewards"]])
         if len(self._rows) >= ROWS_PER_WRITE:
             self.flush()
 
     def flush(self) -> None:
         """Writes the rows added so far to the log; a killed process loses nothing of them."""
         if self._rows:
-            batch = pa.RecordBatch.from_pylist(self._rows, schema=SCHEMA)
+            columns = zip(*self._rows, strict=True)
+            arrays = [pa.array(column, kind) for column, kind in zip(columns, SCHEMA.types, strict=True)]
+            batch = pa.RecordBatch.from_arrays(arrays, schema=SCHEMA)
             self._rows = []
             try:
                 self._write(batch.serialize())

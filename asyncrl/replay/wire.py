@@ -111,21 +111,27 @@ def _arrays(kind: str, specs: Any, frames: Sequence[Buffer]) -> list[Array]:
 
 
 def _array(kind: str, spec: Any, frame: Buffer) -> Array:
-    match spec:
-        case [str(name), [*shape]] if (
-            name in DTYPES and len(shape) <= MAX_DIMENSIONS and all(type(n) is int and n >= 0 for n in shape)
-        ):
-            dtype, size = DTYPES[name], memoryview(frame).nbytes
-            # A dimension of 0 hides the others from the first product, and numpy multiplies them all the same.
-            fits = math.prod(shape) * dtype.itemsize == size and math.prod(filter(None, shape)) <= MAX_FRAME_BYTES
-            if size > MAX_FRAME_BYTES or not fits:
-                raise ProtocolError(f"{kind}: a frame of {size} bytes does not hold {name}{shape}")
-            if name == "b1" and size and np.frombuffer(frame, dtype=np.uint8).max() > 1:
-                raise ProtocolError(f"{kind}: a truth value is neither 0 nor 1")
-            return np.frombuffer(frame, dtype=dtype).reshape(shape)
-        case _:
-            what = reprlib.repr(spec)
-            raise ProtocolError(f"{kind}: array description {what} does not name a known dtype and a shape")
+    name: Any = None
+    shape: Any = None
+    if type(spec) is list and len(spec) == 2:
+        name, shape = spec
+    dtype = DTYPES.get(name) if type(name) is str else None
+    if dtype is None or not _is_shape(shape):
+        what = reprlib.repr(spec)
+        raise ProtocolError(f"{kind}: array description {what} does not name a known dtype and a shape")
+    size = memoryview(frame).nbytes
+    # A dimension of 0 hides the others from the first product, and numpy multiplies them all the same.
+    fits = math.prod(shape) * dtype.itemsize == size and math.prod(filter(None, shape)) <= MAX_FRAME_BYTES
+    if size > MAX_FRAME_BYTES or not fits:
+        raise ProtocolError(f"{kind}: a frame of {size} bytes does not hold {name}{shape}")
+    if name == "b1" and size and np.frombuffer(frame, dtype=np.uint8).max() > 1:
+        raise ProtocolError(f"{kind}: a truth value is neither 0 nor 1")
+    array = np.frombuffer(frame, dtype=dtype)
+    return array if len(shape) == 1 else array.reshape(shape)
+
+
+def _is_shape(shape: Any) -> bool:
+    return type(shape) is list and len(shape) <= MAX_DIMENSIONS and all(type(n) is int and n >= 0 for n in shape)
 
 
 def pack_group(group: Group) -> tuple[GroupMeta, list[Array]]:
@@ -173,9 +179,9 @@ def check_group(meta: GroupMeta, arrays: Sequence[Array], *, group_size: int | N
     tokens, mask, logprobs, versions = arrays
     if tokens.min() < 0:
         raise ProtocolError(f"{where}: token {tokens.min()} is negative")
-    if np.any((versions == NO_VERSION) == mask) or np.any(versions < NO_VERSION):
+    if int(versions.min()) < NO_VERSION or ((versions >= 0) != mask).any():
         raise ProtocolError(f"{where}: a token has a version if and only if the policy chose it")
-    if mask.any() and int(versions[mask].min()) < meta["start_version"]:
+    if int(versions.view(np.uint32).min()) < meta["start_version"]:  # as which NO_VERSION is the largest number
         raise ProtocolError(f"{where}: a token is older than the version the group started at")
     if not np.isfinite(logprobs).all():
         raise ProtocolError(f"{where}: behavior_logprobs are not finite")

@@ -13,7 +13,15 @@ from tests.helpers.replay import PROMPT_TOKENS, make_group
 
 RUN_ID = "fuzz"
 GROUP_SIZE = 2
-STATS = {"tokens": 12, "idle_s": 0.5, "busy_s": 1.0, "stall_ms": [2.0, 3.5], "rewards_failed": 1}
+STATS = {
+    "tokens": 12,
+    "waiting_s": 0.5,
+    "working_s": 1.0,
+    "syncing_s": 0.0,
+    "writing_s": 0.0,
+    "stall_ms": [2.0, 3.5],
+    "rewards_failed": 1,
+}
 METRICS = {"learner/loss": 0.25, "learner/wait_s": 0.1, "weights/syncs": 3.0}
 
 

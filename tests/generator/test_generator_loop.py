@@ -192,7 +192,7 @@ def test_the_engine_is_kept_full_of_group_members(engine: Engine, model_path: st
     assert max(asked for _, asked, _ in client.asks) <= 4
     assert len(client.groups) == 60
     assert loop.stats.tokens == sum(group.num_action_tokens for group in client.groups)
-    assert loop.stats.busy_s > 0
+    assert loop.stats.working_s > 0
 
 
 def test_a_denied_ask_is_repeated_with_a_pause_and_at_once_after_new_weights(
@@ -205,8 +205,7 @@ def test_a_denied_ask_is_repeated_with_a_pause_and_at_once_after_new_weights(
         loop.tick()
         time.sleep(0.001)
     assert 0.1 / _DENIED_IDLE_S < len(client.asks) <= 0.5 / _DENIED_IDLE_S + 2
-    assert loop.stats.idle_s > 0
-    assert loop.stats.busy_s == 0
+    assert loop.stats.waiting_s > 0.9 * (loop.stats.waiting_s + loop.stats.working_s + loop.stats.writing_s)
     loop._next_ask_s = time.monotonic() + 60.0
     receiver.versions.append((1, weights_of(policies[1])))
     asks = len(client.asks)

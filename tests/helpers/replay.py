@@ -30,7 +30,15 @@ def small_config(**overrides: object) -> Config:
     return load_config(None, values)
 
 
-STATS: dict[str, Any] = {"tokens": 0, "idle_s": 0.0, "busy_s": 1.0, "stall_ms": [], "rewards_failed": 0}
+STATS: dict[str, Any] = {
+    "tokens": 0,
+    "waiting_s": 0.0,
+    "working_s": 1.0,
+    "syncing_s": 0.0,
+    "writing_s": 0.0,
+    "stall_ms": [],
+    "rewards_failed": 0,
+}
 _numbers = count(1)
 
 

@@ -98,7 +98,9 @@ def test_a_whole_run(learner: World, tmp_path: Path) -> None:
     assert isinstance(one.tracker, Tracker)
     for (step, row), (_, committed) in zip(one.tracker.rows, batches.commits, strict=True):
         assert row == committed | {"replay/ready": 3.0}
-        assert {"learner/wait_s", "learner/step_s", "learner/sync_s", "learner/loss"} <= set(committed)
+        assert {"learner/wait_s", "learner/step_s", "learner/sync_s", "learner/write_s", "learner/loss"} <= set(
+            committed
+        )
         assert committed["learner/lr"] == pytest.approx(1e-3 * (5 - step) / 4)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     for name, weight in one.trainer.policy.weights():

@@ -31,6 +31,8 @@ class Simulation:
     def apply(self, event: str, pick: int) -> None:
         getattr(self, event)(pick)
         self.ledger.check()
+        states = [ticket.state for ticket in self.ledger.live.values()]
+        assert all(self.ledger.count(state) == states.count(state) for state in State)
 
     def leased(self, pick: int) -> int | None:
         numbers = [t.number for t in self.ledger.live.values() if t.state is State.LEASED]

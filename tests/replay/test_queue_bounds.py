@@ -23,7 +23,15 @@ from asyncrl.replay.trace import TraceWriter
 from asyncrl.replay.wire import Array, decode, encode, pack_group
 from tests.helpers.replay import PROMPT_TOKENS, EndlessPrompts, ask_queue, loopback_endpoints, make_group, small_config
 
-STATS = {"tokens": MAX_NUMBER, "idle_s": 0.0, "busy_s": 0.0, "stall_ms": [], "rewards_failed": 0}
+STATS = {
+    "tokens": MAX_NUMBER,
+    "waiting_s": 0.0,
+    "working_s": 0.0,
+    "syncing_s": 0.0,
+    "writing_s": 0.0,
+    "stall_ms": [],
+    "rewards_failed": 0,
+}
 
 
 @pytest.fixture

@@ -62,7 +62,7 @@ def test_generator_and_learners_through_a_step(served: ReplayQueue, endpoints: E
     launcher = LauncherClient(endpoints)
     with ThreadPoolExecutor(2) as pool:
         shards = [pool.submit(learner.take, 1) for learner in learners]
-        generator.ask(0, 10, GeneratorStats(tokens=12, busy_s=1.0, stall_ms=[2.0]))
+        generator.ask(0, 10, GeneratorStats(tokens=12, working_s=1.0, stall_ms=[2.0]))
         reply = wait_for(generator)
         assert (len(reply.leases), reply.reason, reply.done) == (4, "staleness", False)
         for lease in reply.leases:

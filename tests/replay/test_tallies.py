@@ -18,7 +18,16 @@ from hypothesis import strategies as st
 from asyncrl.errors import RunError
 from asyncrl.replay import clock as clock_module
 from asyncrl.replay.clock import RunClock
-from asyncrl.replay.tallies import CURVE_POINTS, Curve, ExactMean, Moments, Outcome, bias_alarms
+from asyncrl.replay.tallies import (
+    CURVE_POINTS,
+    Curve,
+    ExactMean,
+    Moments,
+    Outcome,
+    bias_alarms,
+    completion_tokens,
+    tokens_by_version,
+)
 from asyncrl.replay.trace import TraceWriter
 from asyncrl.replay.wire import pack_group
 from asyncrl.types import Lease
@@ -35,7 +44,7 @@ def test_mean_does_not_depend_on_the_order(values: list[float], seed: int) -> No
     for order in (values, shuffled):
         mean = ExactMean()
         mean.add(order[:3])
-        mean = ExactMean(*msgpack.unpackb(msgpack.packb(mean.state())))
+        mean = ExactMean(msgpack.unpackb(msgpack.packb(mean.values)))
         mean.add(order[3:])
         means.append(mean.mean)
     assert means[0] == means[1] == math.fsum(values) / len(values)
@@ -78,7 +87,7 @@ def outcome(lengths: list[int]) -> Outcome:
     for start in range(0, len(lengths), 2):
         lease = Lease(start, 0, EndlessPrompts().prompt(0))
         meta, arrays = pack_group(make_group(lease, 0, completion_tokens=lengths[start : start + 2]))
-        found.add(meta, arrays[1])
+        found.add(meta, completion_tokens(meta, arrays[1]))
     return found
 
 
@@ -128,7 +137,8 @@ def test_clock_goes_on_through_restarts_and_never_back(monkeypatch: pytest.Monke
 
 def add(trace: TraceWriter, ticket: int, outcome: str, attempt: int = 0) -> None:
     meta, arrays = pack_group(make_group(Lease(ticket, attempt, EndlessPrompts().prompt(0)), 0))
-    trace.add(meta, arrays[1], outcome=outcome, taken_s=3.0, trained_s=4.0, train_version=0)
+    completion = completion_tokens(meta, arrays[1])
+    trace.add(meta, completion, outcome=outcome, taken_s=3.0, trained_s=4.0, train_version=0)
 
 
 def outcomes(path: Path) -> list[tuple[int, int, str]]:
@@ -160,3 +170,12 @@ def test_trace_outlives_its_process(tmp_path: Path, torn_bytes: int) -> None:
 def test_trace_that_cannot_be_written_names_the_file(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"none/trace\.parquet: the trace cannot be written: .*No such file"):
         TraceWriter(tmp_path / "none" / "trace.parquet")
+
+
+@given(
+    versions=st.lists(st.integers(-1, 5), min_size=1, max_size=30),
+)
+def test_tokens_by_version_counts_each_action_token_once(versions: list[int]) -> None:
+    array = np.array(versions, dtype=np.int32)
+    expected = {version: versions.count(version) for version in sorted(set(versions)) if version >= 0}
+    assert tokens_by_version(array, array >= 0) == expected

@@ -16,6 +16,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.config import load_config
+from asyncrl.stopwatch import ACTIVITIES
 from tests.helpers.runs import SMALL, Launched, check_ledger
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
@@ -40,6 +41,11 @@ def test_run_folder_is_complete_and_consistent(launch: Start, max_staleness: int
     check_ledger(summary)
     for key in ("wall_s", "reward_first", "reward_last", "tokens_per_s", "idle", "bottleneck", "restarts"):
         assert key in summary
+    for role in ("generator", "learner", "replay"):
+        parts = summary["time"][role]
+        assert sum(parts[activity] for activity in ACTIVITIES) == pytest.approx(1.0, abs=0.02)
+    training_s = summary["tokens_trained"] / summary["tokens_per_s"]
+    assert 0.98 * training_s <= summary["time"]["learner"]["seconds"] <= summary["wall_s"]
     rows = run.rows()
     assert [row["step"] for row in rows] == list(range(1, steps + 1))
     assert all(row["staleness/max"] <= max_staleness for row in rows)
