@@ -135,6 +135,14 @@ def ledger(folder: Annotated[Path, typer.Argument(help="Folder of the run, runs/
     raise typer.Exit(0 if show_ledger(folder, Console()) else 1)
 
 
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+def bench(context: typer.Context) -> None:
+    """Measure the hot paths against their limits and against other systems; --help tells of the rows."""
+    from asyncrl.launch.bench import run_bench
+
+    raise typer.Exit(run_bench(context.args))
+
+
 @app.command(name="list")
 def list_parts() -> None:
     """Print the parts that a config can name, with their options and defaults."""

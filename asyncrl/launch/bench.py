@@ -1,0 +1,23 @@
+"""The benchmarks, which are in the repository beside the package."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from asyncrl.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_bench(arguments: list[str]) -> int:
+    """Runs `python -m benchmarks` with these arguments, and gives its exit code. Raises ConfigError where the package
+    was installed without the repository."""
+    if not (ROOT / "benchmarks" / "__main__.py").is_file():
+        raise ConfigError(
+            "asyncrl bench: the benchmarks are in the repository, and not in the installed package; clone it, and run "
+            "make setup and .venv/bin/asyncrl bench there"
+        )
+    return subprocess.call([sys.executable, "-m", "benchmarks", *arguments], env=os.environ | {"PYTHONPATH": str(ROOT)})

@@ -1,0 +1,65 @@
+"""Measures the rows of the bench, and says which reach their limits.
+
+Exit code 0: every row was measured; 1: one could not run, or with --against one fell behind; 2: no such row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks import frame
+from benchmarks.frame import Row, run_row
+from benchmarks.results import Results, in_words, print_moves, print_table
+
+ROWS = ("queue_rate", "queue_scale", "logits_memory")
+"""Modules of this folder with a ROW, in the order they are measured."""
+ROUNDS, QUICK_ROUNDS = 5, 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="asyncrl bench", description=__doc__)
+    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"Of {', '.join(ROWS)}; all when none is named.")
+    parser.add_argument("--quick", action="store_true", help="One short round of each, in less than 3 minutes.")
+    parser.add_argument("--rounds", type=int, help=f"Of each row: {ROUNDS}, {QUICK_ROUNDS} when quick.")
+    parser.add_argument("--json", type=Path, help="File to write the results to.")
+    parser.add_argument("--against", type=Path, help="Results to compare with: a file that --json wrote.")
+    parser.add_argument("--child", metavar="ROW", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    rounds = options.rounds or (QUICK_ROUNDS if options.quick else ROUNDS)
+    if options.child:
+        return frame.child(load(options.child), rounds=rounds, quick=options.quick)
+    unknown = [name for name in options.rows if name not in ROWS]
+    if unknown:
+        parser.error(f"no row is called {', '.join(unknown)}; there are {', '.join(ROWS)}")
+    before = Results.read(options.against) if options.against else None
+    return bench(options.rows or list(ROWS), rounds, quick=options.quick, out=options.json, before=before)
+
+
+def load(name: str) -> Row:
+    return importlib.import_module(f"benchmarks.{name}").ROW
+
+
+def bench(names: list[str], rounds: int, *, quick: bool, out: Path | None, before: Results | None) -> int:
+    console, rows = Console(), {name: load(name) for name in names}
+    results = Results.of_this_machine(quick=quick)
+    for name, row in rows.items():
+        console.print(f"[bold]{name}[/]: {row.what}, against {row.against}")
+        result = run_row(name, row, rounds=rounds, quick=quick, told=lambda one: console.print(f"  {in_words(one)}"))
+        results.rows[name] = result
+        if result.reason:
+            how = "cut short" if result.rounds else "cannot run"
+            console.print(f"  {how}: {result.reason}", style="red", markup=False)
+        if out is not None:
+            results.write(out)
+    print_table(results, rows, console)
+    behind = print_moves(results, before, rows, console) if before is not None else 0
+    return 1 if behind or any(result.reason for result in results.rows.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

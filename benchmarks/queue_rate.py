@@ -1,0 +1,71 @@
+"""Trajectories a second through the replay queue, from lease to commit with its journal, against other queues that only
+move as many bytes."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.frame import Limit, Round, Row
+from benchmarks.peers import PEERS
+from benchmarks.queue_load import GROUP_SIZE, PROMPT_TOKENS, Load
+
+TOKEN_BYTES = 13
+"""Of a token: its number, its log-prob, its version, and whether the policy chose it."""
+SIZES = {"1k": 1_000, "16k": 16_000}
+"""Completion tokens of a trajectory, in the mean."""
+BESIDES = ("Redis", "Ray", "mp.Queue")
+"""Compared at the smaller size only: it is the one that favors them."""
+WARM_S = 1.0
+
+
+def through_queue(folder: Path, tokens: int, seconds: float, *, journaled: bool) -> float:
+    """Trajectories trained in a second."""
+    load = Load(folder, generators=1, completion_tokens=tokens, journaled=journaled)
+    while load.client.status()["step"] < 1:
+        time.sleep(0.02)
+    time.sleep(WARM_S)
+    before, started_s = load.client.status()["trained"], time.monotonic()
+    time.sleep(seconds)
+    groups = (load.client.status()["trained"] - before) / (time.monotonic() - started_s)
+    load.end()
+    return GROUP_SIZE * groups
+
+
+def measure(quick: bool) -> Iterator[Round]:
+    seconds = 1.0 if quick else 4.0
+    while True:
+        one: Round = {}
+        for size, tokens in SIZES.items():
+            message_bytes = TOKEN_BYTES * (PROMPT_TOKENS + tokens)
+            ours, plain = (_in_folder(through_queue, tokens, seconds, journaled=way) for way in (True, False))
+            raw = _in_folder(PEERS["raw zmq"], message_bytes, seconds)
+            one[f"of raw zmq, {size}"] = ours / raw
+            one[f"of raw zmq without journal, {size}"] = plain / raw
+            one[f"groups/s, {size}"] = ours / GROUP_SIZE
+            one[f"MB/s, {size}"] = ours * message_bytes / 1e6
+            one[f"raw zmq MB/s, {size}"] = raw * message_bytes / 1e6
+            if size == "1k":
+                for peer in BESIDES:
+                    one[f"of {peer}, {size}"] = ours / _in_folder(PEERS[peer], message_bytes, seconds)
+        yield one
+
+
+def _in_folder(run, *arguments, **options) -> float:
+    with tempfile.TemporaryDirectory() as folder:
+        return run(Path(folder), *arguments, **options)
+
+
+ROW = Row(
+    what="trajectories/s through lease, finish, take and commit, with the journal",
+    against="raw pyzmq, Redis streams, Ray's queue and multiprocessing.Queue with as many bytes",
+    limits={
+        "of raw zmq, 1k": Limit(0.7),
+        "of raw zmq, 16k": Limit(0.7),
+        "of Redis, 1k": Limit(3.0),
+        "of Ray, 1k": Limit(50.0),
+    },
+    measure=measure,
+)

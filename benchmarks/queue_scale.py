@@ -1,0 +1,51 @@
+"""Processor time that the replay process takes for a group, by the number of generators that are connected."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from benchmarks.frame import Limit, Round, Row
+from benchmarks.queue_load import Load
+
+GENERATORS = (1, 16, 64, 256)
+LEASES = 16
+"""That a generator asks for at once, however many there are."""
+SETTINGS = {"replay.max_staleness": 1000}
+WARM_S = 1.0
+
+
+def cost_us(generators: int, seconds: float) -> float:
+    """Microseconds of the replay process's processor time for a group, from lease to commit."""
+    with tempfile.TemporaryDirectory() as folder:
+        load = Load(Path(folder), generators, in_one_process=True, leases=LEASES, settings=SETTINGS)
+        while load.client.status()["step"] < 2:
+            time.sleep(0.05)
+        time.sleep(WARM_S)
+        process = psutil.Process(load.processes["replay"].pid)
+        before, cpu_s = load.client.status()["trained"], sum(process.cpu_times()[:2])
+        time.sleep(seconds)
+        groups = load.client.status()["trained"] - before
+        cpu_s = sum(process.cpu_times()[:2]) - cpu_s
+        load.end()
+    return cpu_s / groups * 1e6
+
+
+def measure(quick: bool) -> Iterator[Round]:
+    seconds = 1.0 if quick else 4.0
+    while True:
+        costs = {generators: cost_us(generators, seconds) for generators in GENERATORS}
+        ratios = {f"cost at {generators}": cost / costs[1] for generators, cost in costs.items() if generators > 1}
+        yield ratios | {f"us a group at {generators}": cost for generators, cost in costs.items()}
+
+
+ROW = Row(
+    what="processor time of a group in the replay process with 16, 64 and 256 generators",
+    against="the same with 1",
+    limits={f"cost at {GENERATORS[-1]}": Limit(1.3, at_most=True)},
+    measure=measure,
+)

@@ -1,0 +1,108 @@
+"""The frame of the bench, with rows that are no benchmarks; nothing here looks at how fast anything is."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from benchmarks.__main__ import ROWS, load
+from benchmarks.frame import ROUND, Limit, Result, Round, Row, follow
+from benchmarks.results import Results, print_moves, print_table
+
+ROW = Row("one", "another", {"ratio": Limit(0.9), "cost": Limit(1.3, at_most=True)}, measure=lambda _: iter([]))
+
+
+def results(*rounds: Round, reason: str = "") -> Results:
+    return Results({"cores": 2}, False, {"row": Result("row", list(rounds), reason)})
+
+
+def shown(now: Results, before: Results | None = None) -> tuple[str, int]:
+    console = Console(width=200, file=io.StringIO())
+    print_table(now, {"row": ROW}, console)
+    worse = 0 if before is None else print_moves(now, before, {"row": ROW}, console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue(), worse
+
+
+def test_every_row_says_what_it_must_reach() -> None:
+    for name in ROWS:
+        row = load(name)
+        assert row.what
+        assert row.against
+        assert row.limits
+
+
+def test_rounds_come_as_they_are_measured_and_the_rest_is_the_cause() -> None:
+    code = f"print('noise'); print('{ROUND}' + '{{\"ratio\": 0.5}}'); print('cannot: no server'); raise SystemExit(1)"
+    rounds: list[Round] = []
+    reason = follow([sys.executable, "-c", code], timeout_s=30, told=rounds.append)
+    assert rounds == [{"ratio": 0.5}]
+    assert reason == "noise\ncannot: no server"
+    assert follow([sys.executable, "-c", "pass"], timeout_s=30, told=rounds.append) == ""
+
+
+def test_a_row_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
+    code = (
+        "import subprocess, sys, time; from pathlib import Path\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        f"Path({str(tmp_path / 'pid')!r}).write_text(str(child.pid)); time.sleep(600)"
+    )
+    started_s = time.monotonic()
+    assert follow([sys.executable, "-c", code], timeout_s=3, told=lambda _: None) == "not done after 3 s"
+    assert time.monotonic() - started_s < 60
+    state = Path(f"/proc/{(tmp_path / 'pid').read_text()}/stat")
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_table_says_which_limits_are_reached() -> None:
+    text, _ = shown(
+        results({"ratio": 0.95, "cost": 2.0, "groups/s": 1234.5}, {"ratio": 0.85, "cost": 1.0}, {"ratio": 0.99})
+    )
+    lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if "│" in line]
+    assert lines == [
+        ["row", "ratio", "0.95", "0.85", "0.99", ">= 0.9", "reached"],
+        ["", "cost", "1.5", "1", "2", "<= 1.3", "short"],
+        ["", "groups/s", "1,234", "1,234", "1,234", "", ""],
+    ]
+    assert "cannot run" in shown(results(reason="no server"))[0]
+
+
+@pytest.mark.parametrize(
+    ("now", "says", "worse"),
+    [
+        ({"ratio": 0.93, "cost": 1.0}, "no figure is worse", 0),
+        ({"ratio": 0.5, "cost": 1.0}, "row, ratio: was 0.95, is 0.5", 1),
+        ({"ratio": 0.95, "cost": 3.0}, "row, cost: was 1, is 3", 1),
+        ({"ratio": 2.0, "cost": 1.0}, "row, ratio: was 0.95, is 2", 0),
+        ({"ratio": 0.95}, "row, cost: was 1, now it cannot be measured", 1),
+    ],
+)
+def test_comparison_names_what_moved(now: Round, says: str, worse: int) -> None:
+    text, found = shown(results(now), results({"ratio": 0.95, "cost": 1.0}))
+    assert says in text
+    assert found == worse
+
+
+def test_results_come_back_from_their_file(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "results.json"
+    found = results({"ratio": 0.95})
+    found.write(path)
+    assert Results.read(path) == found
+    assert json.loads(path.read_text())["rows"][0]["medians"] == {"ratio": 0.95}
+    path.write_text("{}")
+    with pytest.raises(SystemExit, match="holds no results of a bench"):
+        Results.read(path)
+
+
+def test_command_refuses_a_row_that_there_is_not() -> None:
+    command = [sys.executable, "-m", "asyncrl.cli", "bench", "speed"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "no row is called speed; there are" in done.stderr
