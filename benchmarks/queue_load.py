@@ -6,6 +6,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from multiprocessing.process import BaseProcess
@@ -16,7 +17,7 @@ import numpy as np
 
 from asyncrl.config import Config, load_config
 from asyncrl.launch.resources import make_endpoints
-from asyncrl.processes import end_with_parent
+from asyncrl.processes import collect_seldom, end_with_parent
 from asyncrl.replay.client import GeneratorClient, GeneratorStats, LauncherClient, LearnerClient
 from asyncrl.types import NO_VERSION, Endpoints, Group, Lease, Prompt, Trajectory
 
@@ -85,39 +86,51 @@ def _trajectory(length: int, reward: float) -> Trajectory:
 
 
 class MadeUpGenerator:
-    """Asks for groups at the newest version and finishes them at once."""
+    """Holds leases at the newest version, and finishes each so many seconds after it came, in the mean."""
 
-    def __init__(self, endpoints: Endpoints, index: int, *, leases: int, completion_tokens: int) -> None:
+    def __init__(
+        self, endpoints: Endpoints, index: int, *, leases: int, completion_tokens: int, group_s: float
+    ) -> None:
         self.done = False
         self._client, self._groups = GeneratorClient(endpoints, index), MadeUpGroups(index, completion_tokens)
-        self._leases = leases
-        """Wanted with each ask."""
+        self._leases, self._group_s = leases, group_s
+        self._dice = np.random.default_rng(index)
+        self._held: deque[tuple[float, Lease]] = deque()
+        """With when they are finished."""
         self._next_ask_s, self._asked = 0.0, NO_VERSION
 
     def turn(self, newest: int, timeout_s: float) -> None:
-        """Asks if it is time, and waits so long for an answer."""
-        if not self._client.outstanding and (time.monotonic() >= self._next_ask_s or newest != self._asked):
-            self._client.ask(newest, self._leases, GeneratorStats())
+        """Finishes what is due, asks for as much, and waits so long for an answer."""
+        now_s, room = time.monotonic(), self._leases - len(self._held)
+        if room and not self._client.outstanding and (now_s >= self._next_ask_s or newest != self._asked):
+            self._client.ask(newest, room, GeneratorStats())
             self._asked = newest
         reply = self._client.poll(timeout_s)
-        if reply is None:
-            return
-        for lease in reply.leases:
-            self._client.finish(self._groups.make(lease, newest, time.monotonic()))
-        self._next_ask_s = time.monotonic() + (DENIED_S if len(reply.leases) < self._leases else 0.0)
-        self.done = reply.done
+        now_s = time.monotonic()
+        if reply is not None:
+            self.done = reply.done
+            self._next_ask_s = now_s + (max(DENIED_S, reply.pause_s) if len(reply.leases) < room else 0.0)
+            for lease in reply.leases:
+                self._held.append((now_s + self._group_s * float(self._dice.uniform(0.5, 1.5)), lease))
+        while self._held and self._held[0][0] <= now_s:
+            self._client.finish(self._groups.make(self._held.popleft()[1], newest, now_s))
         if self.done:
             self._client.close()
 
 
-def generate(endpoints: Endpoints, version: Any, indexes: range, leases: int, completion_tokens: int) -> None:
+def generate(
+    endpoints: Endpoints, version: Any, indexes: range, leases: int, completion_tokens: int, group_s: float
+) -> None:
     """So many generators in one process, until they are done."""
     generators = [
-        MadeUpGenerator(endpoints, index, leases=leases, completion_tokens=completion_tokens) for index in indexes
+        MadeUpGenerator(endpoints, index, leases=leases, completion_tokens=completion_tokens, group_s=group_s)
+        for index in indexes
     ]
     while generators:
+        if len(generators) > 1:
+            time.sleep(DENIED_S)
         for one in generators:
-            one.turn(version.value, DENIED_S / len(generators))
+            one.turn(version.value, DENIED_S if len(generators) == 1 else 0.0)
         generators = [one for one in generators if not one.done]
 
 
@@ -143,6 +156,7 @@ def hold_queue(config: Config, endpoints: Endpoints, folder: Path, journaled: bo
 
     journal = Journal(folder / "journal", flush=config.journal.flush) if journaled else None
     queue = ReplayQueue(config, MadeUpPrompts(), TraceWriter(folder / "trace.parquet"), journal=journal)
+    collect_seldom()
     run_replay(queue, endpoints, lambda: False)
 
 
@@ -155,7 +169,9 @@ class Load:
     in_one_process: bool = False
     """All generators; else each has its own."""
     leases: int = 64
-    """That a generator asks for at once."""
+    """That a generator holds at most."""
+    group_s: float = 0.0
+    """That a generator takes for a group, in the mean."""
     completion_tokens: int = 96
     journaled: bool = True
     settings: dict[str, Any] = field(default_factory=dict)
@@ -175,7 +191,7 @@ class Load:
         size = self.generators if self.in_one_process else 1
         for index in range(0, self.generators, size):
             indexes = range(index, index + size)
-            own = endpoints, version, indexes, self.leases, self.completion_tokens
+            own = endpoints, version, indexes, self.leases, self.completion_tokens, self.group_s
             self._start(f"generator-{index}", rest, generate, *own)
         self.client = LauncherClient(endpoints, timeout_s=60.0)
 

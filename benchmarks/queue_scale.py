@@ -1,4 +1,5 @@
-"""Processor time that the replay process takes for a group, by the number of generators that are connected."""
+"""Processor time that the replay process takes for a group, by the number of generators that are connected: all of them
+together finish as many groups a second."""
 
 from __future__ import annotations
 
@@ -13,8 +14,10 @@ from benchmarks.frame import Limit, Round, Row
 from benchmarks.queue_load import Load
 
 GENERATORS = (1, 16, 64, 256)
-LEASES = 16
-"""That a generator asks for at once, however many there are."""
+LEASES = 4
+"""That a generator holds, however many there are."""
+GROUPS_PER_S = 300.0
+"""Of all generators together."""
 SETTINGS = {"replay.max_staleness": 1000}
 WARM_S = 1.0
 
@@ -22,10 +25,13 @@ WARM_S = 1.0
 def cost_us(generators: int, seconds: float) -> float:
     """Microseconds of the replay process's processor time for a group, from lease to commit."""
     with tempfile.TemporaryDirectory() as folder:
-        load = Load(Path(folder), generators, in_one_process=True, leases=LEASES, settings=SETTINGS)
+        group_s = generators * LEASES / GROUPS_PER_S
+        load = Load(
+            Path(folder), generators, in_one_process=True, leases=LEASES, group_s=group_s, settings=SETTINGS
+        )  # fmt: skip
         while load.client.status()["step"] < 2:
             time.sleep(0.05)
-        time.sleep(WARM_S)
+        time.sleep(WARM_S + 2 * group_s)
         process = psutil.Process(load.processes["replay"].pid)
         before, cpu_s = load.client.status()["trained"], sum(process.cpu_times()[:2])
         time.sleep(seconds)

@@ -202,7 +202,7 @@ class GeneratorLoop:
         self._pinned = self._pinned and reply.evaluations_left
         self._denied = sum(not lease.evaluation for lease in reply.leases) < asked.groups
         if len(reply.leases) < asked.groups + asked.evaluations:
-            self._next_ask_s = now_s + (_DENIED_S if self.running else _DENIED_IDLE_S)
+            self._next_ask_s = now_s + max(reply.pause_s, _DENIED_S if self.running else _DENIED_IDLE_S)
 
     def _room(self) -> tuple[int, int]:
         """Groups and evaluation prompts to ask for."""

@@ -18,7 +18,7 @@ import structlog
 from asyncrl.config import Config, load_config
 from asyncrl.errors import AsyncrlError, ConfigError, DataError, PeerTimeoutError, is_disk_full
 from asyncrl.observe.logs import configure_logs
-from asyncrl.processes import end_with_parent
+from asyncrl.processes import collect_seldom, end_with_parent
 from asyncrl.types import Endpoints
 
 log = structlog.get_logger()
@@ -96,6 +96,7 @@ def run_replay_role(config: Config, spec: RoleSpec, should_stop: Callable[[], bo
     checkpoint = Path(spec.checkpoint).read_bytes() if spec.checkpoint else b""
     queue = ReplayQueue(config, prompts, trace, evaluated, journal, spec.endpoints.run_id, checkpoint)
     tokens = config.generator.group_size * (spec.prompt_tokens + config.generator.max_new_tokens)
+    collect_seldom()
     run_replay(queue, spec.endpoints, should_stop, max_group_tokens=tokens)
 
 

@@ -9,9 +9,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from asyncrl.errors import ProtocolError
+from asyncrl.replay.codec import pack_group, unpack_group, unpack_leases
 from asyncrl.replay.connection import Connection
 from asyncrl.replay.messages import EvaluatedBody
-from asyncrl.replay.wire import Array, Message, pack_group, unpack_group, unpack_leases
+from asyncrl.replay.wire import Arrays, Message
 from asyncrl.types import Endpoints, Group, Lease, Shard
 
 RESEND_S = 2.0
@@ -50,6 +51,8 @@ class LeaseReply:
     """The generator is not wanted any more: it asks for nothing, finishes what it has and ends."""
     progress: int = 0
     """Changes whenever a learner begins, takes or commits."""
+    pause_s: float = 0.0
+    """Who got fewer leases than it asked for should not ask again before, unless it has loaded another version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +76,7 @@ class _Unanswered:
     last_s: float
     kind: str
     body: Any
-    arrays: Sequence[Array]
+    arrays: Sequence[Arrays]
 
 
 class GeneratorClient:
@@ -141,7 +144,8 @@ class GeneratorClient:
 
     def finish(self, group: Group) -> None:
         """Sends a finished group; it is kept and sent again until the queue acknowledges it."""
-        self._unacknowledged[False, group.ticket, group.attempt] = self._send("finish", *pack_group(group))
+        meta, block = pack_group(group)
+        self._unacknowledged[False, group.ticket, group.attempt] = self._send("finish", meta, [block])
 
     def evaluated(self, result: EvaluatedBody) -> None:
         """Sends an evaluated prompt, as `finish` does a group."""
@@ -165,7 +169,7 @@ class GeneratorClient:
             self.poll(0.05)
         self._connection.close()
 
-    def _send(self, kind: str, body: Any, arrays: Sequence[Array] = ()) -> _Unanswered:
+    def _send(self, kind: str, body: Any, arrays: Sequence[Arrays] = ()) -> _Unanswered:
         now_s = time.monotonic()
         return _Unanswered(self._connection.send(kind, body, arrays), now_s, now_s, kind, body, arrays)
 
@@ -174,13 +178,16 @@ class GeneratorClient:
         body, seq = message.body, message.seq
         match message.kind:
             case "finished":
-                self._unacknowledged.pop((body["evaluation"], body["ticket"], body["attempt"]), None)
+                for kept in body["kept"]:
+                    self._unacknowledged.pop((kept["evaluation"], kept["ticket"], kept["attempt"]), None)
             case "ok":
                 self._unacknowledged.pop(seq, None)
             case "leases" if self._ask is not None and seq == self._ask.seq:
                 leases = unpack_leases(body["leases"], message.arrays)
                 self._ask = None
-                told = {name: body[name] for name in ("done", "reason", "evaluations_left", "leave", "progress")}
+                told = {
+                    name: body[name] for name in ("done", "reason", "evaluations_left", "leave", "progress", "pause_s")
+                }
                 return LeaseReply(leases, **told)
             case "error" if seq == 0 or any(seq == sent.seq for sent in self._due()):
                 self._connection.check(message)

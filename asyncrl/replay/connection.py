@@ -12,7 +12,7 @@ import zmq
 
 from asyncrl.errors import PeerTimeoutError, ProtocolError, RunError
 from asyncrl.replay.messages import ANSWERS
-from asyncrl.replay.wire import MAX_HEADER_BYTES, Array, Message, decode, encode
+from asyncrl.replay.wire import MAX_HEADER_BYTES, Arrays, Message, decode, encode
 from asyncrl.sockets import connect_dealer
 from asyncrl.types import Endpoints
 
@@ -39,7 +39,7 @@ class Connection:
         self._seq = 0
         self._socket = connect_dealer(self.address, keys=endpoints.keys)
 
-    def send(self, kind: str, body: Any, arrays: Sequence[Array] = (), *, seq: int | None = None) -> int:
+    def send(self, kind: str, body: Any, arrays: Sequence[Arrays] = (), *, seq: int | None = None) -> int:
         """Sends a request under the next number, or again under the one it had; gives the number."""
         if seq is None:
             self._seq += 1
@@ -74,12 +74,12 @@ class Connection:
         if message.kind == "error":
             raise RunError(f"{self.peer} refused a message: {message.body['text']}")
 
-    def request(self, kind: str, body: Any, arrays: Sequence[Array] = (), *, timeout_s: float) -> Message:
+    def request(self, kind: str, body: Any, arrays: Sequence[Arrays] = (), *, timeout_s: float) -> Message:
         """Sends and waits for the answer. Raises PeerTimeoutError, and RunError when the peer refuses."""
         return self.await_answer(kind, self.send(kind, body, arrays), timeout_s=timeout_s, again=(body, arrays))
 
     def await_answer(
-        self, kind: str, seq: int, *, timeout_s: float, again: tuple[Any, Sequence[Array]] | None = None
+        self, kind: str, seq: int, *, timeout_s: float, again: tuple[Any, Sequence[Arrays]] | None = None
     ) -> Message:
         """The answer to the request `seq` of that kind. Raises PeerTimeoutError, and RunError when the peer refuses."""
         return self._await(kind, seq, lambda message: message, timeout_s=timeout_s, again=again)
@@ -102,7 +102,7 @@ class Connection:
         read: Callable[[Message], T],
         *,
         timeout_s: float,
-        again: tuple[Any, Sequence[Array]] | None,
+        again: tuple[Any, Sequence[Arrays]] | None,
     ) -> T:
         sent_s = time.monotonic()
         deadline_s = sent_s + timeout_s

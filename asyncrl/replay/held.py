@@ -25,6 +25,7 @@ class Finished:
 
     meta: GroupMeta
     arrays: list[Array]
+    """A Block when they are as they came, in one frame."""
 
     @classmethod
     def of_record(cls, body: Any, arrays: list[Array]) -> Self:
@@ -53,6 +54,8 @@ class Held:
     """Action tokens of each trajectory."""
     by_version: dict[int, int] = field(default_factory=dict[int, int])
     """Action tokens by the policy version that sampled them."""
+    num_bytes: int = 0
+    """Of the frames."""
     taken_s: float = 0.0
 
     @property
@@ -61,14 +64,11 @@ class Held:
             raise InvariantError("replay: a group without data counts as finished")
         return self.meta
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(array.nbytes for array in self.arrays)
-
     def keep(self, group: Finished, location: Location | None) -> None:
         """Takes the finished group in."""
         _, mask, _, versions = group.arrays
         self.meta, self.arrays, self.location = group.meta, group.arrays, location
+        self.num_bytes = sum(array.nbytes for array in group.arrays)
         self.completion, self.by_version = completion_tokens(group.meta, mask), tokens_by_version(versions, mask)
 
     def check_prompt(self, meta: GroupMeta, tokens: Array) -> None:

@@ -78,6 +78,8 @@ class LeasesBody(TypedDict):
     evaluations_left: bool
     progress: Number
     """Changes whenever a learner begins, takes or commits."""
+    pause_s: Time
+    """Who got fewer leases than it asked for should not ask again before, unless it has loaded another version."""
 
 
 @_CLOSED
@@ -214,10 +216,17 @@ class EvaluationBody(TypedDict):
 
 
 @_CLOSED
-class AckBody(TypedDict):
+class Kept(TypedDict):
     ticket: Number
     attempt: Count
     evaluation: bool
+
+
+@_CLOSED
+class FinishedBody(TypedDict):
+    """Groups and evaluated prompts of one generator that need not be sent again."""
+
+    kept: Items[Kept]
 
 
 @_CLOSED
@@ -270,7 +279,7 @@ BODIES: dict[str, TypeAdapter[Any]] = {
     "ask": TypeAdapter(AskBody),
     "leases": TypeAdapter(LeasesBody),
     "finish": TypeAdapter(GroupMeta),
-    "finished": TypeAdapter(AckBody),
+    "finished": TypeAdapter(FinishedBody),
     "evaluated": TypeAdapter(EvaluatedBody),
     "release": TypeAdapter(ReleaseBody),
     "take": TypeAdapter(TakeBody),

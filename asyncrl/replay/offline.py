@@ -8,11 +8,11 @@ from typing import cast
 
 from asyncrl.errors import JournalError, ProtocolError
 from asyncrl.replay.client import Committed
+from asyncrl.replay.codec import check_group, unpack_group
 from asyncrl.replay.journal import Location, segments_of
 from asyncrl.replay.messages import GroupMeta
 from asyncrl.replay.segments import Loader
 from asyncrl.replay.trained import TrainedStep, trained_steps, unreadable
-from asyncrl.replay.wire import check_group, unpack_group
 from asyncrl.types import Group, Shard
 
 

@@ -13,6 +13,7 @@ import structlog
 
 from asyncrl.config import Config
 from asyncrl.errors import ProtocolError
+from asyncrl.replay.codec import check_group
 from asyncrl.replay.dealer import Dealer
 from asyncrl.replay.durable import DurableState
 from asyncrl.replay.evaluation import STRANDED
@@ -23,7 +24,7 @@ from asyncrl.replay.refunds import check_refunds, refund_reason
 from asyncrl.replay.scores import eval_metrics
 from asyncrl.replay.sessions import Sessions
 from asyncrl.replay.trace import TraceWriter
-from asyncrl.replay.wire import Array, check_group
+from asyncrl.replay.wire import Array
 from asyncrl.types import NO_VERSION, Lease, Prompt
 
 log = structlog.get_logger()
@@ -156,7 +157,7 @@ class ReplayQueue:
         started_s, finished_s = self.clock.span(meta["started_s"], meta["finished_s"])
         reason = refund_reason(self.config, meta)
         body = {**meta, "started_s": started_s, "finished_s": finished_s, "refunded": reason}
-        self.durable.happen("group", body, list(arrays))
+        self.durable.happen("group", body, arrays)
         if reason == "failed":
             errors = [error for error in meta["errors"] if error]
             log.warning("group failed", ticket=meta["ticket"], row=meta["row"], error=errors[0] if errors else "")

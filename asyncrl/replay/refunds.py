@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from asyncrl.config import Config
 from asyncrl.errors import RunError
 from asyncrl.replay.ledger import Ledger
@@ -19,7 +17,7 @@ def refund_reason(config: Config, meta: GroupMeta) -> str:
         return "failed"
     if config.algorithm.truncated == "mask" and set(meta["status"]) == {"truncated"}:
         return "truncated"
-    if config.refunds_no_signal and np.ptp(meta["rewards"]) < SAME_REWARD:
+    if config.refunds_no_signal and max(meta["rewards"]) - min(meta["rewards"]) < SAME_REWARD:
         return "no_signal"
     return ""
 

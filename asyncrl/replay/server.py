@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import structlog
@@ -12,10 +12,12 @@ import zmq
 
 from asyncrl.errors import InvariantError, ProtocolError
 from asyncrl.offenders import Offenders
+from asyncrl.replay.codec import pack_leases
 from asyncrl.replay.held import Finished
 from asyncrl.replay.journal import SYNCED
 from asyncrl.replay.queue import ReplayQueue
-from asyncrl.replay.wire import DTYPES, MAX_REQUEST_HEADER_BYTES, Array, Buffer, Message, decode, encode, pack_leases
+from asyncrl.replay.records import FRAME_BYTES
+from asyncrl.replay.wire import ALIGNMENT, MAX_REQUEST_HEADER_BYTES, Arrays, Message, decode, encode
 from asyncrl.sockets import MAX_FRAME_BYTES, bind_router
 from asyncrl.stopwatch import Stopwatch, fractions
 from asyncrl.types import Endpoints
@@ -29,13 +31,20 @@ SYNC_LOOK_S = 0.001
 TAKE_ANSWER_S = 1.0
 """A learner that waits for its batch hears at least this often that the queue is alive."""
 RECEIVE_AT_ONCE = 64
-TOKEN_BYTES = max(dtype.itemsize for dtype in DTYPES.values())
-"""Of a token, in the largest of a group's frames."""
 
+GROUP_PADDING_BYTES = 4 * ALIGNMENT
+"""At most, between the arrays of a group's frame."""
+
+DENIED_ASKS_PER_S = 1000.0
+"""Of all generators that wait for leases together, so that many of them do not keep the queue from its work."""
+URGENT = frozenset({"shard", "committed"})
+"""Answers that a learner waits for: they end a round of the loop."""
 ANSWERS = {"group": "finished", "commit": "committed"}
 """What tells a peer that a record of this kind was kept."""
 
-Reply = tuple[str, Any, list[Array]]
+Reply = tuple[str, Any, Sequence[Arrays]]
+Answer = tuple[bytes, int, Reply]
+"""To whom, to which request, and what."""
 
 
 class ReplayServer:
@@ -53,10 +62,10 @@ class ReplayServer:
         self.shut = False
         self._watch = Stopwatch()
         self._waiting: dict[tuple[int, int], tuple[bytes, Message, float]] = {}
-        self._outbox: list[tuple[bytes, int, Reply]] = []
-        self._unsynced: list[tuple[bytes, int, Reply]] = []
+        self._outbox: list[Answer] = []
+        self._unsynced: list[Answer] = []
         """Answers that wait for the next sync of the journal to begin."""
-        self._syncing: list[tuple[bytes, int, Reply]] = []
+        self._syncing: list[Answer] = []
         """Answers that wait for the sync under way."""
         self._promises = frozenset(ANSWERS[kind] for kind in SYNCED[queue.config.journal.flush])
         self._socket = bind_router(
@@ -87,17 +96,21 @@ class ReplayServer:
                 identity, *frames = self._socket.recv_multipart(zmq.DONTWAIT, copy=False)
             except zmq.Again:
                 return
-            self._handle(identity.bytes, [frame.buffer for frame in frames])
+            self._handle(identity.bytes, frames)
             self._send_synced()
+            if self._outbox and self._outbox[-1][2][0] in URGENT:
+                return
 
-    def _handle(self, identity: bytes, frames: list[Buffer]) -> None:
+    def _handle(self, identity: bytes, frames: list[zmq.Frame]) -> None:
         seq = 0
         if self.offenders.ignores(identity):
             self.errors["ignored"] += 1
             return
         try:
-            message = decode(self.run_id, frames)
+            message = decode(self.run_id, [frame.buffer for frame in frames])
             seq = message.seq
+            if message.arrays.frame is not None:
+                message.arrays.frame = frames[-1]  # ZeroMQ sends on without a copy what it received
             handler = HANDLERS.get(message.kind)
             if handler is None:
                 raise ProtocolError(f"{message.kind} is an answer, not a request")
@@ -152,8 +165,8 @@ class ReplayServer:
         if self._syncing and self.queue.synced:
             self._send(self._syncing)
 
-    def _send(self, answers: list[tuple[bytes, int, Reply]]) -> None:
-        for identity, seq, (kind, body, arrays) in answers:
+    def _send(self, answers: list[Answer]) -> None:
+        for identity, seq, (kind, body, arrays) in _joined(answers):
             frames = encode(self.run_id, kind, body, seq=seq, arrays=arrays)
             self._socket.send_multipart([identity, *frames], copy=False)
         answers.clear()
@@ -169,7 +182,7 @@ class ReplayServer:
             session=body["session"],
             number=body["number"],
         )
-        metas, arrays = pack_leases(leases)
+        metas, prompts = pack_leases(leases)
         answer = {
             "leases": metas,
             "done": queue.done,
@@ -177,16 +190,17 @@ class ReplayServer:
             "reason": reason,
             "evaluations_left": queue.evaluation.left(body["version"]),
             "progress": queue.dealer.progress,
+            "pause_s": queue.state.generators_wanted / DENIED_ASKS_PER_S,
         }
-        return "leases", answer, arrays
+        return "leases", answer, [prompts]
 
     def _finish(self, message: Message) -> Reply:
         self.queue.finish(message.body, message.arrays)
-        return "finished", _acknowledged(message, evaluation=False), []
+        return "finished", _kept(message, evaluation=False), []
 
     def _evaluated(self, message: Message) -> Reply:
         self.queue.evaluated(message.body)
-        return "finished", _acknowledged(message, evaluation=True), []
+        return "finished", _kept(message, evaluation=True), []
 
     def _next_evaluation(self, message: Message) -> Reply:
         outcome, step, metrics = self.queue.next_evaluation(message.body["after"])
@@ -210,8 +224,8 @@ class ReplayServer:
 
     def _shard(self, outcome: str, message: Message, groups: list[Finished]) -> Reply:
         metas = [group.meta for group in groups]
-        arrays = [array for group in groups for array in group.arrays]
-        return "shard", {"step": message.body["step"], "outcome": outcome, "groups": metas}, arrays
+        body = {"step": message.body["step"], "outcome": outcome, "groups": metas}
+        return "shard", body, [group.arrays for group in groups]
 
     def _commit(self, message: Message) -> Reply:
         body = message.body
@@ -248,8 +262,24 @@ class ReplayServer:
         return "ok", {}, []
 
 
-def _acknowledged(message: Message, *, evaluation: bool) -> dict[str, Any]:
-    return {"ticket": message.body["ticket"], "attempt": message.body["attempt"], "evaluation": evaluation}
+def _kept(message: Message, *, evaluation: bool) -> dict[str, Any]:
+    body = message.body
+    return {"kept": [{"ticket": body["ticket"], "attempt": body["attempt"], "evaluation": evaluation}]}
+
+
+def _joined(answers: Sequence[Answer]) -> Iterator[Answer]:
+    """The answers; all that tell a peer what was kept as one."""
+    kept: dict[bytes, list[Any]] = {}
+    for identity, seq, reply in answers:
+        kind, body, _ = reply
+        if kind != "finished":
+            yield identity, seq, reply
+        elif identity in kept:
+            kept[identity] += body["kept"]
+        else:
+            kept[identity] = list(body["kept"])
+    for identity, all_kept in kept.items():
+        yield identity, 0, ("finished", {"kept": all_kept}, [])
 
 
 HANDLERS: dict[str, Callable[[ReplayServer, Message], Reply | None]] = {
@@ -278,7 +308,8 @@ def run_replay(
     sends more than a group of `max_group_tokens`, prompts and completions, is ended; None when that is not known."""
     max_frame_bytes = MAX_FRAME_BYTES
     if max_group_tokens is not None:
-        max_frame_bytes = min(MAX_FRAME_BYTES, max(MAX_REQUEST_HEADER_BYTES, TOKEN_BYTES * max_group_tokens))
+        group_bytes = FRAME_BYTES * max_group_tokens + GROUP_PADDING_BYTES
+        max_frame_bytes = min(MAX_FRAME_BYTES, max(MAX_REQUEST_HEADER_BYTES, group_bytes))
     try:
         server = ReplayServer(queue, endpoints, max_frame_bytes=max_frame_bytes)
         try:

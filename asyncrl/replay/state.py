@@ -106,8 +106,8 @@ class QueueState:
 
     # --- groups
 
-    def _group(self, body: Any, arrays: Sequence[Array], location: Location | None) -> None:
-        group, reason = Finished.of_record(body, list(arrays)), body["refunded"]
+    def _group(self, body: Any, arrays: list[Array], location: Location | None) -> None:
+        group, reason = Finished.of_record(body, arrays), body["refunded"]
         number, meta = group.meta["ticket"], group.meta
         held = self.held[number]
         held.keep(group, location)
@@ -283,7 +283,7 @@ class QueueState:
         self.evaluation.release([{"ticket": t, "attempt": attempt} for _, t, attempt in list(self.evaluation.held())])
 
 
-APPLY: dict[str, Callable[[QueueState, Any, Sequence[Array], Location | None], None]] = {
+APPLY: dict[str, Callable[[QueueState, Any, list[Array], Location | None], None]] = {
     "lease": QueueState._lease,
     "return": QueueState._return,
     "group": QueueState._group,

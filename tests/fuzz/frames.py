@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.replay.wire import Array, encode, pack_group, pack_leases
+from asyncrl.replay.codec import pack_group, pack_leases
+from asyncrl.replay.wire import Array, encode
 from asyncrl.types import Lease, Prompt
 from tests.helpers.replay import PROMPT_TOKENS, make_group
 
@@ -122,15 +123,16 @@ def answers(seq: int = 1, *, ticket: int = 0, attempt: int = 0, step: int = 1) -
         "reason": "staleness",
         "evaluations_left": False,
         "progress": step,
+        "pause_s": 0.004,
     }
     meta, arrays = pack_group(make_group(lease, 0))
     shard = {"step": step, "outcome": "shard", "groups": [meta]}
     evaluation = {"outcome": "ended", "step": step, "metrics": METRICS}
     committed = {"metrics": METRICS, "state": b"state", "checkpoint_wanted": False}
     bodies: dict[str, tuple[Any, Sequence[Array]]] = {
-        "leases": (leases, tokens),
-        "finished": ({"ticket": ticket, "attempt": attempt, "evaluation": False}, []),
-        "shard": (shard, arrays),
+        "leases": (leases, [tokens]),
+        "finished": ({"kept": [{"ticket": ticket, "attempt": attempt, "evaluation": False}]}, []),
+        "shard": (shard, [arrays]),
         "begun": ({"steps": step}, []),
         "committed": (committed, []),
         "values": ({"step": step}, [np.ones(3, dtype=np.float32)]),

@@ -214,6 +214,16 @@ def test_a_denied_ask_is_repeated_with_a_pause_and_at_once_after_new_weights(
     assert client.asks[asks][0] == 1
 
 
+def test_a_denied_ask_waits_as_long_as_the_queue_says(engine: Engine, model_path: str, policies: Policies) -> None:
+    reply = LeaseReply([], False, "staleness", pause_s=60.0)
+    loop, client, _ = make_loop(engine, model_path, lambda *_: reply, policies[:1])
+    loop._swap_staged()
+    start = time.monotonic()
+    while time.monotonic() - start < 0.2:
+        loop.tick()
+    assert len(client.asks) == 1
+
+
 def test_a_full_generator_still_speaks_and_hears_that_the_run_is_over(
     engine: Engine, model_path: str, policies: Policies
 ) -> None:

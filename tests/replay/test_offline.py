@@ -9,9 +9,9 @@ import pytest
 
 from asyncrl.errors import JournalError
 from asyncrl.replay.client import Committed
+from asyncrl.replay.codec import pack_group
 from asyncrl.replay.journal import Journal, Record
 from asyncrl.replay.offline import JournalBatches
-from asyncrl.replay.wire import pack_group
 from asyncrl.types import Group, Lease, Prompt
 from tests.helpers.replay import make_group
 

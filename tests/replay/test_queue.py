@@ -9,9 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from asyncrl.errors import ProtocolError, RunError
+from asyncrl.replay.codec import pack_group
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.trace import TraceWriter
-from asyncrl.replay.wire import pack_group
 from asyncrl.types import Lease
 from tests.helpers.replay import EndlessPrompts, ask_queue, make_group, small_config
 

@@ -14,13 +14,14 @@ import pytest
 from asyncrl.errors import ProtocolError
 from asyncrl.launch.resources import reserve_ports
 from asyncrl.replay.bounds import MAX_NUMBER, MAX_REWARD
+from asyncrl.replay.codec import pack_group
 from asyncrl.replay.measure import GeneratorState
 from asyncrl.replay.messages import GroupMeta
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.server import ReplayServer
 from asyncrl.replay.sessions import MAX_FORMER, Sessions
 from asyncrl.replay.trace import TraceWriter
-from asyncrl.replay.wire import Array, decode, encode, pack_group
+from asyncrl.replay.wire import Array, decode, encode
 from tests.helpers.replay import PROMPT_TOKENS, EndlessPrompts, ask_queue, loopback_endpoints, make_group, small_config
 
 STATS = {

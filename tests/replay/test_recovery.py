@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError, ProtocolError, RunError
+from asyncrl.replay.codec import pack_group
 from asyncrl.replay.journal import Journal, read_journal, segments_of
 from asyncrl.replay.ledger import State
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.trace import TraceWriter
-from asyncrl.replay.wire import pack_group
 from asyncrl.types import Lease
 from tests.helpers.replay import STATS, EndlessPrompts, ask_queue, kill_queue, make_group, small_config
 

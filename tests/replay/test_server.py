@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,8 @@ from asyncrl.replay.client import GeneratorClient, GeneratorStats, LauncherClien
 from asyncrl.replay.journal import Flush, Journal
 from asyncrl.replay.ledger import State
 from asyncrl.replay.queue import ReplayQueue
-from asyncrl.replay.server import ReplayServer, run_replay
+from asyncrl.replay.records import FRAME_BYTES
+from asyncrl.replay.server import ReplayServer, _joined, run_replay
 from asyncrl.replay.trace import TraceWriter
 from asyncrl.replay.wire import MAX_REQUEST_HEADER_BYTES, encode
 from asyncrl.sockets import connect_dealer
@@ -148,6 +149,39 @@ def test_promises_of_the_disk_wait_for_their_sync_and_the_queue_works_on(
     learner.close()
 
 
+def test_one_answer_tells_a_generator_of_all_that_was_kept(tmp_path: Path, endpoints: Endpoints) -> None:
+    config = small_config(replay__groups_per_step=4)
+    queue = ReplayQueue(config, EndlessPrompts(), TraceWriter(tmp_path / "trace.parquet"))
+    server, generator = ReplayServer(queue, endpoints), GeneratorClient(endpoints, 0)
+    try:
+        generator.ask(0, 3, GeneratorStats())
+        while generator.outstanding:
+            server.serve(once())
+            reply = generator.poll(0.01)
+            leases = reply.leases if reply is not None else []
+        for lease in leases:
+            generator.finish(make_group(lease, 0))
+        server._receive()
+        deadline_s = time.monotonic() + 5
+        while len(server._outbox) < 3 and time.monotonic() < deadline_s:
+            server._receive()
+        sent = list(_joined(server._outbox))
+        assert [(kind, len(body["kept"])) for _, _, (kind, body, _) in sent] == [("finished", 3)]
+        server._flush()
+        while generator.unacknowledged and time.monotonic() < deadline_s:
+            generator.poll(0.05)
+        assert generator.unacknowledged == 0
+    finally:
+        generator.close()
+        server.close()
+
+
+def once() -> Callable[[], bool]:
+    """Stops a server after one round."""
+    answers = iter([False, True])
+    return lambda: next(answers)
+
+
 def test_learner_waiting_for_a_batch_outlives_its_timeout(served: ReplayQueue, endpoints: Endpoints) -> None:
     learner, launcher = LearnerClient(endpoints, 0, timeout_s=2.0), LauncherClient(endpoints)
     with ThreadPoolExecutor(1) as pool:
@@ -220,10 +254,11 @@ def test_encrypted_queue_serves_who_has_the_keys(tmp_path: Path, monkeypatch: py
 def test_a_frame_larger_than_any_group_ends_its_connection(endpoints: Endpoints, tmp_path: Path) -> None:
     queue = ReplayQueue(small_config(), EndlessPrompts(), TraceWriter(tmp_path / "trace.parquet"))
     stop, limits = threading.Event(), {"max_group_tokens": MAX_REQUEST_HEADER_BYTES}
+    group_bytes = FRAME_BYTES * MAX_REQUEST_HEADER_BYTES
     thread = threading.Thread(target=run_replay, args=(queue, endpoints, stop.is_set), kwargs=limits)
     thread.start()
     try:
-        for size, comes in ((4 * MAX_REQUEST_HEADER_BYTES, True), (4 * MAX_REQUEST_HEADER_BYTES + 1000, False)):
+        for size, comes in ((group_bytes, True), (group_bytes + 1000, False)):
             peer = connect_dealer(endpoints.replay, linger_s=0.0)
             peer.send(bytes(size))
             assert bool(peer.poll(5000 if comes else 500)) is comes

@@ -17,11 +17,12 @@ from asyncrl.errors import ConfigError, PeerTimeoutError, RunError
 from asyncrl.launch.resources import reserve_ports
 from asyncrl.replay import client as client_module
 from asyncrl.replay.client import GeneratorClient, GeneratorStats, LauncherClient, LearnerClient, LeaseReply
+from asyncrl.replay.codec import pack_group
 from asyncrl.replay.journal import Journal
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.server import ReplayServer
 from asyncrl.replay.trace import TraceWriter
-from asyncrl.replay.wire import Message, encode, pack_group
+from asyncrl.replay.wire import Block, Message, encode
 from asyncrl.sockets import bind_router
 from asyncrl.types import Endpoints, Lease
 from tests.helpers.replay import EndlessPrompts, kill_queue, loopback_endpoints, make_group, small_config
@@ -254,7 +255,7 @@ def test_answers_without_sense_are_counted_and_end_at_the_deadline(
 def test_an_error_for_something_that_was_answered_is_left_aside(replay: Replay, endpoints: Endpoints) -> None:
     generator = GeneratorClient(endpoints, 0)
     text = {"text": "late"}
-    assert generator._take(Message("error", 77, text, [])) is None
+    assert generator._take(Message("error", 77, text, Block([], None))) is None
     with pytest.raises(RunError, match="refused a message: late"):
-        generator._take(Message("error", 0, text, []))
+        generator._take(Message("error", 0, text, Block([], None)))
     generator.close()

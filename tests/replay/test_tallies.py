@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from asyncrl.errors import RunError
 from asyncrl.replay import clock as clock_module
 from asyncrl.replay.clock import RunClock
+from asyncrl.replay.codec import pack_group
 from asyncrl.replay.tallies import (
     CURVE_POINTS,
     Curve,
@@ -29,7 +30,6 @@ from asyncrl.replay.tallies import (
     tokens_by_version,
 )
 from asyncrl.replay.trace import TraceWriter
-from asyncrl.replay.wire import pack_group
 from asyncrl.types import Lease
 from tests.helpers.replay import EndlessPrompts, make_group
 

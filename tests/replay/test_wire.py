@@ -11,17 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.errors import ProtocolError
-from asyncrl.replay.wire import (
-    MAX_HEADER_BYTES,
-    MAX_REQUEST_HEADER_BYTES,
-    check_group,
-    decode,
-    encode,
-    pack_group,
-    pack_leases,
-    unpack_group,
-    unpack_leases,
-)
+from asyncrl.replay.codec import check_group, pack_group, pack_leases, unpack_group, unpack_leases
+from asyncrl.replay.wire import MAX_HEADER_BYTES, MAX_REQUEST_HEADER_BYTES, decode, encode
 from asyncrl.types import Lease, Prompt
 from tests.helpers.replay import EndlessPrompts, make_group
 
@@ -30,15 +21,22 @@ def a_lease() -> Lease:
     return Lease(7, 1, next(EndlessPrompts()))
 
 
-def frames_of_a_group() -> list[bytes]:
-    meta, arrays = pack_group(make_group(a_lease(), 3))
+def frames_of_a_group(*, in_one: bool = False) -> list[bytes]:
+    """With the arrays each in a frame of its own, or in one."""
+    meta, block = pack_group(make_group(a_lease(), 3))
+    arrays = [block] if in_one else block
     return [bytes(frame) for frame in encode("run", "finish", meta, seq=5, arrays=arrays)]
 
 
-def test_group_round_trip() -> None:
+@pytest.mark.parametrize("in_one", [True, False])
+def test_group_round_trip(in_one: bool) -> None:
     group = make_group(a_lease(), 3, completion_tokens=(1, 9))
-    meta, arrays = pack_group(group)
-    message = decode("run", [bytes(frame) for frame in encode("run", "finish", meta, seq=5, arrays=arrays)])
+    meta, block = pack_group(group)
+    frames = encode("run", "finish", meta, seq=5, arrays=[block] if in_one else block)
+    assert len(frames) == 1 + (1 if in_one else 4)
+    message = decode("run", [bytes(frame) for frame in frames])
+    assert (message.arrays.frame is not None) == in_one
+    assert all(array.ctypes.data % array.itemsize == 0 for array in message.arrays)
     assert (message.kind, message.seq) == ("finish", 5)
     check_group(message.body, message.arrays, group_size=2)
     back = unpack_group(message.body, message.arrays)
@@ -55,10 +53,18 @@ def test_lease_round_trip() -> None:
     tokens = np.array([5, 6], dtype=np.int32)
     chat = [{"role": "user", "content": "5+6="}]
     lease = Lease(1, 0, Prompt(4, tokens, "11", "sums", {"level": 2, "tags": ["a"]}, chat, {"ability": "math"}), True)
-    metas, arrays = pack_leases([lease])
-    body = {"leases": metas, "done": False, "leave": False, "reason": "", "evaluations_left": True, "progress": 3}
-    message = decode("run", [bytes(f) for f in encode("run", "leases", body, arrays=arrays)])
-    (back,) = unpack_leases(message.body["leases"], message.arrays)
+    metas, block = pack_leases([lease, lease])
+    body = {
+        "leases": metas,
+        "done": False,
+        "leave": False,
+        "reason": "",
+        "evaluations_left": True,
+        "progress": 3,
+        "pause_s": 0.0,
+    }
+    message = decode("run", [bytes(f) for f in encode("run", "leases", body, arrays=[block])])
+    _, back = unpack_leases(message.body["leases"], message.arrays)
     assert (back.ticket, back.prompt.ground_truth, back.prompt.extra_info) == (1, "11", {"level": 2, "tags": ["a"]})
     assert back.evaluation
     assert (back.prompt.chat, back.prompt.columns) == (chat, {"ability": "math"})
@@ -77,7 +83,7 @@ def changed_body(**changes: object) -> list[bytes]:
 
 
 def empty_array(shape: list[int]) -> list[bytes]:
-    return [*changed_header(arrays=[["i4", shape]])[:1], b""]
+    return [*changed_header(arrays=[[["i4", shape]]])[:1], b""]
 
 
 def mask_of_twos() -> list[bytes]:
@@ -86,22 +92,27 @@ def mask_of_twos() -> list[bytes]:
     return frames
 
 
+def frame_with(arrays: object, num_bytes: int) -> list[bytes]:
+    """A group's header over one frame of so many bytes that is said to hold the arrays."""
+    return [*changed_header(arrays=[arrays])[:1], bytes(num_bytes)]
+
+
 @pytest.mark.parametrize(
     ("frames", "reason"),
     [
         ([], "empty message"),
         ([b"\xc1"], "header is not msgpack"),
         ([b"\x01"], "header is int, expected a map"),
-        (changed_header(v=9), "schema version 9, this process speaks 1"),
+        (changed_header(v=9), "schema version 9, this process speaks 2"),
         (changed_header(run="other"), "message of run 'other', this is run 'run'"),
         (changed_header(kind="pickle"), "unknown kind 'pickle'"),
         (changed_header(seq="x"), "sequence number 'x' is not an integer"),
         (changed_header(body={}), "finish: ticket: Field required"),
         (changed_header(arrays=[]), "4 frames do not fit the header's list of arrays"),
-        (changed_header(arrays=[["i4", [1 << 40]]] * 4), "bytes does not hold i4"),
-        (changed_header(arrays=[["O", [12]]] * 4), "does not name a known dtype"),
-        (changed_header(arrays=[["i4", [-12]]] * 4), "does not name a known dtype and a shape"),
-        (changed_header(arrays=[["i4", [1] * 9]] * 4), "does not name a known dtype and a shape"),
+        (changed_header(arrays=[[["i4", [1 << 40]]]] * 4), "bytes does not hold"),
+        (changed_header(arrays=[[["O", [12]]]] * 4), "does not name a known dtype"),
+        (changed_header(arrays=[[["i4", [-12]]]] * 4), "does not name a known dtype and a shape"),
+        (changed_header(arrays=[[["i4", [1] * 9]]] * 4), "does not name a known dtype and a shape"),
         (changed_header(seq=-1), "sequence number -1 is not an integer from 0"),
         (changed_header(seq=True), "sequence number True is not an integer"),
         (changed_header(run="x" * 1000), "message of run 'xxxx.*\\.\\.\\.xxxx"),
@@ -118,12 +129,20 @@ def mask_of_twos() -> list[bytes]:
         (changed_body(errors=msgpack.ExtType(1, b"x")), "exceeds max_ext_len"),
         (
             [
-                msgpack.packb({"v": 1, "run": "run", "kind": "status", "seq": 1, "body": {}, "arrays": [["i4", [1]]]}),
+                msgpack.packb(
+                    {"v": 2, "run": "run", "kind": "status", "seq": 1, "body": {}, "arrays": [[["i4", [1]]]]}
+                ),
                 b"1234",
             ],
-            "status: 1 arrays, this kind has none",
+            "status: 1 frames of arrays, this kind has none",
         ),
-        (empty_array([0, 1 << 31, 1 << 31, 1 << 31]), r"a frame of 0 bytes does not hold i4"),
+        (empty_array([0, 1 << 31, 1 << 31, 1 << 31]), r"no frame holds i4"),
+        (empty_array([1]), "a frame of 0 bytes does not hold"),
+        (frame_with("i4", 4), "a frame of 4 bytes with 'i4' is not a list of arrays"),
+        (frame_with(["i4", [1]], 4), "array description 'i4' does not name"),
+        (frame_with([["b1", [3]], ["i4", [1]]], 7), "a frame of 7 bytes does not hold"),
+        (frame_with([["b1", [3]], ["i4", [1]]], 13), "a frame of 13 bytes does not hold"),
+        (frame_with([["b1", [3]], ["i4", [1]], ["i4", [1]]], 12), "a frame of 12 bytes does not hold"),
         (mask_of_twos(), "a truth value is neither 0 nor 1"),
     ],
 )
@@ -164,9 +183,15 @@ def peak_bytes() -> int:
 
 
 @settings(max_examples=300, deadline=None)
-@given(frame=st.integers(0, 4), position=st.integers(0, 10_000), value=st.integers(0, 255), cut=st.booleans())
-def test_damaged_frames_never_do_worse_than_a_protocol_error(frame: int, position: int, value: int, cut: bool) -> None:
-    frames = frames_of_a_group()
+@given(
+    in_one=st.booleans(), frame=st.integers(0, 4), position=st.integers(0, 10_000), value=st.integers(0, 255),
+    cut=st.booleans(),
+)  # fmt: skip
+def test_damaged_frames_never_do_worse_than_a_protocol_error(
+    in_one: bool, frame: int, position: int, value: int, cut: bool
+) -> None:
+    frames = frames_of_a_group(in_one=in_one)
+    frame %= len(frames)
     damaged = bytearray(frames[frame])
     position %= len(damaged)
     if cut:
