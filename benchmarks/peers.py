@@ -3,6 +3,8 @@ first core and both of them on the rest, as in `queue_load`."""
 
 from __future__ import annotations
 
+import itertools
+import os
 import shutil
 import subprocess
 import time
@@ -13,8 +15,9 @@ from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from typing import Any
 
+from asyncrl.replay.journal import SEGMENT_BYTES
 from benchmarks.frame import CannotRun
-from benchmarks.queue_load import CONTEXT, cores, start
+from benchmarks.queue_load import CONTEXT, GROUP_SIZE, GROUPS_PER_STEP, cores, start
 
 WARM_S = 1.0
 HIGH_WATER = 1000
@@ -222,6 +225,31 @@ def ray_queue(folder: Path, message_bytes: int, seconds: float) -> float:
         ray.shutdown()
 
 
+# --- the disk that the journal is on: as many bytes, synced as often as with `journal.flush=step`
+
+
+def disk(folder: Path, message_bytes: int, seconds: float) -> float:
+    count = CONTEXT.Value("q", 0)
+    with _processes() as run:
+        run("writer", cores()[0], _disk_writer, str(folder), message_bytes, count)
+        return rate(count, seconds, run.started)
+
+
+def _disk_writer(folder: str, message_bytes: int, count: Synchronized[int]) -> None:
+    data, batch = bytes(message_bytes), GROUP_SIZE * GROUPS_PER_STEP
+    for number in itertools.count():
+        path = Path(folder) / str(number)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT)
+        written = 0
+        while written < SEGMENT_BYTES:
+            for _ in range(batch):
+                written += os.write(descriptor, data)
+            os.fsync(descriptor)
+            count.value += batch
+        os.close(descriptor)
+        path.unlink()
+
+
 class _Started:
     """Starts processes pinned to cores, and remembers them."""
 
@@ -249,4 +277,5 @@ PEERS: dict[str, Callable[[Path, int, float], float]] = {
     "mp.Queue": mp_queue,
     "Redis": redis_streams,
     "Ray": ray_queue,
+    "disk": disk,
 }

@@ -22,6 +22,7 @@ from asyncrl.replay.client import GeneratorClient, GeneratorStats, LauncherClien
 from asyncrl.types import NO_VERSION, Endpoints, Group, Lease, Prompt, Trajectory
 
 GROUP_SIZE, PROMPT_TOKENS = 8, 32
+GROUPS_PER_STEP = 32
 SHAPES = 16
 """Different groups that a generator makes up."""
 CHECKPOINT_STEPS = 100
@@ -180,7 +181,7 @@ class Load:
     def __post_init__(self) -> None:
         values = {
             "model.path": "none", "data.train": "none", "steps": 10**9, "launch.generators": self.generators,
-            "generator.group_size": GROUP_SIZE, "replay.groups_per_step": 32, "replay.max_staleness": 4,
+            "generator.group_size": GROUP_SIZE, "replay.groups_per_step": GROUPS_PER_STEP, "replay.max_staleness": 4,
         }  # fmt: skip
         config = load_config(None, values | self.settings)
         endpoints = make_endpoints(config, "load")

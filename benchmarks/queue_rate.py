@@ -1,5 +1,5 @@
 """Trajectories a second through the replay queue, from lease to commit with its journal, against other queues that only
-move as many bytes."""
+move as many bytes, and against the disk that the journal is on."""
 
 from __future__ import annotations
 
@@ -41,12 +41,14 @@ def measure(quick: bool) -> Iterator[Round]:
         for size, tokens in SIZES.items():
             message_bytes = TOKEN_BYTES * (PROMPT_TOKENS + tokens)
             ours, plain = (_in_folder(through_queue, tokens, seconds, journaled=way) for way in (True, False))
-            raw = _in_folder(PEERS["raw zmq"], message_bytes, seconds)
+            raw, disk = (_in_folder(PEERS[name], message_bytes, seconds) for name in ("raw zmq", "disk"))
             one[f"of raw zmq, {size}"] = ours / raw
             one[f"of raw zmq without journal, {size}"] = plain / raw
+            one[f"of the disk, {size}"] = ours / disk
             one[f"groups/s, {size}"] = ours / GROUP_SIZE
             one[f"MB/s, {size}"] = ours * message_bytes / 1e6
             one[f"raw zmq MB/s, {size}"] = raw * message_bytes / 1e6
+            one[f"disk MB/s, {size}"] = disk * message_bytes / 1e6
             if size == "1k":
                 for peer in BESIDES:
                     one[f"of {peer}, {size}"] = ours / _in_folder(PEERS[peer], message_bytes, seconds)

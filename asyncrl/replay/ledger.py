@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from heapq import nsmallest
 from typing import Any
 
 from asyncrl.errors import InvariantError
@@ -193,13 +194,14 @@ class Ledger:
 
         Raises InvariantError when a deadline can no longer be met.
         """
-        order = sorted(self.live.values(), key=self._take_order)
+        live = self.live.values()
+        wanted = live if self.in_order else [t for t in live if t.state is State.FINISHED]
+        batch = nsmallest(self.groups_per_step, wanted, key=self._take_order)
+        ready = len(batch) == self.groups_per_step
         if self.in_order:
-            batch = order[: self.groups_per_step]
-            ready = len(batch) == self.groups_per_step and all(t.state is State.FINISHED for t in batch)
+            ready = ready and all(t.state is State.FINISHED for t in batch)
         else:
-            batch = [t for t in order if t.state is State.FINISHED][: self.groups_per_step]
-            ready = len(batch) == self.groups_per_step and self._feasible_without(batch)
+            ready = ready and self._feasible_without(batch)
         return [t.number for t in batch] if ready else None
 
     def take(self, numbers: Sequence[int]) -> None:
