@@ -27,7 +27,7 @@ from asyncrl.types import Group
 
 LOSSES: list[dict[str, Any]] = [
     {"loss": "decoupled_ppo"},
-    {"loss": "decoupled_ppo", "correction": {"level": "sequence", "mode": "mask", "low": 0.1, "high": 5.0}},
+    {"loss": "decoupled_ppo", "correction": {"level": "sequence", "mode": "mask", "low": 1e-6, "high": 5.0}},
     {"loss": "ppo_clip", "aggregation": "seq-mean-token-mean"},
     {"loss": "reinforce_is", "loss_options": {"cap": 1.5}, "aggregation": "seq-mean-token-sum-norm"},
 ]
