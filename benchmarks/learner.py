@@ -3,41 +3,76 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 from benchmarks.frame import CannotRun, Limit, Round, Row, one_thread
-from benchmarks.learner_batch import lengths, make_model
+from benchmarks.learner_batch import GROUPS, STEP, WAYS, lengths, make_model
 
-STEPS, QUICK_STEPS = 2, 1
-TIMEOUT_S = 600.0
+QUICK_GROUPS = 2
 
 
-def step_s(way: str, model: Path, steps: int) -> float:
-    """Median seconds of a step, in a process of its own on the first core."""
-    core = str(min(os.sched_getaffinity(0)))
-    command = ["taskset", "-c", core, sys.executable, "-m", "benchmarks.learner_batch", way, str(model), str(steps)]
-    done = subprocess.run(command, env=one_thread(), capture_output=True, text=True, timeout=TIMEOUT_S)
-    if done.returncode:
-        raise CannotRun(f"{way} failed: {done.stderr[-1500:]}")
-    return float(done.stdout.split()[-1])
+class Side:
+    """A process that trains one way on one thread; it steps only when it is asked to."""
+
+    def __init__(self, way: str, folder: Path, groups: int, stack: ExitStack) -> None:
+        self.way = way
+        self._log = folder / f"{way}.log"
+        command = [sys.executable, "-m", "benchmarks.learner_batch", way, str(folder / "model"), str(groups)]
+        with self._log.open("w") as log:
+            process = subprocess.Popen(
+                command, env=one_thread(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+            )
+        self._process = stack.enter_context(process)
+        stack.callback(process.kill)
+
+    def tell(self) -> None:
+        """That the model is there; after that, to do a step."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write("\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise self._failure() from None
+
+    def step_s(self) -> float:
+        """Seconds of the step that was started; waits for it, as long as the deadline of the row lets it."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(STEP):
+                return float(line.removeprefix(STEP))
+        raise self._failure()
+
+    def _failure(self) -> CannotRun:
+        return CannotRun(f"{self.way} failed: {self._log.read_text()[-1500:]}")
 
 
 def measure(quick: bool) -> Iterator[Round]:
     if importlib.util.find_spec("trl") is None:
         raise CannotRun("TRL is not installed: pip install -e .[bench]")
-    steps, tokens = QUICK_STEPS if quick else STEPS, float(lengths().sum())
-    with tempfile.TemporaryDirectory() as folder:
-        model = make_model(Path(folder) / "model")
+    groups = QUICK_GROUPS if quick else GROUPS
+    tokens = float(lengths(groups).sum())
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        sides = [Side(way, folder, groups, stack) for way in WAYS if not (quick and way == "sorted")]
+        make_model(folder / "model")
+        for side in sides:
+            side.tell()
+            side.tell()
+        for side in sides:
+            side.step_s()
         while True:
-            seconds = {way: step_s(way, model, steps) for way in ("padded", "ours", "trl")}
+            seconds: dict[str, float] = {}
+            for side in sides:
+                side.tell()
+                seconds[side.way] = side.step_s()
+            ours_s = seconds["ours"]
             yield {
-                "of padded": seconds["padded"] / seconds["ours"],
-                "of TRL": seconds["trl"] / seconds["ours"],
+                **{f"of {way}": taken_s / ours_s for way, taken_s in seconds.items() if way != "ours"},
                 **{f"{way} tokens/s": tokens / taken_s for way, taken_s in seconds.items()},
             }
 

@@ -1,15 +1,17 @@
-"""One long-tailed batch, and three ways to train on it: ours, a padded loop of Hugging Face's, and TRL's trainer.
+"""One long-tailed batch, and ways to train on it: ours, padded loops of Hugging Face's, and TRL's trainer.
 
-Each runs in a process of its own on one core, `python -m benchmarks.learner_batch WAY MODEL STEPS`, and prints the
-median seconds of a step. Model, optimizer, tokens and loss (clipped importance ratio, one update) are the same.
+Each runs in a process of its own, `python -m benchmarks.learner_batch WAY MODEL GROUPS`. The first line that it reads
+says that the model is there; every other makes it do a step, and it tells the seconds of it. Model, optimizer, tokens
+and loss (clipped importance ratio, one update) are the same, and nothing is computed but what the step needs; only ours
+and TRL's have metrics of the policy besides.
 """
 
 from __future__ import annotations
 
-import statistics
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +24,34 @@ SIGMA = 1.0
 VOCABULARY, HIDDEN, LAYERS = 2048, 256, 4
 ROWS = 16
 """Sequences of a padded micro-batch."""
+TOKENS_PER_MICROBATCH = ROWS * (PROMPT_TOKENS + MAX_TOKENS)
 LR = 1e-5
-WARM_STEPS = 1
+STEP = "step_s "
+"""Begins each line that tells the seconds of a step."""
+ENDLESS = 1_000_000
 
 
-def make_model(folder: Path) -> Path:
-    """A random Qwen2 of some 5 million parameters, and a tokenizer."""
+class Turns:
+    """Steps when asked for; the process ends when nobody can ask any more."""
+
+    def wait(self) -> None:
+        if not sys.stdin.readline():
+            raise SystemExit
+
+    def begin(self) -> None:
+        self.wait()
+        self._started_s = time.perf_counter()
+
+    def end(self) -> None:
+        import torch
+
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        print(f"\n{STEP}{time.perf_counter() - self._started_s}", flush=True)
+
+
+def make_model(folder: Path) -> None:
+    """Writes a random Qwen2 of some 5 million parameters, and a tokenizer."""
     import torch
     from tokenizers import Tokenizer, models
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
@@ -42,33 +66,36 @@ def make_model(folder: Path) -> Path:
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w1")
     tokenizer.save_pretrained(folder)
-    return folder
 
 
-def lengths() -> np.ndarray:
+def lengths(groups: int) -> np.ndarray:
     """Completion tokens [groups, group size], log-normal."""
     dice = np.random.default_rng(0).normal(np.log(MEAN_TOKENS) - SIGMA**2 / 2, SIGMA, (GROUPS, GROUP_SIZE))
-    return np.exp(dice).round().astype(int).clip(1, MAX_TOKENS)
+    return np.exp(dice).round().astype(int).clip(1, MAX_TOKENS)[:groups]
 
 
-def sequences() -> list[np.ndarray]:
-    """Prompt and completion of every trajectory."""
+def sequences(groups: int) -> list[np.ndarray]:
+    """Prompt and completion of every trajectory; those of a group have one prompt."""
     dice = np.random.default_rng(1)
-    return [dice.integers(2, VOCABULARY, PROMPT_TOKENS + length, dtype=np.int32) for length in lengths().ravel()]
+    prompts = dice.integers(2, VOCABULARY, (groups, PROMPT_TOKENS), dtype=np.int32)
+    return [
+        np.concatenate([prompt, dice.integers(2, VOCABULARY, length, dtype=np.int32)])
+        for prompt, own in zip(prompts, lengths(groups), strict=True)
+        for length in own
+    ]
 
 
-def rewards() -> np.ndarray:
-    return np.random.default_rng(2).random((GROUPS, GROUP_SIZE))
+def rewards(groups: int) -> np.ndarray:
+    return np.random.default_rng(2).random((groups, GROUP_SIZE))
 
 
-def advantages() -> np.ndarray:
+def advantages(groups: int) -> np.ndarray:
     """[trajectories], of GRPO."""
-    values = rewards()
+    values = rewards(groups)
     return ((values - values.mean(1, keepdims=True)) / (values.std(1, ddof=1, keepdims=True) + 1e-6)).ravel()
 
 
-def ours(model: str, steps: int) -> list[float]:
-    """Seconds of each step."""
+def ours(model: str, groups: int, turns: Turns) -> None:
     from asyncrl.config import Config
     from asyncrl.launch.resources import reserve_ports
     from asyncrl.learner.algorithm import make_algorithm
@@ -77,14 +104,16 @@ def ours(model: str, steps: int) -> list[float]:
     from asyncrl.learner.trainer import Trainer
     from asyncrl.types import NO_VERSION, Endpoints, Group, Trajectory
 
+    turns.wait()
     values: dict[str, Any] = {
         "model": {"path": model}, "data": {"train": "none"}, "generator": {"group_size": GROUP_SIZE},
-        "replay": {"groups_per_step": GROUPS}, "learner": {"lr": LR, "tokens_per_microbatch": 4096},
+        "replay": {"groups_per_step": groups},
+        "learner": {"lr": LR, "tokens_per_microbatch": TOKENS_PER_MICROBATCH},
     }  # fmt: skip
     config = Config.model_validate(values)
     port, other = reserve_ports(0, 2)
     endpoints = Endpoints("bench", "", ("127.0.0.1", other), ("127.0.0.1", port))
-    all_tokens, all_rewards = iter(sequences()), rewards()
+    all_tokens, all_rewards = iter(sequences(groups)), rewards(groups)
 
     def trajectory(reward: float) -> Trajectory:
         tokens = next(all_tokens)
@@ -93,60 +122,64 @@ def ours(model: str, steps: int) -> list[float]:
         versions = np.where(mask, 0, NO_VERSION).astype(np.int32)
         return Trajectory(tokens, mask, logprobs, versions, "completed", reward)
 
-    groups = [
+    finished = [
         Group(number, 0, 0, number, "bench", 0, 0, [trajectory(float(reward)) for reward in all_rewards[number]])
-        for number in range(GROUPS)
+        for number in range(groups)
     ]
-    seconds: list[float] = []
     with connected(endpoints, 0, 1, start_timeout_s=60, timeout_s=60) as ranks:
         trainer = Trainer(config, ranks, make_algorithm(config))
-        for _ in range(WARM_STEPS + steps):
-            started_s = time.perf_counter()
-            batch = make_batch(groups, tokens_per_microbatch=config.learner.tokens_per_microbatch)
-            trainer.train(batch, step=1)
-            seconds.append(time.perf_counter() - started_s)
-    return seconds
+        while True:
+            turns.begin()
+            trainer.train(make_batch(finished, tokens_per_microbatch=TOKENS_PER_MICROBATCH), step=1)
+            turns.end()
 
 
-def padded(model: str, steps: int) -> list[float]:
-    """Seconds of each step of a loop that pads every micro-batch to its longest sequence."""
+def padded(model: str, groups: int, turns: Turns, *, by_length: bool = False) -> None:
+    """A loop that pads every micro-batch to its longest sequence; the sequences are in the order of their groups or of
+    their lengths."""
     import torch
+    from torch.nn.utils.rnn import pad_sequence
     from transformers import AutoModelForCausalLM
 
-    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=LR)
-    all_tokens = [torch.from_numpy(tokens).long() for tokens in sequences()]
-    scores = torch.from_numpy(advantages()).float()
+    turns.wait()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="sdpa").to(device)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=LR, fused=True)
+    all_tokens = [torch.from_numpy(tokens).long().to(device) for tokens in sequences(groups)]
+    scores = torch.from_numpy(advantages(groups)).float().to(device)
+    order = sorted(range(len(all_tokens)), key=lambda n: len(all_tokens[n]) if by_length else n)
     num_tokens = sum(len(tokens) - PROMPT_TOKENS for tokens in all_tokens)
-    seconds: list[float] = []
-    for _ in range(WARM_STEPS + steps):
-        started_s = time.perf_counter()
-        for begin in range(0, len(all_tokens), ROWS):
-            part = all_tokens[begin : begin + ROWS]
-            ids = torch.nn.utils.rnn.pad_sequence(part, batch_first=True)
-            attention = torch.nn.utils.rnn.pad_sequence([torch.ones_like(tokens) for tokens in part], batch_first=True)
-            logits = policy(input_ids=ids, attention_mask=attention).logits[:, PROMPT_TOKENS - 1 : -1]
-            logprobs = logits.log_softmax(-1).gather(-1, ids[:, PROMPT_TOKENS:].unsqueeze(-1)).squeeze(-1)
+    while True:
+        turns.begin()
+        for begin in range(0, len(order), ROWS):
+            chosen = order[begin : begin + ROWS]
+            part = [all_tokens[n] for n in chosen]
+            ids = pad_sequence(part, batch_first=True)
+            attention = pad_sequence([torch.ones_like(tokens) for tokens in part], batch_first=True)
+            completions, mask = ids[:, PROMPT_TOKENS:], attention[:, PROMPT_TOKENS:]
+            logits = policy(
+                input_ids=ids, attention_mask=attention, use_cache=False, logits_to_keep=completions.shape[1] + 1
+            ).logits[:, :-1]
+            logprobs = logits.log_softmax(-1).gather(-1, completions.unsqueeze(-1)).squeeze(-1)
             ratio = (logprobs - logprobs.detach()).exp()
-            advantage = scores[begin : begin + ROWS].unsqueeze(1)
+            advantage = scores[chosen].unsqueeze(1)
             loss = -torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
-            ((loss * attention[:, PROMPT_TOKENS:]).sum() / num_tokens).backward()
+            ((loss * mask).sum() / num_tokens).backward()
         torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        seconds.append(time.perf_counter() - started_s)
-    return seconds
+        turns.end()
 
 
-def trl(model: str, steps: int) -> list[float]:
-    """Seconds of each step of TRL's GRPOTrainer, which is given the completions and advantages instead of making
-    them."""
+def trl(model: str, groups: int, turns: Turns) -> None:
+    """TRL's GRPOTrainer, which is given the completions and advantages instead of making them."""
     import torch
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    all_tokens = [torch.from_numpy(tokens).long() for tokens in sequences()]
+    turns.wait()
+    all_tokens = [torch.from_numpy(tokens).long() for tokens in sequences(groups)]
     completions = [tokens[PROMPT_TOKENS:] for tokens in all_tokens]
     pad = torch.nn.utils.rnn.pad_sequence
     prompt_ids = torch.stack([tokens[:PROMPT_TOKENS] for tokens in all_tokens])
@@ -155,10 +188,9 @@ def trl(model: str, steps: int) -> list[float]:
         "prompt_mask": torch.ones_like(prompt_ids),
         "completion_ids": pad(completions, batch_first=True),
         "completion_mask": pad([torch.ones_like(one) for one in completions], batch_first=True),
-        "advantages": torch.from_numpy(advantages()).float(),
+        "advantages": torch.from_numpy(advantages(groups)).float(),
         "num_items_in_batch": torch.tensor(sum(map(len, completions))),
     }
-    moments: list[float] = []
 
     class Given(GRPOTrainer):
         def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
@@ -166,15 +198,15 @@ def trl(model: str, steps: int) -> list[float]:
 
     class Clock(TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
-            moments.append(time.perf_counter())
+            turns.begin()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            moments.append(time.perf_counter())
+            turns.end()
 
     with tempfile.TemporaryDirectory() as folder:
         settings = GRPOConfig(
-            output_dir=folder, use_cpu=not torch.cuda.is_available(), max_steps=WARM_STEPS + steps, learning_rate=LR,
-            per_device_train_batch_size=ROWS, gradient_accumulation_steps=GROUPS * GROUP_SIZE // ROWS,
+            output_dir=folder, use_cpu=not torch.cuda.is_available(), max_steps=ENDLESS, learning_rate=LR,
+            per_device_train_batch_size=ROWS, gradient_accumulation_steps=groups * GROUP_SIZE // ROWS,
             num_generations=GROUP_SIZE, max_completion_length=MAX_TOKENS, beta=0.0, bf16=False, report_to=[],
             gradient_checkpointing=False, save_strategy="no", logging_strategy="no", disable_tqdm=True,
         )  # fmt: skip
@@ -182,16 +214,14 @@ def trl(model: str, steps: int) -> list[float]:
             model=model,
             reward_funcs=lambda completions, **_: [0.0] * len(completions),
             args=settings,
-            train_dataset=Dataset.from_dict({"prompt": ["w2"] * GROUPS * 8}),
+            train_dataset=Dataset.from_dict({"prompt": ["w2"] * groups * 8}),
             processing_class=AutoTokenizer.from_pretrained(model),
             callbacks=[Clock()],
         )
         trainer.train()
-    return [end - begin for begin, end in zip(moments[::2], moments[1::2], strict=True)]
 
 
-WAYS = {"ours": ours, "padded": padded, "trl": trl}
+WAYS = {"ours": ours, "padded": padded, "sorted": partial(padded, by_length=True), "TRL": trl}
 
 if __name__ == "__main__":
-    measured = WAYS[sys.argv[1]](sys.argv[2], int(sys.argv[3]))
-    print(statistics.median(measured[WARM_STEPS:]))
+    WAYS[sys.argv[1]](sys.argv[2], int(sys.argv[3]), Turns())

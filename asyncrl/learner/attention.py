@@ -1,7 +1,8 @@
 """Causal attention over packed sequences: a flat row of tokens in which no sequence sees another.
 
 Registered with transformers under the name PACKED. Only the attention itself sees padding: sequences of similar
-length are gathered into [batch, length] buckets, and all other layers work on the flat row.
+length are gathered into [batch, length] buckets, and all other layers work on the flat row. Sequences of one group
+begin with the same tokens, which have the same hidden states: these layers get them once.
 """
 
 from __future__ import annotations
@@ -18,9 +19,13 @@ from transformers import AttentionInterface
 
 from asyncrl.errors import ConfigError
 
+Integers = NDArray[np.int64]
 PACKED = "asyncrl_packed"
 """Value of `attn_implementation` that selects `packed_attention`."""
 
+BUCKET_RANGE = 0.75
+"""Least length of a bucket over its longest. Attention costs the square of the padded length, and narrower buckets more
+calls."""
 SMALL_TOKENS = 64
 """Sequences up to this length share a bucket whatever their lengths: padding is cheaper than another call."""
 
@@ -32,42 +37,70 @@ class Bucket:
     batch: int
     length: int
     source: Tensor
-    """int64 [batch * length], the flat token of each place; padding points at some token of its sequence."""
+    """int64 [batch * length], the computed token at each place; padding points at some token of its sequence."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the tokens of a packed row of T go for attention, and back."""
+    """Where the tokens of a packed row of T go: the model computes D of them, and the others are like one of these."""
 
+    computed: Tensor
+    """int64 [D], places in the row of the tokens that the model computes."""
+    twins: Tensor
+    """int64 [T], for each token of the row which of the D it is."""
     buckets: list[Bucket]
     restore: Tensor
-    """int64 [T], place of each flat token in the concatenated buckets."""
+    """int64 [D], place of each computed token in the concatenated buckets."""
     max_length: int
 
     def to(self, device: torch.device) -> Layout:
         buckets = [Bucket(b.batch, b.length, b.source.to(device)) for b in self.buckets]
-        return Layout(buckets, self.restore.to(device), self.max_length)
+        computed, twins, restore = (tensor.to(device) for tensor in (self.computed, self.twins, self.restore))
+        return Layout(computed, twins, buckets, restore, self.max_length)
 
 
-def make_layout(lengths: NDArray[np.int64]) -> Layout:
-    """Layout of packed sequences of these lengths. A bucket holds lengths down to half of its longest."""
+def make_layout(lengths: Integers, firsts: Integers | None = None) -> Layout:
+    """Layout of packed sequences of these lengths.
+
+    `firsts` is what `find_firsts` gives; without it the model computes every token.
+    """
     starts = np.cumsum(lengths) - lengths
-    restore = np.empty(int(lengths.sum()), dtype=np.int64)
+    here = np.arange(lengths.sum())
+    firsts = here if firsts is None else firsts
+    computed = np.flatnonzero(firsts == here)
+    twins = np.searchsorted(computed, firsts)
+    restore = np.empty(len(here), dtype=np.int64)
     order = np.argsort(-lengths, kind="stable")
     buckets: list[Bucket] = []
     offset = 0
     while len(order):
         length = int(lengths[order[0]])
-        fits = lengths[order] > (0 if length <= SMALL_TOKENS else length // 2)
+        fits = lengths[order] >= (0 if length <= SMALL_TOKENS else BUCKET_RANGE * length)
         members, order = order[fits], order[~fits]
         column = np.arange(length)
         real = column < lengths[members, None]
         source = starts[members, None] + np.minimum(column, lengths[members, None] - 1)
         places = offset + np.arange(source.size).reshape(source.shape)
         restore[source[real]] = places[real]
-        buckets.append(Bucket(len(members), length, torch.from_numpy(source.reshape(-1))))
+        buckets.append(Bucket(len(members), length, torch.from_numpy(twins[source.reshape(-1)])))
         offset += source.size
-    return Layout(buckets, torch.from_numpy(restore), int(lengths.max(initial=0)))
+    tensors = [torch.from_numpy(array) for array in (computed, twins, restore[computed])]
+    return Layout(tensors[0], tensors[1], buckets, tensors[2], int(lengths.max(initial=0)))
+
+
+def find_firsts(tokens: Integers, lengths: Integers, groups: Integers) -> Integers:
+    """For each token of a packed row the place where the row first has it after the same tokens: its own, or one in
+    the first sequence of its group. The sequences [S] of a group stand together."""
+    starts = np.cumsum(lengths) - lengths
+    here = np.arange(len(tokens))
+    seq = np.repeat(np.arange(len(lengths)), lengths)
+    positions = here - starts[seq]
+    begins = np.append(True, groups[1:] != groups[:-1])
+    leader = np.flatnonzero(begins)[np.cumsum(begins) - 1][seq]
+    first = starts[leader] + np.minimum(positions, lengths[leader] - 1)
+    same = (tokens[first] == tokens) & (positions < lengths[leader])
+    common = np.minimum.reduceat(np.where(same, len(tokens), positions), starts)
+    return np.where(positions < common[seq], first, here)
 
 
 def packed_attention(
@@ -84,7 +117,7 @@ def packed_attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention output [1, T, heads, head size] of query [1, heads, T, head size], key and value.
+    """Attention output [1, D, heads, head size] of query [1, heads, D, head size], key and value.
 
     `packing` is the row's layout, passed as a keyword argument to the model's forward. Dropout is not applied: the
     policy that sampled the tokens had none. Raises ConfigError for kinds of attention that this is not.

@@ -12,10 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.errors import InvariantError
-from asyncrl.learner.attention import Layout, make_layout
+from asyncrl.learner.attention import Integers, Layout, find_firsts, make_layout
 from asyncrl.types import Group, Trajectory
 
-Integers = NDArray[np.int64]
 Name = tuple[int, int]
 """A trajectory: ticket of its group, and its number in the group."""
 
@@ -166,7 +165,7 @@ def make_batch(
         chosen = np.flatnonzero(trained & (owner.numpy() % minibatches == number))
         rows = _concatenate([named[i] for i in chosen.tolist()])
         parts.append([])
-        for packed in pack(rows.lengths, tokens_per_microbatch):
+        for packed in pack_groups(rows.lengths, owner.numpy()[chosen], tokens_per_microbatch):
             parts[-1].append(_micro_batch(rows, packed, start))
             members.append(chosen[packed])
             start += len(parts[-1][-1].targets)
@@ -189,8 +188,20 @@ def empty_micro_batch() -> MicroBatch:
     return MicroBatch(zero, zero, make_layout(np.ones(1, np.int64)), none, none, numbers, none, none, [])
 
 
+def pack_groups(lengths: Integers, groups: Integers, capacity: int) -> list[Integers]:
+    """Sequence numbers of each micro-batch: groups stay together where they fit, so that their common tokens are
+    computed once."""
+    chunks = [
+        members[chosen]
+        for members in (np.flatnonzero(groups == group) for group in np.unique(groups))
+        for chosen in pack(lengths[members], capacity)
+    ]
+    sizes = np.array([lengths[chunk].sum() for chunk in chunks], dtype=np.int64)
+    return [np.sort(np.concatenate([chunks[i] for i in chosen])) for chosen in pack(sizes, capacity)]
+
+
 def pack(lengths: Integers, capacity: int) -> list[Integers]:
-    """Sequence numbers of each micro-batch: first fit, the longest first; one above `capacity` goes alone."""
+    """Numbers of what shares a room of that capacity: first fit, the longest first; one above it goes alone."""
     rooms: list[int] = []
     members: list[list[int]] = []
     for number in np.argsort(-lengths, kind="stable").tolist():
@@ -238,15 +249,17 @@ def _micro_batch(rows: _Rows, members: Integers, start: int) -> MicroBatch:
     actions = np.flatnonzero(rows.action_mask[source])
     chosen = source[actions]
     seq = np.repeat(np.arange(len(members)), lengths)[actions]
+    names = [rows.names[i] for i in members.tolist()]
+    tickets = np.array([ticket for ticket, _ in names])
     return MicroBatch(
         input_ids=torch.from_numpy(input_ids),
         position_ids=torch.from_numpy(positions),
-        layout=make_layout(lengths),
+        layout=make_layout(lengths, find_firsts(input_ids, lengths, tickets)),
         logit_index=torch.from_numpy(actions - 1),
         targets=torch.from_numpy(input_ids[actions]),
         behavior_logprobs=torch.from_numpy(rows.behavior_logprobs[chosen]),
         versions=torch.from_numpy(rows.versions[chosen].astype(np.int64)),
         seq=torch.from_numpy(seq),
-        names=[rows.names[i] for i in members.tolist()],
+        names=names,
         start=start,
     )

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from asyncrl.errors import ProtocolError
-from asyncrl.learner.attention import make_layout
+from asyncrl.learner.attention import find_firsts, make_layout
 from asyncrl.learner.batch import MicroBatch
 from asyncrl.replay.wire import NAMES, Array, Message
 
@@ -82,7 +82,7 @@ def _unpack(row: list[Array], names: list[list[int]]) -> MicroBatch:
     return MicroBatch(
         input_ids=torch.from_numpy(input_ids),
         position_ids=torch.from_numpy(positions),
-        layout=make_layout(lengths),
+        layout=make_layout(lengths, find_firsts(input_ids, lengths, np.array([ticket for ticket, _ in names]))),
         logit_index=torch.from_numpy(logit_index),
         targets=torch.from_numpy(input_ids[logit_index + 1]),
         behavior_logprobs=nothing,

@@ -86,10 +86,11 @@ def _load(
 
 def hidden_states(model: PreTrainedModel, micro: MicroBatch) -> torch.Tensor:
     """Last hidden states [N, size] at the positions that choose the micro-batch's action tokens."""
+    layout = micro.layout
     output = model.base_model(
-        input_ids=micro.input_ids.unsqueeze(0),
-        position_ids=micro.position_ids.unsqueeze(0),
-        packing=micro.layout,
+        input_ids=micro.input_ids[layout.computed].unsqueeze(0),
+        position_ids=micro.position_ids[layout.computed].unsqueeze(0),
+        packing=layout,
         use_cache=False,
     )
-    return output.last_hidden_state.squeeze(0).index_select(0, micro.logit_index)
+    return output.last_hidden_state.squeeze(0).index_select(0, layout.twins[micro.logit_index])

@@ -13,8 +13,8 @@ from worlds import make_groups, make_trajectory
 
 from asyncrl.algorithms.advantages import grpo
 from asyncrl.errors import ConfigError, InvariantError
-from asyncrl.learner.attention import make_layout, packed_attention
-from asyncrl.learner.batch import check_staleness, empty_micro_batch, make_batch, pack
+from asyncrl.learner.attention import find_firsts, make_layout, packed_attention
+from asyncrl.learner.batch import check_staleness, empty_micro_batch, make_batch, pack, pack_groups
 from asyncrl.types import Group
 
 lengths = st.lists(st.integers(1, 300), min_size=1, max_size=40).map(lambda values: np.array(values, dtype=np.int64))
@@ -34,6 +34,38 @@ def test_pack_keeps_every_sequence_within_the_budget(sizes: np.ndarray, capacity
 
 
 @quick
+@given(lengths, st.integers(1, 400), st.integers(1, 9))
+def test_groups_that_fit_stay_in_one_micro_batch(sizes: np.ndarray, capacity: int, group_size: int) -> None:
+    groups = np.arange(len(sizes)) // group_size
+    members = pack_groups(sizes, groups, capacity)
+    assert sorted(np.concatenate(members).tolist()) == list(range(len(sizes)))
+    for chosen in members:
+        assert len(chosen) == 1 or sizes[chosen].sum() <= capacity
+    for group in np.unique(groups):
+        homes = [chosen for chosen in members if group in groups[chosen]]
+        assert len(homes) == 1 or sizes[groups == group].sum() > capacity
+
+
+@quick
+@given(st.lists(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=6), min_size=1, max_size=4), min_size=1))
+def test_tokens_that_the_first_of_a_group_has_too_are_computed_once(groups: list[list[list[int]]]) -> None:
+    rows = [(number, tokens) for number, group in enumerate(groups) for tokens in group]
+    sizes = np.array([len(tokens) for _, tokens in rows])
+    flat = np.array([token for _, tokens in rows for token in tokens])
+    expected: list[int] = []
+    leaders: dict[int, tuple[int, list[int]]] = {}
+    for number, tokens in rows:
+        start, leader = leaders.setdefault(number, (len(expected), tokens))
+        here = len(expected)
+        expected += [start + at if tokens[: at + 1] == leader[: at + 1] else here + at for at in range(len(tokens))]
+    firsts = find_firsts(flat, sizes, np.array([number for number, _ in rows]))
+    assert firsts.tolist() == expected
+    layout = make_layout(sizes, firsts)
+    assert layout.computed.tolist() == sorted(set(expected))
+    assert layout.computed[layout.twins].tolist() == expected
+
+
+@quick
 @given(lengths)
 def test_layout_is_a_way_there_and_back(sizes: np.ndarray) -> None:
     layout = make_layout(sizes)
@@ -44,7 +76,7 @@ def test_layout_is_a_way_there_and_back(sizes: np.ndarray) -> None:
     for bucket in layout.buckets:
         rows = sequence[bucket.source.numpy()].reshape(bucket.batch, bucket.length)
         assert (rows == rows[:, :1]).all()
-        assert bucket.length <= 64 or min(sizes[rows[:, 0]]) > bucket.length // 2
+        assert bucket.length <= 64 or min(sizes[rows[:, 0]]) >= 0.75 * bucket.length
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, sizes: np.ndarray) -> Tensor:
@@ -54,15 +86,23 @@ def attend(query: Tensor, key: Tensor, value: Tensor, sizes: np.ndarray) -> Tens
     return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
-def test_packed_attention_is_attention_of_each_sequence() -> None:
+@pytest.mark.parametrize("common", [0, 2])
+def test_packed_attention_is_attention_of_each_sequence(common: int) -> None:
+    """Also where the last four begin with the same tokens."""
     torch.manual_seed(0)
     sizes = np.array([3, 70, 1, 33, 200, 64, 90])
     total = int(sizes.sum())
-    inputs = [torch.randn(1, heads, total, 8, dtype=torch.float64) for heads in (4, 2, 2)]
+    tokens, groups = np.arange(total), np.array([0, 1, 2, 3, 3, 3, 3])
+    for start in (np.cumsum(sizes) - sizes)[3:]:
+        tokens[start : start + common] = np.arange(common)
+    layout = make_layout(sizes, find_firsts(tokens, sizes, groups))
+    assert len(layout.computed) == total - 3 * common
+    inputs = [torch.randn(1, heads, len(layout.computed), 8, dtype=torch.float64) for heads in (4, 2, 2)]
     packed, alone = ([t.clone().requires_grad_() for t in inputs] for _ in range(2))
     q, k, v = packed
-    output, _ = packed_attention(torch.nn.Module(), q, k, v, None, packing=make_layout(sizes))
-    q, k, v = alone
+    output, _ = packed_attention(torch.nn.Module(), q, k, v, None, packing=layout)
+    output = output[:, layout.twins]
+    q, k, v = (t[:, :, layout.twins] for t in alone)
     expected = attend(q, k, v, sizes)
     torch.testing.assert_close(output, expected, atol=1e-12, rtol=1e-9)
     weights = torch.randn_like(output)

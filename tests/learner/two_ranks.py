@@ -16,6 +16,7 @@ import asyncrl.learner.engine as engine_module
 import asyncrl.learner.policy as policy_module
 from asyncrl.config import Config
 from asyncrl.errors import AsyncrlError
+from asyncrl.learner import head
 from asyncrl.learner.distributed import Ranks, connected
 from asyncrl.learner.steps import Learner
 from asyncrl.types import Shard
@@ -77,7 +78,7 @@ def main(rank: int, port: int, model: Path, out: Path) -> None:
         return settings
 
     engine_module.deepspeed_config = policy_module.deepspeed_config = partition_everything
-    policy_module.CHUNK_BYTES = 4 * 48 * 7  # log-probs in chunks, more of them on rank 0
+    head.CHUNK_BYTES = 4 * 48 * 7  # log-probs in chunks, more of them on rank 0
     errors: dict[str, Any] = {}
     try:
         with connected(endpoints(port), rank, 2, start_timeout_s=60, timeout_s=30) as ranks:

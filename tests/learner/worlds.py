@@ -102,6 +102,15 @@ def make_trajectory(rng: np.random.Generator, version: int = 0) -> Trajectory:
     )
 
 
+def make_trajectories(rng: np.random.Generator, version: int = 0) -> list[Trajectory]:
+    """Four that begin alike, as far as their prompts go."""
+    first, *others = (make_trajectory(rng, version) for _ in range(4))
+    for other in others:
+        common = min(int(first.action_mask.argmax()), int(other.action_mask.argmax()))
+        other.tokens[:common] = first.tokens[:common]
+    return [first, *others]
+
+
 def make_groups(count: int = 6, *, seed: int = 0, version: int = 0) -> list[Group]:
     rng = np.random.default_rng(seed)
     return [
@@ -113,7 +122,7 @@ def make_groups(count: int = 6, *, seed: int = 0, version: int = 0) -> list[Grou
             data_source="test",
             start_version=version,
             end_version=version,
-            trajectories=[make_trajectory(rng, version) for _ in range(4)],
+            trajectories=make_trajectories(rng, version),
         )
         for ticket in range(count)
     ]

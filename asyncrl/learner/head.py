@@ -1,0 +1,86 @@
+"""Log-probs of chosen tokens from hidden states, without ever holding the logits of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear
+
+CHUNK_BYTES = 128 << 20
+"""Float32 logits of a chunk of tokens. Twice as much is held at once, on any device, and half as much again for
+gradients in bfloat16. Every chunk reads the output layer's weights, and rounds the sum of their gradient to the dtype
+of the weights: with smaller chunks both happen more often."""
+
+
+class LogprobHead(nn.Module):
+    """The model's output layer, giving log-probs of chosen tokens.
+
+    It shares the layer's parameters, so that ZeRO stage 3 gathers them once for all chunks.
+    """
+
+    def __init__(self, output: nn.Linear, temperature: float) -> None:
+        super().__init__()
+        self.weight, self.bias = output.weight, output.bias
+        self.temperature = temperature
+        self.chunk_tokens = max(1, CHUNK_BYTES // (4 * output.out_features))
+
+    def forward(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probs [N] of targets [N] and entropies [N], float32 in nats, from hidden states [N, size].
+
+        The entropies carry no gradient.
+        """
+        return _Score.apply(hidden, self.weight, self.bias, targets, self.temperature, self.chunk_tokens)  # pyright: ignore[reportReturnType]
+
+
+class _Score(torch.autograd.Function):
+    """Scores tokens chunk by chunk. Backward computes the logits again, except where there is one chunk: its
+    probabilities are kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, chunk: int
+    ) -> tuple[Tensor, Tensor]:
+        logprobs, entropies = (torch.empty(len(targets), device=hidden.device) for _ in range(2))
+        probs: Tensor | None = None
+        for part in _parts(len(targets), chunk):
+            scores = _logits(hidden[part], weight, bias, temperature).log_softmax(dim=-1)
+            logprobs[part] = scores.gather(-1, targets[part].unsqueeze(-1)).squeeze(-1)
+            probs = scores.exp()
+            entropies[part] = -scores.mul_(probs).sum(dim=-1)
+        ctx.save_for_backward(hidden, weight, bias, targets, probs if len(targets) <= chunk else None)
+        ctx.temperature, ctx.chunk = temperature, chunk
+        ctx.mark_non_differentiable(entropies)
+        return logprobs, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, slopes: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, kept = ctx.saved_tensors
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        of_hidden = torch.empty_like(hidden) if wants_hidden else None
+        of_weight = torch.zeros_like(weight) if wants_weight else None
+        of_bias = torch.zeros_like(bias) if wants_bias else None
+        for part in _parts(len(targets), ctx.chunk):
+            slope = (slopes[part] / ctx.temperature).unsqueeze(-1)
+            probs = _logits(hidden[part], weight, bias, ctx.temperature).softmax(dim=-1) if kept is None else kept
+            of_logits = probs.mul_(-slope).scatter_add_(-1, targets[part].unsqueeze(-1), slope).to(weight.dtype)
+            if of_hidden is not None:
+                torch.mm(of_logits, weight, out=of_hidden[part])
+            if of_weight is not None:
+                of_weight.addmm_(of_logits.t(), hidden[part])
+            if of_bias is not None:
+                of_bias += of_logits.sum(dim=0)
+        return of_hidden, of_weight, of_bias, None, None, None
+
+
+def _parts(count: int, size: int) -> Iterator[slice]:
+    return (slice(begin, begin + size) for begin in range(0, count, size))
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+    """Float32 logits [N, vocabulary] at the temperature."""
+    return linear(hidden, weight, bias).float().div_(temperature)

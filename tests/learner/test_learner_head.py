@@ -1,0 +1,64 @@
+"""The head against log-softmax over all logits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from asyncrl.learner import head
+from asyncrl.learner.head import LogprobHead
+
+TOKENS, HIDDEN, VOCABULARY, TEMPERATURE = 23, 6, 50, 0.7
+
+
+def inputs(bias: bool) -> tuple[nn.Linear, Tensor, Tensor]:
+    torch.manual_seed(0)
+    output = nn.Linear(HIDDEN, VOCABULARY, bias=bias)
+    return output, torch.randn(TOKENS, HIDDEN, requires_grad=True), torch.randint(VOCABULARY, (TOKENS,))
+
+
+def gradients(logprobs: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad((logprobs * torch.linspace(-1, 2, TOKENS)).sum(), leaves)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("chunk_tokens", [1, 7, TOKENS])
+def test_values_and_gradients_are_those_of_all_logits(
+    chunk_tokens: int, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head, "CHUNK_BYTES", 4 * VOCABULARY * chunk_tokens)
+    output, hidden, targets = inputs(bias)
+    logprobs, entropies = LogprobHead(output, TEMPERATURE)(hidden, targets)
+    assert not entropies.requires_grad
+    scores = torch.log_softmax(output(hidden) / TEMPERATURE, dim=-1)
+    plain = scores.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    torch.testing.assert_close(logprobs, plain)
+    torch.testing.assert_close(entropies, -(scores.exp() * scores).sum(dim=-1))
+    leaves = (hidden, *output.parameters())
+    for one, other in zip(gradients(logprobs, *leaves), gradients(plain, *leaves), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_frozen_weights_get_no_gradient() -> None:
+    output, hidden, targets = inputs(bias=True)
+    output.requires_grad_(False)
+    logprobs, _ = LogprobHead(output, TEMPERATURE)(hidden, targets)
+    logprobs.sum().backward()
+    assert hidden.grad is not None and output.weight.grad is None
+
+
+def test_probabilities_that_backward_used_up_are_not_used_again() -> None:
+    output, hidden, targets = inputs(bias=False)
+    logprobs, _ = LogprobHead(output, TEMPERATURE)(hidden, targets)
+    logprobs.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        logprobs.sum().backward()
+
+
+def test_without_tokens_there_are_no_logprobs() -> None:
+    output, hidden, targets = inputs(bias=True)
+    logprobs, entropies = LogprobHead(output, TEMPERATURE)(hidden[:0], targets[:0])
+    logprobs.sum().backward()
+    assert len(logprobs) == len(entropies) == 0
+    assert output.weight.grad is not None and not output.weight.grad.any()
