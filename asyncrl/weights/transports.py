@@ -51,10 +51,10 @@ def _gloo(store: Store, member: Member) -> Group:
 def _gloo_ends(work: Work, seconds: float) -> bool:
     try:
         work.wait(timedelta(seconds=seconds))
-    except RuntimeError:
-        if work.is_completed():
-            raise
-        return False
+    except RuntimeError:  # it failed, or the time is over
+        if not work.is_completed():
+            return False
+        work.wait()  # raises why it failed, unless it was done just after the time was over
     return True
 
 

@@ -58,6 +58,22 @@ def test_a_wait_for_the_others_can_be_given_up_and_has_a_deadline() -> None:
         share(for_deadline[0], 1, device=CPU, timeout_s=0.1, check=lambda: None)
 
 
+def test_work_that_ends_just_after_the_time_is_over_has_not_failed() -> None:
+    class Late:
+        waits = 0
+
+        def wait(self, timeout: object = None) -> bool:
+            self.waits += 1
+            if self.waits == 1:
+                raise RuntimeError("Operation timed out!")
+            return True
+
+        def is_completed(self) -> bool:
+            return True
+
+    assert two()[0].ends(Late(), 0.1)  # type: ignore[arg-type]
+
+
 def test_the_bell_wakes_who_listens() -> None:
     bell = Bell("127.0.0.1")
     listener = Listener(bell.address)
