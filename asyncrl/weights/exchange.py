@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 from torch._C._distributed_c10d import Store, TCPStore
+from torch.distributed import DistError
 
 from asyncrl.errors import RunError
 from asyncrl.unpack import MAX_PROBLEM_CHARACTERS
@@ -104,3 +105,14 @@ def serve_store(address: tuple[str, int], timeout_s: float) -> TCPStore:
             timeout=timedelta(seconds=timeout_s),
             master_listen_fd=listener.detach(),
         )
+
+
+def call_store(address: tuple[str, int], timeout_s: float, pause: Callable[[], None]) -> TCPStore:
+    """The store that listens at the address, as soon as it does; `pause` is called between two tries and may raise."""
+    timeout = timedelta(seconds=timeout_s)
+    while True:
+        try:
+            socket.create_connection(address, timeout=1.0).close()
+            return TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timeout)
+        except (OSError, DistError):  # nobody listens yet
+            pause()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 
 import structlog
 import torch
@@ -20,7 +18,7 @@ from torch.distributed import DistError
 from asyncrl.errors import AsyncrlError, ConfigError, ProtocolError, RunError
 from asyncrl.weights import transports
 from asyncrl.weights.bell import Listener
-from asyncrl.weights.exchange import BadMessage, Interrupted, Mailbox, T, Wait
+from asyncrl.weights.exchange import BadMessage, Interrupted, Mailbox, T, Wait, call_store
 from asyncrl.weights.group import Group, broadcast, retire, share
 from asyncrl.weights.messages import ABORT, GO, OFFER, SINCE, GoBody, LoadedBody, MemberBody, OfferBody
 from asyncrl.weights.packing import Manifest, buckets, empty_buffer
@@ -152,7 +150,8 @@ class WeightReceiver:
 
     def _session(self) -> None:
         """From joining a sender until it closes, is gone, or does not answer."""
-        store = self._connect()
+        self._phase = "let this generator join"
+        store = call_store(self._address, self._timeout_s, lambda: self._pause(0.1))
         incarnation = uuid.uuid4().hex
         mail = Mailbox(PrefixStore("weights", store))
         self._manifest = None
@@ -173,16 +172,6 @@ class WeightReceiver:
             log.warning("learner rank 0 is gone", phase=self._phase, reason=str(error).splitlines()[0])
         self._drop_group()
         self._stop.wait(_REJOIN_S)
-
-    def _connect(self) -> TCPStore:
-        self._phase = "let this generator join"
-        timeout = timedelta(seconds=self._timeout_s)
-        while True:
-            try:
-                socket.create_connection(self._address, timeout=1.0).close()
-                return TCPStore(*self._address, is_master=False, wait_for_workers=False, timeout=timeout)
-            except (OSError, DistError):  # nobody listens yet
-                self._pause(0.1)
 
     def _serve(self, mail: Mailbox, store: TCPStore, incarnation: str) -> None:
         turn = Turn(mail, incarnation, 1)
@@ -234,8 +223,8 @@ class WeightReceiver:
         except DistError:
             raise
         except (RuntimeError, TimeoutError):  # the sender may know of this, or not
-            self._await(turn, "abort", ABORT, "say what became of a version", self._timeout_s)
-            raise
+            abort = self._await(turn, "abort", ABORT, "say what became of a version", self._timeout_s)
+            raise GivenUp(abort["reason"]) from None
 
     def _say_ready(self, turn: Turn) -> None:
         if not turn.ready:
