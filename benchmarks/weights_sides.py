@@ -22,7 +22,7 @@ WARM = 2
 TIMEOUT_S = 120.0
 REST_S = 0.15
 """Before a version is sent: every receiver is back at its wait for one, as it is in a run."""
-BUCKET_BYTES = 16 << 20
+BUCKET_BYTES = 64 << 20
 """The default of `weights.bucket_bytes`."""
 HOST = "127.0.0.1"
 

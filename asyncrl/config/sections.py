@@ -280,7 +280,7 @@ class WeightsConfig(Section):
 
     transport: str = "auto"
     """A transport of `asyncrl list`; auto is nccl where every generator has a GPU, else gloo."""
-    bucket_bytes: int = Field(default=16 << 20, ge=1 << 10)
+    bucket_bytes: int = Field(default=64 << 20, ge=1 << 10)
     """Size of the pieces that weights are broadcast in."""
     timeout_s: float = Field(default=60.0, gt=0.0)
     """Deadline of each phase of a broadcast."""
