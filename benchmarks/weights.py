@@ -15,61 +15,75 @@ from benchmarks.demo import prepare_cold
 from benchmarks.frame import CannotRun, Limit, Round, Row, one_thread
 
 SIZES = {"1 MB": 10**6, "100 MB": 10**8, "1 GB": 10**9}
-QUICK_SIZES = ("1 MB", "100 MB")
+PAIRS = {"1 MB": 20, "100 MB": 8, "1 GB": 3}
+"""Versions that are sent in a round, each by ours and by a bare broadcast."""
 RECEIVERS = (1, 2, 4)
-TIMEOUT_S = 300.0
+QUICK_SIZES, QUICK_RECEIVERS = ("1 MB", "100 MB"), (1, 2)
 
 
-def measured(measuring: list[Any], others: list[list[Any]]) -> Any:
-    """What the measuring process prints, which has the first core; the others have the rest, and are ended after it."""
-    first, *rest = sorted(os.sched_getaffinity(0))
-    with ExitStack() as stack:
-        for arguments in others:
-            other = _start(arguments, rest or [first])
-            stack.callback(other.wait)
-            stack.callback(other.kill)
-        process = _start(measuring, [first])
-        stack.callback(process.wait)
-        stack.callback(process.kill)
-        out, _ = process.communicate(timeout=TIMEOUT_S)
-        if process.returncode:
-            raise CannotRun(f"{measuring[0]} ended with code {process.returncode}: {out[-1500:]}")
-    return json.loads(out.splitlines()[-1])
+class Ranks:
+    """The learner's process on the first core and those of the generators on the others; they do what they are told
+    until the stack ends."""
+
+    def __init__(self, stack: ExitStack, receivers: int) -> None:
+        first, *rest = sorted(os.sched_getaffinity(0))
+        self._processes = [
+            _start(["rank", rank], rest or [first] if rank else [first], stack) for rank in range(receivers + 1)
+        ]
+
+    def measure(self, receivers: int, num_bytes: int, pairs: int) -> dict[str, float]:
+        """Seconds of a version by ours and by a bare broadcast, from the first `receivers` ranks; medians."""
+        bare_port, own_port = reserve_ports(0, 2)
+        for process in self._processes[: receivers + 1]:
+            assert process.stdin is not None
+            process.stdin.write(json.dumps([bare_port, own_port, receivers, num_bytes, pairs]) + "\n")
+            process.stdin.flush()
+        return _result(self._processes[0])
 
 
-def _start(arguments: list[Any], cores: list[int]) -> subprocess.Popen[str]:
+def _start(arguments: list[Any], cores: list[int], stack: ExitStack) -> subprocess.Popen[str]:
     command = ["taskset", "-c", ",".join(map(str, cores)), sys.executable, "-m", "benchmarks.weights_sides"]
-    return subprocess.Popen(
-        [*command, *map(str, arguments)], env=one_thread(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    process = subprocess.Popen(
+        [*command, *map(str, arguments)], env=one_thread(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
+    stack.callback(process.wait)
+    stack.callback(process.kill)
+    return process
 
 
-def seconds_of(receivers: int, num_bytes: int, versions: int) -> tuple[float, float]:
-    """Of ours and of a bare gloo broadcast."""
-    (port,) = reserve_ports(0, 1)
-    ranks = range(1, receivers + 1)
-    ours = measured(["send", port, receivers, num_bytes, versions], [["receive", port, r, num_bytes] for r in ranks])
-    (port,) = reserve_ports(0, 1)
-    own = ["gloo", port, receivers, num_bytes, versions]
-    return ours, measured([*own, 0], [[*own, rank] for rank in ranks])
+def _result(process: subprocess.Popen[str]) -> Any:
+    """The next line of JSON that the process prints."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("{"):
+            return json.loads(line)
+    raise CannotRun(f"a process of the row ended with code {process.wait()}; its error is above")
+
+
+def stall(model: str, swaps: int) -> Round:
+    """Of an engine alone on the first core."""
+    with ExitStack() as stack:
+        times = _result(_start(["swap", model, swaps], [min(os.sched_getaffinity(0))], stack))
+    return {
+        "stall": times["stall"] / (times["copy"] + times["step"]),
+        **{f"{name} ms": 1e3 * seconds for name, seconds in times.items()},
+    }
 
 
 def measure(quick: bool) -> Iterator[Round]:
     model = prepare_cold()
+    sizes, counts = (QUICK_SIZES, QUICK_RECEIVERS) if quick else (tuple(SIZES), RECEIVERS)
     while True:
         one: Round = {}
-        for size in QUICK_SIZES if quick else SIZES:
-            for receivers in RECEIVERS:
-                if quick and receivers == 2:
-                    continue
-                versions = 3 if quick or size == "1 GB" else 10
-                ours_s, gloo_s = seconds_of(receivers, SIZES[size], versions)
-                one[f"of gloo, {size} to {receivers}"] = gloo_s / ours_s
-                one[f"MB/s, {size} to {receivers}"] = SIZES[size] / ours_s / 1e6
-        times = measured(["swap", model, 3 if quick else 10], [])
-        one["stall"] = times["stall"] / (times["copy"] + times["step"])
-        one["stall ms"] = times["stall"] * 1e3
-        yield one
+        with ExitStack() as stack:
+            ranks = Ranks(stack, max(counts))
+            for size in sizes:
+                for receivers in counts:
+                    times = ranks.measure(receivers, SIZES[size], PAIRS[size])
+                    one[f"of gloo, {size} to {receivers}"] = times["bare"] / times["own"]
+                    for name, seconds in times.items():
+                        one[f"{name} MB/s, {size} to {receivers}"] = SIZES[size] / seconds / 1e6
+        yield one | stall(model, 5 if quick else 20)
 
 
 ROW = Row(

@@ -1,5 +1,4 @@
-"""The processes of the weights row: `python -m benchmarks.weights_sides ROLE ...`; the last line of the measuring one
-is its result as JSON."""
+"""The processes of the weights row: `python -m benchmarks.weights_sides ROLE ...`; results are lines of JSON."""
 
 from __future__ import annotations
 
@@ -8,75 +7,111 @@ import sys
 import time
 from datetime import timedelta
 from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
+
+from asyncrl.weights.receiver import StagedWeights, WeightReceiver
+from asyncrl.weights.sender import WeightSender
 
 TENSORS = 16
 WARM = 2
 TIMEOUT_S = 120.0
+REST_S = 0.15
+"""Before a version is sent: every receiver is back at its wait for one, as it is in a run."""
 BUCKET_BYTES = 64 << 20
 """The default of `weights.bucket_bytes`."""
+HOST = "127.0.0.1"
 
 
-def send(port: int, receivers: int, num_bytes: int, versions: int) -> None:
-    """The learner's side: seconds from `send` until all have a version, median."""
-    import torch
+def rank(number: int) -> None:
+    """Process `number` of the broadcasts: 0 is the learner. Each line of standard input is one of them."""
+    for line in sys.stdin:
+        bare_port, own_port, receivers, num_bytes, pairs = json.loads(line)
+        on_device = torch.cuda.device_count() > receivers
+        device = torch.device("cuda", number) if on_device else torch.device("cpu")
+        if on_device:
+            torch.cuda.set_device(device)
+        store = TCPStore(HOST, bare_port, receivers + 1, number == 0, timedelta(seconds=TIMEOUT_S))
+        backend = "nccl" if on_device else "gloo"
+        dist.init_process_group(backend, store=store, rank=number, world_size=receivers + 1)
+        if number == 0:
+            print(json.dumps(send(own_port, receivers, num_bytes, pairs, device)), flush=True)
+        else:
+            receive(own_port, number, num_bytes, pairs, device)
+        dist.destroy_process_group()
 
-    from asyncrl.weights.sender import WeightSender
 
-    weights = [(f"layer-{i}", torch.full((num_bytes // 4 // TENSORS,), float(i))) for i in range(TENSORS)]
+def send(port: int, receivers: int, num_bytes: int, pairs: int, device: torch.device) -> dict[str, float]:
+    """The learner's side: seconds from `send` until all have a version, and of a bare broadcast of the same bytes."""
+    data = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    size = num_bytes // TENSORS // 4 * 4
+    weights = [(f"layer-{i}", data[i * size : (i + 1) * size].view(torch.float32)) for i in range(TENSORS)]
     sender = WeightSender(
-        ("127.0.0.1", port), expected_generators=receivers, transport="auto", bucket_bytes=BUCKET_BYTES,
-        timeout_s=TIMEOUT_S,
+        (HOST, port), expected_generators=receivers, transport="auto", bucket_bytes=BUCKET_BYTES, timeout_s=TIMEOUT_S,
+        device=str(device),
     )  # fmt: skip
-    sender._roster.await_members(receivers, TIMEOUT_S)
-    seconds: list[float] = []
-    for version in range(WARM + versions):
+    own, bare = [], []
+    for version in range(WARM + pairs):
+        data.fill_(version)
+        time.sleep(REST_S)
         started_s = time.perf_counter()
         sender.send(version, weights)
         sender.wait()
-        seconds.append(time.perf_counter() - started_s)
+        own.append(time.perf_counter() - started_s)
+        dist.barrier()
+        bare.append(_broadcast(data))
     if sender.stats.dropped:
         raise SystemExit(f"{sender.stats.dropped} receivers were dropped")
-    print(json.dumps(median(seconds[WARM:])), flush=True)
+    dist.barrier()
+    sender.close()
+    return {"own": median(own[WARM:]), "bare": median(bare[WARM:])}
 
 
-def receive(port: int, rank: int, num_bytes: int) -> None:
-    """A generator's side: takes every version, until it is killed."""
-    from asyncrl.weights.receiver import WeightReceiver
-
+def receive(port: int, number: int, num_bytes: int, pairs: int, device: torch.device) -> None:
+    """A generator's side: takes every version and the bare broadcast after it into the same memory, so that four
+    receivers of a gigabyte fit a small machine."""
     receiver = WeightReceiver(
-        ("127.0.0.1", port), rank=rank, transport="auto", timeout_s=TIMEOUT_S, max_bytes=2 * num_bytes
+        (HOST, port), rank=number, transport="auto", timeout_s=TIMEOUT_S, max_bytes=2 * num_bytes, device=str(device)
     )
     receiver.start()
-    while True:
-        staged = receiver.staged()
-        if staged is None:
-            time.sleep(0.0005)
-        else:
-            receiver.loaded(staged)
-
-
-def gloo(port: int, receivers: int, num_bytes: int, versions: int, rank: int) -> None:
-    """One rank of a bare broadcast: seconds of one, median, as rank 0 sees it."""
-    import torch
-    import torch.distributed as dist
-
-    store = dist.TCPStore("127.0.0.1", port, receivers + 1, rank == 0, timedelta(seconds=TIMEOUT_S))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=receivers + 1)
-    data = torch.zeros(num_bytes // 4)
-    seconds: list[float] = []
-    for _ in range(WARM + versions):
+    for version in range(WARM + pairs):
+        staged = _next(receiver)
+        if staged.version != version or any(
+            int(tensor.view(torch.uint8)[-1]) != version for _, tensor in staged.tensors
+        ):
+            raise SystemExit(f"version {staged.version} came with other bytes than were sent as version {version}")
+        data = torch.empty(0, dtype=torch.uint8, device=device).set_(staged.tensors[0][1].untyped_storage())
+        receiver.loaded(staged)
         dist.barrier()
-        started_s = time.perf_counter()
-        dist.broadcast(data, 0)
-        dist.barrier()
-        seconds.append(time.perf_counter() - started_s)
-    print(json.dumps(median(seconds[WARM:])), flush=True)
+        _broadcast(data[:num_bytes])
+    dist.barrier()
+    receiver.close()
+
+
+def _next(receiver: WeightReceiver) -> StagedWeights:
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while (staged := receiver.staged()) is None:
+        if time.monotonic() > deadline_s:
+            raise SystemExit("no weights came")
+        time.sleep(0.005)
+    return staged
+
+
+def _broadcast(data: Tensor) -> float:
+    """Seconds of a bare broadcast, until all ranks have it."""
+    dist.barrier()
+    started_s = time.perf_counter()
+    dist.broadcast(data, 0)
+    dist.barrier()
+    return time.perf_counter() - started_s
 
 
 def swap(model: str, swaps: int) -> None:
-    """An engine that decodes: milliseconds of a step, of a swap, and of copying as many bytes."""
-    import torch
-
+    """An engine that decodes: seconds of a step, of a swap, and of copying as many bytes; medians."""
     from asyncrl.config import load_config
     from asyncrl.generator.engine import Engine
 
@@ -86,12 +121,6 @@ def swap(model: str, swaps: int) -> None:
     target = [tensor.clone() for _, tensor in tensors]
     steps, stalls, copies = [], [], []
     for version in range(WARM + swaps):
-        while engine.num_running < 200:
-            engine.add(f"{version}-{time.monotonic_ns()}", _prompt(), kind="training", seed=None)
-        for _ in range(20):
-            started_s = time.perf_counter()
-            engine.step()
-            steps.append(time.perf_counter() - started_s)
         stalls.append(engine.swap(version, tensors) / 1e3)
         started_s = time.perf_counter()
         for (_, source), copy in zip(tensors, target, strict=True):
@@ -99,25 +128,31 @@ def swap(model: str, swaps: int) -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         copies.append(time.perf_counter() - started_s)
+        for number in range(200 - engine.num_running):
+            engine.add(f"{version}-{number}", _prompt())
+        for _ in range(20):
+            started_s = time.perf_counter()
+            engine.step()
+            steps.append(time.perf_counter() - started_s)
     engine.close()
-    print(json.dumps({"step": median(steps), "stall": median(stalls[WARM:]), "copy": median(copies[WARM:])}))
+    results = {"stall": median(stalls[WARM:]), "copy": median(copies[WARM:]), "step": median(steps)}
+    print(json.dumps(results), flush=True)
 
 
-def _weights_of(model: str):
+def _weights_of(model: str) -> list[tuple[str, Tensor]]:
     from transformers import AutoModelForCausalLM
 
     policy = AutoModelForCausalLM.from_pretrained(model)
-    names = set(dict(policy.named_parameters()))
-    return [(name, tensor.detach()) for name, tensor in policy.state_dict().items() if name in names]
+    return [(name, parameter.detach()) for name, parameter in policy.named_parameters()]
 
 
-def _prompt():
+def _prompt() -> Any:
     import numpy as np
 
     return np.arange(4, 12, dtype=np.int32)
 
 
-ROLES = {"send": send, "receive": receive, "gloo": gloo, "swap": swap}
+ROLES = {"rank": rank, "swap": swap}
 
 if __name__ == "__main__":
     role, *arguments = sys.argv[1:]

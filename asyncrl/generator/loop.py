@@ -284,6 +284,7 @@ def run_generator(
                 max_bytes=max_weight_bytes(config.model.path),
                 device="cuda" if torch.cuda.is_available() else "cpu",
                 keeps=config.evaluates,
+                keys=endpoints.keys,
             )
             stack.callback(receiver.close)
             receiver.start()  # joins while the engine starts, so that nobody waits for it

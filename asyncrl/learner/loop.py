@@ -54,6 +54,7 @@ def run_learner(
                 timeout_s=config.weights.timeout_s,
                 start_timeout_s=launch.start_timeout_s,
                 device=str(trainer.ranks.device),
+                keys=endpoints.keys,
             )
             parts.callback(sender.close)
         Learner(config, trainer, client, sender, trackers, run_dir, checkpoints, start).run(should_stop)

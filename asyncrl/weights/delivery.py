@@ -2,10 +2,11 @@
 
 A round:
 
-    offer -> ready (staging is free) -> go -> broadcast -> verdict (checksum) -> received
+    offer -> ready (staging is free; often said before) -> go -> broadcast -> everyone's checksum to everyone
 
-All but the bytes themselves are small messages in the sender's store. A generator that is late with an answer is
-dropped, and the round is repeated for the others where it needs to be.
+All but the bytes and checksums are small messages in the sender's store. A generator that is late with an answer is
+dropped, and the round is repeated for the others where it needs to be. A broadcast that fails is given up by the
+message "abort"; each generator that lives says in "received" what came of it.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from dataclasses import dataclass, field
 import structlog
 import torch
 from pydantic import TypeAdapter
-from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from asyncrl.errors import RunError
-from asyncrl.weights.exchange import Group, T, broadcast, retire
-from asyncrl.weights.messages import READY, RECEIVED, ReadyBody, ReceivedBody
-from asyncrl.weights.packing import buckets
+from asyncrl.errors import AsyncrlError, RunError
+from asyncrl.weights.exchange import T
+from asyncrl.weights.group import Group, broadcast, retire, share
+from asyncrl.weights.messages import READY, RECEIVED, ReadyBody
+from asyncrl.weights.packing import Pack
 from asyncrl.weights.roster import Peer, Roster
 from asyncrl.weights.transports import TRANSPORTS, Member, choose_transport, device_name
 
@@ -43,7 +44,7 @@ class WeightSyncStats:
     wait_s: float = 0.0
     """Time that `WeightSender.send` waited for the broadcast before it."""
     broadcast_s: float = 0.0
-    """From the end of the copy until all generators have a version, summed."""
+    """From the beginning of the copy until all generators have a version, summed."""
     bytes: int = 0
     """Of weights sent, each version counted once."""
 
@@ -68,23 +69,28 @@ class Delivery:
     """Broadcasts of the version that failed with all generators alive."""
     counted: int | None = None
     """Last version in `stats.count`."""
+    offered: list[Peer] = field(default_factory=list[Peer])
+    """Whose messages of the last round are in the store."""
     checksums: dict[int, int] = field(default_factory=dict[int, int])
     """Of the last version sent."""
 
-    def deliver(self, version: int, buffer: Tensor) -> None:
-        """Rounds until no generator is behind. Raises RunError when the transport does not work."""
+    def deliver(self, version: int, pack: Pack) -> None:
+        """Rounds until no generator is behind. Raises RunError when the transport does not work, or the learner does
+        not fill the pack."""
         started = time.monotonic()
         self.failures = 0
         while behind := [peer for peer in self.roster.present() if peer.version != version]:
-            self._round(version, buffer, behind)
-        if self.counted != version and self.roster.present():
+            self._round(version, pack, behind)
+        if self.counted != version and self.roster.known:
             self.counted = version
             self.stats.count += 1
-            self.stats.bytes += buffer.numel()
+            self.stats.bytes += pack.buffer.numel()
             self.stats.broadcast_s += time.monotonic() - started
 
-    def _round(self, version: int, buffer: Tensor, behind: Sequence[Peer]) -> None:
+    def _round(self, version: int, pack: Pack, behind: Sequence[Peer]) -> None:
         weights = f"version {version} of the weights"
+        self.tidy()
+        self.offered = list(behind)
         for peer in behind:
             peer.offers += 1
         offer = {"version": version, "transport": self.transport, "bucket_bytes": self.bucket_bytes}
@@ -100,16 +106,16 @@ class Delivery:
         try:
             group = self._connected(len(peers) + 1)
             called_s = 0.0
-            checksum = self._broadcast(group, buffer)
+            checksums = self._broadcast(group, pack)
+        except AsyncrlError:
+            raise
         except (RuntimeError, TimeoutError) as error:
             patience_s = max(0.0, called_s - time.monotonic()) + self._grace_s
             self._give_up(peers, f"survive the broadcast of {weights}", error, patience_s)
             return
-        self.roster.tell(peers, "verdict", {"checksum": checksum})
-        self.checksums = {version: checksum}
-        for peer, answer in self._answers(peers, "received", RECEIVED, f"confirm {weights}", self.timeout_s):
-            self._settle(peer, version, answer)
-            self.roster.forget([peer])
+        self.checksums = {version: checksums[0]}
+        for peer, checksum in zip(peers, checksums[1:], strict=True):
+            self._settle(peer, version, checksum)
 
     @property
     def _grace_s(self) -> float:
@@ -141,6 +147,7 @@ class Delivery:
             self.group_number += 1
         for position, peer in enumerate(peers, start=1):
             self.roster.tell([peer], "go", {"group": self.group_number, "rank": position, "size": len(peers) + 1})
+        self.roster.wake()
 
     def _connected(self, size: int) -> Group:
         if self.group is None:
@@ -149,35 +156,35 @@ class Delivery:
             self.group = TRANSPORTS[self.transport].connect(store, member)
         return self.group
 
-    def _broadcast(self, group: Group, buffer: Tensor) -> int:
+    def _broadcast(self, group: Group, pack: Pack) -> list[int]:
+        """Checksums of what everyone has, by rank."""
         self.group = None  # a group that failed is not used again
-        parts = buckets(buffer, self.bucket_bytes)
-        checksum = broadcast(group, parts, timeout_s=self.timeout_s, check=self.check)
+        parts = pack.buckets(timeout_s=self.timeout_s, check=self.check)
+        checksum = broadcast(group, parts, sends=True, timeout_s=self.timeout_s, check=self.check)
+        device = pack.buffer.device
+        checksums = share(group, checksum, device=device, timeout_s=self.timeout_s, check=self.check)
         self.group = group
-        return checksum
+        return checksums
 
     def _give_up(self, peers: Sequence[Peer], phase: str, error: Exception, patience_s: float) -> None:
         """Ends a broadcast that failed; who does not even answer to that is dropped. Raises RunError when it was
         nobody's fault too often."""
         reason = str(error).splitlines()[0]
-        self.roster.tell(peers, "verdict", {"abort": reason})
+        self.roster.tell(peers, "abort", {"reason": reason})
         answers = self._answers(peers, "received", RECEIVED, f"{phase} ({reason}), no answer", patience_s)
         told = "; ".join(f"{peer.name}: {answer.get('error', 'received all')}" for peer, answer in answers)
-        self.roster.forget([peer for peer, _ in answers])
         log.info("a broadcast of weights failed", reason=reason, alive=told)
         self.failures += len(answers) == len(peers)
         if self.failures == _TRIES:
             raise RunError(f"weights: no generator did not {phase}, yet it failed {_TRIES} times ({reason}); {told}")
 
-    def _settle(self, peer: Peer, version: int, answer: ReceivedBody) -> None:
-        """Takes what a peer says of the bytes that it has; it gets them once more when they are not right."""
-        if answer.get("checksum") == self.checksums[version]:
+    def _settle(self, peer: Peer, version: int, checksum: int) -> None:
+        """Takes what a peer has; it gets the bytes once more when they are not right."""
+        if checksum == self.checksums[version]:
             peer.version, peer.failures = version, 0
             return
-        if "error" in answer:
-            self.drop_group()  # it does not use the group any more
         peer.failures += 1
-        what = answer.get("error", "it received other bytes than were sent")
+        what = "it received other bytes than were sent"
         if peer.failures > 1:
             self._drop(peer, f"{peer.name} did not get version {version} of the weights twice: {what}")
         else:
@@ -190,6 +197,11 @@ class Delivery:
         reason = f"{peer.name} loaded other bytes than were sent as version {loaded['version']} of the weights"
         self._drop(peer, reason, logging.ERROR)
         return False
+
+    def tidy(self) -> None:
+        """Removes the messages of the last round."""
+        self.roster.forget(self.offered)
+        self.offered = []
 
     def drop_group(self) -> None:
         if self.group is not None:

@@ -1,22 +1,20 @@
-"""What sender and receiver share: messages in the store, and one broadcast with a deadline that can be given up."""
+"""What sender and receiver share: messages in the store, and waits for them with a deadline."""
 
 from __future__ import annotations
 
 import json
 import socket
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
-from torch import Tensor
-from torch._C._distributed_c10d import BroadcastOptions, Store, TCPStore, Work
+from torch._C._distributed_c10d import Store, TCPStore
+from torch.distributed import DistError
 
 from asyncrl.errors import RunError
 from asyncrl.unpack import MAX_PROBLEM_CHARACTERS
-from asyncrl.weights.packing import checksum
 
 T = TypeVar("T")
 
@@ -32,14 +30,6 @@ class Interrupted(Exception):
 
 class BadMessage(Exception):
     """A message in the store is not what it should be; the text names it and says what is wrong."""
-
-
-class Group(Protocol):
-    """The part of a c10d process group that is used."""
-
-    def broadcast(self, tensors: list[Tensor], opts: BroadcastOptions, /) -> Work: ...
-
-    def abort(self) -> None: ...
 
 
 class Mailbox:
@@ -97,55 +87,6 @@ class Wait:
         return min(POLL_S + self._waited_s / 10, 0.01)
 
 
-def broadcast(group: Group, parts: Sequence[Tensor], *, timeout_s: float, check: Callable[[], None]) -> int:
-    """Copies rank 0's bytes into everyone's `parts` and gives the checksum of what is there now.
-
-    The deadline holds for each part. `check` is called all the time and may raise to give up. Raises
-    TimeoutError, what `check` raises, or what the transport raises (RuntimeError); the group is lost then.
-    """
-    options = BroadcastOptions()
-    options.rootRank = 0
-    options.timeout = timedelta(seconds=timeout_s)
-    works = [group.broadcast([part], options) for part in parts]
-    total = offset = 0
-    try:
-        for work, part in zip(works, parts, strict=True):
-            _await(work, timeout_s, check)
-            total += checksum(part, offset)
-            offset += part.numel()
-    except BaseException:
-        retire(group, works)
-        raise
-    return total % (1 << 64)
-
-
-def _await(work: Work, timeout_s: float, check: Callable[[], None]) -> None:
-    wait = Wait()
-    while not work.is_completed():
-        check()
-        if wait.look() > timeout_s:
-            raise TimeoutError(f"a bucket was not through within {timeout_s:g} s")
-        time.sleep(POLL_S)
-    work.wait()
-
-
-def retire(group: Group, works: Sequence[Work] = ()) -> None:
-    """Ends a group without waiting for operations that may be stuck in it.
-
-    The destructor of a group joins its threads. A daemon thread holds the group until its operations ended by
-    themselves; one that is still stuck when the process exits does not hold the exit up. The thread sleeps in
-    Python and not inside the operation: a thread that wakes up in C++ during the exit would crash the process.
-    """
-    group.abort()
-    threading.Thread(target=_hold, args=(group, list(works)), name="weights-retired", daemon=True).start()
-
-
-def _hold(group: Group, works: list[Work]) -> None:
-    while not all(work.is_completed() for work in works):
-        time.sleep(0.1)
-    del group
-
-
 def serve_store(address: tuple[str, int], timeout_s: float) -> TCPStore:
     """A store that listens on the given interface only. Raises RunError when the port is taken."""
     host, port = address
@@ -164,3 +105,14 @@ def serve_store(address: tuple[str, int], timeout_s: float) -> TCPStore:
             timeout=timedelta(seconds=timeout_s),
             master_listen_fd=listener.detach(),
         )
+
+
+def call_store(address: tuple[str, int], timeout_s: float, pause: Callable[[], None]) -> TCPStore:
+    """The store that listens at the address, as soon as it does; `pause` is called between two tries and may raise."""
+    timeout = timedelta(seconds=timeout_s)
+    while True:
+        try:
+            socket.create_connection(address, timeout=1.0).close()
+            return TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timeout)
+        except (OSError, DistError):  # nobody listens yet
+            pause()

@@ -80,11 +80,10 @@ class GoBody(TypedDict):
 
 
 @_CLOSED
-class VerdictBody(TypedDict, total=False):
-    """The checksum of what was sent, or why that was given up."""
+class AbortBody(TypedDict):
+    """Why a broadcast was given up."""
 
-    checksum: _Checksum
-    abort: _Text
+    reason: _Text
 
 
 @_CLOSED
@@ -98,5 +97,5 @@ RECEIVED = TypeAdapter(ReceivedBody)
 SINCE = TypeAdapter(SinceBody)
 OFFER = TypeAdapter(OfferBody)
 GO = TypeAdapter(GoBody)
-VERDICT = TypeAdapter(VerdictBody)
+ABORT = TypeAdapter(AbortBody)
 DROPPED = TypeAdapter(DroppedBody)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from asyncrl.errors import InvariantError, ProtocolError
+from asyncrl.errors import InvariantError, ProtocolError, RunError
 
 ROW_BYTES = 1024
 """Buckets and the whole buffer are multiples of this; the checksum works on such rows."""
 ALIGN_BYTES = 16
+_LOOK_S = 0.1
+"""Pause between two calls of `check`."""
 
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -87,16 +91,55 @@ class Manifest:
 
 
 class Pack:
-    """A copy of the weights in one buffer; the learner may go on changing the originals."""
+    """A copy of the weights in one buffer; the learner may go on changing the originals. One thread fills it, and
+    another takes the buckets as they become full."""
 
-    def __init__(self, weights: Sequence[tuple[str, Tensor]], device: torch.device, *, pinned: bool) -> None:
+    def __init__(
+        self, weights: Sequence[tuple[str, Tensor]], device: torch.device, *, pinned: bool, bucket_bytes: int
+    ) -> None:
         self.manifest = Manifest.of((name, tensor.dtype, tensor.shape) for name, tensor in weights)
         self.buffer = empty_buffer(self.manifest.num_bytes, device, pinned=pinned).zero_()
-        self._slots = self.manifest.views(self.buffer)
+        self._buckets = buckets(self.buffer, bucket_bytes)
+        self._bucket_bytes = self._buckets[0].numel()
+        self._filled_bytes = 0
+        """Of the buffer, from its start, that hold what they should."""
+        self._failed = False
+        self._changed = threading.Condition()
+
+    def clear(self) -> None:
+        """Nothing of the next weights is there yet."""
+        self._filled_bytes = 0
 
     def fill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copies the weights in. Raises InvariantError when they are not those of the manifest, in its order."""
-        slots = iter(self._slots)
+        """Copies the weights in. Raises InvariantError when they are not those of the manifest, in its order; no
+        bucket can be taken from then on."""
+        try:
+            self._copy_all(weights)
+            self._tell(self.buffer.numel())
+        except BaseException:
+            self._failed = True
+            raise
+
+    def buckets(self, *, timeout_s: float, check: Callable[[], None]) -> Iterator[Tensor]:
+        """The buffer in pieces, each when it is full. `check` is called all the time and may raise. Raises RunError
+        when one is not full within `timeout_s`, or never will be."""
+        end = 0
+        for bucket in self._buckets:
+            end += bucket.numel()
+            deadline_s = time.monotonic() + timeout_s
+            with self._changed:
+                while self._filled_bytes < end:
+                    check()
+                    if self._failed:
+                        raise RunError("weights: the learner could not copy them")
+                    if time.monotonic() > deadline_s:
+                        raise RunError(f"weights: the learner did not copy a bucket of them within {timeout_s:g} s")
+                    self._changed.wait(_LOOK_S)
+            yield bucket
+
+    def _copy_all(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        slots = iter(self.manifest.views(self.buffer))
+        entries = iter(self.manifest.entries)
         for name, tensor in weights:
             expected, slot = next(slots, ("nothing more", tensor))
             if (name, tensor.dtype, tensor.shape) != (expected, slot.dtype, slot.shape):
@@ -104,11 +147,26 @@ class Pack:
                     f"weights to send: {name} {tensor.dtype} {tuple(tensor.shape)} where the first version had "
                     f"{expected} {slot.dtype} {tuple(slot.shape)}"
                 )
-            slot.copy_(tensor.detach(), non_blocking=True)
+            self._copy(tensor.detach(), slot, next(entries).offset)
         if missing := next(slots, None):
             raise InvariantError(f"weights to send: {missing[0]} is missing")
+
+    def _copy(self, tensor: Tensor, slot: Tensor, offset: int) -> None:
+        whole = not tensor.is_contiguous() or tensor.nbytes <= self._bucket_bytes
+        length = max(tensor.numel(), 1) if whole else self._bucket_bytes // tensor.itemsize
+        sources = [tensor] if whole else tensor.view(-1).split(length)
+        for source, target in zip(sources, [slot] if whole else slot.view(-1).split(length), strict=True):
+            target.copy_(source, non_blocking=True)
+            offset += target.nbytes
+            if offset // self._bucket_bytes > self._filled_bytes // self._bucket_bytes:
+                self._tell(offset)
+
+    def _tell(self, filled_bytes: int) -> None:
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
+        with self._changed:
+            self._filled_bytes = filled_bytes
+            self._changed.notify_all()
 
 
 def empty_buffer(num_bytes: int, device: torch.device, *, pinned: bool) -> Tensor:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 
 import structlog
 import torch
@@ -19,15 +17,17 @@ from torch.distributed import DistError
 
 from asyncrl.errors import AsyncrlError, ConfigError, ProtocolError, RunError
 from asyncrl.weights import transports
-from asyncrl.weights.exchange import BadMessage, Group, Interrupted, Mailbox, T, Wait, broadcast, retire
-from asyncrl.weights.messages import GO, OFFER, SINCE, VERDICT, GoBody, LoadedBody, MemberBody, OfferBody
+from asyncrl.weights.bell import Listener
+from asyncrl.weights.exchange import BadMessage, Interrupted, Mailbox, T, Wait, call_store
+from asyncrl.weights.group import Group, broadcast, retire, share
+from asyncrl.weights.messages import ABORT, GO, OFFER, SINCE, GoBody, LoadedBody, MemberBody, OfferBody
 from asyncrl.weights.packing import Manifest, buckets, empty_buffer
 from asyncrl.weights.turn import GivenUp, SessionLost, Turn, raise_if_dropped
 
 log = structlog.get_logger()
 
-_IDLE_POLL_S = 0.01
-"""Pause between two looks for an announcement."""
+_IDLE_POLL_S = 0.05
+"""Pause between two looks for an announcement, when nothing rings."""
 _ABORT_POLL_S = 0.05
 """The same, inside a broadcast, for word that it was given up."""
 _REJOIN_S = 1.0
@@ -63,10 +63,11 @@ class WeightReceiver:
         max_bytes: int,
         device: str = "cpu",
         keeps: Callable[[int], bool] = lambda version: False,
+        keys: str = "",
     ) -> None:
         """Weights of more than `max_bytes` are refused before memory is taken for them. A version that `keeps` says
         true of is not overwritten by a newer one before it was loaded, except by a generator that has not loaded
-        any."""
+        any. With a file of `keys` it shows the run's keys to the sender's bell."""
         if rank < 1:
             raise RunError(f"weight receiver: rank {rank} is not at least 1 (generator index + 1)")
         self._max_bytes = max_bytes
@@ -76,6 +77,8 @@ class WeightReceiver:
         self._timeout_s = timeout_s
         self._device = torch.device(device)
         self._keeps = keeps
+        self._keys = keys
+        self._listener: Listener | None = None
         self._held_s = 0.0
         self._manifest: Manifest | None = None
         self._buffer = torch.empty(0)
@@ -147,7 +150,8 @@ class WeightReceiver:
 
     def _session(self) -> None:
         """From joining a sender until it closes, is gone, or does not answer."""
-        store = self._connect()
+        self._phase = "let this generator join"
+        store = call_store(self._address, self._timeout_s, lambda: self._pause(0.1))
         incarnation = uuid.uuid4().hex
         mail = Mailbox(PrefixStore("weights", store))
         self._manifest = None
@@ -155,10 +159,13 @@ class WeightReceiver:
             number, device = mail.count("members", 1), transports.device_name(self._device)
             member: MemberBody = {"id": incarnation, "rank": self._rank, "device": device}
             mail.put(f"member/{number}", member)
+            self._listener = Listener(mail.store.get("bell").decode(), self._keys)
             try:
                 self._serve(mail, store, incarnation)
             finally:
+                self._stop_listening()
                 mail.put(f"left/{incarnation}", {})
+                mail.count("left", 1)
         except (SessionLost, BadMessage) as reason:
             log.warning("joins the weights anew", phase=self._phase, reason=str(reason))
         except DistError as error:
@@ -166,52 +173,64 @@ class WeightReceiver:
         self._drop_group()
         self._stop.wait(_REJOIN_S)
 
-    def _connect(self) -> TCPStore:
-        self._phase = "let this generator join"
-        timeout = timedelta(seconds=self._timeout_s)
-        while True:
-            try:
-                socket.create_connection(self._address, timeout=1.0).close()
-                return TCPStore(*self._address, is_master=False, wait_for_workers=False, timeout=timeout)
-            except (OSError, DistError):  # nobody listens yet
-                self._pause(0.1)
-
     def _serve(self, mail: Mailbox, store: TCPStore, incarnation: str) -> None:
-        offers = 1
-        while not mail.store.check(["closed"]):
+        turn = Turn(mail, incarnation, 1)
+        while True:
             self._phase = "announce a version"
-            offer = mail.read(f"offer/{incarnation}/{offers}", OFFER)
+            offer = turn.read("offer", OFFER)
             if offer is None:
+                if mail.has("closed"):
+                    return
                 raise_if_dropped(mail, incarnation)
+                if self._manifest is not None and self._staged is None and not self._in_use:
+                    self._say_ready(turn)  # the next version need not wait for that
                 self._pause(_IDLE_POLL_S)
                 continue
-            turn = Turn(mail, incarnation, offers)
             try:
                 self._receive(turn, store, offer)
             except GivenUp as error:
                 log.info("weights not received", version=offer["version"], reason=str(error))
-                turn.put("received", {"error": str(error)})
-            offers += 1
+                turn.answer({"error": str(error)})
+            turn = Turn(mail, incarnation, turn.number + 1)
 
     def _receive(self, turn: Turn, store: TCPStore, offer: OfferBody) -> None:
         """One round, from an offer to complete staging. Raises GivenUp when the sender or the transport ends it."""
         version = offer["version"]
         manifest = self._prepare(turn.mail, offer)
         self._await_staging(turn)
-        here = self._loaded is not None and self._loaded["session"] == turn.incarnation
-        turn.put("ready", {"loaded": self._loaded if here else None})
+        self._say_ready(turn)
         # The other generators have their own time to become ready.
         go = self._await(turn, "go", GO, f"start to send version {version}", 2 * self._timeout_s)
         try:
-            checksum = self._broadcast(turn, store, offer, go)
+            group = self._connected(store, offer, go)
+            parts = buckets(self._buffer, offer["bucket_bytes"])
+            check = self._checker(turn)
+            checksum = broadcast(group, parts, sends=False, timeout_s=self._timeout_s, check=check)
         except DistError:
             raise
         except (RuntimeError, TimeoutError) as error:
             raise GivenUp(str(error).splitlines()[0]) from None
-        verdict = self._await(turn, "verdict", VERDICT, f"end the broadcast of version {version}", self._timeout_s)
-        if verdict.get("checksum") == checksum:
+        turn.answer({"checksum": checksum})
+        if self._sent(turn, group, checksum) == checksum:
             self._staged = StagedWeights(version, checksum, manifest.views(self._buffer), turn.incarnation)
-        turn.put("received", {"checksum": checksum})
+        self._group = group
+
+    def _sent(self, turn: Turn, group: Group, checksum: int) -> int:
+        """The sender's checksum, for this receiver's own."""
+        device, check = self._buffer.device, self._checker(turn)
+        try:
+            return share(group, checksum, device=device, timeout_s=self._timeout_s, check=check)[0]
+        except DistError:
+            raise
+        except (RuntimeError, TimeoutError):  # the sender may know of this, or not
+            abort = self._await(turn, "abort", ABORT, "say what became of a version", self._timeout_s)
+            raise GivenUp(abort["reason"]) from None
+
+    def _say_ready(self, turn: Turn) -> None:
+        if not turn.ready:
+            turn.ready = True
+            here = self._loaded is not None and self._loaded["session"] == turn.incarnation
+            turn.put("ready", {"loaded": self._loaded if here else None})
 
     def _await_staging(self, turn: Turn) -> None:
         """Returns when the next version may be written to staging."""
@@ -250,18 +269,16 @@ class WeightReceiver:
             self._manifest = manifest
         return self._manifest
 
-    def _broadcast(self, turn: Turn, store: TCPStore, offer: OfferBody, go: GoBody) -> int:
+    def _connected(self, store: TCPStore, offer: OfferBody, go: GoBody) -> Group:
+        """The group to receive from, which is this round's only: one that failed is not used again."""
         if self._group is None or self._group_number != go["group"]:
             self._drop_group()
             member = transports.Member(go["rank"], go["size"], self._device, self._timeout_s)
             group_store = PrefixStore(f"group/{go['group']}", store)
             self._group = transports.TRANSPORTS[offer["transport"]].connect(group_store, member)
             self._group_number = go["group"]
-        group, self._group = self._group, None  # a group that failed is not used again
-        parts = buckets(self._buffer, offer["bucket_bytes"])
-        checksum = broadcast(group, parts, timeout_s=self._timeout_s, check=self._checker(turn))
-        self._group = group
-        return checksum
+        group, self._group = self._group, None
+        return group
 
     def _checker(self, turn: Turn) -> Callable[[], None]:
         looked = time.monotonic()
@@ -283,8 +300,16 @@ class WeightReceiver:
     def _pause(self, seconds: float) -> None:
         """Called in every wait, after the sender's store answered."""
         self._seen_s, self._warned = time.monotonic(), False
+        if self._listener is not None and seconds:
+            self._listener.wait(seconds)
+            seconds = 0.0
         if self._stop.wait(seconds):
             raise Interrupted
+
+    def _stop_listening(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+        self._listener = None
 
     def _await(self, turn: Turn, what: str, kind: TypeAdapter[T], phase: str, timeout_s: float) -> T:
         self._phase = phase

@@ -23,7 +23,7 @@ MAX_UNREAD = 1024
 """Announcements that were counted and have no text yet: more are rubbish in the counter, and each is looked for."""
 _LOOK_S = 0.05
 """Pause between two looks, while answers are awaited, whether a generator left or was replaced."""
-_OF_AN_OFFER = ("offer", "holding", "patience", "ready", "go", "verdict", "received")
+_OF_AN_OFFER = ("offer", "holding", "patience", "ready", "go", "abort", "received")
 
 
 @dataclass(slots=True)
@@ -45,20 +45,21 @@ class Peer:
     def name(self) -> str:
         return f"generator {self.rank - 1}"
 
-    def key(self, what: str) -> str:
-        """Name of a message of the current offer to it."""
-        return f"{what}/{self.id}/{self.offers}"
+    def key(self, what: str, *, later: int = 0) -> str:
+        """Name of a message of the current offer to it, or of one `later`."""
+        return f"{what}/{self.id}/{self.offers + later}"
 
 
 class Roster:
     """Generators that are there, by rank. `check` is called all the time while something is awaited and may raise to
-    give up."""
+    give up; `ring` tells all of them to look for messages."""
 
-    def __init__(self, mail: Mailbox, check: Callable[[], None]) -> None:
+    def __init__(self, mail: Mailbox, check: Callable[[], None], ring: Callable[[], None]) -> None:
         self._mail = mail
         self._check = check
+        self._ring = ring
         self._peers: dict[int, Peer] = {}
-        self._announced = 0
+        self._announced = self._left = 0
         self._unread: set[int] = set()
         """Announcements counted whose text was not there yet."""
         self.bad_messages = 0
@@ -68,13 +69,25 @@ class Roster:
         """Who is there now, by rank."""
         announced = self._mail.count("members")
         self._count(announced)
+        known = len(self._unread)
         for number in sorted(self._unread):
             self._welcome(number)
+        left = self._mail.count("left")
+        if left != self._left or len(self._unread) < known:  # who is new may have left already
+            self._left = left
+            self._dismiss()
+        return self.known
+
+    @property
+    def known(self) -> list[Peer]:
+        """Who was there at the last look."""
+        return [self._peers[rank] for rank in sorted(self._peers)]
+
+    def _dismiss(self) -> None:
         for peer in list(self._peers.values()):
             if self._mail.has(f"left/{peer.id}"):
                 self._mail.delete(f"left/{peer.id}")
                 self._remove(peer)
-        return [self._peers[rank] for rank in sorted(self._peers)]
 
     def _count(self, announced: int) -> None:
         """Takes the numbers up to `announced` as unread, only the newest when those are too many."""
@@ -125,10 +138,16 @@ class Roster:
         if self._peers.get(peer.rank) is peer:
             del self._peers[peer.rank]
         self.forget([peer])
+        self._mail.delete(peer.key("ready", later=1))
 
     def tell(self, peers: Sequence[Peer], what: str, message: dict[str, Any]) -> None:
         for peer in peers:
             self._mail.put(peer.key(what), message)
+
+    def wake(self) -> None:
+        """Has the generators look for what was told to them."""
+        self._mail.has("members")  # the store answers in order: it has all messages when it says this
+        self._ring()
 
     def forget(self, peers: Sequence[Peer]) -> None:
         """Removes the messages of an offer that is done."""
@@ -145,7 +164,7 @@ class Roster:
         answers: dict[int, T] = {}
         held: dict[int, SinceBody | None] = {}
         failed: dict[int, str] = {}
-        waiting = list(peers)
+        waiting, woken = list(peers), False
         wait, looked_s = Wait(), time.monotonic()
         while True:
             for peer in waiting:
@@ -167,6 +186,9 @@ class Roster:
                 self.tell([peer for peer in peers if peer.number in answers], "patience", {"since_s": time.monotonic()})
             if not waiting:
                 return _found(peers, answers), _found(peers, failed)
+            if not woken:  # it may have been said before it was asked for
+                woken = True
+                self.wake()
             time.sleep(wait.pause_s)
 
     def _holds(self, peer: Peer, held: dict[int, SinceBody | None]) -> bool:

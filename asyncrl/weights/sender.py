@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
 from asyncrl.errors import AsyncrlError, RunError
+from asyncrl.weights.bell import Bell
 from asyncrl.weights.delivery import Delivery, WeightSyncStats
 from asyncrl.weights.exchange import Interrupted, Mailbox, serve_store
 from asyncrl.weights.packing import Pack
@@ -45,9 +46,11 @@ class WeightSender:
         timeout_s: float,
         start_timeout_s: float | None = None,
         device: str = "cpu",
+        keys: str = "",
     ) -> None:
         """`timeout_s` is the deadline of each phase. On a GPU `transport` "auto" depends on where the generators are:
-        the first `send` waits for `expected_generators`, at most `start_timeout_s` (`timeout_s` when not given)."""
+        the first `send` waits for `expected_generators`, at most `start_timeout_s` (`timeout_s` when not given). With
+        a file of `keys` only generators that have the run's keys hear at once that a version comes."""
         self.stats = WeightSyncStats()
         self._expected_generators = expected_generators
         self._transport = transport
@@ -55,7 +58,9 @@ class WeightSender:
         self._device = torch.device(device)
         server = serve_store(store_address, timeout_s)
         self._mail = Mailbox(PrefixStore("weights", server))
-        self._roster = Roster(self._mail, self._raise_if_stopping)
+        self._bell = Bell(store_address[0], keys)
+        self._mail.store.set("bell", self._bell.address)
+        self._roster = Roster(self._mail, self._raise_if_stopping, self._bell.ring)
         self._delivery = Delivery(
             server=server,
             address=store_address,
@@ -79,17 +84,19 @@ class WeightSender:
     def send(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copies `weights` (Hugging Face checkpoint names) and broadcasts them in the background as `version`.
 
-        Returns when the copy is made. Waits first for the broadcast before it. Raises what went wrong in the
-        background.
+        Returns when the copy is made; what is copied travels meanwhile. Waits first for the broadcast before it.
+        Raises what went wrong in the background.
         """
         started = time.monotonic()
         self.wait()
         with self._packing:
             self.stats.wait_s += time.monotonic() - started
-            self._fill(weights)
+            pack, weights = self._packed(weights)
+            pack.clear()
             with self._changed:
                 self._version, self._busy = version, True
                 self._changed.notify_all()
+        pack.fill(weights)
 
     def wait(self) -> None:
         """Returns when the last version was received by all generators that are there. Raises what went wrong."""
@@ -109,20 +116,24 @@ class WeightSender:
         if self._thread.is_alive():  # inside a call of the transport that ends at its own deadline
             return
         self._mail.put("closed", {})
+        self._roster.wake()
         deadline = time.monotonic() + 0.5
         while time.monotonic() < deadline and self._roster.present():
             time.sleep(0.005)
         self._delivery.drop_group()
+        self._bell.close()
         del self._roster, self._mail, self._delivery
 
-    def _fill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def _packed(self, weights: Iterable[tuple[str, Tensor]]) -> tuple[Pack, Iterable[tuple[str, Tensor]]]:
+        """The pack for `weights`, made for the first ones, and weights to fill it with."""
         if self._pack is None:
             self._delivery.transport = transport = self._choose_transport()
             device = self._device if TRANSPORTS[transport].on_device else torch.device("cpu")
             weights = [(name, tensor.detach().clone()) for name, tensor in weights]
-            self._pack = Pack(weights, device, pinned=self._device.type == "cuda")
+            pinned = self._device.type == "cuda"
+            self._pack = Pack(weights, device, pinned=pinned, bucket_bytes=self._delivery.bucket_bytes)
             self._mail.store.set("manifest", self._pack.manifest.to_json())
-        self._pack.fill(weights)
+        return self._pack, weights
 
     def _choose_transport(self) -> str:
         here = device_name(self._device)
@@ -142,10 +153,11 @@ class WeightSender:
                 self._raise_if_stopping()
                 with self._packing:
                     if self._pack is not None:
-                        self._delivery.deliver(self._version, self._pack.buffer)
+                        self._delivery.deliver(self._version, self._pack)
                         with self._changed:
                             self._busy = False
                             self._changed.notify_all()
+                        self._delivery.tidy()
         except Interrupted:
             self._fail(RunError("the weight sender was closed"))
         except AsyncrlError as error:

@@ -7,16 +7,18 @@ which the launcher sets.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
 
 import torch
-from torch._C._distributed_c10d import ProcessGroupGloo, Store
+from torch._C._distributed_c10d import ProcessGroupGloo, Store, Work
 
 from asyncrl.errors import ConfigError, RunError
-from asyncrl.weights.exchange import Group
+from asyncrl.weights.exchange import POLL_S
+from asyncrl.weights.group import Group, Ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,18 @@ class Transport:
 
 def _gloo(store: Store, member: Member) -> Group:
     timeout = timedelta(seconds=member.timeout_s)
-    return cast(Group, ProcessGroupGloo(store, member.rank, member.size, timeout))
+    ranks = ProcessGroupGloo(store, member.rank, member.size, timeout)
+    return Group(cast(Ranks, ranks), member.size, _gloo_ends)
+
+
+def _gloo_ends(work: Work, seconds: float) -> bool:
+    try:
+        work.wait(timedelta(seconds=seconds))
+    except RuntimeError:  # it failed, or the time is over
+        if not work.is_completed():
+            return False
+        work.wait()  # raises why it failed, unless it was done just after the time was over
+    return True
 
 
 def _nccl(store: Store, member: Member) -> Group:
@@ -52,7 +65,19 @@ def _nccl(store: Store, member: Member) -> Group:
     options: Any = ProcessGroupNCCL.Options()
     # The caller keeps the deadline and aborts; NCCL's own watchdog would end the whole process.
     options._timeout = timedelta(seconds=10 * member.timeout_s)
-    return cast(Group, ProcessGroupNCCL(store, member.rank, member.size, options))
+    ranks = ProcessGroupNCCL(store, member.rank, member.size, options)
+    return Group(cast(Ranks, ranks), member.size, _nccl_ends)
+
+
+def _nccl_ends(work: Work, seconds: float) -> bool:
+    """A wait of NCCL is one of the stream, so the work is looked at again and again."""
+    until_s = time.monotonic() + seconds
+    while not work.is_completed():
+        if time.monotonic() > until_s:
+            return False
+        time.sleep(POLL_S)
+    work.wait()
+    return True
 
 
 TRANSPORTS: dict[str, Transport] = {

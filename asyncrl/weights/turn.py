@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import TypeAdapter
 
 from asyncrl.weights.exchange import Mailbox, T
-from asyncrl.weights.messages import DROPPED, VERDICT
+from asyncrl.weights.messages import ABORT, DROPPED, ReceivedBody
 
 
 class GivenUp(Exception):
@@ -24,10 +25,20 @@ class Turn:
     def __init__(self, mail: Mailbox, incarnation: str, number: int) -> None:
         self.mail = mail
         self.incarnation = incarnation
+        self.number = number
+        self.ready = False
+        """Whether the sender was told so."""
         self._suffix = f"{incarnation}/{number}"
+        self._answered = False
 
-    def put(self, what: str, message: dict[str, Any]) -> None:
+    def put(self, what: str, message: Mapping[str, Any]) -> None:
         self.mail.put(f"{what}/{self._suffix}", message)
+
+    def answer(self, received: ReceivedBody) -> None:
+        """Says what came of the broadcast, once: what was said first stays."""
+        if not self._answered:
+            self.put("received", received)
+        self._answered = True
 
     def read(self, what: str, kind: TypeAdapter[T]) -> T | None:
         """Raises BadMessage for one that is not of that kind."""
@@ -35,9 +46,11 @@ class Turn:
 
     def raise_if_over(self) -> None:
         """Raises GivenUp when the sender gave the round up, and SessionLost when it dropped this receiver."""
-        verdict = self.read("verdict", VERDICT)
-        if verdict is not None and "abort" in verdict:
-            raise GivenUp(verdict["abort"])
+        abort = self.read("abort", ABORT)
+        if abort is not None:
+            raise GivenUp(abort["reason"])
+        if self.mail.has(f"offer/{self.incarnation}/{self.number + 1}"):
+            raise GivenUp("another offer came")
         raise_if_dropped(self.mail, self.incarnation)
 
 

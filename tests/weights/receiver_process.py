@@ -15,7 +15,7 @@ import time
 
 import torch
 
-from asyncrl.weights import exchange
+from asyncrl.weights import group
 from asyncrl.weights.receiver import WeightReceiver
 
 
@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def hit_once(number: int) -> None:
-    checksum, calls = exchange.checksum, 0
+    checksum, calls = group.checksum, 0
 
     def hit(bucket: torch.Tensor, first_byte: int) -> int:
         nonlocal calls
@@ -45,7 +45,7 @@ def hit_once(number: int) -> None:
             os.kill(os.getpid(), number)
         return checksum(bucket, first_byte)
 
-    exchange.checksum = hit
+    group.checksum = hit
 
 
 def digest(tensor: torch.Tensor) -> int:

@@ -36,7 +36,7 @@ def total(buffer: torch.Tensor, bucket_bytes: int) -> int:
 
 def test_pack_keeps_every_byte() -> None:
     weights = mixed_weights()
-    pack = Pack(weights, CPU, pinned=False)
+    pack = Pack(weights, CPU, pinned=False, bucket_bytes=1 << 20)
     pack.fill(weights)
     manifest = Manifest.from_json(pack.manifest.to_json())
     assert manifest == pack.manifest
@@ -48,7 +48,7 @@ def test_pack_keeps_every_byte() -> None:
 
 def test_pack_is_a_copy() -> None:
     weights = mixed_weights()
-    pack = Pack(weights, CPU, pinned=False)
+    pack = Pack(weights, CPU, pinned=False, bucket_bytes=1 << 20)
     pack.fill(weights)
     before = weights[0][1].clone()
     weights[0][1].fill_(9.0)
@@ -58,7 +58,7 @@ def test_pack_is_a_copy() -> None:
 @pytest.mark.parametrize("bucket_bytes", [1, ROW_BYTES, 3 * ROW_BYTES + 5, 1 << 20])
 def test_buckets_cover_the_buffer_and_do_not_change_the_checksum(bucket_bytes: int) -> None:
     weights = mixed_weights()
-    pack = Pack(weights, CPU, pinned=False)
+    pack = Pack(weights, CPU, pinned=False, bucket_bytes=1 << 20)
     pack.fill(weights)
     parts = buckets(pack.buffer, bucket_bytes)
     assert torch.equal(torch.cat(parts), pack.buffer)
@@ -85,7 +85,7 @@ def test_checksum_notices_a_flipped_bit_and_exchanged_rows() -> None:
     ],
 )
 def test_other_weights_than_the_first_are_refused(change, message: str) -> None:
-    pack = Pack(mixed_weights(), CPU, pinned=False)
+    pack = Pack(mixed_weights(), CPU, pinned=False, bucket_bytes=1 << 20)
     with pytest.raises(InvariantError, match=message):
         pack.fill(change(mixed_weights()))
 
@@ -117,3 +117,29 @@ def test_transport_is_nccl_only_where_every_process_has_a_gpu_of_its_own() -> No
         choose_transport("mpi", ["cpu"])
     with pytest.raises(RunError, match="GPU of its own"):
         choose_transport("nccl", ["cpu", "cpu"])
+
+
+def test_buckets_come_as_they_are_filled() -> None:
+    weights = [("a", torch.arange(ROW_BYTES, dtype=torch.int32)), ("b", torch.ones(ROW_BYTES, dtype=torch.int32))]
+    pack = Pack(weights, CPU, pinned=False, bucket_bytes=ROW_BYTES)
+    seen: list[int] = []
+
+    def filled():
+        taken = pack.buckets(timeout_s=5.0, check=lambda: None)
+        for name, tensor in weights:
+            yield name, tensor
+            # All of a tensor but what shares a bucket with the next one is there before that is asked for.
+            seen.extend(next(taken).numel() for _ in range(tensor.nbytes // ROW_BYTES))
+
+    pack.fill(filled())
+    assert sum(seen) == pack.buffer.numel()
+
+
+def test_a_copy_that_fails_or_takes_too_long_ends_the_broadcast() -> None:
+    pack = Pack(mixed_weights(), CPU, pinned=False, bucket_bytes=ROW_BYTES)
+    with pytest.raises(RunError, match=r"the learner did not copy a bucket of them within 0\.05 s"):
+        next(pack.buckets(timeout_s=0.05, check=lambda: None))
+    with pytest.raises(InvariantError):
+        pack.fill([("other", torch.zeros(1))])
+    with pytest.raises(RunError, match="could not copy"):
+        next(pack.buckets(timeout_s=5.0, check=lambda: None))

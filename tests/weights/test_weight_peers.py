@@ -82,9 +82,11 @@ def test_the_others_go_on_without_one_that_stopped_or_ended_before_a_version(
     with capture_logs() as logs:
         sender.send(1, weights(1))
         assert peers[1].next()["version"] == 1
-        assert time.monotonic() - started < 1.0 + SLACK_S
+        assert time.monotonic() - started < 2 * 1.0 + SLACK_S
         sender.wait()
-    assert drops(logs) == ["generator 0 did not become ready to receive version 1 of the weights within 1 s"]
+    (reason,) = drops(logs)  # a receiver says that it is ready for the next version as soon as it is
+    phases = ("become ready to receive", "survive the broadcast of")
+    assert reason.startswith(tuple(f"generator 0 did not {phase} version 1 of the weights" for phase in phases))
     started = time.monotonic()
     sender.send(2, weights(2))
     sender.wait()
@@ -212,7 +214,7 @@ def announce(mail: Mailbox, message: object) -> int:
 
 def make_roster() -> tuple[Mailbox, Roster]:
     mail = Mailbox(HashStore())
-    return mail, Roster(mail, lambda: None)
+    return mail, Roster(mail, check=lambda: None, ring=lambda: None)
 
 
 MEMBER = {"id": "ab", "rank": 1, "device": "cpu"}
@@ -281,7 +283,7 @@ def test_a_generator_that_answers_rubbish_is_dropped_and_the_others_go_on(port: 
     assert (sender.stats.count, sender.stats.dropped) == (1, 1)
 
 
-@pytest.mark.parametrize("what", ["offer", "go", "verdict", "received"])
+@pytest.mark.parametrize("what", ["offer", "go"])
 def test_one_rubbish_message_ends_neither_side(
     port: int, cleanup: list, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:

@@ -1,0 +1,100 @@
+"""A group of two in this process: everyone's checksum, the bell, and a round that the sender leaves."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+from torch._C._distributed_c10d import HashStore
+
+from asyncrl.weights.bell import Bell, Listener
+from asyncrl.weights.exchange import Interrupted, Mailbox
+from asyncrl.weights.group import Group, share
+from asyncrl.weights.transports import TRANSPORTS, Member
+from asyncrl.weights.turn import GivenUp, Turn
+
+CPU = torch.device("cpu")
+
+
+def on_each(function, ranks: tuple[int, ...] = (0, 1)) -> list:
+    """What the function gives for each rank, run at the same time."""
+    results = [None, None]
+
+    def keep(rank: int) -> None:
+        results[rank] = function(rank)
+
+    threads = [threading.Thread(target=keep, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20.0)
+    return results
+
+
+def two() -> list[Group]:
+    store = HashStore()
+    return on_each(lambda rank: TRANSPORTS["gloo"].connect(store, Member(rank, 2, CPU, 20.0)))
+
+
+def test_everyone_gets_everyones_number_of_64_bits() -> None:
+    groups, numbers = two(), [(1 << 64) - 1, 1 << 63]
+
+    def shared(rank: int) -> list[int]:
+        return share(groups[rank], numbers[rank], device=CPU, timeout_s=20.0, check=lambda: None)
+
+    assert on_each(shared) == [numbers, numbers]
+
+
+def test_a_wait_for_the_others_can_be_given_up_and_has_a_deadline() -> None:
+    def interrupt() -> None:
+        raise Interrupted
+
+    for_interrupt, for_deadline = two(), two()
+    with pytest.raises(Interrupted):
+        share(for_interrupt[0], 1, device=CPU, timeout_s=20.0, check=interrupt)
+    with pytest.raises(TimeoutError):
+        share(for_deadline[0], 1, device=CPU, timeout_s=0.1, check=lambda: None)
+
+
+def test_work_that_ends_just_after_the_time_is_over_has_not_failed() -> None:
+    class Late:
+        waits = 0
+
+        def wait(self, timeout: object = None) -> bool:
+            self.waits += 1
+            if self.waits == 1:
+                raise RuntimeError("Operation timed out!")
+            return True
+
+        def is_completed(self) -> bool:
+            return True
+
+    assert two()[0].ends(Late(), 0.1)  # type: ignore[arg-type]
+
+
+def test_the_bell_wakes_who_listens() -> None:
+    bell = Bell("127.0.0.1")
+    listener = Listener(bell.address)
+    try:
+        listener.wait(0.2)
+        bell.ring()
+        started = time.monotonic()
+        listener.wait(10.0)
+        assert time.monotonic() - started < 5.0
+        started = time.monotonic()
+        listener.wait(0.1)  # it rang once
+        assert time.monotonic() - started >= 0.1
+    finally:
+        listener.close()
+        bell.close()
+
+
+def test_a_turn_is_over_when_the_next_offer_is_there() -> None:
+    mail = Mailbox(HashStore())
+    turn = Turn(mail, "ab", 1)
+    turn.raise_if_over()
+    mail.put("offer/ab/2", {})
+    with pytest.raises(GivenUp, match="another offer"):
+        turn.raise_if_over()
