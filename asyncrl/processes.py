@@ -1,4 +1,4 @@
-"""What a process asks of the kernel about its parent."""
+"""What a process asks of the kernel: to end with its parent, and where to run."""
 
 from __future__ import annotations
 
@@ -19,3 +19,10 @@ def end_with_parent(parent: int) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def use_helper_cpus() -> None:
+    """Moves this process to the cores that the launcher names for the helpers of its role, where it names some."""
+    cpus = os.environ.get("ASYNCRL_HELPER_CPUS")
+    if cpus:
+        os.sched_setaffinity(0, {int(cpu) for cpu in cpus.split(",")})
