@@ -24,7 +24,7 @@ END = 1
 PHASES_VARIANCE = 0.3949
 """Of the logarithm of a sum of PHASES exponential times."""
 NEVER = 1e-13
-GROUP_SIZE, GROUPS_PER_STEP, RUNNING_GROUPS = 8, 24, 4
+GROUP_SIZE, GROUPS_PER_STEP, QUICK_GROUPS_PER_STEP, RUNNING_GROUPS = 8, 24, 8, 4
 
 
 def prepare_long_tail() -> str:
@@ -35,11 +35,12 @@ def prepare_long_tail() -> str:
     return str(MODEL)
 
 
-def settings(model: str, *, steps: int, max_staleness: int) -> list[str]:
+def settings(model: str, *, steps: int, max_staleness: int, quick: bool) -> list[str]:
     """What a run of the demo has otherwise. The learning rate is so small that the lengths stay."""
+    groups = QUICK_GROUPS_PER_STEP if quick else GROUPS_PER_STEP
     return [
         f"model.path={model}", "model.recipe=null", f"steps={steps}", f"replay.max_staleness={max_staleness}",
-        "replay.no_signal=train", f"replay.groups_per_step={GROUPS_PER_STEP}", "learner.lr=1e-12",
+        "replay.no_signal=train", f"replay.groups_per_step={groups}", "learner.lr=1e-12",
         "learner.warmup_steps=0", f"generator.group_size={GROUP_SIZE}", f"generator.max_new_tokens={MAX_TOKENS}",
         f"generator.max_running_groups={RUNNING_GROUPS}", "checkpoint.every_steps=null", "journal.keep=all",
     ]  # fmt: skip

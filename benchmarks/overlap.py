@@ -15,46 +15,52 @@ from benchmarks.frame import CannotRun, Limit, Round, Row
 from benchmarks.long_tail import prepare_long_tail, settings
 from benchmarks.synchronous import synchronous
 
-LIMITS_STEPS, QUICK_LIMITS_STEPS = (1, 2, 4, 8), (4,)
+LIMITS_STEPS = (1, 2, 4, 8)
 """Values of `max_staleness` beside 0, in learner steps."""
 OVERLAPPED = 4
-STEPS, QUICK_STEPS = 4, 2
-WARM_STEPS, QUICK_WARM_STEPS = 2, 1
+"""The one of a quick bench, and of the comparison with the slower side."""
+STEPS, QUICK_STEPS = 4, 3
+WARM_STEPS = 2
 TIMEOUT_S = 400.0
 
 
-def trained_tokens_per_s(model: str, max_staleness: int, *, steps: int, warm: int) -> float:
+def trained_tokens_per_s(model: str, max_staleness: int, *, quick: bool) -> float:
     """Of a run's steps after the first ones."""
-    run = f"bench-overlap-{max_staleness}"
+    run, steps = f"bench-overlap-{max_staleness}", QUICK_STEPS if quick else STEPS
     shutil.rmtree(Path("runs") / run, ignore_errors=True)
-    with launched(run, settings(model, steps=warm + steps, max_staleness=max_staleness)) as process:
+    overrides = settings(model, steps=WARM_STEPS + steps, max_staleness=max_staleness, quick=quick)
+    with launched(run, overrides) as process:
         if process.wait(TIMEOUT_S):
             raise CannotRun(f"asyncrl launch ended with code {process.returncode}; see runs/{run}/logs")
     rows = rows_of(run)
-    tokens = sum(row["learner/tokens"] for row in rows[warm:])
-    return tokens / (rows[-1]["time/elapsed_s"] - rows[warm - 1]["time/elapsed_s"])
+    tokens = sum(row["learner/tokens"] for row in rows[WARM_STEPS:])
+    return tokens / (rows[-1]["time/elapsed_s"] - rows[WARM_STEPS - 1]["time/elapsed_s"])
 
 
 def measure(quick: bool) -> Iterator[Round]:
     model = prepare_long_tail()
-    steps, warm = (QUICK_STEPS, QUICK_WARM_STEPS) if quick else (STEPS, WARM_STEPS)
+    steps = QUICK_STEPS if quick else STEPS
     while True:
-        control = synchronous(steps, settings(model, steps=steps, max_staleness=0))
-        sides = [control["generator tokens/s"], control["learner tokens/s"]]
-        possible = sum(1 / side for side in sides) * min(sides)
-        synchronous_rate = trained_tokens_per_s(model, 0, steps=steps, warm=warm)
-        rates = {
-            limit: trained_tokens_per_s(model, limit, steps=steps, warm=warm)
-            for limit in (QUICK_LIMITS_STEPS if quick else LIMITS_STEPS)
-        }
+        plain = synchronous(steps, settings(model, steps=steps, max_staleness=0, quick=quick))
+        limits = (OVERLAPPED,) if quick else (0, *LIMITS_STEPS)
+        rates = {limit: trained_tokens_per_s(model, limit, quick=quick) for limit in limits}
+        sides = plain["generator tokens/s"], plain["learner tokens/s"]
         yield {
             "of the slower side": rates[OVERLAPPED] / min(sides),
-            **{f"S={limit} of possible": rate / synchronous_rate / possible for limit, rate in rates.items()},
-            "S=0 of a plain loop": synchronous_rate / control["tokens/s"],
-            "possible": possible,
-            **{f"S={limit} tokens/s": rate for limit, rate in {0: synchronous_rate, **rates}.items()},
-            **{name if " " in name else f"plain loop {name}": rate for name, rate in control.items()},
+            **({} if quick else of_synchronous(rates, plain["tokens/s"], sides)),
+            **{f"S={limit} tokens/s": rate for limit, rate in rates.items()},
+            **{name if " " in name else f"plain loop {name}": rate for name, rate in plain.items()},
         }
+
+
+def of_synchronous(rates: dict[int, float], plain: float, sides: tuple[float, float]) -> Round:
+    """Speed-ups over the synchronous run, as parts of what the sides make possible; that run against the plain loop."""
+    possible = sum(1 / side for side in sides) * min(sides)
+    return {
+        **{f"S={limit} of possible": rates[limit] / rates[0] / possible for limit in LIMITS_STEPS},
+        "S=0 of a plain loop": rates[0] / plain,
+        "possible": possible,
+    }
 
 
 ROW = Row(
