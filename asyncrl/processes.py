@@ -28,3 +28,10 @@ def collect_seldom() -> None:
     many objects and hardly any cycles."""
     gc.freeze()
     gc.set_threshold(NEW_OBJECTS)
+
+
+def use_helper_cpus() -> None:
+    """Moves this process to the cores that the launcher names for the helpers of its role, where it names some."""
+    cpus = os.environ.get("ASYNCRL_HELPER_CPUS")
+    if cpus:
+        os.sched_setaffinity(0, {int(cpu) for cpu in cpus.split(",")})

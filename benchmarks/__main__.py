@@ -16,7 +16,17 @@ from benchmarks import frame
 from benchmarks.frame import Row, run_row
 from benchmarks.results import Results, in_words, print_moves, print_table
 
-ROWS = ("queue_rate", "queue_scale", "weights", "learner", "logits_memory", "generator", "start")
+ROWS = (
+    "queue_rate",
+    "queue_scale",
+    "weights",
+    "learner",
+    "logits_memory",
+    "overlap",
+    "generator",
+    "end_to_end",
+    "start",
+)
 """Modules of this folder with a ROW, in the order they are measured."""
 ROUNDS, QUICK_ROUNDS = 5, 1
 

@@ -80,7 +80,8 @@ def print_moves(now: Results, before: Results, rows: dict[str, Row], console: Co
     for name, row in rows.items():
         then, today = (results.rows.get(name, Result(name)) for results in (before, now))
         for figure, limit in row.limits.items():
-            if figure not in then.medians:
+            left_out = now.quick and today.rounds and figure not in today.medians
+            if figure not in then.medians or left_out:
                 continue
             move, is_worse = _move(then, today, figure, limit)
             worse += is_worse

@@ -90,7 +90,7 @@ class GeneratorConfig(Section):
     max_new_tokens: int = Field(default=512, ge=1)
     """Tokens at which a completion is cut; it counts as truncated then."""
     max_running_groups: int = Field(default=64, ge=1)
-    """Groups one generator works on at once (continuous batching)."""
+    """Groups one generator works on at once (continuous batching); an eighth more wait in the engine for a place."""
     max_model_tokens: int | None = Field(default=None, ge=2)
     """Window of the engine, prompt and completion; the model's own when not set."""
     kv_cache_bytes: int | None = Field(default=None, ge=1 << 20)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -74,7 +74,8 @@ def make_group(running: Running, scored: Scored, *, generator: int, truncated_pe
     at the token limit."""
     lease = running.lease
     count = running.size - running.greedy
-    trajectories = [_trajectory(lease.prompt, completion) for completion in running.members[:count]]
+    members = running.members
+    trajectories = _trajectories(lease.prompt, members[:count])
     greedy_error = scored.errors[-1] if running.greedy else ""
     verdicts = zip(trajectories, scored.rewards[:count], scored.parts[:count], scored.errors[:count], strict=True)
     for trajectory, reward, parts, error in verdicts:
@@ -93,12 +94,12 @@ def make_group(running: Running, scored: Scored, *, generator: int, truncated_pe
         row=lease.prompt.row,
         data_source=lease.prompt.data_source,
         start_version=running.start_version,
-        end_version=max(int(trajectory.versions.max()) for trajectory in trajectories),
+        end_version=max(int(completion.versions[-1]) for completion in members[:count]),
         trajectories=trajectories,
         started_s=running.started_s,
         finished_s=time.monotonic(),
         greedy_reward=scored.rewards[-1] if running.greedy and not greedy_error else None,
-        greedy_tokens=len(running.members[-1].tokens) if running.greedy else 0,
+        greedy_tokens=len(members[-1].tokens) if running.greedy else 0,
     )
 
 
@@ -123,17 +124,27 @@ def make_evaluated(running: Running, scored: Scored) -> EvaluatedBody:
     }
 
 
-def _trajectory(prompt: Prompt, completion: Completion) -> Trajectory:
+def _trajectories(prompt: Prompt, completions: Sequence[Completion]) -> list[Trajectory]:
+    """The completions with their prompt before them, as views of arrays that the whole group has in common."""
     start = len(prompt.tokens)
-    length = start + len(completion.tokens)
-    tokens = np.empty(length, dtype=np.int32)
-    tokens[:start], tokens[start:] = prompt.tokens, completion.tokens
-    action_mask = np.zeros(length, dtype=np.bool_)
-    action_mask[start:] = True
-    behavior_logprobs = np.zeros(length, dtype=np.float32)
-    behavior_logprobs[start:] = completion.logprobs
-    versions = np.full(length, NO_VERSION, dtype=np.int32)
-    versions[start:] = completion.versions
-    trajectory = Trajectory(tokens, action_mask, behavior_logprobs, versions, completion.status)
-    trajectory.check()
-    return trajectory
+    ends = np.cumsum([start + len(completion.tokens) for completion in completions]).tolist()
+    length = ends[-1]
+    group = Trajectory(
+        tokens=np.empty(length, dtype=np.int32),
+        action_mask=np.ones(length, dtype=np.bool_),
+        behavior_logprobs=np.zeros(length, dtype=np.float32),
+        versions=np.full(length, NO_VERSION, dtype=np.int32),
+        status="completed",
+    )
+    trajectories: list[Trajectory] = []
+    for completion, begin, end in zip(completions, [0, *ends], ends, strict=False):
+        first = begin + start
+        group.tokens[begin:first], group.tokens[first:end] = prompt.tokens, completion.tokens
+        group.action_mask[begin:first] = False
+        group.behavior_logprobs[first:end] = completion.logprobs
+        group.versions[first:end] = completion.versions
+        own = slice(begin, end)
+        arrays = group.tokens[own], group.action_mask[own], group.behavior_logprobs[own], group.versions[own]
+        trajectories.append(Trajectory(*arrays, completion.status))
+    group.check()
+    return trajectories

@@ -15,7 +15,7 @@ from asyncrl.errors import PeerTimeoutError
 from asyncrl.generator.engine import Completion, Engine
 from asyncrl.generator.groups import Running, make_evaluated, make_group, submit
 from asyncrl.generator.room import Asked, room
-from asyncrl.generator.start import beside_the_engine, engine_seed, max_weight_bytes
+from asyncrl.generator.start import engine_seed, max_weight_bytes
 from asyncrl.replay.client import GeneratorClient, GeneratorStats, LeaseReply
 from asyncrl.stopwatch import Stopwatch
 from asyncrl.types import NO_VERSION, Endpoints, Lease
@@ -268,26 +268,27 @@ def run_generator(
     from asyncrl.weights.receiver import WeightReceiver
 
     with ExitStack() as stack:
-        with beside_the_engine():
-            rewards = RewardPool(
-                config,
-                tokenizer_path=config.model.path,
-                reward_model_address=endpoints.reward_model,
-                keys=endpoints.keys,
-            )
-            stack.callback(rewards.close)
-            receiver = WeightReceiver(
-                endpoints.weights,
-                rank=index + 1,
-                transport=config.weights.transport,
-                timeout_s=config.weights.timeout_s,
-                max_bytes=max_weight_bytes(config.model.path),
-                device="cuda" if torch.cuda.is_available() else "cpu",
-                keeps=config.evaluates,
-                keys=endpoints.keys,
-            )
-            stack.callback(receiver.close)
-            receiver.start()  # joins while the engine starts, so that nobody waits for it
+        # Threads of this process stay on the engine's core: one that another process keeps from running, elsewhere,
+        # would hold the interpreter's lock meanwhile.
+        rewards = RewardPool(
+            config,
+            tokenizer_path=config.model.path,
+            reward_model_address=endpoints.reward_model,
+            keys=endpoints.keys,
+        )
+        stack.callback(rewards.close)
+        receiver = WeightReceiver(
+            endpoints.weights,
+            rank=index + 1,
+            transport=config.weights.transport,
+            timeout_s=config.weights.timeout_s,
+            max_bytes=max_weight_bytes(config.model.path),
+            device="cuda" if torch.cuda.is_available() else "cpu",
+            keeps=config.evaluates,
+            keys=endpoints.keys,
+        )
+        stack.callback(receiver.close)
+        receiver.start()  # joins while the engine starts, so that nobody waits for it
         engine = Engine(config, seed=engine_seed(config.seed, index, start))
         stack.callback(engine.close)
         log.info("engine is up", generator=index)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from asyncrl.config import Config
 from asyncrl.types import NO_VERSION
 
+_RUNNING_PER_WAITING = 8
+
 
 @dataclass(frozen=True, slots=True)
 class Asked:
@@ -22,7 +24,8 @@ def room(config: Config, *, running: int, evaluating: int | None, denied: bool) 
 
     `evaluating` of them are of evaluation prompts; None when none are wanted. Evaluation gets half of the engine, or
     all that training leaves when it may not start more (`denied`). A group takes the room of its members that still
-    run, so that stragglers do not leave the engine half empty.
+    run, so that stragglers do not leave the engine half empty; and a few groups more than there is room for wait in the
+    engine, so that a place that gets free is taken in the next step, and not after an answer of the replay queue.
     """
     generator, samples = config.generator, config.eval.samples
     slots = generator.max_running_groups * generator.group_size
@@ -32,4 +35,5 @@ def room(config: Config, *, running: int, evaluating: int | None, denied: bool) 
         free = min(slots - running, limit - evaluating)
         evaluations = max(free // samples, 0 if evaluating else 1)
     taken = running + evaluations * samples
-    return max(0, generator.max_running_groups - -(-taken // generator.group_size)), evaluations
+    wanted = generator.max_running_groups + -(-generator.max_running_groups // _RUNNING_PER_WAITING)
+    return max(0, wanted - -(-taken // generator.group_size)), evaluations

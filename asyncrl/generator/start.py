@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -18,19 +15,6 @@ _BYTES_PER_ELEMENT = 4
 _MARGIN = 1.25
 """For padding, and heads that files hold once and a learner may send twice."""
 _LEAST_BYTES = 1 << 20
-
-
-@contextmanager
-def beside_the_engine() -> Iterator[None]:
-    """Threads and processes started in here run on the cores that the launcher names for helpers, not the engine's."""
-    own = os.sched_getaffinity(0)
-    helpers = os.environ.get("ASYNCRL_HELPER_CPUS")
-    if helpers:
-        os.sched_setaffinity(0, {int(cpu) for cpu in helpers.split(",")})
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, own)
 
 
 def engine_seed(seed: int, index: int, start: int) -> int:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from asyncrl.config import Options, Rewards
 from asyncrl.errors import ConfigError
-from asyncrl.processes import end_with_parent
+from asyncrl.processes import end_with_parent, use_helper_cpus
 from asyncrl.redaction import redact
 from asyncrl.rewards import reward_model
 from asyncrl.rewards.functions import CompletedGroup, Message, Score
@@ -64,6 +64,7 @@ def start_worker(parent: int, spec: WorkerSpec) -> None:
     """
     global _scorer
     end_with_parent(parent)
+    use_helper_cpus()
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"):
         os.environ[name] = "1"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

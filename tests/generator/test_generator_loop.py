@@ -179,7 +179,8 @@ def test_stopping_gives_back_every_unfinished_lease(
     assert running.keys() <= released.keys() | finished
     assert not finished & released.keys()
     for key in running.keys() & released.keys():
-        assert released[key] >= running[key] > 0
+        assert released[key] >= running[key]
+    assert sum(tokens > 0 for tokens in running.values()) >= 2
     assert sum(released.values()) + sum(group.num_action_tokens for group in client.groups) >= loop.stats.tokens
 
 
@@ -188,8 +189,8 @@ def test_the_engine_is_kept_full_of_group_members(engine: Engine, model_path: st
     loop, client, _ = make_loop(engine, model_path, leases, policies[:1])
     leases.client = client
     loop.run()
-    assert client.asks[0][:2] == (0, 4)
-    assert max(asked for _, asked, _ in client.asks) <= 4
+    assert client.asks[0][:2] == (0, 5)  # one waits
+    assert max(asked for _, asked, _ in client.asks) <= 5
     assert len(client.groups) == 60
     assert loop.stats.tokens == sum(group.num_action_tokens for group in client.groups)
     assert loop.stats.working_s > 0
@@ -232,7 +233,7 @@ def test_a_full_generator_still_speaks_and_hears_that_the_run_is_over(
     loop._swap_staged()
     loop.tick()
     loop.tick()
-    assert engine.num_running == 2
+    assert engine.num_running == 4  # a group that runs, and one that waits for its place
     asks = len(client.asks)
     loop._heartbeat_s = 0.0
     loop.tick()

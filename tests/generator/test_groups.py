@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from generator_fakes import lease
@@ -23,6 +25,19 @@ def completion(index: int, status: Status, version: int = 3) -> Completion:
 def running() -> Running:
     members = {0: completion(0, "completed"), 1: completion(1, "truncated")}
     return Running(lease(4), 2, 3, 0.0, completions=members)
+
+
+def test_trajectories_are_the_prompt_and_a_completion_each() -> None:
+    scored = Scored((4, 0), [1.0, 0.0], [{}, {}], ["", ""])
+    one = running()
+    one.completions[1] = replace(completion(1, "truncated"), versions=np.array([3, 5], np.int32))
+    group = make_group(one, scored, generator=0)
+    first, second = group.trajectories
+    assert first.tokens.tolist() == [5, 6, 7, 0] and second.tokens.tolist() == [5, 6, 7, 0, 1]
+    assert second.action_mask.tolist() == [False, False, False, True, True]
+    assert second.behavior_logprobs.tolist() == [0.0, 0.0, 0.0, -0.5, -0.5]
+    assert first.versions.tolist() == [-1, -1, -1, 3] and second.versions.tolist() == [-1, -1, -1, 3, 5]
+    assert (group.end_version, first.status, second.status) == (5, "completed", "truncated")
 
 
 def test_truncated_completions_are_penalized_and_the_penalty_is_a_part() -> None:

@@ -42,6 +42,10 @@ FUNCTIONS = """
         heavy = {"torch", "vllm", "transformers", "numpy"} & set(sys.modules)
         return float(not heavy and os.environ["OMP_NUM_THREADS"] == "1")
 
+    def cpu(solution_str):
+        (cpu,) = os.sched_getaffinity(0)
+        return float(cpu)
+
     def of_prompt(completions, prompts, answer, level, **columns):
         return [float(p == "12+07=" and a == "19") + l for p, a, l in zip(prompts, answer, level)]
 """
@@ -162,6 +166,14 @@ def test_workers_are_light_and_use_one_thread(make_pool) -> None:
     pool = make_pool("mine.py:is_light")
     submit(pool, "k", [tokens("1")], prompt())
     assert gather(pool, 1)["k"].rewards == [1.0]
+
+
+def test_workers_run_on_the_cores_of_helpers(make_pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = max(os.sched_getaffinity(0))
+    monkeypatch.setenv("ASYNCRL_HELPER_CPUS", str(cpu))
+    pool = make_pool("mine.py:cpu")
+    submit(pool, "k", [tokens("1")], prompt())
+    assert gather(pool, 1)["k"].rewards == [float(cpu)]
 
 
 def test_only_the_group_that_hangs_is_given_up(make_pool) -> None:
