@@ -3,7 +3,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 
-.PHONY: demo test chaos bench-check setup check format clean
+.PHONY: demo test chaos setup check format clean
 
 demo: setup
 	$(BIN)/asyncrl launch --config configs/demo.yaml --run demo
@@ -17,11 +17,6 @@ test: setup
 chaos: setup
 	CHAOS=1 $(BIN)/python -m pytest tests/chaos -p no:randomly
 	$(BIN)/python -m tests.fuzz --messages 1000000
-
-# Says which ratios of a quick bench are not those in benchmarks/results/.
-bench-check: setup
-	$(BIN)/python -m pip install --quiet --constraint requirements/cpu.txt --editable ".[bench]"
-	$(BIN)/asyncrl bench --quick --against benchmarks/results/cpu-2-cores-quick.json
 
 setup: .venv/ready
 

@@ -34,7 +34,7 @@ ROUNDS, QUICK_ROUNDS = 5, 1
 def main() -> int:
     parser = argparse.ArgumentParser(prog="asyncrl bench", description=__doc__)
     parser.add_argument("rows", nargs="*", metavar="ROW", help=f"Of {', '.join(ROWS)}; all when none is named.")
-    parser.add_argument("--quick", action="store_true", help="One short round of each, in less than 3 minutes.")
+    parser.add_argument("--quick", action="store_true", help="One short round of each.")
     parser.add_argument("--rounds", type=int, help=f"Of each row: {ROUNDS}, {QUICK_ROUNDS} when quick.")
     parser.add_argument("--json", type=Path, help="File to write the results to.")
     parser.add_argument("--against", type=Path, help="Results to compare with: a file that --json wrote.")
