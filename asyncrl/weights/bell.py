@@ -21,12 +21,14 @@ class Bell:
         self._listeners: dict[bytes, None] = {}
 
     @property
-    def address(self) -> str:
-        return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+    def port(self) -> int:
+        return int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
     def ring(self) -> None:
         """Never blocks."""
-        while self._socket.poll(0):
+        for _ in range(_MAX_LISTENERS):
+            if not self._socket.poll(0):
+                break
             listener = self._socket.recv_multipart()[0]
             self._listeners.pop(listener, None)
             self._listeners[listener] = None
@@ -43,8 +45,8 @@ class Bell:
 class Listener:
     """A receiver's end."""
 
-    def __init__(self, address: str, keys: str = "") -> None:
-        self._socket = connect_dealer(address, keys=keys, linger_s=0.0)
+    def __init__(self, host: str, port: int, keys: str = "") -> None:
+        self._socket = connect_dealer(f"tcp://{host}:{port}", keys=keys, linger_s=0.0)
         self._socket.send(b"", zmq.DONTWAIT)
 
     def wait(self, seconds: float) -> None:

@@ -64,6 +64,13 @@ class SinceBody(TypedDict):
 
 
 @_CLOSED
+class BellBody(TypedDict):
+    """Where the sender rings, on the host of the store."""
+
+    port: Annotated[int, Field(ge=1, lt=1 << 16)]
+
+
+@_CLOSED
 class OfferBody(TypedDict):
     version: _Number
     transport: _Name
@@ -95,6 +102,7 @@ MEMBER = TypeAdapter(MemberBody)
 READY = TypeAdapter(ReadyBody)
 RECEIVED = TypeAdapter(ReceivedBody)
 SINCE = TypeAdapter(SinceBody)
+BELL = TypeAdapter(BellBody)
 OFFER = TypeAdapter(OfferBody)
 GO = TypeAdapter(GoBody)
 ABORT = TypeAdapter(AbortBody)

@@ -20,7 +20,7 @@ from asyncrl.weights import transports
 from asyncrl.weights.bell import Listener
 from asyncrl.weights.exchange import BadMessage, Interrupted, Mailbox, T, Wait, call_store
 from asyncrl.weights.group import Group, broadcast, retire, share
-from asyncrl.weights.messages import ABORT, GO, OFFER, SINCE, GoBody, LoadedBody, MemberBody, OfferBody
+from asyncrl.weights.messages import ABORT, BELL, GO, OFFER, SINCE, GoBody, LoadedBody, MemberBody, OfferBody
 from asyncrl.weights.packing import Manifest, buckets, empty_buffer
 from asyncrl.weights.turn import GivenUp, SessionLost, Turn, raise_if_dropped
 
@@ -159,7 +159,7 @@ class WeightReceiver:
             number, device = mail.count("members", 1), transports.device_name(self._device)
             member: MemberBody = {"id": incarnation, "rank": self._rank, "device": device}
             mail.put(f"member/{number}", member)
-            self._listener = Listener(mail.store.get("bell").decode(), self._keys)
+            self._listener = self._listen(mail)
             try:
                 self._serve(mail, store, incarnation)
             finally:
@@ -172,6 +172,13 @@ class WeightReceiver:
             log.warning("learner rank 0 is gone", phase=self._phase, reason=str(error).splitlines()[0])
         self._drop_group()
         self._stop.wait(_REJOIN_S)
+
+    def _listen(self, mail: Mailbox) -> Listener:
+        mail.store.wait(["bell"])
+        bell = mail.read("bell", BELL)
+        if bell is None:
+            raise SessionLost("learner rank 0 took its bell away")
+        return Listener(self._address[0], bell["port"], self._keys)
 
     def _serve(self, mail: Mailbox, store: TCPStore, incarnation: str) -> None:
         turn = Turn(mail, incarnation, 1)

@@ -59,7 +59,7 @@ class WeightSender:
         server = serve_store(store_address, timeout_s)
         self._mail = Mailbox(PrefixStore("weights", server))
         self._bell = Bell(store_address[0], keys)
-        self._mail.store.set("bell", self._bell.address)
+        self._mail.put("bell", {"port": self._bell.port})
         self._roster = Roster(self._mail, self._raise_if_stopping, self._bell.ring)
         self._delivery = Delivery(
             server=server,

@@ -76,7 +76,7 @@ def test_work_that_ends_just_after_the_time_is_over_has_not_failed() -> None:
 
 def test_the_bell_wakes_who_listens() -> None:
     bell = Bell("127.0.0.1")
-    listener = Listener(bell.address)
+    listener = Listener("127.0.0.1", bell.port)
     try:
         listener.wait(0.2)
         bell.ring()

@@ -269,6 +269,23 @@ def test_a_rubbish_answer_is_told_apart_from_none(message: object) -> None:
     assert why.startswith("(ready/1/0")
 
 
+@pytest.mark.parametrize("bell", ["tcp://127.0.0.1:5", {"port": 0}, {"port": "5"}])
+def test_a_receiver_believes_no_rubbish_about_the_bell(port: int, cleanup: list, bell: object) -> None:
+    sender = make_sender(port, cleanup, timeout_s=1.0)
+    sound = sender._mail.store.get("bell")
+    sender._mail.store.set("bell", json.dumps(bell))
+    with capture_logs() as logs:
+        receiver = make_receiver(port, cleanup, timeout_s=1.0)
+        deadline = time.monotonic() + 10.0
+        while not (joins := [entry["reason"] for entry in logs if entry["event"] == "joins the weights anew"]):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        sender._mail.store.set("bell", sound)
+        joined(sender, 1).send(0, weights(0))
+        load_next(receiver, 0)
+    assert joins[0].startswith("bell")
+
+
 def test_a_generator_that_answers_rubbish_is_dropped_and_the_others_go_on(port: int, cleanup: list) -> None:
     sender = make_sender(port, cleanup)
     announce(sender._mail, {**MEMBER, "rank": 2})
