@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
-from asyncrl.weights.receiver import StagedWeights, WeightReceiver
+from asyncrl.weights.receiver import WeightReceiver
 from asyncrl.weights.sender import WeightSender
+from asyncrl.weights.staging import StagedWeights
 
 TENSORS = 16
 WARM = 2

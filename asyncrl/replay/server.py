@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import structlog
@@ -14,10 +14,10 @@ from asyncrl.errors import InvariantError, ProtocolError
 from asyncrl.offenders import Offenders
 from asyncrl.replay.codec import pack_leases
 from asyncrl.replay.held import Finished
-from asyncrl.replay.journal import SYNCED
+from asyncrl.replay.outbox import Outbox, Reply
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.records import FRAME_BYTES
-from asyncrl.replay.wire import ALIGNMENT, MAX_REQUEST_HEADER_BYTES, Arrays, Message, decode, encode
+from asyncrl.replay.wire import ALIGNMENT, MAX_REQUEST_HEADER_BYTES, Message, decode
 from asyncrl.sockets import MAX_FRAME_BYTES, bind_router
 from asyncrl.stopwatch import Stopwatch, fractions
 from asyncrl.types import Endpoints
@@ -31,27 +31,17 @@ SYNC_LOOK_S = 0.001
 TAKE_ANSWER_S = 1.0
 """A learner that waits for its batch hears at least this often that the queue is alive."""
 RECEIVE_AT_ONCE = 64
-
 GROUP_PADDING_BYTES = 4 * ALIGNMENT
 """At most, between the arrays of a group's frame."""
-
 DENIED_ASKS_PER_S = 1000.0
 """Of all generators that wait for leases together, so that many of them do not keep the queue from its work."""
-URGENT = frozenset({"shard", "committed"})
-"""Answers that a learner waits for: they end a round of the loop."""
-ANSWERS = {"group": "finished", "commit": "committed"}
-"""What tells a peer that a record of this kind was kept."""
-
-Reply = tuple[str, Any, Sequence[Arrays]]
-Answer = tuple[bytes, int, Reply]
-"""To whom, to which request, and what."""
 
 
 class ReplayServer:
     """Answers every message once; a bad one with an error and a count, and goes on.
 
-    What a message changed is in the journal before its answer is sent: all of a round of the loop in one write. Answers
-    that promise the disk (`journal.flush`) wait for a sync in the background, while all else goes on.
+    What a message changed is in the journal before its answer is sent, all of a round of the loop in one write: see
+    `Outbox`.
     """
 
     def __init__(self, queue: ReplayQueue, endpoints: Endpoints, *, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
@@ -62,21 +52,16 @@ class ReplayServer:
         self.shut = False
         self._watch = Stopwatch()
         self._waiting: dict[tuple[int, int], tuple[bytes, Message, float]] = {}
-        self._outbox: list[Answer] = []
-        self._unsynced: list[Answer] = []
-        """Answers that wait for the next sync of the journal to begin."""
-        self._syncing: list[Answer] = []
-        """Answers that wait for the sync under way."""
-        self._promises = frozenset(ANSWERS[kind] for kind in SYNCED[queue.config.journal.flush])
         self._socket = bind_router(
             endpoints.replay, "replay", handover=True, keys=endpoints.keys, max_frame_bytes=max_frame_bytes
         )
+        self._outbox = Outbox(queue, endpoints.run_id, self._socket)
 
     def serve(self, should_stop: Callable[[], bool]) -> None:
         """Answers until it is told to shut down or `should_stop()`."""
         while not (self.shut or should_stop()):
-            self._watch.turn("syncing" if self._syncing else "waiting")
-            patience_s = SYNC_LOOK_S if self._syncing else TICK_S
+            self._watch.turn("syncing" if self._outbox.syncing else "waiting")
+            patience_s = SYNC_LOOK_S if self._outbox.syncing else TICK_S
             ready = self._socket.poll(round(patience_s * 1000))
             self._watch.turn("working")
             if ready:
@@ -84,8 +69,8 @@ class ReplayServer:
             self._answer_waiting()
             self.queue.expire()
             self._watch.turn("writing")
-            self._flush()
-        self._flush(wait=True)
+            self._outbox.flush()
+        self._outbox.flush(wait=True)
 
     def close(self) -> None:
         self._socket.close()
@@ -97,8 +82,8 @@ class ReplayServer:
             except zmq.Again:
                 return
             self._handle(identity.bytes, frames)
-            self._send_synced()
-            if self._outbox and self._outbox[-1][2][0] in URGENT:
+            self._outbox.send_synced()
+            if self._outbox.urgent:
                 return
 
     def _handle(self, identity: bytes, frames: list[zmq.Frame]) -> None:
@@ -120,9 +105,9 @@ class ReplayServer:
             log.warning("bad message", error=str(error), total=self.errors.total())
             if self.offenders.note(identity):
                 log.error("a peer was cut off for its bad messages", peer=identity.hex())
-            self._outbox.append((identity, seq, ("error", {"text": str(error)}, [])))
+            self._outbox.add(identity, seq, ("error", {"text": str(error)}, []))
             if isinstance(error, InvariantError):
-                self._flush(wait=True)
+                self._outbox.flush(wait=True)
                 raise
             return
         if reply is None:
@@ -132,7 +117,7 @@ class ReplayServer:
                 time.monotonic(),
             )
         else:
-            self._outbox.append((identity, seq, reply))
+            self._outbox.add(identity, seq, reply)
 
     def _answer_waiting(self) -> None:
         """Gives learners that wait their batch as soon as it is there, or a sign of life."""
@@ -146,30 +131,7 @@ class ReplayServer:
                 reply = self._shard("wait", message, [])
             if reply is not None:
                 del self._waiting[key]
-                self._outbox.append((identity, message.seq, reply))
-
-    def _flush(self, *, wait: bool = False) -> None:
-        """Writes what happened, and sends the answers of which that is safe: with `wait` all of them."""
-        self._send_synced()
-        begins = wait or self.queue.synced
-        self.queue.write(wait=wait)
-        outbox, self._outbox = self._outbox, []
-        self._unsynced += [answer for answer in outbox if answer[2][0] in self._promises]
-        self._send([answer for answer in outbox if answer[2][0] not in self._promises])
-        if begins:
-            self._syncing += self._unsynced
-            self._unsynced = []
-        self._send_synced()
-
-    def _send_synced(self) -> None:
-        if self._syncing and self.queue.synced:
-            self._send(self._syncing)
-
-    def _send(self, answers: list[Answer]) -> None:
-        for identity, seq, (kind, body, arrays) in _joined(answers):
-            frames = encode(self.run_id, kind, body, seq=seq, arrays=arrays)
-            self._socket.send_multipart([identity, *frames], copy=False)
-        answers.clear()
+                self._outbox.add(identity, message.seq, reply)
 
     def _ask(self, message: Message) -> Reply:
         queue, body = self.queue, message.body
@@ -265,21 +227,6 @@ class ReplayServer:
 def _kept(message: Message, *, evaluation: bool) -> dict[str, Any]:
     body = message.body
     return {"kept": [{"ticket": body["ticket"], "attempt": body["attempt"], "evaluation": evaluation}]}
-
-
-def _joined(answers: Sequence[Answer]) -> Iterator[Answer]:
-    """The answers; all that tell a peer what was kept as one."""
-    kept: dict[bytes, list[Any]] = {}
-    for identity, seq, reply in answers:
-        kind, body, _ = reply
-        if kind != "finished":
-            yield identity, seq, reply
-        elif identity in kept:
-            kept[identity] += body["kept"]
-        else:
-            kept[identity] = list(body["kept"])
-    for identity, all_kept in kept.items():
-        yield identity, 0, ("finished", {"kept": all_kept}, [])
 
 
 HANDLERS: dict[str, Callable[[ReplayServer, Message], Reply | None]] = {

@@ -6,12 +6,10 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import structlog
 import torch
 from pydantic import TypeAdapter
-from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import DistError
 
@@ -20,8 +18,9 @@ from asyncrl.weights import transports
 from asyncrl.weights.bell import Listener
 from asyncrl.weights.exchange import BadMessage, Interrupted, Mailbox, T, Wait, call_store
 from asyncrl.weights.group import Group, broadcast, retire, share
-from asyncrl.weights.messages import ABORT, BELL, GO, OFFER, SINCE, GoBody, LoadedBody, MemberBody, OfferBody
+from asyncrl.weights.messages import ABORT, BELL, GO, OFFER, SINCE, GoBody, MemberBody, OfferBody
 from asyncrl.weights.packing import Manifest, buckets, empty_buffer
+from asyncrl.weights.staging import StagedWeights, Staging
 from asyncrl.weights.turn import GivenUp, SessionLost, Turn, raise_if_dropped
 
 log = structlog.get_logger()
@@ -32,17 +31,6 @@ _ABORT_POLL_S = 0.05
 """The same, inside a broadcast, for word that it was given up."""
 _REJOIN_S = 1.0
 """Pause between two sessions."""
-
-
-@dataclass(frozen=True, slots=True)
-class StagedWeights:
-    """One complete version; `tensors` are views of staging, valid until `WeightReceiver.loaded`."""
-
-    version: int
-    checksum: int
-    tensors: list[tuple[str, Tensor]]
-    session: str = ""
-    """In which the receiver got it."""
 
 
 class WeightReceiver:
@@ -76,20 +64,14 @@ class WeightReceiver:
         self._transport = transport
         self._timeout_s = timeout_s
         self._device = torch.device(device)
-        self._keeps = keeps
         self._keys = keys
         self._listener: Listener | None = None
-        self._held_s = 0.0
         self._manifest: Manifest | None = None
         self._buffer = torch.empty(0)
         self._group: Group | None = None
         self._group_number = 0
-        self._staged: StagedWeights | None = None
-        self._in_use = False
-        self._loaded: LoadedBody | None = None
-        """What the engine runs on, and the session that it came in."""
+        self._staging = Staging(keeps)
         self._phase, self._seen_s, self._warned = "start", time.monotonic(), False
-        self._handover = threading.Lock()
         self._error: AsyncrlError | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="weight-receiver", daemon=True)
@@ -102,16 +84,13 @@ class WeightReceiver:
         """A complete version that was not given out before, or None. Raises what a new session would not mend: weights
         that cannot be those of the model, or a transport that is not the sender's."""
         self._check()
-        with self._handover:
-            staged, self._staged = self._staged, None
-            self._in_use = self._in_use or staged is not None
-        return staged
+        return self._staging.take()
 
     def hold(self) -> None:
         """Says that the engine stays on its version for now. Call it often instead of `staged`: while a version that
         must be loaded waits for the end of that, the sender's deadline does not run out."""
         self._check()
-        self._held_s = time.monotonic()
+        self._staging.hold()
 
     def _check(self) -> None:
         if self._error is not None:
@@ -123,8 +102,7 @@ class WeightReceiver:
 
     def loaded(self, staged: StagedWeights) -> None:
         """Says that the engine runs on this version now; staging is used for the next one from here on."""
-        self._loaded = {"version": staged.version, "checksum": staged.checksum, "session": staged.session}
-        self._in_use = False
+        self._staging.release(staged)
 
     def close(self) -> None:
         """Leaves the group at once, in any state; idempotent."""
@@ -189,7 +167,7 @@ class WeightReceiver:
                 if mail.has("closed"):
                     return
                 raise_if_dropped(mail, incarnation)
-                if self._manifest is not None and self._staged is None and not self._in_use:
+                if self._manifest is not None and self._staging.free:
                     self._say_ready(turn)  # the next version need not wait for that
                 self._pause(_IDLE_POLL_S)
                 continue
@@ -219,7 +197,8 @@ class WeightReceiver:
             raise GivenUp(str(error).splitlines()[0]) from None
         turn.answer({"checksum": checksum})
         if self._sent(turn, group, checksum) == checksum:
-            self._staged = StagedWeights(version, checksum, manifest.views(self._buffer), turn.incarnation)
+            tensors = manifest.views(self._buffer)
+            self._staging.put(StagedWeights(version, checksum, tensors, turn.incarnation))
         self._group = group
 
     def _sent(self, turn: Turn, group: Group, checksum: int) -> int:
@@ -236,28 +215,20 @@ class WeightReceiver:
     def _say_ready(self, turn: Turn) -> None:
         if not turn.ready:
             turn.ready = True
-            here = self._loaded is not None and self._loaded["session"] == turn.incarnation
-            turn.put("ready", {"loaded": self._loaded if here else None})
+            loaded = self._staging.loaded
+            here = loaded is not None and loaded["session"] == turn.incarnation
+            turn.put("ready", {"loaded": loaded if here else None})
 
     def _await_staging(self, turn: Turn) -> None:
         """Returns when the next version may be written to staging."""
         wait, told_s = Wait(), time.monotonic()
-        while not self._reclaim():
+        while not self._staging.reclaim():
             turn.raise_if_over()
-            if self._held_s > told_s and time.monotonic() - told_s > self._timeout_s / 4:
+            if self._staging.held_s > told_s and time.monotonic() - told_s > self._timeout_s / 4:
                 told_s = time.monotonic()
                 turn.put("holding", {"since_s": told_s})
             wait.look()
             self._pause(wait.pause_s)
-
-    def _reclaim(self) -> bool:
-        """Takes staging for the next version, from one that nobody took too. False while it is in use or kept."""
-        with self._handover:
-            kept = self._staged is not None and self._loaded is not None and self._keeps(self._staged.version)
-            if self._in_use or kept:
-                return False
-            self._staged = None
-            return True
 
     def _prepare(self, mail: Mailbox, offer: OfferBody) -> Manifest:
         name = offer["transport"]

@@ -14,7 +14,7 @@ from asyncrl.replay.client import GeneratorStats, LeaseReply
 from asyncrl.replay.messages import EvaluatedBody
 from asyncrl.rewards.workers import Scored
 from asyncrl.types import Group, Lease, Prompt
-from asyncrl.weights.receiver import StagedWeights
+from asyncrl.weights.staging import StagedWeights
 
 
 def lease(ticket: int, tokens: Sequence[int] = (5, 6, 7), attempt: int = 0) -> Lease:

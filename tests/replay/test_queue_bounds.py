@@ -137,7 +137,7 @@ def test_a_learner_left_behind_while_it_waits_is_told_so(queue: ReplayQueue) -> 
         frames = encode("test", "take", {"rank": 0, "step": 7}, seq=3)
         server._waiting[(0, 7)] = (b"peer", decode("test", frames), time.monotonic())
         server._answer_waiting()
-        ((peer, seq, (kind, body, _)),) = server._outbox
+        ((peer, seq, (kind, body, _)),) = server._outbox.answers
         assert (peer, seq, kind) == (b"peer", 3, "error")
         assert "learner rank 0 takes step 7, the next one is 1" in body["text"]
         assert server._waiting == {}

@@ -20,9 +20,10 @@ from asyncrl.offenders import MAX_BAD_MESSAGES
 from asyncrl.replay.client import GeneratorClient, GeneratorStats, LauncherClient, LearnerClient, LeaseReply
 from asyncrl.replay.journal import Flush, Journal
 from asyncrl.replay.ledger import State
+from asyncrl.replay.outbox import joined
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.records import FRAME_BYTES
-from asyncrl.replay.server import ReplayServer, _joined, run_replay
+from asyncrl.replay.server import ReplayServer, run_replay
 from asyncrl.replay.trace import TraceWriter
 from asyncrl.replay.wire import MAX_REQUEST_HEADER_BYTES, encode
 from asyncrl.sockets import connect_dealer
@@ -163,11 +164,11 @@ def test_one_answer_tells_a_generator_of_all_that_was_kept(tmp_path: Path, endpo
             generator.finish(make_group(lease, 0))
         server._receive()
         deadline_s = time.monotonic() + 5
-        while len(server._outbox) < 3 and time.monotonic() < deadline_s:
+        while len(server._outbox.answers) < 3 and time.monotonic() < deadline_s:
             server._receive()
-        sent = list(_joined(server._outbox))
+        sent = list(joined(server._outbox.answers))
         assert [(kind, len(body["kept"])) for _, _, (kind, body, _) in sent] == [("finished", 3)]
-        server._flush()
+        server._outbox.flush()
         while generator.unacknowledged and time.monotonic() < deadline_s:
             generator.poll(0.05)
         assert generator.unacknowledged == 0

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
-from asyncrl.weights.receiver import StagedWeights, WeightReceiver
+from asyncrl.weights.receiver import WeightReceiver
 from asyncrl.weights.sender import WeightSender
+from asyncrl.weights.staging import StagedWeights
 
 BUCKET_BYTES = 1 << 16
 NUM_BYTES = 4_096_000 + 1024
