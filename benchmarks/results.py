@@ -45,6 +45,11 @@ class Results:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise SystemExit(f"error: {path} holds no results of a bench ({error!r}); write one with --json") from None
 
+    def leaves_out(self, row: str, figure: str) -> bool:
+        """The row was measured in its quick form, which has not all figures."""
+        result = self.rows.get(row)
+        return self.quick and result is not None and bool(result.rounds) and figure not in result.medians
+
     def write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         rows = [result.as_dict() for result in self.rows.values()]
@@ -67,7 +72,8 @@ def print_table(results: Results, rows: dict[str, Row], console: Console) -> Non
         for figure in [*limits, *(other for other in medians if other not in limits)]:
             limit = limits.get(figure)
             cells = [number(value) for value in (medians[figure], *result.spread(figure))] if figure in medians else []
-            table.add_row(name, figure, *(cells or ["-"] * 3), str(limit or ""), _verdict(medians.get(figure), limit))
+            verdict = "left out" if results.leaves_out(result.row, figure) else _verdict(medians.get(figure), limit)
+            table.add_row(name, figure, *(cells or ["-"] * 3), str(limit or ""), verdict)
             name = ""
     console.print(table)
 
@@ -80,8 +86,7 @@ def print_moves(now: Results, before: Results, rows: dict[str, Row], console: Co
     for name, row in rows.items():
         then, today = (results.rows.get(name, Result(name)) for results in (before, now))
         for figure, limit in row.limits.items():
-            left_out = now.quick and today.rounds and figure not in today.medians
-            if figure not in then.medians or left_out:
+            if figure not in then.medians or now.leaves_out(name, figure):
                 continue
             move, is_worse = _move(then, today, figure, limit)
             worse += is_worse

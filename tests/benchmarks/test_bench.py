@@ -19,8 +19,8 @@ from benchmarks.results import Results, print_moves, print_table
 ROW = Row("one", "another", {"ratio": Limit(0.9), "cost": Limit(1.3, at_most=True)}, measure=lambda _: iter([]))
 
 
-def results(*rounds: Round, reason: str = "") -> Results:
-    return Results({"cores": 2}, False, {"row": Result("row", list(rounds), reason)})
+def results(*rounds: Round, reason: str = "", quick: bool = False) -> Results:
+    return Results({"cores": 2}, quick, {"row": Result("row", list(rounds), reason)})
 
 
 def shown(now: Results, before: Results | None = None) -> tuple[str, int]:
@@ -88,6 +88,13 @@ def test_comparison_names_what_moved(now: Round, says: str, worse: int) -> None:
     text, found = shown(results(now), results({"ratio": 0.95, "cost": 1.0}))
     assert says in text
     assert found == worse
+
+
+def test_a_quick_bench_may_leave_figures_out() -> None:
+    text, worse = shown(results({"ratio": 0.95}, quick=True), results({"ratio": 0.95, "cost": 1.0}))
+    assert worse == 0
+    assert "left out" in text and "cannot run" not in text
+    assert shown(results(reason="broken", quick=True), results({"ratio": 0.95}))[1] == 1
 
 
 def test_results_come_back_from_their_file(tmp_path: Path) -> None:
