@@ -10,7 +10,6 @@ import importlib.util
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,7 +19,7 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.demo import DATA, launched, prepare, rows_of
-from benchmarks.frame import CannotRun, Limit, Round, Row, one_thread
+from benchmarks.frame import CannotRun, Limit, Round, Row, one_thread, output_of
 
 RUN = "bench-end-to-end"
 REWARD, SMOOTHED_STEPS = 0.85, 5
@@ -62,10 +61,7 @@ def trl(model: str, quick: bool) -> list[Step]:
     command = [sys.executable, "-m", "benchmarks.end_to_end", model, *["quick"] * quick]
     threads = str(len(os.sched_getaffinity(0)))
     environment = one_thread() | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
-    if done.returncode:
-        raise CannotRun(f"TRL failed: {done.stderr[-1500:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(output_of("TRL", command, environment=environment, timeout_s=TIMEOUT_S).splitlines()[-1])
 
 
 def trl_process(model: str, quick: bool) -> None:

@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[1]
 ROUND = "round "
 """Begins each line of a row's process that holds the figures of a round."""
 TAIL_LINES = 15
+ERROR_CHARACTERS = 1500
 
 Round = dict[str, float]
 """Figures of one round, by name: ratios, and absolute numbers with their unit at the end of the name."""
@@ -127,6 +128,14 @@ def child(row: Row, *, rounds: int, quick: bool) -> int:
         print(reason, flush=True)
         return 1
     return 0
+
+
+def output_of(what: str, command: list[str], *, environment: dict[str, str], timeout_s: float) -> str:
+    """What a process prints, which runs to its end. Raises CannotRun with `what` it does and the end of its error."""
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s)
+    if done.returncode:
+        raise CannotRun(f"{what} failed: {done.stderr[-ERROR_CHARACTERS:]}")
+    return done.stdout
 
 
 def one_thread() -> dict[str, str]:

@@ -10,13 +10,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.demo import launched, prepare_cold, rows_of, summary_of
-from benchmarks.frame import CannotRun, Limit, Round, Row, one_thread
+from benchmarks.frame import CannotRun, Limit, Round, Row, one_thread, output_of
 
 RUN = "bench-generator"
 RUNNING_GROUPS = 32
@@ -51,10 +50,8 @@ def bare(core: int, settings: list[str], requests: int) -> float:
     """Tokens/s of `LLM.generate` in a process of its own on the core."""
     command = ["taskset", "-c", str(core), sys.executable, "-m", "benchmarks.generator", str(requests), *settings]
     environment = one_thread() | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
-    if done.returncode:
-        raise CannotRun(f"LLM.generate failed: {done.stderr[-1000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    printed = output_of("LLM.generate", command, environment=environment, timeout_s=TIMEOUT_S)
+    return json.loads(printed.splitlines()[-1])
 
 
 def bare_process(settings: list[str], requests: int) -> None:

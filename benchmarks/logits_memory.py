@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import tempfile
 import time
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.frame import Limit, Round, Row, one_thread
+from benchmarks.frame import Limit, Round, Row, one_thread, output_of
 
 VOCABULARY, HIDDEN = 150_000, 64
 TOKENS, QUICK_TOKENS = 4096, 2048
@@ -43,10 +42,8 @@ def measure(quick: bool) -> Iterator[Round]:
 def _in_process(side: str, tokens: int, out: Path) -> tuple[float, float]:
     """Bytes at the peak above what the process had before, and seconds."""
     command = [sys.executable, "-m", "benchmarks.logits_memory", side, str(tokens), str(out)]
-    done = subprocess.run(command, env=one_thread(), capture_output=True, text=True, timeout=600)
-    if done.returncode:
-        raise RuntimeError(f"{side} ended with code {done.returncode}: {done.stderr[-2000:]}")
-    peak_bytes, seconds = done.stdout.split()[-2:]
+    printed = output_of(side, command, environment=one_thread(), timeout_s=600)
+    peak_bytes, seconds = printed.split()[-2:]
     return float(peak_bytes), float(seconds)
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.demo import launched, prepare
-from benchmarks.frame import CannotRun, Limit, Round, Row, one_thread
+from benchmarks.frame import CannotRun, Limit, Round, Row, one_thread, output_of
 
 RUN = "bench-start"
 TIMEOUT_S = 240.0
@@ -45,11 +44,8 @@ def load_s(model: str) -> float:
     """Seconds to import vLLM and load the model, in a process of its own."""
     environment = one_thread() | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     started_s = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-c", LOAD, model], env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
-    )
-    if done.returncode:
-        raise CannotRun(f"vLLM could not load {model}: {done.stderr[-1000:]}")
+    command = [sys.executable, "-c", LOAD, model]
+    output_of(f"loading {model} into vLLM", command, environment=environment, timeout_s=TIMEOUT_S)
     return time.monotonic() - started_s
 
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.frame import CannotRun, one_thread
+from benchmarks.frame import one_thread, output_of
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput
@@ -33,10 +32,8 @@ def synchronous(steps: int, settings: list[str]) -> dict[str, float]:
     core = str(min(os.sched_getaffinity(0)))
     command = ["taskset", "-c", core, sys.executable, "-m", "benchmarks.synchronous", str(steps), *settings]
     environment = one_thread() | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "DS_ACCELERATOR": "cpu"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
-    if done.returncode:
-        raise CannotRun(f"the synchronous loop failed: {done.stderr[-1000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    printed = output_of("the synchronous loop", command, environment=environment, timeout_s=TIMEOUT_S)
+    return json.loads(printed.splitlines()[-1])
 
 
 def run(steps: int, config: Config) -> dict[str, float]:

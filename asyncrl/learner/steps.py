@@ -91,7 +91,6 @@ class Learner:
 
     def _train(self, step: int) -> bool:
         """One step; false when there is no batch for it."""
-        self.watch.turn("waiting")
         shard = self.batches.take(step)
         self.watch.turn("working")
         if shard is None:

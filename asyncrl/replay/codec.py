@@ -44,11 +44,9 @@ def pack_group(group: Group) -> tuple[GroupMeta, Block]:
     return meta, joined(columns)
 
 
-def check_group(meta: GroupMeta, arrays: Sequence[Array], *, group_size: int | None = None) -> None:
+def check_group(meta: GroupMeta, arrays: Sequence[Array], *, group_size: int) -> None:
     """Raises ProtocolError unless header and arrays describe one whole, consistent group, of so many members."""
     where = f"group of ticket {meta['ticket']}"
-    if group_size is None:
-        group_size = max(1, len(meta["lengths"]))
     for name in ("lengths", "rewards", "parts", "status", "errors"):
         if len(meta[name]) != group_size:
             raise ProtocolError(f"{where}: {len(meta[name])} {name}, a group has {group_size}")

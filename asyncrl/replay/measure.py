@@ -22,8 +22,6 @@ LEARNER_TIMES = {
     "waiting": "learner/wait_s", "working": "learner/step_s", "syncing": "learner/sync_s", "writing": "learner/write_s",
 }  # fmt: skip
 """The learner's metric of each activity."""
-
-
 TIMES = tuple(f"{name}_s" for name in ACTIVITIES)
 SUMS = ("tokens", *TIMES, "rewards_failed")
 
@@ -166,7 +164,7 @@ class RunMeasure:
         while now_s - self.recent[0][0] >= RATE_WINDOW_S:
             self.recent.popleft()
         scored = self.scored_since.take()
-        reward = scored.get("reward/mean", self.step_rewards.latest)
+        reward, generator_s = scored.get("reward/mean", self.step_rewards.latest), self.generator_s
         if reward is not None:
             self.step_rewards.add(reward)
         lags = np.arange(len(counts))
@@ -176,8 +174,8 @@ class RunMeasure:
             "staleness/max": float(lags[counts > 0].max(initial=0)),
             "time/elapsed_s": now_s - began_s,
             "throughput/trained_tokens_per_s": self.tokens_per_s(ledger),
-            "generator/idle_fraction": self.generator_idle,
-            "generator/busy_s": sum(seconds for name, seconds in self.generator_s.items() if name != "waiting"),
+            "generator/idle_fraction": fractions(generator_s)["waiting"],
+            "generator/busy_s": sum(seconds for name, seconds in generator_s.items() if name != "waiting"),
             "generator/tokens": float(sum(g.tokens for g in self.generators.values())),
         }
 
@@ -232,7 +230,7 @@ class RunMeasure:
     @property
     def generator_s(self) -> dict[str, float]:
         """Seconds of all generators together, by activity."""
-        return {name: sum(g.seconds[name] for g in self.generators.values()) for name in ACTIVITIES}
+        return {name: sum(getattr(g, f"{name}_s") for g in self.generators.values()) for name in ACTIVITIES}
 
     @property
     def learner_idle(self) -> float:

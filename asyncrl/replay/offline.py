@@ -8,7 +8,7 @@ from typing import cast
 
 from asyncrl.errors import JournalError, ProtocolError
 from asyncrl.replay.client import Committed
-from asyncrl.replay.codec import check_group, unpack_group
+from asyncrl.replay.codec import unpack_group
 from asyncrl.replay.journal import Location, segments_of
 from asyncrl.replay.messages import GroupMeta
 from asyncrl.replay.segments import Loader
@@ -96,7 +96,6 @@ class JournalBatches:
         record = self._loader.load(place)
         try:
             meta = cast(GroupMeta, {name: record.body[name] for name in GroupMeta.__annotations__})
-            check_group(meta, record.arrays, group_size=len(meta["lengths"]))
             return unpack_group(meta, record.arrays)
         except (ProtocolError, KeyError, TypeError, IndexError) as error:
             raise unreadable(self.folder, place, record, error) from None

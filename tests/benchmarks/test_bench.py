@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks.__main__ import ROWS, load
-from benchmarks.frame import ROUND, Limit, Result, Round, Row, follow
+from benchmarks.frame import ROUND, CannotRun, Limit, Result, Round, Row, follow, one_thread, output_of
 from benchmarks.results import Results, print_moves, print_table
 
 ROW = Row("one", "another", {"ratio": Limit(0.9), "cost": Limit(1.3, at_most=True)}, measure=lambda _: iter([]))
@@ -59,6 +59,13 @@ def test_a_row_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> N
     assert time.monotonic() - started_s < 60
     state = Path(f"/proc/{(tmp_path / 'pid').read_text()}/stat")
     assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_a_process_that_fails_says_why_it_cannot_run() -> None:
+    assert output_of("counting", [sys.executable, "-c", "print(1)"], environment=one_thread(), timeout_s=30) == "1\n"
+    with pytest.raises(CannotRun, match=r"counting failed: no more numbers"):
+        command = [sys.executable, "-c", "raise SystemExit('no more numbers')"]
+        output_of("counting", command, environment=one_thread(), timeout_s=30)
 
 
 def test_table_says_which_limits_are_reached() -> None:
