@@ -1,7 +1,8 @@
 """The demo from its model to a reward of 0.85, in `asyncrl launch` and in TRL's GRPOTrainer.
 
-Model, data, group size, batch, learning rate and schedule are the same; TRL generates by the loop of transformers, with
-a thread on each core. Neither start is counted: the clocks begin with the first generation.
+Model, data, group size, batch, learning rate and schedule are the same; groups with equal rewards are trained, as
+TRL does. TRL generates by the loop of transformers, with a thread on each core. Neither start is counted: the clocks
+begin with the first generation.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ Step = dict[str, float]
 def ours(quick: bool) -> list[Step]:
     shutil.rmtree(Path("runs") / RUN, ignore_errors=True)
     # The schedule of the learning rate is that of all steps: a quick run is cut, and not shorter.
-    with launched(RUN, [f"steps={STEPS}"]) as process:
+    with launched(RUN, [f"steps={STEPS}", "replay.no_signal=train"]) as process:
         until_s = time.monotonic() + TIMEOUT_S
         while len(steps := our_steps()) < STEPS and not enough(steps, quick):
             if process.poll() or time.monotonic() > until_s:

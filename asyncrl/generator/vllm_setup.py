@@ -64,6 +64,7 @@ def build_engine(config: Config, seed: int) -> LLMEngine:
     if on_gpu:
         arguments["gpu_memory_utilization"] = generator.gpu_memory_fraction
     else:
+        _keep_weights_unpacked()
         arguments["enforce_eager"] = True
         arguments["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
         if config.deterministic:
@@ -83,6 +84,14 @@ def build_engine(config: Config, seed: int) -> LLMEngine:
     return engine
 
 
+def _keep_weights_unpacked() -> None:
+    """On a CPU vLLM runs on packed copies of the weights. Theirs are no faster than torch's own kernels, and to make
+    them again at every swap takes longer than to copy the weights."""
+    from vllm import _custom_ops
+
+    _custom_ops._supports_onednn = False
+
+
 def sampling_params(config: Config, temperature: float, top_p: float, seed: int | None = None) -> SamplingParams:
     """How completions are sampled, and what the engine gives of them."""
     from vllm import SamplingParams
@@ -98,6 +107,7 @@ def sampling_params(config: Config, temperature: float, top_p: float, seed: int 
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,  # requests share them, nothing changes them, and a deep copy for each is slow
     )
 
 

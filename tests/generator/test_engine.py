@@ -12,6 +12,7 @@ from generator_model import EOS, reference_logprobs, run_all, weights_of
 from transformers import Qwen2ForCausalLM
 
 from asyncrl.errors import InvariantError, RunError
+from asyncrl.generator import vllm_setup
 from asyncrl.generator.engine import Completion, Engine
 from asyncrl.generator.vllm_plugin import register
 
@@ -61,15 +62,29 @@ def test_logprobs_are_those_of_the_model_at_the_temperature(
         assert np.all(completion.versions == 0)
 
 
-def test_a_tied_head_follows_every_swap(make_engine: EngineMaker, policies: Policies) -> None:
+@pytest.mark.parametrize("packed", [False, True])
+def test_layers_are_made_anew_only_where_they_run_on_packed_weights(
+    make_engine: EngineMaker, policies: Policies, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm import _custom_ops
+
+    from asyncrl.generator import transfer
+
     assert policies[0].config.tie_word_embeddings  # the head is not among the weights that are sent
-    engine = recomputing(make_engine)
+    reloads: list[torch.nn.Module] = []
+    reload = transfer.initialize_layerwise_reload
+    monkeypatch.setattr(transfer, "initialize_layerwise_reload", lambda model: (reloads.append(model), reload(model)))
+    monkeypatch.setattr(_custom_ops, "_supports_onednn", True)
+    if packed:
+        monkeypatch.setattr(vllm_setup, "_keep_weights_unpacked", lambda: None)
+    engine = make_engine(generator__max_running_groups=3 if packed else 2)  # engines of no other test
     for version, policy in enumerate(policies):
         engine.swap(version, weights_of(policy))
         (completion,) = complete(engine, {"a": [5, 6, 7]}).values()
         assert max_difference(completion.logprobs, reference_logprobs(policy, [5, 6, 7], completion.tokens, 1.0)) < (
             TOLERANCE
         )
+    assert len(reloads) == (len(policies) if packed else 0)
 
 
 def swap_in_flight(engine: Engine, policies: Policies, requests: dict[str, list[int]]) -> dict[str, Completion]:
