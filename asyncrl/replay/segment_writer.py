@@ -64,6 +64,8 @@ class SegmentWriter:
         for descriptor in (self._stream, self._sums):
             try:
                 os.fsync(descriptor)
+                # Hardly ever read again, it should not fill the memory that is left for caches.
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             except OSError as error:
                 raise failure(self.path, "sync it", error) from None
 
