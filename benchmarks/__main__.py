@@ -33,8 +33,8 @@ ROUNDS, QUICK_ROUNDS = 5, 1
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="asyncrl bench", description=__doc__)
-    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"Of {', '.join(ROWS)}; all when none is named.")
-    parser.add_argument("--quick", action="store_true", help="One short round of each.")
+    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"Of {', '.join(ROWS)}; all when none is named, but for the long ones of a quick bench.")
+    parser.add_argument("--quick", action="store_true", help="One short round of each, in three minutes.")
     parser.add_argument("--rounds", type=int, help=f"Of each row: {ROUNDS}, {QUICK_ROUNDS} when quick.")
     parser.add_argument("--json", type=Path, help="File to write the results to.")
     parser.add_argument("--against", type=Path, help="Results to compare with: a file that --json wrote.")
@@ -47,7 +47,12 @@ def main() -> int:
     if unknown:
         parser.error(f"no row is called {', '.join(unknown)}; there are {', '.join(ROWS)}")
     before = Results.read(options.against) if options.against else None
-    return bench(options.rows or list(ROWS), rounds, quick=options.quick, out=options.json, before=before)
+    names = options.rows or [name for name in ROWS if not (options.quick and load(name).long)]
+    code = bench(names, rounds, quick=options.quick, out=options.json, before=before)
+    left_out = [name for name in ROWS if not options.rows and name not in names]
+    if left_out:
+        print(f"left out of a quick bench, unless they are named: {', '.join(left_out)}")
+    return code
 
 
 def load(name: str) -> Row:

@@ -160,6 +160,7 @@ ROW = Row(
     limits={"tokens/s of TRL": Limit(2.0), "seconds of TRL": Limit(1.0, at_most=True)},
     measure=measure,
     timeout_s=3600.0,
+    long=True,
 )
 
 if __name__ == "__main__":

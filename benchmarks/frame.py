@@ -56,6 +56,8 @@ class Row:
     """Round after round for as long as it is asked, each with both sides measured one after the other; quick or not."""
     timeout_s: float = 1800.0
     """Of the whole row; a quick one has a tenth."""
+    long: bool = False
+    """Even a quick round takes a minute: a quick bench has it only when it is named."""
 
 
 @dataclass(slots=True)

@@ -110,6 +110,7 @@ ROW = Row(
     against="LLM.generate with the same model, prompts, batch and lengths on the same core",
     limits={"of LLM.generate": Limit(0.97)},
     measure=measure,
+    long=True,
 )
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ END = 1
 PHASES_VARIANCE = 0.3949
 """Of the logarithm of a sum of PHASES exponential times."""
 NEVER = 1e-13
-GROUP_SIZE, GROUPS_PER_STEP, QUICK_GROUPS_PER_STEP, RUNNING_GROUPS = 8, 24, 8, 4
+GROUP_SIZE, GROUPS_PER_STEP, QUICK_GROUPS_PER_STEP, RUNNING_GROUPS = 8, 16, 8, 4
 
 
 def prepare_long_tail() -> str:

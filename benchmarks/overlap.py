@@ -73,4 +73,5 @@ ROW = Row(
     },
     measure=measure,
     timeout_s=3600.0,
+    long=True,
 )

@@ -16,7 +16,8 @@ TOKEN_BYTES = 13
 """Of a token: its number, its log-prob, its version, and whether the policy chose it."""
 SIZES = {"1k": 1_000, "16k": 16_000}
 """Completion tokens of a trajectory, in the mean."""
-BESIDES = ("Redis", "Ray", "mp.Queue")
+QUICK_SIZES = ("1k",)
+BESIDES, QUICK_BESIDES = ("Redis", "Ray", "mp.Queue"), ("Redis",)
 """Compared at the smaller size only: it is the one that favors them."""
 WARM_S = 1.0
 
@@ -35,10 +36,11 @@ def through_queue(folder: Path, tokens: int, seconds: float, *, journaled: bool)
 
 
 def measure(quick: bool) -> Iterator[Round]:
-    seconds = 1.0 if quick else 4.0
+    seconds, sizes, besides = (1.0, QUICK_SIZES, QUICK_BESIDES) if quick else (4.0, tuple(SIZES), BESIDES)
     while True:
         one: Round = {}
-        for size, tokens in SIZES.items():
+        for size in sizes:
+            tokens = SIZES[size]
             message_bytes = TOKEN_BYTES * (PROMPT_TOKENS + tokens)
             ours, plain = (_in_folder(through_queue, tokens, seconds, journaled=way) for way in (True, False))
             raw, disk = (_in_folder(PEERS[name], message_bytes, seconds) for name in ("raw zmq", "disk"))
@@ -50,7 +52,7 @@ def measure(quick: bool) -> Iterator[Round]:
             one[f"raw zmq MB/s, {size}"] = raw * message_bytes / 1e6
             one[f"disk MB/s, {size}"] = disk * message_bytes / 1e6
             if size == "1k":
-                for peer in BESIDES:
+                for peer in besides:
                     one[f"of {peer}, {size}"] = ours / _in_folder(PEERS[peer], message_bytes, seconds)
         yield one
 
