@@ -33,10 +33,17 @@ ROUNDS, QUICK_ROUNDS = 5, 1
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="asyncrl bench", description=__doc__)
-    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"Of {', '.join(ROWS)}; all when none is named, but for the long ones of a quick bench.")
+    parser.add_argument(
+        "rows",
+        nargs="*",
+        metavar="ROW",
+        help=f"Of {', '.join(ROWS)}; all when none is named, but for the long ones of a quick bench.",
+    )
     parser.add_argument("--quick", action="store_true", help="One short round of each, in three minutes.")
     parser.add_argument("--rounds", type=int, help=f"Of each row: {ROUNDS}, {QUICK_ROUNDS} when quick.")
-    parser.add_argument("--json", type=Path, help="File to write the results to.")
+    parser.add_argument(
+        "--json", type=Path, help="File to write the results to; rows that it has and that are not measured now stay."
+    )
     parser.add_argument("--against", type=Path, help="Results to compare with: a file that --json wrote.")
     parser.add_argument("--child", metavar="ROW", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -62,6 +69,8 @@ def load(name: str) -> Row:
 def bench(names: list[str], rounds: int, *, quick: bool, out: Path | None, before: Results | None) -> int:
     console, rows = Console(), {name: load(name) for name in names}
     results = Results.of_this_machine(quick=quick)
+    if out is not None and out.exists():
+        results.keep(Results.read(out), out)
     for name, row in rows.items():
         console.print(f"[bold]{name}[/]: {row.what}, against {row.against}")
         result = run_row(name, row, rounds=rounds, quick=quick, told=lambda one: console.print(f"  {in_words(one)}"))
@@ -73,7 +82,7 @@ def bench(names: list[str], rounds: int, *, quick: bool, out: Path | None, befor
             results.write(out)
     print_table(results, rows, console)
     behind = print_moves(results, before, rows, console) if before is not None else 0
-    return 1 if behind or any(result.reason for result in results.rows.values()) else 0
+    return 1 if behind or any(results.rows[name].reason for name in names) else 0
 
 
 if __name__ == "__main__":

@@ -68,6 +68,7 @@ def trl(model: str, quick: bool) -> list[Step]:
 def trl_process(model: str, quick: bool) -> None:
     """The other side, run by `trl`: prints its steps."""
     import pyarrow.parquet as pq
+    import torch
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
@@ -96,7 +97,7 @@ def trl_process(model: str, quick: bool) -> None:
     data = Dataset.from_list([{"prompt": row["prompt"], "answer": row["reward_model"]["ground_truth"]} for row in rows])
     with tempfile.TemporaryDirectory() as folder:
         settings = GRPOConfig(
-            output_dir=folder, use_cpu=True, bf16=False, max_steps=STEPS, num_generations=size,
+            output_dir=folder, use_cpu=not torch.cuda.is_available(), bf16=False, max_steps=STEPS, num_generations=size,
             per_device_train_batch_size=groups * size, gradient_accumulation_steps=1, learning_rate=learner.lr,
             warmup_steps=learner.warmup_steps, lr_scheduler_type="linear", weight_decay=learner.weight_decay,
             adam_beta1=learner.adam_betas[0], adam_beta2=learner.adam_betas[1], max_grad_norm=learner.max_grad_norm,

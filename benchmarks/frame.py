@@ -57,7 +57,7 @@ class Row:
     timeout_s: float = 1800.0
     """Of the whole row; a quick one has a tenth."""
     long: bool = False
-    """Even a quick round takes a minute: a quick bench has it only when it is named."""
+    """Even a quick round takes half a minute or more: a quick bench has it only when it is named."""
 
 
 @dataclass(slots=True)

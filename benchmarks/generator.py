@@ -11,11 +11,14 @@ import json
 import os
 import shutil
 import sys
+import time
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 from benchmarks.demo import launched, prepare_cold, rows_of, summary_of
 from benchmarks.frame import CannotRun, Limit, Round, Row, one_thread, output_of
+from benchmarks.synchronous import all_prompts, make_llm, sampling
 
 RUN = "bench-generator"
 RUNNING_GROUPS = 32
@@ -56,36 +59,19 @@ def bare(core: int, settings: list[str], requests: int) -> float:
 
 def bare_process(settings: list[str], requests: int) -> None:
     """The other side, run by `bare`: prints its rate."""
-    import time
-
     from asyncrl.config import load_config, parse_override
     from asyncrl.generator.vllm_setup import ENVIRONMENT
 
     os.environ.update(ENVIRONMENT)
-    import pyarrow.parquet as pq
-    from vllm import LLM, SamplingParams, TokensPrompt
+    from vllm import TokensPrompt
 
     config = load_config("demo", dict(parse_override(text) for text in settings))
-    llm = LLM(
-        model=config.model.path,
-        dtype=config.model.dtype,
-        enforce_eager=True,
-        kv_cache_memory_bytes=config.generator.kv_cache_bytes,
-        max_num_seqs=RUNNING_GROUPS * GROUP_SIZE,
-        enable_prefix_caching=False,
-        logprobs_mode="processed_logprobs",
-        generation_config="vllm",
-        disable_log_stats=True,
-        seed=0,
-    )
-    tokenizer = llm.get_tokenizer()
-    rows = pq.read_table(config.data.train_files[0]).column("prompt").to_pylist()
-    prompts = [TokensPrompt(prompt_token_ids=tokenizer.encode(row)) for row in rows for _ in range(GROUP_SIZE)]
-    prompts = (prompts * (requests // len(prompts) + 1))[:requests]
-    params = SamplingParams(temperature=1.0, max_tokens=config.generator.max_new_tokens, logprobs=0, detokenize=False)
-    llm.generate(prompts[:1000], params, use_tqdm=False)
+    llm, cut = make_llm(config), sampling(config)
+    prompts = islice(all_prompts(config), requests // GROUP_SIZE)
+    asked = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts for _ in range(GROUP_SIZE)]
+    llm.generate(asked[:1000], cut, use_tqdm=False)
     started_s = time.perf_counter()
-    outputs = llm.generate(prompts, params, use_tqdm=False)
+    outputs = llm.generate(asked, cut, use_tqdm=False)
     seconds = time.perf_counter() - started_s
     print(json.dumps(sum(len(output.outputs[0].token_ids) for output in outputs) / seconds))
 

@@ -3,52 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
-import sys
+import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
-from benchmarks.frame import CannotRun, Limit, Round, Row, one_thread
-from benchmarks.learner_batch import GROUPS, STEP, WAYS, lengths, make_model
+from benchmarks.frame import CannotRun, Limit, Round, Row
+from benchmarks.learner_batch import GROUPS, WAYS, lengths, make_model
+from benchmarks.worker import Worker
 
 QUICK_GROUPS = 2
-
-
-class Side:
-    """A process that trains one way on one thread; it steps only when it is asked to."""
-
-    def __init__(self, way: str, folder: Path, groups: int, stack: ExitStack) -> None:
-        self.way = way
-        self._log = folder / f"{way}.log"
-        command = [sys.executable, "-m", "benchmarks.learner_batch", way, str(folder / "model"), str(groups)]
-        with self._log.open("w") as log:
-            process = subprocess.Popen(
-                command, env=one_thread(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
-            )
-        self._process = stack.enter_context(process)
-        stack.callback(process.kill)
-
-    def tell(self) -> None:
-        """That the model is there; after that, to do a step."""
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write("\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            raise self._failure() from None
-
-    def step_s(self) -> float:
-        """Seconds of the step that was started; waits for it, as long as the deadline of the row lets it."""
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith(STEP):
-                return float(line.removeprefix(STEP))
-        raise self._failure()
-
-    def _failure(self) -> CannotRun:
-        return CannotRun(f"{self.way} failed: {self._log.read_text()[-1500:]}")
 
 
 def measure(quick: bool) -> Iterator[Round]:
@@ -58,18 +23,23 @@ def measure(quick: bool) -> Iterator[Round]:
     tokens = float(lengths(groups).sum())
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        sides = [Side(way, folder, groups, stack) for way in WAYS if not (quick and way == "sorted")]
+        cores = sorted(os.sched_getaffinity(0))
+        sides = {
+            way: Worker("benchmarks.learner_batch", way, folder / "model", groups, cores=cores, stack=stack)
+            for way in WAYS
+            if not (quick and way == "sorted")
+        }
         make_model(folder / "model")
-        for side in sides:
-            side.tell()
-            side.tell()
-        for side in sides:
-            side.step_s()
+        for side in sides.values():
+            side.tell("the model is there")
+            side.tell("a step to warm up")
+        for side in sides.values():
+            side.answer()
         while True:
             seconds: dict[str, float] = {}
-            for side in sides:
-                side.tell()
-                seconds[side.way] = side.step_s()
+            for way, side in sides.items():
+                side.tell("a step")
+                seconds[way] = side.answer()
             ours_s = seconds["ours"]
             yield {
                 **{f"of {way}": taken_s / ours_s for way, taken_s in seconds.items() if way != "ours"},

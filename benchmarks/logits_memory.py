@@ -100,6 +100,7 @@ ROW = Row(
     against="log-softmax over all logits",
     limits={"peak memory": Limit(0.2, at_most=True), "largest difference": Limit(SAME, at_most=True)},
     measure=measure,
+    long=True,
 )
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from asyncrl.replay.client import GeneratorClient, GeneratorStats, LauncherClien
 from asyncrl.types import NO_VERSION, Endpoints, Group, Lease, Prompt, Trajectory
 
 GROUP_SIZE, PROMPT_TOKENS = 8, 32
-GROUPS_PER_STEP = 32
+GROUPS_PER_STEP = 128
 SHAPES = 16
 """Different groups that a generator makes up."""
 CHECKPOINT_STEPS = 100

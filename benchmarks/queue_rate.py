@@ -19,7 +19,7 @@ SIZES = {"1k": 1_000, "16k": 16_000}
 QUICK_SIZES = ("1k",)
 BESIDES, QUICK_BESIDES = ("Redis", "Ray", "mp.Queue"), ("Redis",)
 """Compared at the smaller size only: it is the one that favors them."""
-WARM_S = 1.0
+WARM_S, LOOK_S = 1.0, 0.01
 
 
 def through_queue(folder: Path, tokens: int, seconds: float, *, journaled: bool) -> float:
@@ -28,11 +28,19 @@ def through_queue(folder: Path, tokens: int, seconds: float, *, journaled: bool)
     while load.client.status()["step"] < 1:
         time.sleep(0.02)
     time.sleep(WARM_S)
-    before, started_s = load.client.status()["trained"], time.monotonic()
+    before, started_s = _after_a_step(load)
     time.sleep(seconds)
-    groups = (load.client.status()["trained"] - before) / (time.monotonic() - started_s)
+    after, ended_s = _after_a_step(load)
     load.end()
-    return GROUP_SIZE * groups
+    return GROUP_SIZE * (after - before) / (ended_s - started_s)
+
+
+def _after_a_step(load: Load) -> tuple[int, float]:
+    """Groups trained when the next step ends, and when that is."""
+    step = load.client.status()["step"]
+    while (status := load.client.status())["step"] == step:
+        time.sleep(LOOK_S)
+    return status["trained"], time.monotonic()
 
 
 def measure(quick: bool) -> Iterator[Round]:

@@ -18,7 +18,7 @@ LEASES = 4
 """That a generator holds, however many there are."""
 GROUPS_PER_S = 300.0
 """Of all generators together."""
-SETTINGS = {"replay.max_staleness": 1000}
+SETTINGS = {"replay.max_staleness": 1000, "replay.groups_per_step": 32}
 WARM_S = 1.0
 
 

@@ -45,6 +45,16 @@ class Results:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise SystemExit(f"error: {path} holds no results of a bench ({error!r}); write one with --json") from None
 
+    def keep(self, before: Self, path: Path) -> None:
+        """Takes over the rows of earlier results. Raises SystemExit when those are of another machine or form, which
+        ought not to be lost."""
+        if (before.machine, before.quick) != (self.machine, self.quick):
+            raise SystemExit(
+                f"error: {path} holds results of another machine, of other packages or of the other form (quick or "
+                "not); name another file for --json"
+            )
+        self.rows |= before.rows
+
     def leaves_out(self, row: str, figure: str) -> bool:
         """The row was measured in its quick form, which has not all figures."""
         result = self.rows.get(row)
@@ -67,8 +77,9 @@ def number(value: float) -> str:
 
 def print_table(results: Results, rows: dict[str, Row], console: Console) -> None:
     table = Table("row", "figure", "median", "least", "largest", "must reach", "")
-    for name, result in results.rows.items():
-        medians, limits = result.medians, rows[name].limits
+    for name, row in rows.items():
+        result, limits = results.rows[name], row.limits
+        medians = result.medians
         for figure in [*limits, *(other for other in medians if other not in limits)]:
             limit = limits.get(figure)
             cells = [number(value) for value in (medians[figure], *result.spread(figure))] if figure in medians else []

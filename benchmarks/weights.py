@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import Any
 
 from asyncrl.launch.resources import reserve_ports
 from benchmarks.demo import prepare_cold
-from benchmarks.frame import CannotRun, Limit, Round, Row, one_thread
+from benchmarks.frame import Limit, Round, Row
+from benchmarks.worker import Worker
 
+SIDES = "benchmarks.weights_sides"
 SIZES = {"1 MB": 10**6, "100 MB": 10**8, "1 GB": 10**9}
 PAIRS = {"1 MB": 20, "100 MB": 8, "1 GB": 3}
 """Versions that are sent in a round, each by ours and by a bare broadcast."""
@@ -27,43 +25,23 @@ class Ranks:
 
     def __init__(self, stack: ExitStack, receivers: int) -> None:
         first, *rest = sorted(os.sched_getaffinity(0))
-        self._processes = [
-            _start(["rank", rank], rest or [first] if rank else [first], stack) for rank in range(receivers + 1)
+        self._workers = [
+            Worker(SIDES, "rank", rank, cores=rest or [first] if rank else [first], stack=stack)
+            for rank in range(receivers + 1)
         ]
 
     def measure(self, receivers: int, num_bytes: int, pairs: int) -> dict[str, float]:
         """Seconds of a version by ours and by a bare broadcast, from the first `receivers` ranks; medians."""
         bare_port, own_port = reserve_ports(0, 2)
-        for process in self._processes[: receivers + 1]:
-            assert process.stdin is not None
-            process.stdin.write(json.dumps([bare_port, own_port, receivers, num_bytes, pairs]) + "\n")
-            process.stdin.flush()
-        return _result(self._processes[0])
-
-
-def _start(arguments: list[Any], cores: list[int], stack: ExitStack) -> subprocess.Popen[str]:
-    command = ["taskset", "-c", ",".join(map(str, cores)), sys.executable, "-m", "benchmarks.weights_sides"]
-    process = subprocess.Popen(
-        [*command, *map(str, arguments)], env=one_thread(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    stack.callback(process.wait)
-    stack.callback(process.kill)
-    return process
-
-
-def _result(process: subprocess.Popen[str]) -> Any:
-    """The next line of JSON that the process prints."""
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("{"):
-            return json.loads(line)
-    raise CannotRun(f"a process of the row ended with code {process.wait()}; its error is above")
+        for worker in self._workers[: receivers + 1]:
+            worker.tell([bare_port, own_port, receivers, num_bytes, pairs])
+        return self._workers[0].answer()
 
 
 def stall(model: str, swaps: int) -> Round:
     """Of an engine alone on the first core."""
     with ExitStack() as stack:
-        times = _result(_start(["swap", model, swaps], [min(os.sched_getaffinity(0))], stack))
+        times = Worker(SIDES, "swap", model, swaps, cores=[min(os.sched_getaffinity(0))], stack=stack).answer()
     return {
         "stall": times["stall"] / (times["copy"] + times["step"]),
         **{f"{name} ms": 1e3 * seconds for name, seconds in times.items()},

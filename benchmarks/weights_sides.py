@@ -1,8 +1,7 @@
-"""The processes of the weights row: `python -m benchmarks.weights_sides ROLE ...`; results are lines of JSON."""
+"""The processes of the weights row: `python -m benchmarks.weights_sides ROLE ...`."""
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from datetime import timedelta
@@ -17,6 +16,7 @@ from torch._C._distributed_c10d import TCPStore
 from asyncrl.weights.receiver import WeightReceiver
 from asyncrl.weights.sender import WeightSender
 from asyncrl.weights.staging import StagedWeights
+from benchmarks.worker import answer, told
 
 TENSORS = 16
 WARM = 2
@@ -29,9 +29,8 @@ HOST = "127.0.0.1"
 
 
 def rank(number: int) -> None:
-    """Process `number` of the broadcasts: 0 is the learner. Each line of standard input is one of them."""
-    for line in sys.stdin:
-        bare_port, own_port, receivers, num_bytes, pairs = json.loads(line)
+    """Process `number` of the broadcasts: 0 is the learner. Each thing it is told is one of them."""
+    for bare_port, own_port, receivers, num_bytes, pairs in told():
         on_device = torch.cuda.device_count() > receivers
         device = torch.device("cuda", number) if on_device else torch.device("cpu")
         if on_device:
@@ -40,7 +39,7 @@ def rank(number: int) -> None:
         backend = "nccl" if on_device else "gloo"
         dist.init_process_group(backend, store=store, rank=number, world_size=receivers + 1)
         if number == 0:
-            print(json.dumps(send(own_port, receivers, num_bytes, pairs, device)), flush=True)
+            answer(send(own_port, receivers, num_bytes, pairs, device))
         else:
             receive(own_port, number, num_bytes, pairs, device)
         dist.destroy_process_group()
@@ -136,8 +135,7 @@ def swap(model: str, swaps: int) -> None:
             engine.step()
             steps.append(time.perf_counter() - started_s)
     engine.close()
-    results = {"stall": median(stalls[WARM:]), "copy": median(copies[WARM:]), "step": median(steps)}
-    print(json.dumps(results), flush=True)
+    answer({"stall": median(stalls[WARM:]), "copy": median(copies[WARM:]), "step": median(steps)})
 
 
 def _weights_of(model: str) -> list[tuple[str, Tensor]]:

@@ -115,6 +115,14 @@ def test_results_come_back_from_their_file(tmp_path: Path) -> None:
         Results.read(path)
 
 
+def test_rows_of_the_same_machine_stay_in_the_file(tmp_path: Path) -> None:
+    before, now = results({"ratio": 0.95}), Results({"cores": 2}, False, {"other": Result("other")})
+    now.keep(before, tmp_path)
+    assert now.rows.keys() == {"other", "row"}
+    with pytest.raises(SystemExit, match="holds results of another machine"):
+        now.keep(Results({"cores": 4}, False), tmp_path)
+
+
 def test_command_refuses_a_row_that_there_is_not() -> None:
     command = [sys.executable, "-m", "asyncrl.cli", "bench", "speed"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
