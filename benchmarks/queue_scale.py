@@ -19,10 +19,10 @@ LEASES = 4
 GROUPS_PER_S = 300.0
 """Of all generators together."""
 SETTINGS = {"replay.max_staleness": 1000, "replay.groups_per_step": 32}
-WARM_S = 1.0
+WARM_S, SECONDS = 1.0, 4.0
 
 
-def cost_us(generators: int, seconds: float) -> float:
+def cost_us(generators: int) -> float:
     """Microseconds of the replay process's processor time for a group, from lease to commit."""
     with tempfile.TemporaryDirectory() as folder:
         group_s = generators * LEASES / GROUPS_PER_S
@@ -34,7 +34,7 @@ def cost_us(generators: int, seconds: float) -> float:
         time.sleep(WARM_S + 2 * group_s)
         process = psutil.Process(load.processes["replay"].pid)
         before, cpu_s = load.client.status()["trained"], sum(process.cpu_times()[:2])
-        time.sleep(seconds)
+        time.sleep(SECONDS)
         groups = load.client.status()["trained"] - before
         cpu_s = sum(process.cpu_times()[:2]) - cpu_s
         load.end()
@@ -42,9 +42,8 @@ def cost_us(generators: int, seconds: float) -> float:
 
 
 def measure(quick: bool) -> Iterator[Round]:
-    seconds, counts = (1.0, QUICK_GENERATORS) if quick else (4.0, GENERATORS)
     while True:
-        costs = {generators: cost_us(generators, seconds) for generators in counts}
+        costs = {generators: cost_us(generators) for generators in (QUICK_GENERATORS if quick else GENERATORS)}
         ratios = {f"cost at {generators}": cost / costs[1] for generators, cost in costs.items() if generators > 1}
         yield ratios | {f"us a group at {generators}": cost for generators, cost in costs.items()}
 
