@@ -30,7 +30,7 @@ class Worker:
         stack.callback(self._process.wait)
         stack.callback(self._process.kill)
 
-    def tell(self, what: Any = None) -> None:
+    def tell(self, what: Any) -> None:
         """What to do next. Raises CannotRun when the process has ended."""
         assert self._process.stdin is not None
         try:

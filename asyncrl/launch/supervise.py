@@ -271,13 +271,15 @@ class Supervisor:
             self._add("generator", index, plan.generators[index])
 
     def _hear_generator(self, unit: Unit, told: dict[str, Any] | None, now_s: float) -> None:
-        if not unit.running or unit.leaving_s is not None or self.ending or self.answering_s is None:
+        if not unit.running or unit.leaving_s is not None or self.answering_s is None:
             return
         heard_s = now_s - told["heard_ago_s"] if told else 0.0
         # A replay queue that was restarted takes those for heard now that it knew before.
         if told and heard_s > unit.started_s and told["session"] not in ("", unit.former_session):
             unit.up = unit.worked = True
             unit.heard_s, unit.session = heard_s, told["session"]
+        if self.ending:
+            return  # nobody is missed
         # While the replay queue was away nobody could be heard.
         if unit.up:
             name, since_s = "heartbeat_timeout_s", max(unit.heard_s, self.answering_s)

@@ -346,6 +346,14 @@ def test_generators_are_not_missed_at_the_end(stage: Make) -> None:
     assert one.unit("replay").running, "the summary comes from it"
 
 
+def test_generators_that_the_last_status_has_heard_end_by_themselves(stage: Make) -> None:
+    one = stage()
+    one.hear(done=True, generators=one.heard(g1=0.0))
+    one.supervisor.end_generation()
+    assert [unit.index for unit in one.supervisor.generators] == [1]
+    assert one.unit("generator-1").running
+
+
 def test_generator_that_ends_before_the_run_is_restarted(stage: Make) -> None:
     one = stage()
     one.hear()
