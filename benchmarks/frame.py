@@ -9,6 +9,7 @@ import statistics
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -16,11 +17,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 ROOT = Path(__file__).parents[1]
 ROUND = "round "
 """Begins each line of a row's process that holds the figures of a round."""
 TAIL_LINES = 15
 ERROR_CHARACTERS = 1500
+END_S = 10.0
+"""How long a process that was killed may take to end."""
 
 Round = dict[str, float]
 """Figures of one round, by name: ratios, and absolute numbers with their unit at the end of the name."""
@@ -147,9 +152,22 @@ def one_thread() -> dict[str, str]:
 
 
 def _end_session(child: subprocess.Popen[str]) -> None:
-    """Ends what is left of the row's processes: the child leads a session, and all that it starts are in its group or
-    end with their parent."""
+    """Ends what is left of the row's processes, and returns when none of them runs: the child leads a session, and all
+    that it starts are in its group or end with their parent."""
+    deadline_s = time.monotonic() + END_S
     try:
         os.killpg(child.pid, signal.SIGKILL)
+        while _runs(child.pid) and time.monotonic() < deadline_s:
+            time.sleep(0.01)
     except ProcessLookupError:
         return
+
+
+def _runs(group: int) -> bool:
+    for process in psutil.process_iter():
+        try:
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                return True
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            continue
+    return False
