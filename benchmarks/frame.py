@@ -154,13 +154,13 @@ def one_thread() -> dict[str, str]:
 def _end_session(child: subprocess.Popen[str]) -> None:
     """Ends what is left of the row's processes, and returns when none of them runs: the child leads a session, and all
     that it starts are in its group or end with their parent."""
-    deadline_s = time.monotonic() + END_S
     try:
         os.killpg(child.pid, signal.SIGKILL)
-        while _runs(child.pid) and time.monotonic() < deadline_s:
-            time.sleep(0.01)
     except ProcessLookupError:
         return
+    deadline_s = time.monotonic() + END_S
+    while _runs(child.pid) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
 
 
 def _runs(group: int) -> bool:
