@@ -15,9 +15,8 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.model_executor.layers.attention import Attention, is_deferred_attention_layer
-from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-from vllm.model_executor.layers.utils import check_cpu_sgl_kernel
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     UnquantizedEmbeddingMethod,
@@ -28,6 +27,8 @@ from vllm.platforms import current_platform
 
 STAGING: dict[str, Sequence[tuple[str, Tensor]]] = {}
 """Weights to load, in Hugging Face checkpoint names, under the key that `update_weights` is given."""
+PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+"""How layers of unquantized weights are computed."""
 
 
 @dataclass
@@ -42,15 +43,27 @@ class StagedUpdateInfo(WeightTransferUpdateInfo):
 
 
 class StagedTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpdateInfo]):
-    """Copies staged tensors into the model through its own loader: straight into the parameters where the engine runs
-    on those, else layer by layer, by which vLLM makes anew what it runs on instead."""
+    """Copies staged tensors into the model through its own loader: straight into the parameters where the model still
+    has them, else layer by layer, by which vLLM makes anew what it runs on instead."""
 
     init_info_cls = StagedInitInfo
     update_info_cls = StagedUpdateInfo
 
     @cached_property
     def _in_place(self) -> bool:
-        return runs_on_its_parameters(self.model)
+        return keeps_its_parameters(self.model)
+
+    @cached_property
+    def _packed(self) -> list[Any]:
+        """On a CPU, the layers that run on a packed copy of their weights."""
+        if not current_platform.is_cpu():
+            return []
+        layers = [layer for layer in self.model.modules() if isinstance(layer, LinearBase | VocabParallelEmbedding)]
+        layers = [layer for layer in layers if type(layer.quant_method) in PLAIN]
+        if any(isinstance(layer, ParallelLMHead) for layer in layers):
+            # Only a head multiplies by its weights; without one the embedding is the head, too.
+            layers = [layer for layer in layers if isinstance(layer, LinearBase | ParallelLMHead)]
+        return layers
 
     def init_transfer_engine(self, init_info: StagedInitInfo) -> None:
         """Nothing to connect to."""
@@ -65,38 +78,34 @@ class StagedTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpdateInfo
         model.load_weights(iter(STAGING[update_info.key]))
 
     def finish_weight_update(self) -> None:
-        if not self._in_place:
+        if self._in_place:
+            self._pack(self._packed)
+        else:
             finalize_layerwise_reload(self.model, self.model_config)
-            self._repack_tied_heads()
+            # A head that shares the weights of its embedding is not reloaded.
+            self._pack([layer for layer in self._packed if isinstance(layer, VocabParallelEmbedding)])
 
-    def _repack_tied_heads(self) -> None:
-        """A head that shares the weights of its embedding is not reloaded; on a CPU it holds a packed copy of them."""
-        layers = [layer for layer in self.model.modules() if isinstance(layer, VocabParallelEmbedding)]
-        embeddings = {id(layer.weight) for layer in layers if not isinstance(layer, ParallelLMHead)}
+    def _pack(self, layers: list[Any]) -> None:
         for layer in layers:
-            if isinstance(layer, ParallelLMHead) and id(layer.weight) in embeddings:
-                layer.quant_method.process_weights_after_loading(layer)
+            layer.quant_method.process_weights_after_loading(layer)
 
     def shutdown(self) -> None:
         """Nothing is held."""
 
 
-def runs_on_its_parameters(model: torch.nn.Module) -> bool:
-    """The model computes with the very parameters that a checkpoint is loaded into, not with something that was
-    made of them after loading: packed, quantized, or absorbed into other weights."""
+def keeps_its_parameters(model: torch.nn.Module) -> bool:
+    """The model still has the parameters that a checkpoint is loaded into, and what it computes with is those or a
+    copy that is easily made again: they were not quantized, reordered, absorbed into others or given up."""
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
         if isinstance(method, QuantizeMethodBase):
-            if type(method) not in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod) or _is_packed(layer):
+            if type(method) not in PLAIN or _is_changed(layer):
                 return False
         elif is_deferred_attention_layer(layer) and not isinstance(layer, Attention):
             return False
     return True
 
 
-def _is_packed(layer: Any) -> bool:
-    """On a CPU some layers run on a packed copy of their weights, and most of those give up the weights themselves."""
-    if not current_platform.is_cpu():
-        return False
-    rows, columns = layer.weight.shape if layer.weight.ndim == 2 else (0, 0)
-    return not rows or current_platform.is_zen_cpu() or check_cpu_sgl_kernel(rows, columns, layer.weight.dtype)
+def _is_changed(layer: Any) -> bool:
+    """On a CPU: its weights were given up, or are not those of a plain matrix product and may have been reordered."""
+    return current_platform.is_cpu() and (layer.weight.ndim != 2 or not layer.weight.numel())

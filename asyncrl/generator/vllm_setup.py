@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.config import Config
 
 if TYPE_CHECKING:
+    from torch.nn import Module
     from vllm import SamplingParams
     from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -64,7 +67,7 @@ def build_engine(config: Config, seed: int) -> LLMEngine:
     if on_gpu:
         arguments["gpu_memory_utilization"] = generator.gpu_memory_fraction
     else:
-        _keep_weights_unpacked()
+        _keep_weights_beside_packed()
         arguments["enforce_eager"] = True
         arguments["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
         if config.deterministic:
@@ -84,12 +87,18 @@ def build_engine(config: Config, seed: int) -> LLMEngine:
     return engine
 
 
-def _keep_weights_unpacked() -> None:
-    """On a CPU vLLM runs on packed copies of the weights. Theirs are no faster than torch's own kernels, and to make
-    them again at every swap takes longer than to copy the weights."""
-    from vllm import _custom_ops
+def _keep_weights_beside_packed() -> None:
+    """On a CPU vLLM runs on packed copies of the weights and gives up the weights themselves, so that new ones take a
+    reload layer by layer. Where they are kept, new ones are copied into them and packed again."""
+    from vllm.model_executor.layers import utils
 
-    _custom_ops._supports_onednn = False
+    pack = inspect.unwrap(utils.dispatch_cpu_unquantized_gemm)
+
+    @wraps(pack)
+    def pack_and_keep(layer: Module, remove_weight: bool) -> None:
+        pack(layer, remove_weight=False)
+
+    utils.dispatch_cpu_unquantized_gemm = pack_and_keep
 
 
 def sampling_params(config: Config, temperature: float, top_p: float, seed: int | None = None) -> SamplingParams:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -62,11 +63,11 @@ def test_logprobs_are_those_of_the_model_at_the_temperature(
         assert np.all(completion.versions == 0)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_layers_are_made_anew_only_where_they_run_on_packed_weights(
-    make_engine: EngineMaker, policies: Policies, packed: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kept", [True, False])
+def test_layers_are_made_anew_only_where_the_engine_gave_up_their_weights(
+    make_engine: EngineMaker, policies: Policies, kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vllm import _custom_ops
+    from vllm.model_executor.layers import utils
 
     from asyncrl.generator import transfer
 
@@ -74,17 +75,17 @@ def test_layers_are_made_anew_only_where_they_run_on_packed_weights(
     reloads: list[torch.nn.Module] = []
     reload = transfer.initialize_layerwise_reload
     monkeypatch.setattr(transfer, "initialize_layerwise_reload", lambda model: (reloads.append(model), reload(model)))
-    monkeypatch.setattr(_custom_ops, "_supports_onednn", True)
-    if packed:
-        monkeypatch.setattr(vllm_setup, "_keep_weights_unpacked", lambda: None)
-    engine = make_engine(generator__max_running_groups=3 if packed else 2)  # engines of no other test
+    if not kept:
+        monkeypatch.setattr(vllm_setup, "_keep_weights_beside_packed", lambda: None)
+        monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", inspect.unwrap(utils.dispatch_cpu_unquantized_gemm))
+    engine = make_engine(generator__max_running_groups=2 if kept else 3)  # engines of no other test
     for version, policy in enumerate(policies):
         engine.swap(version, weights_of(policy))
         (completion,) = complete(engine, {"a": [5, 6, 7]}).values()
         assert max_difference(completion.logprobs, reference_logprobs(policy, [5, 6, 7], completion.tokens, 1.0)) < (
             TOLERANCE
         )
-    assert len(reloads) == (len(policies) if packed else 0)
+    assert len(reloads) == (0 if kept else len(policies))
 
 
 def swap_in_flight(engine: Engine, policies: Policies, requests: dict[str, list[int]]) -> dict[str, Completion]:
