@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -20,6 +21,7 @@ from asyncrl.types import NO_VERSION, Status
 
 if TYPE_CHECKING:
     from vllm import CompletionOutput
+    from vllm.v1.engine import EngineCoreRequest
 
 log = structlog.get_logger()
 
@@ -59,6 +61,8 @@ class Engine:
         self.version = NO_VERSION
         self._config = config
         self._requests: dict[str, _Request] = {}
+        self._last: tuple[list[int], Sampling, int, EngineCoreRequest] | None = None
+        """Prompt, kind, version and what was prepared of them."""
         self._engine = build_engine(config, seed)
         generator, evaluation = config.generator, config.eval
         self._cuts: dict[Sampling, tuple[float, float]] = {
@@ -102,14 +106,30 @@ class Engine:
         self._start(key, np.asarray(prompt).tolist(), kind, seed)
 
     def _start(self, key: str, prompt: list[int], kind: Sampling, seed: int | None) -> None:
+        engine = self._engine
+        request = self._prepared(prompt, kind, seed)
+        request.request_id = key
+        engine.input_processor.assign_request_id(request)
+        engine.output_processor.add_request(request, None, None, 0)
+        engine.engine_core.add_request(request)
+        self._requests[key] = _Request(request.request_id, prompt, kind, seed)
+
+    def _prepared(self, prompt: list[int], kind: Sampling, seed: int | None) -> EngineCoreRequest:
+        """A request of no name yet. That of the last prompt is kept and copied: members of a group differ in nothing
+        but their name, and to check and prepare one is half of what it costs to add it."""
         from vllm.inputs.engine import tokens_input
 
+        if seed is None and self._last is not None and self._last[:3] == (prompt, kind, self.version):
+            return copy(self._last[3])
         params = self._params[kind] if seed is None else sampling_params(self._config, *self._cuts[kind], seed)
-
         # A salt of the version keeps a cached prompt from being used under other weights.
         salt = str(self.version) if self._config.generator.prefix_caching else None
-        request_id = self._engine.add_request(key, tokens_input(prompt, cache_salt=salt), params)
-        self._requests[key] = _Request(request_id, prompt, kind, seed)
+        engine = self._engine
+        request = engine.input_processor.process_inputs(
+            "", tokens_input(prompt, cache_salt=salt), params, supported_tasks=engine.get_supported_tasks()
+        )
+        self._last = (prompt, kind, self.version, copy(request)) if seed is None else None
+        return request
 
     def _warm_up(self) -> None:
         """The first steps load code, for longer than a running generator may be silent."""
