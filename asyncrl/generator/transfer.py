@@ -82,8 +82,14 @@ class StagedTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpdateInfo
             self._pack(self._packed)
         else:
             finalize_layerwise_reload(self.model, self.model_config)
-            # A head that shares the weights of its embedding is not reloaded.
-            self._pack([layer for layer in self._packed if isinstance(layer, VocabParallelEmbedding)])
+            self._pack(self._tied_heads())
+
+    def _tied_heads(self) -> list[Any]:
+        """Packed heads that share the weights of their embedding, which a reload leaves out."""
+        layers = [layer for layer in self.model.modules() if isinstance(layer, VocabParallelEmbedding)]
+        embeddings = {id(layer.weight) for layer in layers if not isinstance(layer, ParallelLMHead)}
+        heads = [layer for layer in self._packed if isinstance(layer, ParallelLMHead)]
+        return [head for head in heads if id(head.weight) in embeddings]
 
     def _pack(self, layers: list[Any]) -> None:
         for layer in layers:
