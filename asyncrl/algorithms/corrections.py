@@ -16,10 +16,8 @@ __all__ = [
     "Level",
     "Mode",
     "effective_sample_size",
-    "ess_by_lag",
     "ess_from_moments",
     "importance_weights",
-    "lag_moments",
     "loglinear_proximal",
     "opsm_mask",
     "safe_exp",
@@ -94,28 +92,11 @@ def weight_moments(
     return weights.sum(), weights.square().sum(), torch.full_like(weights.sum(), weights.numel())
 
 
-@torch.no_grad()
-def lag_moments(log_ratios: Tensor, lags: Tensor, *, max_lag: int, high: float | None = None) -> Tensor:
-    """(sum w, sum w^2, count) of the token weights by lag: float64 [3, max_lag + 1], for parts of a batch to add up.
-
-    From log ratios [N] in nats and `lags` [N] (int64, versions between sampling and training, not negative); a lag
-    above `max_lag` counts in the last bucket. Weights are truncated at `high`, None leaves them.
-    """
-    weights = at_most(safe_exp(log_ratios.double()), high)
-    bucket = lags.clamp(max=max_lag)
-    columns = (weights, weights.square(), torch.ones_like(weights))
-    return torch.stack([segment_sum(column, bucket, max_lag + 1) for column in columns])
-
-
 def ess_from_moments(moments: Tensor) -> Tensor:
-    """Effective sample sizes [...] from moments [3, ...] of `lag_moments` or `weight_moments`; NaN where no weight."""
+    """Effective sample sizes [...] from sums [3, ...] of weights, of their squares, and counts; NaN
+    where there is no weight."""
     total, squares, count = moments
     return (total.square() / (count * squares)).clamp(max=1.0)
-
-
-def ess_by_lag(log_ratios: Tensor, lags: Tensor, *, max_lag: int, high: float | None = None) -> Tensor:
-    """Effective sample size [max_lag + 1] of the tokens of each lag, NaN where there are none; see `lag_moments`."""
-    return ess_from_moments(lag_moments(log_ratios, lags, max_lag=max_lag, high=high)).to(log_ratios.dtype)
 
 
 @torch.no_grad()

@@ -25,6 +25,10 @@ _Loader.add_implicit_resolver(  # pyright: ignore[reportUnknownMemberType]
 )
 
 
+KIND = re.compile(r"(str|constrained-int|literal|list|dict)(\[.*\])?")
+"""What an error's place names beside the keys: the kind of value that was tried."""
+
+
 def load_config(path: str | Path | None, overrides: Mapping[str, Any] | Sequence[str] = ()) -> Config:
     """Reads a YAML file (a path, or the name of a file in `configs/`) and applies overrides over it.
 
@@ -107,7 +111,7 @@ def _set_dotted(values: dict[str, Any], dotted: str, value: Any) -> None:
 
 
 def _explain(item: Any) -> str:
-    location = [str(part) for part in item["loc"] if not re.fullmatch(r"str|list\[.*\]|dict\[.*\]", str(part))]
+    location = [str(part) for part in item["loc"] if not KIND.fullmatch(str(part))]
     dotted = ".".join(location)
     if item["type"] == "extra_forbidden":
         last = location[-1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -119,9 +119,13 @@ class ReplayConfig(Section):
 
     groups_per_step: int = Field(default=32, ge=1)
     """Groups in the batch of one optimizer step."""
-    max_staleness: int = Field(default=2, ge=0)
+    max_staleness: Annotated[int, Field(ge=0)] | Literal["auto"] = 2
     """Hard bound, in learner steps, between the version that sampled a token and the one that trains on it.
-    0 is synchronous training."""
+    0 is synchronous training; auto moves the limit within `auto_bounds`, of which the upper one is the hard bound."""
+    auto_bounds: tuple[int, int] = (1, 8)
+    """Lowest and highest limit of `max_staleness: auto`, which starts with the lowest."""
+    auto_ess: float = Field(default=0.9, gt=0.0, lt=1.0)
+    """`max_staleness: auto` keeps the effective sample size of tokens of every staleness above this."""
     held_steps: int = Field(default=0, ge=0)
     """Batches that must lie finished in the queue before another is trained. Holding `max_staleness` of them forces
     tokens to be that old, to study corrections at a known staleness."""
@@ -137,12 +141,28 @@ class ReplayConfig(Section):
     max_bytes: int = Field(default=4 << 30, ge=1 << 20)
     """Ceiling of the finished groups held in memory; above it only what the next batch needs may still start."""
 
+    @property
+    def staleness_limit(self) -> int:
+        """The hard bound."""
+        return self.auto_bounds[1] if self.max_staleness == "auto" else self.max_staleness
+
+    @property
+    def first_limit(self) -> int:
+        """What is admitted when the run begins."""
+        return self.auto_bounds[0] if self.max_staleness == "auto" else self.max_staleness
+
     @model_validator(mode="after")
     def _can_hold(self) -> Self:
-        if self.held_steps > self.max_staleness:
+        low, high = self.auto_bounds
+        if not 0 <= low < high:
+            raise ValueError(
+                f"auto_bounds = [{low}, {high}]: must be a limit of at least 0 and a higher one; for one that stays "
+                "set max_staleness to it"
+            )
+        if self.held_steps > self.first_limit:
             raise ValueError(
                 f"held_steps = {self.held_steps}: no more than replay.max_staleness = {self.max_staleness} batches are "
-                "ever generated ahead, so that the learner would wait forever; use at most that"
+                "ever generated ahead, so that the learner would wait forever; use at most that, and none with auto"
             )
         return self
 
@@ -201,6 +221,9 @@ class LearnerConfig(Section):
     """Shape after the warm-up; linear and cosine end at 0 with the last step."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps in which the rate rises to `lr`."""
+    ess_scaled_lr: bool = False
+    """Scale the rate of every update by the root of the effective sample size of its importance weights, so that
+    stale batches take smaller steps (arXiv:2602.17616)."""
     weight_decay: float = Field(default=0.01, ge=0.0)
     """Of AdamW: each update shrinks the weights by this times the rate."""
     adam_betas: tuple[float, float] = (0.9, 0.95)

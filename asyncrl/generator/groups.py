@@ -31,6 +31,8 @@ class Running:
     """The last completion is greedy, and only its reward is wanted."""
     completions: dict[int, Completion] = field(default_factory=dict[int, Completion])
     """By index in the group, as far as they ended."""
+    complete_s: float = 0.0
+    """When the last one did."""
 
     @property
     def key(self) -> Hashable:

@@ -12,6 +12,7 @@ import structlog
 
 from asyncrl.config import Config
 from asyncrl.errors import PeerTimeoutError
+from asyncrl.generator.costs import StepCosts
 from asyncrl.generator.engine import Completion, Engine
 from asyncrl.generator.groups import Running, make_evaluated, make_group, submit
 from asyncrl.generator.room import Asked, room
@@ -33,6 +34,8 @@ _DENIED_IDLE_S = 0.004
 """The same while nothing runs."""
 _HEARTBEAT_S = 1.0
 """A generator speaks to the replay queue at least so often, also when it wants nothing."""
+_COSTS_S = 2.0
+"""Pause between two looks at what engine steps cost."""
 _IDLE_S = 0.005
 """Longest wait for a message while nothing runs; new weights and rewards are looked for in between."""
 
@@ -56,6 +59,7 @@ class GeneratorLoop:
     ) -> None:
         self.config = config
         algorithm = config.algorithm
+        self._slots = config.generator.max_running_groups * config.generator.group_size
         self._truncated_penalty = algorithm.truncated_penalty if algorithm.truncated == "penalize" else 0.0
         self.index = index
         self.engine = engine
@@ -65,6 +69,10 @@ class GeneratorLoop:
         self.should_stop = should_stop
         self.stats = GeneratorStats()
         self._watch = Stopwatch()
+        self._costs = StepCosts()
+        self._changed = 0
+        """Sequences that began or ended since the last step was counted."""
+        self._next_costs_s = 0.0
         self.running: dict[Hashable, Running] = {}
         self.scoring: dict[Hashable, Running] = {}
         self.done = False
@@ -107,8 +115,9 @@ class GeneratorLoop:
         self._watch.turn("syncing")
         self._swap_staged()
         self._watch.turn("working" if busy else "waiting")
-        self._exchange(0.0 if busy else _IDLE_S)
-        if self.engine.num_running:
+        spent_s = self._exchange(0.0 if busy else _IDLE_S)
+        running, began_s = self.engine.num_running, time.monotonic()
+        if running:
             self._watch.turn("working")
             for completion in self.engine.step():
                 self._end(completion)
@@ -116,6 +125,17 @@ class GeneratorLoop:
             self._watch.turn("writing")
             for scored in self.rewards.collect():
                 self._finish(scored)
+        if running:
+            now_s = time.monotonic()
+            self._count_costs(now_s, spent_s + now_s - began_s, running)
+
+    def _count_costs(self, now_s: float, seconds: float, running: int) -> None:
+        self._costs.step(seconds, running=min(running, self._slots), changed=self._changed)
+        self._changed = 0
+        if now_s >= self._next_costs_s:
+            costs = self._costs.solve()
+            self._next_costs_s = now_s + (_COSTS_S if costs else _COSTS_S / 20)
+            self.stats.costs = [*costs, self._costs.reward_s] if costs else []
 
     def release(self) -> None:
         """Drops what is unfinished and gives the leases back, with the number of tokens that are lost."""
@@ -171,8 +191,9 @@ class GeneratorLoop:
 
     # --- leases
 
-    def _exchange(self, wait_s: float) -> None:
-        """Takes an answer of the replay queue, and asks for as many leases as there is room for."""
+    def _exchange(self, wait_s: float) -> float:
+        """Takes an answer of the replay queue, and asks for as many leases as there is room for. Gives the seconds that
+        it took beside waiting."""
         reply = self.client.poll(wait_s)
         now_s = time.monotonic()
         if reply is not None:
@@ -182,8 +203,11 @@ class GeneratorLoop:
                 self._leave_s = now_s + self.config.launch.stop_timeout_s
                 log.info("generator leaves", unfinished_groups=len(self.running) + len(self.scoring))
             self._take(reply, now_s)
-        if self.client.outstanding:
-            return
+        if not self.client.outstanding:
+            self._ask(now_s)
+        return time.monotonic() - now_s
+
+    def _ask(self, now_s: float) -> None:
         groups, evaluations = self._room()
         if (groups + evaluations and now_s >= self._next_ask_s) or now_s >= self._heartbeat_s:
             self._asked = Asked(self.engine.version, groups, evaluations)
@@ -216,6 +240,7 @@ class GeneratorLoop:
         greedy = self.config.greedy_baseline and not lease.evaluation
         group = Running(lease, size + greedy, self.engine.version, now_s, greedy)
         self.running[group.key] = group
+        self._changed += size + greedy
         for index, key in enumerate(group.engine_keys()):
             self._members[key] = group, index
             seed = group.seed(self.config.seed, index) if self.config.deterministic else None
@@ -227,16 +252,19 @@ class GeneratorLoop:
     def _end(self, completion: Completion) -> None:
         group, index = self._members.pop(completion.key)
         group.completions[index] = completion
+        self._changed += 1
         if group.lease.evaluation:
             self._evaluating -= 1
         elif group.sampling(index) == "training":
             self.stats.tokens += len(completion.tokens)
         if group.complete:
+            group.complete_s = time.monotonic()
             self.scoring[group.key] = self.running.pop(group.key)
             submit(self.rewards, group)
 
     def _finish(self, scored: Scored) -> None:
         running = self.scoring.pop(scored.key)
+        self._costs.scored(time.monotonic() - running.complete_s)
         if running.lease.evaluation:
             self.client.evaluated(make_evaluated(running, scored))
             return

@@ -119,7 +119,7 @@ class Run:
     def _watch(self) -> None:
         """Returns when all learners have ended well. Raises RunError otherwise."""
         config = self.config
-        view = LiveView(self.console, run=config.run, steps=config.steps, max_staleness=config.replay.max_staleness)
+        view = LiveView(self.console, run=config.run, steps=config.steps, max_staleness=config.replay.staleness_limit)
         next_status_s = 0.0
         with view:
             view.phase("starting ...")
@@ -234,6 +234,6 @@ class Run:
         verdict = bottleneck(
             generator_idle=idle["generator"],
             learner_idle=idle["learner"],
-            max_staleness=self.config.replay.max_staleness,
+            max_staleness=self.config.replay.staleness_limit,
         )
         return own | told | {"bottleneck": verdict, "restarts": own["restarts"]}

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from asyncrl.algorithms.advantages import ADVANTAGES
@@ -48,6 +49,8 @@ class Algorithm:
     """Terms that advantage and loss name."""
     loss: Callable[..., Tensor]
     """One loss per action token [N] of PolicyTerms; takes `bound`."""
+    masks: Callable[[PolicyTerms], Tensor]
+    """Which action tokens [N] the loss's importance weights leave out."""
     bound: Callable[..., Tensor] | None
     """The loss's bound, from log ratios [N] and advantages [N] of the whole batch; takes `reduce`."""
     aggregate: Callable[..., Tensor]
@@ -76,6 +79,7 @@ def make_algorithm(config: Config) -> Algorithm:
         per_token="seq" in asked,
         needs=frozenset(asked) | frozenset(wanted),
         loss=_called_with_terms(loss, wanted, settings.loss_options, correction),
+        masks=partial(_masked, correction=correction if CORRECTION in inspect.signature(loss).parameters else {}),
         bound=None if solve is None else partial(solve, **_accepted(solve, settings.loss_options)),
         aggregate=partial(aggregate, mode=settings.aggregation, max_length=config.generator.max_new_tokens),
         correction_level=cast("Level", correction.get("level", defaults["level"])),
@@ -83,6 +87,13 @@ def make_algorithm(config: Config) -> Algorithm:
         kl_estimator=settings.kl_estimator,
         whiten=settings.whiten,
     )
+
+
+def _masked(terms: PolicyTerms, *, correction: Mapping[str, Any]) -> Tensor:
+    if correction.get("mode") != "mask":
+        return torch.zeros_like(terms.seq, dtype=torch.bool)
+    log_ratios = terms.proximal_logprobs - terms.behavior_logprobs
+    return importance_weights(log_ratios, terms.seq, **correction) == 0
 
 
 def _called_by_name(function: Callable[..., Any], asked: list[str], options: Options) -> Callable[..., Any]:

@@ -120,7 +120,7 @@ class Critic:
                     minibatch,
                     part,
                     step=self._step,
-                    lr=rate,
+                    lr=lambda: rate,
                     max_grad_norm=settings.max_grad_norm,
                     key="critic.lr",
                 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 import torch
@@ -10,17 +9,14 @@ from torch import Tensor
 
 from asyncrl.algorithms.corrections import (
     Level,
-    ess_from_moments,
     importance_weights,
-    lag_moments,
     safe_exp,
     weight_moments,
 )
 from asyncrl.learner.batch import MicroBatch
 from asyncrl.learner.distributed import Ranks
+from asyncrl.learner.lags import LagTally, lag_metrics
 
-MAX_BUCKET = 16
-"""Tokens of this and higher staleness are one bucket."""
 CAPPED = 1e-4
 """Weights this much (relative) below the unbounded importance weight count as capped."""
 
@@ -33,11 +29,10 @@ class Tally:
     level: Level
     cap: float | None
     """Upper bound of the importance weights."""
-    max_lag: int
     device: torch.device
     sums: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     staleness_max: Tensor | None = None
-    lag_moments: Tensor | None = None
+    lags: LagTally = field(default_factory=LagTally)
 
     def add(
         self,
@@ -48,8 +43,10 @@ class Tally:
         entropies: Tensor,
         advantages: Tensor,
         token_gradient: Tensor,
+        masked: Tensor,
     ) -> None:
-        """Counts a micro-batch: its part of the loss, and the gradient [N] of the token losses by `logprobs` [N].
+        """Counts a micro-batch: its part of the loss, the gradient [N] of the token losses by `logprobs` [N], and which
+        tokens [N] the correction leaves out.
 
         For every loss here that gradient is -(weight) * advantage, so the weight that a token really gets, after
         caps, masks and clipping, is read from it.
@@ -61,6 +58,7 @@ class Tally:
         kl = safe_exp(log_ratios) - 1 - log_ratios
         signal = advantages != 0
         weights = torch.where(signal, -token_gradient / advantages, 0.0)
+        cut = signal & (weights == 0)
         total, squares, count = weight_moments(log_ratios, micro.seq, level=self.level)
         capped_total, capped_squares, _ = weight_moments(log_ratios, micro.seq, level=self.level, high=self.cap)
         for name, value in {
@@ -73,7 +71,7 @@ class Tally:
             "fresh_kl": torch.where(fresh, kl, 0.0).sum(),
             "signal": signal.sum(),
             "weight": weights.sum(),
-            "cut": (signal & (weights == 0)).sum(),
+            "cut": cut.sum(),
             "capped": (signal & (weights < uncapped * (1 - CAPPED))).sum(),
             "ess_total": total,
             "ess_squares": squares,
@@ -84,8 +82,14 @@ class Tally:
             value = value.double().to(self.device)
             self.sums[name] = self.sums[name] + value if name in self.sums else value
         self._keep_max(staleness)
-        moments = lag_moments(log_ratios, staleness, max_lag=min(self.max_lag, MAX_BUCKET))
-        self.lag_moments = moments if self.lag_moments is None else self.lag_moments + moments
+        self.lags.add(staleness, log_ratios, advantages, clipped=cut & ~masked, masked=cut & masked)
+
+    def ess(self, ranks: Ranks) -> float:
+        """Effective sample size of the importance weights of all tokens or sequences so far, over all ranks."""
+        total, squares, count = ranks.sum(
+            torch.stack([self.sums[f"ess_{name}"] for name in ("total", "squares", "count")])
+        )
+        return float((total**2 / (count * squares)).clamp(max=1.0))
 
     def reduce(self, ranks: Ranks, *, updates: int, epochs: int) -> dict[str, float]:
         """Metrics of the whole step over all ranks, which all call this; a mean over nothing is left out.
@@ -116,15 +120,9 @@ class Tally:
         ):
             if count:
                 metrics[name] = total / count
-        return metrics | self._ess_by_lag(ranks)
-
-    def _ess_by_lag(self, ranks: Ranks) -> dict[str, float]:
-        """Effective sample size of the tokens of each staleness, for the run that has more than one."""
-        assert self.lag_moments is not None
-        if not self.max_lag:
-            return {}
-        sizes = ess_from_moments(ranks.sum(self.lag_moments)).tolist()
-        return {f"correction/ess_lag{lag}": size for lag, size in enumerate(sizes) if not math.isnan(size)}
+        return metrics | lag_metrics(
+            ranks.gather(self.lags.sums).sum(dim=0), ranks.gather(self.lags.largest).max(dim=0).values
+        )
 
     def _keep_max(self, staleness: Tensor) -> None:
         highest = staleness.max() if len(staleness) else torch.tensor(0, device=self.device)

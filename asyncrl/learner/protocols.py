@@ -28,6 +28,7 @@ class SyncStats(Protocol):
 
     count: int
     broadcast_s: float
+    wait_s: float
     dropped: int
 
 

@@ -149,7 +149,7 @@ class Learner:
         try:
             if shard.step != step:
                 raise InvariantError(f"step {step}: took the shard of step {shard.step}")
-            check_staleness(shard.groups, version=step - 1, max_staleness=self.config.replay.max_staleness)
+            check_staleness(shard.groups, version=step - 1, max_staleness=self.config.replay.staleness_limit)
             batch = make_batch(
                 shard.groups,
                 tokens_per_microbatch=self.config.learner.tokens_per_microbatch,
@@ -179,6 +179,7 @@ class Learner:
         if self.sender is not None:
             metrics["weights/syncs"] = float(self.sender.stats.count)
             metrics["weights/broadcast_s"] = self.sender.stats.broadcast_s
+            metrics["weights/wait_s"] = self.sender.stats.wait_s
             metrics["weights/dropped"] = float(self.sender.stats.dropped)
         kept: list[int] = []
         if self.checkpoints is not None:

@@ -37,6 +37,8 @@ class TokenLosses:
     """[N], of `loss`."""
     policy_gradient: Tensor
     """[N], of the sum of the policy's token losses."""
+    masked: Tensor
+    """[N] bool: tokens that the importance weights or the off-policy sequence mask leave out."""
 
 
 class Trainer:
@@ -70,12 +72,17 @@ class Trainer:
             assert estimates.returns is not None
             self.critic.train(estimates.returns)
         bound = self._bound(batch, estimates)
-        lr = learning_rate(step, settings, steps=self.config.steps)
+        rates: list[float] = []
+
+        def lr() -> float:
+            scale = tally.ess(self.ranks) ** 0.5 if settings.ess_scaled_lr else 1.0
+            rates.append(scale * learning_rate(step, settings, steps=self.config.steps))
+            return rates[-1]
+
         tally = Tally(
             version=step - 1,
             level=self.algorithm.correction_level,
             cap=self.algorithm.correction_cap,
-            max_lag=self.config.replay.max_staleness,
             device=self.ranks.device,
         )
         norms: list[float] = []
@@ -91,7 +98,10 @@ class Trainer:
                 )
             )  # fmt: skip
         metrics = tally.reduce(self.ranks, updates=self._updates, epochs=settings.epochs)
-        metrics |= {"learner/grad_norm": sum(norms) / max(len(norms), 1), "learner/lr": lr if norms else 0.0}
+        metrics |= {
+            "learner/grad_norm": sum(norms) / max(len(norms), 1),
+            "learner/lr": sum(rates) / max(len(rates), 1),
+        }
         metrics |= self._control_kl(estimates, sum(minibatch.num_sequences for minibatch in minibatches))
         return metrics | (self.critic.finish() if self.critic is not None else {})
 
@@ -194,6 +204,7 @@ class _PolicyPart:
             entropies=entropies,
             advantages=estimates.advantages,
             token_gradient=losses.policy_gradient,
+            masked=losses.masked,
         )
         return losses
 
@@ -214,7 +225,7 @@ def token_losses(
     `counts` are the denominators of the update, `version` is that of the weights before the step.
     """
     if not len(logprobs):
-        return TokenLosses(logprobs.sum(), logprobs, logprobs)
+        return TokenLosses(logprobs.sum(), logprobs, logprobs, torch.zeros_like(logprobs, dtype=torch.bool))
     settings = config.algorithm
     leaf = logprobs.clone().requires_grad_()
     terms = PolicyTerms(
@@ -224,11 +235,10 @@ def token_losses(
         advantages=estimates.advantages,
         seq=micro.seq,
     )
-    token_loss = algorithm.loss(terms, bound=bound)
+    token_loss, masked = algorithm.loss(terms, bound=bound), algorithm.masks(terms)
     if settings.opsm_delta is not None:
-        token_loss = token_loss * opsm_mask(
-            logprobs, micro.behavior_logprobs, estimates.advantages, micro.seq, delta=settings.opsm_delta
-        )
+        kept = opsm_mask(logprobs, micro.behavior_logprobs, estimates.advantages, micro.seq, delta=settings.opsm_delta)
+        token_loss, masked = token_loss * kept, masked | (kept == 0)
     loss = algorithm.aggregate(token_loss, micro.seq, **counts)
     (policy_gradient,) = torch.autograd.grad(token_loss.sum(), leaf, retain_graph=True)
     if settings.kl_loss_coef:
@@ -236,7 +246,7 @@ def token_losses(
         kl = kl_estimate(leaf, estimates.ref_logprobs, estimator=algorithm.kl_estimator or "k3+")
         loss = loss + settings.kl_loss_coef * algorithm.aggregate(kl, micro.seq, **counts)
     (gradient,) = torch.autograd.grad(loss, leaf)
-    return TokenLosses(loss.detach(), gradient, policy_gradient)
+    return TokenLosses(loss.detach(), gradient, policy_gradient, masked)
 
 
 def _proximal(how: str, micro: MicroBatch, estimates: Estimates, logprobs: Tensor, version: int) -> Tensor:

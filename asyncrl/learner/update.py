@@ -50,12 +50,20 @@ def agree(batch: Batch, ranks: Ranks, step: int) -> list[Minibatch]:
 
 
 def update(
-    model: TrainedModel, minibatch: Minibatch, part: Part, *, step: int, lr: float, max_grad_norm: float, key: str
+    model: TrainedModel,
+    minibatch: Minibatch,
+    part: Part,
+    *,
+    step: int,
+    lr: Callable[[], float],
+    max_grad_norm: float,
+    key: str,
 ) -> float:
     """Updates the model once and gives the norm of the gradient before it was scaled to at most `max_grad_norm`.
 
-    All ranks call it. `key` is the config key of the learning rate, for the advice in errors. Raises RunError on all
-    ranks, with the weights untouched, when a loss or gradient is not finite.
+    All ranks call it. `lr` is asked for the learning rate once the whole mini-batch has been seen. `key` is the config
+    key of the learning rate, for the advice in errors. Raises RunError on all ranks, with the weights untouched, when
+    a loss or gradient is not finite.
     """
     ranks = model.ranks
     suspects: list[tuple[MicroBatch, Tensor]] = []
@@ -72,7 +80,7 @@ def update(
             f"step {step}: the gradient is not finite (norm {grad_norm}) although every loss is; the weights are "
             f"those of the update before. Lower {key}, or train in float32"
         )
-    model.step(lr=lr, max_grad_norm=max_grad_norm, grad_norm=grad_norm)
+    model.step(lr=lr(), max_grad_norm=max_grad_norm, grad_norm=grad_norm)
     return grad_norm
 
 

@@ -36,6 +36,9 @@ class GeneratorStats:
     """How long each weight swap since the last ask held the engine."""
     rewards_failed: int = 0
     """Trajectories whose reward could not be had."""
+    costs: list[float] = field(default_factory=list[float])
+    """Seconds of an engine step, of each sequence in it, of each sequence once, and from the last token of a group to
+    its rewards; empty while not known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,16 +15,16 @@ so taking groups by earliest deadline always meets every deadline, in whatever o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from heapq import nsmallest
 from typing import Any
 
 from asyncrl.errors import InvariantError
 
 
-class State(Enum):
+class State(StrEnum):
     LEASED = "leased"
     RETURNED = "returned"
     FINISHED = "finished"
@@ -71,6 +71,9 @@ class Ledger:
     max_staleness: int
     in_order: bool = False
     """Take strictly by ticket number instead of by earliest deadline among the finished."""
+    admitted: int = -1
+    """The limit that groups are admitted by now, at most `max_staleness`, and that when it is negative. It may change
+    at any time: a lower one lets fewer groups start than the bound would."""
 
     issued: int = 0
     """Tickets issued so far; the next one's number."""
@@ -87,14 +90,18 @@ class Ledger:
     """Tokens of attempts given up unfinished, or finished after their lease had passed to another generator."""
     returned_trajectories: int = 0
     """Of finished groups whose data is gone (`discard`)."""
-    _counts: Counter[State] = field(default_factory=Counter[State])
-    """Live tickets by state."""
+    _versions: dict[State, Counter[int]] = field(default_factory=lambda: {state: Counter() for state in State})
+    """Live tickets of each state, by the version that they started at."""
+
+    def __post_init__(self) -> None:
+        self.admitted = self.max_staleness if self.admitted < 0 else self.admitted
 
     def state_dict(self) -> dict[str, Any]:
         """All but the settings, made of what msgpack can carry."""
         return {
             "issued": self.issued,
             "steps": self.steps,
+            "admitted": self.admitted,
             "live": [
                 [t.number, t.state.value, t.attempt, t.start_version, t.trajectories, t.tokens]
                 for t in self.live.values()
@@ -109,10 +116,13 @@ class Ledger:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.live = {number: Ticket(number, State(name), *values) for number, name, *values in state["live"]}
-        self._counts = Counter(ticket.state for ticket in self.live.values())
+        self._versions = {state: Counter() for state in State}
+        for ticket in self.live.values():
+            self._enter(ticket)
         self.trained, self.generated = Amount(*state["trained"]), Amount(*state["generated"])
         self.refunded = {reason: Amount(*values) for reason, values in state["refunded"].items()}
         self.issued, self.steps, self.returned = state["issued"], state["steps"], list(state["returned"])
+        self.admitted = state["admitted"]
         self.returned_tokens = state["returned_tokens"]
         self.returned_trajectories = state["returned_trajectories"]
 
@@ -126,7 +136,7 @@ class Ledger:
 
     def room(self, version: int) -> int:
         """Groups that a generator with `version` loaded may start now."""
-        return max(0, (version + self.max_staleness + 1) * self.groups_per_step - self.charged)
+        return max(0, (version + self.admitted + 1) * self.groups_per_step - self.charged)
 
     def lease(self, version: int) -> Ticket:
         """Charges a new ticket, or leases again one that was returned; call only while `can_lease(version)`."""
@@ -134,12 +144,13 @@ class Ledger:
             raise InvariantError(f"ledger: no group may start at version {version} with {self.charged} charged")
         if self.returned:
             again = self.live[self.returned.pop(0)]
-            self._move(again, State.LEASED)
-            again.start_version, again.attempt = version, again.attempt + 1
+            self._leave(again)
+            again.state, again.start_version, again.attempt = State.LEASED, version, again.attempt + 1
+            self._enter(again)
             return again
         ticket = Ticket(number=self.issued, state=State.LEASED, attempt=0, start_version=version)
         self.live[ticket.number] = ticket
-        self._counts[State.LEASED] += 1
+        self._enter(ticket)
         self.issued += 1
         return ticket
 
@@ -164,7 +175,7 @@ class Ledger:
         """Ends a finished group untrained and gives its place to another prompt."""
         ticket = self._expect(number, State.FINISHED)
         del self.live[number]
-        self._counts[State.FINISHED] -= 1
+        self._leave(ticket)
         self.refunded.setdefault(reason, Amount()).add(trajectories=ticket.trajectories, tokens=ticket.tokens)
 
     def give_back(self, number: int, *, tokens: int) -> None:
@@ -194,15 +205,12 @@ class Ledger:
 
         Raises InvariantError when a deadline can no longer be met.
         """
+        if self.count(State.FINISHED) < self.groups_per_step or not (self.in_order or self._others_can_follow()):
+            return None
         live = self.live.values()
         wanted = live if self.in_order else [t for t in live if t.state is State.FINISHED]
         batch = nsmallest(self.groups_per_step, wanted, key=self._take_order)
-        ready = len(batch) == self.groups_per_step
-        if self.in_order:
-            ready = ready and all(t.state is State.FINISHED for t in batch)
-        else:
-            ready = ready and self._feasible_without(batch)
-        return [t.number for t in batch] if ready else None
+        return [t.number for t in batch] if all(t.state is State.FINISHED for t in batch) else None
 
     def take(self, numbers: Sequence[int]) -> None:
         for number in numbers:
@@ -221,7 +229,7 @@ class Ledger:
             raise InvariantError(f"ledger: commit of {len(numbers)} groups, a step has {self.groups_per_step}")
         for number in numbers:
             ticket = self.live.pop(number)
-            self._counts[State.TAKEN] -= 1
+            self._leave(ticket)
             self.trained.add(trajectories=ticket.trajectories, tokens=ticket.tokens)
         self.steps += 1
         return numbers
@@ -234,7 +242,7 @@ class Ledger:
         return amount
 
     def count(self, state: State) -> int:
-        return self._counts[state]
+        return self._versions[state].total()
 
     def check(self) -> None:
         """Raises InvariantError unless generated = trained + refunded + returned + in flight."""
@@ -286,21 +294,31 @@ class Ledger:
     def _take_order(self, ticket: Ticket) -> tuple[int, int]:
         return (0 if self.in_order else self.deadline(ticket), ticket.number)
 
-    def _feasible_without(self, batch: Iterable[Ticket]) -> bool:
-        """True when, with the batch trained now, all other live tickets can still meet their deadlines."""
-        left = Counter(self.deadline(ticket) for ticket in self.live.values())
-        left.subtract(self.deadline(ticket) for ticket in batch)
-        due = 0
-        for deadline in sorted(left):
-            due += left[deadline]
-            if due > (deadline - self.steps) * self.groups_per_step:
+    def _others_can_follow(self) -> bool:
+        """True when, with the finished tickets of the earliest deadlines trained now, all other live ones can still
+        meet theirs."""
+        finished, room, due = self._versions[State.FINISHED], self.groups_per_step, 0
+        for version in sorted({version for versions in self._versions.values() for version in versions}):
+            trained = min(room, finished[version])
+            room -= trained
+            due += sum(versions[version] for versions in self._versions.values()) - trained
+            if due > (version + self.max_staleness - self.steps) * self.groups_per_step:
                 return False
         return True
 
     def _move(self, ticket: Ticket, state: State) -> None:
-        self._counts[ticket.state] -= 1
-        self._counts[state] += 1
+        self._leave(ticket)
         ticket.state = state
+        self._enter(ticket)
+
+    def _enter(self, ticket: Ticket) -> None:
+        self._versions[ticket.state][ticket.start_version] += 1
+
+    def _leave(self, ticket: Ticket) -> None:
+        versions = self._versions[ticket.state]
+        versions[ticket.start_version] -= 1
+        if not versions[ticket.start_version]:
+            del versions[ticket.start_version]
 
     def _expect(self, number: int, state: State) -> Ticket:
         ticket = self.live.get(number)

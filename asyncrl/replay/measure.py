@@ -10,61 +10,21 @@ from typing import Any
 import numpy as np
 
 from asyncrl.config import Config
+from asyncrl.replay.ages import Ages
 from asyncrl.replay.bounds import MAX_COUNT, MAX_NUMBER
+from asyncrl.replay.generator_state import GeneratorState
 from asyncrl.replay.ledger import Ledger, State
 from asyncrl.replay.messages import GroupMeta
 from asyncrl.replay.tallies import Curve, ExactMean, Outcome, bias_alarms
 from asyncrl.stopwatch import ACTIVITIES, fractions
-from asyncrl.types import NO_VERSION
 
 RATE_WINDOW_S = 10.0
 LEARNER_TIMES = {
     "waiting": "learner/wait_s", "working": "learner/step_s", "syncing": "learner/sync_s", "writing": "learner/write_s",
 }  # fmt: skip
 """The learner's metric of each activity."""
-TIMES = tuple(f"{name}_s" for name in ACTIVITIES)
-SUMS = ("tokens", *TIMES, "rewards_failed")
-
-
-@dataclass(slots=True)
-class GeneratorState:
-    """What a generator has told of itself, summed over its sessions."""
-
-    session: str = ""
-    heard_s: float | None = None
-    """None while it is not up."""
-    version: int = NO_VERSION
-    tokens: int = 0
-    waiting_s: float = 0.0
-    working_s: float = 0.0
-    syncing_s: float = 0.0
-    writing_s: float = 0.0
-    rewards_failed: int = 0
-    before: list[float] = field(default_factory=lambda: [0] * len(SUMS))
-    """The sums when the session began."""
-    stalls: int = 0
-    stall_ms_sum: float = 0.0
-    stall_ms_max: float = 0.0
-
-    def hear(self, session: str, version: int, stats: dict[str, Any], now_s: float) -> None:
-        if session != self.session:
-            self.session, self.before = session, [getattr(self, name) for name in SUMS]
-        self.heard_s, self.version = now_s, version
-        for name, before in zip(SUMS, self.before, strict=True):
-            setattr(self, name, min(before + stats[name], MAX_NUMBER))
-        for stall_ms in stats["stall_ms"]:
-            self.stalls += 1
-            self.stall_ms_sum += stall_ms
-            self.stall_ms_max = max(self.stall_ms_max, stall_ms)
-
-    @property
-    def idle(self) -> float:
-        return fractions(self.seconds)["waiting"]
-
-    @property
-    def seconds(self) -> dict[str, float]:
-        """Of every activity."""
-        return {name: getattr(self, f"{name}_s") for name in ACTIVITIES}
+COSTS = ("generator/step_base_s", "generator/step_sequence_s", "generator/request_s", "generator/reward_s")
+"""Metrics of what generators say that an engine step costs, in their order there."""
 
 
 @dataclass(slots=True)
@@ -111,6 +71,7 @@ class RunMeasure:
     greedy_tokens: int = 0
     """Tokens of the greedy completions of scored groups; they are in no box of the ledger."""
     histogram: list[int] = field(default_factory=list[int])
+    ages: Ages = field(default_factory=Ages)
     learner_wait_s: float = 0.0
     learner_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(ACTIVITIES, 0.0))
     """Seconds of learner rank 0, by activity."""
@@ -145,9 +106,15 @@ class RunMeasure:
         self.outcomes.setdefault(outcome, Outcome()).add(meta, completion)
 
     def committed(
-        self, step: int, groups: Sequence[dict[int, int]], metrics: dict[str, float], ledger: Ledger, now_s: float
+        self,
+        step: int,
+        groups: Sequence[dict[int, int]],
+        ages: Ages,
+        metrics: dict[str, float],
+        ledger: Ledger,
+        now_s: float,
     ) -> dict[str, float]:
-        """Metrics of the step; `groups` has the action tokens of each trained group, by version."""
+        """Metrics of the step; `groups` has the action tokens of each trained group, by version, `ages` are theirs."""
         counts = self._count_staleness(step - 1, groups)
         tokens = int(counts.sum())
         began_s = self.first_lease_s or 0.0
@@ -167,33 +134,30 @@ class RunMeasure:
         reward, generator_s = scored.get("reward/mean", self.step_rewards.latest), self.generator_s
         if reward is not None:
             self.step_rewards.add(reward)
+        self.ages.join(ages)
         lags = np.arange(len(counts))
-        return scored | {
+        own = {
             "reward/mean": reward or 0.0,
             "staleness/mean": float((counts * lags).sum() / max(tokens, 1)),
             "staleness/max": float(lags[counts > 0].max(initial=0)),
+            **{f"staleness/{name}": mean for name, mean in ages.staleness.items()},
+            **{f"state/{name}_s": mean_s for name, mean_s in ages.states_s.items()},
             "time/elapsed_s": now_s - began_s,
             "throughput/trained_tokens_per_s": self.tokens_per_s(ledger),
             "generator/idle_fraction": fractions(generator_s)["waiting"],
             "generator/busy_s": sum(seconds for name, seconds in generator_s.items() if name != "waiting"),
             "generator/tokens": float(sum(g.tokens for g in self.generators.values())),
         }
+        return scored | self._costs() | own
 
     def told(self) -> dict[str, Any]:
         """What generators and learners have told of themselves, which no record of the journal repeats."""
-        generators: list[list[Any]] = []
-        for index, g in self.generators.items():
-            sums = [getattr(g, name) for name in SUMS]
-            stalls = [g.stalls, g.stall_ms_sum, g.stall_ms_max]
-            generators.append([index, g.session, g.heard_s is not None, g.version, *sums, list(g.before), *stalls])
+        generators = [[index, *generator.state()] for index, generator in self.generators.items()]
         return {"generators": generators, "learners": sorted(self.learners)}
 
     def load_told(self, told: dict[str, Any], now_s: float | None) -> None:
         """Who was up counts as heard at `now_s`; nobody does when it is None."""
-        self.generators = {
-            index: GeneratorState(session, now_s if up else None, *values)
-            for index, session, up, *values in told["generators"]
-        }
+        self.generators = {index: GeneratorState.of_state(values, now_s) for index, *values in told["generators"]}
         self.learners = dict.fromkeys(told["learners"], now_s)
 
     def state_dict(self) -> dict[str, Any]:
@@ -206,6 +170,7 @@ class RunMeasure:
             "outcomes": {name: outcome.state() for name, outcome in self.outcomes.items()},
             "greedy_tokens": self.greedy_tokens,
             "histogram": list(self.histogram),
+            "ages": self.ages.state(),
             "learner_wait_s": self.learner_wait_s,
             "learner_s": dict(self.learner_s),
             "syncs": [self.syncs, self.syncs_before],
@@ -218,6 +183,7 @@ class RunMeasure:
         self.outcomes = {name: Outcome.of_state(outcome) for name, outcome in state["outcomes"].items()}
         for name in ("first_lease_s", "last_step_s", "greedy_tokens", "histogram", "last_metrics"):
             setattr(self, name, state[name])
+        self.ages = Ages.of_state(state["ages"])
         self.learner_wait_s, self.learner_s = state["learner_wait_s"], state["learner_s"]
         self.syncs, self.syncs_before = state["syncs"]
         self.recent.clear()
@@ -231,6 +197,12 @@ class RunMeasure:
     def generator_s(self) -> dict[str, float]:
         """Seconds of all generators together, by activity."""
         return {name: sum(getattr(g, f"{name}_s") for g in self.generators.values()) for name in ACTIVITIES}
+
+    @property
+    def stall_ms_mean(self) -> float:
+        """Of how long a weight swap held an engine."""
+        stall_ms = sum(g.stall_ms_sum for g in self.generators.values())
+        return stall_ms / max(sum(g.stalls for g in self.generators.values()), 1)
 
     @property
     def learner_idle(self) -> float:
@@ -281,8 +253,6 @@ class RunMeasure:
 
     def summary(self, ledger: Ledger) -> dict[str, Any]:
         total = sum(self.histogram)
-        stalls = sum(g.stalls for g in self.generators.values())
-        stall_ms = sum(g.stall_ms_sum for g in self.generators.values())
         return {
             "steps": ledger.steps,
             "policy_version": ledger.steps,
@@ -293,16 +263,18 @@ class RunMeasure:
             "tokens_trained": ledger.trained.tokens,
             "tokens_per_s": self.tokens_per_s(ledger),
             "staleness": {
-                "limit": self.config.replay.max_staleness,
+                "limit": self.config.replay.staleness_limit,
                 "max": len(self.histogram) - 1 if self.histogram else 0,
                 "mean": sum(lag * n for lag, n in enumerate(self.histogram)) / total if total else 0.0,
+                **self.ages.staleness,
                 "histogram": self.histogram,
             },
             "idle": {"generator": self.generator_idle, "learner": self.learner_idle},
             "time": {"generator": fractions(self.generator_s), "learner": fractions(self.learner_s)},
+            "states_s": self.ages.states_s,
             "weight_sync": {
                 "count": self.syncs + self.syncs_before,
-                "stall_ms_mean": stall_ms / stalls if stalls else 0.0,
+                "stall_ms_mean": self.stall_ms_mean,
                 "stall_ms_max": max((g.stall_ms_max for g in self.generators.values()), default=0.0),
             },
             "rewards_failed": sum(g.rewards_failed for g in self.generators.values()),
@@ -310,6 +282,12 @@ class RunMeasure:
             "outcomes": {name: outcome.summary() for name, outcome in sorted(self.outcomes.items())},
             "bias": bias_alarms(self.outcomes),
         }
+
+    def _costs(self) -> dict[str, float]:
+        """Means over the generators that know what their engine costs; none when no one does."""
+        known = [g.costs for g in self.generators.values() if len(g.costs) == len(COSTS)]
+        costs = {name: sum(column) / len(column) for name, column in zip(COSTS, zip(*known, strict=True), strict=False)}
+        return costs | ({"weights/stall_ms": self.stall_ms_mean} if known else {})
 
     def _count_syncs(self, told: float) -> None:
         """Takes in how many versions the learner has sent since its start; what it says may be anything."""

@@ -39,6 +39,7 @@ class StatsBody(TypedDict):
     writing_s: Time
     stall_ms: Items[Time]
     rewards_failed: Count
+    costs: Annotated[list[Time], Field(max_length=4)]
 
 
 @_CLOSED

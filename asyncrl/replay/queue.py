@@ -69,7 +69,7 @@ class ReplayQueue:
     @property
     def share(self) -> int:
         """Leases that one generator may hold, so that the first to ask does not leave the others idle."""
-        admitted = (self.config.replay.max_staleness + 1) * self.config.replay.groups_per_step
+        admitted = (self.ledger.admitted + 1) * self.config.replay.groups_per_step
         return -(-admitted // self.state.generators_wanted)
 
     @property

@@ -10,7 +10,7 @@ def rules_of(config: Config, num_eval_prompts: int) -> dict[str, int]:
     """Those of a run, by their keys."""
     return {
         "replay.groups_per_step": config.replay.groups_per_step,
-        "replay.max_staleness": config.replay.max_staleness,
+        "replay.max_staleness": config.replay.staleness_limit,
         "generator.group_size": config.generator.group_size,
         "eval.samples": config.eval.samples,
         "number of evaluation prompts": num_eval_prompts,

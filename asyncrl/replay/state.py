@@ -12,10 +12,12 @@ from typing import Any
 
 from asyncrl.config import Config
 from asyncrl.errors import JournalError
+from asyncrl.replay.ages import Ages
 from asyncrl.replay.coverage import Coverage
 from asyncrl.replay.evaluation import EvalBook
 from asyncrl.replay.held import Finished, Held, Load, PromptSource, Step
 from asyncrl.replay.ledger import Ledger, State
+from asyncrl.replay.limit_control import LimitControl
 from asyncrl.replay.measure import RunMeasure
 from asyncrl.replay.records import Record
 from asyncrl.replay.rules import check_rules, rules_of
@@ -39,9 +41,12 @@ class QueueState:
         self.measure = RunMeasure(config)
         self.ledger = Ledger(
             groups_per_step=config.replay.groups_per_step,
-            max_staleness=config.replay.max_staleness,
+            max_staleness=config.replay.staleness_limit,
+            admitted=config.replay.first_limit,
             in_order=config.replay.order == "ticket",
         )
+        self.limit_control = LimitControl.of(config)
+        """Moves the admitted staleness; None when that stays."""
         self.held: dict[int, Held] = {}
         self.held_bytes = 0
         self.leased_by: Counter[int] = Counter()
@@ -150,11 +155,12 @@ class QueueState:
     def commit(self, step: int, metrics: dict[str, float], at_s: float, *, evaluates: bool) -> dict[str, float]:
         """Ends the step in progress: its groups are trained, and its version is evaluated if that is due. Gives the
         step's metrics of this side, with those of an evaluation that ended."""
-        groups = [self.held.pop(number) for number in self.ledger.commit()]
+        groups, ages = [self.held.pop(number) for number in self.ledger.commit()], Ages()
         for held in groups:
             self.held_bytes -= held.num_bytes
             self.coverage.train(held.location, step)
             self.measure.ended("trained", held.finished, held.completion)
+            ages.add(held.finished, held.by_version, taken_s=held.taken_s, trained_s=at_s, train_version=step - 1)
             self._trace(held, "trained", trained_s=at_s, train_version=step - 1)
         self.step = None
         self.ledger.check()
@@ -162,12 +168,16 @@ class QueueState:
             "replay/finished_groups": float(self.ledger.count(State.FINISHED)),
             "replay/leased_groups": float(self.ledger.count(State.LEASED)),
             "replay/held_bytes": float(self.held_bytes),
+            "replay/admitted_staleness": float(self.ledger.admitted),
             "replay/refunded_groups": float(sum(a.groups for a in self.ledger.refunded.values())),
         }
         self.evaluation.committed(step, due=evaluates)
-        measured = self.measure.committed(step, [held.by_version for held in groups], metrics, self.ledger, at_s)
+        by_version = [held.by_version for held in groups]
+        measured = self.measure.committed(step, by_version, ages, metrics, self.ledger, at_s)
         self.committed = queue | measured | self.evaluation.next_metrics()
         self.measure.last_metrics = metrics | self.committed
+        if self.limit_control is not None:
+            self.ledger.admitted = self.limit_control.next(self.ledger.admitted, self.measure.last_metrics)
         return self.committed
 
     def _commit(self, body: Any, _: Sequence[Array], location: Location | None) -> None:
@@ -245,6 +255,7 @@ class QueueState:
             "measure": self.measure.state_dict(),
             "evaluation": self.evaluation.state_dict(),
             "prompts": self.prompts.state_dict(),
+            "limit_control": None if self.limit_control is None else self.limit_control.state(),
         }
 
     def load_state_dict(self, state: dict[str, Any], *, load: Load | None, now_s: float) -> None:
@@ -260,6 +271,8 @@ class QueueState:
         self.evaluation.load_state_dict(state["evaluation"], now_s)
         self.stop_reason, self.refunds_in_a_row = state["stop_reason"], state["refunds_in_a_row"]
         self.generators_wanted, self.committed = state["generators_wanted"], state["committed"]
+        if self.limit_control is not None and state["limit_control"] is not None:
+            self.limit_control.load_state(state["limit_control"])
         self.coverage = Coverage(*(dict(pairs) for pairs in state["coverage"]))
         self.step = None if state["step"] is None else Step(*state["step"])
         self.held = {

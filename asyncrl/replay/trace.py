@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from asyncrl.replay.messages import GroupMeta
 log = structlog.get_logger()
 
 ROWS_PER_WRITE = 2048
+FLUSH_S = 5.0
+"""Longest time that rows stay out of the log while others come: who looks at a run that goes on reads it."""
 ROWS_PER_BLOCK = 1 << 16
 END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 
@@ -57,9 +60,10 @@ class TraceWriter:
         self._log_path = path.with_suffix(".arrow")
         self._rows: list[list[Any]] = []
         """Values in the order of the schema."""
+        self._flushed_s = time.monotonic()
         try:
             self._file = os.open(self._log_path, os.O_RDWR | os.O_CREAT, 0o644)
-            whole = _whole_bytes(self._log_path)
+            whole = whole_bytes(self._log_path)
             if whole < os.fstat(self._file).st_size:
                 log.warning("torn tail of the trace cut", file=str(self._log_path), bytes=whole)
                 os.ftruncate(self._file, whole)
@@ -85,11 +89,12 @@ class TraceWriter:
         versions = [meta["start_version"], meta["end_version"], train_version]
         times = [meta["started_s"], meta["finished_s"], taken_s, trained_s]
         self._rows.append([*group, outcome, *versions, *times, prompt, completion, meta["rewards"]])
-        if len(self._rows) >= ROWS_PER_WRITE:
+        if len(self._rows) >= ROWS_PER_WRITE or time.monotonic() - self._flushed_s > FLUSH_S:
             self.flush()
 
     def flush(self) -> None:
         """Writes the rows added so far to the log; a killed process loses nothing of them."""
+        self._flushed_s = time.monotonic()
         if self._rows:
             columns = zip(*self._rows, strict=True)
             arrays = [pa.array(column, kind) for column, kind in zip(columns, SCHEMA.types, strict=True)]
@@ -144,7 +149,7 @@ class TraceWriter:
         return RunError(f"{self._path}: the trace cannot be written: {error}; make room on the disk and resume the run")
 
 
-def _whole_bytes(path: Path) -> int:
+def whole_bytes(path: Path) -> int:
     """Where the last whole message of a stream ends."""
     end = 0
     with pa.OSFile(str(path)) as source:

@@ -16,7 +16,6 @@ from asyncrl.algorithms import advantages as adv
 from asyncrl.algorithms.advantages import ADVANTAGES
 from asyncrl.algorithms.corrections import (
     effective_sample_size,
-    ess_by_lag,
     importance_weights,
     loglinear_proximal,
     opsm_mask,
@@ -173,7 +172,6 @@ def test_an_empty_micro_batch_works_everywhere(dtype: torch.dtype) -> None:
     for level in levels:
         assert importance_weights(none, index, level=level).shape == (0,)
         assert effective_sample_size(none, index, level=level).isnan()
-    assert ess_by_lag(none, index, max_lag=2).isnan().all()
     assert opsm_mask(none, none, none, index, delta=0.1).shape == (0,)
     assert loglinear_proximal(none, none, index, version=3).shape == (0,)
     assert value_loss(none, none, none).shape == kl_estimate(none, none).shape == (0,)

@@ -13,10 +13,7 @@ from hypothesis import strategies as st
 
 from asyncrl.algorithms.corrections import (
     effective_sample_size,
-    ess_by_lag,
-    ess_from_moments,
     importance_weights,
-    lag_moments,
     loglinear_proximal,
     opsm_mask,
     weight_moments,
@@ -94,27 +91,6 @@ def test_unknown_level_mode_and_aggregation_are_named() -> None:
         aggregate(ratios, seq, mode="mean")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="max_length"):
         aggregate(ratios, seq, mode="seq-mean-token-sum-norm")
-
-
-@given(batches({"ratios": (-5, 5), "age": (0, 6)}), st.none() | st.just(1.5))
-def test_effective_sample_size_by_lag(batch: Batch, high: float | None) -> None:
-    ratios, lags = batch["ratios"], [int(age) for age in batch["age"]]
-    result = ess_by_lag(double(ratios), torch.tensor(lags), max_lag=3, high=high)
-    for bucket, size in enumerate(result.tolist()):
-        weights = [
-            min(math.exp(r), high or math.inf) for r, lag in zip(ratios, lags, strict=True) if min(lag, 3) == bucket
-        ]
-        if not weights:
-            assert math.isnan(size)
-            continue
-        assert size == pytest.approx(sum(weights) ** 2 / (len(weights) * sum(w * w for w in weights)), rel=1e-9)
-        assert 0 < size <= 1
-    half = len(ratios) // 2
-    parts = [
-        lag_moments(double(ratios)[part], torch.tensor(lags)[part], max_lag=3, high=high)
-        for part in (slice(0, half), slice(half, None))
-    ]
-    torch.testing.assert_close(ess_from_moments(parts[0] + parts[1]), result, equal_nan=True)
 
 
 @given(tokens, st.sampled_from([0.1, 0.5, 1.0]))

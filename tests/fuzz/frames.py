@@ -22,6 +22,7 @@ STATS = {
     "writing_s": 0.0,
     "stall_ms": [2.0, 3.5],
     "rewards_failed": 1,
+    "costs": [0.01, 1e-4, 2e-3, 0.1],
 }
 METRICS = {"learner/loss": 0.25, "learner/wait_s": 0.1, "weights/syncs": 3.0}
 

@@ -38,6 +38,7 @@ STATS: dict[str, Any] = {
     "writing_s": 0.0,
     "stall_ms": [],
     "rewards_failed": 0,
+    "costs": [],
 }
 _numbers = count(1)
 

@@ -54,7 +54,7 @@ class Sender:
     def __init__(self, address: tuple[str, int], **options: Any) -> None:
         assert rank == 0 and options["expected_generators"] == 1 and options["transport"] == "auto"
         self.sent: dict[str, Tensor] = {}
-        self.stats = SimpleNamespace(count=0, broadcast_s=0.0, dropped=0)
+        self.stats = SimpleNamespace(count=0, broadcast_s=0.0, wait_s=0.0, dropped=0)
 
     def send(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
         self.sent |= {f"{version}/{name}": weight.clone() for name, weight in weights}

@@ -53,7 +53,7 @@ class Sender:
     def __init__(self, lost: bool = False) -> None:
         self.sent: list[tuple[int, dict[str, Tensor]]] = []
         self.lost = lost
-        self.stats = SimpleNamespace(count=0, broadcast_s=0.0, dropped=0)
+        self.stats = SimpleNamespace(count=0, broadcast_s=0.0, wait_s=0.0, dropped=0)
         self.waited = 0
 
     def send(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:

@@ -138,10 +138,36 @@ def test_metrics_mean_what_they_say(one_rank: Ranks, tiny_model: Path) -> None:
     for name, value in expected.items():
         assert metrics.pop(name) == pytest.approx(float(value), rel=1e-5), name
     for bucket in (0, 1):
-        own = ratio[lag == bucket]
+        own, chosen = ratio[lag == bucket], lag == bucket
         ess = own.sum() ** 2 / (len(own) * own.square().sum())
-        assert metrics.pop(f"correction/ess_lag{bucket}") == pytest.approx(float(ess), rel=1e-5)
+        expected = {
+            "tokens_fraction": chosen.double().mean(), "ratio_mean": own.mean(), "ratio_max": own.max(),
+            "kl": kl[chosen].mean(), "ess": ess, "clip_positive": 0.0, "clip_negative": 0.0, "mask_positive": 0.0,
+            "mask_negative": 0.0,
+        }  # fmt: skip
+        for name, value in expected.items():
+            assert metrics.pop(f"lag/{bucket}/{name}") == pytest.approx(float(value), rel=1e-5), name
     assert set(metrics) == {"learner/loss", "learner/grad_norm"}
+
+
+def test_masked_tokens_are_told_from_clipped_ones(one_rank: Ranks, tiny_model: Path) -> None:
+    correction = {"level": "token", "mode": "mask", "high": 1.0}
+    config = make_config(tiny_model, algorithm={"correction": correction})
+    trainer = make_trainer(config, one_rank)
+    batch = pack_groups(config, make_groups(4, version=3))
+    of_sequence = grpo(batch.rewards, batch.group).float()
+    expected: dict[str, list[bool]] = {"mask_positive": [], "mask_negative": []}
+    for micro in batch.micro_batches:
+        ratio = (trainer.policy.logprobs(micro) - micro.behavior_logprobs).exp()
+        advantage, fresh = of_sequence[batch.seq[micro.span]], micro.versions == 3
+        masked = ratio > 1.0
+        for sign, name in ((1, "mask_positive"), (-1, "mask_negative")):
+            expected[name] += masked[fresh & (advantage * sign > 0)].tolist()
+    metrics = trainer.train(batch, step=4)
+    for name, masked in expected.items():
+        assert 0 < sum(masked) < len(masked)
+        assert metrics[f"lag/0/{name}"] == pytest.approx(sum(masked) / len(masked)), name
+    assert metrics["lag/0/clip_positive"] == metrics["lag/0/clip_negative"] == 0.0
 
 
 def test_means_over_nothing_are_left_out(one_rank: Ranks, tiny_model: Path) -> None:

@@ -79,7 +79,7 @@ class Queue:
 class Sender:
     def __init__(self) -> None:
         self.sent: dict[int, dict[str, Tensor]] = {}
-        self.stats = SimpleNamespace(count=0, broadcast_s=0.0, dropped=0)
+        self.stats = SimpleNamespace(count=0, broadcast_s=0.0, wait_s=0.0, dropped=0)
 
     def send(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
         self.sent[version] = {name: weight.clone() for name, weight in weights}

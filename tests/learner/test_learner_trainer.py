@@ -48,6 +48,16 @@ def plain_gae(reward: float, values: list[float], penalties: list[float]) -> tup
     return advantages, [a + v for a, v in zip(advantages, values, strict=True)]
 
 
+def test_stale_batches_take_smaller_steps_when_asked(one_rank: Ranks, tiny_model: Path) -> None:
+    rates: list[float] = []
+    for scaled in (False, True):
+        config = make_config(tiny_model, learner={"ess_scaled_lr": scaled})
+        metrics = make_trainer(config, one_rank).train(pack_groups(config, make_groups(3)), step=3)
+        rates.append(metrics["learner/lr"])
+    assert 0.0 < metrics["correction/ess"] < 0.99
+    assert rates[1] == pytest.approx(rates[0] * metrics["correction/ess"] ** 0.5)
+
+
 def test_gae_of_packed_rows_with_divergence_in_the_reward(one_rank: Ranks, tiny_model: Path) -> None:
     config = make_config(tiny_model, algorithm=GAE)
     trainer = make_trainer(config, one_rank)

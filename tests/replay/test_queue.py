@@ -59,7 +59,9 @@ def test_a_whole_run(tmp_path: Path) -> None:
     summary = queue.summary()
     queue.close()
     assert summary["steps"] == 3
-    assert summary["staleness"] == {"limit": 1, "max": 1, "mean": 2 / 3, "histogram": [12, 24]}
+    assert summary["staleness"] == {
+        "limit": 1, "max": 1, "mean": 2 / 3, "histogram": [12, 24], "in_flight": 0.0, "in_queue": 2 / 3,
+    }  # fmt: skip
     assert summary["ledger"]["trained"] == 6
     assert summary["ledger"]["in_flight"] == 0
     assert summary["tokens_trained"] == 36

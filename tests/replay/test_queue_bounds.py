@@ -15,7 +15,7 @@ from asyncrl.errors import ProtocolError
 from asyncrl.launch.resources import reserve_ports
 from asyncrl.replay.bounds import MAX_NUMBER, MAX_REWARD
 from asyncrl.replay.codec import pack_group
-from asyncrl.replay.measure import GeneratorState
+from asyncrl.replay.generator_state import GeneratorState
 from asyncrl.replay.messages import GroupMeta
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.server import ReplayServer
@@ -32,6 +32,7 @@ STATS = {
     "writing_s": 0.0,
     "stall_ms": [],
     "rewards_failed": 0,
+    "costs": [],
 }
 
 

@@ -571,3 +571,24 @@ def test_the_trace_of_a_run_without_its_journal_is_of_the_line_that_goes_on(tmp_
     trained = [row for row in rows if row["outcome"] == "trained"]
     assert sorted(row["train_version"] for row in trained) == [0, 0, 1, 1, 2, 2, 3, 3]
     assert len({row["ticket"] for row in rows}) == len(rows)
+
+
+def test_a_limit_that_moves_goes_on_from_the_journal(tmp_path: Path) -> None:
+    config = small_config(replay__max_staleness="auto", replay__auto_bounds=[0, 3], steps=20)
+    queue = open_queue(tmp_path, config)
+    told = {"lag/0/ess": 1.0, "lag/0/tokens_fraction": 1.0}
+    limits: list[float] = []
+    for step in range(1, 6):
+        for lease in ask_queue(queue, 0, step - 1, 100)[0]:
+            finish(queue, lease, step - 1)
+        queue.take(0, step)
+        limits.append(queue.commit(step, told)["metrics"]["replay/admitted_staleness"])
+        queue.write()
+    assert (limits[0], queue.ledger.max_staleness) == (0, 3)
+    assert queue.ledger.admitted > 0
+    assert len(ask_queue(queue, 0, 5, 100)[0]) > 2, "more than one batch may start"
+    queue.write()
+    kill_queue(queue)
+    again = open_queue(tmp_path, config)
+    assert again.ledger.admitted == queue.ledger.admitted
+    assert again.state.state_dict() == queue.state.state_dict()

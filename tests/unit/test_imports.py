@@ -12,7 +12,7 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "asyncrl"
 
 LEVELS = [
-    {"types", "errors", "files", "processes", "stopwatch", "tokenizer", "redaction"},
+    {"types", "errors", "files", "processes", "stopwatch", "tokenizer", "redaction", "lags"},
     {"config", "keys", "sockets", "offenders", "unpack"},
     {"algorithms"},
     {"rewards", "data", "replay", "weights", "observe"},

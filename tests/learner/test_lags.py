@@ -1,0 +1,95 @@
+"""Off-policy metrics by staleness, against a loop over the tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.lags import LAG_BOUNDS, LAG_BUCKETS
+from asyncrl.learner.lags import LagTally, lag_metrics
+
+TOKENS = st.lists(
+    st.tuples(st.integers(0, 40), st.floats(-3, 3), st.sampled_from([-1.0, 0.0, 2.0]), st.booleans(), st.booleans()),
+    min_size=1,
+    max_size=60,
+)
+"""(lag, log ratio, advantage, cut, masked)."""
+Token = tuple[int, float, float, bool, bool]
+
+
+def bucket_of(lag: int) -> str:
+    for name, high in zip(LAG_BUCKETS, LAG_BOUNDS, strict=False):
+        if lag <= high:
+            return name
+    return LAG_BUCKETS[-1]
+
+
+def tally(tokens: Sequence[Token]) -> LagTally:
+    made = LagTally()
+    lags, ratios, advantages, cut, masked = (torch.tensor(column) for column in zip(*tokens, strict=True))
+    made.add(lags, ratios, advantages, clipped=cut & ~masked, masked=cut & masked)
+    return made
+
+
+def test_names_say_what_is_in_a_bucket() -> None:
+    for lag, name in (
+        (0, "0"),
+        (1, "1"),
+        (2, "2"),
+        (3, "3-4"),
+        (4, "3-4"),
+        (5, "5-8"),
+        (8, "5-8"),
+        (9, "9-16"),
+        (17, "17+"),
+    ):
+        assert bucket_of(lag) == name
+
+
+@given(TOKENS)
+def test_metrics_by_staleness(tokens: list[Token]) -> None:
+    made = tally(tokens)
+    metrics = lag_metrics(made.sums, made.largest)
+    for bucket in LAG_BUCKETS:
+        own = [token for token in tokens if bucket_of(token[0]) == bucket]
+        found = {name.rpartition("/")[2]: value for name, value in metrics.items() if name.startswith(f"lag/{bucket}/")}
+        if not own:
+            assert not found
+            continue
+        ratios = [math.exp(torch.tensor(ratio).item()) for _, ratio, *_ in own]
+        expected = {
+            "tokens_fraction": len(own) / len(tokens),
+            "ratio_mean": sum(ratios) / len(ratios),
+            "ratio_max": max(ratios),
+            "kl": sum(r - 1 - math.log(r) for r in ratios) / len(ratios),
+            "ess": sum(ratios) ** 2 / (len(ratios) * sum(r * r for r in ratios)),
+        }
+        for sign, name in ((1, "positive"), (-1, "negative")):
+            signed = [token for token in own if token[2] * sign > 0]
+            if signed:
+                expected[f"clip_{name}"] = sum(cut and not masked for *_, cut, masked in signed) / len(signed)
+                expected[f"mask_{name}"] = sum(cut and masked for *_, cut, masked in signed) / len(signed)
+        assert found == pytest.approx(expected, rel=1e-5, abs=1e-7)
+
+
+@given(TOKENS, st.integers(0, 60))
+def test_parts_add_up(tokens: list[Token], cut: int) -> None:
+    whole, parts = tally(tokens), LagTally()
+    for part in (tokens[:cut], tokens[cut:]):
+        if part:
+            own = tally(part)
+            parts.sums += own.sums
+            parts.largest = torch.maximum(parts.largest, own.largest)
+    assert lag_metrics(parts.sums, parts.largest) == pytest.approx(lag_metrics(whole.sums, whole.largest))
+
+
+def test_no_tokens_leave_nothing() -> None:
+    empty = torch.zeros(0)
+    made = LagTally()
+    made.add(empty.long(), empty, empty, clipped=empty.bool(), masked=empty.bool())
+    assert lag_metrics(made.sums, made.largest) == {}
