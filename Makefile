@@ -42,4 +42,4 @@ format: setup
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv runs demo
+	rm -rf .venv runs sweeps demo

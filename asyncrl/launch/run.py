@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import time
 import uuid
+from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import structlog
 from rich.console import Console
 
 from asyncrl.config import Config
-from asyncrl.errors import PeerTimeoutError, RunError
+from asyncrl.errors import DataError, PeerTimeoutError, RunError
 from asyncrl.keys import run_keys
 from asyncrl.launch.checks import check_inputs, make_missing
 from asyncrl.launch.ending import show_end
 from asyncrl.launch.folder import RunFolder
 from asyncrl.launch.interrupts import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, Interrupts
+from asyncrl.launch.judge import Judge
 from asyncrl.launch.lasting import lasting
 from asyncrl.launch.local import LAUNCHERS
 from asyncrl.launch.progress import Progress
@@ -26,7 +29,7 @@ from asyncrl.launch.supervise import Supervisor
 from asyncrl.observe.live import LiveView
 from asyncrl.observe.logs import configure_logs
 from asyncrl.observe.report import write_report
-from asyncrl.observe.verdict import bottleneck
+from asyncrl.plan.trace import read_trace
 from asyncrl.replay.client import LauncherClient
 from asyncrl.rewards.reward_model import uses_reward_model
 
@@ -67,12 +70,21 @@ def launch(config: Config, console: Console, *, without_journal: bool = False) -
         spec = RoleSpec("", 0, str(folder.path), endpoints, (), prompt_tokens, checkpoint=checkpoint)
         run = Run(config, plan, spec, console, interrupts)
         code = run.conduct()
-        summary = folder.sum_up(run.summary)
+        summary = folder.sum_up(run.summary) | run.judge.sum_up(run.summary)
         show_end(console, summary)
         folder.write_summary(summary)
-        report = write_report(folder.path, summary)
+        report = write_report(folder.path, summary, trace_of(folder.path))
         console.print(f"folder     {folder.path}\nreport     {report}", highlight=False, soft_wrap=True)
     return code
+
+
+def trace_of(run_dir: Path) -> pa.Table | None:
+    """The run's trace; None when there is none that can be read."""
+    try:
+        return read_trace(run_dir)
+    except DataError as error:
+        log.warning("no timeline in the report", error=str(error))
+        return None
 
 
 class Run:
@@ -88,6 +100,7 @@ class Run:
         self.summary: dict[str, Any] = {}
         self.started_s = time.monotonic()
         self.progress = Progress(config, self.started_s)
+        self.judge = Judge(config, plan)
         self._stop_since_s: float | None = None
         self._stop_told = False
 
@@ -147,6 +160,8 @@ class Run:
             )
             if reason:
                 self.supervisor.restart(learners, reason, time.monotonic(), hangs=True)
+        if sentence := self.judge.look(status):
+            view.judge(sentence)
         if status["step"] > 0:
             view.update(status, restarts=sum(self.supervisor.restarts.values()))
 
@@ -230,10 +245,4 @@ class Run:
         except (PeerTimeoutError, RunError) as failure:
             log.warning("no summary from the replay queue", error=str(failure))
             return own
-        idle = told["idle"]
-        verdict = bottleneck(
-            generator_idle=idle["generator"],
-            learner_idle=idle["learner"],
-            max_staleness=self.config.replay.staleness_limit,
-        )
-        return own | told | {"bottleneck": verdict, "restarts": own["restarts"]}
+        return own | told | {"restarts": own["restarts"]}

@@ -11,6 +11,8 @@ from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from asyncrl.lags import LAG_BUCKETS, LAG_METRICS
+
 PLAIN_EVERY_S = 5.0
 
 
@@ -24,6 +26,7 @@ class LiveView:
         self._max_staleness = max_staleness
         self._last_line_s = 0.0
         self._last_step = -1
+        self._verdict = ""
         self._progress = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=None),
@@ -50,6 +53,12 @@ class LiveView:
             self._live.update(Panel(text, title=f"asyncrl · {self._run}", border_style="blue"))
         else:
             self._console.print(text, highlight=False)
+
+    def judge(self, sentence: str) -> None:
+        """Says what holds the run back, from now on."""
+        if self._live is None and sentence != self._verdict:
+            self._console.print(sentence, highlight=False, soft_wrap=True)
+        self._verdict = sentence
 
     def update(self, status: dict[str, Any], *, restarts: int = 0) -> None:
         """Shows a status of `LauncherClient.status`, and how often roles were restarted."""
@@ -85,6 +94,7 @@ class LiveView:
             "groups",
             f"{status['leased']} leased, {status['finished']} waiting, {status['trained']} trained",
         )
+        main.add_row("", _split(metrics), "a group is", _states(metrics))
         main.add_row("learner idle", f"{status['learner_idle']:.0%}", "refunded", refunded)
         main.add_row(
             "entropy",
@@ -101,7 +111,47 @@ class LiveView:
             roles.add_column(title, justify="left" if title == "generator" else "right")
         for index, g in status["generators"].items():
             roles.add_row(index, str(g["version"]), str(g["leased"]), f"{g['tokens']:,}", f"{g['idle']:.0%}")
-        return Panel(Group(self._progress, main, "", roles), title=f"asyncrl · {self._run}", border_style="blue")
+        parts = [self._progress, main, "", roles, *_lags(metrics)]
+        if self._verdict:
+            parts += ["", f"[bold]{self._verdict}"]
+        return Panel(Group(*parts), title=f"asyncrl · {self._run}", border_style="blue")
+
+
+def _split(metrics: dict[str, float]) -> str:
+    if "staleness/in_flight" not in metrics:
+        return ""
+    return f"{metrics['staleness/in_flight']:.2f} in flight, {metrics['staleness/in_queue']:.2f} in the queue"
+
+
+def _states(metrics: dict[str, float]) -> str:
+    """Seconds in each state, of the groups of the last step."""
+    words = {"leased": "generated", "finished": "in the queue", "taken": "trained"}
+    return ", ".join(
+        f"{word} {metrics[name]:.2g} s" for state, word in words.items() if (name := f"state/{state}_s") in metrics
+    )
+
+
+LAG_COLUMNS = {"tokens": "tokens_fraction", "ratio": "ratio_mean", "max": "ratio_max", "KL": "kl", "ESS": "ess"}
+"""Title of each column, and the metric in it."""
+
+
+def _lags(metrics: dict[str, float]) -> list[Any]:
+    """The off-policy metrics of the last step by staleness."""
+    buckets = [bucket for bucket in LAG_BUCKETS if f"lag/{bucket}/ess" in metrics]
+    if not buckets:
+        return []
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("staleness")
+    for title in (*LAG_COLUMNS, "clipped +/-", "masked +/-"):
+        table.add_column(title, justify="right")
+    for bucket in buckets:
+        own = {name: metrics.get(f"lag/{bucket}/{name}", float("nan")) for name in LAG_METRICS}
+        cells = [
+            f"{own[name]:.0%}" if name == "tokens_fraction" else f"{own[name]:.3g}" for name in LAG_COLUMNS.values()
+        ]
+        signs = [f"{own[f'{what}_positive']:.1%} {own[f'{what}_negative']:.1%}" for what in ("clip", "mask")]
+        table.add_row(bucket, *cells, *(text.replace("nan%", "-") for text in signs))
+    return ["", table]
 
 
 def _reward(status: dict[str, Any]) -> str:

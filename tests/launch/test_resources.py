@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from asyncrl.errors import ConfigError
+from asyncrl.launch.judge import generators_per_device
 from asyncrl.launch.resources import count_gpus, make_endpoints, network_environment, plan_resources, reserve_ports
 from tests.helpers.replay import small_config
 
@@ -44,6 +45,15 @@ def test_more_roles_than_cores_share_with_one_thread_each() -> None:
     learners = {cpu for share in plan.learners for cpu in share.cpus}
     assert generators | learners == {0, 1, 2, 3}
     assert not generators & learners
+
+
+def test_generators_that_take_turns_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert generators_per_device(plan_resources(small_config(launch__generators=3))) == 1
+    assert generators_per_device(plan_resources(small_config(launch__pin_cores=False, launch__generators=3))) == 1
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    assert generators_per_device(plan_resources(small_config(launch__generators=3))) == 3
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert generators_per_device(plan_resources(small_config(launch__generators=3))) == 2
 
 
 def test_unpinned_roles_may_use_every_core() -> None:

@@ -1,22 +1,24 @@
-"""Logs, trackers, live view, verdict and report."""
+"""Logs, trackers, live view and report."""
 
 from __future__ import annotations
 
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from rich.console import Console
 
 from asyncrl.observe.live import LiveView
 from asyncrl.observe.logs import last_error
 from asyncrl.observe.report import read_metrics, write_report
+from asyncrl.observe.timeline import timeline
 from asyncrl.observe.trackers import make_trackers
-from asyncrl.observe.verdict import bottleneck
 from tests.helpers.replay import small_config
 
 STATUS = {
@@ -116,22 +118,83 @@ def test_terminal_view_shows_both_sides() -> None:
         assert part in out.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("generator_idle", "learner_idle", "max_staleness", "start"),
-    [
-        (0.01, 0.4, 4, "generation-bound"),
-        (0.4, 0.01, 4, "learner-bound"),
-        (0.01, 0.02, 4, "balanced"),
-        (0.4, 0.5, 0, "the sides take turns"),
-        (0.2, 0.2, 2, "both sides wait"),
-        (0.89, 0.12, 4, "learner-bound"),
-        (0.15, 0.6, 4, "generation-bound"),
-    ],
-)
-def test_verdict(generator_idle: float, learner_idle: float, max_staleness: int, start: str) -> None:
-    text = bottleneck(generator_idle=generator_idle, learner_idle=learner_idle, max_staleness=max_staleness)
-    assert text.startswith(start)
-    assert f"{generator_idle:.0%}" in text
+LAGS = {
+    "lag/0/tokens_fraction": 0.75, "lag/0/ratio_mean": 1.0, "lag/0/ratio_max": 1.0, "lag/0/kl": 0.0, "lag/0/ess": 1.0,
+    "lag/0/clip_positive": 0.0, "lag/0/mask_positive": 0.0,
+    "lag/3-4/tokens_fraction": 0.25, "lag/3-4/ratio_mean": 1.25, "lag/3-4/ratio_max": 3.5, "lag/3-4/kl": 0.125,
+    "lag/3-4/ess": 0.625, "lag/3-4/clip_positive": 0.5, "lag/3-4/clip_negative": 0.25, "lag/3-4/mask_positive": 0.125,
+    "lag/3-4/mask_negative": 0.0,
+}  # fmt: skip
+
+
+def test_terminal_view_shows_staleness_by_bucket_states_and_verdict() -> None:
+    out = io.StringIO()
+    metrics = LAGS | {
+        "staleness/in_flight": 0.25, "staleness/in_queue": 1.25, "state/leased_s": 2.5, "state/finished_s": 0.5,
+        "state/taken_s": 0.125,
+    }  # fmt: skip
+    view = LiveView(Console(file=out, force_terminal=True, width=160), run="r", steps=3, max_staleness=4)
+    with view:
+        view.judge("generator-bound: it is")
+        view.update(STATUS | {"metrics": metrics})
+        view._live.refresh()  # type: ignore[union-attr]
+    shown = out.getvalue()
+    for part in ("0.25 in flight, 1.25 in the queue", "generated 2.5 s", "3-4", "0.625", "50.0% 25.0%", "0.0% -"):
+        assert part in shown, part
+    assert "generator-bound: it is" in shown
+
+
+def test_plain_view_tells_a_verdict_once() -> None:
+    out = io.StringIO()
+    with LiveView(Console(file=out, width=200), run="r", steps=3, max_staleness=4) as view:
+        for sentence in ("balanced", "balanced", "learner-bound"):
+            view.judge(sentence)
+    assert out.getvalue() == "balanced\nlearner-bound\n"
+
+
+def test_report_shows_staleness_ledger_gains_timeline_and_configuration(tmp_path: Path) -> None:
+    rows = [{"step": step, "reward/mean": 0.5, **LAGS} for step in (1, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "config.yaml").write_text("replay: {max_staleness: 4}\n")
+    counts = {"generated": 9, "trained": 6, "refunded": {"no_signal": 2}, "returned": 0, "in_flight": 1}
+    ledger = {"leased": 5, "trained": 3, "refunded": {"no_signal": 1}, "in_flight": 1, "trajectories": counts}
+    summary = {
+        "bottleneck": "learner-bound", "simulated_gains": {"a second learner": 0.41, "a second generator": 0.0},
+        "ledger": ledger | {"tokens": {**counts, "generated": 12345}}, "bias": ["too <short>"],
+    }  # fmt: skip
+    page = write_report(tmp_path, summary, make_trace()).read_text()
+    for part in (
+        "<td>0.625</td>", "importance ratio, max", "refunded (no_signal)", "12,345", "too &lt;short&gt;", "+41.0%",
+        "Timeline", "generator 1", "optimizer step", "replay: {max_staleness: 4}",
+    ):  # fmt: skip
+        assert part in page, part
+    assert not re.search(r"<(script|link|img)[^>]*(src|href)=", page), "it needs nothing from elsewhere"
+
+
+def make_trace(groups: int = 12) -> pa.Table:
+    """Two generators that overlap, two groups a step."""
+    steps = [number // 2 for number in range(groups)]
+    return pa.table({
+        "ticket": list(range(groups)), "generator": [number % 2 for number in range(groups)],
+        "outcome": ["trained"] * (groups - 2) + ["no_signal", "in_flight"],
+        "start_version": [max(step - 1, 0) for step in steps], "train_version": [*steps[:-2], -1, -1],
+        "started_s": [float(step) for step in steps], "finished_s": [step + 1.5 for step in steps],
+        "taken_s": [step + 1.75 for step in steps], "trained_s": [step + 2.5 for step in steps],
+    })  # fmt: skip
+
+
+def test_timeline_shows_steps_of_the_middle_and_groups_side_by_side() -> None:
+    figure = timeline(make_trace())
+    learner, *kinds = figure.data
+    assert list(learner.text) == ["step 1", "step 2", "step 3", "step 4"]
+    assert {bars.name for bars in kinds} <= {"staleness 0", "staleness 1", "no signal", "in flight"}
+    spans = [
+        (y, begin, begin + width) for bars in kinds for y, begin, width in zip(bars.y, bars.base, bars.x, strict=True)
+    ]
+    for index, (y, begin_s, end_s) in enumerate(spans):
+        for other, other_begin_s, other_end_s in spans[index + 1 :]:
+            assert y != other or begin_s >= other_end_s or other_begin_s >= end_s, "bars of a lane overlap"
+    assert timeline(make_trace().slice(0, 0)) is None
 
 
 def test_report_draws_what_there_is_and_escapes_names(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +18,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.config import load_config
+from asyncrl.lags import LAG_BUCKETS
 from asyncrl.stopwatch import ACTIVITIES
 from tests.helpers.runs import SMALL, Launched, check_ledger
 
@@ -26,7 +29,7 @@ Start = Callable[..., Launched]
 
 @pytest.mark.parametrize("max_staleness", [0, 4])
 def test_run_folder_is_complete_and_consistent(launch: Start, max_staleness: int) -> None:
-    steps = 6
+    steps = 20
     run = launch("--max-staleness", str(max_staleness), "--steps", str(steps), *SMALL)
     code, output = run.end(timeout_s=200)
     assert code == 0, output
@@ -58,6 +61,32 @@ def test_run_folder_is_complete_and_consistent(launch: Start, max_staleness: int
     model = AutoModelForCausalLM.from_pretrained(run.run_dir / "model")
     tokenizer = AutoTokenizer.from_pretrained(run.run_dir / "model")
     assert model.config.vocab_size >= len(tokenizer)
+    check_diagnostics(run, summary)
+
+
+def check_diagnostics(run: Launched, summary: dict) -> None:  # type: ignore[type-arg]
+    """What the run tells of staleness and costs, and that it can be simulated and planned from."""
+    last = run.rows()[-1]
+    assert any(f"lag/{bucket}/ess" in last for bucket in LAG_BUCKETS)
+    for name in ("state/leased_s", "replay/admitted_staleness", "generator/request_s"):
+        assert name in last
+    assert last["staleness/in_flight"] + last["staleness/in_queue"] == pytest.approx(last["staleness/mean"])
+    split = summary["staleness"]
+    assert split["in_flight"] + split["in_queue"] == pytest.approx(split["mean"])
+    assert summary["generators_per_device"] == 1
+    assert "a second generator" in summary["simulated_gains"]
+    page = (run.run_dir / "report.html").read_text()
+    assert all(part in page for part in ("Timeline", "By staleness", "Configuration", "Simulated changes"))
+    told = asyncrl(run.folder, "simulate", "--from", str(run.run_dir))
+    assert "measured" in told
+    told = asyncrl(run.folder, "plan", "--from", str(run.run_dir / "trace.parquet"), "--devices", "3")
+    assert "asyncrl launch --config" in told
+
+
+def asyncrl(folder: Path, *arguments: str) -> str:
+    """What a command prints that ends well."""
+    command = [sys.executable, "-m", "asyncrl.cli", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, check=True).stdout
 
 
 def test_trained_model_and_a_users_own_data_and_reward(launch: Start, demo_folder: Path, tmp_path: Path) -> None:
@@ -113,6 +142,17 @@ def test_two_generators_and_two_learners(launch: Start) -> None:
         assert run.events(role)[-1]["event"] == "ended", role
 
 
+def watched(run: Launched, seconds: float) -> str:
+    """What `asyncrl top` shows in so long, until Ctrl-C."""
+    command = [sys.executable, "-m", "asyncrl.cli", "top", str(run.run_dir)]
+    with subprocess.Popen(command, cwd=run.folder, stdout=subprocess.PIPE, text=True) as view:
+        time.sleep(seconds)
+        view.send_signal(signal.SIGINT)
+        shown, _ = view.communicate(timeout=20)
+    assert view.returncode == 0
+    return shown
+
+
 @pytest.mark.parametrize("role", ["generator-0", "learner-0", "replay"])
 def test_killed_role_ends_a_run_without_restarts_with_its_name(launch: Start, role: str) -> None:
     run = launch("--steps", "100000", *SMALL, "launch.max_restarts=0")
@@ -136,6 +176,7 @@ def test_interrupt_stops_cleanly_and_keeps_the_model(launch: Start) -> None:
     run = launch("--steps", "100000", *SMALL, "launch.port=0")
     run.wait_for_step(2)
     run.note_tree()
+    assert "step" in watched(run, seconds=8)
     run.process.send_signal(signal.SIGINT)
     code, output = run.end(timeout_s=40)
     assert code == 130, output

@@ -16,7 +16,7 @@ LEVELS = [
     {"config", "keys", "sockets", "offenders", "unpack"},
     {"algorithms"},
     {"rewards", "data", "replay", "weights", "observe"},
-    {"generator", "learner"},
+    {"generator", "learner", "plan"},
     {"launch"},
     {"cli"},
 ]
@@ -52,7 +52,9 @@ def test_imports_go_down() -> None:
     assert wrong == []
 
 
-@pytest.mark.parametrize("module", ["types", "config", "replay.server", "replay.client", "launch.run", "cli"])
+@pytest.mark.parametrize(
+    "module", ["types", "config", "replay.server", "replay.client", "plan.show", "launch.run", "cli"]
+)
 def test_light_modules_import_neither_torch_nor_vllm(module: str) -> None:
     code = f"import sys, asyncrl.{module}; print([m for m in ('torch', 'vllm', 'transformers') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

@@ -1,0 +1,56 @@
+"""What holds the run back, again and again while it goes on and once it has ended."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any
+
+from asyncrl.config import Config
+from asyncrl.launch.resources import Plan
+from asyncrl.plan.verdict import verdict_of
+
+EVERY_S = 60.0
+"""A verdict is simulated: that takes up to a second of a core."""
+
+
+class Judge:
+    """Looks at the folder of one run."""
+
+    def __init__(self, config: Config, plan: Plan, *, first_s: float = EVERY_S) -> None:
+        """The first verdict comes after `first_s`."""
+        self._config = config
+        self.generators_per_device = generators_per_device(plan)
+        self._next_s = time.monotonic() + first_s
+
+    def look(self, status: dict[str, Any]) -> str:
+        """A sentence on a run that goes on; empty when there was one lately, or there is no step yet."""
+        if not status["step"] or time.monotonic() < self._next_s:
+            return ""
+        sentence = self._judge(status["generator_idle"], status["learner_idle"])["bottleneck"]
+        self._next_s = time.monotonic() + EVERY_S
+        return sentence
+
+    def sum_up(self, summary: dict[str, Any]) -> dict[str, Any]:
+        """The part of the summary of a run that has ended; empty when it did not get so far."""
+        idle = summary.get("idle")
+        return {} if idle is None else self._judge(idle["generator"], idle["learner"])
+
+    def _judge(self, generator_idle: float, learner_idle: float) -> dict[str, Any]:
+        verdict = verdict_of(
+            self._config,
+            generator_idle=generator_idle,
+            learner_idle=learner_idle,
+            generators_per_device=self.generators_per_device,
+        )
+        return {
+            "bottleneck": verdict.sentence,
+            "simulated_gains": {change.text: change.gain for change in verdict.changes},
+            "generators_per_device": self.generators_per_device,
+        }
+
+
+def generators_per_device(plan: Plan) -> int:
+    """Generators that take turns on the core, or the GPU, that has most of them."""
+    places = Counter(share.gpus or share.cpus for share in plan.generators)
+    return max(count if plan.generators[0].gpus else -(-count // len(place)) for place, count in places.items())

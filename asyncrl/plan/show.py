@@ -1,0 +1,142 @@
+"""`asyncrl simulate` and `asyncrl plan` on the console."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from asyncrl.errors import ConfigError
+from asyncrl.plan.measured import Measured, read_run
+from asyncrl.plan.search import Candidate, binds, search
+from asyncrl.plan.simulate import Prediction, simulate
+from asyncrl.plan.workload import EngineCost, LearnerCost, Lengths, Setup, SyncCost, Workload
+
+ROWS = 12
+"""Of the table of a plan."""
+TITLES = (
+    "generators", "learners", "max\nstaleness", "tokens/s", "generators\nidle", "learners\nidle", "mean\nstaleness"
+)  # fmt: skip
+
+
+def show_simulation(
+    console: Console, run: Path | None, numbers: dict[str, float], changes: dict[str, int], *, seed: int = 0
+) -> Prediction:
+    """Simulates the job of a run, or one made of numbers, with other settings. Raises ConfigError and DataError."""
+    max_tokens = changes.pop("max_new_tokens", None)
+    if run is not None:
+        given = [name for name in numbers if numbers[name] is not None]
+        if given:
+            raise ConfigError(f"--{given[0].replace('_', '-')}: with --from the run says it; leave one of them out")
+        measured = read_run(run)
+        workload, before = measured.workload, measured.setup
+    else:
+        measured = None
+        workload, before = made_up(numbers, changes)
+    if max_tokens is not None:
+        workload = replace(workload, lengths=workload.lengths.cut(max_tokens))
+    setup = replace(before, **changes)
+    found = simulate(workload, setup, seed=seed)
+    _print_prediction(console, found, measured if setup == before and max_tokens is None else None)
+    return found
+
+
+def made_up(numbers: dict[str, float], changes: dict[str, int]) -> tuple[Workload, Setup]:
+    """A workload from numbers, by the names of the options of `asyncrl simulate`, and a setup to change."""
+    missing = [name for name in ("mean_tokens", "engine_base_ms", "learner_token_us") if numbers.get(name) is None]
+    if missing:
+        raise ConfigError(
+            f"--{missing[0].replace('_', '-')}: is missing; give --from runs/NAME, or --mean-tokens, --engine-base-ms "
+            "and --learner-token-us at least"
+        )
+    n = {name: value for name, value in numbers.items() if value is not None}
+    setup = Setup(
+        generators=1, learners=1, max_staleness=1, groups_per_step=32, group_size=8, max_running_groups=64, steps=200
+    )
+    lengths = Lengths.log_normal(
+        mean_tokens=n["mean_tokens"],
+        sigma=n.get("sigma", 1.0),
+        max_tokens=round(n.get("max_tokens", 8 * n["mean_tokens"])),
+        group_size=changes.get("group_size", setup.group_size),
+        prompt_tokens=round(n.get("prompt_tokens", 0)),
+        refunded_fraction=n.get("refunded_fraction", 0.0),
+    )
+    workload = Workload(
+        lengths,
+        EngineCost(
+            n["engine_base_ms"] / 1e3, n.get("engine_sequence_us", 0.0) / 1e6, n.get("engine_request_ms", 0.0) / 1e3
+        ),
+        LearnerCost(n.get("learner_base_s", 0.0), n["learner_token_us"] / 1e6),
+        SyncCost(n.get("broadcast_s", 0.0), 0.0, n.get("swap_ms", 0.0) / 1e3),
+        n.get("reward_s", 0.0),
+    )
+    return workload, replace(setup, group_size=lengths.group_size)
+
+
+def _print_prediction(console: Console, found: Prediction, measured: Measured | None) -> None:
+    table = Table(box=None, padding=(0, 3, 0, 0), header_style="bold")
+    table.add_column()
+    table.add_column("simulated", justify="right")
+    if measured is not None:
+        table.add_column("measured", justify="right")
+    histogram = measured.staleness if measured is not None else []
+    lines: list[tuple[str, str, float, float]] = [
+        ("trained tokens/s", ",.0f", found.tokens_per_s, measured.tokens_per_s if measured else 0.0),
+        ("generators idle", ".1%", found.generator_idle, measured.generator_idle if measured else 0.0),
+        ("learners idle", ".1%", found.learner_idle, measured.learner_idle if measured else 0.0),
+        ("staleness, mean", ".2f", found.staleness_mean, mean_lag(histogram)),
+        ("staleness, max", ".0f", found.staleness_max, max(len(histogram) - 1, 0)),
+    ]
+    for name, form, simulated, real in lines:
+        table.add_row(name, f"{simulated:{form}}", *([f"{real:{form}}"] if measured is not None else []))
+    table.add_row("tokens in flight, mean", f"{found.tokens_in_flight:,.0f}")
+    table.add_row("groups in flight, mean", f"{found.groups_in_flight:,.1f}")
+    table.add_row("seconds from lease to training", f"{found.life_s:.2f}")
+    setup = found.setup
+    title = ", ".join(f"{name} {getattr(setup, name)}" for name in setup.__slots__ if name != "generators_per_device")
+    console.print(title, highlight=False, soft_wrap=True)
+    console.print(table)
+    total = max(sum(found.staleness), 1)
+    shares = ", ".join(f"{lag}: {tokens / total:.1%}" for lag, tokens in enumerate(found.staleness))
+    console.print(f"tokens by staleness  {shares}", highlight=False, soft_wrap=True)
+    console.print(f"what binds           {binds(found)}", highlight=False)
+
+
+def mean_lag(histogram: Sequence[int]) -> float:
+    """Of tokens by staleness."""
+    return sum(lag * tokens for lag, tokens in enumerate(histogram)) / max(sum(histogram), 1)
+
+
+def show_plan(console: Console, run: Path, *, devices: int, max_staleness: int) -> list[Candidate]:
+    """Prints the best splits of the devices for the job of a run. Raises ConfigError and DataError."""
+    measured = read_run(run)
+    found = search(measured.workload, measured.setup, devices=devices, max_staleness=max_staleness)
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
+    for title in TITLES:
+        table.add_column(title, justify="right")
+    table.add_column("what\nbinds")
+    for candidate in found[:ROWS]:
+        p = candidate.prediction
+        cells: tuple[Any, ...] = (
+            p.setup.generators, p.setup.learners, p.setup.max_staleness, f"{p.tokens_per_s:,.0f}",
+            f"{p.generator_idle:.0%}", f"{p.learner_idle:.0%}", f"{p.staleness_mean:.2f}", candidate.binds,
+        )  # fmt: skip
+        table.add_row(*map(str, cells))
+    console.print(
+        f"{devices} devices, predicted from {run}; {len(found)} setups tried", highlight=False, soft_wrap=True
+    )
+    console.print(table)
+    best = found[0].prediction.setup
+    config = (run if run.is_dir() else run.parent) / "config.yaml"
+    console.print(
+        f"asyncrl launch --config {config} --generators {best.generators} --learners {best.learners} "
+        f"--max-staleness {best.max_staleness}",
+        style="bold",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return found

@@ -1,0 +1,304 @@
+"""A discrete-event model of a run: generators, admission by the production ledger, learner, broadcasts.
+
+What is decided in a run is decided here by the same code (`replay.ledger`); what takes time takes what the workload
+says. Left out are failures, evaluation, and the time of messages.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import count
+from math import inf
+
+import numpy as np
+
+from asyncrl.plan.engine import SimulatedEngine
+from asyncrl.plan.workload import Setup, Workload, slowdown
+from asyncrl.replay.ledger import Ledger, State
+
+DRAWN_AT_ONCE = 4096
+COUNTED = 256
+"""Times that tokens in flight are counted, about."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a run would show. Rates are from the first lease to the last step."""
+
+    setup: Setup
+    wall_s: float
+    tokens_per_s: float
+    """Trained action tokens."""
+    generated_tokens_per_s: float
+    generator_idle: float
+    """Fraction of the generators' time without a running sequence."""
+    learner_idle: float
+    """Fraction of the time in which learners waited for groups or for weights to be sent."""
+    staleness: list[int]
+    """Trained action tokens by staleness, in learner steps."""
+    tokens_in_flight: float
+    """Generated and neither trained nor refunded, in the mean over ends of steps."""
+    groups_in_flight: float
+    """Leased and neither trained nor refunded, in the mean over the time."""
+    life_s: float
+    """From the lease of a group until it is trained or refunded, in the mean."""
+    leased_groups: int
+    refunded_groups: int
+
+    @property
+    def staleness_mean(self) -> float:
+        return sum(lag * tokens for lag, tokens in enumerate(self.staleness)) / max(sum(self.staleness), 1)
+
+    @property
+    def staleness_max(self) -> int:
+        return max((lag for lag, tokens in enumerate(self.staleness) if tokens), default=0)
+
+
+def simulate(workload: Workload, setup: Setup, *, seed: int = 0) -> Prediction:
+    """Plays the run through. The same seed draws the same groups in the same order of leases."""
+    return _Simulation(workload, setup, seed).run()
+
+
+@dataclass(slots=True)
+class _Group:
+    generator: int
+    leased_s: float
+    tokens: int
+    prompt_tokens: int
+    """Of all members together."""
+    refunded: bool
+    by_version: dict[int, int] = field(default_factory=dict[int, int])
+
+
+class _Simulation:
+    def __init__(self, workload: Workload, setup: Setup, seed: int) -> None:
+        self._workload, self._setup = workload, setup
+        lengths = workload.lengths.of_size(setup.group_size, seed=seed)
+        self._completions: list[list[int]] = lengths.completions.tolist()
+        self._prompts: list[int] = lengths.prompts.tolist()
+        self._refunded: list[bool] = lengths.refunded.tolist()
+        self._dice = np.random.default_rng(seed)
+        self._drawn: list[int] = []
+        self._ledger = Ledger(setup.groups_per_step, setup.max_staleness)
+        slots = setup.max_running_groups * setup.group_size
+        self._engines = [SimulatedEngine(workload.engine, slots=slots) for _ in range(setup.generators)]
+        self._busy = [False] * setup.generators
+        self._held = [0] * setup.generators
+        """Unfinished leases of each generator."""
+        self._epochs = [0] * setup.generators
+        """Of the event that each generator waits for; those before it are void."""
+        self._denied: dict[int, None] = {}
+        """Generators that have room and got too few leases, in their order."""
+        self._groups: dict[int, _Group] = {}
+        # As in production: an eighth more than can run, and no generator more than its share.
+        self._wanted = setup.max_running_groups + -(-setup.max_running_groups // 8)
+        self._share = -(-(setup.max_staleness + 1) * setup.groups_per_step // setup.generators)
+        self._events: list[tuple[float, int, str, int, int]] = []
+        self._order = count()
+        self._now_s = 0.0
+        self._training = False
+        self._waits_since_s = 0.0
+        self._waited_s = 0.0
+        self._sent_s = 0.0
+        """When the last broadcast ends."""
+        self._histogram: Counter[int] = Counter()
+        self._scoring_tokens = 0
+        """Of groups that have ended and have no rewards yet."""
+        self._in_flight: list[float] = []
+        self._counted_every = max(1, setup.steps // COUNTED)
+        self._lived_s = 0.0
+        """Of groups that are trained or refunded."""
+
+    def run(self) -> Prediction:
+        for generator in range(self._setup.generators):
+            self._ask(generator)
+        while self._ledger.steps < self._setup.steps:
+            self._now_s, _, kind, who, epoch = heappop(self._events)
+            match kind:
+                case "sequence":
+                    if epoch == self._epochs[who]:
+                        self._end_sequences(who)
+                case "group":
+                    generator = self._groups[who].generator
+                    self._scoring_tokens -= self._groups[who].tokens
+                    self._finish(who)
+                    self._ask(generator)
+                case "trained":
+                    self._commit()
+                case "sent":
+                    self._send(who)
+                case "learner":
+                    self._training = False
+                    self._take()
+                case _:
+                    self._load(who)
+        return self._prediction()
+
+    def _push(self, at_s: float, kind: str, who: int = 0, epoch: int = 0) -> None:
+        heappush(self._events, (at_s, next(self._order), kind, who, epoch))
+
+    # --- generators
+
+    def _ask(self, generator: int, *, changed: bool = False) -> None:
+        """Takes as many groups as there is room for and admission gives; when that or what has `changed` before makes
+        its next event another, schedules that."""
+        engine, ledger, version = self._engines[generator], self._ledger, self._engines[generator].version
+        engine.advance(self._now_s)
+        room = self._wanted - -(-len(engine) // self._setup.group_size)
+        given = min(room, self._share - self._held[generator], ledger.room(version))
+        for _ in range(given):
+            number = ledger.lease(version).number
+            engine.add(number, self._draw(number, generator))
+        if given > 0:
+            self._held[generator] += given
+            room, changed = room - given, True
+        if room > 0:
+            self._denied[generator] = None
+        else:
+            self._denied.pop(generator, None)
+        if changed:
+            self._schedule(generator)
+
+    def _draw(self, number: int, generator: int) -> list[int]:
+        """The lengths of a new group."""
+        if not self._drawn:
+            self._drawn = self._dice.integers(len(self._completions), size=DRAWN_AT_ONCE).tolist()
+        row = self._drawn.pop()
+        lengths = self._completions[row]
+        prompt_tokens = self._prompts[row] * len(lengths)
+        self._groups[number] = _Group(generator, self._now_s, sum(lengths), prompt_tokens, self._refunded[row])
+        return lengths
+
+    def _schedule(self, generator: int) -> None:
+        engine = self._engines[generator]
+        if self._setup.generators_per_device > 1 and bool(len(engine)) != self._busy[generator]:
+            self._share_device(generator)
+        self._epochs[generator] += 1
+        next_s = engine.next_s
+        if next_s < inf:
+            self._push(next_s, "sequence", generator, self._epochs[generator])
+
+    def _share_device(self, generator: int) -> None:
+        """A generator has begun or ceased to compute: the others on its device get slower or faster."""
+        self._busy[generator] = not self._busy[generator]
+        each = self._setup.generators_per_device
+        first = generator - generator % each
+        there = range(first, min(first + each, len(self._engines)))
+        slowed = slowdown(sum(self._busy[one] for one in there))
+        for one in there:
+            self._engines[one].advance(self._now_s)
+            self._engines[one].slowdown = slowed
+            if one != generator:
+                self._schedule(one)
+
+    def _end_sequences(self, generator: int) -> None:
+        """Ends the group or the sequence whose time has come."""
+        engine = self._engines[generator]
+        engine.advance(self._now_s)
+        ended = engine.end_next()
+        if ended is not None:
+            number, self._groups[ended[0]].by_version = ended
+            if self._workload.reward_s:
+                self._scoring_tokens += self._groups[number].tokens
+                self._push(self._now_s + self._workload.reward_s, "group", number)
+            else:
+                self._finish(number)
+        elif generator in self._denied or len(engine) % self._setup.group_size:
+            self._schedule(generator)
+            return
+        self._ask(generator, changed=True)
+
+    def _load(self, version: int) -> None:
+        """The weights of a version have arrived."""
+        swap_s = self._workload.sync.swap_s
+        for generator, engine in enumerate(self._engines):
+            engine.advance(self._now_s)
+            engine.swap(version, swap_s)
+            self._ask(generator, changed=swap_s > 0.0)
+
+    # --- the replay queue and the learner
+
+    def _finish(self, number: int) -> None:
+        group = self._groups[number]
+        self._held[group.generator] -= 1
+        self._ledger.finish(number, trajectories=self._setup.group_size, tokens=group.tokens)
+        if not group.refunded:
+            self._take()
+            return
+        self._ledger.refund(number, "refunded")
+        self._lived_s += self._now_s - group.leased_s
+        del self._groups[number]
+        denied = next(iter(self._denied), None)
+        if denied is not None and self._ledger.can_lease(self._engines[denied].version):
+            self._ask(denied)
+
+    def _take(self) -> None:
+        """Begins the next step when its batch is complete."""
+        ledger = self._ledger
+        if self._training or ledger.count(State.FINISHED) < self._setup.groups_per_step:
+            return
+        numbers = ledger.select()
+        if numbers is None:
+            return
+        ledger.take(numbers)
+        self._training = True
+        cost = self._workload.learner
+        self._waited_s += self._now_s + cost.take_s - self._waits_since_s
+        groups = [self._groups[number] for number in numbers]
+        tokens = sum(group.tokens + group.prompt_tokens for group in groups)
+        self._push(self._now_s + cost.take_s + cost.step_s(tokens, self._setup.learners), "trained")
+
+    def _commit(self) -> None:
+        version = self._ledger.steps
+        for number in self._ledger.commit():
+            group = self._groups.pop(number)
+            self._lived_s += self._now_s - group.leased_s
+            for sampled, tokens in group.by_version.items():
+                self._histogram[version - sampled] += tokens
+        if not version % self._counted_every:
+            self._count_in_flight()
+        self._waits_since_s = self._now_s
+        # A broadcast waits for the one before it, and the learner with it.
+        if self._sent_s > self._now_s:
+            self._push(self._sent_s, "sent", version + 1)
+        else:
+            self._send(version + 1)
+
+    def _count_in_flight(self) -> None:
+        running = 0.0
+        for engine in self._engines:
+            engine.advance(self._now_s)
+            running += engine.tokens
+        self._in_flight.append(self._ledger.in_flight().tokens + self._scoring_tokens + running)
+
+    def _send(self, version: int) -> None:
+        sync = self._workload.sync
+        self._sent_s = self._now_s + sync.broadcast_s
+        self._push(self._sent_s, "weights", version)
+        self._push(self._now_s + sync.hold_s, "learner")
+
+    # --- the end
+
+    def _prediction(self) -> Prediction:
+        ledger, wall_s = self._ledger, self._now_s
+        for engine in self._engines:
+            engine.advance(wall_s)
+        idle_s = sum(engine.idle_s for engine in self._engines)
+        refunded = sum(amount.groups for amount in ledger.refunded.values())
+        unfinished_s = sum(wall_s - group.leased_s for group in self._groups.values())
+        return Prediction(
+            setup=self._setup,
+            wall_s=wall_s,
+            tokens_per_s=ledger.trained.tokens / wall_s,
+            generated_tokens_per_s=(ledger.generated.tokens + self._scoring_tokens) / wall_s,
+            generator_idle=idle_s / (wall_s * len(self._engines)),
+            learner_idle=self._waited_s / wall_s,
+            staleness=[self._histogram[lag] for lag in range(max(self._histogram, default=-1) + 1)],
+            tokens_in_flight=float(np.mean(self._in_flight)),
+            groups_in_flight=(self._lived_s + unfinished_s) / wall_s,
+            life_s=self._lived_s / (ledger.trained.groups + refunded),
+            leased_groups=ledger.issued,
+            refunded_groups=refunded,
+        )

@@ -1,0 +1,63 @@
+"""Reading what a run has written of its groups: `trace.parquet`, or the log of a run that goes on or was killed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from asyncrl.errors import DataError
+from asyncrl.replay.trace import END_OF_STREAM, SCHEMA, whole_bytes
+
+
+def read_trace(path: Path) -> pa.Table:
+    """The rows of a trace: a file, or those in the folder of a run. Their schema is `replay.trace.SCHEMA`.
+
+    Raises DataError when there is none, or it is not a whole file, or not one of this version.
+    """
+    if not path.is_dir():
+        return _read(path)
+    files = [file for file in (path / "trace.parquet", path / "trace.arrow") if file.is_file()]
+    if not files:
+        raise DataError(f"{path}: holds neither trace.parquet nor trace.arrow; give the folder of a run, runs/NAME")
+    table = pa.concat_tables(_read(file) for file in files)
+    # A ticket that was in flight when a launch ended comes again.
+    backwards = table.column("ticket").to_numpy()[::-1]
+    last = len(backwards) - 1 - np.unique(backwards, return_index=True)[1]
+    return table.take(pa.array(np.sort(last)))
+
+
+def _read(path: Path) -> pa.Table:
+    if not path.is_file():
+        raise DataError(f"{path}: no such file; give the trace of a run, runs/NAME/trace.parquet")
+    try:
+        table = pq.read_table(path) if path.suffix == ".parquet" else _read_log(path)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise DataError(
+            f"{path}: not a whole trace, it may be half written or cut: {error}; give the folder of a run that was "
+            "not ended, or end it: `asyncrl launch --resume`"
+        ) from None
+    schema = table.schema.remove_metadata()
+    if schema != SCHEMA:
+        raise DataError(f"{path}: not a trace of this version of asyncrl: {_differences(schema)}; run the job again")
+    return table
+
+
+def _read_log(path: Path) -> pa.Table:
+    """The whole messages; a run that goes on may be writing another."""
+    whole = whole_bytes(path)
+    if not whole:
+        return SCHEMA.empty_table()
+    with path.open("rb") as file:
+        return pa.ipc.open_stream(file.read(whole) + END_OF_STREAM).read_all()
+
+
+def _differences(schema: pa.Schema) -> str:
+    found = [f"column {name} is missing" for name in SCHEMA.names if name not in schema.names]
+    found += [f"column {name} is unknown" for name in schema.names if name not in SCHEMA.names]
+    for field in SCHEMA:
+        if field.name in schema.names and schema.field(field.name).type != field.type:
+            found.append(f"column {field.name} is {schema.field(field.name).type} and not {field.type}")
+    return ", ".join(found) or "its columns are in another order"

@@ -1,0 +1,127 @@
+"""Which side holds a run back, in a sentence, and what another generator, learner or staleness limit would change."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import structlog
+
+from asyncrl.config import Config
+from asyncrl.errors import DataError
+from asyncrl.plan.measured import read_run
+from asyncrl.plan.search import predict
+from asyncrl.plan.workload import Setup, Workload
+
+log = structlog.get_logger()
+
+Bound = Literal["generator", "learner", "staleness", "balanced"]
+
+GAIN_AT_LEAST = 0.03
+"""A change that gives less is not worth naming."""
+ABOUT_AS_MUCH = 0.9
+"""Of the largest gain: a higher staleness limit that gives so much comes first, since it costs no device."""
+BUSY = 0.1
+"""A side idle for less than this fraction of the time is busy."""
+CLEARLY = 0.3
+"""A side that is idle for so much less of the time than the other is the bottleneck."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Another setup, and the throughput that it would have."""
+
+    bound: Bound
+    """What holds a run back that this helps."""
+    text: str
+    gain: float
+    """Of trained tokens/s, as a fraction of what they are now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    bound: Bound
+    sentence: str
+    changes: list[Change]
+    """By their gain, the largest first; empty when nothing could be simulated."""
+
+
+def judge(workload: Workload, setup: Setup, *, generator_idle: float, learner_idle: float) -> Verdict:
+    """From what a run's job is like, and the fractions of the time in which its sides wait."""
+    now = predict(workload, setup).tokens_per_s
+    others = _alternatives(setup)
+    changes = [Change(bound, text, predict(workload, other).tokens_per_s / now - 1) for bound, text, other in others]
+    changes.sort(key=lambda change: change.gain, reverse=True)
+    best = changes[0]
+    free = next((change for change in changes if change.bound == "staleness"), best)
+    if free.gain >= ABOUT_AS_MUCH * best.gain:
+        best = free
+    idle = _idle(generator_idle, learner_idle)
+    if best.gain < GAIN_AT_LEAST:
+        return Verdict("balanced", f"balanced: {idle}; no single change would give 3 % more (simulated)", changes)
+    waits = {
+        "generator": f"the learner waited {learner_idle:.0%} of the time",
+        "learner": f"generators were parked {generator_idle:.0%} of the time",
+        "staleness": f"generators were parked {generator_idle:.0%} of the time, the learner waited {learner_idle:.0%}",
+        "balanced": idle,
+    }[best.bound]
+    sentence = f"{best.bound}-bound: {waits}; {best.text} would give about {best.gain:+.0%} (simulated)"
+    return Verdict(best.bound, sentence, changes)
+
+
+def verdict_of(
+    config: Config, *, generator_idle: float, learner_idle: float, generators_per_device: int = 1
+) -> Verdict:
+    """That of the run of this config, which may go on; from the idle fractions alone while it tells too little."""
+    try:
+        run = read_run(config.run_dir, generators_per_device=generators_per_device)
+    except DataError as error:
+        log.info("no simulation for the verdict", error=str(error))
+        limit = config.replay.staleness_limit
+        return guess(generator_idle=generator_idle, learner_idle=learner_idle, max_staleness=limit)
+    return judge(run.workload, run.setup, generator_idle=generator_idle, learner_idle=learner_idle)
+
+
+def guess(*, generator_idle: float, learner_idle: float, max_staleness: int) -> Verdict:
+    """From the idle fractions of both sides alone."""
+    idle = _idle(generator_idle, learner_idle)
+    ahead = max_staleness > 0 and abs(generator_idle - learner_idle) > CLEARLY
+    if generator_idle < BUSY and learner_idle < BUSY:
+        return Verdict("balanced", f"balanced: {idle}", [])
+    if generator_idle <= learner_idle and (generator_idle < BUSY or ahead):
+        return Verdict("generator", f"generator-bound: {idle}; more generators would help", [])
+    if learner_idle < generator_idle and (learner_idle < BUSY or ahead):
+        return Verdict("learner", f"learner-bound: {idle}; more learners would help", [])
+    return Verdict("staleness", f"staleness-bound: {idle}; a higher max_staleness than {max_staleness} may help", [])
+
+
+def _idle(generator_idle: float, learner_idle: float) -> str:
+    return f"generators idle {generator_idle:.0%} of the time, the learner {learner_idle:.0%}"
+
+
+def _alternatives(setup: Setup) -> list[tuple[Bound, str, Setup]]:
+    limit, each = setup.max_staleness + 1, setup.generators_per_device
+    found: list[tuple[Bound, str, Setup]] = [
+        ("staleness", f"max_staleness {setup.max_staleness} -> {limit}", replace(setup, max_staleness=limit))
+    ]
+    if each > 1:
+        found.append(("generator", "a device for every generator", replace(setup, generators_per_device=1)))
+    else:
+        more = setup.generators + 1
+        found.append(("generator", f"a {ordinal(more)} generator", replace(setup, generators=more)))
+    learners = next(
+        (n for n in range(setup.learners + 1, setup.groups_per_step + 1) if not setup.groups_per_step % n), 0
+    )
+    if learners:
+        one_more = learners == setup.learners + 1
+        text = f"a {ordinal(learners)} learner" if one_more else f"{learners} learners"
+        found.append(("learner", text, replace(setup, learners=learners)))
+    return found
+
+
+def ordinal(number: int) -> str:
+    words = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth")
+    if number <= len(words):
+        return words[number - 1]
+    ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"

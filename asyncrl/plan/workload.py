@@ -1,0 +1,147 @@
+"""What the simulator has to know of a job: how long completions are, and how long everything takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.errors import ConfigError
+
+SYNTHETIC_GROUPS = 4096
+"""Groups of a made-up workload, which the simulator draws from."""
+
+TURNS = 1.06
+"""Time of an engine step while engines take turns on a device, beyond their number: each finds the caches filled by
+another. Measured with two engines of 32 sequences on one core."""
+
+
+def slowdown(computing: int) -> float:
+    """How many times longer steps take while so many engines compute on one device."""
+    return computing * TURNS if computing > 1 else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCost:
+    """Seconds of an engine: `base_s + sequence_s * n` for a step that gives one token to each of n sequences, and
+    `request_s` for each sequence that begins (its prompt, and all that is done once)."""
+
+    base_s: float
+    sequence_s: float
+    request_s: float = 0.0
+
+    def step_s(self, running: int) -> float:
+        return self.base_s + self.sequence_s * running
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerCost:
+    """Seconds of an optimizer step, `base_s + token_s * tokens / learners`, prompts counted among the tokens; before
+    it the batch travels for `take_s`, in which the learner waits."""
+
+    base_s: float
+    token_s: float
+    take_s: float = 0.0
+
+    def step_s(self, tokens: int, learners: int) -> float:
+        return self.base_s + self.token_s * tokens / learners
+
+
+@dataclass(frozen=True, slots=True)
+class SyncCost:
+    """Seconds from the end of an optimizer step until generators can load its weights, how long handing them over
+    holds the learner up, and how long a swap holds an engine up."""
+
+    broadcast_s: float = 0.0
+    hold_s: float = 0.0
+    swap_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Groups to draw from, each with its own lengths: those of one prompt are alike."""
+
+    completions: NDArray[np.int32]
+    """[groups, group_size] action tokens."""
+    prompts: NDArray[np.int32]
+    """[groups] tokens."""
+    refunded: NDArray[np.bool_]
+    """[groups]; such a group is generated and never trained."""
+
+    @classmethod
+    def log_normal(
+        cls, *, mean_tokens: float, sigma: float, max_tokens: int, group_size: int, prompt_tokens: int = 0,
+        refunded_fraction: float = 0.0, seed: int = 0,
+    ) -> Self:  # fmt: skip
+        """Independent log-normal lengths with this mean before they are cut; `sigma` is that of the logarithm."""
+        dice = np.random.default_rng(seed)
+        shape = SYNTHETIC_GROUPS, group_size
+        drawn = dice.lognormal(np.log(mean_tokens) - sigma**2 / 2, sigma, shape)
+        refunded = dice.random(SYNTHETIC_GROUPS) < refunded_fraction
+        prompts = np.full(SYNTHETIC_GROUPS, prompt_tokens, dtype=np.int32)
+        return cls(np.clip(np.rint(drawn), 1, max_tokens).astype(np.int32), prompts, refunded)
+
+    @property
+    def group_size(self) -> int:
+        return self.completions.shape[1]
+
+    def of_size(self, group_size: int, *, seed: int = 0) -> Self:
+        """Groups of another size, whose members are drawn from those of the group."""
+        if group_size == self.group_size:
+            return self
+        chosen = np.random.default_rng(seed).integers(self.group_size, size=(len(self.completions), group_size))
+        return replace(self, completions=np.take_along_axis(self.completions, chosen, axis=1))
+
+    def cut(self, max_tokens: int) -> Self:
+        """The same with completions of so many tokens at most."""
+        return replace(self, completions=np.minimum(self.completions, max_tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Lengths and costs of a job. Raises ConfigError for one in which nothing can happen."""
+
+    lengths: Lengths
+    engine: EngineCost
+    learner: LearnerCost
+    sync: SyncCost = SyncCost()
+    reward_s: float = 0.0
+    """From the last token of a group until it is in the replay queue."""
+
+    def __post_init__(self) -> None:
+        if self.engine.step_s(1) <= 0 or self.learner.step_s(1, 1) <= 0:
+            raise ConfigError(
+                f"workload: an engine step of one sequence takes {self.engine.step_s(1):g} s and an optimizer step "
+                f"{self.learner.step_s(1, 1):g} s; both must take time"
+            )
+        if self.lengths.refunded.all():
+            raise ConfigError("workload: every group is refunded, so that no step can ever be trained")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What is chosen for a run. Raises ConfigError for one that could not start."""
+
+    generators: int
+    learners: int
+    max_staleness: int
+    groups_per_step: int
+    group_size: int
+    max_running_groups: int
+    """In one generator."""
+    steps: int
+    generators_per_device: int = 1
+    """Generators that take turns on one core or GPU."""
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            least = 0 if name == "max_staleness" else 1
+            if getattr(self, name) < least:
+                raise ConfigError(f"simulate: {name} = {getattr(self, name)}, must be at least {least}")
+        if self.groups_per_step % self.learners:
+            raise ConfigError(
+                f"simulate: groups_per_step = {self.groups_per_step} cannot be dealt to {self.learners} learners; "
+                "make it a multiple"
+            )

@@ -1,0 +1,67 @@
+"""`asyncrl top` on a replay queue that the test speaks for."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from asyncrl.errors import ConfigError, PeerTimeoutError
+from asyncrl.launch import top as top_module
+from asyncrl.launch.folder import RunFolder
+from asyncrl.launch.top import top
+from tests.helpers.replay import loopback_endpoints, small_config
+
+pytestmark = pytest.mark.timeout(60)
+
+STATUS: dict[str, Any] = {
+    "step": 3, "reward": 0.5, "staleness_mean": 1.5, "staleness_max": 2, "tokens_per_s": 1234.0,
+    "generator_idle": 0.1, "learner_idle": 0.02, "leased": 4, "finished": 5, "trained": 6, "refunded": {},
+    "metrics": {}, "generators": {}, "eval": {"prompts_done": 0, "last": None, "running": []},
+    "generators_wanted": 0, "catching_up": None,
+}  # fmt: skip
+
+
+class ScriptedQueue:
+    """Gives one status after the other, then is interrupted by Ctrl-C; None is silence."""
+
+    def __init__(self, *statuses: dict[str, Any] | None) -> None:
+        self.statuses = list(statuses)
+        self.closed = False
+
+    def status(self) -> dict[str, Any]:
+        if not self.statuses:
+            raise KeyboardInterrupt
+        status = self.statuses.pop(0)
+        if status is None:
+            raise PeerTimeoutError("no answer")
+        return status
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_it_shows_the_run_until_ctrl_c(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    queue = ScriptedQueue(STATUS | {"step": 0}, None, STATUS)
+    monkeypatch.setattr(top_module, "LauncherClient", lambda endpoints: queue)
+    monkeypatch.setattr(top_module, "EVERY_S", 0.01)
+    out = io.StringIO()
+    with RunFolder(small_config(run="one")) as folder:
+        folder.begin(folder.config, loopback_endpoints(1))
+        top(folder.path, Console(file=out, width=200))
+    lines = out.getvalue().splitlines()
+    assert lines[0] == "waiting for the first step ..."
+    assert lines[1] == "the replay queue does not answer; it may be starting ..."
+    assert lines[2].startswith("learner-bound: generators idle 10%"), "the first look says what holds the run back"
+    assert lines[3].startswith("step 3/3  reward 0.500")
+    assert queue.closed
+
+
+def test_a_run_that_does_not_go_on_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="runs/none: there is no such run"):
+        top(Path("runs/none"), Console())

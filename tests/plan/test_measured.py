@@ -1,0 +1,126 @@
+"""A run's folder read as a workload, and what is wrong with a folder or trace said clearly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from asyncrl.errors import DataError
+from asyncrl.plan.measured import read_run
+from asyncrl.plan.trace import read_trace
+from asyncrl.plan.workload import slowdown
+from asyncrl.replay.trace import SCHEMA, TraceWriter
+from tests.plan.made_runs import ENGINE, GROUP_SIZE, LEARNER, REWARD_S, SYNC, make_run
+
+
+def test_costs_are_found_again(tmp_path: Path) -> None:
+    run = read_run(make_run(tmp_path / "r"))
+    assert run.workload.engine == ENGINE
+    for name in ("base_s", "token_s", "take_s"):
+        assert getattr(run.workload.learner, name) == pytest.approx(getattr(LEARNER, name), rel=1e-6), name
+    for name in ("broadcast_s", "hold_s", "swap_s"):
+        assert getattr(run.workload.sync, name) == pytest.approx(getattr(SYNC, name)), name
+    assert run.workload.reward_s == REWARD_S
+    lengths = run.workload.lengths
+    assert lengths.completions.shape == (60, GROUP_SIZE)
+    assert lengths.refunded.mean() == pytest.approx(0.2)
+    assert set(lengths.prompts.tolist()) == {3}
+    assert (run.setup.generators, run.setup.steps, run.setup.generators_per_device) == (1, 12, 1)
+    assert (run.tokens_per_s, run.generator_idle, run.staleness) == (100.0, 0.25, [5, 5])
+
+
+def test_the_trace_alone_names_its_run(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "r")
+    assert read_run(folder / "trace.parquet").workload.engine == ENGINE
+
+
+def test_generators_that_take_turns_are_faster_alone(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "r", generators_per_device=2)
+    run = read_run(folder)
+    assert run.setup.generators_per_device == 2
+    assert run.workload.engine.base_s == ENGINE.base_s / slowdown(2)
+    assert read_run(folder, generators_per_device=1).workload.engine == ENGINE
+
+
+def test_a_run_that_goes_on_is_read_from_its_log(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "r")
+    table = pq.read_table(folder / "trace.parquet")
+    (folder / "trace.parquet").unlink()
+    (folder / "summary.json").unlink()
+    with pa.OSFile(str(folder / "trace.arrow"), "wb") as file, pa.ipc.new_stream(file, SCHEMA) as stream:
+        stream.write_table(table)
+    with (folder / "trace.arrow").open("ab") as file:
+        file.truncate(file.tell() - 8)
+        file.write(b"\xff\xff\xff\xff\x10\x00\x00\x00half")
+    assert read_run(folder).workload.engine == ENGINE
+
+
+def test_the_last_row_of_a_ticket_counts(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "r")
+    before = pq.read_table(folder / "trace.parquet")
+    TraceWriter(folder / "trace.parquet")._write(
+        before.slice(5, 1).to_batches()[0].set_column(5, "outcome", pa.array(["failed"])).serialize()
+    )
+    after = read_trace(folder)
+    assert len(after) == len(before)
+    assert sorted(after.column("ticket").to_pylist()) == before.column("ticket").to_pylist()
+    (row,) = (row for row in after.to_pylist() if row["ticket"] == 5)
+    assert row["outcome"] == "failed"
+
+
+@pytest.mark.parametrize(
+    ("columns", "says"),
+    [
+        ([*SCHEMA][:-1], "column rewards is missing"),
+        ([*SCHEMA, pa.field("more", pa.int32())], "column more is unknown"),
+        ([SCHEMA.field(0).with_type(pa.string()), *[*SCHEMA][1:]], "column ticket is string and not int64"),
+        ([*SCHEMA][::-1], "its columns are in another order"),
+    ],
+)
+def test_a_trace_of_another_schema_is_refused(tmp_path: Path, columns: list[pa.Field], says: str) -> None:
+    pq.write_table(pa.schema(columns).empty_table(), tmp_path / "trace.parquet")
+    with pytest.raises(DataError, match=f"not a trace of this version of asyncrl: {says}; run the job again"):
+        read_trace(tmp_path / "trace.parquet")
+
+
+def test_a_half_written_file_is_refused(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "r")
+    file = folder / "trace.parquet"
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    with pytest.raises(DataError, match=r"trace\.parquet: not a whole trace, it may be half written or cut"):
+        read_run(folder)
+
+
+def test_what_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no such file; give the trace of a run"):
+        read_trace(tmp_path / "none.parquet")
+    with pytest.raises(DataError, match=r"holds neither trace\.parquet nor trace\.arrow"):
+        read_run(tmp_path)
+    folder = make_run(tmp_path / "r", steps=2)
+    with pytest.raises(DataError, match="tells of 2 steps, at least 3 are needed"):
+        read_run(folder)
+    (folder / "config.yaml").unlink()
+    with pytest.raises(DataError, match=r"config\.yaml: no such file"):
+        read_run(folder)
+
+
+def test_a_run_of_an_earlier_version_is_refused(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "r")
+    file = folder / "metrics.jsonl"
+    file.write_text(file.read_text().replace("generator/request_s", "generator/other_s"))
+    with pytest.raises(DataError, match="has no generator/request_s; it is of an earlier version"):
+        read_run(folder)
+
+
+def test_steps_of_one_size_count_by_tokens(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "r")
+    table = pq.read_table(folder / "trace.parquet")
+    same = pa.array([[30, 30]] * len(table), SCHEMA.field("completion_tokens").type)
+    pq.write_table(table.set_column(14, SCHEMA.field("completion_tokens"), same), folder / "trace.parquet")
+    learner = read_run(folder).workload.learner
+    assert learner.base_s == pytest.approx(0.01), "what a commit takes"
+    assert np.isfinite(learner.token_s)

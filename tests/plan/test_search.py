@@ -1,0 +1,110 @@
+"""Splits of devices, and the commands that tell of them."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from asyncrl.errors import ConfigError
+from asyncrl.plan.search import limits, search
+from asyncrl.plan.show import show_plan, show_simulation
+from asyncrl.plan.workload import EngineCost, LearnerCost, Lengths, Setup, Workload
+from tests.plan.made_runs import make_run
+
+LENGTHS = Lengths.log_normal(mean_tokens=64, sigma=0.8, max_tokens=256, group_size=4)
+SETUP = Setup(
+    generators=1, learners=1, max_staleness=1, groups_per_step=12, group_size=4, max_running_groups=2, steps=20
+)
+
+
+def job(generating_s: float, training_s: float) -> Workload:
+    """A step takes so long on one generator, and on one learner."""
+    tokens = float(LENGTHS.completions.mean()) * 4 * 12
+    return Workload(LENGTHS, EngineCost(0.0, generating_s / tokens), LearnerCost(0.0, training_s / tokens))
+
+
+@pytest.mark.parametrize(("generating_s", "training_s", "generators"), [(3.0, 1.0, 6), (1.0, 3.0, 2), (1.0, 1.0, 4)])
+def test_devices_are_split_by_the_work(generating_s: float, training_s: float, generators: int) -> None:
+    found = search(job(generating_s, training_s), SETUP, devices=8, max_staleness=4)
+    best = found[0].prediction
+    assert abs(best.setup.generators - generators) <= 1
+    assert best.setup.learners == 8 - best.setup.generators
+    assert best.setup.max_staleness >= 1
+    assert {c.prediction.setup.learners for c in found} == {1, 2, 3, 4, 6}, "those that divide 12 groups"
+    assert all(c.prediction.setup.max_staleness <= 4 for c in found)
+    ideal = min(best.setup.generators / generating_s, best.setup.learners / training_s)
+    assert 0.85 * ideal < best.tokens_per_s / (float(LENGTHS.completions.mean()) * 48) < 1.1 * ideal
+
+
+def test_of_equal_limits_the_lowest_is_the_best() -> None:
+    found = search(job(10.0, 0.1), SETUP, devices=2, max_staleness=8)
+    first, best = found[0].prediction, max(c.prediction.tokens_per_s for c in found)
+    assert first.tokens_per_s >= 0.98 * best
+    assert first.setup.max_staleness < 8
+    assert found[0].binds == "generators"
+
+
+def test_limits_to_try() -> None:
+    assert limits(0) == [0]
+    assert limits(3) == [0, 1, 2, 3]
+    assert limits(16) == [0, 1, 2, 3, 4, 6, 9, 13, 16]
+
+
+def test_impossible_plans_are_refused() -> None:
+    with pytest.raises(ConfigError, match="devices = 1: a generator and a learner need one each"):
+        search(job(1, 1), SETUP, devices=1, max_staleness=1)
+    with pytest.raises(ConfigError, match="max_staleness = -1: must not be negative"):
+        search(job(1, 1), SETUP, devices=4, max_staleness=-1)
+
+
+def printed() -> tuple[Console, io.StringIO]:
+    out = io.StringIO()
+    return Console(file=out, width=200), out
+
+
+def test_plan_prints_a_table_and_the_command(tmp_path: Path) -> None:
+    console, out = printed()
+    run = make_run(tmp_path / "r")
+    found = show_plan(console, run, devices=4, max_staleness=2)
+    best = found[0].prediction.setup
+    assert f"4 devices, predicted from {run}; 6 setups tried" in out.getvalue()
+    assert (
+        out.getvalue()
+        .rstrip()
+        .endswith(
+            f"asyncrl launch --config {run / 'config.yaml'} --generators {best.generators} --learners {best.learners} "
+            f"--max-staleness {best.max_staleness}"
+        )
+    )
+
+
+def test_simulation_of_a_run_beside_what_was_measured(tmp_path: Path) -> None:
+    console, out = printed()
+    run = make_run(tmp_path / "r")
+    show_simulation(console, run, {}, {})
+    assert "measured" in out.getvalue()
+    console, out = printed()
+    found = show_simulation(console, run, {}, {"generators": 3, "max_new_tokens": 10})
+    assert found.setup.generators == 3
+    assert "measured" not in out.getvalue()
+    assert "tokens by staleness" in out.getvalue()
+
+
+def test_simulation_of_numbers() -> None:
+    console, out = printed()
+    numbers = {"mean_tokens": 50.0, "engine_base_ms": 10.0, "learner_token_us": 100.0}
+    found = show_simulation(console, None, numbers, {"generators": 2, "steps": 20})
+    assert found.setup.steps == 20
+    assert found.tokens_per_s > 0
+    assert "generators 2, learners 1" in out.getvalue()
+
+
+def test_numbers_that_are_missing_or_too_many_are_named(tmp_path: Path) -> None:
+    console, _ = printed()
+    with pytest.raises(ConfigError, match="--engine-base-ms: is missing; give --from"):
+        show_simulation(console, None, {"mean_tokens": 50.0}, {})
+    with pytest.raises(ConfigError, match="--mean-tokens: with --from the run says it"):
+        show_simulation(console, make_run(tmp_path / "r"), {"mean_tokens": 50.0}, {})

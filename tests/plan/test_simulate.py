@@ -1,0 +1,159 @@
+"""The simulator against what can be worked out by hand."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from asyncrl.errors import ConfigError
+from asyncrl.plan.simulate import Prediction, simulate
+from asyncrl.plan.workload import TURNS, EngineCost, LearnerCost, Lengths, Setup, SyncCost, Workload, slowdown
+
+
+def same(tokens: int, group_size: int = 1) -> Lengths:
+    return Lengths(np.full((4, group_size), tokens), np.zeros(4, dtype=np.int32), np.zeros(4, dtype=bool))
+
+
+def setup(**changes: int) -> Setup:
+    values = {
+        "generators": 1, "learners": 1, "max_staleness": 0, "groups_per_step": 8, "group_size": 8,
+        "max_running_groups": 8, "steps": 100,
+    }  # fmt: skip
+    return Setup(**values | changes)
+
+
+LONG_TAIL = Lengths.log_normal(mean_tokens=64, sigma=1.0, max_tokens=256, group_size=8)
+SCHEDULES = 10_000
+ENGINE = EngineCost(base_s=0.01, sequence_s=1e-4, request_s=1e-3)
+
+
+def sides(workload: Workload, chosen: Setup) -> tuple[float, float]:
+    """Trained tokens/s of generators with all slots busy, and of learners that never wait."""
+    slots = chosen.max_running_groups * chosen.group_size
+    mean_tokens = float(workload.lengths.completions.mean())
+    trained = 1.0 - float(workload.lengths.refunded.mean())
+    sequence_s = workload.engine.request_s + mean_tokens * workload.engine.step_s(slots) / slots
+    tokens = mean_tokens * chosen.group_size * chosen.groups_per_step
+    prompts = float(workload.lengths.prompts.mean()) * chosen.group_size * chosen.groups_per_step
+    step_s = workload.learner.step_s(round(tokens + prompts), chosen.learners)
+    return trained * chosen.generators * mean_tokens / sequence_s, tokens / step_s
+
+
+def test_a_step_takes_what_its_parts_take() -> None:
+    workload = Workload(same(10), EngineCost(0.01, 0.0, 0.05), LearnerCost(0.2, 0.001), SyncCost(0.03, 0.0, 0.02))
+    found = simulate(workload, setup(groups_per_step=1, group_size=1, max_running_groups=1, steps=10))
+    generating_s, training_s, syncing_s = 0.05 + 10 * 0.01, 0.2 + 10 * 0.001, 0.03 + 0.02
+    assert found.wall_s == pytest.approx(10 * (generating_s + training_s) + 9 * syncing_s)
+    assert found.staleness == [100]
+    assert found.tokens_per_s == pytest.approx(100 / found.wall_s)
+    assert found.learner_idle == pytest.approx(1 - 10 * training_s / found.wall_s)
+
+
+@pytest.mark.parametrize("learner_token_s", [2e-5, 2e-4, 2e-3])
+@pytest.mark.parametrize("generators", [1, 3])
+def test_throughput_is_within_its_bounds(learner_token_s: float, generators: int) -> None:
+    workload = Workload(LONG_TAIL, ENGINE, LearnerCost(0.0, learner_token_s))
+    chosen = setup(generators=generators, max_staleness=8, groups_per_step=24, steps=200)
+    bound = min(sides(workload, chosen))
+    found = simulate(workload, chosen)
+    assert 0.9 * bound < found.tokens_per_s < 1.03 * bound
+    synchronous = simulate(workload, setup(generators=generators, groups_per_step=24, steps=200))
+    assert synchronous.tokens_per_s < found.tokens_per_s
+
+
+@pytest.mark.timeout(400)
+def test_no_token_is_older_than_the_limit_in_random_runs() -> None:
+    dice = np.random.default_rng(0)
+    for seed in range(SCHEDULES):
+        limit, learners = int(dice.integers(0, 5)), int(dice.integers(1, 4))
+        lengths = Lengths.log_normal(
+            mean_tokens=float(dice.uniform(2, 40)), sigma=float(dice.uniform(0.1, 1.5)), max_tokens=100,
+            group_size=int(dice.integers(1, 4)), refunded_fraction=float(dice.uniform(0, 0.6)), seed=seed,
+        )  # fmt: skip
+        workload = Workload(
+            lengths,
+            EngineCost(float(dice.uniform(0.001, 0.1)), float(dice.uniform(0, 0.01)), float(dice.uniform(0, 0.1))),
+            LearnerCost(float(dice.uniform(0, 1)), float(dice.uniform(1e-5, 1e-2))),
+            SyncCost(float(dice.uniform(0, 1)), float(dice.uniform(0, 0.3)), float(dice.uniform(0, 0.2))),
+            reward_s=float(dice.choice([0.0, 0.5])),
+        )
+        found = simulate(
+            workload,
+            setup(
+                generators=int(dice.integers(1, 5)), learners=learners, max_staleness=limit,
+                groups_per_step=learners * int(dice.integers(1, 5)), group_size=lengths.group_size,
+                max_running_groups=int(dice.integers(1, 6)), steps=6, generators_per_device=int(dice.integers(1, 3)),
+            ),
+            seed=seed,
+        )  # fmt: skip
+        assert found.staleness_max <= limit
+        assert sum(found.staleness) > 0
+        check_fractions(found)
+
+
+def test_little_law() -> None:
+    """Groups in the system are those that come per second times how long each stays."""
+    for refunded in (0.0, 0.3):
+        lengths = Lengths.log_normal(
+            mean_tokens=30, sigma=1.0, max_tokens=200, group_size=4, refunded_fraction=refunded
+        )
+        workload = Workload(lengths, ENGINE, LearnerCost(0.1, 1e-4), SyncCost(0.05, 0.01, 0.01), reward_s=0.2)
+        found = simulate(workload, setup(generators=2, max_staleness=3, group_size=4, steps=300))
+        rate = found.leased_groups / found.wall_s
+        assert found.groups_in_flight == pytest.approx(rate * found.life_s, rel=0.02)
+        assert found.groups_in_flight <= 4 * 8
+        assert found.tokens_in_flight <= 4 * 8 * 4 * float(lengths.completions.mean()) * 1.2
+
+
+def test_engines_that_take_turns_are_less_than_half_as_fast() -> None:
+    workload = Workload(LONG_TAIL, ENGINE, LearnerCost(0.0, 1e-6))
+    chosen = setup(generators=2, max_staleness=4, groups_per_step=16)
+    apart = simulate(workload, chosen)
+    together = simulate(workload, setup(generators=2, max_staleness=4, groups_per_step=16, generators_per_device=2))
+    assert together.tokens_per_s == pytest.approx(apart.tokens_per_s / slowdown(2), rel=0.03)
+    alone = simulate(workload, setup(generators=1, max_staleness=4, groups_per_step=16))
+    assert together.tokens_per_s == pytest.approx(alone.tokens_per_s / TURNS, rel=0.03)
+
+
+def check_fractions(found: Prediction) -> None:
+    assert 0 <= found.generator_idle <= 1
+    assert 0 <= found.learner_idle <= 1 + 1e-9
+    assert found.tokens_per_s <= found.generated_tokens_per_s * (1 + 1e-9)
+
+
+def test_tokens_are_of_the_version_that_sampled_them() -> None:
+    """A swap in the middle of long completions: what was sampled before it is a step older."""
+    workload = Workload(same(100), EngineCost(0.01, 0.0), LearnerCost(0.5, 1e-9))
+    found = simulate(workload, setup(groups_per_step=1, group_size=1, max_running_groups=2, max_staleness=2, steps=50))
+    assert found.staleness_max in (1, 2)
+    assert sum(found.staleness) == 50 * 100
+
+
+def test_refunded_groups_make_place_for_others() -> None:
+    lengths = Lengths.log_normal(
+        mean_tokens=20, sigma=0.5, max_tokens=60, group_size=8, refunded_fraction=0.5, prompt_tokens=5
+    )
+    found = simulate(Workload(lengths, ENGINE, LearnerCost(0.0, 1e-6)), setup(max_staleness=4))
+    assert 0.4 < found.refunded_groups / (found.refunded_groups + 800) < 0.6
+
+
+def test_a_thousand_generators_are_simulated_in_a_minute() -> None:
+    workload = Workload(LONG_TAIL, ENGINE, LearnerCost(0.0, 1e-6))
+    started_s = time.process_time()
+    simulate(workload, setup(generators=1024, groups_per_step=512, max_staleness=4, steps=50))
+    assert time.process_time() - started_s < 60 / 5, "1,000 steps take 20 times as long"
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"learners": 0}, "learners = 0, must be at least 1"),
+        ({"max_staleness": -1}, "max_staleness = -1, must be at least 0"),
+        ({"groups_per_step": 5, "learners": 2}, "cannot be dealt to 2 learners"),
+    ],
+)
+def test_impossible_setups_are_refused(changes: dict[str, int], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        setup(**changes)

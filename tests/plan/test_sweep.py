@@ -1,0 +1,144 @@
+"""Cells that are run once, results that say how sure they are, and pictures of both."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from asyncrl.errors import ConfigError, DataError
+from asyncrl.plan.sweep import Sweep, parse_limits, run_cells, status_of
+from asyncrl.plan.sweep_report import print_results, write_sweep_report
+from asyncrl.plan.sweep_results import read_results, recommend, smoothed
+from tests.helpers.replay import small_config
+from tests.plan.made_runs import make_run
+
+
+class MadeRuns:
+    """In place of `asyncrl launch`: writes the folder of a run, or fails as it is told to."""
+
+    def __init__(self, codes: Sequence[int] = ()) -> None:
+        self.codes = list(codes)
+        self.names: list[str] = []
+
+    def __call__(self, arguments: Sequence[str], log: Path) -> int:
+        log.write_text("said")
+        name, limit = arguments[arguments.index("--run") + 1], int(arguments[arguments.index("--max-staleness") + 1])
+        self.names.append(name)
+        code = self.codes.pop(0) if self.codes else 0
+        if not code:
+            seed = int(name.rpartition("seed")[2])
+            folder = make_run(Path("runs") / name, rewards=0.5 + 0.1 * limit + 0.01 * seed, tokens_per_s=100.0 + limit)
+            values = small_config(run=name, seed=seed, replay__max_staleness=limit, steps=5, resume="auto")
+            (folder / "config.yaml").write_text(values.to_yaml())
+        return code
+
+
+@pytest.fixture
+def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sweep:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.yaml").write_text(small_config(steps=5).to_yaml())
+    return Sweep("try", "my.yaml", {}, (), (0, 2), 2)
+
+
+def quiet() -> Console:
+    return Console(file=io.StringIO(), width=200)
+
+
+def test_cells_run_seed_by_seed_and_only_once(sweep: Sweep) -> None:
+    first = MadeRuns()
+    assert run_cells(sweep, quiet(), first) == ([], False)
+    assert first.names == ["try-s0-seed0", "try-s2-seed0", "try-s0-seed1", "try-s2-seed1"]
+    again = MadeRuns()
+    assert run_cells(sweep, quiet(), again) == ([], False)
+    assert again.names == []
+
+
+def test_an_interrupted_sweep_goes_on(sweep: Sweep) -> None:
+    first = MadeRuns([0, 130])
+    assert run_cells(sweep, quiet(), first) == ([], True)
+    second = MadeRuns()
+    assert run_cells(sweep, quiet(), second) == ([], False)
+    assert second.names == ["try-s2-seed0", "try-s0-seed1", "try-s2-seed1"]
+
+
+def test_a_failed_cell_is_told_and_the_others_run(sweep: Sweep) -> None:
+    out = io.StringIO()
+    failed, interrupted = run_cells(sweep, Console(file=out, width=200), MadeRuns([0, 1]))
+    assert ([cell.name for cell in failed], interrupted) == (["try-s2-seed0"], False)
+    assert "failed with exit code 1, see sweeps/try/try-s2-seed0.log" in out.getvalue()
+    assert [status_of(cell) for cell in sweep.cells] == ["finished", "missing", "finished", "finished"]
+
+
+def test_cells_of_other_settings_are_refused(sweep: Sweep) -> None:
+    run_cells(sweep, quiet(), MadeRuns())
+    other = Sweep("try", "my.yaml", {"learner.lr": 0.5}, ("learner.lr=0.5",), (0, 2), 2)
+    with pytest.raises(ConfigError, match=r"runs/try-s0-seed0: is of a sweep with other settings \(learner\)"):
+        run_cells(other, quiet(), MadeRuns())
+
+
+def test_bad_limits_and_seeds_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--max-staleness 0,x: give numbers with commas"):
+        parse_limits("0,x")
+    with pytest.raises(ConfigError, match="--max-staleness 1,1: give limits of 0 and more, each once"):
+        Sweep("try", "demo", {}, (), parse_limits("1,1"), 1)
+    with pytest.raises(ConfigError, match="--seeds 0: at least 1"):
+        Sweep("try", "demo", {}, (), (0,), 0)
+
+
+def test_results_of_all_cells(sweep: Sweep, tmp_path: Path) -> None:
+    run_cells(sweep, quiet(), MadeRuns())
+    results = read_results(sweep.cells)
+    low, high = results.limits
+    assert (low.max_staleness, high.max_staleness, low.seeds) == (0, 2, 2)
+    assert low.reward_in_time == pytest.approx(0.505)
+    assert high.reward_in_time == pytest.approx(0.705)
+    assert low.reward_in_time_error == pytest.approx(0.005)
+    assert (low.tokens_per_s, high.tokens_per_s) == (100.0, 102.0)
+    assert (low.pareto, high.pareto) == (False, True)
+    assert results.recommendation.max_staleness == 2
+    assert results.recommendation.best_fraction == {0: 0.0, 2: 1.0}
+    out = io.StringIO()
+    print_results(results, Console(file=out, width=200))
+    assert "take max_staleness 2: reward 0.705" in out.getvalue()
+    results.write(tmp_path / "sweep.json")
+    assert json.loads((tmp_path / "sweep.json").read_text())["recommendation"]["max_staleness"] == 2
+    write_sweep_report(results, tmp_path / "sweep.html", name="<try>")
+    page = (tmp_path / "sweep.html").read_text()
+    assert "&lt;try&gt;" in page
+    assert "Pareto front" in page
+
+
+def test_a_partial_sweep_has_results_and_an_empty_one_none(sweep: Sweep) -> None:
+    with pytest.raises(DataError, match="no cell of the sweep has finished"):
+        read_results(sweep.cells)
+    run_cells(sweep, quiet(), MadeRuns())
+    shutil.rmtree("runs/try-s2-seed1")
+    assert [limit.seeds for limit in read_results(sweep.cells).limits] == [2, 1]
+
+
+def test_a_limit_that_cannot_be_told_from_the_best_is_taken_when_it_is_lower() -> None:
+    rewards = {0: np.array([0.2, 0.25, 0.22]), 1: np.array([0.7, 0.8, 0.6]), 4: np.array([0.75, 0.7, 0.71])}
+    found = recommend(rewards, 60.0)
+    assert found.max_staleness == 1
+    assert "4 cannot be told from it" in found.sentence
+    assert sum(found.best_fraction.values()) == pytest.approx(1.0)
+    clear = recommend({0: np.array([0.2, 0.25, 0.22]), 1: np.array([0.7, 0.72, 0.71])}, 60.0)
+    assert clear.max_staleness == 1
+    assert "the best of all in 100% of the bootstrap samples" in clear.sentence
+
+
+def test_one_seed_says_that_it_is_unsure() -> None:
+    found = recommend({0: np.array([0.2]), 2: np.array([0.3])}, 60.0)
+    assert found.max_staleness == 2
+    assert "one seed only" in found.sentence
+
+
+def test_smoothing_is_a_mean_of_the_latest() -> None:
+    assert smoothed([1, 2, 3, 4, 5, 6, 7]) == [1, 1.5, 2, 2.5, 3, 4, 5]

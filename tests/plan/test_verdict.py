@@ -1,0 +1,88 @@
+"""The verdict on jobs whose bottleneck is known."""
+
+from __future__ import annotations
+
+import pytest
+
+from asyncrl.plan.search import predict
+from asyncrl.plan.verdict import Verdict, guess, judge, ordinal
+from asyncrl.plan.workload import EngineCost, LearnerCost, Lengths, Setup, SyncCost, Workload
+
+LENGTHS = Lengths.log_normal(mean_tokens=64, sigma=0.8, max_tokens=256, group_size=8)
+TOKENS = float(LENGTHS.completions.mean()) * 8 * 16
+"""Of a step."""
+
+
+def job(generating_s: float, training_s: float, sync: SyncCost | None = None) -> Workload:
+    """Each side takes so long for a step when it never waits."""
+    return Workload(
+        LENGTHS, EngineCost(0.0, generating_s / TOKENS, 0.0), LearnerCost(0.0, training_s / TOKENS), sync or SyncCost()
+    )
+
+
+def verdict(workload: Workload, **changes: int) -> Verdict:
+    values = {
+        "generators": 1, "learners": 1, "max_staleness": 4, "groups_per_step": 16, "group_size": 8,
+        "max_running_groups": 8, "steps": 50,
+    }  # fmt: skip
+    setup = Setup(**values | changes)
+    found = predict(workload, setup)
+    return judge(workload, setup, generator_idle=found.generator_idle, learner_idle=found.learner_idle)
+
+
+def test_slow_generators_bind() -> None:
+    found = verdict(job(2.0, 1.0), generators=1)
+    assert found.bound == "generator"
+    assert found.sentence.startswith("generator-bound: the learner waited 5")
+    assert "a second generator would give about +" in found.sentence
+    assert found.changes[0].gain == pytest.approx(0.95, abs=0.1)
+
+
+def test_a_slow_learner_binds() -> None:
+    found = verdict(job(1.0, 3.0))
+    assert found.bound == "learner"
+    assert "a second learner would give about +" in found.sentence
+    assert found.changes[0].gain == pytest.approx(1.0, abs=0.1)
+
+
+def test_taking_turns_binds_when_the_sides_are_alike() -> None:
+    found = verdict(job(1.0, 1.0), max_staleness=0)
+    assert found.bound == "staleness"
+    assert "max_staleness 0 -> 1 would give about +" in found.sentence
+    assert found.changes[0].gain > 0.5
+
+
+def test_slow_weights_bind_a_low_limit() -> None:
+    found = verdict(job(1.0, 1.0, SyncCost(broadcast_s=1.5)), max_staleness=1)
+    assert found.bound == "staleness"
+
+
+def test_balanced_sides_are_called_so() -> None:
+    found = verdict(job(1.0, 1.0), max_staleness=8, groups_per_step=16, learners=16)
+    assert found.bound in ("generator", "balanced")
+    found = verdict(job(1.0, 0.02), max_staleness=8, generators=200)
+    assert found.bound != "generator" or found.changes[0].gain < 0.1
+
+
+@pytest.mark.parametrize(
+    ("generator_idle", "learner_idle", "max_staleness", "bound"),
+    [
+        (0.01, 0.4, 4, "generator"),
+        (0.4, 0.01, 4, "learner"),
+        (0.01, 0.02, 4, "balanced"),
+        (0.4, 0.5, 0, "staleness"),
+        (0.2, 0.2, 2, "staleness"),
+        (0.89, 0.12, 4, "learner"),
+        (0.15, 0.6, 4, "generator"),
+    ],
+)
+def test_from_idle_fractions_alone(generator_idle: float, learner_idle: float, max_staleness: int, bound: str) -> None:
+    found = guess(generator_idle=generator_idle, learner_idle=learner_idle, max_staleness=max_staleness)
+    assert found.bound == bound
+    assert f"{generator_idle:.0%}" in found.sentence
+
+
+def test_ordinals() -> None:
+    assert [ordinal(n) for n in (2, 10, 11, 12, 13, 21, 22, 103, 111)] == [
+        "second", "tenth", "11th", "12th", "13th", "21st", "22nd", "103rd", "111th",
+    ]  # fmt: skip
