@@ -1,0 +1,125 @@
+"""The simulator against real runs: calibrated on one of them, how near does it come to the others?
+
+Runs the long-tailed workload at several staleness limits with one and two generators, in turns, and prints what each
+setup showed, in the median of its runs, beside what the simulator says of it. The workload is that of one run of the
+first setup, in which generators drain at every step, so that it tells what steps of few and of many sequences cost.
+
+    python -m benchmarks.simulated --steps 20 --rounds 3
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean, median
+
+from asyncrl.plan.measured import Measured, read_run
+from asyncrl.plan.simulate import simulate
+from benchmarks.demo import launched
+from benchmarks.frame import CannotRun
+from benchmarks.long_tail import prepare_long_tail, settings
+
+LIMITS, GENERATORS = (0, 2, 8), (1, 2)
+"""The first of each is the setup that the simulator is calibrated on."""
+SEEDS = 5
+"""Simulations of each run, whose mean is compared: what lengths come is chance."""
+TIMEOUT_S = 1200.0
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    max_staleness: int
+    generators: int
+    tokens_per_s: float
+    simulated_tokens_per_s: float
+    generator_idle: float
+    simulated_generator_idle: float
+    learner_idle: float
+    simulated_learner_idle: float
+    every_tokens_per_s: list[float]
+    """Of each run."""
+    oldest: int
+    """Staleness of the oldest token that was trained in the real runs."""
+
+    @property
+    def error(self) -> float:
+        """Of the throughput, relative."""
+        return self.simulated_tokens_per_s / self.tokens_per_s - 1
+
+
+def run_folder(max_staleness: int, generators: int, number: int) -> Path:
+    return Path("runs") / f"simulated-s{max_staleness}-g{generators}-{number}"
+
+
+def run(model: str, max_staleness: int, generators: int, number: int, steps: int) -> None:
+    folder = run_folder(max_staleness, generators, number)
+    overrides = settings(model, steps=steps, max_staleness=max_staleness, quick=False)
+    with launched(folder.name, [*overrides, f"launch.generators={generators}"]) as process:
+        if process.wait(TIMEOUT_S):
+            raise CannotRun(f"asyncrl launch ended with code {process.returncode}; see {folder}/logs")
+
+
+def compare(runs: list[Measured], calibrated: Measured) -> Compared:
+    """Runs of one setup."""
+    setup = runs[0].setup
+    simulated = [simulate(calibrated.workload, setup, seed=seed) for seed in range(SEEDS)]
+
+    def real(name: str) -> float:
+        return median(getattr(one, name) for one in runs)
+
+    def predicted(name: str) -> float:
+        return fmean(getattr(one, name) for one in simulated)
+
+    return Compared(
+        setup.max_staleness,
+        setup.generators,
+        real("tokens_per_s"),
+        predicted("tokens_per_s"),
+        real("generator_idle"),
+        predicted("generator_idle"),
+        real("learner_idle"),
+        predicted("learner_idle"),
+        [one.tokens_per_s for one in runs],
+        max(len(one.staleness) for one in runs) - 1,
+    )
+
+
+def show(rows: Iterable[Compared]) -> None:
+    titles = ("max_staleness", "generators", "tokens/s", "least to largest", "simulated", "", "generators idle")
+    print(f"| {' | '.join(titles)} | simulated | learner idle | simulated | oldest token |\n{'|---' * 11}|")
+    for row in rows:
+        print(
+            f"| {row.max_staleness} | {row.generators} | {row.tokens_per_s:,.0f} | "
+            f"{min(row.every_tokens_per_s):,.0f} to {max(row.every_tokens_per_s):,.0f} | "
+            f"{row.simulated_tokens_per_s:,.0f} | {row.error:+.1%} | "
+            f"{row.generator_idle:.3f} | {row.simulated_generator_idle:.3f} | "
+            f"{row.learner_idle:.3f} | {row.simulated_learner_idle:.3f} | {row.oldest} |",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=1, help="Runs of every setup.")
+    parser.add_argument("--again", action="store_true", help="Compare the runs that there are.")
+    parser.add_argument("--json", type=Path, help="File to write the figures to.")
+    options = parser.parse_args()
+    model = prepare_long_tail()
+    setups = [(limit, generators) for generators in GENERATORS for limit in LIMITS]
+    for number in range(0 if options.again else options.rounds):
+        for limit, generators in setups:
+            run(model, limit, generators, number, options.steps)
+    found = [[read_run(run_folder(*setup, number)) for number in range(options.rounds)] for setup in setups]
+    first = sorted(found[0], key=lambda one: one.tokens_per_s)
+    rows = [compare(runs, first[len(first) // 2]) for runs in found]
+    show(rows)
+    if options.json:
+        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
