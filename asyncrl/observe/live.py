@@ -76,12 +76,18 @@ class LiveView:
     def _line(self, status: dict[str, Any], restarts: int) -> str:
         return (
             f"step {status['step']:>{len(str(self._steps))}}/{self._steps}  reward {_reward(status)}  "
-            f"staleness {status['staleness_mean']:.2f} (max {status['staleness_max']} of {self._max_staleness})  "
+            f"staleness {self._staleness(status)}  "
             f"{status['tokens_per_s']:,.0f} tok/s  "
             f"idle: generators {status['generator_idle']:.0%}, learners {status['learner_idle']:.0%}"
             + _evaluated(status, "  eval ")
             + _disturbed(status, restarts, "  ")
         )
+
+    def _staleness(self, status: dict[str, Any]) -> str:
+        """Of trained tokens; beside the hard bound, the limit that groups are admitted by when it is lower."""
+        admitted = int(status["metrics"].get("replay/admitted_staleness", self._max_staleness))
+        now = f", {admitted} admitted" if admitted < self._max_staleness else ""
+        return f"{status['staleness_mean']:.2f} (max {status['staleness_max']} of {self._max_staleness}{now})"
 
     def _panel(self, status: dict[str, Any], restarts: int) -> Panel:
         main = Table.grid(padding=(0, 3))
@@ -90,7 +96,7 @@ class LiveView:
         main.add_row("reward", f"[bold green]{_reward(status)}", "trained tokens/s", f"{status['tokens_per_s']:,.0f}")
         main.add_row(
             "staleness",
-            f"{status['staleness_mean']:.2f} (max {status['staleness_max']} of {self._max_staleness})",
+            self._staleness(status),
             "groups",
             f"{status['leased']} leased, {status['finished']} waiting, {status['trained']} trained",
         )

@@ -116,8 +116,9 @@ PAGE = """<!doctype html>
 <style>
 body {{ font-family: system-ui, sans-serif; margin: 2rem auto; max-width: 1100px; color: #222; }}
 th {{ text-align: left; padding: 2px 16px 2px 0; vertical-align: top; font-weight: 600; }}
-td {{ font-family: ui-monospace, monospace; font-size: 0.9em; word-break: break-word; padding-right: 16px;
+td {{ font-family: ui-monospace, monospace; font-size: 0.9em; white-space: nowrap; padding-right: 16px;
      min-width: 4.5em; }}
+td:only-of-type {{ white-space: normal; word-break: break-word; }}
 pre {{ font-size: 0.85em; background: #f7f7f9; padding: 1rem; overflow-x: auto; }}
 p.verdict {{ background: #eef4ff; padding: 0.7rem 1rem; border-left: 4px solid #3b6fd4; }}
 p.warning {{ background: #fff6e5; padding: 0.7rem 1rem; border-left: 4px solid #e08a3a; }}

@@ -40,6 +40,7 @@ def status(done: bool) -> dict[str, object]:
         "done": done,
         "step": 3 if done else 0,
         "generators_wanted": 1,
+        "metrics": {},
         "generators": {"0": {"heard_ago_s": 0.0, "session": "a"}},
         "learners": {"0": 0.0, "1": 0.0},
         "eval": {"prompts_done": 0, "last": None, "running": []},

@@ -80,6 +80,13 @@ def test_plain_view_prints_lines() -> None:
     )
 
 
+def test_a_limit_that_moves_stands_beside_the_hard_bound() -> None:
+    out = io.StringIO()
+    with LiveView(Console(file=out, width=200), run="r", steps=3, max_staleness=4) as view:
+        view.update(STATUS | {"metrics": STATUS["metrics"] | {"replay/admitted_staleness": 3.0}})
+    assert "staleness 1.50 (max 2 of 4, 3 admitted)" in out.getvalue()
+
+
 def test_plain_view_tells_the_last_evaluation_and_the_one_under_way() -> None:
     out = io.StringIO()
     evaluation = {
