@@ -13,9 +13,9 @@ from asyncrl.errors import ConfigError
 SYNTHETIC_GROUPS = 4096
 """Groups of a made-up workload, which the simulator draws from."""
 
-TURNS = 1.06
+TURNS = 1.02
 """Time of an engine step while engines take turns on a device, beyond their number: each finds the caches filled by
-another. Measured with two engines of 32 sequences on one core."""
+another. Measured with two engines of 32 sequences on one core (`benchmarks/turns.py`)."""
 
 
 def slowdown(computing: int) -> float:

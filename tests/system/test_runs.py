@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -145,7 +146,9 @@ def test_two_generators_and_two_learners(launch: Start) -> None:
 def watched(run: Launched, seconds: float) -> str:
     """What `asyncrl top` shows in so long, until Ctrl-C."""
     command = [sys.executable, "-m", "asyncrl.cli", "top", str(run.run_dir)]
-    with subprocess.Popen(command, cwd=run.folder, stdout=subprocess.PIPE, text=True) as view:
+    # Tests that run in the background ignore Ctrl-C, and what they start would, too.
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(command, cwd=run.folder, stdout=subprocess.PIPE, text=True, preexec_fn=heed) as view:
         time.sleep(seconds)
         view.send_signal(signal.SIGINT)
         shown, _ = view.communicate(timeout=20)

@@ -1,0 +1,129 @@
+"""What taking turns costs: steps of an engine while another one computes on its core, against steps alone.
+
+Blocks with and without the other engine alternate in one run; a learner trains on the other core all the time, as it
+does in a run. What the median is above 2 times is `asyncrl.plan.workload.TURNS`.
+
+    python -m benchmarks.turns
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import time
+from collections.abc import Callable
+from multiprocessing.queues import Queue
+from multiprocessing.synchronize import Barrier
+from statistics import quantiles
+
+from benchmarks.long_tail import MAX_TOKENS, prepare_long_tail, settings
+
+BLOCK_S = 0.8
+READY_S = 180.0
+ENGINE_CORE, LEARNER_CORE = 1, 0
+BATCH, LENGTH_TOKENS = 64, 64
+"""Of the learner's batches."""
+
+
+def engine_step(model: str, running: int) -> Callable[[], None]:
+    """A step of an engine in which so many sequences run."""
+    from asyncrl.config import load_config, parse_override
+    from asyncrl.generator.vllm_setup import ENVIRONMENT
+
+    os.environ.update(ENVIRONMENT)
+    overrides = settings(model, steps=1, max_staleness=0, quick=False)
+    config = load_config("demo", dict(parse_override(text) for text in overrides))
+    from vllm import TokensPrompt
+
+    from asyncrl.generator.vllm_setup import build_engine, sampling_params
+    from benchmarks.synchronous import all_prompts
+
+    engine, prompts, begun = build_engine(config, 0), all_prompts(config), 0
+    sampling = sampling_params(config, 1.0, 1.0).clone()
+    sampling.ignore_eos, sampling.max_tokens = True, MAX_TOKENS
+
+    def step() -> None:
+        nonlocal begun
+        while engine.get_num_unfinished_requests() < running:
+            begun += 1
+            engine.add_request(str(begun), TokensPrompt(prompt_token_ids=next(prompts)), sampling)
+        engine.step()
+
+    for _ in range(50):
+        step()
+    return step
+
+
+def measured(model: str, running: int, blocks: int, ready: Barrier, times: Queue[list[float]]) -> None:
+    """Mean seconds of a step in each block."""
+    os.sched_setaffinity(0, {ENGINE_CORE})
+    step, found = engine_step(model, running), list[float]()
+    ready.wait(READY_S)
+    began_s = time.monotonic()
+    for block in range(blocks):
+        steps, block_s = 0, time.monotonic()
+        while time.monotonic() < began_s + (block + 1) * BLOCK_S:
+            step()
+            steps += 1
+        found.append((time.monotonic() - block_s) / steps)
+    times.put(found)
+
+
+def other(model: str, running: int, blocks: int, ready: Barrier) -> None:
+    """Computes in every second block."""
+    os.sched_setaffinity(0, {ENGINE_CORE})
+    step = engine_step(model, running)
+    ready.wait(READY_S)
+    began_s = time.monotonic()
+    while (block := int((time.monotonic() - began_s) / BLOCK_S)) < blocks:
+        if block % 2:
+            step()
+        else:
+            time.sleep(0.002)
+
+
+def learner(model: str, blocks: int, ready: Barrier) -> None:
+    os.sched_setaffinity(0, {LEARNER_CORE})
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    trained = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-6)
+    tokens = torch.randint(2, 60, (BATCH, LENGTH_TOKENS))
+    ready.wait(READY_S)
+    end_s = time.monotonic() + blocks * BLOCK_S
+    while time.monotonic() < end_s:
+        trained(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--running", type=int, default=32, help="Sequences in each engine.")
+    parser.add_argument("--blocks", type=int, default=121)
+    options = parser.parse_args()
+    model, spawn = prepare_long_tail(), multiprocessing.get_context("spawn")
+    ready, times = spawn.Barrier(3), spawn.Queue()
+    os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    roles = [
+        spawn.Process(target=measured, args=(model, options.running, options.blocks, ready, times)),
+        spawn.Process(target=other, args=(model, options.running, options.blocks, ready)),
+        spawn.Process(target=learner, args=(model, options.blocks, ready)),
+    ]
+    for role in roles:
+        role.start()
+    found = times.get(timeout=READY_S + 2 * options.blocks * BLOCK_S)
+    for role in roles:
+        role.join(READY_S)
+    ratios = [2 * found[i] / (found[i - 1] + found[i + 1]) for i in range(1, options.blocks - 1, 2)]
+    low, middle, high = quantiles(ratios, n=4)
+    alone_ms = 1e3 * quantiles(found[::2], n=4)[1]
+    print(f"{options.running} sequences: a step alone {alone_ms:.2f} ms, with another engine {middle:.3f} times that "
+          f"(quartiles {low:.3f}, {high:.3f}), {middle / 2:.3f} of its share")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
