@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 LAG_BOUNDS = (0, 1, 2, 4, 8, 16)
 """Highest staleness of each bucket but the last."""
 LAG_BUCKETS = ("0", "1", "2", "3-4", "5-8", "9-16", "17+")
@@ -18,3 +20,8 @@ LAG_METRICS = {
     "mask_negative": "masked, advantage < 0",
 }
 """Metrics of each bucket, and what they are."""
+
+
+def mean_lag(histogram: Sequence[int]) -> float:
+    """Of tokens by staleness; 0 when there are none."""
+    return sum(lag * tokens for lag, tokens in enumerate(histogram)) / max(sum(histogram), 1)

@@ -11,7 +11,7 @@ from asyncrl.launch.resources import Plan
 from asyncrl.plan.verdict import verdict_of
 
 EVERY_S = 60.0
-"""A verdict is simulated: that takes up to a second of a core."""
+"""A verdict is simulated: that takes a second or two of a core."""
 
 
 class Judge:

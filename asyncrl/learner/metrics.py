@@ -9,6 +9,7 @@ from torch import Tensor
 
 from asyncrl.algorithms.corrections import (
     Level,
+    ess_from_moments,
     importance_weights,
     safe_exp,
     weight_moments,
@@ -86,10 +87,8 @@ class Tally:
 
     def ess(self, ranks: Ranks) -> float:
         """Effective sample size of the importance weights of all tokens or sequences so far, over all ranks."""
-        total, squares, count = ranks.sum(
-            torch.stack([self.sums[f"ess_{name}"] for name in ("total", "squares", "count")])
-        )
-        return float((total**2 / (count * squares)).clamp(max=1.0))
+        moments = torch.stack([self.sums[f"ess_{name}"] for name in ("total", "squares", "count")])
+        return float(ess_from_moments(ranks.sum(moments)))
 
     def reduce(self, ranks: Ranks, *, updates: int, epochs: int) -> dict[str, float]:
         """Metrics of the whole step over all ranks, which all call this; a mean over nothing is left out.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from asyncrl.errors import ConfigError
+from asyncrl.lags import mean_lag
 from asyncrl.plan.measured import Measured, read_run
 from asyncrl.plan.search import Candidate, binds, search
 from asyncrl.plan.simulate import Prediction, simulate
@@ -104,11 +104,6 @@ def _print_prediction(console: Console, found: Prediction, measured: Measured | 
     shares = ", ".join(f"{lag}: {tokens / total:.1%}" for lag, tokens in enumerate(found.staleness))
     console.print(f"tokens by staleness  {shares}", highlight=False, soft_wrap=True)
     console.print(f"what binds           {binds(found)}", highlight=False)
-
-
-def mean_lag(histogram: Sequence[int]) -> float:
-    """Of tokens by staleness."""
-    return sum(lag * tokens for lag, tokens in enumerate(histogram)) / max(sum(histogram), 1)
 
 
 def show_plan(console: Console, run: Path, *, devices: int, max_staleness: int) -> list[Candidate]:

@@ -14,6 +14,7 @@ from math import inf
 
 import numpy as np
 
+from asyncrl.lags import mean_lag
 from asyncrl.plan.engine import SimulatedEngine
 from asyncrl.plan.workload import Setup, Workload, slowdown
 from asyncrl.replay.ledger import Ledger, State
@@ -49,7 +50,7 @@ class Prediction:
 
     @property
     def staleness_mean(self) -> float:
-        return sum(lag * tokens for lag, tokens in enumerate(self.staleness)) / max(sum(self.staleness), 1)
+        return mean_lag(self.staleness)
 
     @property
     def staleness_max(self) -> int:
@@ -92,9 +93,9 @@ class _Simulation:
         self._denied: dict[int, None] = {}
         """Generators that have room and got too few leases, in their order."""
         self._groups: dict[int, _Group] = {}
-        # As in production: an eighth more than can run, and no generator more than its share.
+        # As in production: an eighth more than can run.
         self._wanted = setup.max_running_groups + -(-setup.max_running_groups // 8)
-        self._share = -(-(setup.max_staleness + 1) * setup.groups_per_step // setup.generators)
+        self._share = self._ledger.share(setup.generators)
         self._events: list[tuple[float, int, str, int, int]] = []
         self._order = count()
         self._now_s = 0.0

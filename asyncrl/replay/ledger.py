@@ -138,6 +138,10 @@ class Ledger:
         """Groups that a generator with `version` loaded may start now."""
         return max(0, (version + self.admitted + 1) * self.groups_per_step - self.charged)
 
+    def share(self, generators: int) -> int:
+        """Groups that each of so many generators may hold of those that are admitted."""
+        return -(-(self.admitted + 1) * self.groups_per_step // generators)
+
     def lease(self, version: int) -> Ticket:
         """Charges a new ticket, or leases again one that was returned; call only while `can_lease(version)`."""
         if not self.can_lease(version):

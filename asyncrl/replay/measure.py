@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from asyncrl.config import Config
+from asyncrl.lags import mean_lag
 from asyncrl.replay.ages import Ages
 from asyncrl.replay.bounds import MAX_COUNT, MAX_NUMBER
 from asyncrl.replay.generator_state import GeneratorState
@@ -252,7 +253,6 @@ class RunMeasure:
         }
 
     def summary(self, ledger: Ledger) -> dict[str, Any]:
-        total = sum(self.histogram)
         return {
             "steps": ledger.steps,
             "policy_version": ledger.steps,
@@ -265,7 +265,7 @@ class RunMeasure:
             "staleness": {
                 "limit": self.config.replay.staleness_limit,
                 "max": len(self.histogram) - 1 if self.histogram else 0,
-                "mean": sum(lag * n for lag, n in enumerate(self.histogram)) / total if total else 0.0,
+                "mean": mean_lag(self.histogram),
                 **self.ages.staleness,
                 "histogram": self.histogram,
             },

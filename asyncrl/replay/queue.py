@@ -69,8 +69,7 @@ class ReplayQueue:
     @property
     def share(self) -> int:
         """Leases that one generator may hold, so that the first to ask does not leave the others idle."""
-        admitted = (self.ledger.admitted + 1) * self.config.replay.groups_per_step
-        return -(-admitted // self.state.generators_wanted)
+        return self.ledger.share(self.state.generators_wanted)
 
     @property
     def trained(self) -> bool:
