@@ -158,6 +158,9 @@ def simulate(
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Longer completions are cut.")] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
     generators_per_device: Annotated[int | None, typer.Option(help="Generators that take turns on a device.")] = None,
+    turns: Annotated[
+        float | None, typer.Option(min=1, help="Time of an engine step then, beyond their number; 1.1.")
+    ] = None,
     mean_tokens: Annotated[float | None, typer.Option(help="Without --from: mean length of a completion.")] = None,
     sigma: Annotated[float | None, typer.Option(help="Spread of the logarithm of the lengths; 1.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Longest completion; 8 times the mean.")] = None,
@@ -190,7 +193,7 @@ def simulate(
     }  # fmt: skip
     given: dict[str, float] = {name: float(value) for name, value in numbers.items() if value is not None}
     changed = {name: value for name, value in changes.items() if value is not None}
-    show_simulation(Console(), run, given, changed, seed=seed)
+    show_simulation(Console(), run, given, changed, turns=turns, seed=seed)
 
 
 @app.command()

@@ -6,10 +6,15 @@ import ctypes
 import gc
 import os
 import signal
+import struct
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 PR_SET_PDEATHSIG = 1
 NEW_OBJECTS = 50_000
+TURN_S = 0.03
+SYS_SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}
 
 
 def end_with_parent(parent: int) -> None:
@@ -35,3 +40,41 @@ def use_helper_cpus() -> None:
     cpus = os.environ.get("ASYNCRL_HELPER_CPUS")
     if cpus:
         os.sched_setaffinity(0, {int(cpu) for cpu in cpus.split(",")})
+
+
+def leave_the_core() -> None:
+    """From here on the calling thread, and those that it starts, wait for the end of a turn when they wake up while
+    another process computes on their core. Raises OSError where the system forbids that."""
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+def take_long_turns() -> None:
+    """`leave_the_core`, and the calling thread keeps the core for TURN_S when it has it: processes that compute on one
+    core otherwise change places every two or three ms, and find the caches filled by another each time.
+
+    Raises OSError where the system forbids that. Linux before 6.12 and other processors leave the turns as they are.
+    """
+    leave_the_core()
+    number = SYS_SCHED_SETATTR.get(os.uname().machine)
+    if number is None:
+        return
+    # struct sched_attr: size, policy, flags, nice, priority, runtime (the turn, in ns), deadline, period
+    attributes = struct.pack("IIQiIQQQ", 48, os.SCHED_BATCH, 0, 0, 0, int(TURN_S * 1e9), 0, 0)
+    if ctypes.CDLL(None, use_errno=True).syscall(number, 0, attributes, 0):
+        error = ctypes.get_errno()
+        raise OSError(error, f"sched_setattr: {os.strerror(error)}")
+
+
+@contextmanager
+def at_once() -> Iterator[None]:
+    """In it a thread that was told to `leave_the_core` takes it as soon as it wakes up, and so do threads that it
+    starts."""
+    policy = os.sched_getscheduler(0)
+    if policy != os.SCHED_BATCH:
+        yield
+        return
+    os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+    try:
+        yield
+    finally:
+        os.sched_setscheduler(0, policy, os.sched_param(0))

@@ -3,6 +3,8 @@
 Runs the long-tailed workload at several staleness limits with one and two generators, in turns, and prints what each
 setup showed, in the median of its runs, beside what the simulator says of it. The workload is that of one run of the
 first setup, in which generators drain at every step, so that it tells what steps of few and of many sequences cost.
+What it costs two engines to take turns on a core is no property of a run with one: it is measured by itself, in every
+round (`benchmarks/turns.py`).
 
     python -m benchmarks.simulated --steps 20 --rounds 3
 """
@@ -12,21 +14,24 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
 
 from asyncrl.plan.measured import Measured, read_run
 from asyncrl.plan.simulate import simulate
+from asyncrl.plan.workload import TURNS, Workload
 from benchmarks.demo import launched
 from benchmarks.frame import CannotRun
-from benchmarks.long_tail import prepare_long_tail, settings
+from benchmarks.long_tail import GROUP_SIZE, RUNNING_GROUPS, prepare_long_tail, settings
+from benchmarks.turns import measure
 
 LIMITS, GENERATORS = (0, 2, 8), (1, 2)
 """The first of each is the setup that the simulator is calibrated on."""
 SEEDS = 5
 """Simulations of each run, whose mean is compared: what lengths come is chance."""
 TIMEOUT_S = 1200.0
+TURNS_BLOCKS = 61
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +67,10 @@ def run(model: str, max_staleness: int, generators: int, number: int, steps: int
             raise CannotRun(f"asyncrl launch ended with code {process.returncode}; see {folder}/logs")
 
 
-def compare(runs: list[Measured], calibrated: Measured) -> Compared:
+def compare(runs: list[Measured], workload: Workload) -> Compared:
     """Runs of one setup."""
     setup = runs[0].setup
-    simulated = [simulate(calibrated.workload, setup, seed=seed) for seed in range(SEEDS)]
+    simulated = [simulate(workload, setup, seed=seed) for seed in range(SEEDS)]
 
     def real(name: str) -> float:
         return median(getattr(one, name) for one in runs)
@@ -106,16 +111,22 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=1, help="Runs of every setup.")
     parser.add_argument("--again", action="store_true", help="Compare the runs that there are.")
+    parser.add_argument("--turns", type=float, default=TURNS, help="With --again: what was measured with them.")
     parser.add_argument("--json", type=Path, help="File to write the figures to.")
     options = parser.parse_args()
-    model = prepare_long_tail()
-    setups = [(limit, generators) for generators in GENERATORS for limit in LIMITS]
+    model, turns = prepare_long_tail(), [options.turns] if options.again else []
+    # Setups that differ in their generators only come one after the other: the machine is not as fast in every hour.
+    setups = [(limit, generators) for limit in LIMITS for generators in GENERATORS]
     for number in range(0 if options.again else options.rounds):
+        _, ratios = measure(model, running=RUNNING_GROUPS * GROUP_SIZE, blocks=TURNS_BLOCKS)
+        turns.append(median(ratios) / 2)
         for limit, generators in setups:
             run(model, limit, generators, number, options.steps)
     found = [[read_run(run_folder(*setup, number)) for number in range(options.rounds)] for setup in setups]
     first = sorted(found[0], key=lambda one: one.tokens_per_s)
-    rows = [compare(runs, first[len(first) // 2]) for runs in found]
+    workload = replace(first[len(first) // 2].workload, turns=median(turns))
+    print(f"turns: {median(turns):.3f} ({', '.join(f'{one:.3f}' for one in turns)})")
+    rows = [compare(runs, workload) for runs in found]
     show(rows)
     if options.json:
         options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")

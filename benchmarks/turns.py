@@ -1,7 +1,7 @@
 """What taking turns costs: steps of an engine while another one computes on its core, against steps alone.
 
 Blocks with and without the other engine alternate in one run; a learner trains on the other core all the time, as it
-does in a run. What the median is above 2 times is `asyncrl.plan.workload.TURNS`.
+does in a run. What the median is above 2 times is `turns` of the simulator: of this machine, at this hour.
 
     python -m benchmarks.turns
 """
@@ -15,8 +15,9 @@ import time
 from collections.abc import Callable
 from multiprocessing.queues import Queue
 from multiprocessing.synchronize import Barrier
-from statistics import quantiles
+from statistics import median, quantiles
 
+from asyncrl.processes import leave_the_core, take_long_turns
 from benchmarks.long_tail import MAX_TOKENS, prepare_long_tail, settings
 
 BLOCK_S = 0.8
@@ -39,6 +40,7 @@ def engine_step(model: str, running: int) -> Callable[[], None]:
     from asyncrl.generator.vllm_setup import build_engine, sampling_params
     from benchmarks.synchronous import all_prompts
 
+    leave_the_core()
     engine, prompts, begun = build_engine(config, 0), all_prompts(config), 0
     sampling = sampling_params(config, 1.0, 1.0).clone()
     sampling.ignore_eos, sampling.max_tokens = True, MAX_TOKENS
@@ -52,6 +54,7 @@ def engine_step(model: str, running: int) -> Callable[[], None]:
 
     for _ in range(50):
         step()
+    take_long_turns()
     return step
 
 
@@ -79,8 +82,8 @@ def other(model: str, running: int, blocks: int, ready: Barrier) -> None:
     while (block := int((time.monotonic() - began_s) / BLOCK_S)) < blocks:
         if block % 2:
             step()
-        else:
-            time.sleep(0.002)
+        else:  # not once in between: every look would take the core from the one that is measured
+            time.sleep(max(0.0, began_s + (block + 1) * BLOCK_S - time.monotonic()))
 
 
 def learner(model: str, blocks: int, ready: Barrier) -> None:
@@ -100,29 +103,36 @@ def learner(model: str, blocks: int, ready: Barrier) -> None:
         optimizer.zero_grad()
 
 
+def measure(model: str, *, running: int, blocks: int) -> tuple[float, list[float]]:
+    """Seconds of a step alone, in the median, and how many times longer those of each block with another engine are
+    than in the blocks before and after it."""
+    spawn = multiprocessing.get_context("spawn")
+    ready, times = spawn.Barrier(3), spawn.Queue()
+    os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    roles = [
+        spawn.Process(target=measured, args=(model, running, blocks, ready, times)),
+        spawn.Process(target=other, args=(model, running, blocks, ready)),
+        spawn.Process(target=learner, args=(model, blocks, ready)),
+    ]
+    for role in roles:
+        role.start()
+    found = times.get(timeout=READY_S + 2 * blocks * BLOCK_S)
+    for role in roles:
+        role.join(READY_S)
+    return median(found[::2]), [2 * found[i] / (found[i - 1] + found[i + 1]) for i in range(1, blocks - 1, 2)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--running", type=int, default=32, help="Sequences in each engine.")
     parser.add_argument("--blocks", type=int, default=121)
     options = parser.parse_args()
-    model, spawn = prepare_long_tail(), multiprocessing.get_context("spawn")
-    ready, times = spawn.Barrier(3), spawn.Queue()
-    os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    roles = [
-        spawn.Process(target=measured, args=(model, options.running, options.blocks, ready, times)),
-        spawn.Process(target=other, args=(model, options.running, options.blocks, ready)),
-        spawn.Process(target=learner, args=(model, options.blocks, ready)),
-    ]
-    for role in roles:
-        role.start()
-    found = times.get(timeout=READY_S + 2 * options.blocks * BLOCK_S)
-    for role in roles:
-        role.join(READY_S)
-    ratios = [2 * found[i] / (found[i - 1] + found[i + 1]) for i in range(1, options.blocks - 1, 2)]
+    alone_s, ratios = measure(prepare_long_tail(), running=options.running, blocks=options.blocks)
     low, middle, high = quantiles(ratios, n=4)
-    alone_ms = 1e3 * quantiles(found[::2], n=4)[1]
-    print(f"{options.running} sequences: a step alone {alone_ms:.2f} ms, with another engine {middle:.3f} times that "
-          f"(quartiles {low:.3f}, {high:.3f}), {middle / 2:.3f} of its share")  # fmt: skip
+    print(
+        f"{options.running} sequences: a step alone {1e3 * alone_s:.2f} ms, with another engine {middle:.3f} times "
+        f"that (quartiles {low:.3f}, {high:.3f}), {middle / 2:.3f} of its share"
+    )
 
 
 if __name__ == "__main__":

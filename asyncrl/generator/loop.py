@@ -16,7 +16,8 @@ from asyncrl.generator.costs import StepCosts
 from asyncrl.generator.engine import Completion, Engine
 from asyncrl.generator.groups import Running, make_evaluated, make_group, submit
 from asyncrl.generator.room import Asked, room
-from asyncrl.generator.start import engine_seed, max_weight_bytes
+from asyncrl.generator.start import engine_seed, max_weight_bytes, share_core
+from asyncrl.processes import leave_the_core, take_long_turns
 from asyncrl.replay.client import GeneratorClient, GeneratorStats, LeaseReply
 from asyncrl.stopwatch import Stopwatch
 from asyncrl.types import NO_VERSION, Endpoints, Lease
@@ -305,13 +306,16 @@ def run_generator(
             keys=endpoints.keys,
         )
         stack.callback(rewards.close)
+        on_gpu = torch.cuda.is_available()
+        if not on_gpu:
+            share_core(leave_the_core)
         receiver = WeightReceiver(
             endpoints.weights,
             rank=index + 1,
             transport=config.weights.transport,
             timeout_s=config.weights.timeout_s,
             max_bytes=max_weight_bytes(config.model.path),
-            device="cuda" if torch.cuda.is_available() else "cpu",
+            device="cuda" if on_gpu else "cpu",
             keeps=config.evaluates,
             keys=endpoints.keys,
         )
@@ -319,6 +323,8 @@ def run_generator(
         receiver.start()  # joins while the engine starts, so that nobody waits for it
         engine = Engine(config, seed=engine_seed(config.seed, index, start))
         stack.callback(engine.close)
+        if not on_gpu:
+            share_core(take_long_turns)
         log.info("engine is up", generator=index)
         if endpoints.reward_model:
             await_reward_model(

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import math
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import structlog
 
 from asyncrl.errors import ConfigError
+
+log = structlog.get_logger()
 
 _BYTES_PER_ELEMENT = 4
 _MARGIN = 1.25
@@ -32,6 +36,14 @@ def max_weight_bytes(model_path: str) -> int:
             f"model.path = {model_path!r}: no weights in *.safetensors files; save the model in that format"
         )
     return int(elements * _BYTES_PER_ELEMENT * _MARGIN) + _LEAST_BYTES
+
+
+def share_core(how: Callable[[], None]) -> None:
+    """Does `processes.leave_the_core` or `take_long_turns`; where the system forbids that, the log says the cost."""
+    try:
+        how()
+    except OSError as error:
+        log.warning("generators on one core will change places often and be slower for it", reason=str(error))
 
 
 def _num_elements(file: Path) -> int:

@@ -15,7 +15,7 @@ from asyncrl.config import Config, load_config
 from asyncrl.errors import DataError
 from asyncrl.observe.report import read_metrics
 from asyncrl.plan.trace import read_trace
-from asyncrl.plan.workload import EngineCost, LearnerCost, Lengths, Setup, SyncCost, Workload, slowdown
+from asyncrl.plan.workload import TURNS, EngineCost, LearnerCost, Lengths, Setup, SyncCost, Workload, slowdown
 from asyncrl.replay.measure import COSTS
 
 GROUPS_AT_MOST = 16384
@@ -40,9 +40,9 @@ class Measured:
     """Trained action tokens by staleness, in learner steps."""
 
 
-def read_run(path: Path, *, generators_per_device: int | None = None) -> Measured:
+def read_run(path: Path, *, generators_per_device: int | None = None, turns: float = TURNS) -> Measured:
     """From the folder of a run, or the `trace.parquet` in it; the run may go on. How many of its generators took turns
-    on a device is in the summary of one that has ended, unless it is given.
+    on a device is in the summary of one that has ended, unless it is given; `turns` is the workload's.
 
     Raises DataError when something of it is missing, is not whole, or tells of fewer than STEPS_AT_LEAST steps.
     """
@@ -66,7 +66,7 @@ def read_run(path: Path, *, generators_per_device: int | None = None) -> Measure
     summary = _summary(folder)
     if generators_per_device is not None:
         summary["generators_per_device"] = generators_per_device
-    return _measure(config, trace, rows, steps, summary)
+    return _measure(config, trace, rows, steps, summary, turns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +97,16 @@ def _sums(table: pa.Table, column: str) -> NDArray[np.int64]:
 
 
 def _measure(
-    config: Config, trace: pa.Table, rows: list[dict[str, float]], steps: dict[int, _Step], summary: dict[str, Any]
+    config: Config,
+    trace: pa.Table,
+    rows: list[dict[str, float]],
+    steps: dict[int, _Step],
+    summary: dict[str, Any],
+    turns: float,
 ) -> Measured:
     last, learners = rows[-1], config.launch.learners
     each = summary.get("generators_per_device", 1)
-    slowed = slowdown(each)
+    slowed = slowdown(each, turns)
     base_s, sequence_s, request_s, reward_s = (last[name] for name in COSTS)
     workload = Workload(
         lengths=_lengths(trace, config.generator.group_size),
@@ -110,6 +115,7 @@ def _measure(
         learner=_learner_cost(rows, steps, learners),
         sync=_sync_cost(rows),
         reward_s=reward_s,
+        turns=turns,
     )
     setup = Setup(
         generators=config.launch.generators,

@@ -14,7 +14,7 @@ from asyncrl.lags import mean_lag
 from asyncrl.plan.measured import Measured, read_run
 from asyncrl.plan.search import Candidate, binds, search
 from asyncrl.plan.simulate import Prediction, simulate
-from asyncrl.plan.workload import EngineCost, LearnerCost, Lengths, Setup, SyncCost, Workload
+from asyncrl.plan.workload import TURNS, EngineCost, LearnerCost, Lengths, Setup, SyncCost, Workload
 
 ROWS = 12
 """Of the table of a plan."""
@@ -24,19 +24,26 @@ TITLES = (
 
 
 def show_simulation(
-    console: Console, run: Path | None, numbers: dict[str, float], changes: dict[str, int], *, seed: int = 0
+    console: Console,
+    run: Path | None,
+    numbers: dict[str, float],
+    changes: dict[str, int],
+    *,
+    turns: float | None = None,
+    seed: int = 0,
 ) -> Prediction:
     """Simulates the job of a run, or one made of numbers, with other settings. Raises ConfigError and DataError."""
-    max_tokens = changes.pop("max_new_tokens", None)
+    max_tokens, turns = changes.pop("max_new_tokens", None), TURNS if turns is None else turns
     if run is not None:
         given = [name for name in numbers if numbers[name] is not None]
         if given:
             raise ConfigError(f"--{given[0].replace('_', '-')}: with --from the run says it; leave one of them out")
-        measured = read_run(run)
+        measured = read_run(run, turns=turns)
         workload, before = measured.workload, measured.setup
     else:
         measured = None
         workload, before = made_up(numbers, changes)
+        workload = replace(workload, turns=turns)
     if max_tokens is not None:
         workload = replace(workload, lengths=workload.lengths.cut(max_tokens))
     setup = replace(before, **changes)

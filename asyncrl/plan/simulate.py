@@ -187,7 +187,7 @@ class _Simulation:
         each = self._setup.generators_per_device
         first = generator - generator % each
         there = range(first, min(first + each, len(self._engines)))
-        slowed = slowdown(sum(self._busy[one] for one in there))
+        slowed = slowdown(sum(self._busy[one] for one in there), self._workload.turns)
         for one in there:
             self._engines[one].advance(self._now_s)
             self._engines[one].slowdown = slowed

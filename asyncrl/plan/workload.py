@@ -13,14 +13,13 @@ from asyncrl.errors import ConfigError
 SYNTHETIC_GROUPS = 4096
 """Groups of a made-up workload, which the simulator draws from."""
 
-TURNS = 1.02
-"""Time of an engine step while engines take turns on a device, beyond their number: each finds the caches filled by
-another. Measured with two engines of 32 sequences on one core (`benchmarks/turns.py`)."""
+TURNS = 1.1
+"""`Workload.turns` where it is not known: what two engines of 32 sequences showed on one core, in the mean of hours."""
 
 
-def slowdown(computing: int) -> float:
+def slowdown(computing: int, turns: float = TURNS) -> float:
     """How many times longer steps take while so many engines compute on one device."""
-    return computing * TURNS if computing > 1 else 1.0
+    return computing * turns if computing > 1 else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +108,9 @@ class Workload:
     sync: SyncCost = SyncCost()
     reward_s: float = 0.0
     """From the last token of a group until it is in the replay queue."""
+    turns: float = TURNS
+    """Time of an engine step while engines take turns on a device, beyond their number: each finds the caches filled by
+    others. It is the machine's (`benchmarks/turns.py`)."""
 
     def __post_init__(self) -> None:
         if self.engine.step_s(1) <= 0 or self.learner.step_s(1, 1) <= 0:
@@ -118,6 +120,8 @@ class Workload:
             )
         if self.lengths.refunded.all():
             raise ConfigError("workload: every group is refunded, so that no step can ever be trained")
+        if not self.turns >= 1:
+            raise ConfigError(f"workload: turns = {self.turns:g}; engines that take turns are no faster than one, >= 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import DistError
 
 from asyncrl.errors import AsyncrlError, ConfigError, ProtocolError, RunError
+from asyncrl.processes import at_once
 from asyncrl.weights import transports
 from asyncrl.weights.bell import Listener
 from asyncrl.weights.exchange import BadMessage, Interrupted, Mailbox, T, Wait, call_store
@@ -172,7 +173,8 @@ class WeightReceiver:
                 self._pause(_IDLE_POLL_S)
                 continue
             try:
-                self._receive(turn, store, offer)
+                with at_once():  # the sender waits
+                    self._receive(turn, store, offer)
             except GivenUp as error:
                 log.info("weights not received", version=offer["version"], reason=str(error))
                 turn.answer({"error": str(error)})

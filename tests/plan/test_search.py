@@ -93,6 +93,17 @@ def test_simulation_of_a_run_beside_what_was_measured(tmp_path: Path) -> None:
     assert "tokens by staleness" in out.getvalue()
 
 
+def test_what_taking_turns_costs_can_be_told(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "r", generators_per_device=2)
+    more = {"generators": 4}
+    cheap, dear = (show_simulation(printed()[0], run, {}, dict(more), turns=turns) for turns in (1.0, 1.5))
+    apart, nearer = (
+        show_simulation(printed()[0], run, {}, more | {"generators_per_device": 1}, turns=turns) for turns in (1.0, 1.5)
+    )
+    assert cheap.tokens_per_s < dear.tokens_per_s < 1.15 * cheap.tokens_per_s  # the run took turns itself
+    assert nearer.tokens_per_s > 1.2 * apart.tokens_per_s
+
+
 def test_simulation_of_numbers() -> None:
     console, out = printed()
     numbers = {"mean_tokens": 50.0, "engine_base_ms": 10.0, "learner_token_us": 100.0}

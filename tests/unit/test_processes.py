@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from asyncrl.processes import TURN_S, at_once, leave_the_core, take_long_turns
+
+SYS_SCHED_GETATTR = {"x86_64": 315, "aarch64": 275}
+KERNEL = tuple(int(number) for number in os.uname().release.split("-")[0].split(".")[:2])
+
+
+def in_thread(what: Callable[[], None]) -> None:
+    """Scheduling is a thread's own: that of the tests stays as it is."""
+    found: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            what()
+        except BaseException as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(10.0)
+    assert not thread.is_alive()
+    if found:
+        raise found[0]
+
+
+def turn_s() -> float:
+    """Of the calling thread; 0 where the kernel decides."""
+    buffer = ctypes.create_string_buffer(48)
+    assert not ctypes.CDLL(None).syscall(SYS_SCHED_GETATTR[os.uname().machine], 0, buffer, 48, 0)
+    return struct.unpack("IIQiIQQQ", buffer.raw)[5] / 1e9
+
+
+def test_threads_leave_the_core_with_those_that_they_start() -> None:
+    def check() -> None:
+        leave_the_core()
+        policies = [os.sched_getscheduler(0)]
+        in_thread(lambda: policies.append(os.sched_getscheduler(0)))
+        assert policies == [os.SCHED_BATCH, os.SCHED_BATCH]
+
+    in_thread(check)
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
+
+
+@pytest.mark.skipif(KERNEL < (6, 12), reason="the kernel knows no length of turns")
+def test_long_turns_are_the_threads_own() -> None:
+    def check() -> None:
+        before_s = turn_s()
+        take_long_turns()
+        assert (os.sched_getscheduler(0), turn_s()) == (os.SCHED_BATCH, TURN_S)
+        assert before_s != TURN_S
+
+    in_thread(check)
+    assert turn_s() != TURN_S
+
+
+def test_at_once_lasts_as_long_as_it_is_needed() -> None:
+    def check() -> None:
+        leave_the_core()
+        with pytest.raises(KeyError), at_once():
+            assert os.sched_getscheduler(0) == os.SCHED_OTHER
+            raise KeyError
+        assert os.sched_getscheduler(0) == os.SCHED_BATCH
+
+    in_thread(check)
+
+
+def test_at_once_leaves_others_alone() -> None:
+    with at_once():
+        assert os.sched_getscheduler(0) == os.SCHED_OTHER
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
+
+
+def test_a_system_that_forbids_it_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.processes.SYS_SCHED_SETATTR", {os.uname().machine: 10_000})
+    with pytest.raises(OSError, match="sched_setattr: Function not implemented"):
+        in_thread(take_long_turns)
