@@ -20,7 +20,7 @@ from statistics import fmean, median
 
 from asyncrl.plan.measured import Measured, read_run
 from asyncrl.plan.simulate import simulate
-from asyncrl.plan.workload import TURNS, Workload
+from asyncrl.plan.workload import Workload
 from benchmarks.demo import launched
 from benchmarks.frame import CannotRun
 from benchmarks.long_tail import GROUP_SIZE, RUNNING_GROUPS, prepare_long_tail, settings
@@ -110,14 +110,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=1, help="Runs of every setup.")
-    parser.add_argument("--again", action="store_true", help="Compare the runs that there are.")
-    parser.add_argument("--turns", type=float, default=TURNS, help="With --again: what was measured with them.")
+    parser.add_argument(
+        "--again", type=float, metavar="TURNS", help="Compare the runs that there are; what they printed as turns."
+    )
     parser.add_argument("--json", type=Path, help="File to write the figures to.")
     options = parser.parse_args()
-    model, turns = prepare_long_tail(), [options.turns] if options.again else []
+    model, turns = prepare_long_tail(), [] if options.again is None else [options.again]
     # Setups that differ in their generators only come one after the other: the machine is not as fast in every hour.
     setups = [(limit, generators) for limit in LIMITS for generators in GENERATORS]
-    for number in range(0 if options.again else options.rounds):
+    for number in range(options.rounds if options.again is None else 0):
         _, ratios = measure(model, running=RUNNING_GROUPS * GROUP_SIZE, blocks=TURNS_BLOCKS)
         turns.append(median(ratios) / 2)
         for limit, generators in setups:

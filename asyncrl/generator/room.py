@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from asyncrl.config import Config
+from asyncrl.replay.ledger import wanted_groups
 from asyncrl.types import NO_VERSION
-
-_RUNNING_PER_WAITING = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +23,7 @@ def room(config: Config, *, running: int, evaluating: int | None, denied: bool) 
 
     `evaluating` of them are of evaluation prompts; None when none are wanted. Evaluation gets half of the engine, or
     all that training leaves when it may not start more (`denied`). A group takes the room of its members that still
-    run, so that stragglers do not leave the engine half empty; and a few groups more than there is room for wait in the
-    engine, so that a place that gets free is taken in the next step, and not after an answer of the replay queue.
+    run, so that stragglers do not leave the engine half empty; a few groups more than run wait in it (`wanted_groups`).
     """
     generator, samples = config.generator, config.eval.samples
     slots = generator.max_running_groups * generator.group_size
@@ -35,5 +33,4 @@ def room(config: Config, *, running: int, evaluating: int | None, denied: bool) 
         free = min(slots - running, limit - evaluating)
         evaluations = max(free // samples, 0 if evaluating else 1)
     taken = running + evaluations * samples
-    wanted = generator.max_running_groups + -(-generator.max_running_groups // _RUNNING_PER_WAITING)
-    return max(0, wanted - -(-taken // generator.group_size)), evaluations
+    return max(0, wanted_groups(generator.max_running_groups) - -(-taken // generator.group_size)), evaluations

@@ -33,7 +33,8 @@ def show_simulation(
     seed: int = 0,
 ) -> Prediction:
     """Simulates the job of a run, or one made of numbers, with other settings. Raises ConfigError and DataError."""
-    max_tokens, turns = changes.pop("max_new_tokens", None), TURNS if turns is None else turns
+    max_tokens = changes.pop("max_new_tokens", None)
+    turns = TURNS if turns is None else turns
     if run is not None:
         given = [name for name in numbers if numbers[name] is not None]
         if given:

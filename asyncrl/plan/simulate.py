@@ -17,7 +17,7 @@ import numpy as np
 from asyncrl.lags import mean_lag
 from asyncrl.plan.engine import SimulatedEngine
 from asyncrl.plan.workload import Setup, Workload, slowdown
-from asyncrl.replay.ledger import Ledger, State
+from asyncrl.replay.ledger import Ledger, State, wanted_groups
 
 DRAWN_AT_ONCE = 4096
 COUNTED = 256
@@ -93,8 +93,7 @@ class _Simulation:
         self._denied: dict[int, None] = {}
         """Generators that have room and got too few leases, in their order."""
         self._groups: dict[int, _Group] = {}
-        # As in production: an eighth more than can run.
-        self._wanted = setup.max_running_groups + -(-setup.max_running_groups // 8)
+        self._wanted = wanted_groups(setup.max_running_groups)
         self._share = self._ledger.share(setup.generators)
         self._events: list[tuple[float, int, str, int, int]] = []
         self._order = count()

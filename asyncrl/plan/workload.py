@@ -14,7 +14,7 @@ SYNTHETIC_GROUPS = 4096
 """Groups of a made-up workload, which the simulator draws from."""
 
 TURNS = 1.1
-"""`Workload.turns` where it is not known: what two engines of 32 sequences showed on one core, in the mean of hours."""
+"""`Workload.turns` where it is not known: about what two engines of 32 sequences showed on one core."""
 
 
 def slowdown(computing: int, turns: float = TURNS) -> float:

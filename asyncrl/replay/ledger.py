@@ -23,6 +23,14 @@ from typing import Any
 
 from asyncrl.errors import InvariantError
 
+_RUNNING_PER_WAITING = 8
+
+
+def wanted_groups(max_running_groups: int) -> int:
+    """Groups that a generator wants in its engine, of which so many run: a few more wait there, so that a place that
+    gets free is taken in the next step, and not after an answer of the replay queue."""
+    return max_running_groups + -(-max_running_groups // _RUNNING_PER_WAITING)
+
 
 class State(StrEnum):
     LEASED = "leased"
