@@ -1,36 +1,43 @@
-# make demo: train the demo model.  make test: run the tests.  make chaos: the long tests of what may go wrong.
-# make bench-check: what is slower than it was.
+# make demo: train the demo model.  make test: run the tests.  make test-all: run the slow tests.
+# make chaos: the long tests of what may go wrong.  make bench-check: what is slower than it was.
 # All set up first; again, they set up nothing.
+# make setup DEVICE=cpu (or gpu): packages for CPUs whatever there is; without it, for GPUs where there is one.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
+DEVICE ?= auto
 BIN := .venv/bin
 
-.PHONY: demo test chaos bench-check setup check format clean
+.PHONY: demo test test-all gpu-check chaos bench-check setup check format clean
 
 demo: setup
 	$(BIN)/asyncrl launch --config configs/demo.yaml --run demo
 
-# In two processes: vLLM and DeepSpeed each take torch's process group for themselves.
+# Every test that is not slow.
 test: setup
-	$(BIN)/python -m pytest --ignore=tests/generator
-	$(BIN)/python -m pytest tests/generator
+	$(BIN)/python -m tests
+
+# The slow tests, and the property tests with many random inputs, whose seed is printed.
+test-all: setup
+	$(BIN)/python -m tests all
+
+# What needs a GPU: the learner's numbers, weights by NCCL, the engine, a whole run.
+gpu-check: setup
+	$(BIN)/python -m pytest -m gpu tests/gpu --ignore=tests/gpu/test_gpu_engine.py
+	$(BIN)/python -m pytest -m gpu tests/gpu/test_gpu_engine.py
 
 # Kills, stops and damages at length: about forty minutes.
 chaos: setup
-	CHAOS=1 $(BIN)/python -m pytest tests/chaos -p no:randomly
+	CHAOS=1 $(BIN)/python -m pytest tests/chaos -p no:randomly --durations=25
 	$(BIN)/python -m tests.fuzz --messages 1000000
 
 # What the rows of the bench need, and a quick bench against earlier results: some minutes.
 AGAINST ?= benchmarks/results/cpu-2-cores-quick.json
 
 bench-check: setup
-	$(BIN)/pip install -q -c requirements/cpu.txt -e .[bench]
+	$(BIN)/pip install -q -c requirements/$$(cut -d ' ' -f 1 .venv/ready).txt -e .[bench]
 	$(BIN)/asyncrl bench --quick --against $(AGAINST)
 
-setup: .venv/ready
-
-.venv/ready: pyproject.toml requirements/cpu.txt scripts/setup
-	scripts/setup $(PYTHON)
-	touch $@
+setup:
+	@scripts/setup $(PYTHON) $(DEVICE)
 
 check: setup
 	$(BIN)/ruff format --check .

@@ -174,7 +174,7 @@ def simulate(
     broadcast_s: Annotated[float | None, typer.Option(help="Until generators have new weights; 0.")] = None,
     swap_ms: Annotated[float | None, typer.Option(help="How long a swap of weights holds an engine; 0.")] = None,
     reward_s: Annotated[float | None, typer.Option(help="Until a group has its rewards; 0.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the lengths that are drawn.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the lengths that are drawn.")] = 0,
 ) -> None:
     """Predict throughput, idle time and staleness of a run with other settings. Exit code 2: it cannot be predicted."""
     from asyncrl.plan.show import show_simulation
@@ -247,7 +247,7 @@ def list_parts() -> None:
 @data.command()
 def arithmetic(
     out: Annotated[Path, typer.Argument(help="Parquet file to write.")],
-    seed: Annotated[int, typer.Option(help="Seed of the shuffle.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the shuffle.")] = 0,
     rows: Annotated[int | None, typer.Option(min=1, help="Only the first so many rows; all sums when not set.")] = None,
 ) -> None:
     """Make the arithmetic dataset of the demo."""
@@ -259,7 +259,7 @@ def arithmetic(
 @data.command()
 def tiny_model(
     out: Annotated[Path, typer.Argument(help="Folder to write the model and its tokenizer to.")],
-    seed: Annotated[int, typer.Option(help="Seed of the weights and of the warm start.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the weights and of the warm start.")] = 0,
 ) -> None:
     """Make the tiny, warm-started model of the demo."""
     from asyncrl.data.tiny_model import make_tiny_model
@@ -290,7 +290,7 @@ for _name in CONVERTERS:
 
 
 def main() -> None:
-    """Runs the command; errors made on purpose are printed without a traceback."""
+    """Runs the command; errors made on purpose, and files that cannot be used, are one line without a traceback."""
     try:
         app()
     except (ConfigError, DataError) as error:
@@ -300,10 +300,13 @@ def main() -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
     except OSError as error:
-        if not is_disk_full(error):
+        if is_disk_full(error):
+            print(f"error: {error.filename or 'a file'}: no space is left on the disk; free some", file=sys.stderr)
+            sys.exit(1)
+        if error.filename is None:
             raise
-        print(f"error: {error.filename or 'a file'}: no space is left on the disk; free some", file=sys.stderr)
-        sys.exit(1)
+        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        sys.exit(EXIT_CONFIG)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,10 @@ class ProtocolError(AsyncrlError, ValueError):
     """A message does not fit its schema. Counted and answered, never fatal for the receiver."""
 
 
+class StrangerError(ProtocolError):
+    """A message does not prove that its sender is part of the run. Counted, and not answered."""
+
+
 class PeerTimeoutError(AsyncrlError, TimeoutError):
     """Another process did not answer within its deadline; the text names it."""
 

@@ -12,17 +12,14 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import zmq
 
 from asyncrl.errors import ConfigError
 from asyncrl.redaction import keep_secret
-
-if TYPE_CHECKING:
-    from asyncrl.types import Endpoints
 
 FOLDER = "~/.asyncrl/keys"
 OWNER_ONLY = 0o600
@@ -41,14 +38,11 @@ class Keys:
 
 
 @contextmanager
-def run_keys(endpoints: Endpoints) -> Iterator[Endpoints]:
-    """The endpoints with new keys for the time of the block; as they are when they are on the loopback interface."""
-    if is_loopback(endpoints.weights[0]):
-        yield endpoints
-        return
-    path = write_keys(endpoints.run_id)
+def run_keys(run_id: str) -> Iterator[Path]:
+    """A file with new keys, which exists during the block."""
+    path = write_keys(run_id)
     try:
-        yield replace(endpoints, keys=str(path))
+        yield path
     finally:
         path.unlink(missing_ok=True)
 

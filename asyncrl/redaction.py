@@ -38,6 +38,11 @@ def redact(value: Any) -> Any:
     return _redact(value, secrets())
 
 
+def describe(error: BaseException) -> str:
+    """Kind and text of an error on one line of at most 300 characters; secrets show as ***, also where it is cut."""
+    return f"{type(error).__name__}: {' '.join(redact(str(error)).split())}"[:300]
+
+
 def redact_file(path: Path) -> None:
     """Replaces a file that has secrets in it, in one piece, by one with *** in their places. Raises OSError."""
     text = path.read_bytes().decode(errors="surrogateescape")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
+
+from asyncrl.files import read_json
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
@@ -16,7 +17,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     settings = Path(path) / "tokenizer_config.json"
-    kind = json.loads(settings.read_text()).get("tokenizer_class") if settings.is_file() else None
+    kind = read_json(settings, "model.path").get("tokenizer_class") if settings.is_file() else None
     if kind in ("TokenizersBackend", "PreTrainedTokenizerFast"):
         return PreTrainedTokenizerFast.from_pretrained(path)
     return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from asyncrl.errors import InvariantError
 
 Status = Literal["completed", "truncated", "failed"]
-"""completed: ended by the policy; truncated: cut at the token limit; failed: the reward could not be had."""
+"""completed: ended by the policy; truncated: cut at the token limit; failed: without a reward, which refunds the
+group (an evaluated completion counts as 0)."""
 
 NO_VERSION = -1
 """Version of a token that no policy chose."""
@@ -69,7 +70,7 @@ class Trajectory:
     reward: float = 0.0
     reward_parts: dict[str, float] = field(default_factory=dict[str, float])
     error: str = ""
-    """Why the trajectory failed; empty unless status is "failed"."""
+    """Why the reward could not be had; it is 0 then, or the status is "failed". Empty otherwise."""
 
     @property
     def num_action_tokens(self) -> int:
@@ -144,22 +145,3 @@ class Shard:
     step: int
     """Number of the optimizer step, from 1; it trains policy version step - 1 into version step."""
     groups: list[Group]
-
-
-@dataclass(frozen=True, slots=True)
-class Endpoints:
-    """Where the parts of a run find one another."""
-
-    run_id: str
-    replay: str
-    """ZeroMQ address of the replay queue."""
-    weights: tuple[str, int]
-    """Host and port of the key-value store that learner rank 0 opens for weight synchronization."""
-    learners: tuple[str, int]
-    """Host and port of the learners' own rendezvous."""
-    reward_model: str = ""
-    """ZeroMQ address of the process that holds the reward model; empty when there is none."""
-    critics: tuple[tuple[str, int], ...] = ()
-    """Host and port where critic ranks with processes of their own find one another, and then of each of them."""
-    keys: str = ""
-    """File with the run's CURVE keys, readable by its owner only; empty when nothing is encrypted."""

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from benchmarks import frame
 from benchmarks.frame import Row, run_row
-from benchmarks.results import Results, in_words, print_moves, print_table
+from benchmarks.results import Results, in_words, markdown, origin_here, print_moves, print_table
 
 ROWS = (
     "queue_rate",
@@ -45,11 +45,17 @@ def main() -> int:
         "--json", type=Path, help="File to write the results to; rows that it has and that are not measured now stay."
     )
     parser.add_argument("--against", type=Path, help="Results to compare with: a file that --json wrote.")
+    parser.add_argument(
+        "--markdown", type=Path, metavar="FILE", help="Only print results that --json wrote, as a Markdown table."
+    )
     parser.add_argument("--child", metavar="ROW", help=argparse.SUPPRESS)
     options = parser.parse_args()
     rounds = options.rounds or (QUICK_ROUNDS if options.quick else ROUNDS)
     if options.child:
         return frame.child(load(options.child), rounds=rounds, quick=options.quick)
+    if options.markdown:
+        print("\n".join(markdown(Results.read(options.markdown), {name: load(name) for name in ROWS})))
+        return 0
     unknown = [name for name in options.rows if name not in ROWS]
     if unknown:
         parser.error(f"no row is called {', '.join(unknown)}; there are {', '.join(ROWS)}")
@@ -68,12 +74,13 @@ def load(name: str) -> Row:
 
 def bench(names: list[str], rounds: int, *, quick: bool, out: Path | None, before: Results | None) -> int:
     console, rows = Console(), {name: load(name) for name in names}
-    results = Results.of_this_machine(quick=quick)
+    results, origin = Results(quick), origin_here()
     if out is not None and out.exists():
         results.keep(Results.read(out), out)
     for name, row in rows.items():
         console.print(f"[bold]{name}[/]: {row.what}, against {row.against}")
         result = run_row(name, row, rounds=rounds, quick=quick, told=lambda one: console.print(f"  {in_words(one)}"))
+        result.origin = origin
         results.rows[name] = result
         if result.reason:
             how = "cut short" if result.rounds else "cannot run"

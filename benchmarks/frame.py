@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,9 @@ TAIL_LINES = 15
 ERROR_CHARACTERS = 1500
 END_S = 10.0
 """How long a process that was killed may take to end."""
+
+BOUND_MARGIN = 1.05
+"""A median ratio to a bound above this is not noise."""
 
 Round = dict[str, float]
 """Figures of one round, by name: ratios, and absolute numbers with their unit at the end of the name."""
@@ -41,9 +44,15 @@ class Limit:
 
     value: float
     at_most: bool = False
+    bound: bool = False
+    """The figure is a ratio to a bound that nothing can exceed: above BOUND_MARGIN the bound was measured wrongly."""
 
     def reached(self, figure: float) -> bool:
         return figure <= self.value if self.at_most else figure >= self.value
+
+    def is_valid(self, figure: float) -> bool:
+        """False if the figure exceeds what it is bounded by, by more than the noise of a median."""
+        return not self.bound or figure <= BOUND_MARGIN
 
     def __str__(self) -> str:
         return f"{'<=' if self.at_most else '>='} {self.value:g}"
@@ -65,6 +74,17 @@ class Row:
     """Even a quick round takes half a minute or more: a quick bench has it only when it is named."""
 
 
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The code and the machine that a row was measured with."""
+
+    commit: str = "unknown"
+    """Abbreviated; ends with "-dirty" when tracked files had changed since."""
+    date: str = "unknown"
+    """ISO, UTC."""
+    machine: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
 @dataclass(slots=True)
 class Result:
     """What was measured of a row; its rounds are empty when it cannot run."""
@@ -73,6 +93,7 @@ class Result:
     rounds: list[Round] = field(default_factory=list[Round])
     reason: str = ""
     """Why it cannot run, or ended early."""
+    origin: Origin = field(default_factory=lambda: Origin())
 
     @property
     def medians(self) -> Round:
@@ -85,7 +106,13 @@ class Result:
         return min(values), max(values)
 
     def as_dict(self) -> dict[str, Any]:
-        return {"row": self.row, "reason": self.reason, "medians": self.medians, "rounds": self.rounds}
+        return {
+            "row": self.row,
+            "reason": self.reason,
+            **asdict(self.origin),
+            "medians": self.medians,
+            "rounds": self.rounds,
+        }
 
 
 def run_row(name: str, row: Row, *, rounds: int, quick: bool, told: Callable[[Round], None]) -> Result:

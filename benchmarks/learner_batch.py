@@ -100,12 +100,13 @@ def advantages(groups: int) -> np.ndarray:
 
 def ours(model: str, groups: int, turns: Turns) -> None:
     from asyncrl.config import Config
+    from asyncrl.endpoints import Endpoints
     from asyncrl.launch.resources import reserve_ports
     from asyncrl.learner.algorithm import make_algorithm
     from asyncrl.learner.batch import make_batch
     from asyncrl.learner.distributed import connected
     from asyncrl.learner.trainer import Trainer
-    from asyncrl.types import NO_VERSION, Endpoints, Group, Trajectory
+    from asyncrl.types import NO_VERSION, Group, Trajectory
 
     turns.wait()
     values: dict[str, Any] = {
@@ -114,8 +115,7 @@ def ours(model: str, groups: int, turns: Turns) -> None:
         "learner": {"lr": LR, "tokens_per_microbatch": TOKENS_PER_MICROBATCH},
     }  # fmt: skip
     config = Config.model_validate(values)
-    port, other = reserve_ports(0, 2)
-    endpoints = Endpoints("bench", "", ("127.0.0.1", other), ("127.0.0.1", port))
+    endpoints = Endpoints("bench", "", "", learners=f"tcp://127.0.0.1:{reserve_ports(0, 1)[0]}")
     all_tokens, all_rewards = iter(sequences(groups)), rewards(groups)
 
     def trajectory(reward: float) -> Trajectory:

@@ -8,6 +8,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -16,10 +17,11 @@ from typing import Any
 import numpy as np
 
 from asyncrl.config import Config, load_config
-from asyncrl.launch.resources import make_endpoints
+from asyncrl.endpoints import Endpoints
+from asyncrl.launch.endpoints import run_endpoints
 from asyncrl.processes import collect_seldom, end_with_parent
 from asyncrl.replay.client import GeneratorClient, GeneratorStats, LauncherClient, LearnerClient
-from asyncrl.types import NO_VERSION, Endpoints, Group, Lease, Prompt, Trajectory
+from asyncrl.types import NO_VERSION, Group, Lease, Prompt, Trajectory
 
 GROUP_SIZE, PROMPT_TOKENS = 8, 32
 GROUPS_PER_STEP = 128
@@ -177,6 +179,7 @@ class Load:
     journaled: bool = True
     settings: dict[str, Any] = field(default_factory=dict)
     processes: dict[str, BaseProcess] = field(default_factory=dict)
+    _addresses: ExitStack = field(default_factory=ExitStack)
 
     def __post_init__(self) -> None:
         values = {
@@ -184,7 +187,7 @@ class Load:
             "generator.group_size": GROUP_SIZE, "replay.groups_per_step": GROUPS_PER_STEP, "replay.max_staleness": 4,
         }  # fmt: skip
         config = load_config(None, values | self.settings)
-        endpoints = make_endpoints(config, "load")
+        endpoints = self._addresses.enter_context(run_endpoints(config))
         first, rest = cores()
         self._version = version = CONTEXT.Value("q", 0)  # kept until all processes have it
         self._start("replay", first, hold_queue, config, endpoints, self.folder, self.journaled)
@@ -206,6 +209,7 @@ class Load:
         self.client.shutdown()
         self.client.close()
         self.processes["replay"].join(120)
+        self._addresses.close()
         return summary
 
     def _start(self, name: str, cpus: list[int], run: Callable[..., None], *arguments: Any) -> None:

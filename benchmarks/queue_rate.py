@@ -74,8 +74,8 @@ ROW = Row(
     what="trajectories/s through lease, finish, take and commit, with the journal",
     against="raw pyzmq, Redis streams, Ray's queue and multiprocessing.Queue with as many bytes",
     limits={
-        "of raw zmq, 1k": Limit(0.7),
-        "of raw zmq, 16k": Limit(0.7),
+        "of raw zmq, 1k": Limit(0.7, bound=True),
+        "of raw zmq, 16k": Limit(0.7, bound=True),
         "of Redis, 1k": Limit(3.0),
         "of Ray, 1k": Limit(50.0),
     },

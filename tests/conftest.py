@@ -1,22 +1,113 @@
-"""Settings for all tests: one thread in each process, only the loopback interface, and no telemetry."""
+"""Settings for all tests: one thread in each process, only the loopback interface, no telemetry, and the same
+generated inputs in every run unless random ones are asked for."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+from tests.helpers.examples import FEW, MANY, RANDOM
+
+if TYPE_CHECKING:
+    from asyncrl.launch.zygote import Zygote
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+RANDOM_TIMEOUT_S = 900
+MAY_SKIP = os.environ.get("ASYNCRL_MAY_SKIP", "1") != "0"
+"""Without it a skipped test is a failed one: what CI never ran, it must not report as passed."""
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """vLLM and DeepSpeed each take torch's process group for themselves, and would hang in one process."""
+
+@pytest.fixture(scope="session")
+def preloaded() -> Iterator[Zygote]:
+    """The process that commands of asyncrl are forked from: imports are done once in a session."""
+    from asyncrl.launch.zygote import Zygote
+
+    zygote = Zygote("tests.helpers.preloaded")
+    yield zygote
+    zygote.close()
+
+
+@pytest.fixture(scope="session")
+def demo_folder(preloaded: Zygote, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """A folder with the demo's data and model, made while the other process imports."""
+    from tests.helpers.demo import make_demo
+
+    return make_demo(tmp_path_factory.mktemp("demo"), request.config.cache)
+
+
+Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
+
+settings.register_profile("fixed", derandomize=True, deadline=None, max_examples=FEW)
+settings.register_profile(
+    "random",
+    deadline=None,
+    max_examples=MANY,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("random" if RANDOM else "fixed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not _asks_for_gpus(config):
+        # Before anything imports DeepSpeed, or asks CUDA for its devices.
+        os.environ |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    if RANDOM and config.getoption("--hypothesis-seed") is None:
+        config.option.hypothesis_seed = str(int.from_bytes(os.urandom(4)))
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    if not RANDOM:
+        return "hypothesis: fixed inputs; random ones with ASYNCRL_HYPOTHESIS=all"
+    return f"hypothesis: random inputs; the same again with --hypothesis-seed={config.option.hypothesis_seed}"
+
+
+def _asks_for_gpus(config: pytest.Config) -> bool:
+    """Whether the tests were selected by `-m gpu`; all others run on the CPU, also on a machine with GPUs."""
+    return config.option.markexpr.strip() == "gpu"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Refuses to mix vLLM and DeepSpeed, which each take torch's process group for themselves and would hang in one
+    process; leaves out what needs a GPU unless it was asked for; gives tests with many random inputs the time for
+    them."""
+    if not _asks_for_gpus(config):
+        left_out = [item for item in items if item.get_closest_marker("gpu")]
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=left_out)
     areas = {item.path.parent.name for item in items}
     if {"generator", "learner"} <= areas:
         raise pytest.UsageError("run tests/generator in a process of its own, as `make test` does")
+    if RANDOM:
+        for item in items:
+            if item.get_closest_marker("hypothesis"):
+                item.add_marker(pytest.mark.timeout(RANDOM_TIMEOUT_S))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    return _refuse_skip((yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    return _refuse_skip((yield))
+
+
+def _refuse_skip(report: Report) -> Report:
+    if report.skipped and not MAY_SKIP and not hasattr(report, "wasxfail"):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+        report.outcome = "failed"
+        report.longrepr = f"{reason}\nNothing may be skipped here (ASYNCRL_MAY_SKIP=0): run it where this works."
+    return report

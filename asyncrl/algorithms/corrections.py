@@ -19,6 +19,7 @@ __all__ = [
     "ess_from_moments",
     "importance_weights",
     "loglinear_proximal",
+    "mismatch_kl",
     "opsm_mask",
     "safe_exp",
     "weight_moments",
@@ -97,6 +98,17 @@ def ess_from_moments(moments: Tensor) -> Tensor:
     where there is no weight."""
     total, squares, count = moments
     return (total.square() / (count * squares)).clamp(max=1.0)
+
+
+@torch.no_grad()
+def mismatch_kl(log_ratios: Tensor) -> Tensor:
+    """Estimates [N] of KL(behavior || current) in nats, float64: ratio - 1 - log ratio, never negative.
+
+    From log ratios [N] of current against behavior policy. Engines that match have ratios within 1e-4 of 1: in
+    float32 the difference would be rounding only.
+    """
+    log_ratios = log_ratios.double()
+    return (log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).expm1() - log_ratios).clamp(min=0.0)
 
 
 @torch.no_grad()

@@ -3,9 +3,19 @@
 from asyncrl.config.hints import check_options, did_you_mean, did_you_mean_or_list, unknown_name
 from asyncrl.config.models import Config
 from asyncrl.config.reading import config_keys, find_config, load_config, parse_override
-from asyncrl.config.sections import AlgorithmConfig, CriticConfig, LearnerConfig, Options, Rewards, RewardSpec
+from asyncrl.config.sections import (
+    MAX_GENERATORS,
+    AlgorithmConfig,
+    CriticConfig,
+    LearnerConfig,
+    Options,
+    Rewards,
+    RewardSpec,
+    too_many_generators,
+)
 
 __all__ = [
+    "MAX_GENERATORS",
     "AlgorithmConfig",
     "Config",
     "CriticConfig",
@@ -20,5 +30,6 @@ __all__ = [
     "find_config",
     "load_config",
     "parse_override",
+    "too_many_generators",
     "unknown_name",
 ]

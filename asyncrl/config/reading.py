@@ -92,7 +92,9 @@ def _shipped_configs() -> list[Path]:
 def _read_yaml(path: str | Path) -> dict[str, Any]:
     file = find_config(path)
     try:
-        values = yaml.load(file.read_text(), _Loader)
+        values = yaml.load(file.read_text(encoding="utf-8"), _Loader)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: cannot be read: {error}; a config is a YAML file in UTF-8") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{file}: not valid YAML: {error}") from None
     if not isinstance(values, dict):

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
+
+from asyncrl.config.passthrough import check_deepspeed_options, check_engine_options
 
 UNGROUPED = ("gae", "vtrace", "reinforce_plus_plus", "remax")
 """Advantages that do not compare trajectories within their group."""
+
+MAX_GENERATORS = 1024
+"""Of a run: each is a process of this machine, and one replay queue answers them all."""
 
 Options = dict[str, bool | int | float | str | None]
 """Keyword-only arguments for a function named in the config."""
@@ -25,7 +30,7 @@ class ModelConfig(Section):
     """The policy to train."""
 
     path: str
-    """Folder (or hub name) of the policy to start from, in Hugging Face format."""
+    """Folder of the policy to start from, in Hugging Face format; one of the hub is downloaded first."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of weights and activations in engine and learner; log-probs are float32 always."""
     recipe: Literal["tiny-model"] | None = None
@@ -96,13 +101,22 @@ class GeneratorConfig(Section):
     kv_cache_bytes: int | None = Field(default=None, ge=1 << 20)
     """Key-value cache of each engine; when not set, 1 GiB on a CPU and the engine's own choice on a GPU."""
     gpu_memory_fraction: float = Field(default=0.9, gt=0.0, le=1.0)
-    """Share of a GPU's memory that an engine takes; lower it where roles share a GPU. Not used on a CPU."""
+    """Share of a GPU's memory that its roles use together where one is an engine. The engine gets what the others and
+    the weights staged beside it leave, by arithmetic. Not used on a CPU."""
     prefix_caching: bool = False
     """Share the prompt's keys and values inside a group; never across policy versions."""
     reward_workers: int = Field(default=1, ge=1)
     """Processes per generator that run the reward function."""
     reward_timeout_s: float = Field(default=10.0, gt=0.0)
-    """A group whose rewards take longer is given up as failed."""
+    """For the rewards of a group; then for each of its completions by itself, and one that takes longer has failed."""
+    engine_options: dict[str, JsonValue] = {}
+    """More arguments of vLLM's engine (`vllm.EngineArgs`), such as max_num_batched_tokens, kv_cache_dtype or
+    enforce_eager. Refused: those that have a key here, and those that versions or log-probs depend on."""
+
+    @model_validator(mode="after")
+    def _check_engine_options(self) -> Self:
+        check_engine_options(self.engine_options)
+        return self
 
     @model_validator(mode="after")
     def _refuse_cut_distributions(self) -> Self:
@@ -134,10 +148,14 @@ class ReplayConfig(Section):
     no_signal: Literal["auto", "refund", "train"] = "auto"
     """What happens to a group whose rewards are all equal: its place is given to another prompt, or it is trained.
     auto refunds it where the advantage compares within the group, and would be 0."""
+    failed: Literal["zero", "refund"] = "zero"
+    """What happens to a completion whose reward raises or times out: its reward is 0, or its group is given up and
+    another prompt takes its place. A group of which no completion has a reward is always given up."""
     max_refunds_in_a_row: int = Field(default=4096, ge=1)
     """The run fails when so many groups one after another gave no training signal."""
     lease_timeout_s: float = Field(default=600.0, gt=0.0)
-    """A lease not finished by then is handed out again."""
+    """A lease is handed out again when its generator has not said for so long that it works on it. Generators say so
+    every second; how long a group takes does not matter."""
     max_bytes: int = Field(default=4 << 30, ge=1 << 20)
     """Ceiling of the finished groups held in memory; above it only what the next batch needs may still start."""
 
@@ -230,6 +248,8 @@ class LearnerConfig(Section):
     """Decay rates of AdamW's first and second moment, per update."""
     max_grad_norm: float = Field(default=1.0, gt=0.0)
     """Gradients with a larger norm, over all parameters, are scaled down to it."""
+    max_skipped_updates: int = Field(default=5, ge=0)
+    """An update whose loss or gradient is not finite is skipped; more than this many in a row end the run."""
     zero_stage: Literal[0, 1, 2, 3] = 0
     """What DeepSpeed divides between the learner ranks: 0 nothing, 1 the optimizer, 2 gradients too, 3 weights too."""
     epochs: int = Field(default=1, ge=1)
@@ -240,6 +260,14 @@ class LearnerConfig(Section):
     """Tokens of one packed forward pass; one longer trajectory makes a micro-batch of its own."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass instead of keeping them: less memory, more time."""
+    deepspeed_options: dict[str, JsonValue] = {}
+    """More of DeepSpeed's settings, such as zero_optimization.overlap_comm, laid over the learner's own. Refused: those
+    that have a key here, and those that the learner's own gradient handling replaces."""
+
+    @model_validator(mode="after")
+    def _check_deepspeed_options(self) -> Self:
+        check_deepspeed_options(self.deepspeed_options)
+        return self
 
 
 class CheckpointConfig(Section):
@@ -260,7 +288,8 @@ class JournalConfig(Section):
 
     flush: Literal["group", "step", "os"] = "step"
     """When records must have reached the disk: before a group is acknowledged, before a step is, or when the system
-    writes them. A killed process loses nothing in any of them; a machine that loses power loses what came after."""
+    writes them, at the latest with 64 MiB more. A killed process loses nothing in any of them; a machine that loses
+    power loses what came after."""
     keep: Literal["needed", "all"] = "needed"
     """needed: what checkpoints cover is deleted; all: nothing is, so that the whole run can be replayed offline."""
     max_bytes: int = Field(default=16 << 30, ge=1 << 20)
@@ -303,7 +332,7 @@ class WeightsConfig(Section):
 
     transport: str = "auto"
     """A transport of `asyncrl list`; auto is nccl where every generator has a GPU, else gloo."""
-    bucket_bytes: int = Field(default=64 << 20, ge=1 << 10)
+    bucket_bytes: int = Field(default=64 << 20, ge=1 << 16)
     """Size of the pieces that weights are broadcast in."""
     timeout_s: float = Field(default=60.0, gt=0.0)
     """Deadline of each phase of a broadcast."""
@@ -317,28 +346,45 @@ class LaunchConfig(Section):
     cluster: str = "local"
     """A launcher of `asyncrl list`."""
     generators: int = Field(default=1, ge=1)
-    """Generator processes at the start; `asyncrl scale` changes their number."""
+    """Generator processes at the start, at most 1024; `asyncrl scale` changes their number."""
     learners: int = Field(default=1, ge=1)
     """Learner ranks; a divisor of `replay.groups_per_step`."""
     host: str = "127.0.0.1"
-    """Address that the roles listen on. Other than a loopback address it turns on encryption (CURVE) of all ZeroMQ
-    sockets; weights and collectives travel in clear there."""
-    port: int = Field(default=0, ge=0, le=65533)
-    """First of the ports that the roles use; 0 takes free ones."""
+    """Address that the roles listen on. On a loopback address ZeroMQ listens on unix sockets that only the user can
+    reach; on another one on ports, encrypted (CURVE), while weights and collectives travel in clear."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """First of the ports that the roles use; 0 takes free ones. On a loopback address no ports are used."""
     pin_cores: bool = True
     """On CPU, give generators and learners cores of their own."""
     start_timeout_s: float = Field(default=180.0, gt=0.0)
     """Deadline for every role to be up."""
     progress_timeout_s: float = Field(default=600.0, gt=0.0)
-    """The run fails when no optimizer step ends for so long."""
+    """The run fails when no optimizer step ends for so long, nor, while the learners wait for a batch, a token is
+    generated."""
     stop_timeout_s: float = Field(default=15.0, gt=0.0)
     """After this long a role that was asked to stop is ended, and a generator that leaves hands back its groups."""
     heartbeat_timeout_s: float = Field(default=60.0, gt=0.0)
     """A generator or the replay queue that was up and says nothing for so long is restarted."""
     max_restarts: int = Field(default=10, ge=0)
-    """More restarts of one role than this within `restart_window_s` end the run; 0 restarts nothing."""
+    """More restarts of one role than this within `restart_window_s` end the run; 0 restarts nothing. A role that never
+    worked and falls twice for one cause ends it before."""
     restart_window_s: float = Field(default=600.0, gt=0.0)
     """How long a restart counts against `max_restarts`."""
+
+    @field_validator("generators")
+    @classmethod
+    def _bound_generators(cls, generators: int) -> int:
+        if generators > MAX_GENERATORS:
+            raise ValueError(too_many_generators())
+        return generators
+
+
+def too_many_generators() -> str:
+    """Why there are not more, and what to do."""
+    return (
+        f"at most {MAX_GENERATORS}: each is a process of this machine, and one replay queue answers them all; raise "
+        "generator.max_running_groups to have each generate more at once"
+    )
 
 
 class ObserveConfig(Section):

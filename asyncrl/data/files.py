@@ -98,18 +98,26 @@ def _counted_without_nulls(file: str, dotted: str) -> bool:
 def _read_json_lines(file: str) -> pa.Table:
     # Not pyarrow.json: it would make timestamps of strings that look like one.
     rows: list[dict[str, Any]] = []
-    with open(file, encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                row = json.loads(line) if line.strip() else None
-            except ValueError as error:
-                raise ConfigError(f"{file}, line {number}: not JSON: {error}") from None
-            if row is None:
-                continue
-            if not isinstance(row, dict):
-                raise ConfigError(f"{file}, line {number}: {type(row).__name__}; every line must be a JSON object")
-            rows.append(row)
+    try:
+        with open(file, encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    rows.append(_row_of(line, f"{file}, line {number}"))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file}: not text in UTF-8: {error}; save it in UTF-8") from None
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
     try:
         return to_table(rows)
     except pa.ArrowException as error:
         raise ConfigError(f"{file}: a column has values of different types: {error}") from None
+
+
+def _row_of(line: str, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{where}: not JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise ConfigError(f"{where}: {type(row).__name__}; every line must be a JSON object")
+    return row

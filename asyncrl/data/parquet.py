@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,9 +15,12 @@ from asyncrl.config import Config, did_you_mean
 from asyncrl.data.files import column_path, first_missing, read_column, read_schema, read_table, to_table
 from asyncrl.data.values import chat_messages, ground_truth_text, missing, plain
 from asyncrl.errors import ConfigError, DataError
+from asyncrl.files import check_writable, read_json
 from asyncrl.types import MAX_NAME_CHARACTERS
 
 Split = Literal["train", "eval"]
+WRITTEN_HERE = {b"asyncrl": b"dataset"}
+"""In the schema of files that `write_rows` wrote, which it may replace."""
 NO_GROUND_TRUTH = "; for data without any, set data.ground_truth_column to null"
 
 
@@ -120,7 +123,7 @@ def _check_template(why: str, config: Config) -> None:
         return
     if any((folder / name).exists() for name in ("chat_template.jinja", "chat_template.json")):
         return
-    if not json.loads(settings.read_text()).get("chat_template"):
+    if not read_json(settings, "model.path").get("chat_template"):
         raise ConfigError(f"{why}, but {no_template(config)}")
 
 
@@ -208,8 +211,26 @@ def _extra_info(value: Any, where: str) -> dict[str, Any]:
 
 
 def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Writes rows as a Parquet file in one piece."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    pq.write_table(to_table(rows), temporary)
-    temporary.replace(path)
+    """Writes rows as a Parquet file in one piece. Raises ConfigError as `check_rows_file` does."""
+    check_rows_file(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        pq.write_table(to_table(rows).replace_schema_metadata(WRITTEN_HERE), temporary)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def check_rows_file(path: Path) -> None:
+    """Raises ConfigError unless a Parquet file can be written there without replacing one of somebody else."""
+    check_writable(path, "output file")
+    if not path.exists():
+        return
+    try:
+        metadata = pq.read_schema(path).metadata or {}
+    except (pa.ArrowInvalid, OSError):
+        metadata = {}
+    if not WRITTEN_HERE.items() <= metadata.items():
+        raise ConfigError(
+            f"output file {path}: exists and was not written by this command; delete it yourself, or give another name"
+        )

@@ -6,6 +6,7 @@ three answers and gives the right one about as often as it was shown; which one 
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from asyncrl.data.arithmetic import sums
+from asyncrl.errors import ConfigError
 
 log = structlog.get_logger()
 
@@ -35,22 +37,35 @@ LR = 3e-3
 
 
 def make_tiny_model(path: Path, *, seed: int = 0, steps: int = STEPS) -> None:
-    """Writes the model folder (Hugging Face format) in one piece; the same one for the same seed and machine."""
+    """Writes the model folder (Hugging Face format) in one piece; the same one for the same seed and machine.
+
+    Raises ConfigError when something is there already: nothing is ever deleted.
+    """
+    path = path.absolute()
+    check_model_folder(path)
     torch.manual_seed(seed)
     torch.set_num_threads(1)
     tokenizer = make_tokenizer()
     model = make_model()
     accuracy = warm_start(model, tokenizer, steps=steps, seed=seed)
-    temporary = path.with_name(f".{path.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.mkdir(parents=True)
-    disable_progress_bar()
-    model.save_pretrained(temporary)
-    tokenizer.save_pretrained(temporary)
-    if path.exists():
-        shutil.rmtree(path)
-    temporary.rename(path)
+    try:
+        disable_progress_bar()
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        temporary.rename(path)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
     log.info("tiny model made", path=str(path), parameters=model.num_parameters(), accuracy=round(accuracy, 3))
+
+
+def check_model_folder(path: Path) -> None:
+    """Raises ConfigError unless the path is free, or an empty folder."""
+    if path.is_dir() and not any(path.iterdir()):
+        return
+    if path.exists() or path.is_symlink():
+        raise ConfigError(f"{path}: exists; give another path, or delete it yourself to have the model made again")
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:

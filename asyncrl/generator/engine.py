@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import structlog
 from numpy.typing import NDArray
-from torch import Tensor
 
 from asyncrl.config import Config
-from asyncrl.errors import InvariantError, RunError
-from asyncrl.generator.vllm_setup import build_engine, checkpoint_shapes, sampling_params
+from asyncrl.errors import AsyncrlError, ConfigError, InvariantError, RunError
+from asyncrl.generator.sent_weights import SentWeights, Weights
+from asyncrl.generator.vllm_setup import build_engine, sampling_params
 from asyncrl.types import NO_VERSION, Status
 
 if TYPE_CHECKING:
@@ -57,12 +57,14 @@ class Engine:
     a completion is a function of the weights, its prompt and its seed, bit for bit, whatever runs beside it.
     """
 
-    def __init__(self, config: Config, *, seed: int) -> None:
+    def __init__(self, config: Config, *, seed: int, sent: SentWeights | None = None) -> None:
+        """`sent` describes what `swap` gets, where it is known already."""
         self.version = NO_VERSION
         self._config = config
         self._requests: dict[str, _Request] = {}
         self._last: tuple[list[int], Sampling, int, EngineCoreRequest] | None = None
         """Prompt, kind, version and what was prepared of them."""
+        self._sent = sent or SentWeights(config)  # first: vLLM changes classes of transformers that it runs itself
         self._engine = build_engine(config, seed)
         generator, evaluation = config.generator, config.eval
         self._cuts: dict[Sampling, tuple[float, float]] = {
@@ -72,7 +74,6 @@ class Engine:
         }
         """Temperature and top_p."""
         self._params = {kind: sampling_params(config, *cut) for kind, cut in self._cuts.items()}
-        self._shapes = checkpoint_shapes(config)
         self._warm_up()
         gc.collect()
         gc.freeze()  # the engine's many objects need not be looked at again
@@ -163,12 +164,12 @@ class Engine:
         for key in keys:
             del self._requests[key]
 
-    def swap(self, version: int, tensors: Sequence[tuple[str, Tensor]]) -> float:
-        """Loads weights (Hugging Face checkpoint names) between two steps; gives how long that took, in ms.
+    def swap(self, version: int, tensors: Weights) -> float:
+        """Loads weights, as `TrainedModel.weights` names them, between two steps; gives how long that took, in ms.
 
         Tokens sampled from here on carry `version`. Running requests go on, with their keys and values kept or
         computed anew (`weights.kv_cache`); cached prompts are never used across versions. Raises RunError when
-        the weights are not those of the model.
+        the weights are not those of the model, and ConfigError when the first ones cannot be loaded.
         """
         started = time.perf_counter()
         self._check_fit(version, tensors)
@@ -190,14 +191,22 @@ class Engine:
         self.version = version
         self._engine.set_weight_version(str(version))
 
-    def _load(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+    def _load(self, tensors: Weights) -> None:
         from asyncrl.generator.transfer import STAGING
 
-        STAGING["weights"] = tensors
+        STAGING["weights"] = self._sent.to_checkpoint(tensors)
         try:
             self._engine.collective_rpc("start_weight_update")
             self._engine.collective_rpc("update_weights", args=({"key": "weights"},))
             self._engine.collective_rpc("finish_weight_update")
+        except (AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
+            if isinstance(error, AsyncrlError) or self.version != NO_VERSION:
+                raise
+            raise ConfigError(
+                f"model.path = {self._config.model.path!r}: the engine cannot load new weights of a model of type "
+                f"{self._sent.model_type} ({type(error).__name__}: {error}); use a family of the table in "
+                "docs/models.md"
+            ) from error
         finally:
             del STAGING["weights"]
 
@@ -209,15 +218,15 @@ class Engine:
         for key, request in zip(untouched, requests, strict=True):
             self._start(key, request.prompt, request.kind, request.seed)
 
-    def _check_fit(self, version: int, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        given = {name: tuple(tensor.shape) for name, tensor in tensors}
-        if given == self._shapes:
+    def _check_fit(self, version: int, tensors: Weights) -> None:
+        given, known = {name: tuple(tensor.shape) for name, tensor in tensors}, self._sent.shapes
+        if given == known:
             return
-        faults = [f"{name} is missing" for name in self._shapes.keys() - given.keys()]
-        faults += [f"{name} is unknown" for name in given.keys() - self._shapes.keys()]
+        faults = [f"{name} is missing" for name in known.keys() - given.keys()]
+        faults += [f"{name} is unknown" for name in given.keys() - known.keys()]
         faults += [
             f"{name} has shape {given[name]}, the model {shape}"
-            for name, shape in self._shapes.items()
+            for name, shape in known.items()
             if name in given and given[name] != shape
         ]
         shown = "; ".join(sorted(faults)[:5]) + ("; ..." if len(faults) > 5 else "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -71,24 +71,34 @@ def submit(rewards: RewardPool, running: Running) -> None:
     rewards.submit(running.key, tokens, running.lease.prompt, [member.status for member in running.members])
 
 
-def make_group(running: Running, scored: Scored, *, generator: int, truncated_penalty: float = 0.0) -> Group:
-    """The group of a complete lease with its rewards; `truncated_penalty` is subtracted from those of completions cut
-    at the token limit."""
+def make_group(
+    running: Running,
+    scored: Scored,
+    *,
+    generator: int,
+    truncated_penalty: float = 0.0,
+    failed: Literal["zero", "refund"] = "zero",
+) -> Group:
+    """The group of a complete lease with its rewards. `truncated_penalty` is subtracted from those of completions cut
+    at the token limit; `failed` says what a completion without a reward does: it gets 0, or has the status failed, as
+    all have when none has a reward."""
     lease = running.lease
     count = running.size - running.greedy
     members = running.members
     trajectories = _trajectories(lease.prompt, members[:count])
     greedy_error = scored.errors[-1] if running.greedy else ""
-    verdicts = zip(trajectories, scored.rewards[:count], scored.parts[:count], scored.errors[:count], strict=True)
+    errors = [error or (greedy_error if failed == "refund" else "") for error in scored.errors[:count]]
+    refunded = failed == "refund" or all(errors)
+    verdicts = zip(trajectories, scored.rewards[:count], scored.parts[:count], errors, strict=True)
     for trajectory, reward, parts, error in verdicts:
-        error = error or greedy_error
-        if error:
-            trajectory.status, trajectory.error = "failed", error
-        else:
+        trajectory.error = error
+        if not error:
             trajectory.reward, trajectory.reward_parts = reward, parts
+        elif refunded:
+            trajectory.status = "failed"
         if trajectory.status == "truncated" and truncated_penalty:
             trajectory.reward -= truncated_penalty
-            trajectory.reward_parts = parts | {"truncated": -truncated_penalty}
+            trajectory.reward_parts = trajectory.reward_parts | {"truncated": -truncated_penalty}
     return Group(
         ticket=lease.ticket,
         attempt=lease.attempt,
@@ -100,9 +110,15 @@ def make_group(running: Running, scored: Scored, *, generator: int, truncated_pe
         trajectories=trajectories,
         started_s=running.started_s,
         finished_s=time.monotonic(),
-        greedy_reward=scored.rewards[-1] if running.greedy and not greedy_error else None,
+        greedy_reward=_greedy_reward(scored, failed) if running.greedy else None,
         greedy_tokens=len(members[-1].tokens) if running.greedy else 0,
     )
+
+
+def _greedy_reward(scored: Scored, failed: Literal["zero", "refund"]) -> float | None:
+    if scored.errors[-1]:
+        return 0.0 if failed == "zero" else None
+    return scored.rewards[-1]
 
 
 def make_evaluated(running: Running, scored: Scored) -> EvaluatedBody:

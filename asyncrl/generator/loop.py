@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from asyncrl.config import Config
+from asyncrl.endpoints import Endpoints
 from asyncrl.errors import PeerTimeoutError
 from asyncrl.generator.costs import StepCosts
 from asyncrl.generator.engine import Completion, Engine
@@ -20,7 +21,7 @@ from asyncrl.generator.start import engine_seed, max_weight_bytes, share_core
 from asyncrl.processes import leave_the_core, take_long_turns
 from asyncrl.replay.client import GeneratorClient, GeneratorStats, LeaseReply
 from asyncrl.stopwatch import Stopwatch
-from asyncrl.types import NO_VERSION, Endpoints, Lease
+from asyncrl.types import NO_VERSION, Lease
 
 if TYPE_CHECKING:
     from asyncrl.rewards.workers import RewardPool, Scored
@@ -34,7 +35,7 @@ have made room."""
 _DENIED_IDLE_S = 0.004
 """The same while nothing runs."""
 _HEARTBEAT_S = 1.0
-"""A generator speaks to the replay queue at least so often, also when it wants nothing."""
+"""A generator speaks to the replay queue at least so often, also when it wants nothing, and says what it works on."""
 _COSTS_S = 2.0
 """Pause between two looks at what engine steps cost."""
 _IDLE_S = 0.005
@@ -210,13 +211,17 @@ class GeneratorLoop:
 
     def _ask(self, now_s: float) -> None:
         groups, evaluations = self._room()
-        if (groups + evaluations and now_s >= self._next_ask_s) or now_s >= self._heartbeat_s:
+        renews = now_s >= self._heartbeat_s
+        if renews or (groups + evaluations and now_s >= self._next_ask_s):
             self._asked = Asked(self.engine.version, groups, evaluations)
             for name, seconds in self._watch.seconds().items():
                 setattr(self.stats, f"{name}_s", seconds)
-            self.client.ask(self.engine.version, groups, self.stats, num_evaluations=evaluations)
+            unfinished = (*self.running.values(), *self.scoring.values()) if renews else ()
+            working_on = [group.lease for group in unfinished]
+            self.client.ask(self.engine.version, groups, self.stats, num_evaluations=evaluations, working_on=working_on)
             self.stats.stall_ms = []
-            self._heartbeat_s = now_s + _HEARTBEAT_S
+            if renews:
+                self._heartbeat_s = now_s + _HEARTBEAT_S
 
     def _take(self, reply: LeaseReply, now_s: float) -> None:
         for lease in reply.leases:
@@ -269,9 +274,9 @@ class GeneratorLoop:
         if running.lease.evaluation:
             self.client.evaluated(make_evaluated(running, scored))
             return
-        penalty = self._truncated_penalty
-        group = make_group(running, scored, generator=self.index, truncated_penalty=penalty)
-        self.stats.rewards_failed += sum(trajectory.status == "failed" for trajectory in group.trajectories)
+        penalty, failed = self._truncated_penalty, self.config.replay.failed
+        group = make_group(running, scored, generator=self.index, truncated_penalty=penalty, failed=failed)
+        self.stats.rewards_failed += sum(map(bool, scored.errors))
         self.client.finish(group)
 
     def _num_tokens(self, group: Running) -> int:
@@ -299,12 +304,7 @@ def run_generator(
     with ExitStack() as stack:
         # Threads of this process stay on the engine's core: one that another process keeps from running, elsewhere,
         # would hold the interpreter's lock meanwhile.
-        rewards = RewardPool(
-            config,
-            tokenizer_path=config.model.path,
-            reward_model_address=endpoints.reward_model,
-            keys=endpoints.keys,
-        )
+        rewards = RewardPool(config, tokenizer_path=config.model.path, endpoints=endpoints)
         stack.callback(rewards.close)
         on_gpu = torch.cuda.is_available()
         if not on_gpu:
@@ -315,7 +315,7 @@ def run_generator(
             transport=config.weights.transport,
             timeout_s=config.weights.timeout_s,
             max_bytes=max_weight_bytes(config.model.path),
-            device="cuda" if on_gpu else "cpu",
+            device="cuda:0" if on_gpu else "cpu",
             keeps=config.evaluates,
             keys=endpoints.keys,
         )
@@ -323,16 +323,12 @@ def run_generator(
         receiver.start()  # joins while the engine starts, so that nobody waits for it
         engine = Engine(config, seed=engine_seed(config.seed, index, start))
         stack.callback(engine.close)
+        receiver.engine_is_up()
         if not on_gpu:
             share_core(take_long_turns)
         log.info("engine is up", generator=index)
         if endpoints.reward_model:
-            await_reward_model(
-                endpoints.reward_model,
-                timeout_s=config.launch.start_timeout_s,
-                should_stop=should_stop,
-                keys=endpoints.keys,
-            )
+            await_reward_model(endpoints, timeout_s=config.launch.start_timeout_s, should_stop=should_stop)
         # A replay process that died is started again meanwhile.
         client = GeneratorClient(endpoints, index, timeout_s=max(60.0, 2 * config.launch.heartbeat_timeout_s))
         stack.callback(client.close)

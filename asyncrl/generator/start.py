@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import numpy as np
 import structlog
 
 from asyncrl.errors import ConfigError
+from asyncrl.files import read_tensor_descriptions
 
 log = structlog.get_logger()
 
@@ -47,15 +46,10 @@ def share_core(how: Callable[[], None]) -> None:
 
 
 def _num_elements(file: Path) -> int:
-    """Of all tensors in a safetensors file, by its header: a length (8 bytes) and JSON."""
+    """Of all tensors in a safetensors file."""
     try:
-        with file.open("rb") as data:
-            (length,) = struct.unpack("<Q", data.read(8))
-            if length > file.stat().st_size:
-                raise ValueError(f"a header of {length} bytes in a file of {file.stat().st_size}")
-            header = json.loads(data.read(length))
-        return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        return sum(math.prod(tensor["shape"]) for tensor in read_tensor_descriptions(file).values())
+    except (KeyError, TypeError) as error:
         raise ConfigError(
             f"{file}: not a whole safetensors file ({type(error).__name__}: {error}); save or download the model anew"
         ) from None

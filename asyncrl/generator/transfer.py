@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,6 +15,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.model_executor.layers.attention import Attention, is_deferred_attention_layer
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import (
@@ -25,7 +26,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
-STAGING: dict[str, Sequence[tuple[str, Tensor]]] = {}
+STAGING: dict[str, Iterator[tuple[str, Tensor]]] = {}
 """Weights to load, in Hugging Face checkpoint names, under the key that `update_weights` is given."""
 PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 """How layers of unquantized weights are computed."""
@@ -49,6 +50,9 @@ class StagedTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpdateInfo
     init_info_cls = StagedInitInfo
     update_info_cls = StagedUpdateInfo
 
+    _checked = False
+    """A first update has set every parameter of the model."""
+
     @cached_property
     def _in_place(self) -> bool:
         return keeps_its_parameters(self.model)
@@ -65,17 +69,39 @@ class StagedTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpdateInfo
             layers = [layer for layer in layers if isinstance(layer, LinearBase | ParallelLMHead)]
         return layers
 
+    @cached_property
+    def _packed_experts(self) -> list[UnquantizedFusedMoEMethod]:
+        """On a CPU, what computes layers of experts, on packed weights."""
+        if not current_platform.is_cpu():
+            return []
+        methods = [getattr(layer, "quant_method", None) for layer in self.model.modules()]
+        return [method for method in methods if isinstance(method, UnquantizedFusedMoEMethod)]
+
     def init_transfer_engine(self, init_info: StagedInitInfo) -> None:
         """Nothing to connect to."""
 
     def start_weight_update(self) -> None:
+        computed_with = self._names()  # tied ones once
         if not self._in_place:
             initialize_layerwise_reload(self.model)
+            for experts in self._packed_experts:
+                experts.moe_kernel = None  # else weights that are loaded again are not packed for it
+        self._to_load = self._names() & computed_with
+
+    def _names(self) -> set[str]:
+        return set() if self._checked else {name for name, _ in self.model.named_parameters()}
 
     @torch.no_grad()
     def receive_weights(self, update_info: StagedUpdateInfo) -> None:
+        """Raises ValueError when weights of the first update leave a parameter of the model as it was."""
         model: Any = self.model
-        model.load_weights(iter(STAGING[update_info.key]))
+        loaded: set[str] | None = model.load_weights(STAGING[update_info.key])
+        if self._checked:
+            return
+        left = sorted(self._to_load - loaded) if loaded is not None else []
+        if left:
+            raise ValueError(f"nothing was loaded into {left[0]}" + (f" and {len(left) - 1} more" if left[1:] else ""))
+        self._checked = True
 
     def finish_weight_update(self) -> None:
         if self._in_place:

@@ -1,14 +1,19 @@
-"""What a vLLM engine is made with: environment, arguments, sampling, and the names of the weights that it takes."""
+"""What a vLLM engine is made with: environment, arguments and sampling."""
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import inspect
 import logging
 import os
 from functools import wraps
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.config import Config
+from asyncrl.config.hints import did_you_mean
+from asyncrl.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -27,6 +32,9 @@ ENVIRONMENT = {
 """Set before vLLM is imported, unless the user's environment says else. Thread counts and cores are the launcher's
 (OMP_NUM_THREADS, affinity): inside one process vLLM keeps them."""
 
+GPU_FRACTION = "ASYNCRL_GPU_MEMORY_FRACTION"
+"""Variable with the share of the GPU's memory that the launcher's arithmetic leaves the engine."""
+
 CPU_KV_CACHE_BYTES = 1 << 30
 """Key-value cache on a CPU when `generator.kv_cache_bytes` is not set."""
 
@@ -43,6 +51,7 @@ def build_engine(config: Config, seed: int) -> LLMEngine:
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
     from vllm import EngineArgs
     from vllm.config import WeightTransferConfig
+    from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.llm_engine import LLMEngine
 
     from asyncrl.generator.vllm_plugin import NAME, register
@@ -65,7 +74,7 @@ def build_engine(config: Config, seed: int) -> LLMEngine:
         "disable_log_stats": True,
     }
     if on_gpu:
-        arguments["gpu_memory_utilization"] = generator.gpu_memory_fraction
+        arguments["gpu_memory_utilization"] = float(os.environ.get(GPU_FRACTION, generator.gpu_memory_fraction))
     else:
         _keep_weights_beside_packed()
         arguments["enforce_eager"] = True
@@ -76,7 +85,16 @@ def build_engine(config: Config, seed: int) -> LLMEngine:
             arguments |= {"max_num_seqs": 1, "enable_chunked_prefill": False}
     if generator.kv_cache_bytes is not None:
         arguments["kv_cache_memory_bytes"] = generator.kv_cache_bytes
-    engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+    arguments |= generator.engine_options
+    # Tokens of a step by default: on a GPU as many as for vLLM's `LLM`, which also has many prompts at once.
+    context = UsageContext.LLM_CLASS if on_gpu else UsageContext.ENGINE_CONTEXT
+    try:
+        vllm_config = EngineArgs(**arguments).create_engine_config(context)
+    except (TypeError, ValueError) as error:
+        if not generator.engine_options:
+            raise
+        raise ConfigError(f"generator.engine_options = {generator.engine_options}: vLLM refuses: {error}") from error
+    engine = LLMEngine.from_vllm_config(vllm_config, usage_context=context, disable_log_stats=True)
     # It warns at every swap of layers without weights of their own; `Engine.swap` checks that nothing is missing.
     logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
     # vLLM sets it for children of its own; those of this process keep their allocator.
@@ -85,6 +103,25 @@ def build_engine(config: Config, seed: int) -> LLMEngine:
     else:
         os.environ["LD_PRELOAD"] = preload
     return engine
+
+
+def check_engine_options(config: Config) -> None:
+    """Raises ConfigError for an option in `generator.engine_options` that the installed vLLM does not have. Reads the
+    source of `vllm.EngineArgs`, since vLLM takes seconds to import."""
+    if not config.generator.engine_options:
+        return
+    package = importlib.util.find_spec("vllm")
+    if package is None or package.origin is None:
+        raise ConfigError("generator.engine_options: vLLM is not installed; run `make setup`")
+    tree = ast.parse(Path(package.origin).with_name("engine").joinpath("arg_utils.py").read_text())
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "EngineArgs"]
+    fields = [node.target for one in classes for node in one.body if isinstance(node, ast.AnnAssign)]
+    names = [target.id for target in fields if isinstance(target, ast.Name)]
+    for name in config.generator.engine_options:
+        if name not in names:
+            raise ConfigError(
+                f"generator.engine_options.{name}: vllm.EngineArgs has no such option{did_you_mean(name, names)}"
+            )
 
 
 def _keep_weights_beside_packed() -> None:
@@ -118,16 +155,3 @@ def sampling_params(config: Config, temperature: float, top_p: float, seed: int 
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,  # requests share them, nothing changes them, and a deep copy for each is slow
     )
-
-
-def checkpoint_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """Names and shapes that a learner sends for this model; tied weights once."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    trust = config.model.trust_remote_code
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(config.model.path, trust_remote_code=trust), trust_remote_code=trust
-        )
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}

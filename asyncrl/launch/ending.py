@@ -38,6 +38,8 @@ def _lines(summary: dict[str, Any]) -> list[str]:
         lines.insert(1, f"eval       reward {first['reward']:.3f} -> {last['reward']:.3f} {versions}")
     for dropped in summary.get("eval_dropped", []):
         lines.append(f"eval       version {dropped['version']} dropped: {dropped['reason']}")
+    if skipped := summary.get("skipped_updates"):
+        lines.append(f"skipped    {skipped} updates whose loss or gradient was not finite; see logs/learner-0.jsonl")
     if any(summary["restarts"].values()):
         lines.append("restarts   " + ", ".join(f"{n} of {role}" for role, n in summary["restarts"].items() if n))
     lines += [f"bias       {sentence}" for sentence in summary["bias"]]

@@ -20,10 +20,13 @@ from rich.console import Console
 from rich.table import Table
 
 from asyncrl.config import Config
+from asyncrl.endpoints import Endpoints
 from asyncrl.errors import ConfigError
+from asyncrl.files import check_writable, read_json, replace_file
 from asyncrl.launch.checks import check_data_and_rewards, check_model
+from asyncrl.launch.endpoints import run_endpoints
 from asyncrl.launch.interrupts import EXIT_DONE, EXIT_INTERRUPTED, Interrupts
-from asyncrl.launch.resources import LOOPBACK, make_endpoints
+from asyncrl.launch.resources import LOOPBACK
 from asyncrl.learner.checkpoint import MANIFEST
 from asyncrl.replay.messages import EvaluatedBody
 from asyncrl.replay.scores import PromptScore, pass_ks, score_table
@@ -38,6 +41,8 @@ if TYPE_CHECKING:
 PROGRESS_EVERY_S = 5.0
 IDLE_S = 0.005
 """Pause while only rewards are awaited."""
+RESULTS = {"model", "settings", "metrics", "prompts"}
+"""Keys that tell a file of results from another one."""
 
 
 def evaluate(config: Config, console: Console, *, model: str | None = None, out: Path | None = None) -> int:
@@ -47,7 +52,9 @@ def evaluate(config: Config, console: Console, *, model: str | None = None, out:
     ConfigError when the config, the folder or the data cannot be used.
     """
     config = use_folder(config, model)
-    limit_tokens = check_evaluation(config)
+    if out is not None:
+        check_out(out)
+    limit_tokens = check_evaluation(config, console)
     quiet_logs()
     interrupts = Interrupts()
     with interrupts.caught():
@@ -83,7 +90,20 @@ def use_folder(config: Config, model: str | None) -> Config:
     return config.model_copy(update={"model": config.model.model_copy(update={"path": folder, "recipe": None})})
 
 
-def check_evaluation(config: Config) -> int:
+def check_out(out: Path) -> None:
+    """Raises ConfigError unless results can be written there without replacing what is none."""
+    check_writable(out, "--out")
+    if not out.exists():
+        return
+    try:
+        ours = read_json(out).keys() >= RESULTS
+    except ConfigError:
+        ours = False
+    if not ours:
+        raise ConfigError(f"--out {out}: exists and holds no results of this command; give another file")
+
+
+def check_evaluation(config: Config, console: Console) -> int:
     """Raises ConfigError for what can be known to be wrong before the engine starts; gives the prompt tokens that the
     model's window leaves."""
     if not config.data.eval_files:
@@ -91,7 +111,7 @@ def check_evaluation(config: Config) -> int:
     room = check_model(config)
     # Training files are not looked at: they need not be there any more.
     data = config.data.model_copy(update={"train": config.data.eval_files, "eval": None, "weights": None})
-    check_data_and_rewards(config.model_copy(update={"data": data}))
+    check_data_and_rewards(config.model_copy(update={"data": data}), console)
     return room
 
 
@@ -103,8 +123,8 @@ def evaluate_prompts(
     from asyncrl.rewards.workers import RewardPool
 
     with ExitStack() as parts:
-        address = parts.enter_context(reward_model(config, should_stop)) if uses_reward_model(config) else ""
-        rewards = RewardPool(config, tokenizer_path=config.model.path, reward_model_address=address)
+        endpoints = parts.enter_context(reward_model(config, should_stop)) if uses_reward_model(config) else None
+        rewards = RewardPool(config, tokenizer_path=config.model.path, endpoints=endpoints)
         parts.callback(rewards.close)
         engine = Engine(config, seed=config.seed)
         parts.callback(engine.close)
@@ -118,24 +138,24 @@ def evaluate_prompts(
 
 
 @contextmanager
-def reward_model(config: Config, should_stop: Callable[[], bool]) -> Iterator[str]:
-    """The address of the config's reward model, which a thread of this process serves."""
+def reward_model(config: Config, should_stop: Callable[[], bool]) -> Iterator[Endpoints]:
+    """Where a thread of this process serves the config's reward model."""
     from asyncrl.rewards.model_server import run_reward_model
 
     here = config.launch.model_copy(update={"host": LOOPBACK, "port": 0})
-    endpoints = make_endpoints(config.model_copy(update={"launch": here}), "evaluation", reward_model=True)
+    here = config.model_copy(update={"launch": here})
     done = threading.Event()
-    with ThreadPoolExecutor(1) as pool:
+    with run_endpoints(here, reward_model=True) as endpoints, ThreadPoolExecutor(1) as pool:
         serving = pool.submit(run_reward_model, config, endpoints=endpoints, should_stop=done.is_set)
         try:
             await_reward_model(
-                endpoints.reward_model,
+                endpoints,
                 timeout_s=config.launch.start_timeout_s,
                 should_stop=lambda: should_stop() or serving.done(),
             )
             if serving.done():
                 serving.result()  # raises what kept it from serving
-            yield endpoints.reward_model
+            yield endpoints
         finally:
             done.set()
 
@@ -240,8 +260,7 @@ def write_json(out: Path, config: Config, metrics: dict[str, float], scored: lis
         "metrics": metrics,
         "prompts": rows,
     }
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(report, indent=2) + "\n")
+    replace_file(out, json.dumps(report, indent=2) + "\n")
 
 
 def quiet_logs() -> None:

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any, Self
 
 from asyncrl.config import Config
+from asyncrl.endpoints import Endpoints
 from asyncrl.errors import ConfigError
-from asyncrl.files import replace_file
+from asyncrl.files import read_json, replace_file
 from asyncrl.launch.numbered import first_free
 from asyncrl.launch.resume import check_resume
 from asyncrl.launch.role import endpoints_of
 from asyncrl.redaction import redact
-from asyncrl.types import Endpoints
 
 ENDPOINTS = "endpoints.json"
 ATTEMPTS = "attempts.json"
@@ -36,9 +36,15 @@ class RunFolder:
         """Where the earlier run of this name went, if there was one that does not go on."""
         self.earlier_s: list[float] = []
         """Wall time of each earlier launch of this run."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         self._lock_path = lock_path(self.path)
-        self._lock = self._lock_path.open("a+")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._lock = self._lock_path.open("a+")
+        except OSError as error:
+            raise ConfigError(
+                f"run = {config.run!r}: {self.path.parent.absolute()} cannot hold the run's folder: {error.strerror}; "
+                "launch from a folder in which you may write"
+            ) from None
 
     def __enter__(self) -> Self:
         try:
@@ -66,7 +72,7 @@ class RunFolder:
         elif self.path.exists():
             self.moved_to = first_free(self.path.parent, f"{self.path.name}.")
             self.path.rename(self.moved_to)
-        self.path.mkdir(exist_ok=True)
+        self.path.mkdir(mode=0o700, exist_ok=True)  # prompts, completions and logs are the user's own
 
     def __exit__(self, *_: object) -> None:
         (self.path / ENDPOINTS).unlink(missing_ok=True)
@@ -118,16 +124,16 @@ def read_endpoints(run_dir: Path) -> Endpoints:
     file = run_dir / ENDPOINTS
     if not goes_on(run_dir) or not file.exists():
         raise ConfigError(f"{run_dir}: this run is not going on; start it with asyncrl launch, or go on with --resume")
-    return endpoints_of(json.loads(file.read_text()))
+    return endpoints_of(read_json(file))
 
 
 def _attempts_s(run_dir: Path) -> list[float]:
     """Wall times of the earlier launches of a run; of one that was killed, up to the last thing it wrote."""
     file = run_dir / ATTEMPTS
-    earlier_s: list[float] = json.loads(file.read_text()) if file.exists() else []
+    earlier_s: list[float] = read_json(file, kind=list) if file.exists() else []
     summary = run_dir / "summary.json"
     if summary.exists():
-        return [*earlier_s, json.loads(summary.read_text())["wall_s"] - sum(earlier_s)]
+        return [*earlier_s, read_json(summary)["wall_s"] - sum(earlier_s)]
     began_s = (run_dir / "config.yaml").stat().st_mtime
     written = [*run_dir.glob("logs/*.jsonl"), *run_dir.glob("metrics.jsonl")]
     last_s = max((path.stat().st_mtime for path in written), default=began_s)

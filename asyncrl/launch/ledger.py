@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from rich.table import Table
 
 from asyncrl.config import load_config
 from asyncrl.errors import ConfigError
+from asyncrl.files import read_json
 from asyncrl.launch.folder import goes_on, read_endpoints
 from asyncrl.replay.client import LauncherClient
 from asyncrl.replay.recovery import recover
@@ -56,7 +56,7 @@ def read_ledger(run_dir: Path) -> tuple[dict[str, Any], str]:
         finally:
             client.close()
     file = run_dir / "summary.json"
-    if file.is_file() and "ledger" in (summary := json.loads(file.read_text())):
+    if file.is_file() and "ledger" in (summary := read_json(file)):
         return summary, f"{file} ({summary['status']})"
     if not segments_of(run_dir / "journal"):
         raise ConfigError(f"{run_dir}: neither a summary nor a journal; the run ended before its first lease")
@@ -128,13 +128,14 @@ def differences(boxes: dict[str, dict[str, int]]) -> Iterator[str]:
 
 def _show_outcomes(console: Console, summary: dict[str, Any]) -> None:
     table = Table(box=None, padding=(0, 3, 0, 0))
-    for name in ("", "tokens of a trajectory", "reward"):
+    for name in ("", "tokens of a trajectory", "reward", "failed rewards"):
         table.add_column(name, justify="right" if name else "left")
     for name, outcome in summary["outcomes"].items():
         table.add_row(
             name if name == "trained" else f"refunded ({name})",
             f"{outcome['tokens_mean']:.1f} +- {outcome['tokens_std']:.1f}",
             f"{outcome['reward_mean']:.3f} +- {outcome['reward_std']:.3f}",
+            f"{outcome['rewards_failed']:,}" if "rewards_failed" in outcome else "not counted",
         )
     console.print("", table)
     for sentence in summary["bias"]:

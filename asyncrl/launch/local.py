@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -15,6 +16,7 @@ import structlog
 
 from asyncrl.launch.resources import Share, network_environment
 from asyncrl.launch.role import EXIT_DISK_FULL, SHOW_STACKS, RoleSpec
+from asyncrl.launch.zygote import Forked, Zygote, ZygoteError
 from asyncrl.observe.logs import last_error
 from asyncrl.redaction import redact, redact_file
 
@@ -23,6 +25,8 @@ log = structlog.get_logger()
 POLL_S = 0.02
 STACKS_S = 0.1
 """Time for a role that hangs to write where it hangs."""
+KILL_S = 5.0
+"""How long the kernel may take to end processes."""
 REDACTED_BYTES = 64 << 20
 """A larger output is left as it is: to look for secrets in it would hold the launcher up."""
 
@@ -32,7 +36,7 @@ class RoleProcess:
     """A started role; its output other than the log goes to `logs/<role>.out`, where secrets show until it is ended."""
 
     spec: RoleSpec
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | Forked
     output: IO[bytes]
     log_start_bytes: int = 0
     """Where the log of this start begins; what is before it was said by earlier ones."""
@@ -98,33 +102,51 @@ class LocalLauncher:
 
     def __init__(self) -> None:
         self.roles: list[RoleProcess] = []
+        self.zygote: Zygote | None = None
+        """Roles without GPUs are forked from it; where there is none, each does its own imports."""
 
     def start(self, spec: RoleSpec, share: Share) -> RoleProcess:
         log_file, path = spec.logs / f"{spec.name}.jsonl", spec.logs / f"{spec.name}.out"
         path.parent.mkdir(parents=True, exist_ok=True)
         output = path.open("ab")
-        process = subprocess.Popen(
+        environment = {
+            **os.environ,
+            "TOKENIZERS_PARALLELISM": "false",
+            **share.environment(),
+            **network_environment(spec.endpoints.host),
+        }
+        process = self._fork(spec, share, environment, output) or subprocess.Popen(
             self.command(spec),
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={
-                **os.environ,
-                "TOKENIZERS_PARALLELISM": "false",
-                **share.environment(),
-                **network_environment(spec.endpoints.learners[0]),
-            },
+            env=environment,
             process_group=0,
         )
+        assert process.stdin is not None
+        with suppress(BrokenPipeError), process.stdin as pipe:  # one that died already says so by its exit code
+            pipe.write(spec.to_json().encode())
         log_bytes = log_file.stat().st_size if log_file.exists() else 0
         role = RoleProcess(spec, process, output, log_bytes, output.tell())
         self.roles.append(role)
         log.info("role started", name=spec.name, start=spec.start, pid=process.pid, cpus=share.cpus, gpus=share.gpus)
         return role
 
+    def _fork(self, spec: RoleSpec, share: Share, environment: dict[str, str], output: IO[bytes]) -> Forked | None:
+        """The role forked from the zygote; None where it has to be started otherwise."""
+        if self.zygote is None or share.gpus:
+            return None
+        try:
+            return self.zygote.fork(self.command(spec)[1:], environment, output.fileno())
+        except ZygoteError as error:
+            log.warning("roles are started with imports of their own from here on", error=str(error))
+            self.zygote.close()
+            self.zygote = None
+            return None
+
     def command(self, spec: RoleSpec) -> list[str]:
-        """What is run for the role."""
-        return [sys.executable, "-m", "asyncrl.launch.role", spec.to_json(), str(os.getpid())]
+        """What is run for the role; it reads its spec from standard input."""
+        return [sys.executable, "-m", "asyncrl.launch.role", spec.name, str(os.getpid())]
 
     def of(self, role: str) -> list[RoleProcess]:
         return [process for process in self.roles if process.spec.role == role]
@@ -138,8 +160,11 @@ class LocalLauncher:
             time.sleep(POLL_S)
         return []
 
-    def kill(self, roles: list[RoleProcess], *, show_stacks: bool = False) -> None:
-        """Ends roles at once, with their children, and forgets them; on request they write first where they hang."""
+    def kill(self, roles: list[RoleProcess], *, show_stacks: bool = False) -> list[RoleProcess]:
+        """Ends roles at once, with their children, and forgets them; on request they write first where they hang.
+
+        Returns those that the kernel does not end within KILL_S, as they wait inside a driver or for a disk.
+        """
         if show_stacks:
             for role in roles:
                 if role.code is None:
@@ -147,20 +172,30 @@ class LocalLauncher:
             time.sleep(STACKS_S)
         for role in roles:
             self._kill_group(role)
-            role.process.wait()
-            role.close()
+        deadline_s, immortal = time.monotonic() + KILL_S, list[RoleProcess]()
+        for role in list(roles):
+            try:
+                role.process.wait(max(0.0, deadline_s - time.monotonic()))
+                role.close()
+            except subprocess.TimeoutExpired:
+                immortal.append(role)
+                role.output.close()
+                log.error("process does not die of SIGKILL", name=role.name, pid=role.process.pid, waited_s=KILL_S)
             self.roles.remove(role)
+        if self.zygote is not None:
+            self.zygote.reap()
+        return immortal
 
-    def end(self, *, grace_s: float) -> None:
-        """Ends whatever still runs: a request first, after the grace the kernel; takes their children along."""
+    def end(self, *, grace_s: float) -> list[RoleProcess]:
+        """Ends whatever still runs: a request first, after the grace the kernel; takes their children along. Returns
+        those that `kill` does."""
         for role in self.roles:
             if role.code is None:
                 role.process.terminate()
-        for role in self.wait(self.roles, grace_s):
+        late = self.wait(self.roles, grace_s)
+        for role in late:
             log.warning("role did not stop in time and was killed", name=role.name, grace_s=grace_s)
-            role.process.send_signal(SHOW_STACKS)
-            time.sleep(STACKS_S)
-        self.kill(list(self.roles))
+        return self.kill(list(self.roles), show_stacks=bool(late))
 
     @staticmethod
     def _kill_group(role: RoleProcess) -> None:

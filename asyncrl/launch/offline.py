@@ -11,12 +11,14 @@ from rich.console import Console
 from rich.table import Table
 
 from asyncrl.config import Config, load_config
+from asyncrl.endpoints import Endpoints
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.launch.checks import check_model
+from asyncrl.launch.endpoints import run_endpoints
 from asyncrl.launch.interrupts import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, Interrupts
 from asyncrl.launch.local import LAUNCHERS, LocalLauncher
 from asyncrl.launch.numbered import first_free
-from asyncrl.launch.resources import LOOPBACK, make_endpoints, plan_resources
+from asyncrl.launch.resources import LOOPBACK, plan_resources
 from asyncrl.launch.resume import changes, refuse_changes
 from asyncrl.launch.role import RoleSpec
 from asyncrl.launch.tensors import first_difference
@@ -53,11 +55,12 @@ def replay(
     launcher = LAUNCHERS[config.launch.cluster]()
     with interrupts.caught():
         console.print(f"training on the batches of {run_dir} into {out} ...", highlight=False, soft_wrap=True)
-        try:
-            start(launcher, config, run_dir, out, start_step)
-            watch(launcher, config, out, interrupts)
-        finally:
-            launcher.end(grace_s=END_GRACE_S)
+        with run_endpoints(on_this_machine(config)) as endpoints:
+            try:
+                start(launcher, config, endpoints, run_dir, out, start_step)
+                watch(launcher, config, out, interrupts)
+            finally:
+                launcher.end(grace_s=END_GRACE_S)
     if interrupts.count:
         console.print(f"interrupted; what was trained so far is in {out}", highlight=False, soft_wrap=True)
         return EXIT_INTERRUPTED
@@ -100,16 +103,19 @@ def make_out(run_dir: Path, out: Path | None) -> Path:
         out = first_free(run_dir / "replays", "")
     elif out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"--out {out}: exists and is not an empty folder; give another one")
-    out.mkdir(parents=True, exist_ok=True)
+    out.mkdir(mode=0o700, parents=True, exist_ok=True)
     return out
 
 
-def start(launcher: LocalLauncher, config: Config, run_dir: Path, out: Path, step: int) -> None:
+def on_this_machine(config: Config) -> Config:
+    """The config with everything on this machine, wherever the run listened."""
+    here = config.launch.model_copy(update={"host": LOOPBACK, "port": 0})
+    return config.model_copy(update={"launch": here})
+
+
+def start(launcher: LocalLauncher, config: Config, endpoints: Endpoints, run_dir: Path, out: Path, step: int) -> None:
     """Starts the learner and critic ranks on the cores and GPUs that they had in the run."""
     plan = plan_resources(config, reward_model=uses_reward_model(config))
-    # All on this machine, wherever the run listened.
-    here = config.launch.model_copy(update={"host": LOOPBACK, "port": 0})
-    endpoints = make_endpoints(config.model_copy(update={"launch": here}), f"replay-{config.run}")
     for role in ("learner", "critic"):
         for index, share in enumerate(plan.of(role)):
             spec = RoleSpec(role, index, str(run_dir), endpoints, share.cpus, 0, offline=str(out), offline_step=step)

@@ -33,7 +33,9 @@ def tables() -> dict[str, Mapping[str, Any]]:
 
 
 def check_parts(config: Config) -> None:
-    """Raises ConfigError for a transport, launcher or tracker that does not exist."""
+    """Raises ConfigError for a transport, launcher or tracker that does not exist, or cannot do what the run asks."""
+    from asyncrl.weights.transports import transport_of
+
     known = tables()
     named = {
         "weights.transport": [config.weights.transport] if config.weights.transport != "auto" else [],
@@ -44,6 +46,7 @@ def check_parts(config: Config) -> None:
         for name in names:
             if name not in known[key]:
                 raise unknown_name(key, name, known[key])
+    transport_of(config)
 
 
 def print_parts(console: Console) -> None:

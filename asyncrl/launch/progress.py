@@ -10,10 +10,13 @@ from asyncrl.errors import RunError
 
 
 class Progress:
-    """Watches for steps, evaluations and steps of a catch-up that end."""
+    """Watches for steps, evaluations and steps of a catch-up that end, and, while there is no batch for the
+    learners, for generated tokens: a step whose completions take long is none that hangs."""
 
     def __init__(self, config: Config, now_s: float) -> None:
         self._config = config
+        self._batch_groups = (config.replay.held_steps + 1) * config.replay.groups_per_step
+        """Finished groups that make a batch."""
         self._seen: tuple[Any, ...] = ()
         self._since_s = now_s
         self._missing_s = now_s
@@ -23,7 +26,11 @@ class Progress:
 
     def check(self, status: dict[str, Any], *, learners_started_s: float, missing: Sequence[str], now_s: float) -> str:
         """Why the learners must be started again, or nothing. Raises RunError when that would not help."""
-        seen = status["step"], status["eval"]["prompts_done"], (status["catching_up"] or {}).get("step")
+        # A batch that lies there to be taken is the learners' turn, too.
+        training = status["taken"] or status["finished"] >= self._batch_groups
+        tokens = None if training else sum(generator["tokens"] for generator in status["generators"].values())
+        again = (status["catching_up"] or {}).get("step")
+        seen = status["step"], status["eval"]["prompts_done"], again, training, tokens
         if seen != self._seen:
             self._seen, self._since_s = seen, now_s
         launch = self._config.launch
@@ -33,11 +40,12 @@ class Progress:
         if now_s - (since_s if missing else max(since_s, self._missing_s)) <= limit_s:
             return ""
         reason = (
-            f"no optimizer step ended within launch.progress_timeout_s = {launch.progress_timeout_s:g} s: "
+            f"no optimizer step ended{'' if training else ', and no token was generated,'} within "
+            f"launch.progress_timeout_s = {launch.progress_timeout_s:g} s: "
             + _describe(status)
             + (f"; not up: {', '.join(missing)}" if missing else "")
         )
-        if not status["taken"] or self._blamed == status["step"]:
+        if not training or self._blamed == status["step"]:
             raise RunError(reason)
         self._blamed = status["step"]
         return reason

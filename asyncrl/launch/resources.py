@@ -5,9 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import random
-import shutil
 import socket
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -16,12 +14,13 @@ import psutil
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
-from asyncrl.types import Endpoints
+from asyncrl.generator.vllm_setup import GPU_FRACTION
+from asyncrl.launch.gpus import Gpu, visible_gpus
 
 LOOPBACK = "127.0.0.1"
+LAST_PORT = 65535
 OWN_PORTS = range(20000, 32000)
 """Where free ports are looked for: below those that Linux gives to outgoing connections (32768 and up)."""
-"""Replay queue, weight store, learners' rendezvous."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +29,12 @@ class Share:
 
     cpus: tuple[int, ...]
     threads: int
-    gpus: tuple[int, ...] = ()
+    gpus: tuple[str, ...] = ()
+    """Entries of CUDA_VISIBLE_DEVICES, as this process was given them."""
     helper_cpus: tuple[int, ...] = ()
     """Cores of the role's own helper processes; those of the role itself when empty."""
+    gpu_memory_fraction: float | None = None
+    """Of the GPU's memory, what the engine of a generator may take."""
 
     def environment(self) -> dict[str, str]:
         """Variables that must be set before the process imports numpy or torch."""
@@ -40,7 +42,9 @@ class Share:
         names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
         environment: dict[str, str] = dict.fromkeys(names, threads)
         environment["ASYNCRL_HELPER_CPUS"] = ",".join(map(str, self.helper_cpus or self.cpus))
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.gpus))
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus)
+        if self.gpu_memory_fraction is not None:
+            environment[GPU_FRACTION] = f"{self.gpu_memory_fraction:.4f}"
         if not self.gpus:
             environment["DS_ACCELERATOR"] = "cpu"
         return environment
@@ -55,6 +59,14 @@ class Plan:
     replay: Share
     critics: tuple[Share, ...] = ()
     reward_model: Share | None = None
+    gpus: tuple[Gpu, ...] = ()
+    """Of the machine, as far as the run may use them."""
+
+    @property
+    def sends_between_gpus(self) -> bool:
+        """Whether learner rank 0 and every generator have a GPU that none of the others has, as NCCL needs it."""
+        gpus = [gpu for share in (self.learners[0], *self.generators) for gpu in share.gpus]
+        return len(set(gpus)) == len(gpus) == 1 + len(self.generators)
 
     def of(self, role: str) -> tuple[Share, ...]:
         """One share for every process of the role."""
@@ -70,19 +82,16 @@ class Plan:
 def plan_resources(config: Config, *, reward_model: bool = False) -> Plan:
     """Splits this machine between the roles: GPUs one each as far as they go, cores by number of processes.
 
-    Critics and the reward model count with the learners: they share their cores.
+    Critics and the reward model count with the learners: they share their cores. Raises ConfigError when the ranks of
+    the learner, or of the critic, have no GPU each, or when NCCL is asked for and a generator has none of its own.
     """
+    if gpus := visible_gpus():
+        return _plan_gpus(config, gpus, reward_model=reward_model)
     num_generators, num_critics = config.launch.generators, config.critic.ranks
     num_trained = config.launch.learners + num_critics + int(reward_model)
     cpus = sorted(os.sched_getaffinity(0))
-    gpus = count_gpus()
     replay = Share(tuple(cpus), threads=1)
-    if gpus:
-        threads = max(1, len(cpus) // (num_generators + num_trained))
-        cards = [index % gpus for index in range(num_trained + num_generators)]
-        shares = [Share(tuple(cpus), threads, (card,)) for card in cards]
-        trained, generators = shares[:num_trained], shares[num_trained:]
-    elif config.launch.pin_cores and len(cpus) >= 2:
+    if config.launch.pin_cores and len(cpus) >= 2:
         wanted = round(len(cpus) * num_generators / (num_generators + num_trained))
         cut = min(max(wanted, 1), len(cpus) - 1)
         # The replay queue and the reward workers run beside the learners: an engine keeps its core to itself.
@@ -94,43 +103,81 @@ def plan_resources(config: Config, *, reward_model: bool = False) -> Plan:
         threads = max(1, len(cpus) // (num_generators + num_trained))
         generators = [Share(tuple(cpus), threads)] * num_generators
         trained = [Share(tuple(cpus), threads)] * num_trained
-    if config.weights.transport == "nccl" and gpus < num_generators + num_trained:
-        raise ConfigError(
-            f"weights.transport = 'nccl': needs a GPU for each of {num_generators} generators and {num_trained} "
-            f"learners, critics and reward models, this machine has {gpus}; use weights.transport=gloo, or auto"
-        )
     learners = trained[: config.launch.learners]
     critics = trained[config.launch.learners : config.launch.learners + num_critics]
-    return Plan(tuple(generators), tuple(learners), replay, tuple(critics), trained[-1] if reward_model else None)
+    plan = Plan(tuple(generators), tuple(learners), replay, tuple(critics), trained[-1] if reward_model else None)
+    _check_transport(config, plan, num_gpus=0)
+    return plan
 
 
-def count_gpus() -> int:
-    """NVIDIA GPUs of this machine that CUDA_VISIBLE_DEVICES leaves."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([part for part in visible.split(",") if part.strip()])
-    if shutil.which("nvidia-smi") is None:
-        return 0
-    listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
-    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
+def _plan_gpus(config: Config, gpus: Sequence[Gpu], *, reward_model: bool) -> Plan:
+    """Learner and critic ranks take the first GPUs, generators and the reward model the others.
 
-
-def make_endpoints(config: Config, run_id: str, *, reward_model: bool = False) -> Endpoints:
-    """Addresses for all parts of a run at `launch.host`. Raises ConfigError when that is no address that can be
-    listened on, or naming a port that is taken."""
-    host = config.launch.host
-    check_host(host)
-    num_critics = config.critic.ranks + 1 if config.critic.ranks else 0
-    ports = reserve_ports(config.launch.port, 3 + num_critics + int(reward_model), host=host)
-    replay, weights, learners, *others = ports
-    return Endpoints(
-        run_id,
-        replay=f"tcp://{host}:{replay}",
-        weights=(host, weights),
-        learners=(host, learners),
-        reward_model=f"tcp://{host}:{others[-1]}" if reward_model else "",
-        critics=tuple((host, port) for port in others[:num_critics]),
+    Where GPUs are fewer than roles, generators share among themselves before they share with what is trained.
+    """
+    num_generators, num_learners, num_critics = config.launch.generators, config.launch.learners, config.critic.ranks
+    for key, ranks in (("launch.learners", num_learners), ("critic.ranks", num_critics)):
+        if ranks > len(gpus):
+            raise ConfigError(
+                f"{key} = {ranks}: the ranks exchange gradients by NCCL, which takes one rank for each GPU, and "
+                f"{ranks} ranks are more than the {len(gpus)} GPUs there are ({_names(gpus)}); use {key}={len(gpus)} "
+                "or fewer, or set CUDA_VISIBLE_DEVICES= to run on the CPU"
+            )
+    trained = [index % len(gpus) for index in range(num_learners + num_critics)]
+    left = list(range(len(gpus)))[len(trained) :]
+    if not left:
+        load = [trained.count(card) for card in range(len(gpus))]
+        left = [card for card in reversed(range(len(gpus))) if load[card] == min(load)]
+    # The reward model keeps a GPU to itself where there is one over.
+    places = left[:-1] if reward_model and len(left) > num_generators else left
+    cpus = tuple(sorted(os.sched_getaffinity(0)))
+    threads = max(1, len(cpus) // (num_generators + len(trained) + int(reward_model)))
+    shares = [Share(cpus, threads, (gpu.name,)) for gpu in gpus]
+    plan = Plan(
+        generators=tuple(shares[places[index % len(places)]] for index in range(num_generators)),
+        learners=tuple(shares[card] for card in trained[:num_learners]),
+        replay=Share(cpus, threads=1),
+        critics=tuple(shares[card] for card in trained[num_learners:]),
+        reward_model=shares[left[-1]] if reward_model else None,
+        gpus=tuple(gpus),
     )
+    _check_transport(config, plan, num_gpus=len(gpus))
+    return plan
+
+
+def refuse_joiner(config: Config, running: Plan, wanted: Plan, index: int) -> str:
+    """Why generator `index` cannot join a run that began with the plan `running`; empty when it can.
+
+    NCCL takes one process for each GPU, and engines have taken the memory of theirs, unless `generator.kv_cache_bytes`
+    bounds what they take.
+    """
+    gpus = wanted.generators[index].gpus
+    if not gpus or index < len(running.generators):
+        return ""
+    owners = {"learner rank 0": wanted.learners[0].gpus}
+    owners |= {f"generator-{other}": share.gpus for other, share in enumerate(wanted.generators[:index])}
+    owner = next((name for name, theirs in owners.items() if theirs == gpus), "")
+    if not owner:
+        return ""
+    shared = f"generator-{index} would share GPU {gpus[0]} with {owner}"
+    if running.sends_between_gpus and config.weights.transport != "gloo":
+        return f"{shared}, and weights travel by NCCL, which takes one process for each GPU"
+    if owner != "learner rank 0" and config.generator.kv_cache_bytes is None:
+        return f"{shared}, whose engine has taken the memory; generator.kv_cache_bytes bounds it for the next run"
+    return ""
+
+
+def _check_transport(config: Config, plan: Plan, *, num_gpus: int) -> None:
+    if config.weights.transport == "nccl" and not plan.sends_between_gpus:
+        raise ConfigError(
+            "weights.transport = 'nccl': needs a GPU of its own for learner rank 0 and for each of "
+            f"{len(plan.generators)} generators, beside those of {len(plan.learners)} learner ranks and "
+            f"{len(plan.critics)} critic ranks in all; this machine has {num_gpus}; use weights.transport=gloo, or auto"
+        )
+
+
+def _names(gpus: Sequence[Gpu]) -> str:
+    return f"CUDA_VISIBLE_DEVICES={','.join(gpu.name for gpu in gpus)}"
 
 
 def network_environment(host: str) -> dict[str, str]:
@@ -172,6 +219,11 @@ def reserve_ports(first: int, count: int, *, host: str = LOOPBACK) -> list[int]:
     Raises ConfigError naming the port that is taken, or when there are not enough.
     """
     if first:
+        if first + count - 1 > LAST_PORT:
+            raise ConfigError(
+                f"launch.port = {first}: the run needs {count} ports from there on, and the last one there is is "
+                f"{LAST_PORT}; use at most {LAST_PORT + 1 - count}, or 0 for free ones"
+            )
         for port in range(first, first + count):
             if error := _taken(host, port):
                 raise ConfigError(

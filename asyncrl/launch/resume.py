@@ -10,7 +10,7 @@ from typing import Any
 
 from asyncrl.config import Config, config_keys, load_config
 from asyncrl.errors import ConfigError
-from asyncrl.files import replace_file
+from asyncrl.files import read_json, replace_file
 from asyncrl.launch.numbered import first_free
 from asyncrl.observe.report import read_metrics
 
@@ -18,11 +18,15 @@ FREE_SECTIONS = ("launch", "observe", "weights", "checkpoint", "journal")
 FREE_KEYS = {
     "steps", "resume", "run", "eval.every_steps",
     "generator.max_running_groups", "generator.reward_workers", "generator.reward_timeout_s",
-    "generator.kv_cache_bytes", "generator.gpu_memory_fraction",
+    "generator.kv_cache_bytes", "generator.gpu_memory_fraction", "generator.engine_options",
     "replay.lease_timeout_s", "replay.max_bytes", "replay.max_refunds_in_a_row",
-    "learner.tokens_per_microbatch", "learner.gradient_checkpointing",
+    "learner.tokens_per_microbatch", "learner.gradient_checkpointing", "learner.deepspeed_options",
+    "learner.lr", "critic.lr", "learner.max_grad_norm", "learner.max_skipped_updates",
 }  # fmt: skip
-"""Settings that may be others when a run is resumed; what is learned, and from what, must stay."""
+"""Settings that may be others when a run is resumed. What is learned, and from what, must stay; how far an update goes
+may change, since it is the way out when updates are not finite. Then the steps since the newest checkpoint, which are
+trained again, come out otherwise than before. That is sound: tokens that were sampled meanwhile keep the log-probs of
+the policy that sampled them, and generators of a resumed run start with the new weights."""
 FIXED_KEYS = {"launch.learners"}
 """Those of free sections that may not: journal and checkpoints are divided by learner ranks."""
 
@@ -109,7 +113,7 @@ def discard_journal(run_dir: Path) -> str:
     if journal.exists():
         journal.rename(aside)
     aside.mkdir(exist_ok=True)
-    cut_metrics(run_dir / "metrics.jsonl", json.loads((newest / "checkpoint.json").read_text())["step"], aside)
+    cut_metrics(run_dir / "metrics.jsonl", read_json(newest / "checkpoint.json")["step"], aside)
     for trace in run_dir.glob("trace.*"):
         shutil.copyfile(trace, aside / trace.name)
     # The run goes on from it until its journal has a state, while newer checkpoints take the place of this one.
@@ -128,7 +132,7 @@ def cut_metrics(file: Path, step: int, aside: Path) -> None:
 
 def _summary(run_dir: Path) -> dict[str, Any]:
     file = run_dir / "summary.json"
-    return json.loads(file.read_text()) if file.is_file() else {}
+    return read_json(file) if file.is_file() else {}
 
 
 def _value(config: Config, key: str) -> Any:

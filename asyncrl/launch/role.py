@@ -1,4 +1,8 @@
-"""One role process: `python -m asyncrl.launch.role SPEC`, started by a launcher."""
+"""One role process: `python -m asyncrl.launch.role NAME LAUNCHER`, started by a launcher.
+
+Its RoleSpec comes by standard input: the run id is a credential, and every user of the machine can read the arguments
+of a process.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +18,13 @@ from pathlib import Path
 from typing import Any, Self
 
 import structlog
+from pydantic import TypeAdapter
 
 from asyncrl.config import Config, load_config
+from asyncrl.endpoints import Endpoints
 from asyncrl.errors import AsyncrlError, ConfigError, DataError, PeerTimeoutError, is_disk_full
 from asyncrl.observe.logs import configure_logs
 from asyncrl.processes import collect_seldom, end_with_parent
-from asyncrl.types import Endpoints
 
 log = structlog.get_logger()
 
@@ -71,11 +76,12 @@ class RoleSpec:
         return cls(**values | {"endpoints": endpoints_of(values["endpoints"])})
 
 
+_ENDPOINTS = TypeAdapter(Endpoints)
+
+
 def endpoints_of(values: dict[str, Any]) -> Endpoints:
     """Endpoints from their JSON object, which has lists for tuples."""
-    critics = tuple(tuple(address) for address in values["critics"])
-    pairs = {"weights": tuple(values["weights"]), "learners": tuple(values["learners"]), "critics": critics}
-    return Endpoints(**values | pairs)
+    return _ENDPOINTS.validate_python(values)
 
 
 def run_replay_role(config: Config, spec: RoleSpec, should_stop: Callable[[], bool]) -> None:
@@ -134,7 +140,14 @@ def run_learner_role(config: Config, spec: RoleSpec, should_stop: Callable[[], b
 def run_critic_role(config: Config, spec: RoleSpec, should_stop: Callable[[], bool]) -> None:
     from asyncrl.learner.remote_critic import run_critic
 
-    run_critic(config, rank=spec.index, endpoints=spec.endpoints, should_stop=should_stop)
+    run_critic(
+        config,
+        rank=spec.index,
+        endpoints=spec.endpoints,
+        run_dir=Path(spec.run_dir),
+        out_dir=spec.home,
+        should_stop=should_stop,
+    )
 
 
 def run_reward_model_role(config: Config, spec: RoleSpec, should_stop: Callable[[], bool]) -> None:
@@ -158,9 +171,27 @@ FINAL_CODES = (EXIT_FAILED, EXIT_CONFIG, EXIT_DISK_FULL)
 
 
 def main(argv: list[str]) -> int:
-    """Runs the role; 0 when it ended as it should, else one of the codes above with the cause as the last error in
-    its log."""
-    spec, parent = RoleSpec.from_json(argv[0]), int(argv[1])
+    """Runs the role of the spec on standard input, which is closed; arguments are the role's name, which is there for
+    lists of processes, and the launcher's process id. Returns the exit code of `run_role`."""
+    spec = read_spec()
+    return run_role(spec, int(argv[1]))
+
+
+def read_spec() -> RoleSpec:
+    """The spec on standard input, which is /dev/null afterwards. Raises ConfigError when there is none."""
+    text = sys.stdin.buffer.read()
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, sys.stdin.fileno())
+    os.close(nothing)
+    try:
+        return RoleSpec.from_json(text.decode())
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"no role spec on standard input ({error}); roles are started by asyncrl launch") from None
+
+
+def run_role(spec: RoleSpec, parent: int) -> int:
+    """Runs the role in this process, which ends with the process `parent`. Returns 0 when it ended as it should, else
+    one of the codes above, with the cause as the last error in its log."""
     end_with_parent(parent)
     os.sched_setaffinity(0, spec.cpus)
     stop = threading.Event()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +14,26 @@ from rich.console import Console
 
 from asyncrl.config import Config
 from asyncrl.errors import DataError, PeerTimeoutError, RunError
-from asyncrl.keys import run_keys
 from asyncrl.launch.checks import check_inputs, make_missing
 from asyncrl.launch.ending import show_end
+from asyncrl.launch.endpoints import run_endpoints
+from asyncrl.launch.fit import fit_memory
 from asyncrl.launch.folder import RunFolder
 from asyncrl.launch.interrupts import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, Interrupts
 from asyncrl.launch.judge import Judge
 from asyncrl.launch.lasting import lasting
 from asyncrl.launch.local import LAUNCHERS
 from asyncrl.launch.progress import Progress
-from asyncrl.launch.resources import Plan, make_endpoints, plan_resources
+from asyncrl.launch.resources import Plan, plan_resources
 from asyncrl.launch.resume import check_resume, discard_journal
-from asyncrl.launch.role import RoleSpec
+from asyncrl.launch.role import ROLES, RoleSpec
 from asyncrl.launch.supervise import Supervisor
+from asyncrl.launch.zygote import Zygote
 from asyncrl.observe.live import LiveView
 from asyncrl.observe.logs import configure_logs
 from asyncrl.observe.report import write_report
-from asyncrl.plan.trace import read_trace
+from asyncrl.plan.measured import GROUPS_AT_MOST
+from asyncrl.plan.tail import TraceTail
 from asyncrl.replay.client import LauncherClient
 from asyncrl.rewards.reward_model import uses_reward_model
 
@@ -58,30 +62,54 @@ def launch(config: Config, console: Console, *, without_journal: bool = False) -
     reward_model = uses_reward_model(config)
     plan = plan_resources(config, reward_model=reward_model)
     make_missing(config, console)
-    prompt_tokens = check_inputs(config)
-    endpoints = make_endpoints(config, f"{config.run}-{uuid.uuid4().hex[:8]}", reward_model=reward_model)
-    interrupts = Interrupts()
-    with interrupts.caught(), run_keys(endpoints) as endpoints, RunFolder(config) as folder:
-        checkpoint = discard_journal(folder.path) if without_journal else ""
-        folder.begin(config, endpoints)
-        configure_logs(folder.path, "launcher", config.observe.log_level)
-        if folder.moved_to is not None:
-            console.print(f"the earlier run of this name is now {folder.moved_to}", highlight=False)
-        spec = RoleSpec("", 0, str(folder.path), endpoints, (), prompt_tokens, checkpoint=checkpoint)
-        run = Run(config, plan, spec, console, interrupts)
-        code = run.conduct()
-        summary = folder.sum_up(run.summary) | run.judge.sum_up(run.summary)
-        show_end(console, summary)
-        folder.write_summary(summary)
-        report = write_report(folder.path, summary, trace_of(folder.path))
-        console.print(f"folder     {folder.path}\nreport     {report}", highlight=False, soft_wrap=True)
+    with preloaded(plan) as zygote:
+        prompt_tokens = check_inputs(config, console)
+        plan = fit_memory(config, plan, reward_model=reward_model)
+        if plan.gpus and config.model.dtype == "float32":
+            console.print(
+                "model.dtype = float32 on GPUs: slower, and twice the memory; model.dtype=bfloat16 is usual there",
+                highlight=False,
+            )
+        interrupts = Interrupts()
+        with (
+            interrupts.caught(),
+            run_endpoints(config, reward_model=reward_model) as endpoints,
+            RunFolder(config) as folder,
+        ):
+            checkpoint = discard_journal(folder.path) if without_journal else ""
+            folder.begin(config, endpoints)
+            configure_logs(folder.path, "launcher", config.observe.log_level)
+            if folder.moved_to is not None:
+                console.print(f"the earlier run of this name is now {folder.moved_to}", highlight=False)
+            spec = RoleSpec("", 0, str(folder.path), endpoints, (), prompt_tokens, checkpoint=checkpoint)
+            run = Run(config, plan, spec, console, interrupts)
+            run.processes.zygote = zygote
+            code = run.conduct()
+            summary = folder.sum_up(run.summary) | run.judge.sum_up(run.summary)
+            show_end(console, summary)
+            folder.write_summary(summary)
+            report = write_report(folder.path, summary, trace_of(folder.path))
+            console.print(f"folder     {folder.path}\nreport     {report}", highlight=False, soft_wrap=True)
     return code
 
 
-def trace_of(run_dir: Path) -> pa.Table | None:
-    """The run's trace; None when there is none that can be read."""
+@contextmanager
+def preloaded(plan: Plan) -> Iterator[Zygote | None]:
+    """A process to fork the roles of this plan from; None where one of them has a GPU."""
+    if any(share.gpus for role in ROLES for share in plan.of(role)):
+        yield None
+        return
+    zygote = Zygote()
     try:
-        return read_trace(run_dir)
+        yield zygote
+    finally:
+        zygote.close()
+
+
+def trace_of(run_dir: Path) -> pa.Table | None:
+    """The newest part of the run's trace; None when there is none that can be read."""
+    try:
+        return TraceTail(run_dir, rows=GROUPS_AT_MOST).read()
     except DataError as error:
         log.warning("no timeline in the report", error=str(error))
         return None
@@ -119,7 +147,8 @@ class Run:
         finally:
             self.summary = self._summarize(code, error)
             lacking = self._shut_replay()
-            self.processes.end(grace_s=FAILURE_GRACE_S)
+            for role in self.processes.end(grace_s=FAILURE_GRACE_S):
+                self._say(f"{role.name} (process {role.process.pid}) does not die of SIGKILL and is left behind")
             self.client.close()
         if lacking and code == EXIT_DONE:
             code = EXIT_FAILED

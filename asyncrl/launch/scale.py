@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from asyncrl.config import load_config
+from asyncrl.config import MAX_GENERATORS, load_config, too_many_generators
 from asyncrl.errors import ConfigError, PeerTimeoutError, RunError
 from asyncrl.launch.folder import goes_on, read_endpoints
 from asyncrl.replay.client import LauncherClient
@@ -24,6 +24,8 @@ def scale(run: str, generators: int, console: Console) -> None:
     """
     if generators < 1:
         raise ConfigError(f"--generators {generators}: a run needs at least 1")
+    if generators > MAX_GENERATORS:
+        raise ConfigError(f"--generators {generators}: {too_many_generators()}")
     run_dir = Path("runs") / run
     client = LauncherClient(read_endpoints(run_dir))
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -10,10 +11,11 @@ import structlog
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError, PeerTimeoutError, RunError
+from asyncrl.launch.fit import fit_memory
 from asyncrl.launch.local import LocalLauncher, RoleProcess
-from asyncrl.launch.resources import Plan, Share, plan_resources
+from asyncrl.launch.resources import Plan, Share, plan_resources, refuse_joiner
 from asyncrl.launch.restarts import RestartHistory
-from asyncrl.launch.role import ROLES, RoleSpec
+from asyncrl.launch.role import EXIT_SILENT_PEER, EXIT_TERMINATED, ROLES, RoleSpec
 from asyncrl.launch.unit import Unit
 from asyncrl.replay.client import LauncherClient
 
@@ -24,6 +26,8 @@ GRACE_S = 1.0
 TOGETHER = ("learner", "critic")
 """Roles whose ranks are restarted all at once: each waits for the others in every step."""
 
+BY_CHANCE = (EXIT_SILENT_PEER, EXIT_TERMINATED, -signal.SIGKILL, -signal.SIGTERM)
+"""Exit codes of roles that others ended, or that others did not answer: two of a kind need not have one cause."""
 NOT_MISSED = ("generator", "reward_model")
 """Roles that need no restart when nothing is left to generate."""
 
@@ -128,7 +132,7 @@ class Supervisor:
     def end_hanging(self) -> None:
         """Ends the generators that are left, and has them show where they hang."""
         for unit in self.generators:
-            unit.kill(self._launcher, show_stacks=True)
+            self._kill(unit, show_stacks=True)
             self._forget(unit)
 
     def miss(self, now_s: float) -> None:
@@ -142,15 +146,18 @@ class Supervisor:
         if now_s - since_s > limit_s:
             self.restart(unit, f"replay did not answer within launch.{name} = {limit_s:g} s", now_s, hangs=True)
 
-    def restart(self, unit: Unit, reason: str, now_s: float, *, hangs: bool = False) -> None:
+    def restart(self, unit: Unit, reason: str, now_s: float, *, hangs: bool = False, by_chance: bool = False) -> None:
         """Ends what is left of a unit and has it started again after its pause. Raises RunError with the reason when
-        it was restarted too often."""
-        unit.kill(self._launcher, show_stacks=hangs)
+        it was restarted too often, or never worked and fell for this reason the time before, too, unless that may be
+        by chance."""
+        self._kill(unit, show_stacks=hangs)
         if unit.role == "generator":
             self._lost.add(unit.index)
             self._tell_lost(unit.index)
         if unit.role == "replay":
             self.answering_s = None
+        if not by_chance and unit.repeats(reason, now_s):
+            raise RunError(f"{reason}; it has never worked and fell twice for that: another start would only repeat it")
         delay_s = unit.delay_s(now_s)
         if delay_s is None:
             raise RunError(reason + self._too_often())
@@ -192,7 +199,7 @@ class Supervisor:
             log.warning("generator died instead of leaving", name=unit.name, cause=role.cause())
             self._forget(unit)
         elif role is not None:
-            self.restart(unit, role.cause(), now_s)
+            self.restart(unit, role.cause(), now_s, by_chance=role.code in BY_CHANCE)
         elif unit.leaving_s is not None and unit.ended() is not None:
             self._say(f"{unit.name} has left")
             self._forget(unit)
@@ -212,8 +219,12 @@ class Supervisor:
             return self.ending or unit.leaving_s is not None
         return unit.role == "learner"
 
+    def _kill(self, unit: Unit, *, show_stacks: bool = False) -> None:
+        for role in unit.kill(self._launcher, show_stacks=show_stacks):
+            self._say(f"{role.name} (process {role.process.pid}) does not die of SIGKILL and is left behind")
+
     def _forget(self, unit: Unit) -> None:
-        unit.kill(self._launcher)
+        self._kill(unit)
         del self._units[unit.name]
         if unit.role == "generator" and not self.ending:
             self._lost.add(unit.index)
@@ -260,14 +271,18 @@ class Supervisor:
         """Adds generators on their part of the machine as it would be split anew; the others stay where they are."""
         launch = self.config.launch.model_copy(update={"generators": wanted})
         try:
-            plan = plan_resources(
-                self.config.model_copy(update={"launch": launch}), reward_model=self._plan.reward_model is not None
-            )
+            config = self.config.model_copy(update={"launch": launch})
+            reward_model = self._plan.reward_model is not None
+            plan = fit_memory(config, plan_resources(config, reward_model=reward_model), reward_model=reward_model)
         except ConfigError as error:
             self._say(f"no more generators: {error}")
             self._client.scale(min(joiners))
             return
         for index in joiners:
+            if reason := refuse_joiner(self.config, self._plan, plan, index):
+                self._say(f"no more generators: {reason}")
+                self._client.scale(index)
+                return
             self._add("generator", index, plan.generators[index])
 
     def _hear_generator(self, unit: Unit, told: dict[str, Any] | None, now_s: float) -> None:

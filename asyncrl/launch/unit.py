@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, replace
 
 from asyncrl.launch.local import LocalLauncher, RoleProcess
@@ -11,6 +12,8 @@ from asyncrl.launch.role import FINAL_CODES, RoleSpec
 
 SETTLED_S = 30.0
 """A role that has worked for so long since its start fell for a new reason."""
+NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
+"""Process ids, ports, addresses and sizes in a reason, which may be others the next time."""
 UNHEARD = ("reward_model",)
 """Roles that do not speak to the replay queue: who lives works."""
 
@@ -36,6 +39,10 @@ class Unit:
     """What the replay queue calls the start of the generator that it heard last."""
     former_session: str = ""
     """That of the starts before this one."""
+    proven: bool = False
+    """A start of it has worked."""
+    former_reason: str = ""
+    """Why its start before this one fell, without its numbers."""
     fell_s: float | None = None
     """When a process of it was first seen to have died."""
     leaving_s: float | None = None
@@ -70,11 +77,24 @@ class Unit:
         """The first process that ended with an error which a restart would only repeat."""
         return next((role for role in self.processes if role.code in FINAL_CODES), None)
 
-    def kill(self, launcher: LocalLauncher, *, show_stacks: bool = False) -> None:
-        launcher.kill(self.processes, show_stacks=show_stacks)
-        self.processes = []
+    def kill(self, launcher: LocalLauncher, *, show_stacks: bool = False) -> list[RoleProcess]:
+        """Ends its processes; returns those that do not die."""
+        processes, self.processes = self.processes, []
+        return launcher.kill(processes, show_stacks=show_stacks)
+
+    def repeats(self, reason: str, now_s: float) -> bool:
+        """True if it falls for the same reason as the time before, and no start of it has ever worked: nothing speaks
+        for another one."""
+        self.proven = self.proven or self._works(now_s)
+        alike = NUMBER.sub("#", reason)
+        again = not self.proven and alike == self.former_reason
+        self.former_reason = alike
+        return again
 
     def delay_s(self, now_s: float) -> float | None:
         """Counts a restart and gives the pause before it; None when there may be no more."""
-        settled = (self.worked or self.role in UNHEARD) and now_s - self.started_s > SETTLED_S
+        settled = self._works(now_s) and now_s - self.started_s > SETTLED_S
         return self.history.next(now_s, settled=settled)
+
+    def _works(self, now_s: float) -> bool:
+        return self.worked or (self.role in UNHEARD and now_s - self.started_s > SETTLED_S)

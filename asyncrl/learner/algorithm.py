@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -18,6 +17,7 @@ from asyncrl.algorithms.kl import Estimator
 from asyncrl.algorithms.losses import BOUNDS, LOSSES, PolicyTerms, aggregate
 from asyncrl.config import Config, CriticConfig, Options, check_options, did_you_mean_or_list
 from asyncrl.errors import ConfigError
+from asyncrl.user_code import import_module
 
 TERMS = [field.name for field in fields(PolicyTerms)] + ["old_logprobs"]
 """What a loss may name as its positional parameters."""
@@ -51,6 +51,8 @@ class Algorithm:
     """One loss per action token [N] of PolicyTerms; takes `bound`."""
     masks: Callable[[PolicyTerms], Tensor]
     """Which action tokens [N] the loss's importance weights leave out."""
+    weights: Callable[[Tensor, Tensor], Tensor]
+    """Importance weights [N] with the run's bounds, from log ratios [N] in nats and sequences [N]."""
     bound: Callable[..., Tensor] | None
     """The loss's bound, from log ratios [N] and advantages [N] of the whole batch; takes `reduce`."""
     aggregate: Callable[..., Tensor]
@@ -80,6 +82,7 @@ def make_algorithm(config: Config) -> Algorithm:
         needs=frozenset(asked) | frozenset(wanted),
         loss=_called_with_terms(loss, wanted, settings.loss_options, correction),
         masks=partial(_masked, correction=correction if CORRECTION in inspect.signature(loss).parameters else {}),
+        weights=partial(importance_weights, **cast("dict[str, Any]", correction)),
         bound=None if solve is None else partial(solve, **_accepted(solve, settings.loss_options)),
         aggregate=partial(aggregate, mode=settings.aggregation, max_length=config.generator.max_new_tokens),
         correction_level=cast("Level", correction.get("level", defaults["level"])),
@@ -199,10 +202,7 @@ def _find(key: str, name: str, table: Mapping[str, Callable[..., Tensor]]) -> Ca
         raise ConfigError(
             f"{key} = {name!r}: no such function{did_you_mean_or_list(name, table)}, or give module:function"
         )
-    try:
-        found: Any = getattr(importlib.import_module(module), function, None)
-    except ImportError as error:
-        raise ConfigError(f"{key} = {name!r}: {module} cannot be imported: {error}") from error
+    found: Any = getattr(import_module(module, key=f"{key} = {name!r}"), function, None)
     if not callable(found):
         raise ConfigError(f"{key} = {name!r}: {module} has no function {function}")
     return cast("Callable[..., Tensor]", found)

@@ -120,13 +120,9 @@ def packed_attention(
     """Attention output [1, D, heads, head size] of query [1, heads, D, head size], key and value.
 
     `packing` is the row's layout, passed as a keyword argument to the model's forward. Dropout is not applied: the
-    policy that sampled the tokens had none. Raises ConfigError for kinds of attention that this is not.
+    policy that sampled the tokens had none. With a `sliding_window` a token sees itself and the tokens before it, so
+    many in all. Raises ConfigError for kinds of attention that this is not.
     """
-    if sliding_window is not None and packing.max_length > sliding_window:
-        raise ConfigError(
-            f"model.path: the model attends within a window of {sliding_window} tokens, but a trajectory has "
-            f"{packing.max_length}; set generator.max_model_tokens to at most {sliding_window}"
-        )
     if softcap is not None or s_aux is not None:
         raise ConfigError("model.path: models with capped attention scores or attention sinks cannot be trained")
     flat = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
@@ -136,11 +132,29 @@ def packed_attention(
             tensor.index_select(0, bucket.source).unflatten(0, (bucket.batch, bucket.length)).transpose(1, 2)
             for tensor in flat
         )
+        mask = None
+        if sliding_window is not None and bucket.length > sliding_window:
+            mask = window_mask(bucket.length, sliding_window, q.device)
+        groups = q.shape[1] // k.shape[1]
+        if groups > 1 and lacks_grouped_kernel(q, mask):
+            k, v = (tensor.repeat_interleave(groups, dim=1) for tensor in (k, v))
+            groups = 1
         output = scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=groups > 1
         )
         outputs.append(output.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs).index_select(0, packing.restore).unsqueeze(0), None
+
+
+def window_mask(length: int, window: int, device: torch.device) -> Tensor:
+    """bool [length, length], true where a token (row) sees another: itself and the `window` - 1 before it."""
+    return torch.ones(length, length, dtype=torch.bool, device=device).tril_().triu_(1 - window)
+
+
+def lacks_grouped_kernel(query: Tensor, mask: Tensor | None) -> bool:
+    """True if torch has no attention in linear memory whose key and value heads are fewer: on a GPU in float32 or with
+    a mask, where only the kernel that writes all scores takes them. Not measured on a GPU yet."""
+    return query.is_cuda and (query.dtype is torch.float32 or mask is not None)
 
 
 AttentionInterface.register(PACKED, packed_attention)

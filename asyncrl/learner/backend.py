@@ -20,6 +20,9 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
 __all__ = ["BF16_Optimizer", "ZeROOptimizer", "be_deterministic", "deepspeed"]
 
+# cuDNN builds a plan for every new shape of attention, and packed rows have new shapes nearly every time. Read from
+# torch's sources, not measured on a GPU yet.
+torch.backends.cuda.enable_cudnn_sdp(False)
 deepspeed.utils.logger.setLevel(logging.WARNING)
 # Serves tensor-parallel inference only; without this every first start on CPUs would compile it.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

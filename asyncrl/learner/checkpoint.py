@@ -15,6 +15,8 @@ from asyncrl.files import replace_file
 
 log = structlog.get_logger()
 
+CHECKPOINTS = "checkpoints"
+"""Folder of the checkpoints in a run's folder."""
 MANIFEST = "checkpoint.json"
 PARTIAL = ".partial"
 """At the end of a folder's name: the checkpoint in it is not whole yet."""
@@ -43,6 +45,16 @@ class Manifest:
 
 def folder_name(step: int) -> str:
     return f"step-{step:06d}"
+
+
+def partial_folder(checkpoint: Path) -> Path:
+    """Where a checkpoint is written until it is complete."""
+    return checkpoint.with_name(f"{checkpoint.name}{PARTIAL}")
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step that the folder of a checkpoint is named after, complete or not."""
+    return int(checkpoint.name.removesuffix(PARTIAL).removeprefix("step-"))
 
 
 def read_manifest(path: Path) -> Manifest:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from asyncrl.algorithms.losses import value_loss
@@ -15,6 +17,7 @@ from asyncrl.learner.batch import Batch, MicroBatch
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.engine import TrainedModel
 from asyncrl.learner.models import hidden_states, load_value_model
+from asyncrl.learner.packing_check import check_packing
 from asyncrl.learner.parts import Files, model_files
 from asyncrl.learner.pretrained import save_model
 from asyncrl.learner.schedule import learning_rate
@@ -51,17 +54,33 @@ class ValueFunction(Protocol):
         ...
 
 
+class ValueHead(nn.Module):
+    """The model's linear head, computed in float32 whatever its dtype: in bfloat16 values near 1 would be multiples of
+    1/128, and advantages are differences of neighbors.
+
+    It shares the head's parameters, so that ZeRO stage 3 gathers them for this module.
+    """
+
+    def __init__(self, head: nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = head.weight, head.bias
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Values [N], float32, of hidden states [N, size]."""
+        bias = None if self.bias is None else self.bias.float()
+        return linear(hidden.float(), self.weight.float(), bias).squeeze(-1)
+
+
 class ValueNetwork(nn.Module):
     """The model's body and a linear head with one output; its forward is what DeepSpeed sees."""
 
     def __init__(self, model: PreTrainedModel, head: nn.Linear) -> None:
         super().__init__()
         self.model = model
-        self.head = head
+        self.head = ValueHead(head)
 
     def forward(self, micro: MicroBatch) -> Tensor:
-        hidden = hidden_states(self.model, micro)
-        return self.head(hidden).squeeze(-1).float()
+        return self.head(hidden_states(self.model, micro))
 
 
 class CriticModel(TrainedModel):
@@ -71,6 +90,7 @@ class CriticModel(TrainedModel):
             path, key = config.model.path, "model.path"
         model, head = load_value_model(config, path, key)
         super().__init__(config, ranks, model, ValueNetwork(model, head), lr=config.critic.lr)
+        check_packing(model, self.score, ranks.device, f"{key} = {path!r}")
 
 
 class Critic:
@@ -102,36 +122,40 @@ class Critic:
         device = self.ranks.device
         sums = torch.zeros(3, dtype=torch.float64)
         norms: list[float] = []
+        skipped = 0
         for minibatch in self._minibatches * settings.epochs:
+            counted = torch.zeros_like(sums)
 
-            def part(micro: MicroBatch, num_tokens: int = minibatch.num_tokens) -> tuple[Tensor, Tensor]:
+            def part(
+                micro: MicroBatch, num_tokens: int = minibatch.num_tokens, counted: Tensor = counted
+            ) -> tuple[Tensor, Tensor]:
                 values = self.model.engine(micro)
                 leaf = values.detach().requires_grad_()
                 old = self._values[micro.span].to(device)
                 loss = value_loss(leaf, old, returns[micro.span].to(device), clip=clip)
                 (gradient,) = torch.autograd.grad(loss.sum() / num_tokens, leaf)
                 outside = (values.detach() - old).abs() > (float("inf") if clip is None else clip)
-                sums.add_(torch.stack([loss.detach().sum(), outside.sum(), torch.tensor(len(old))]).double().cpu())
+                own = torch.stack([loss.detach().sum().double(), outside.sum().double()]).cpu()
+                counted.add_(torch.cat([own, own.new_tensor([len(old)])]))
                 return values, gradient
 
-            norms.append(
-                update(
-                    self.model,
-                    minibatch,
-                    part,
-                    step=self._step,
-                    lr=lambda: rate,
-                    max_grad_norm=settings.max_grad_norm,
-                    key="critic.lr",
-                )
+            norm = update(
+                self.model, minibatch, part, step=self._step, lr=lambda: rate, settings=settings, key="critic.lr"
             )
+            if norm is None:
+                skipped += 1
+            else:
+                sums += counted
+                norms.append(norm)
         loss, clipped, tokens = self.ranks.sum(sums).tolist()
-        self._metrics = self._describe(returns) | {
-            "critic/loss": loss / tokens,
-            "critic/clip_fraction": clipped / tokens,
-            "critic/grad_norm": sum(norms) / len(norms),
-            "critic/lr": rate,
-        }
+        metrics = self._describe(returns) | {"critic/lr": rate, "critic/skipped_updates": float(skipped)}
+        if norms:
+            metrics |= {
+                "critic/loss": loss / tokens,
+                "critic/clip_fraction": clipped / tokens,
+                "critic/grad_norm": sum(norms) / len(norms),
+            }
+        self._metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
 
     def finish(self) -> dict[str, float]:
         return self._metrics

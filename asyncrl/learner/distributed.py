@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from asyncrl.endpoints import Endpoints
 from asyncrl.errors import AsyncrlError, PeerTimeoutError, RunError
 from asyncrl.learner.backend import deepspeed
-from asyncrl.types import Endpoints
+from asyncrl.store import Store, StoreClient, StoreLostError, StoreServer
+from asyncrl.torch_store import TorchStore
 
 ERROR_BYTES = 2048
 """Longest error text that ranks tell one another."""
@@ -98,15 +98,12 @@ def connected(
     device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    host, port = endpoints.learners
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(local)}
-    os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
-    store = _rendezvous(host, port, rank, count, start_timeout_s, what)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    with _failures_named(rank, what):
+    with _rendezvous(endpoints, rank, count, start_timeout_s, what) as store, _failures_named(rank, what):
         dist.init_process_group(
             backend,
-            store=PrefixStore(endpoints.run_id, store),
+            store=store,
             rank=rank,
             world_size=count,
             timeout=timedelta(seconds=timeout_s),
@@ -116,32 +113,33 @@ def connected(
         dist.destroy_process_group()
 
 
-def _rendezvous(host: str, port: int, rank: int, count: int, timeout_s: float, what: str) -> TCPStore:
+@contextmanager
+def _rendezvous(endpoints: Endpoints, rank: int, count: int, timeout_s: float, what: str) -> Iterator[TorchStore]:
+    """The ranks' store, when all are there."""
     deadline_s = time.monotonic() + timeout_s
-    timeout = timedelta(seconds=timeout_s)
-    try:
+    with ExitStack() as stack:
+        store: Store
         if rank == 0:
-            listener = socket.create_server((host, port)).detach()
-            store = TCPStore(
-                host, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener
-            )
+            server = StoreServer(endpoints.learners, f"{what}s", keys=endpoints.keys)
+            stack.callback(server.close)
+            store = server.values
         else:
-            store = TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
-    except (OSError, dist.DistNetworkError, dist.DistStoreError) as error:
-        raise PeerTimeoutError(
-            f"{what} rank {rank}: no rendezvous at {host}:{port} within {timeout_s:g} s: {error}"
-        ) from error
-    store.set(f"here/{rank}", "1")
-    missing: list[int] = []
-    for other in range(count):
-        left_s = max(deadline_s - time.monotonic(), 0.001)
-        try:
-            store.wait([f"here/{other}"], timedelta(seconds=left_s))
-        except dist.DistStoreError:
-            missing.append(other)
-    if missing:
-        raise PeerTimeoutError(f"{what} ranks {missing} of {count} did not come up within {timeout_s:g} s")
-    return store
+            try:
+                client = StoreClient(endpoints.learners, keys=endpoints.keys, timeout_s=timeout_s)
+            except StoreLostError as error:
+                raise PeerTimeoutError(f"{what} rank {rank}: no rendezvous within {timeout_s:g} s: {error}") from error
+            stack.callback(client.close)
+            store = client
+        store.set(f"here/{rank}", b"")
+        missing: list[int] = []
+        for other in range(count):
+            try:
+                store.wait([f"here/{other}"], max(deadline_s - time.monotonic(), 0.001))
+            except TimeoutError:
+                missing.append(other)
+        if missing:
+            raise PeerTimeoutError(f"{what} ranks {missing} of {count} did not come up within {timeout_s:g} s")
+        yield TorchStore(store, "torch/", timeout_s)
 
 
 @contextmanager
@@ -152,9 +150,14 @@ def _failures_named(rank: int, what: str) -> Iterator[None]:
     except AsyncrlError:
         raise
     except RuntimeError as error:
-        text = str(error)
-        if not (isinstance(error, dist.DistError) or "gloo" in text or "NCCL" in text):
+        if not is_lost_rank(error):
             raise
         raise PeerTimeoutError(
-            f"{what} rank {rank}: another {what} rank stopped or did not answer: {text.splitlines()[0]}"
+            f"{what} rank {rank}: another {what} rank stopped or did not answer: {str(error).splitlines()[0]}"
         ) from error
+
+
+def is_lost_rank(error: RuntimeError) -> bool:
+    """True if a collective failed because of another rank."""
+    text = str(error)
+    return isinstance(error, dist.DistError) or "gloo" in text or "NCCL" in text

@@ -12,6 +12,8 @@ from torch.nn.utils import get_total_norm
 from transformers import PreTrainedModel
 
 from asyncrl.config import Config
+from asyncrl.config.passthrough import merged
+from asyncrl.errors import InvariantError
 from asyncrl.learner.backend import BF16_Optimizer, ZeROOptimizer, deepspeed
 from asyncrl.learner.batch import MicroBatch
 from asyncrl.learner.distributed import Ranks
@@ -26,11 +28,13 @@ def deepspeed_config(config: Config) -> dict[str, Any]:
     """DeepSpeed's settings.
 
     Micro-batches are accumulated by marking the last one, and gradients are clipped by `TrainedModel.step`. In
-    bfloat16, stage 0 runs as stage 1: DeepSpeed accumulates gradients in float32 only from there on.
+    bfloat16, stage 0 runs as stage 1: DeepSpeed accumulates gradients in float32 only from there on. Ranks exchange
+    gradients in float32, too; by default DeepSpeed rounds them to bfloat16 for that, even with one rank. The config's
+    `learner.deepspeed_options` come last.
     """
     bfloat16 = config.model.dtype == "bfloat16"
     stage = config.learner.zero_stage
-    return {
+    settings = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": 0.0,
@@ -42,7 +46,9 @@ def deepspeed_config(config: Config) -> dict[str, Any]:
         },
         "bf16": {"enabled": bfloat16},
         "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
     }
+    return merged(settings, config.learner.deepspeed_options)
 
 
 class TrainedModel:
@@ -64,6 +70,8 @@ class TrainedModel:
             model=self.network, optimizer=self.optimizer, config=deepspeed_config(config)
         )
         self.engine.train()
+        self.skipped = 0
+        """Updates in a row that were skipped, up to now; part of the training state."""
         self.sharded: bool = isinstance(self.engine.optimizer, ZeROOptimizer)
         """Whether each rank holds a part of the optimizer's state."""
         self.partitioned: bool = self.engine.zero_optimization_partition_weights()
@@ -102,6 +110,19 @@ class TrainedModel:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.engine.step()
+        self.skipped = 0
+
+    def skip(self) -> None:
+        """Drops the gradient of the update; weights and optimizer stay as they are. All ranks call it."""
+        self.skipped += 1
+        if not self.sharded:
+            self.engine.zero_grad()
+            return
+        for gradient in self._gradients():
+            gradient.fill_(torch.nan)  # a step that DeepSpeed drops, with what belongs to it
+        self.engine.step()
+        if self.engine.was_step_applied():
+            raise InvariantError("DeepSpeed made an update although its gradient is not finite")
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Name and full weight of every parameter, tied ones once, by the names of the model's checkpoint.
@@ -113,6 +134,13 @@ class TrainedModel:
             with self._gathered([parameter for _, parameter in part]):
                 for name, parameter in part:
                     yield name, parameter.detach()
+
+    def shapes(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+        """Name, dtype and full shape of everything that `weights` brings, in its order; nothing is gathered."""
+        named = self.model.named_parameters()
+        return [
+            (name, parameter.dtype, tuple(getattr(parameter, "ds_shape", parameter.shape))) for name, parameter in named
+        ]
 
     def collect_weights(self) -> dict[str, Tensor]:
         """All weights on the CPU, on rank 0; other ranks take part and get none."""

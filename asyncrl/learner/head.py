@@ -12,8 +12,9 @@ from torch.nn.functional import linear
 
 CHUNK_BYTES = 128 << 20
 """Float32 logits of a chunk of tokens. Twice as much is held at once, on any device, and half as much again for
-gradients in bfloat16. Every chunk reads the output layer's weights, and rounds the sum of their gradient to the dtype
-of the weights: with smaller chunks both happen more often."""
+gradients in bfloat16. Every chunk reads the output layer's weights and their gradient."""
+CUDA_CHUNK_BYTES = 1 << 30
+"""The same on a GPU, where small chunks would read and write more than they compute."""
 
 
 class LogprobHead(nn.Module):
@@ -26,14 +27,15 @@ class LogprobHead(nn.Module):
         super().__init__()
         self.weight, self.bias = output.weight, output.bias
         self.temperature = temperature
-        self.chunk_tokens = max(1, CHUNK_BYTES // (4 * output.out_features))
+        self.vocabulary = output.out_features
 
     def forward(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probs [N] of targets [N] and entropies [N], float32 in nats, from hidden states [N, size].
 
         The entropies carry no gradient.
         """
-        return _Score.apply(hidden, self.weight, self.bias, targets, self.temperature, self.chunk_tokens)  # pyright: ignore[reportReturnType]
+        chunk_tokens = max(1, (CUDA_CHUNK_BYTES if hidden.is_cuda else CHUNK_BYTES) // (4 * self.vocabulary))
+        return _Score.apply(hidden, self.weight, self.bias, targets, self.temperature, chunk_tokens)  # pyright: ignore[reportReturnType]
 
 
 class _Score(torch.autograd.Function):
@@ -62,19 +64,21 @@ class _Score(torch.autograd.Function):
         hidden, weight, bias, targets, kept = ctx.saved_tensors
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         of_hidden = torch.empty_like(hidden) if wants_hidden else None
-        of_weight = torch.zeros_like(weight) if wants_weight else None
-        of_bias = torch.zeros_like(bias) if wants_bias else None
+        # Summed over chunks in float32 and rounded once: in bfloat16 every chunk would round the sum.
+        of_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
+        of_bias = torch.zeros_like(bias, dtype=torch.float32) if wants_bias else None
         for part in _parts(len(targets), ctx.chunk):
             slope = (slopes[part] / ctx.temperature).unsqueeze(-1)
             probs = _logits(hidden[part], weight, bias, ctx.temperature).softmax(dim=-1) if kept is None else kept
-            of_logits = probs.mul_(-slope).scatter_add_(-1, targets[part].unsqueeze(-1), slope).to(weight.dtype)
+            precise = probs.mul_(-slope).scatter_add_(-1, targets[part].unsqueeze(-1), slope)
+            of_logits = precise.to(weight.dtype)
             if of_hidden is not None:
                 torch.mm(of_logits, weight, out=of_hidden[part])
             if of_weight is not None:
-                of_weight.addmm_(of_logits.t(), hidden[part])
+                _add_product(of_weight, precise, of_logits, hidden[part])
             if of_bias is not None:
-                of_bias += of_logits.sum(dim=0)
-        return of_hidden, of_weight, of_bias, None, None, None
+                of_bias += precise.sum(dim=0)
+        return of_hidden, _rounded(of_weight, weight), _rounded(of_bias, bias), None, None, None
 
 
 def _parts(count: int, size: int) -> Iterator[slice]:
@@ -82,5 +86,22 @@ def _parts(count: int, size: int) -> Iterator[slice]:
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    """Float32 logits [N, vocabulary] at the temperature."""
+    """Float32 logits [N, vocabulary] at the temperature. On a CPU those of a bfloat16 model are rounded to it, since
+    it has no product of bfloat16 matrices in float32."""
+    if hidden.is_cuda and hidden.dtype is not torch.float32:
+        logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+        return (logits if bias is None else logits.add_(bias)).div_(temperature)
     return linear(hidden, weight, bias).float().div_(temperature)
+
+
+def _add_product(total: Tensor, precise: Tensor, of_logits: Tensor, hidden: Tensor) -> None:
+    """Adds the gradient of the weights [vocabulary, size] of one chunk, in float32. Both gradients [N, vocabulary] of
+    its logits are the same, one of them in float32."""
+    if hidden.is_cuda and hidden.dtype is not torch.float32:
+        total += torch.mm(of_logits.t(), hidden, out_dtype=torch.float32)
+    else:
+        total.addmm_(precise.t(), hidden.float())
+
+
+def _rounded(gradient: Tensor | None, parameter: Tensor | None) -> Tensor | None:
+    return None if gradient is None or parameter is None else gradient.to(parameter.dtype)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from asyncrl.algorithms.corrections import ess_from_moments, safe_exp
+from asyncrl.algorithms.corrections import ess_from_moments, mismatch_kl, safe_exp
 from asyncrl.lags import LAG_BOUNDS, LAG_BUCKETS
 
 SUMS = (
@@ -35,12 +35,11 @@ class LagTally:
         got no gradient, by clipping or by a mask of the correction."""
         if not len(lags):
             return
-        log_ratios = log_ratios.double()
-        ratios = safe_exp(log_ratios)
+        ratios = safe_exp(log_ratios.double())
         positive, negative = advantages > 0, advantages < 0
         bucket = torch.bucketize(lags, torch.tensor(LAG_BOUNDS, device=lags.device))
         columns = (
-            torch.ones_like(ratios), ratios, ratios.square(), ratios - 1 - log_ratios, positive, negative,
+            torch.ones_like(ratios), ratios, ratios.square(), mismatch_kl(log_ratios), positive, negative,
             clipped & positive, clipped & negative, masked & positive, masked & negative,
         )  # fmt: skip
         table = torch.stack([column.double() for column in columns])
@@ -48,6 +47,11 @@ class LagTally:
         largest = torch.zeros(len(LAG_BUCKETS), dtype=torch.float64, device=ratios.device)
         largest.scatter_reduce_(0, bucket, ratios, reduce="amax")
         self.largest = torch.maximum(self.largest, largest.cpu())
+
+    def join(self, other: LagTally) -> None:
+        """Adds what another one has counted."""
+        self.sums += other.sums
+        self.largest = torch.maximum(self.largest, other.largest)
 
 
 def lag_metrics(sums: Tensor, largest: Tensor) -> dict[str, float]:

@@ -9,16 +9,17 @@ from pathlib import Path
 import structlog
 
 from asyncrl.config import Config
+from asyncrl.endpoints import Endpoints
 from asyncrl.errors import RunError
 from asyncrl.learner.algorithm import make_algorithm
 from asyncrl.learner.backend import be_deterministic
+from asyncrl.learner.checkpoint import CHECKPOINTS
 from asyncrl.learner.critic import Critic, ValueFunction
 from asyncrl.learner.distributed import connected
 from asyncrl.learner.remote_critic import RemoteCritic
 from asyncrl.learner.saving import Checkpoints
 from asyncrl.learner.steps import Learner
 from asyncrl.learner.trainer import Trainer
-from asyncrl.types import Endpoints
 
 log = structlog.get_logger()
 
@@ -32,7 +33,9 @@ def run_learner(
     """
     from asyncrl.observe.trackers import make_trackers
     from asyncrl.replay.client import LearnerClient
+    from asyncrl.weights.packing import Manifest
     from asyncrl.weights.sender import WeightSender
+    from asyncrl.weights.transports import transport_of
 
     launch = config.launch
     with _training(config, rank, endpoints, run_dir) as (trainer, checkpoints, parts):
@@ -48,8 +51,9 @@ def run_learner(
             parts.callback(trackers.close)
             sender = WeightSender(
                 endpoints.weights,
+                Manifest.of(trainer.policy.shapes()),
                 expected_generators=launch.generators,
-                transport=config.weights.transport,
+                transport=transport_of(config),
                 bucket_bytes=config.weights.bucket_bytes,
                 timeout_s=config.weights.timeout_s,
                 start_timeout_s=launch.start_timeout_s,
@@ -123,6 +127,6 @@ def _training(
         elif algorithm.needs_critic:
             critic = Critic(config, ranks)
         trainer = Trainer(config, ranks, algorithm, critic)
-        checkpoints = Checkpoints(config, run_dir / "checkpoints", ranks, others=others)
+        checkpoints = Checkpoints(config, run_dir / CHECKPOINTS, ranks, others=others)
         parts.callback(checkpoints.close)
         yield trainer, checkpoints, parts

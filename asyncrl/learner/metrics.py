@@ -11,7 +11,7 @@ from asyncrl.algorithms.corrections import (
     Level,
     ess_from_moments,
     importance_weights,
-    safe_exp,
+    mismatch_kl,
     weight_moments,
 )
 from asyncrl.learner.batch import MicroBatch
@@ -56,7 +56,7 @@ class Tally:
         uncapped = importance_weights(log_ratios, micro.seq, level=self.level, high=None)
         staleness = self.version - micro.versions
         fresh = staleness == 0
-        kl = safe_exp(log_ratios) - 1 - log_ratios
+        kl = mismatch_kl(log_ratios)
         signal = advantages != 0
         weights = torch.where(signal, -token_gradient / advantages, 0.0)
         cut = signal & (weights == 0)
@@ -82,7 +82,7 @@ class Tally:
         }.items():
             value = value.double().to(self.device)
             self.sums[name] = self.sums[name] + value if name in self.sums else value
-        self._keep_max(staleness)
+        self._keep_max(staleness.max() if len(staleness) else torch.tensor(0, device=self.device))
         self.lags.add(staleness, log_ratios, advantages, clipped=cut & ~masked, masked=cut & masked)
 
     def ess(self, ranks: Ranks) -> float:
@@ -90,22 +90,27 @@ class Tally:
         moments = torch.stack([self.sums[f"ess_{name}"] for name in ("total", "squares", "count")])
         return float(ess_from_moments(ranks.sum(moments)))
 
-    def reduce(self, ranks: Ranks, *, updates: int, epochs: int) -> dict[str, float]:
-        """Metrics of the whole step over all ranks, which all call this; a mean over nothing is left out.
+    def join(self, other: Tally) -> None:
+        """Adds what another one has counted."""
+        for name, value in other.sums.items():
+            self.sums[name] = self.sums[name] + value if name in self.sums else value
+        if other.staleness_max is not None:
+            self._keep_max(other.staleness_max)
+        self.lags.join(other.lags)
 
-        Means are over the step's `updates`; tokens are counted once, whatever the number of `epochs`.
+    def reduce(self, ranks: Ranks, *, updates: int) -> dict[str, float]:
+        """Metrics of the step over all ranks, which all call this; a mean over nothing is left out.
+
+        Means are over the `updates` that were counted; there are no metrics when there was none.
 
         Of the tokens with an advantage, clip_fraction is the share that clipping or a mask left without
         gradient, capped_fraction the share that got less than its unbounded importance weight.
         """
-        assert self.staleness_max is not None, "a step has at least one micro-batch"
+        if self.staleness_max is None:
+            return {}
         table = ranks.gather(torch.stack([*self.sums.values(), self.staleness_max.double()]))
         s = dict(zip(self.sums, table[:, :-1].sum(dim=0).tolist(), strict=True))
-        metrics = {
-            "learner/loss": s["loss"] / updates,
-            "learner/tokens": s["tokens"] / epochs,
-            "staleness/max": float(table[:, -1].max()),
-        }
+        metrics = {"learner/loss": s["loss"] / updates, "staleness/max": float(table[:, -1].max())}
         for name, total, count in (
             ("learner/entropy", s["entropy"], s["tokens"]),
             ("learner/clip_fraction", s["cut"], s["signal"]),
@@ -123,6 +128,5 @@ class Tally:
             ranks.gather(self.lags.sums).sum(dim=0), ranks.gather(self.lags.largest).max(dim=0).values
         )
 
-    def _keep_max(self, staleness: Tensor) -> None:
-        highest = staleness.max() if len(staleness) else torch.tensor(0, device=self.device)
+    def _keep_max(self, highest: Tensor) -> None:
         self.staleness_max = highest if self.staleness_max is None else torch.maximum(self.staleness_max, highest)

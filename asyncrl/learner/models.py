@@ -18,6 +18,12 @@ HEADS = ("score", "classifier")
 """Names that the head of a model for token classification may have."""
 UNUSUAL_HEADS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 """Model settings that change logits after the output layer."""
+UNFIT = (AttributeError, IndexError, KeyError, NotImplementedError, TypeError)
+"""What a model raises that is not made for another attention, or for what packed rows come with."""
+WAY_OUT = (
+    "training needs packed rows; use a model whose layers mix tokens by plain attention alone, such as Llama, Qwen3 or "
+    "Gemma 3 (docs/models.md has a table)"
+)
 
 
 def load_policy_model(config: Config, path: str, key: str = "model.path") -> PreTrainedModel:
@@ -63,6 +69,10 @@ def _load(
         )
     except (OSError, ValueError) as error:
         raise ConfigError(f"{key} = {path!r}: the model cannot be loaded: {error}") from error
+    except UNFIT as error:
+        raise ConfigError(
+            f"{key} = {path!r}: the model cannot be loaded for packed rows ({type(error).__name__}: {error}); {WAY_OUT}"
+        ) from error
     if info["mismatched_keys"]:
         name, *_ = min(info["mismatched_keys"])
         raise ConfigError(
@@ -76,12 +86,21 @@ def _load(
             f"{key} = {path!r}: the folder has no weights for {lost[0]} ({len(lost)} parameters are missing), which "
             "would be random; is it a whole checkpoint of this kind of model?"
         )
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
+    switch_dropout_off(model)
     if config.learner.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model, missing
+
+
+def switch_dropout_off(model: nn.Module) -> None:
+    """Sets all dropout and layer drop of the model to 0: the policy that sampled the tokens had none. Many models keep
+    these as plain numbers, which functions take during training."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name, value in list(vars(module).items()):
+            if isinstance(value, float) and "drop" in name:
+                setattr(module, name, 0.0)
 
 
 def hidden_states(model: PreTrainedModel, micro: MicroBatch) -> torch.Tensor:

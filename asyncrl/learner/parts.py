@@ -118,7 +118,7 @@ def _write(folder: Path, name: str, files: Files) -> None:
         content.write(target)
         written = [target] if target.is_file() else sorted(p for p in target.rglob("*") if p.is_file())
         sums |= {str(file.relative_to(folder)): seal(file) for file in written}
-    (folder / PARTS).mkdir(exist_ok=True)
+    (folder / PARTS).mkdir(parents=True, exist_ok=True)
     replace_file(folder / PARTS / f"{name}.json", json.dumps(sums, indent=1))
 
 

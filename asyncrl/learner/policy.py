@@ -14,6 +14,7 @@ from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.engine import TrainedModel, deepspeed_config
 from asyncrl.learner.head import LogprobHead
 from asyncrl.learner.models import hidden_states, load_policy_model
+from asyncrl.learner.packing_check import check_packing
 
 
 class PolicyNetwork(nn.Module):
@@ -38,6 +39,7 @@ class Policy(TrainedModel):
         model = load_policy_model(config, config.model.path)
         network = PolicyNetwork(model, config.generator.temperature)
         super().__init__(config, ranks, model, network, lr=config.learner.lr)
+        check_packing(model, self.score, ranks.device, f"model.path = {config.model.path!r}")
 
     def forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         """Log-probs [N] of the action tokens at the sampling temperature, and detached entropies [N]; float32, nats."""
@@ -59,6 +61,7 @@ class Reference:
         if config.learner.zero_stage == 3:
             self._network, *_ = deepspeed.initialize(model=network, config=deepspeed_config(config))
             self._network.eval()
+        check_packing(model, self.logprobs, ranks.device, f"algorithm.reference = {path!r}")
 
     @torch.no_grad()
     def logprobs(self, micro: MicroBatch) -> Tensor:

@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from asyncrl.config import Config
-from asyncrl.errors import AsyncrlError, InvariantError, ProtocolError
+from asyncrl.endpoints import Endpoints
+from asyncrl.errors import AsyncrlError, InvariantError, ProtocolError, StrangerError
 from asyncrl.learner.backend import be_deterministic
 from asyncrl.learner.batch import Batch, MicroBatch
+from asyncrl.learner.checkpoint import CHECKPOINTS, folder_name, partial_folder, step_of
 from asyncrl.learner.critic import Critic
 from asyncrl.learner.critic_rows import check_returns, check_rows, pack_row, unpack_rows
 from asyncrl.learner.distributed import connected
@@ -27,17 +29,11 @@ from asyncrl.offenders import Offenders
 from asyncrl.replay.client import Connection
 from asyncrl.replay.wire import Array, Buffer, Message, decode, encode
 from asyncrl.sockets import bind_router
-from asyncrl.types import Endpoints
 
 log = structlog.get_logger()
 
 TICK_S = 0.2
 """How late a critic sees that it should stop."""
-
-
-def critic_address(endpoints: Endpoints, rank: int) -> str:
-    host, port = endpoints.critics[1 + rank]
-    return f"tcp://{host}:{port}"
 
 
 def critic_part(rank: int) -> str:
@@ -53,7 +49,7 @@ class RemoteCritic:
         self.timeout_s = config.launch.progress_timeout_s
         critic = rank % config.critic.ranks
         self.parts = tuple(critic_part(number) for number in range(config.critic.ranks))
-        self._connection = Connection(endpoints, critic_address(endpoints, critic), f"critic rank {critic}")
+        self._connection = Connection(endpoints, endpoints.critics[critic], f"critic rank {critic}")
         self._step = 0
         self._training = 0
 
@@ -77,14 +73,17 @@ class RemoteCritic:
         return self._connection.await_answer("train", self._training, timeout_s=self.timeout_s).body["metrics"]
 
     def save(self, folder: Path) -> None:
-        self._save(folder, "model")
+        """Has the critic write its model as the run's result; it knows the folder."""
+        self._save(self._step, "model")
 
     def snapshot(self, folder: Path) -> Files:
-        self._save(folder, "state")
+        """Has the critic write its state to this checkpoint of the run."""
+        self._save(step_of(folder), "state")
         return {}
 
     def restore(self, folder: Path) -> None:
-        body = {"rank": self.rank, "folder": str(folder)}
+        """Has the critic read its state from this checkpoint of the run."""
+        body = {"rank": self.rank, "step": step_of(folder)}
         self._connection.request("restore", body, timeout_s=self.timeout_s)
 
     def close(self) -> None:
@@ -92,28 +91,40 @@ class RemoteCritic:
         self._connection.send("leave", {"rank": self.rank})
         self._connection.close()
 
-    def _save(self, folder: Path, what: str) -> None:
-        body = {"rank": self.rank, "folder": str(folder), "what": what}
+    def _save(self, step: int, what: str) -> None:
+        body = {"rank": self.rank, "step": step, "what": what}
         self._connection.request("save", body, timeout_s=self.timeout_s)
 
 
 class CriticServer:
-    """One critic rank: answers its learner ranks, a round of all of them at a time."""
+    """One critic rank: answers its learner ranks, a round of all of them at a time. A learner rank is one connection,
+    the first that speaks for it."""
 
     def __init__(
-        self, critic: Critic, endpoints: Endpoints, *, learners: list[int], should_stop: Callable[[], bool]
+        self,
+        critic: Critic,
+        endpoints: Endpoints,
+        *,
+        learners: list[int],
+        run_dir: Path,
+        out_dir: Path,
+        should_stop: Callable[[], bool],
     ) -> None:
+        """Checkpoints are in `run_dir`, and the model goes to `out_dir`: no message names a path."""
         self.critic = critic
+        self.checkpoints, self.model_folder = run_dir / CHECKPOINTS, out_dir / "critic"
         self.learners = learners
         self.should_stop = should_stop
         self._writer = PartWriter(critic_part(critic.ranks.rank))
         self._run_id = endpoints.run_id
         self._offenders = Offenders()
+        self._peers: dict[int, bytes] = {}
+        """The connection of every learner rank."""
         self._step = 0
         """Of the values that were given last."""
         self._spans: dict[int, list[slice]] = {}
         """Of every learner rank: where the tokens of its micro-batches are in the joined batch."""
-        self._socket = bind_router(critic_address(endpoints, critic.ranks.rank), "critic", keys=endpoints.keys)
+        self._socket = bind_router(endpoints.critics[critic.ranks.rank], "critic", keys=endpoints.keys)
 
     def serve(self) -> None:
         """Answers until all learner ranks have left or `should_stop`. Raises what the training raises, after the
@@ -155,31 +166,34 @@ class CriticServer:
         return received
 
     def _accept(self, identity: bytes, frames: list[Buffer]) -> Message | None:
-        """The request in the frames; None for a bad one, which is answered with an error, and for what comes from a
-        peer that was cut off."""
+        """The request in the frames; None for a bad one, which is answered with an error unless it is a stranger's, and
+        for what comes from a peer that was cut off."""
         if self._offenders.ignores(identity):
             return None
         seq = 0
         try:
             message = decode(self._run_id, frames)
             seq = message.seq
-            self._check(message)
+            self._check(identity, message)
         except ProtocolError as error:
             cut_off = self._offenders.note(identity)
             log.warning("bad message to the critic", error=str(error), total=self._offenders.bad_messages)
             if cut_off:
                 log.error("a peer of the critic was cut off for its bad messages", peer=identity.hex())
-            self._send(identity, seq, "error", {"text": str(error)})
+            if not isinstance(error, StrangerError):
+                self._send(identity, seq, "error", {"text": str(error)})
             return None
         return message
 
-    def _check(self, message: Message) -> None:
+    def _check(self, identity: bytes, message: Message) -> None:
         """Raises ProtocolError unless it is a request that this critic rank can act on."""
         kind, body = message.kind, message.body
         if kind not in (*_ANSWERS, "leave"):
             raise ProtocolError(f"{kind!r} is no request to a critic")
         if body["rank"] not in self.learners:
             raise ProtocolError(f"{kind!r} of learner rank {body['rank']}, this critic serves {self.learners}")
+        if self._peers.get(body["rank"], identity) != identity:
+            raise ProtocolError(f"{kind!r} of learner rank {body['rank']} by another than it")
         if kind == "value":
             config = self.critic.config
             vocabulary = self.critic.model.model.config.get_text_config().vocab_size
@@ -189,8 +203,7 @@ class CriticServer:
                 raise ProtocolError("train: no values were given that returns could be of")
             spans = self._spans[body["rank"]]
             check_returns(message, step=self._step, tokens=sum(span.stop - span.start for span in spans))
-        elif "\0" in body.get("folder", ""):
-            raise ProtocolError(f"{kind}: a folder's name has no character 0")
+        self._peers[body["rank"]] = identity
 
     def _send(self, identity: bytes, seq: int, kind: str, body: Any, arrays: tuple[Array, ...] = ()) -> None:
         self._socket.send_multipart([identity, *encode(self._run_id, kind, body, seq=seq, arrays=arrays)])
@@ -208,7 +221,8 @@ class CriticServer:
                     self._spans[rank].append(minibatches[-1][-1].span)
                     start += len(micro.targets)
         none = torch.empty(0)
-        self._step = step = next(iter(messages.values())).body["step"]
+        (step,) = _agreed(messages, "step")
+        self._step = step
         values = self.critic.values(Batch(minibatches, none, none, none), step)
         return {rank: ("values", {"step": step}, (_gather(values, self._spans[rank]),)) for rank in messages}
 
@@ -223,18 +237,19 @@ class CriticServer:
         return dict.fromkeys(messages, ("trained", {"metrics": self.critic.finish()}))
 
     def _save(self, messages: dict[int, Message]) -> dict[int, tuple[Any, ...]]:
-        body = next(iter(messages.values())).body
-        folder = Path(body["folder"])
-        if body["what"] == "model":
-            self.critic.save(folder)
+        step, what = _agreed(messages, "step", "what")
+        if what == "model":
+            self.critic.save(self.model_folder)
         else:
             if error := self._writer.wait():
                 raise error
+            folder = partial_folder(self.checkpoints / folder_name(step))
             self._writer.start(folder, self.critic.snapshot(folder))
         return dict.fromkeys(messages, ("ok", {}))
 
     def _restore(self, messages: dict[int, Message]) -> dict[int, tuple[Any, ...]]:
-        self.critic.restore(Path(next(iter(messages.values())).body["folder"]))
+        (step,) = _agreed(messages, "step")
+        self.critic.restore(self.checkpoints / folder_name(step))
         return dict.fromkeys(messages, ("ok", {}))
 
 
@@ -247,22 +262,40 @@ _ANSWERS = {
 """What a critic does with the messages of one round."""
 
 
-def run_critic(config: Config, *, rank: int, endpoints: Endpoints, should_stop: Callable[[], bool]) -> None:
-    """One critic rank with a process of its own, until its learner ranks have left."""
+def run_critic(
+    config: Config, *, rank: int, endpoints: Endpoints, run_dir: Path, out_dir: Path, should_stop: Callable[[], bool]
+) -> None:
+    """One critic rank with a process of its own, until its learner ranks have left. Checkpoints are in `run_dir`; the
+    model is written to `out_dir/critic`."""
     launch, count = config.launch, config.critic.ranks
-    own = replace(endpoints, learners=endpoints.critics[0])
+    own = replace(endpoints, learners=endpoints.critic_ranks)
     if config.deterministic:
         be_deterministic()
     with connected(
         own, rank, count, start_timeout_s=launch.start_timeout_s, timeout_s=launch.progress_timeout_s, what="critic"
     ) as ranks:
         learners = [learner for learner in range(launch.learners) if learner % count == rank]
-        server = CriticServer(Critic(config, ranks), endpoints, learners=learners, should_stop=should_stop)
+        server = CriticServer(
+            Critic(config, ranks),
+            endpoints,
+            learners=learners,
+            run_dir=run_dir,
+            out_dir=out_dir,
+            should_stop=should_stop,
+        )
         try:
             log.info("critic is up", rank=rank)
             server.serve()
         finally:
             server.close()
+
+
+def _agreed(messages: dict[int, Message], *names: str) -> tuple[Any, ...]:
+    """What all the ranks' messages say under these names. Raises InvariantError when they differ."""
+    said = {tuple(message.body[name] for name in names) for message in messages.values()}
+    if len(said) > 1:
+        raise InvariantError(f"the learner ranks ask the critic for different things: {sorted(said)}")
+    return said.pop()
 
 
 def _gather(values: Tensor, spans: list[slice]) -> Array:

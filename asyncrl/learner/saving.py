@@ -22,6 +22,7 @@ from asyncrl.learner.checkpoint import (
     folder_name,
     has_manifest,
     is_damaged,
+    partial_folder,
     read_manifest,
     write_manifest,
 )
@@ -87,7 +88,7 @@ class Checkpoints:
         """
         self.finish()
         path = self.path(step)
-        unfinished = path.with_name(f"{path.name}{PARTIAL}")
+        unfinished = partial_folder(path)
         self._partial = unfinished
         files = snapshot(unfinished)
         num_bytes = self.ranks.sum(torch.tensor([sum(content.num_bytes for content in files.values())]))

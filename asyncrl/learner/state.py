@@ -25,6 +25,8 @@ KINDS = ("weight", "exp_avg", "exp_avg_sq")
 """What is kept of each parameter, float32: the key of a tensor is one of these, a slash, and the parameter's name."""
 STEP = "step"
 """Key of the number of updates, int64; in every file."""
+SKIPPED = "skipped"
+"""Key of the number of updates that were skipped in a row, int64; in every file, but for those of older checkpoints."""
 
 
 @torch.no_grad()
@@ -33,7 +35,7 @@ def collect_state(trained: TrainedModel) -> dict[str, Tensor]:
     ranks = trained.ranks
     flats = _prepare(trained)
     updates = max(int(trained.optimizer.state[flat]["step"]) for flat in flats)
-    share = {STEP: torch.tensor(updates)}
+    share = {STEP: torch.tensor(updates), SKIPPED: torch.tensor(trained.skipped)}
     for index, (name, parameter) in enumerate(trained.model.named_parameters()):
         owner = index % ranks.count
         for kind in KINDS:
@@ -54,7 +56,7 @@ def restore_state(trained: TrainedModel, folder: Path) -> None:
         files = [opened.enter_context(safe_open(path, "pt")) for path in sorted(folder.glob("rank-*.safetensors"))]
         where = {key: file for file in files for key in file.keys()}  # noqa: SIM118 (it is no dict)
         parameters = dict(trained.model.named_parameters())
-        _check_names(folder, set(where) - {STEP}, parameters)
+        _check_names(folder, set(where) - {STEP, SKIPPED}, parameters)
         for name, parameter in parameters.items():
             for kind in KINDS:
                 full = where[f"{kind}/{name}"].get_tensor(f"{kind}/{name}")
@@ -62,6 +64,7 @@ def restore_state(trained: TrainedModel, folder: Path) -> None:
                 for fragment, start in _fragments(trained, parameter, kind):
                     fragment.copy_(full.view(-1)[start : start + len(fragment)])
         updates = where[STEP].get_tensor(STEP)
+        trained.skipped = int(where[SKIPPED].get_tensor(SKIPPED)) if SKIPPED in where else 0
     for flat in flats:
         trained.optimizer.state[flat]["step"].fill_(int(updates))
     _refresh(trained)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -201,8 +202,8 @@ class Learner:
         log.info(
             "step done",
             step=step,
-            loss=round(metrics["learner/loss"], 6),
-            grad_norm=round(metrics["learner/grad_norm"], 6),
+            loss=round(metrics.get("learner/loss", math.nan), 6),
+            grad_norm=round(metrics.get("learner/grad_norm", math.nan), 6),
             tokens=int(metrics["learner/tokens"]),
             step_s=round(metrics["learner/step_s"], 3),
             wait_s=round(metrics["learner/wait_s"], 3),

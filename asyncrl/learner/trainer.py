@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from asyncrl.learner.parts import Files, bytes_file, model_files, tensors_file
 from asyncrl.learner.policy import Policy, Reference
 from asyncrl.learner.schedule import learning_rate
 from asyncrl.learner.state import random_state, restore_random_state, restore_state
-from asyncrl.learner.update import Minibatch, agree, update
+from asyncrl.learner.update import Minibatch, agree, broken_names, name_together, update
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class TokenLosses:
 
     loss: Tensor
     gradient: Tensor
-    """[N], of `loss`."""
+    """[N], of `loss`; NaN at tokens whose log-probs or advantage are not finite."""
     policy_gradient: Tensor
     """[N], of the sum of the policy's token losses."""
     masked: Tensor
@@ -59,10 +60,12 @@ class Trainer:
         self._updates = config.learner.epochs * config.learner.minibatches
 
     def train(self, batch: Batch, *, step: int) -> dict[str, float]:
-        """Trains version step - 1 into version `step` on this rank's batch; gives the metrics of all ranks.
+        """Trains version step - 1 into version `step` on this rank's batch. Returns the metrics of all ranks; those
+        that are not finite are left out.
 
-        Denominators are those of a whole update over all ranks, known before its first backward. Raises RunError on
-        all ranks, with the weights of the last good update, when a loss or gradient is not finite.
+        Denominators are those of a complete update over all ranks, known before its first backward. An update whose
+        loss or gradient is not finite is skipped on all ranks; RunError is raised on all of them after
+        `learner.max_skipped_updates` in a row.
         """
         settings = self.config.learner
         minibatches = agree(batch, self.ranks, step)
@@ -72,38 +75,45 @@ class Trainer:
             assert estimates.returns is not None
             self.critic.train(estimates.returns)
         bound = self._bound(batch, estimates)
+        culprits = self._find_culprits(batch, scores)
         rates: list[float] = []
-
-        def lr() -> float:
-            scale = tally.ess(self.ranks) ** 0.5 if settings.ess_scaled_lr else 1.0
-            rates.append(scale * learning_rate(step, settings, steps=self.config.steps))
-            return rates[-1]
-
-        tally = Tally(
-            version=step - 1,
-            level=self.algorithm.correction_level,
-            cap=self.algorithm.correction_cap,
-            device=self.ranks.device,
-        )
         norms: list[float] = []
+        skipped = 0
+        total = self._tally(step)
         for minibatch in minibatches * settings.epochs:
+            tally = self._tally(step)
             part = _PolicyPart(self, minibatch, estimates, bound, tally, step)
             if step <= self.config.critic.warmup_steps and self.critic is not None:
                 part.look()
+                total.join(tally)
                 continue
-            norms.append(
-                update(
-                    self.policy, minibatch, part, step=step, lr=lr, max_grad_norm=settings.max_grad_norm,
-                    key="learner.lr",
-                )
-            )  # fmt: skip
-        metrics = tally.reduce(self.ranks, updates=self._updates, epochs=settings.epochs)
+
+            def lr(tally: Tally = tally) -> float:
+                scale = tally.ess(self.ranks) ** 0.5 if settings.ess_scaled_lr else 1.0
+                rates.append(scale * learning_rate(step, settings, steps=self.config.steps))
+                return rates[-1]
+
+            norm = update(
+                self.policy, minibatch, part, step=step, lr=lr, settings=settings, key="learner.lr", culprits=culprits
+            )
+            if norm is None:
+                skipped += 1
+            else:
+                norms.append(norm)
+                total.join(tally)
+        metrics = total.reduce(self.ranks, updates=self._updates - skipped)
         metrics |= {
-            "learner/grad_norm": sum(norms) / max(len(norms), 1),
-            "learner/lr": sum(rates) / max(len(rates), 1),
+            "learner/tokens": float(sum(minibatch.num_tokens for minibatch in minibatches)),
+            "learner/skipped_updates": float(skipped),
         }
+        if skipped < self._updates:
+            metrics |= {
+                "learner/grad_norm": sum(norms) / max(len(norms), 1),
+                "learner/lr": sum(rates) / max(len(rates), 1),
+            }
         metrics |= self._control_kl(estimates, sum(minibatch.num_sequences for minibatch in minibatches))
-        return metrics | (self.critic.finish() if self.critic is not None else {})
+        metrics |= self.critic.finish() if self.critic is not None else {}
+        return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
     def snapshot(self, folder: Path) -> Files:
         """What this rank writes of its state into the checkpoint in `folder`, copied to the CPU."""
@@ -153,13 +163,26 @@ class Trainer:
         log_ratios = estimates.proximal_logprobs - batch.behavior_logprobs
         return self.algorithm.bound(log_ratios, estimates.advantages, reduce=self.ranks.sum)
 
+    def _tally(self, step: int) -> Tally:
+        algorithm = self.algorithm
+        return Tally(step - 1, algorithm.correction_level, algorithm.correction_cap, self.ranks.device)
+
+    def _find_culprits(self, batch: Batch, scores: Scores) -> str:
+        """The trajectories of all ranks whose own log-probs or values are not finite, as text. Advantages spread them
+        over others."""
+        given = (batch.behavior_logprobs, scores.proximal_logprobs, scores.ref_logprobs, scores.values)
+        finite = torch.stack([column.isfinite() for column in given if column is not None]).all(dim=0)
+        names = [name for micro in batch.micro_batches for name in broken_names(micro, finite[micro.span])]
+        return name_together(names, self.ranks)
+
     def _control_kl(self, estimates: Estimates, num_sequences: int) -> dict[str, float]:
         if estimates.kl is None:
             return {}
         metrics = {"kl/reference": estimates.kl}
         if self.kl_control.coef:
             metrics["kl/reward_coef"] = self.kl_control.coef
-        self.kl_control.update(estimates.kl, num_sequences)
+        if math.isfinite(estimates.kl):
+            self.kl_control.update(estimates.kl, num_sequences)
         return metrics
 
 
@@ -244,8 +267,13 @@ def token_losses(
     if settings.kl_loss_coef:
         assert estimates.ref_logprobs is not None
         kl = kl_estimate(leaf, estimates.ref_logprobs, estimator=algorithm.kl_estimator or "k3+")
-        loss = loss + settings.kl_loss_coef * algorithm.aggregate(kl, micro.seq, **counts)
+        # Its gradient is that of the current policy's divergence on that policy's own tokens only.
+        weights = algorithm.weights(logprobs - micro.behavior_logprobs, micro.seq)
+        loss = loss + settings.kl_loss_coef * algorithm.aggregate(weights * kl, micro.seq, **counts)
     (gradient,) = torch.autograd.grad(loss, leaf)
+    given = torch.stack([terms.proximal_logprobs, terms.behavior_logprobs, terms.advantages])
+    # Log ratios are clamped, and so would make a number of one that is not.
+    gradient = gradient.masked_fill(~given.isfinite().all(dim=0), torch.nan)
     return TokenLosses(loss.detach(), gradient, policy_gradient, masked)
 
 

@@ -1,18 +1,25 @@
-"""One optimizer update: the micro-batches of a mini-batch forward and backward, checks, and the new weights."""
+"""One optimizer update: the micro-batches of a mini-batch forward and backward, and new weights if all is finite."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import structlog
 import torch
 from torch import Tensor
 
+from asyncrl.config import LearnerConfig
 from asyncrl.errors import RunError
-from asyncrl.learner.batch import Batch, MicroBatch, empty_micro_batch
+from asyncrl.learner.batch import Batch, MicroBatch, Name, empty_micro_batch
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.engine import TrainedModel
+
+log = structlog.get_logger()
+
+MAX_NAMED = 4
+"""Trajectories that a rank names when an update is skipped; of others it tells how many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +63,16 @@ def update(
     *,
     step: int,
     lr: Callable[[], float],
-    max_grad_norm: float,
+    settings: LearnerConfig,
     key: str,
-) -> float:
-    """Updates the model once and gives the norm of the gradient before it was scaled to at most `max_grad_norm`.
+    culprits: str = "",
+) -> float | None:
+    """Updates the model once. Returns the norm of the gradient before clipping to `max_grad_norm`, or None if the
+    update was skipped because a loss or the gradient is not finite.
 
-    All ranks call it. `lr` is asked for the learning rate once the whole mini-batch has been seen. `key` is the config
-    key of the learning rate, for the advice in errors. Raises RunError on all ranks, with the weights untouched, when
-    a loss or gradient is not finite.
+    All ranks call it, and all skip or none. `lr` is asked for the learning rate once the mini-batch is known to be
+    sound. `culprits` names trajectories that are known to spoil the step. `key` is the config key of the learning rate,
+    for the advice in errors. Raises RunError on all ranks when more than `max_skipped_updates` in a row were skipped.
     """
     ranks = model.ranks
     suspects: list[tuple[MicroBatch, Tensor]] = []
@@ -73,24 +82,54 @@ def update(
         suspects.append((micro, outputs.detach().isfinite() & gradient.isfinite()))
         # Gradients are averaged over the ranks, but each rank holds a part of one sum.
         model.backward(outputs, gradient * ranks.count, last=number == len(minibatch.micro_batches))
-    ranks.raise_together(_find_culprit(suspects, step, key))
     grad_norm = model.gradient_norm()
-    if not math.isfinite(grad_norm):
+    reason = _find_reason(suspects, grad_norm, ranks, culprits)
+    if not reason:
+        model.step(lr=lr(), max_grad_norm=settings.max_grad_norm, grad_norm=grad_norm)
+        return grad_norm
+    model.skip()
+    if ranks.rank == 0:
+        log.warning("an update is skipped", step=step, of=ranks.what, reason=reason, in_a_row=model.skipped)
+    if model.skipped > settings.max_skipped_updates:
         raise RunError(
-            f"step {step}: the gradient is not finite (norm {grad_norm}) although every loss is; the weights are "
-            f"those of the update before. Lower {key}, or train in float32"
+            f"step {step}: {model.skipped} updates in a row are not finite, more than learner.max_skipped_updates = "
+            f"{settings.max_skipped_updates}; the last one: {reason}. The weights are those of the last update that "
+            f"was. Lower {key} or learner.max_grad_norm, or raise learner.max_skipped_updates, and continue with "
+            "`asyncrl launch --resume`, which trains the steps since the newest checkpoint again"
         )
-    model.step(lr=lr(), max_grad_norm=max_grad_norm, grad_norm=grad_norm)
-    return grad_norm
-
-
-def _find_culprit(suspects: list[tuple[MicroBatch, Tensor]], step: int, key: str) -> RunError | None:
-    """The error of the first trajectory with a token that is not finite."""
-    for micro, finite in suspects:
-        if not finite.all():
-            ticket, number = micro.names[int(micro.seq[~finite][0])]
-            return RunError(
-                f"step {step}: the loss of ticket {ticket}, trajectory {number} is not finite; the weights are "
-                f"those of the update before. Lower {key}, or train in float32"
-            )
     return None
+
+
+def name_together(names: Sequence[Name], ranks: Ranks) -> str:
+    """The trajectories that any rank names, as text; empty if none does. All ranks call it."""
+    return _exchange(names, False, ranks)[0]
+
+
+def broken_names(micro: MicroBatch, finite: Tensor) -> list[Name]:
+    """The trajectories of the micro-batch with an action token [N] that is not `finite`."""
+    return [micro.names[number] for number in micro.seq[~finite].unique().cpu().tolist()]
+
+
+def _find_reason(suspects: list[tuple[MicroBatch, Tensor]], grad_norm: float, ranks: Ranks, culprits: str) -> str:
+    """Why the update must be skipped, the same on all ranks; empty if it need not."""
+    names = [name for micro, finite in suspects for name in broken_names(micro, finite)]
+    losses, overflow = _exchange(names, not math.isfinite(grad_norm), ranks)
+    if losses:
+        return f"the loss of {culprits or losses} is not finite"
+    if not overflow:
+        return ""
+    names = [name for micro, _ in suspects for name in micro.names]
+    return f"the gradient is not finite (norm {grad_norm}), of one of {name_together(names, ranks)}"
+
+
+def _exchange(names: Sequence[Name], flag: bool, ranks: Ranks) -> tuple[str, bool]:
+    """The trajectories that any rank names, as text, and whether any rank has the flag."""
+    own = torch.full((2 + 2 * MAX_NAMED,), -1)
+    own[0], own[1] = flag, len(names)
+    for index, name in enumerate(names[:MAX_NAMED]):
+        own[2 + 2 * index : 4 + 2 * index] = torch.tensor(name)
+    table = ranks.gather(own)
+    found = [pair for row in table for pair in row[2:].view(-1, 2).tolist() if pair[0] >= 0]
+    texts = [f"ticket {ticket}, trajectory {number}" for ticket, number in found]
+    more = int(table[:, 1].sum()) - len(found)
+    return "; ".join(texts) + (f"; {more} more" if more else ""), bool(table[:, 0].any())

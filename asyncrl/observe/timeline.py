@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 STEPS = 4
-"""Shown; from the middle of the run, where it is in its stride."""
+"""Shown; from the middle of the trace, where the run is in its stride."""
 GROUPS_AT_MOST = 600
 LANES_AT_MOST = 64
 """Of groups side by side in one generator."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,9 @@ from numpy.typing import NDArray
 
 from asyncrl.config import Config, load_config
 from asyncrl.errors import DataError
+from asyncrl.files import read_json
 from asyncrl.observe.report import read_metrics
+from asyncrl.plan.tail import TraceTail, read_metrics_tail
 from asyncrl.plan.trace import read_trace
 from asyncrl.plan.workload import TURNS, EngineCost, LearnerCost, Lengths, Setup, SyncCost, Workload, slowdown
 from asyncrl.replay.measure import COSTS
@@ -53,7 +54,44 @@ def read_run(path: Path, *, generators_per_device: int | None = None, turns: flo
             raise DataError(f"{folder / name}: no such file; a trace is read with what its run wrote beside it")
     config, rows = load_config(folder / "config.yaml"), read_metrics(folder / "metrics.jsonl")
     steps = _steps(trace)
-    rows = [row for row in rows if row["step"] in steps]
+    rows = _rows_of(steps, rows, folder)
+    summary = _summary(folder)
+    if generators_per_device is not None:
+        summary["generators_per_device"] = generators_per_device
+    return _measure(config, trace, rows, steps, summary, turns)
+
+
+class RecentRun:
+    """The newest steps of a run that may go on, as the simulator sees them: as much is read, and kept, of a long run
+    as of a short one."""
+
+    def __init__(self, config: Config, *, generators_per_device: int) -> None:
+        self._config = config
+        self._generators_per_device = generators_per_device
+        groups = max(GROUPS_AT_MOST, 2 * STEPS_AT_LEAST * config.replay.groups_per_step)
+        self._trace = TraceTail(config.run_dir, rows=groups)
+
+    def read(self) -> tuple[Workload, Setup]:
+        """Raises DataError as `read_run` does."""
+        folder, trace = self._config.run_dir, self._trace.read()
+        # Of the first steps some groups may be older than what is read, of the last ones not be written yet.
+        steps = {
+            number: step for number, step in _steps(trace).items() if step.groups == self._config.replay.groups_per_step
+        }
+        rows = _rows_of(steps, read_metrics_tail(folder / "metrics.jsonl"), folder)
+        each = self._generators_per_device
+        workload = _workload(self._config, trace, rows, steps, slowdown(each, TURNS), TURNS)
+        return workload, _setup(self._config, len(rows), each)
+
+
+def _is_evaluation(row: dict[str, float]) -> bool:
+    """True for the row of an evaluation that came after the last step."""
+    return all(name == "step" or name.startswith("eval/") for name in row)
+
+
+def _rows_of(steps: dict[int, _Step], rows: list[dict[str, float]], folder: Path) -> list[dict[str, float]]:
+    """The rows of metrics of these steps. Raises DataError when they do not tell enough."""
+    rows = [row for row in rows if row["step"] in steps and not _is_evaluation(row)]
     if len(rows) < STEPS_AT_LEAST:
         raise DataError(
             f"{folder}: tells of {len(rows)} steps, at least {STEPS_AT_LEAST} are needed; let it run longer"
@@ -63,14 +101,12 @@ def read_run(path: Path, *, generators_per_device: int | None = None, turns: flo
         raise DataError(
             f"{folder / 'metrics.jsonl'}: has no {missing[0]}; it is of an earlier version, run the job again"
         )
-    summary = _summary(folder)
-    if generators_per_device is not None:
-        summary["generators_per_device"] = generators_per_device
-    return _measure(config, trace, rows, steps, summary, turns)
+    return rows
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
+    groups: int
     tokens: int
     """Prompts among them."""
     span_s: float
@@ -83,9 +119,10 @@ def _steps(trace: pa.Table) -> dict[int, _Step]:
     steps = trained.column("train_version").to_numpy() + 1
     tokens = _sums(trained, "prompt_tokens") + _sums(trained, "completion_tokens")
     spans_s = trained.column("trained_s").to_numpy() - trained.column("taken_s").to_numpy()
-    numbers, first, inverse = np.unique(steps, return_index=True, return_inverse=True)
+    numbers, first, inverse, groups = np.unique(steps, return_index=True, return_inverse=True, return_counts=True)
     totals = np.bincount(inverse, weights=tokens, minlength=len(numbers))
-    return {int(n): _Step(int(t), float(spans_s[i])) for n, t, i in zip(numbers, totals, first, strict=True)}
+    columns = zip(numbers, groups, totals, first, strict=True)
+    return {int(n): _Step(int(g), int(t), float(spans_s[i])) for n, g, t, i in columns}
 
 
 def _sums(table: pa.Table, column: str) -> NDArray[np.int64]:
@@ -104,35 +141,14 @@ def _measure(
     summary: dict[str, Any],
     turns: float,
 ) -> Measured:
-    last, learners = rows[-1], config.launch.learners
+    last = rows[-1]
     each = summary.get("generators_per_device", 1)
-    slowed = slowdown(each, turns)
-    base_s, sequence_s, request_s, reward_s = (last[name] for name in COSTS)
-    workload = Workload(
-        lengths=_lengths(trace, config.generator.group_size),
-        # Generators that take turns measure each other's time, too.
-        engine=EngineCost(base_s / slowed, sequence_s / slowed, request_s / slowed),
-        learner=_learner_cost(rows, steps, learners),
-        sync=_sync_cost(rows),
-        reward_s=reward_s,
-        turns=turns,
-    )
-    setup = Setup(
-        generators=config.launch.generators,
-        learners=learners,
-        max_staleness=config.replay.staleness_limit,
-        groups_per_step=config.replay.groups_per_step,
-        group_size=config.generator.group_size,
-        max_running_groups=config.generator.max_running_groups,
-        steps=len(rows),
-        generators_per_device=each,
-    )
     waited_s = sum(row["learner/wait_s"] + row["learner/sync_s"] for row in rows[1:])
     first_s = rows[0]["time/elapsed_s"]
     waited_s += max(0.0, min(rows[0]["learner/wait_s"], first_s - rows[0]["learner/step_s"]))
     return Measured(
-        workload=workload,
-        setup=setup,
+        workload=_workload(config, trace, rows, steps, slowdown(each, turns), turns),
+        setup=_setup(config, len(rows), each),
         tokens_per_s=last["throughput/trained_tokens_per_s"],
         generator_idle=last["generator/idle_fraction"],
         learner_idle=waited_s / last["time/elapsed_s"],
@@ -140,8 +156,41 @@ def _measure(
     )
 
 
+def _workload(
+    config: Config,
+    trace: pa.Table,
+    rows: list[dict[str, float]],
+    steps: dict[int, _Step],
+    slowed: float,
+    turns: float,
+) -> Workload:
+    base_s, sequence_s, request_s, reward_s = (rows[-1][name] for name in COSTS)
+    return Workload(
+        lengths=_lengths(trace, config.generator.group_size),
+        # Generators that take turns measure each other's time, too.
+        engine=EngineCost(base_s / slowed, sequence_s / slowed, request_s / slowed),
+        learner=_learner_cost(rows, steps, config.launch.learners),
+        sync=_sync_cost(rows),
+        reward_s=reward_s,
+        turns=turns,
+    )
+
+
+def _setup(config: Config, steps: int, generators_per_device: int) -> Setup:
+    return Setup(
+        generators=config.launch.generators,
+        learners=config.launch.learners,
+        max_staleness=config.replay.staleness_limit,
+        groups_per_step=config.replay.groups_per_step,
+        group_size=config.generator.group_size,
+        max_running_groups=config.generator.max_running_groups,
+        steps=steps,
+        generators_per_device=generators_per_device,
+    )
+
+
 def _lengths(trace: pa.Table, group_size: int) -> Lengths:
-    """Of groups from all of the run."""
+    """Of groups from all of the trace."""
     trace = trace.take(np.arange(0, len(trace), -(-len(trace) // GROUPS_AT_MOST)))
     offsets = trace.column("completion_tokens").combine_chunks().offsets.to_numpy()
     whole = trace.filter(np.diff(offsets) == group_size)
@@ -179,4 +228,4 @@ def _sync_cost(rows: list[dict[str, float]]) -> SyncCost:
 def _summary(folder: Path) -> dict[str, Any]:
     """Of a run that has ended; else empty."""
     file = folder / "summary.json"
-    return json.loads(file.read_text()) if file.is_file() else {}
+    return read_json(file) if file.is_file() else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,16 @@ from asyncrl.plan.workload import TURNS, EngineCost, LearnerCost, Lengths, Setup
 
 ROWS = 12
 """Of the table of a plan."""
+TOKENS_AT_MOST = 2.0**27
+"""Of a completion or prompt: lengths of a group and their sums are numbers of 32 bits."""
+RANGES = {
+    "mean_tokens": (1.0, TOKENS_AT_MOST),
+    "max_tokens": (1.0, TOKENS_AT_MOST),
+    "prompt_tokens": (0.0, TOKENS_AT_MOST),
+    "sigma": (0.0, 10.0),
+    "refunded_fraction": (0.0, 1.0),
+}
+"""Least and largest value of the options of a made-up workload; the others are times, from 0 on."""
 TITLES = (
     "generators", "learners", "max\nstaleness", "tokens/s", "generators\nidle", "learners\nidle", "mean\nstaleness"
 )  # fmt: skip
@@ -62,13 +73,15 @@ def made_up(numbers: dict[str, float], changes: dict[str, int]) -> tuple[Workloa
             "and --learner-token-us at least"
         )
     n = {name: value for name, value in numbers.items() if value is not None}
+    for name, value in n.items():
+        check_number(name, value)
     setup = Setup(
         generators=1, learners=1, max_staleness=1, groups_per_step=32, group_size=8, max_running_groups=64, steps=200
     )
     lengths = Lengths.log_normal(
         mean_tokens=n["mean_tokens"],
         sigma=n.get("sigma", 1.0),
-        max_tokens=round(n.get("max_tokens", 8 * n["mean_tokens"])),
+        max_tokens=round(n.get("max_tokens", min(8 * n["mean_tokens"], TOKENS_AT_MOST))),
         group_size=changes.get("group_size", setup.group_size),
         prompt_tokens=round(n.get("prompt_tokens", 0)),
         refunded_fraction=n.get("refunded_fraction", 0.0),
@@ -83,6 +96,14 @@ def made_up(numbers: dict[str, float], changes: dict[str, int]) -> tuple[Workloa
         n.get("reward_s", 0.0),
     )
     return workload, replace(setup, group_size=lengths.group_size)
+
+
+def check_number(name: str, value: float) -> None:
+    """Raises ConfigError for an option of a made-up workload that is out of its range."""
+    least, most = RANGES.get(name, (0.0, float("inf")))
+    if not (math.isfinite(value) and least <= value <= most):
+        upper = f", at most {most:,.10g}" if math.isfinite(most) else ""
+        raise ConfigError(f"--{name.replace('_', '-')} {value:g}: must be at least {least:g}{upper}")
 
 
 def _print_prediction(console: Console, found: Prediction, measured: Measured | None) -> None:

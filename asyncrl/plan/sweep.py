@@ -6,7 +6,6 @@ on where it was interrupted, also in the middle of a cell.
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from rich.console import Console
 
 from asyncrl.config import Config, load_config, parse_override
 from asyncrl.errors import ConfigError
+from asyncrl.files import read_json
 from asyncrl.processes import end_with_parent
 
 Run = Callable[[Sequence[str], Path], int]
@@ -136,13 +136,13 @@ def check(sweep: Sweep) -> None:
 def status_of(cell: Cell) -> str:
     """As in its summary; "missing" before there is one."""
     file = cell.run_dir / "summary.json"
-    return json.loads(file.read_text())["status"] if file.is_file() else "missing"
+    return read_json(file)["status"] if file.is_file() else "missing"
 
 
 def run_cells(sweep: Sweep, console: Console, run: Run) -> tuple[list[Cell], bool]:
     """Runs what is not finished; gives the cells that failed, and whether it was interrupted."""
     check(sweep)
-    sweep.folder.mkdir(parents=True, exist_ok=True)
+    sweep.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     failed: list[Cell] = []
     cells = sweep.cells
     for number, cell in enumerate(cells, start=1):

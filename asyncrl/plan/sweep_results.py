@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import DataError
+from asyncrl.files import read_json
 from asyncrl.observe.report import read_metrics
 from asyncrl.plan.sweep import Cell, status_of
 
@@ -83,7 +84,7 @@ class SweepResults:
 
 def read_cell(cell: Cell) -> CellResult:
     """Of a run that has finished."""
-    summary: dict[str, Any] = json.loads((cell.run_dir / "summary.json").read_text())
+    summary: dict[str, Any] = read_json(cell.run_dir / "summary.json")
     rows = [
         row for row in read_metrics(cell.run_dir / "metrics.jsonl") if "reward/mean" in row and "learner/loss" in row
     ]

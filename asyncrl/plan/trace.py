@@ -22,11 +22,30 @@ def read_trace(path: Path) -> pa.Table:
     files = [file for file in (path / "trace.parquet", path / "trace.arrow") if file.is_file()]
     if not files:
         raise DataError(f"{path}: holds neither trace.parquet nor trace.arrow; give the folder of a run, runs/NAME")
-    table = pa.concat_tables(_read(file) for file in files)
-    # A ticket that was in flight when a launch ended comes again.
+    return last_of_tickets(pa.concat_tables(_read(file) for file in files))
+
+
+def last_of_tickets(table: pa.Table) -> pa.Table:
+    """The rows of a trace without those that a later one of their ticket replaces: a ticket that was in flight when a
+    launch ended comes again."""
     backwards = table.column("ticket").to_numpy()[::-1]
     last = len(backwards) - 1 - np.unique(backwards, return_index=True)[1]
     return table.take(pa.array(np.sort(last)))
+
+
+def check_schema(path: Path, schema: pa.Schema) -> None:
+    """Raises DataError unless this is the schema of a trace of this version."""
+    found = schema.remove_metadata()
+    if found != SCHEMA:
+        raise DataError(f"{path}: not a trace of this version of asyncrl: {_differences(found)}; run the job again")
+
+
+def damaged(path: Path, error: Exception) -> DataError:
+    """The error for a trace that cannot be read."""
+    return DataError(
+        f"{path}: not a whole trace, it may be half written or cut: {error}; give the folder of a run that was "
+        "not ended, or end it: `asyncrl launch --resume`"
+    )
 
 
 def _read(path: Path) -> pa.Table:
@@ -35,13 +54,8 @@ def _read(path: Path) -> pa.Table:
     try:
         table = pq.read_table(path) if path.suffix == ".parquet" else _read_log(path)
     except (pa.ArrowInvalid, OSError) as error:
-        raise DataError(
-            f"{path}: not a whole trace, it may be half written or cut: {error}; give the folder of a run that was "
-            "not ended, or end it: `asyncrl launch --resume`"
-        ) from None
-    schema = table.schema.remove_metadata()
-    if schema != SCHEMA:
-        raise DataError(f"{path}: not a trace of this version of asyncrl: {_differences(schema)}; run the job again")
+        raise damaged(path, error) from None
+    check_schema(path, table.schema)
     return table
 
 

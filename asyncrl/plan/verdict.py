@@ -7,9 +7,8 @@ from typing import Literal
 
 import structlog
 
-from asyncrl.config import Config
 from asyncrl.errors import DataError
-from asyncrl.plan.measured import read_run
+from asyncrl.plan.measured import RecentRun
 from asyncrl.plan.search import predict
 from asyncrl.plan.workload import Setup, Workload
 
@@ -69,17 +68,14 @@ def judge(workload: Workload, setup: Setup, *, generator_idle: float, learner_id
     return Verdict(best.bound, sentence, changes)
 
 
-def verdict_of(
-    config: Config, *, generator_idle: float, learner_idle: float, generators_per_device: int = 1
-) -> Verdict:
-    """That of the run of this config, which may go on; from the idle fractions alone while it tells too little."""
+def verdict_of(run: RecentRun, *, generator_idle: float, learner_idle: float, max_staleness: int) -> Verdict:
+    """That of a run, which may go on; from the idle fractions alone while it tells too little."""
     try:
-        run = read_run(config.run_dir, generators_per_device=generators_per_device)
+        workload, setup = run.read()
     except DataError as error:
         log.info("no simulation for the verdict", error=str(error))
-        limit = config.replay.staleness_limit
-        return guess(generator_idle=generator_idle, learner_idle=learner_idle, max_staleness=limit)
-    return judge(run.workload, run.setup, generator_idle=generator_idle, learner_idle=learner_idle)
+        return guess(generator_idle=generator_idle, learner_idle=learner_idle, max_staleness=max_staleness)
+    return judge(workload, setup, generator_idle=generator_idle, learner_idle=learner_idle)
 
 
 def guess(*, generator_idle: float, learner_idle: float, max_staleness: int) -> Verdict:

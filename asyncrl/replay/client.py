@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from asyncrl.endpoints import Endpoints
 from asyncrl.errors import ProtocolError
 from asyncrl.replay.codec import pack_group, unpack_group, unpack_leases
-from asyncrl.replay.connection import Connection
+from asyncrl.replay.connection import BACK_OFF, Connection
 from asyncrl.replay.messages import EvaluatedBody
 from asyncrl.replay.wire import Arrays, Message
-from asyncrl.types import Endpoints, Group, Lease, Shard
+from asyncrl.types import Group, Lease, Shard
 
 RESEND_S = 2.0
-"""What is not answered by then is sent again, as it was: the replay queue may have died with it."""
+"""What is not answered by then is sent again, as it was: the replay queue may have died with it. Each time it waits
+twice as long, so that a large answer on its way, or a queue that is behind, is not asked for ever more."""
 ARRAYS_PER_GROUP = 4
 EVALUATION_POLL_S = 0.1
 
@@ -35,7 +37,7 @@ class GeneratorStats:
     stall_ms: list[float] = field(default_factory=list[float])
     """How long each weight swap since the last ask held the engine."""
     rewards_failed: int = 0
-    """Trajectories whose reward could not be had."""
+    """Completions whose reward could not be had."""
     costs: list[float] = field(default_factory=list[float])
     """Seconds of an engine step, of each sequence in it, of each sequence once, and from the last token of a group to
     its rewards; empty while not known."""
@@ -80,6 +82,8 @@ class _Unanswered:
     kind: str
     body: Any
     arrays: Sequence[Arrays]
+    resend_s: float
+    """How long after the last time it is sent again."""
 
 
 class GeneratorClient:
@@ -109,9 +113,17 @@ class GeneratorClient:
         """Groups, evaluated prompts and releases sent and not yet acknowledged."""
         return len(self._unacknowledged)
 
-    def ask(self, version: int, num_groups: int, stats: GeneratorStats, *, num_evaluations: int = 0) -> None:
-        """Asks for up to `num_groups` leases, and so many more of evaluation prompts, with `version` loaded; does
-        nothing while an ask is outstanding."""
+    def ask(
+        self,
+        version: int,
+        num_groups: int,
+        stats: GeneratorStats,
+        *,
+        num_evaluations: int = 0,
+        working_on: Iterable[Lease] = (),
+    ) -> None:
+        """Asks for up to `num_groups` leases, and so many more of evaluation prompts, with `version` loaded, and
+        renews the leases in `working_on`; does nothing while an ask is outstanding."""
         if self.outstanding:
             return
         self._number += 1
@@ -123,6 +135,10 @@ class GeneratorClient:
             "num_groups": num_groups,
             "num_evaluations": num_evaluations,
             "stats": asdict(stats),
+            "working_on": [
+                {"ticket": lease.ticket, "attempt": lease.attempt, "evaluation": lease.evaluation}
+                for lease in working_on
+            ],
         }
         self._ask = self._send("ask", body)
 
@@ -174,7 +190,7 @@ class GeneratorClient:
 
     def _send(self, kind: str, body: Any, arrays: Sequence[Arrays] = ()) -> _Unanswered:
         now_s = time.monotonic()
-        return _Unanswered(self._connection.send(kind, body, arrays), now_s, now_s, kind, body, arrays)
+        return _Unanswered(self._connection.send(kind, body, arrays), now_s, now_s, kind, body, arrays, RESEND_S)
 
     def _take(self, message: Message) -> LeaseReply | None:
         """Raises ProtocolError for an answer that makes no sense, RunError for one that refuses what is due."""
@@ -206,8 +222,8 @@ class GeneratorClient:
         for sent in self._due():
             if now_s - sent.first_s > self.timeout_s:
                 raise self._connection.silent(sent.kind, self.timeout_s)
-            if now_s - sent.last_s > RESEND_S:
-                sent.last_s = now_s
+            if now_s - sent.last_s > sent.resend_s:
+                sent.last_s, sent.resend_s = now_s, BACK_OFF * sent.resend_s
                 self._connection.send(sent.kind, sent.body, sent.arrays, seq=sent.seq)
 
 

@@ -10,15 +10,16 @@ from typing import Any, TypeVar
 import structlog
 import zmq
 
+from asyncrl.endpoints import Endpoints
 from asyncrl.errors import PeerTimeoutError, ProtocolError, RunError
 from asyncrl.replay.messages import ANSWERS
 from asyncrl.replay.wire import MAX_HEADER_BYTES, Arrays, Message, decode, encode
 from asyncrl.sockets import connect_dealer
-from asyncrl.types import Endpoints
 
 log = structlog.get_logger()
 
 T = TypeVar("T")
+BACK_OFF = 2.0
 
 
 class Connection:
@@ -34,7 +35,8 @@ class Connection:
         self.address = address or endpoints.replay
         self.peer = peer
         self.resend_s = resend_s
-        """A request that is not answered by then is sent again; only for a peer to whom that makes no difference."""
+        """A request that is not answered by then is sent again, each time after BACK_OFF times as long; only for a
+        peer to whom that makes no difference."""
         self.bad_messages = 0
         self._seq = 0
         self._socket = connect_dealer(self.address, keys=endpoints.keys)
@@ -104,13 +106,13 @@ class Connection:
         timeout_s: float,
         again: tuple[Any, Sequence[Arrays]] | None,
     ) -> T:
-        sent_s = time.monotonic()
+        resend_s, sent_s = self.resend_s, time.monotonic()
         deadline_s = sent_s + timeout_s
         while (now_s := time.monotonic()) < deadline_s:
-            if again is not None and now_s - sent_s >= self.resend_s:
-                sent_s = now_s
+            if again is not None and now_s - sent_s >= resend_s:
+                resend_s, sent_s = BACK_OFF * resend_s, now_s
                 self.send(kind, *again, seq=seq)
-            message = self.receive(min(deadline_s, sent_s + self.resend_s) - now_s)
+            message = self.receive(min(deadline_s, sent_s + resend_s) - now_s)
             if message is None or message.seq not in (seq, 0):
                 continue  # 0: the peer could not even read the number
             self.check(message)

@@ -181,9 +181,11 @@ class DurableState:
         for _, number, attempt in list(self.state.evaluation.held()):
             self.give_back(number, attempt, evaluation=True)
 
-    def give_back(self, number: int, attempt: int, *, tokens: int = 0, evaluation: bool = False) -> None:
-        """Takes a lease back, with the tokens that are lost by it."""
-        self.happen("return", {"ticket": number, "attempt": attempt, "tokens": tokens, "evaluation": evaluation})
+    def give_back(self, number: int, attempt: int, *, tokens: int | None = None, evaluation: bool = False) -> None:
+        """Takes a lease back. `tokens` are those that are lost by it; None when its generator did not say, and the
+        group may still come."""
+        body = {"ticket": number, "attempt": attempt, "evaluation": evaluation}
+        self.happen("return", body | {"tokens": tokens or 0, "told": tokens is not None})
 
     def _begin_segment(self) -> None:
         assert self.journal is not None

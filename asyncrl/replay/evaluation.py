@@ -29,7 +29,8 @@ STRANDED = "no generator has the version any more"
 class _Leased:
     generator: int
     attempt: int
-    leased_s: float
+    renewed_s: float
+    """When it was leased, or its generator last said that it works on it."""
     session: str = ""
     number: int = -1
     """Of the ask that got it, in its session."""
@@ -169,7 +170,14 @@ class EvalBook:
         """What is leased counts as leased at `now_s`."""
         for evaluation in self._running.values():
             for held in evaluation.leased.values():
-                held.leased_s = now_s
+                held.renewed_s = now_s
+
+    def renew(self, generator: int, ticket: int, attempt: int, now_s: float) -> None:
+        """The generator works on the prompt; nothing changes unless it holds its lease."""
+        for evaluation in self._running.values():
+            held = evaluation.leased.get(ticket)
+            if held is not None and (held.generator, held.attempt) == (generator, attempt):
+                held.renewed_s = now_s
 
     def release(self, leases: Iterable[ReleasedEvaluation]) -> None:
         """Takes back prompts that a generator will not finish."""
@@ -181,11 +189,11 @@ class EvalBook:
                     evaluation.open.append(lease["ticket"])
 
     def expired(self, now_s: float) -> list[ReleasedEvaluation]:
-        """Prompts leased for longer than `replay.lease_timeout_s`."""
+        """Prompts whose leases were not renewed for `replay.lease_timeout_s`."""
         found: list[ReleasedEvaluation] = []
         for evaluation in self._running.values():
             for ticket, held in evaluation.leased.items():
-                if now_s - held.leased_s > self._config.replay.lease_timeout_s:
+                if now_s - held.renewed_s > self._config.replay.lease_timeout_s:
                     log.warning("evaluation lease expired", ticket=ticket, generator=held.generator)
                     found.append({"ticket": ticket, "attempt": held.attempt})
         return found

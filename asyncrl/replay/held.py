@@ -17,6 +17,8 @@ from asyncrl.replay.wire import Array
 from asyncrl.types import Prompt
 
 Load = Callable[[Location], Record]
+MAX_AWAITED = 64
+"""Attempts of one ticket whose groups may still come and be counted; those before them are not known any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +40,15 @@ class Held:
     """A ticket's data while it is leased, and its frames once it is finished. Times are the run's."""
 
     prompt: Prompt
-    leased_s: float
+    renewed_s: float
+    """When it was leased, or its generator last said that it works on it."""
     generator: int
     attempt: int = 0
     session: str = ""
     number: int = -1
     """Of the ask that got the lease, in its session."""
-    lost: list[int] = field(default_factory=list[int])
-    """Earlier attempts that came after all; their tokens are counted."""
+    counted: list[int] = field(default_factory=list[int])
+    """Attempts that were given back or came too late to be used; their tokens are in the ledger."""
     meta: GroupMeta | None = None
     arrays: list[Array] = field(default_factory=list[Array])
     location: Location | None = None
@@ -57,6 +60,12 @@ class Held:
     num_bytes: int = 0
     """Of the frames."""
     taken_s: float = 0.0
+
+    @property
+    def awaited(self) -> list[int]:
+        """The latest attempts of which the ledger has no tokens yet: their groups may still come."""
+        known = {*self.counted, -1 if self.meta is None else self.meta["attempt"]}
+        return [a for a in range(max(0, self.attempt + 1 - MAX_AWAITED), self.attempt + 1) if a not in known]
 
     @property
     def finished(self) -> GroupMeta:
@@ -89,13 +98,13 @@ class Held:
         """Row of the prompt first; without the frames and the age of the lease."""
         location = None if self.location is None else list(self.location)
         asked = [self.generator, self.attempt, self.session, self.number]
-        return [self.prompt.row, *asked, list(self.lost), location, self.taken_s]
+        return [self.prompt.row, *asked, list(self.counted), location, self.taken_s]
 
     @classmethod
     def of_state(cls, values: Sequence[Any], prompt: Prompt, load: Load | None, now_s: float) -> Self:
         """From what `state` gives after the row; the frames are those that `load` has."""
-        generator, attempt, session, number, lost, location, taken_s = values
-        held = cls(prompt, now_s, generator, attempt, session, number, list(lost))
+        generator, attempt, session, number, counted, location, taken_s = values
+        held = cls(prompt, now_s, generator, attempt, session, number, list(counted))
         if load is not None and location is not None:
             record = load(tuple(location))
             held.keep(Finished.of_record(record.body, record.arrays), tuple(location))

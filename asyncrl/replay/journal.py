@@ -1,7 +1,7 @@
 """The journal: every record of the replay queue on disk, so that a queue that dies goes on where it was.
 
 Records are buffered and written many at once, as one record batch (see `segments.py`). The writer opens a folder at
-the end of what is whole in it, cutting a torn tail.
+the end of what is intact in it, cutting a torn tail.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Journal:
             self.settle()
         if self._sync_due and self.synced:
             self._sync_due = False
-            self._under_way = self._background.submit(self._writer.sync)
+            self._under_way = self._background.submit(self._writer.sync, self._writer.segment.num_bytes)
             if wait:
                 self.settle()
 
@@ -139,7 +139,10 @@ class Journal:
 
     def drop(self, segments: Iterable[int]) -> None:
         """Deletes segments, but never the current one."""
-        for number in segments:
+        numbers = list(segments)
+        if numbers and self.flush == "os":
+            self._guarded(self._writer.sync)  # the state that replaces them may not be on the disk yet
+        for number in numbers:
             if number not in self._sizes:
                 raise InvariantError(f"journal: segment {number} cannot be dropped of {self.segments}")
             path = segment_path(self.folder, number)
@@ -163,7 +166,7 @@ class Journal:
         try:
             if self._failed is None:
                 self.write()
-                self._guarded(self._writer.end)
+                self._guarded(self._writer.sync)
         finally:
             self._background.shutdown()
             self._writer.close()
@@ -175,13 +178,13 @@ class Journal:
             self._next_batch += 1
 
     def _next_segment(self) -> None:
-        self._writer.end()
+        self._writer.sync()
         self._writer.close()
         self._sizes[self.current] = self._writer.num_bytes
         self._open(self.current + 1)
 
     def _open(self, number: int) -> None:
-        self._writer = SegmentWriter(self.folder, number, durable=self.flush != "os")
+        self._writer = SegmentWriter(self.folder, number)
         self._next_batch = self._writer.num_batches
 
     def _check(self) -> None:

@@ -2,6 +2,7 @@
 
 A ticket is one group. Its life: leased -> finished -> taken -> trained; or it is refunded (no signal, failed) and
 its place goes to another prompt; or it is returned (its generator stopped) and leased again under the same ticket.
+The first attempt that arrives finishes the ticket, also one whose lease has passed to another generator.
 
 With P groups per step, staleness limit S and k groups charged so far, a generator that has loaded version v may
 start another group if and only if k < (v + S + 1) * P. A group started at version v has the deadline v + S, the
@@ -95,7 +96,7 @@ class Ledger:
     returned: list[int] = field(default_factory=list[int])
     """Tickets waiting to be leased again."""
     returned_tokens: int = 0
-    """Tokens of attempts given up unfinished, or finished after their lease had passed to another generator."""
+    """Tokens of attempts given up unfinished, or that arrived when their ticket was finished already."""
     returned_trajectories: int = 0
     """Of finished groups whose data is gone (`discard`)."""
     _versions: dict[State, Counter[int]] = field(default_factory=lambda: {state: Counter() for state in State})
@@ -177,9 +178,38 @@ class Ledger:
         ticket = self.live.get(number)
         return ticket is not None and ticket.state is State.LEASED and ticket.attempt == attempt
 
-    def finish(self, number: int, *, trajectories: int, tokens: int) -> None:
-        ticket = self._expect(number, State.LEASED)
-        self._move(ticket, State.FINISHED)
+    def accepts(self, number: int, start_version: int) -> bool:
+        """True if the ticket is unfinished, and a group for it that started at this version can be trained in time
+        without delaying another group beyond its deadline."""
+        ticket = self.live.get(number)
+        if ticket is None or ticket.state not in (State.LEASED, State.RETURNED) or start_version < 0:
+            return False
+        if start_version >= ticket.start_version:
+            return True
+        starts = Counter({min(start_version, ticket.start_version): 1, ticket.start_version: -1})
+        for state in (State.LEASED, State.RETURNED, State.FINISHED):
+            starts.update(self._versions[state])
+        steps = self.steps + bool(self._versions[State.TAKEN])
+        due = 0
+        for version in sorted(starts):
+            due += starts[version]
+            if due > max(0, version + self.max_staleness - steps + 1) * self.groups_per_step:
+                return False
+        return True
+
+    def finish(self, number: int, *, trajectories: int, tokens: int, start_version: int | None = None) -> None:
+        """Ends an unfinished ticket with a group. `start_version` is that of the group, when it `accepts` one that
+        started before the current lease."""
+        ticket = self.live.get(number)
+        if ticket is None or ticket.state is not State.RETURNED:
+            ticket = self._expect(number, State.LEASED)
+        else:
+            self.returned.remove(number)
+        self._leave(ticket)
+        ticket.state = State.FINISHED
+        if start_version is not None:
+            ticket.start_version = min(ticket.start_version, start_version)
+        self._enter(ticket)
         ticket.trajectories, ticket.tokens = trajectories, tokens
         self.generated.add(trajectories=trajectories, tokens=tokens)
 
@@ -208,7 +238,7 @@ class Ledger:
         self.returned.append(number)
 
     def lose(self, tokens: int) -> None:
-        """Counts tokens of an attempt that no longer holds its lease."""
+        """Counts tokens of an attempt whose group is not used."""
         self.generated.tokens += tokens
         self.returned_tokens += tokens
 

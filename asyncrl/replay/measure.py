@@ -24,6 +24,7 @@ LEARNER_TIMES = {
     "waiting": "learner/wait_s", "working": "learner/step_s", "syncing": "learner/sync_s", "writing": "learner/write_s",
 }  # fmt: skip
 """The learner's metric of each activity."""
+SKIPPED_UPDATES = ("learner/skipped_updates", "critic/skipped_updates")
 COSTS = ("generator/step_base_s", "generator/step_sequence_s", "generator/request_s", "generator/reward_s")
 """Metrics of what generators say that an engine step costs, in their order there."""
 
@@ -44,6 +45,10 @@ class ScoredSince:
         if meta["greedy_reward"] is not None:
             self._count("reward/greedy", [meta["greedy_reward"]])
         self._count("completion/truncated_fraction", [float(status == "truncated") for status in meta["status"]])
+
+    def count_failed(self, meta: GroupMeta) -> None:
+        """Counts the trajectories whose reward could not be had, of any group."""
+        self._count("reward/failed_fraction", [float(bool(error)) for error in meta["errors"]])
 
     def take(self) -> dict[str, float]:
         """The means, once; nothing is left of them here."""
@@ -78,6 +83,8 @@ class RunMeasure:
     """Seconds of learner rank 0, by activity."""
     syncs: int = 0
     """Versions that the learner of today has sent."""
+    skipped_updates: int = 0
+    """Updates of policy and critic that were skipped because they were not finite."""
     syncs_before: int = 0
     """Those of the learners before it."""
     recent: deque[tuple[float, int]] = field(default_factory=deque[tuple[float, int]])
@@ -98,9 +105,11 @@ class RunMeasure:
             self.first_lease_s = now_s
 
     def scored(self, meta: GroupMeta, completion: Sequence[int]) -> None:
-        """Counts a group that has its rewards; `completion` has the action tokens of each trajectory."""
-        self.scored_since.add(meta, completion)
-        self.greedy_tokens += meta["greedy_tokens"]
+        """Counts a group that came back; `completion` has the action tokens of each trajectory."""
+        self.scored_since.count_failed(meta)
+        if "failed" not in meta["status"]:
+            self.scored_since.add(meta, completion)
+            self.greedy_tokens += meta["greedy_tokens"]
 
     def ended(self, outcome: str, meta: GroupMeta, completion: Sequence[int]) -> None:
         """Counts a group that was trained or refunded."""
@@ -128,6 +137,8 @@ class RunMeasure:
             self.learner_s[name] += min(told_s, MAX_NUMBER) if told_s >= 0.0 else 0.0
         self.last_step_s = now_s
         self._count_syncs(metrics.get("weights/syncs", 0.0))
+        for told in (metrics.get(name, 0.0) for name in SKIPPED_UPDATES):
+            self.skipped_updates += int(told) if 0 <= told <= MAX_COUNT else 0
         self.recent.append((now_s, tokens))
         while now_s - self.recent[0][0] >= RATE_WINDOW_S:
             self.recent.popleft()
@@ -176,6 +187,7 @@ class RunMeasure:
             "learner_s": dict(self.learner_s),
             "syncs": [self.syncs, self.syncs_before],
             "last_metrics": dict(self.last_metrics),
+            "skipped_updates": self.skipped_updates,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -187,6 +199,7 @@ class RunMeasure:
         self.ages = Ages.of_state(state["ages"])
         self.learner_wait_s, self.learner_s = state["learner_wait_s"], state["learner_s"]
         self.syncs, self.syncs_before = state["syncs"]
+        self.skipped_updates = state.get("skipped_updates", 0)
         self.recent.clear()
 
     @property
@@ -262,6 +275,7 @@ class RunMeasure:
             "greedy_tokens": self.greedy_tokens,
             "tokens_trained": ledger.trained.tokens,
             "tokens_per_s": self.tokens_per_s(ledger),
+            "skipped_updates": self.skipped_updates,
             "staleness": {
                 "limit": self.config.replay.staleness_limit,
                 "max": len(self.histogram) - 1 if self.histogram else 0,

@@ -43,6 +43,13 @@ class StatsBody(TypedDict):
 
 
 @_CLOSED
+class LeaseName(TypedDict):
+    ticket: Number
+    attempt: Count
+    evaluation: bool
+
+
+@_CLOSED
 class AskBody(TypedDict):
     generator: Index
     session: Name
@@ -54,6 +61,8 @@ class AskBody(TypedDict):
     num_groups: Count
     num_evaluations: Count
     stats: StatsBody
+    working_on: Items[LeaseName]
+    """Leases that the generator works on: they are renewed."""
 
 
 @_CLOSED
@@ -217,17 +226,10 @@ class EvaluationBody(TypedDict):
 
 
 @_CLOSED
-class Kept(TypedDict):
-    ticket: Number
-    attempt: Count
-    evaluation: bool
-
-
-@_CLOSED
 class FinishedBody(TypedDict):
     """Groups and evaluated prompts of one generator that need not be sent again."""
 
-    kept: Items[Kept]
+    kept: Items[LeaseName]
 
 
 @_CLOSED
@@ -250,15 +252,17 @@ class StepBody(TypedDict):
 @_CLOSED
 class SaveBody(TypedDict):
     rank: Index
-    folder: Text
+    step: Count
     what: Literal["model", "state"]
-    """The model in Hugging Face format, or all that training needs to go on."""
+    """The model in Hugging Face format as the run's result, or what training needs to continue in the checkpoint of
+    the step. The critic knows the folders."""
 
 
 @_CLOSED
 class RestoreBody(TypedDict):
     rank: Index
-    folder: Text
+    step: Count
+    """Of the checkpoint."""
 
 
 @_CLOSED

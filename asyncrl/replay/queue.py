@@ -19,7 +19,14 @@ from asyncrl.replay.durable import DurableState
 from asyncrl.replay.evaluation import STRANDED
 from asyncrl.replay.held import Finished, Held, PromptSource
 from asyncrl.replay.journal import Journal
-from asyncrl.replay.messages import CommittedBody, EvaluatedBody, GroupMeta, ReleasedEvaluation, ReleasedLease
+from asyncrl.replay.messages import (
+    CommittedBody,
+    EvaluatedBody,
+    GroupMeta,
+    LeaseName,
+    ReleasedEvaluation,
+    ReleasedLease,
+)
 from asyncrl.replay.refunds import check_refunds, refund_reason
 from asyncrl.replay.scores import eval_metrics
 from asyncrl.replay.sessions import Sessions
@@ -93,9 +100,11 @@ class ReplayQueue:
         *,
         session: str,
         number: int,
+        working_on: Sequence[LeaseName] = (),
     ) -> tuple[list[Lease], str]:
         """Leases for a generator that has `version` loaded, those of evaluation prompts first, and what limits the
-        number of the others ("" when nothing does). Asked again with the same number it gets what is left of them."""
+        number of the others ("" when nothing does). Asked again with the same number it gets what is left of them.
+        Leases that it works on are renewed."""
         if version > self.ledger.steps:
             raise ProtocolError(
                 f"generator {generator} claims version {version}, the learner is at {self.ledger.steps}"
@@ -104,6 +113,7 @@ class ReplayQueue:
         heard = self.sessions.hear(generator, session, number)
         if heard == "former session":
             return [], "session"
+        self._renew(generator, working_on, now_s)
         if heard == "again":
             self.measure.heard(generator, session, version, stats | {"stall_ms": []}, now_s)
             return self.sessions.leases(generator, session, number), ""
@@ -138,28 +148,33 @@ class ReplayQueue:
         return generator >= self.state.generators_wanted or self.sessions.is_former(session)
 
     def finish(self, meta: GroupMeta, arrays: list[Array]) -> None:
-        """Keeps a finished group, or refunds it; a group that arrives twice counts once."""
+        """Keeps a finished group, or refunds it; of several groups of one ticket the first that arrives. A group that
+        arrives twice counts once."""
         check_group(meta, arrays, group_size=self.config.generator.group_size)
         newest = int(arrays[3].max())
         if newest > self.ledger.steps:
             raise ProtocolError(f"ticket {meta['ticket']} has version {newest}, the learner is at {self.ledger.steps}")
-        held = self.held.get(meta["ticket"])
-        if held is None or not self.ledger.is_current(meta["ticket"], meta["attempt"]):
-            self._superseded(meta, held, int(arrays[1].sum()))
+        number, attempt, start_version = meta["ticket"], meta["attempt"], meta["start_version"]
+        if not self.state.awaits(number, attempt):
+            self._repeated(number, attempt)
             return
+        current = self.ledger.is_current(number, attempt)
+        if not current and not self.ledger.accepts(number, start_version):
+            self._lose(number, attempt, int(arrays[1].sum()))
+            return
+        held = self.held[number]
         held.check_prompt(meta, arrays[0])
-        leased_at = self.ledger.live[meta["ticket"]].start_version
-        if meta["start_version"] < leased_at:
-            raise ProtocolError(
-                f"ticket {meta['ticket']} was leased at version {leased_at}, not started at {meta['start_version']}"
-            )
+        leased_at = self.ledger.live[number].start_version
+        if current and start_version < leased_at:
+            raise ProtocolError(f"ticket {number} was leased at version {leased_at}, not started at {start_version}")
         started_s, finished_s = self.clock.span(meta["started_s"], meta["finished_s"])
         reason = refund_reason(self.config, meta)
         body = {**meta, "started_s": started_s, "finished_s": finished_s, "refunded": reason}
         self.durable.happen("group", body, arrays)
-        if reason == "failed":
-            errors = [error for error in meta["errors"] if error]
-            log.warning("group failed", ticket=meta["ticket"], row=meta["row"], error=errors[0] if errors else "")
+        errors = [error for error in meta["errors"] if error]
+        if reason == "failed" or errors:
+            event = "group failed" if reason == "failed" else "rewards failed"
+            log.warning(event, ticket=number, row=meta["row"], count=len(errors), error=errors[0] if errors else "")
         check_refunds(self.config, self.ledger, self.state.refunds_in_a_row)
 
     def evaluated(self, result: EvaluatedBody) -> None:
@@ -176,6 +191,8 @@ class ReplayQueue:
             if self.ledger.is_current(number, attempt):
                 self.durable.give_back(number, attempt, tokens=tokens)
                 log.info("lease returned", ticket=number, attempt=attempt, generator=generator, tokens=tokens)
+            elif self.state.awaits(number, attempt):
+                self._lose(number, attempt, tokens)
         leased = {(ticket, attempt) for _, ticket, attempt in self.evaluation.held()}
         for lease in evaluations:
             if (lease["ticket"], lease["attempt"]) in leased:
@@ -196,7 +213,7 @@ class ReplayQueue:
             self.durable.happen("scale", {"generators": generators})
 
     def expire(self, now_s: float | None = None) -> None:
-        """Returns leases older than `replay.lease_timeout_s`, at a time of the run's clock or now."""
+        """Takes back leases that were not renewed for `replay.lease_timeout_s`, at a time of the run's clock or now."""
         now_s = self.clock.now() if now_s is None else now_s
         limit_s = self.config.replay.lease_timeout_s
         for lease in self.evaluation.expired(now_s):
@@ -205,16 +222,16 @@ class ReplayQueue:
             self.durable.happen("drop", {"version": version, "reason": STRANDED})
         if now_s <= self._next_expiry_s:
             return
-        leased_s = now_s
+        oldest_s = now_s
         for number, held in self.held.items():
             if not self.ledger.is_current(number, held.attempt):
                 continue
-            if now_s - held.leased_s > limit_s:
+            if now_s - held.renewed_s > limit_s:
                 self.durable.give_back(number, held.attempt)
                 log.warning("lease expired", ticket=number, generator=held.generator, limit_s=limit_s)
             else:
-                leased_s = min(leased_s, held.leased_s)
-        self._next_expiry_s = leased_s + limit_s
+                oldest_s = min(oldest_s, held.renewed_s)
+        self._next_expiry_s = oldest_s + limit_s
 
     # --- learners
 
@@ -289,14 +306,24 @@ class ReplayQueue:
             self.durable.give_back(lease.ticket, lease.attempt, evaluation=lease.evaluation)
             log.info("lease of a lost session returned", ticket=lease.ticket, evaluation=lease.evaluation)
 
-    def _superseded(self, meta: GroupMeta, held: Held | None, tokens: int) -> None:
-        number, attempt = meta["ticket"], meta["attempt"]
-        kept = held is not None and held.attempt == attempt and held.meta is not None
-        if kept or (held is not None and attempt in held.lost):
-            self.state.duplicates += 1
-        elif held is None or attempt > held.attempt:
-            self.state.duplicates += 1
+    def _renew(self, generator: int, leases: Sequence[LeaseName], now_s: float) -> None:
+        for lease in leases:
+            number, attempt = lease["ticket"], lease["attempt"]
+            if lease["evaluation"]:
+                self.evaluation.renew(generator, number, attempt, now_s)
+            elif self.ledger.is_current(number, attempt) and self.held[number].generator == generator:
+                self.held[number].renewed_s = now_s
+
+    def _repeated(self, number: int, attempt: int) -> None:
+        """A group came that is counted already, or of a ticket or attempt that nobody has."""
+        self.state.duplicates += 1
+        held = self.held.get(number)
+        if held is None or attempt > held.attempt:
             log.warning("group of an unknown ticket", ticket=number, attempt=attempt)
-        else:
-            self.durable.happen("lose", {"ticket": number, "attempt": attempt, "tokens": tokens})
-            log.warning("group of a lease that was handed on", ticket=number, attempt=attempt)
+
+    def _lose(self, number: int, attempt: int, tokens: int) -> None:
+        """Counts the tokens of an attempt that came, or was given back, too late to be used."""
+        self.durable.happen("lose", {"ticket": number, "attempt": attempt, "tokens": tokens})
+        log.warning(
+            "an attempt is not used: another one was, or its tokens are too old", ticket=number, attempt=attempt
+        )

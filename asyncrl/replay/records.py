@@ -30,7 +30,7 @@ SCHEMA = pa.schema(
         pa.field("attempt", pa.int32()),
         *(pa.field(name, pa.list_(pa.from_numpy_dtype(dtype))) for name, dtype in STORED.items()),
     ],
-    metadata={"asyncrl.journal": "1"},
+    metadata={"asyncrl.journal": "2"},
 )
 """One row is one record; ticket, attempt and frames are null unless it is a group."""
 KINDS, BODIES, TICKETS, ATTEMPTS, *LISTS = SCHEMA.types

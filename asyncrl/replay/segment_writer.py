@@ -11,28 +11,36 @@ import xxhash
 from asyncrl.errors import JournalError
 from asyncrl.files import sync_folder
 from asyncrl.replay.records import Packed
-from asyncrl.replay.segments import ENTRY, HEADER, Segment, scan_segment, segment_path, sums_path
+from asyncrl.replay.segments import (
+    ENTRY,
+    HEADER,
+    MARK_BYTES,
+    Segment,
+    mark,
+    scan_segment,
+    segment_path,
+    sums_path,
+)
 
 log = structlog.get_logger()
 
 
 class SegmentWriter:
-    """Appends record batches to one segment; begins it, or goes on after its last whole batch.
+    """Appends record batches to one segment; begins it, or continues after its last intact batch. The segment is
+    synced when it begins and ends.
 
     Every method raises JournalError when the system does not do what it asks; what is then in the files is a torn
     tail at most.
     """
 
-    def __init__(self, folder: Path, number: int, *, durable: bool) -> None:
+    def __init__(self, folder: Path, number: int) -> None:
         self.folder = folder
         self.number = number
-        self.durable = durable
-        """The segment is synced when it begins and ends."""
         self.path = segment_path(folder, number)
         self.segment = scan_segment(folder, number, newest=True) if self.path.exists() else Segment(self.path, [], [])
         self._size = self.segment.num_bytes
         self._files: list[int] = []
-        sums = self._open(sums_path(self.path), self.num_batches * ENTRY.itemsize)
+        sums = self._open(sums_path(self.path), self._sums_bytes if self.num_batches else 0)
         stream = self._open(self.path, self._size)
         self._stream, self._sums = stream, sums
         self._begin()
@@ -44,7 +52,11 @@ class SegmentWriter:
     @property
     def num_bytes(self) -> int:
         """Of stream and sums."""
-        return self._size + self.num_batches * ENTRY.itemsize
+        return self._size + self._sums_bytes
+
+    @property
+    def _sums_bytes(self) -> int:
+        return MARK_BYTES + self.num_batches * ENTRY.itemsize
 
     def append(self, batch: Packed) -> None:
         """Writes the batch, then its sum."""
@@ -59,8 +71,10 @@ class SegmentWriter:
         self.segment.ends.append(self._size)
         self.segment.sums.append(digest.intdigest())
 
-    def sync(self) -> None:
-        """Returns when everything written is on the disk."""
+    def sync(self, written_bytes: int | None = None) -> None:
+        """Returns when everything written is on the disk, and marks it. In another thread, `written_bytes` are those of
+        the batches when the sync was asked for: later ones are not marked."""
+        written_bytes = self.segment.num_bytes if written_bytes is None else written_bytes
         for descriptor in (self._stream, self._sums):
             try:
                 os.fsync(descriptor)
@@ -68,11 +82,11 @@ class SegmentWriter:
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             except OSError as error:
                 raise failure(self.path, "sync it", error) from None
-
-    def end(self) -> None:
-        """Nothing follows in this segment."""
-        if self.durable:
-            self.sync()
+        try:
+            # Without a sync of its own: an older mark only lets more be cut off.
+            os.pwrite(self._sums, mark(written_bytes), 0)
+        except OSError as error:
+            raise failure(sums_path(self.path), "mark it as synced", error) from None
 
     def close(self) -> None:
         while self._files:
@@ -91,16 +105,15 @@ class SegmentWriter:
         return descriptor
 
     def _begin(self) -> None:
-        torn_bytes = self.segment.torn_bytes
-        if torn_bytes > (0 if self.num_batches else len(HEADER)):
-            log.warning("torn tail of the journal cut", file=str(self.path), torn_bytes=torn_bytes)
+        if self.segment.torn_bytes:
+            log.warning("torn tail of the journal cut", file=str(self.path), torn_bytes=self.segment.torn_bytes)
         try:
             if not self.num_batches:
                 self._write(self._stream, self.path, Packed([HEADER], len(HEADER)))
                 self._size = len(HEADER)
-            if self.durable:
-                self.sync()
-                sync_folder(self.folder)
+                self._write(self._sums, sums_path(self.path), Packed([mark(0)], MARK_BYTES))
+            self.sync()
+            sync_folder(self.folder)
         except OSError as error:
             self.close()
             raise failure(self.folder, "sync it", error) from None

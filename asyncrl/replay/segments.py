@@ -1,9 +1,12 @@
 """Segments of the journal as they are read: what of them is whole, and their record batches.
 
-A segment is an Arrow IPC stream, `00000001.arrow`, with `00000001.sums` beside it: one entry for each batch of where
-it ends, the xxh3 of its bytes and the xxh3 of the entry itself. The first batch's bytes start with the schema. Bytes
-without their entry, or an entry without its bytes, at the end of the newest segment are a torn tail: what was being
-written when the writer died. Nothing is given to Arrow before its sum is checked.
+A segment is an Arrow IPC stream, `00000001.arrow`, with `00000001.sums` next to it: a mark, and one entry for each
+batch of where it ends, the xxh3 of its bytes and the xxh3 of the entry itself. The first batch's bytes start with the
+schema. The mark is where the last batch ends that a sync has brought to the disk, and the xxh3 of that number.
+
+When the machine loses power, any part of what was written after the last sync may be missing: the newest segment ends
+before the first batch that is not intact. Damage before the mark is an error, and so is damage of an older segment,
+which was synced when it ended. Nothing is passed to Arrow before its sum is checked.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ HEADER = SCHEMA.serialize().to_pybytes()
 """How every segment begins."""
 ENTRY = np.dtype([("end", "<u8"), ("sum", "<u8"), ("own", "<u8")])
 OWN_AT = ENTRY.fields["own"][1]  # type: ignore[index]
+MARK_BYTES = 16
 WAY_OUT = "resume from the newest checkpoint without the journal: `asyncrl launch --resume --discard-journal`"
 WITHOUT = f"the journal is damaged: {WAY_OUT}"
 
@@ -141,46 +145,81 @@ class Loader:
         return self._segments[number]
 
 
+def mark(synced_bytes: int) -> bytes:
+    """The mark that says that the stream is on the disk up to there."""
+    value = synced_bytes.to_bytes(8, "little")
+    return value + xxhash.xxh3_64_intdigest(value).to_bytes(8, "little")
+
+
 def scan_segment(folder: Path, number: int, *, newest: bool) -> Segment:
-    """What is whole of the segment by its sums. Only the newest one may have a torn tail. Raises JournalError."""
-    path = segment_path(folder, number)
-    with _open(path) as file, _open(sums_path(path)) as sums_file:
+    """The intact batches of the segment. Only the newest one may end with others, and only behind what was synced;
+    what was synced is not read. Raises JournalError."""
+    path, sums = segment_path(folder, number), sums_path(segment_path(folder, number))
+    with _open(path) as file, _open(sums) as sums_file:
         raw = sums_file.read()
         size = os.fstat(file.fileno()).st_size
         header = os.pread(file.fileno(), len(HEADER), 0)
-    entries = _entries(sums_path(path), raw, newest)
-    whole = int(np.searchsorted(entries["end"], size, side="right"))
-    segment = Segment(path, entries["end"][:whole].tolist(), entries["sum"][:whole].tolist())
-    # What was written since the last sync may have reached the disk in any order.
-    while newest and segment.ends and not _is_intact(segment, len(segment.ends) - 1):
-        segment = Segment(path, segment.ends[:-1], segment.sums[:-1])
-    torn_bytes = size - segment.num_bytes + len(raw) - len(segment.ends) * ENTRY.itemsize
-    if not newest and torn_bytes:
+    if len(raw) > MARK_BYTES and header != HEADER:
         raise JournalError(
-            f"{path}: has {size} bytes, {sums_path(path).name} has sums of {segment.num_bytes}, and only the newest "
-            f"segment may be cut off; {WITHOUT}"
+            f"{path}: bytes 0 to {len(HEADER)} are not the schema of a journal of this version; {WITHOUT}"
         )
-    if segment.ends and header != HEADER:
-        raise JournalError(f"{path}: bytes 0 to {len(HEADER)} are not the schema of a journal; {WITHOUT}")
+    synced_bytes = _synced_bytes(sums, raw, newest)
+    entries = _entries(raw)
+    written = int(np.searchsorted(entries["end"], size, side="right"))
+    segment = Segment(path, entries["end"][:written].tolist(), entries["sum"][:written].tolist())
+    if newest:
+        segment = _without_damage(segment, synced_bytes)
+    count = len(segment.ends)
+    sums_bytes = MARK_BYTES + count * ENTRY.itemsize
+    if not newest or segment.num_bytes < synced_bytes:
+        if count == len(entries) and len(raw) - sums_bytes >= ENTRY.itemsize:
+            raise JournalError(
+                f"{sums}: bytes {sums_bytes} to {sums_bytes + ENTRY.itemsize} (entry of record batch {count}) do not "
+                f"have their checksum; {WITHOUT}"
+            )
+        if not newest and (size, len(raw)) != (segment.num_bytes, sums_bytes):
+            raise JournalError(
+                f"{path}: has {size} bytes, {sums.name} has sums of {segment.num_bytes}, and only the newest "
+                f"segment may be cut off; {WITHOUT}"
+            )
+        if newest:
+            raise JournalError(
+                f"{path}: has {size} bytes, {sums.name} has sums of {segment.num_bytes}, but {synced_bytes} bytes were "
+                f"on the disk; {WITHOUT}"
+            )
+    torn_bytes = max(0, size - (segment.num_bytes or len(HEADER))) + max(0, len(raw) - sums_bytes)
     return Segment(path, segment.ends, segment.sums, torn_bytes)
 
 
-def _entries(path: Path, raw: bytes, newest: bool) -> np.ndarray:
-    """The entries that are whole; raises JournalError for others than the newest segment's last."""
-    count = len(raw) // ENTRY.itemsize
-    entries = np.frombuffer(raw, dtype=ENTRY, count=count)
+def _synced_bytes(path: Path, raw: bytes, newest: bool) -> int:
+    """The part of the stream that the mark says is on the disk; 0 when the segment was hardly begun."""
+    value = int.from_bytes(raw[:8], "little")
+    if raw[:MARK_BYTES] == mark(value):
+        return value
+    if newest and len(raw) <= MARK_BYTES:
+        return 0
+    raise JournalError(f"{path}: bytes 0 to {MARK_BYTES} (mark of the last sync) do not have their checksum; {WITHOUT}")
+
+
+def _entries(raw: bytes) -> np.ndarray:
+    """The entries up to the first that is not intact."""
+    count = max(0, len(raw) - MARK_BYTES) // ENTRY.itemsize
+    entries = np.frombuffer(raw, dtype=ENTRY, count=count, offset=min(MARK_BYTES, len(raw)))
     before = 0
     for index, (end, _, own) in enumerate(entries.tolist()):
-        begin = index * ENTRY.itemsize
+        begin = MARK_BYTES + index * ENTRY.itemsize
         if xxhash.xxh3_64_intdigest(raw[begin : begin + OWN_AT]) != own or end <= before:
-            if newest and index == count - 1:
-                return entries[:index]
-            raise JournalError(
-                f"{path}: bytes {begin} to {begin + ENTRY.itemsize} (entry of record batch {index}) do not have their "
-                f"checksum; {WITHOUT}"
-            )
+            return entries[:index]
         before = end
     return entries
+
+
+def _without_damage(segment: Segment, synced_bytes: int) -> Segment:
+    """The segment up to the first batch behind what was synced that is not intact."""
+    for batch, end in enumerate(segment.ends):
+        if end > synced_bytes and not _is_intact(segment, batch):
+            return Segment(segment.path, segment.ends[:batch], segment.sums[:batch])
+    return segment
 
 
 def _is_intact(segment: Segment, batch: int) -> bool:

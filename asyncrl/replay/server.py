@@ -10,7 +10,8 @@ from typing import Any
 import structlog
 import zmq
 
-from asyncrl.errors import InvariantError, ProtocolError
+from asyncrl.endpoints import Endpoints
+from asyncrl.errors import InvariantError, ProtocolError, StrangerError
 from asyncrl.offenders import Offenders
 from asyncrl.replay.codec import pack_leases
 from asyncrl.replay.held import Finished
@@ -20,7 +21,6 @@ from asyncrl.replay.records import FRAME_BYTES
 from asyncrl.replay.wire import ALIGNMENT, MAX_REQUEST_HEADER_BYTES, Message, decode
 from asyncrl.sockets import MAX_FRAME_BYTES, bind_router
 from asyncrl.stopwatch import Stopwatch, fractions
-from asyncrl.types import Endpoints
 
 log = structlog.get_logger()
 
@@ -38,7 +38,7 @@ DENIED_ASKS_PER_S = 1000.0
 
 
 class ReplayServer:
-    """Answers every message once; a bad one with an error and a count, and goes on.
+    """Answers every message of the run once; a bad one with an error and a count, one of a stranger with nothing.
 
     What a message changed is in the journal before its answer is sent, all of a round of the loop in one write: see
     `Outbox`.
@@ -52,9 +52,7 @@ class ReplayServer:
         self.shut = False
         self._watch = Stopwatch()
         self._waiting: dict[tuple[int, int], tuple[bytes, Message, float]] = {}
-        self._socket = bind_router(
-            endpoints.replay, "replay", handover=True, keys=endpoints.keys, max_frame_bytes=max_frame_bytes
-        )
+        self._socket = bind_router(endpoints.replay, "replay", keys=endpoints.keys, max_frame_bytes=max_frame_bytes)
         self._outbox = Outbox(queue, endpoints.run_id, self._socket)
 
     def serve(self, should_stop: Callable[[], bool]) -> None:
@@ -92,7 +90,7 @@ class ReplayServer:
             self.errors["ignored"] += 1
             return
         try:
-            message = decode(self.run_id, [frame.buffer for frame in frames])
+            message = self._read(frames)
             seq = message.seq
             if message.arrays.frame is not None:
                 message.arrays.frame = frames[-1]  # ZeroMQ sends on without a copy what it received
@@ -105,7 +103,8 @@ class ReplayServer:
             log.warning("bad message", error=str(error), total=self.errors.total())
             if self.offenders.note(identity):
                 log.error("a peer was cut off for its bad messages", peer=identity.hex())
-            self._outbox.add(identity, seq, ("error", {"text": str(error)}, []))
+            if not isinstance(error, StrangerError):
+                self._outbox.add(identity, seq, ("error", {"text": str(error)}, []))
             if isinstance(error, InvariantError):
                 self._outbox.flush(wait=True)
                 raise
@@ -118,6 +117,16 @@ class ReplayServer:
             )
         else:
             self._outbox.add(identity, seq, reply)
+
+    def _read(self, frames: list[zmq.Frame]) -> Message:
+        """The message, checked. Whatever goes wrong in reading it is the message's fault: nothing was changed yet."""
+        try:
+            return decode(self.run_id, [frame.buffer for frame in frames])
+        except ProtocolError:
+            raise
+        except Exception as error:
+            log.exception("a message that the checks do not foresee")
+            raise ProtocolError(f"a message that cannot be read: {type(error).__name__}: {error}") from error
 
     def _answer_waiting(self) -> None:
         """Gives learners that wait their batch as soon as it is there, or a sign of life."""
@@ -143,6 +152,7 @@ class ReplayServer:
             body["num_evaluations"],
             session=body["session"],
             number=body["number"],
+            working_on=body["working_on"],
         )
         metas, prompts = pack_leases(leases)
         answer = {

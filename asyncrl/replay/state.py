@@ -26,6 +26,9 @@ from asyncrl.replay.trace import TraceWriter
 from asyncrl.replay.wire import Array
 from asyncrl.types import Lease, Prompt
 
+MAX_LATE = 1024
+"""Trained and refunded tickets of which it is remembered which attempts may still come; the oldest is forgotten."""
+
 
 class QueueState:
     """The queue between two messages. Times are seconds of the run (`RunClock`)."""
@@ -57,6 +60,8 @@ class QueueState:
         self.refunds_in_a_row = 0
         self.duplicates = 0
         """Groups that came more than once."""
+        self.late: dict[int, list[int]] = {}
+        """Attempts of the latest trained and refunded tickets that may still come, by ticket; at most MAX_LATE."""
         self.committed: dict[str, float] = {}
         """This side's metrics of the last step."""
         self.coverage = Coverage()
@@ -74,9 +79,9 @@ class QueueState:
         ticket = self.ledger.lease(version)
         before = self.held.get(ticket.number)
         prompt = next(self.prompts) if before is None else before.prompt
-        lost = [] if before is None else before.lost
+        counted = [] if before is None else before.counted
         self.leased_by[generator] += 1
-        self.held[ticket.number] = Held(prompt, at_s, generator, ticket.attempt, session, number, lost)
+        self.held[ticket.number] = Held(prompt, at_s, generator, ticket.attempt, session, number, counted)
         self.measure.leased(at_s)
         return Lease(ticket.number, ticket.attempt, prompt)
 
@@ -106,8 +111,11 @@ class QueueState:
         if body["evaluation"]:
             self.evaluation.release([{"ticket": number, "attempt": attempt}])
         else:
+            held = self.held[number]
             self.ledger.give_back(number, tokens=body["tokens"])
-            self.leased_by[self.held[number].generator] -= 1
+            self.leased_by[held.generator] -= 1
+            if body["told"]:
+                held.counted.append(attempt)
 
     # --- groups
 
@@ -116,10 +124,10 @@ class QueueState:
         number, meta = group.meta["ticket"], group.meta
         held = self.held[number]
         held.keep(group, location)
-        self.ledger.finish(number, trajectories=len(meta["lengths"]), tokens=sum(held.completion))
-        self.leased_by[held.generator] -= 1
-        if reason != "failed":
-            self.measure.scored(meta, held.completion)
+        self.leased_by[held.generator] -= self.ledger.live[number].state is State.LEASED
+        amount = {"trajectories": len(meta["lengths"]), "tokens": sum(held.completion)}
+        self.ledger.finish(number, **amount, start_version=meta["start_version"])
+        self.measure.scored(meta, held.completion)
         if not reason:
             self.refunds_in_a_row = 0
             self.held_bytes += held.num_bytes
@@ -127,13 +135,32 @@ class QueueState:
             return
         self.ledger.refund(number, reason)
         del self.held[number]
+        self._end(number, held)
         self.refunds_in_a_row += 1
         self.measure.ended(reason, meta, held.completion)
         self._trace(held, reason)
 
+    def _end(self, number: int, held: Held) -> None:
+        """The ticket is trained or refunded; what other attempts of it generated can still be counted."""
+        if held.awaited:
+            self.late[number] = held.awaited
+            if len(self.late) > MAX_LATE:
+                del self.late[next(iter(self.late))]
+
+    def awaits(self, number: int, attempt: int) -> bool:
+        """True if the attempt was handed out and the ledger has none of its tokens yet."""
+        held = self.held.get(number)
+        return attempt in (self.late.get(number, ()) if held is None else held.awaited)
+
     def _lose(self, body: Any, *_: object) -> None:
+        number, attempt = body["ticket"], body["attempt"]
         self.ledger.lose(body["tokens"])
-        self.held[body["ticket"]].lost.append(body["attempt"])
+        if number in self.held:
+            self.held[number].counted.append(attempt)
+            return
+        self.late[number].remove(attempt)
+        if not self.late[number]:
+            del self.late[number]
 
     def _evaluated(self, body: Any, *_: object) -> None:
         self.evaluation.finish(body)
@@ -155,8 +182,10 @@ class QueueState:
     def commit(self, step: int, metrics: dict[str, float], at_s: float, *, evaluates: bool) -> dict[str, float]:
         """Ends the step in progress: its groups are trained, and its version is evaluated if that is due. Gives the
         step's metrics of this side, with those of an evaluation that ended."""
-        groups, ages = [self.held.pop(number) for number in self.ledger.commit()], Ages()
-        for held in groups:
+        numbers, ages = self.ledger.commit(), Ages()
+        groups = [self.held.pop(number) for number in numbers]
+        for number, held in zip(numbers, groups, strict=True):
+            self._end(number, held)
             self.held_bytes -= held.num_bytes
             self.coverage.train(held.location, step)
             self.measure.ended("trained", held.finished, held.completion)
@@ -234,7 +263,7 @@ class QueueState:
         In another launch nobody is up, and neither the reason to stop nor the number of generators holds any more.
         """
         for held in self.held.values():
-            held.leased_s = now_s
+            held.renewed_s = now_s
         self.evaluation.wake(now_s)
         self.load_told(self.told(), now_s if same_launch else None)
         if not same_launch:
@@ -250,6 +279,7 @@ class QueueState:
             "stop_reason": self.stop_reason,
             "generators_wanted": self.generators_wanted,
             "refunds_in_a_row": self.refunds_in_a_row,
+            "late": [[number, *attempts] for number, attempts in self.late.items()],
             "committed": dict(self.committed),
             "coverage": self.coverage.state(),
             "measure": self.measure.state_dict(),
@@ -273,6 +303,7 @@ class QueueState:
         self.generators_wanted, self.committed = state["generators_wanted"], state["committed"]
         if self.limit_control is not None and state["limit_control"] is not None:
             self.limit_control.load_state(state["limit_control"])
+        self.late = {number: attempts for number, *attempts in state["late"]}
         self.coverage = Coverage(*(dict(pairs) for pairs in state["coverage"]))
         self.step = None if state["step"] is None else Step(*state["step"])
         self.held = {

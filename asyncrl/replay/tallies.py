@@ -122,8 +122,8 @@ class Outcome:
     def add(self, meta: GroupMeta, completion: Sequence[int]) -> None:
         """`completion` has the action tokens of each trajectory."""
         self.tokens.add(completion)
-        pairs = zip(meta["rewards"], meta["status"], strict=True)
-        self.rewards.add([reward for reward, status in pairs if status != "failed"])
+        pairs = zip(meta["rewards"], meta["errors"], strict=True)
+        self.rewards.add([reward for reward, error in pairs if not error])
 
     def state(self) -> list[list[float]]:
         return [self.tokens.state(), self.rewards.state()]
@@ -140,6 +140,7 @@ class Outcome:
             "tokens_std": math.sqrt(self.tokens.variance),
             "reward_mean": self.rewards.mean,
             "reward_std": math.sqrt(self.rewards.variance),
+            "rewards_failed": self.tokens.count - self.rewards.count,
         }
 
 

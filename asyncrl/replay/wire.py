@@ -8,6 +8,7 @@ array, or several one after another, each at a multiple of ALIGNMENT bytes. Noth
 
 from __future__ import annotations
 
+import hmac
 import math
 import reprlib
 from collections.abc import Iterable, Sequence
@@ -19,7 +20,7 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.errors import ProtocolError
+from asyncrl.errors import ProtocolError, StrangerError
 from asyncrl.replay.bounds import MAX_DOCUMENT_CHARACTERS, MAX_ITEMS, MAX_NUMBER
 from asyncrl.replay.messages import BODIES, REQUESTS, WITH_ARRAYS
 from asyncrl.sockets import MAX_FRAME_BYTES
@@ -98,12 +99,16 @@ def encode(run_id: str, kind: str, body: Any, *, seq: int = 0, arrays: Sequence[
 
 def decode(run_id: str, frames: Sequence[Buffer], *, max_header_bytes: int = MAX_REQUEST_HEADER_BYTES) -> Message:
     """The message in `frames`, checked; an answer may have MAX_HEADER_BYTES. Raises ProtocolError that says what does
-    not fit."""
-    header = _header(frames, max_header_bytes)
+    not fit, and StrangerError for a message without the run id."""
+    try:
+        header = _header(frames, max_header_bytes)
+    except ProtocolError as error:
+        raise StrangerError(str(error)) from None
+    run = header.get("run")
+    if not isinstance(run, str) or not hmac.compare_digest(run.encode(), run_id.encode()):
+        raise StrangerError("the message does not have the id of this run")
     if header.get("v") != SCHEMA:
         raise ProtocolError(f"schema version {reprlib.repr(header.get('v'))}, this process speaks {SCHEMA}")
-    if header.get("run") != run_id:
-        raise ProtocolError(f"message of run {reprlib.repr(header.get('run'))}, this is run {run_id!r}")
     kind, seq = header.get("kind"), header.get("seq")
     if not isinstance(kind, str) or kind not in BODIES:
         raise ProtocolError(f"unknown kind {reprlib.repr(kind)}")

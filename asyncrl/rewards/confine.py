@@ -17,7 +17,7 @@ import platform
 import resource
 import struct
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 38, 22, 2
 LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF = 444, 445, 446
@@ -30,6 +30,8 @@ TRUNCATE = 1 << 14
 ACCESSES = {1: 13, 2: 14, 3: 15, 4: 15}
 """Number of access rights that each version of Landlock knows; 16 since version 5."""
 
+PACKAGES = ("site-packages", "dist-packages")
+"""Folders next to the standard library that are not part of it."""
 READABLE = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo", "/etc/localtime", "/etc/ld.so.cache")
 DEVICES = {"/dev/null": READ_FILE | WRITE_FILE, "/dev/zero": READ_FILE, "/dev/urandom": READ_FILE}
 
@@ -44,10 +46,10 @@ SYSCALLS: dict[str, tuple[int, int]] = {
     "clock_getres": (229, 114), "clock_nanosleep": (230, 115), "nanosleep": (35, 101), "gettimeofday": (96, 169),
     "time": (201, -1), "times": (100, 153), "getrusage": (98, 165), "dup": (32, 23), "dup2": (33, -1),
     "dup3": (292, 24), "pipe2": (293, 59), "flock": (73, 32), "ftruncate": (77, 46), "getdents64": (217, 61),
-    "getcwd": (79, 17), "chdir": (80, 49), "fchdir": (81, 50), "mkdir": (83, -1), "mkdirat": (258, 34),
+    "getcwd": (79, 17), "chdir": (80, 49), "fchdir": (81, 50),
     "rmdir": (84, -1), "unlink": (87, -1), "unlinkat": (263, 35), "rename": (82, -1), "renameat": (264, 38),
     "renameat2": (316, 276), "readlink": (89, -1), "readlinkat": (267, 78), "statfs": (137, 43),
-    "fstatfs": (138, 44), "sendfile": (40, 71), "umask": (95, 166), "set_robust_list": (273, 99),
+    "fstatfs": (138, 44), "sendfile": (40, 71), "set_robust_list": (273, 99),
     "set_tid_address": (218, 96), "rseq": (334, 293), "membarrier": (324, 283), "sched_yield": (24, 124),
     "sched_getaffinity": (204, 123), "exit": (60, 93), "exit_group": (231, 94), "rt_sigpending": (127, 136),
     "rt_sigsuspend": (130, 133), "rt_sigtimedwait": (128, 137), "setitimer": (38, 103), "getitimer": (36, 102),
@@ -60,8 +62,11 @@ SYSCALLS: dict[str, tuple[int, int]] = {
     "sysinfo": (99, 179), "getrandom": (318, 278), "getrlimit": (97, 163), "arch_prctl": (158, -1),
 }  # fmt: skip
 CLONE, CLONE3, IOCTL, FCNTL, OPENAT, PRLIMIT64 = (56, 220), (435, 435), (16, 29), (72, 25), (257, 56), (302, 261)
+MKDIR, MKDIRAT = (83, -1), (258, 34)
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-CLONE_THREAD = 0x10000
+CLONE_FILES, CLONE_THREAD = 0x400, 0x10000
+OWNER_BITS = (0o400, 0o200, 0o100)
+UMASK = 0o077
 TERMINAL_IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 """TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX: what reading and writing files asks for."""
 FILE_FCNTLS = (0, 1, 2, 3, 4, 5, 6, 7, 1030)
@@ -84,6 +89,7 @@ def confine(folder: str, *, cpu_s: int, memory_bytes: int, file_bytes: int, open
     _limit(resource.RLIMIT_FSIZE, file_bytes)
     _limit(resource.RLIMIT_NOFILE, open_files)
     _limit(resource.RLIMIT_CORE, 0)
+    os.umask(UMASK)  # and it stays so: what the program makes, its watcher can list and remove
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
         raise Unconfined(f"PR_SET_NO_NEW_PRIVS: {_reason()}")
@@ -107,12 +113,28 @@ def _restrict_files(libc: ctypes.CDLL, folder: str) -> None:
     if ruleset < 0:
         raise Unconfined(f"landlock_create_ruleset: {_reason()}")
     own = READ_FILE | READ_DIR | WRITE_FILE | REMOVE_DIR | REMOVE_FILE | MAKE_DIR | MAKE_REG | TRUNCATE
-    rules = dict.fromkeys((*READABLE, os.path.join(sys.base_prefix, "lib"), *sys.path), READ_FILE | READ_DIR)
+    readable = dict.fromkeys(map(os.path.realpath, (*READABLE, os.path.join(sys.base_prefix, "lib"), *sys.path)))
+    rules = {part: access for path in readable for part, access in _without_packages(path)}
     for path, access in (rules | DEVICES | {folder: own}).items():
         _allow(libc, ruleset, path, access & handled)
     if libc.syscall(LANDLOCK_RESTRICT_SELF, ruleset, 0):
         raise Unconfined(f"landlock_restrict_self: {_reason()}")
     os.close(ruleset)
+
+
+def _without_packages(path: str) -> Iterator[tuple[str, int]]:
+    """Rules that let everything below the path be read except installed packages; their names can be listed. Packages
+    lie in the folder itself, or in a folder of it that is named after Python."""
+    names = os.listdir(path) if os.path.isdir(path) else []
+    if not any(name in PACKAGES or name.startswith("python") for name in names):
+        yield path, READ_FILE | READ_DIR
+        return
+    yield path, READ_DIR
+    for name in names:
+        if name.startswith("python"):
+            yield from _without_packages(os.path.join(path, name))
+        elif name not in PACKAGES:
+            yield os.path.join(path, name), READ_FILE | READ_DIR
 
 
 def _allow(libc: ctypes.CDLL, ruleset: int, path: str, access: int) -> None:
@@ -142,7 +164,9 @@ def filter_program(machine: str) -> list[Instruction]:
     column = list(AUDIT_ARCH).index(machine)
     program = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, AUDIT_ARCH[machine]), _give(KILL), (LOAD, 0, 0, 0)]
     program += [(AT_LEAST, 0, 1, 0x40000000), _give(KILL)]  # the second table of x86_64
-    program += _when(CLONE[column], [_argument(0), (ANY_BIT, 0, 1, CLONE_THREAD), _give(ALLOW), _deny(errno.EPERM)])
+    # Threads only, which share the table of open files: their watcher counts what is in it.
+    thread = [(ANY_BIT, 0, 2, CLONE_THREAD), (ANY_BIT, 0, 1, CLONE_FILES), _give(ALLOW), _deny(errno.EPERM)]
+    program += _when(CLONE[column], [_argument(0), *thread])
     # Its flags are in memory, out of reach; without it threads are made by clone.
     program += _when(CLONE3[column], [_deny(errno.ENOSYS)])
     program += _when(IOCTL[column], [_argument(1), *_one_of(TERMINAL_IOCTLS), _deny(errno.ENOTTY)])
@@ -150,6 +174,11 @@ def filter_program(machine: str) -> list[Instruction]:
     # Early Landlock lets a file that may only be read be truncated while it is opened.
     truncates = [(ANY_BIT, 0, 1, os.O_TRUNC), (ANY_BIT, 0, 1, os.O_ACCMODE), _give(ALLOW), _deny(errno.EPERM)]
     program += _when(OPENAT[column], [_argument(2), *truncates])
+    # A folder that its owner cannot list or enter could be neither counted nor removed.
+    for number, mode in ((MKDIR[column], 1), (MKDIRAT[column], 2)):
+        if number >= 0:
+            bits = [(ANY_BIT, 0, len(OWNER_BITS) - place, bit) for place, bit in enumerate(OWNER_BITS)]
+            program += _when(number, [_argument(mode), *bits, _give(ALLOW), _deny(errno.EPERM)])
     no_new_limit = [(EQUAL, 0, 3, 0), (LOAD, 0, 0, 16 + 8 * 2 + 4), (EQUAL, 0, 1, 0), _give(ALLOW), _deny(errno.EPERM)]
     program += _when(PRLIMIT64[column], [_argument(2), *no_new_limit])
     program += _one_of(numbers[column] for numbers in SYSCALLS.values() if numbers[column] >= 0)

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.errors import ConfigError
-from asyncrl.redaction import redact
+from asyncrl.redaction import describe, redact
 
 FORMS = "compute_score(data_source, solution_str, ground_truth, extra_info) or reward(completions, **columns)"
 
@@ -193,11 +193,6 @@ def text_of(completion: Any) -> str:
 def failure(name: str, data_source: str, cause: str) -> str:
     """The error text of a trajectory without a reward; secrets show as ***."""
     return redact(f"reward {name} on data source {data_source!r}: {cause}")
-
-
-def describe(error: BaseException) -> str:
-    """Kind and text of an error on one line of at most 300 characters; secrets show as ***, also where it is cut."""
-    return f"{type(error).__name__}: {' '.join(redact(str(error)).split())}"[:300]
 
 
 def to_number(value: Any) -> float | None:

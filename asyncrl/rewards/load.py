@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import os
 import sys
 from collections.abc import Mapping
@@ -13,7 +11,8 @@ from typing import Any
 
 from asyncrl.config import check_options, did_you_mean
 from asyncrl.errors import ConfigError
-from asyncrl.rewards.functions import SAMPLE_ARGUMENTS, RewardFunction, describe, parameters_of
+from asyncrl.rewards.functions import SAMPLE_ARGUMENTS, RewardFunction, parameters_of
+from asyncrl.user_code import import_file, import_module
 
 REWARDS: dict[str, str] = {
     "exact": "asyncrl.rewards.text:exact",
@@ -59,10 +58,7 @@ def load_reward(name: str, options: Mapping[str, Any] | None = None) -> RewardFu
 def _import_module(spec: str, name: str) -> ModuleType:
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())
-    try:
-        return importlib.import_module(name)
-    except Exception as error:  # the user's module may raise anything while it is imported
-        raise ConfigError(f"rewards: {spec}: cannot import {name}: {describe(error)}") from error
+    return import_module(name, key=f"rewards: {spec}")
 
 
 def _import_file(spec: str, path: Path) -> ModuleType:
@@ -70,14 +66,4 @@ def _import_file(spec: str, path: Path) -> ModuleType:
     if not path.is_file():
         neighbors = [file.name for file in path.parent.glob("*.py")]
         raise ConfigError(f"rewards: {spec}: no file {path}{did_you_mean(path.name, neighbors)}")
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))
-    module_spec = importlib.util.spec_from_file_location(f"asyncrl_reward_{path.stem}", path)
-    assert module_spec is not None and module_spec.loader is not None  # always so for a .py file
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[module_spec.name] = module
-    try:
-        module_spec.loader.exec_module(module)
-    except Exception as error:  # the user's module may raise anything while it is imported
-        raise ConfigError(f"rewards: {spec}: cannot import {path}: {describe(error)}") from error
-    return module
+    return import_file(path, key=f"rewards: {spec}")

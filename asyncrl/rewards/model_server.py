@@ -14,20 +14,22 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from asyncrl.config import Config
-from asyncrl.errors import ConfigError, ProtocolError
+from asyncrl.endpoints import Endpoints
+from asyncrl.errors import ConfigError, ProtocolError, StrangerError
 from asyncrl.offenders import Offenders
 from asyncrl.rewards.functions import describe
-from asyncrl.rewards.model_requests import MAX_REQUEST_BYTES, UNREAD, read_request
+from asyncrl.rewards.model_requests import MAX_REQUEST_BYTES, UNREAD, ReplyBody, read_request
 from asyncrl.rewards.reward_model import KEY, NAME, WAY_OUT, check_model_folder
 from asyncrl.sockets import bind_router
 from asyncrl.tokenizer import load_tokenizer
-from asyncrl.types import Endpoints
 
 log = structlog.get_logger()
 
 TICK_S = 0.05
 """Longest wait of the loop: how late a signal may be seen."""
 RECEIVE_AT_ONCE = 256
+RECEIVE_BYTES_AT_ONCE = 1 << 20
+"""Requests are tokenized before any of them is answered: those of more bytes wait for the next round."""
 
 
 @dataclass(slots=True)
@@ -121,13 +123,17 @@ class RewardModel:
 class ModelServer:
     """A ROUTER socket in front of a reward model; requests that wait together are scored together.
 
-    A bad request is answered with an error, counted and logged; who sends many is cut off."""
+    A bad request is counted and logged, and answered with an error when it has the run id; who sends many is cut
+    off."""
 
-    def __init__(self, model: RewardModel, address: str, *, keys: str = "") -> None:
+    def __init__(self, model: RewardModel, endpoints: Endpoints) -> None:
         self.model = model
+        self._run_id = endpoints.run_id
         self._offenders = Offenders()
         # Twice of what is read, so that what is a little too large gets an answer.
-        self._socket = bind_router(address, "reward model", keys=keys, max_frame_bytes=2 * MAX_REQUEST_BYTES)
+        self._socket = bind_router(
+            endpoints.reward_model, "reward model", keys=endpoints.keys, max_frame_bytes=2 * MAX_REQUEST_BYTES
+        )
 
     def serve(self, should_stop: Callable[[], bool]) -> None:
         """Answers until `should_stop()`."""
@@ -140,28 +146,31 @@ class ModelServer:
 
     def _receive(self) -> list[_Request]:
         requests: list[_Request] = []
+        num_bytes = 0
         for _ in range(RECEIVE_AT_ONCE):
-            if not self._socket.poll(0):
+            if num_bytes >= RECEIVE_BYTES_AT_ONCE or not self._socket.poll(0):
                 break
             sender, *frames = self._socket.recv_multipart(copy=False)
+            num_bytes += sum(len(frame) for frame in frames)
             request = self._accept(sender.bytes, [frame.buffer for frame in frames])
             if request is not None:
                 requests.append(request)
         return requests
 
     def _accept(self, sender: bytes, frames: list[memoryview]) -> _Request | None:
-        """The request in the frames; None for a bad one, which is answered with an error, and for what comes from a
-        peer that was cut off."""
+        """The request in the frames; None for a bad one, which is answered with an error unless it is a stranger's, and
+        for what comes from a peer that was cut off."""
         if self._offenders.ignores(sender):
             return None
         try:
-            body = read_request(frames)
+            body = read_request(frames, self._run_id)
         except ProtocolError as error:
             cut_off = self._offenders.note(sender)
             log.warning("bad request to the reward model", error=str(error), total=self._offenders.bad_messages)
             if cut_off:
                 log.error("a peer of the reward model was cut off for its bad messages", peer=sender.hex())
-            self._send(sender, {"id": UNREAD, "error": str(error)})
+            if not isinstance(error, StrangerError):
+                self._send(sender, UNREAD, refusal=str(error))
             return None
         request = _Request(sender, body["id"], time.monotonic() + body["timeout_s"])
         for completion in body["completions"]:
@@ -181,9 +190,18 @@ class ModelServer:
         places = [(request, index) for request in live for index, error in enumerate(request.errors) if not error]
         self._score(places)
         for request in live:
-            self._send(request.sender, {"id": request.id, "scores": request.scores, "errors": request.errors})
+            self._send(request.sender, request.id, request.scores, request.errors)
 
-    def _send(self, receiver: bytes, reply: dict[str, Any]) -> None:
+    def _send(
+        self,
+        receiver: bytes,
+        request_id: int,
+        scores: Sequence[float | None] = (),
+        errors: Sequence[str] = (),
+        *,
+        refusal: str = "",
+    ) -> None:
+        reply: ReplyBody = {"id": request_id, "scores": [*scores], "errors": [*errors], "refusal": refusal}
         self._socket.send_multipart([receiver, cast(bytes, msgpack.packb(reply))])
 
     def _score(self, places: list[tuple[_Request, int]]) -> None:
@@ -210,7 +228,7 @@ def run_reward_model(config: Config, *, endpoints: Endpoints, should_stop: Calla
     """
     options = cast("dict[str, Any]", config.reward_options.get(NAME, {}))
     model = RewardModel(**options)
-    server = ModelServer(model, endpoints.reward_model, keys=endpoints.keys)
+    server = ModelServer(model, endpoints)
     log.info("reward model is up", path=model.path, device=str(model.model.device), window=model.window)
     try:
         server.serve(should_stop)

@@ -1,13 +1,12 @@
 """The reward of a model with a score head: what a reward worker asks of the process that holds it (model_server).
 
-Messages are msgpack. Request: {"id", "prompt": text or messages, "completions": [text, ...], "timeout_s"} (checked in
-model_requests); reply: {"id", "scores": [number or None, ...], "errors": [text, ...]}, or {"id": 0, "error": text} to a
-request that is not as it should be.
+Messages are msgpack, checked in model_requests. A request is the run id and {"id", "prompt": text or messages,
+"completions": [text, ...], "timeout_s"}; a reply is {"id", "scores": [number or None, ...], "errors": [text, ...],
+"refusal": text}, with the id 0 and a refusal when the request is not as it should be.
 """
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -17,9 +16,18 @@ import msgpack
 import zmq
 
 from asyncrl.config import Config
-from asyncrl.errors import ConfigError, PeerTimeoutError, RunError
+from asyncrl.endpoints import Endpoints
+from asyncrl.errors import ConfigError, PeerTimeoutError, ProtocolError, RunError
+from asyncrl.files import read_json, read_tensor_descriptions
 from asyncrl.rewards.functions import Failed, text_of
-from asyncrl.rewards.model_requests import MAX_REQUEST_BYTES, MAX_TIMEOUT_S, UNREAD
+from asyncrl.rewards.model_requests import (
+    MAX_REPLY_BYTES,
+    MAX_REQUEST_BYTES,
+    MAX_TIMEOUT_S,
+    UNREAD,
+    ReplyBody,
+    read_reply,
+)
 from asyncrl.rewards.table import reward_names
 from asyncrl.sockets import connect_dealer
 
@@ -59,20 +67,19 @@ def reward_model(
     return _client.score(prompts[0], [text_of(completion) for completion in completions], time_left_s)
 
 
-def connect(address: str, *, keys: str = "") -> None:
-    """Has `reward_model` ask the process at this ZeroMQ address, with the run's file of CURVE keys if it is
-    encrypted; "" when there is none."""
+def connect(endpoints: Endpoints | None) -> None:
+    """Has `reward_model` ask the process at `endpoints.reward_model`; none without endpoints or this address."""
     global _client
     if _client is not None:
         _client.close()
-    _client = _Client(address, keys) if address else None
+    _client = _Client(endpoints) if endpoints is not None and endpoints.reward_model else None
 
 
-def await_reward_model(address: str, *, timeout_s: float, should_stop: Callable[[], bool], keys: str = "") -> None:
-    """Returns when the process at `address` has its model loaded, or should stop: rewards have deadlines that the
-    loading is not to use up. Raises PeerTimeoutError after `timeout_s`."""
+def await_reward_model(endpoints: Endpoints, *, timeout_s: float, should_stop: Callable[[], bool]) -> None:
+    """Returns when the process at `endpoints.reward_model` has its model loaded, or should stop: rewards have deadlines
+    that the loading is not to use up. Raises PeerTimeoutError after `timeout_s`."""
     deadline_s = time.monotonic() + timeout_s
-    client = _Client(address, keys)
+    client = _Client(endpoints)
     try:
         while not should_stop():
             try:
@@ -81,7 +88,7 @@ def await_reward_model(address: str, *, timeout_s: float, should_stop: Callable[
             except PeerTimeoutError:
                 if time.monotonic() > deadline_s:
                     raise PeerTimeoutError(
-                        f"the reward model process at {address} was not up within {timeout_s:g} s "
+                        f"the reward model process at {endpoints.reward_model} was not up within {timeout_s:g} s "
                         "(launch.start_timeout_s)"
                     ) from None
     finally:
@@ -110,7 +117,7 @@ def check_model_folder(path: str) -> None:
     for name in ("config.json", "tokenizer_config.json"):
         if not (folder / name).is_file():
             raise ConfigError(f"{KEY}.path = {path!r}: there is no {name}; {WAY_OUT}")
-    settings = json.loads((folder / "config.json").read_text())
+    settings = read_json(folder / "config.json", f"{KEY}.path")
     labels = len(settings["id2label"]) if "id2label" in settings else settings.get("num_labels", 2)
     kinds = settings.get("architectures") or []
     if not any("SequenceClassification" in kind for kind in kinds):
@@ -128,9 +135,10 @@ def check_model_folder(path: str) -> None:
 class _Client:
     """One connection of one process. Made in the process that uses it, as ZeroMQ does not survive a fork."""
 
-    def __init__(self, address: str, keys: str = "") -> None:
-        self._address = address
-        self._socket = connect_dealer(address, keys=keys, linger_s=0.0)
+    def __init__(self, endpoints: Endpoints) -> None:
+        self._address = endpoints.reward_model
+        self._run_id = endpoints.run_id.encode()
+        self._socket = connect_dealer(self._address, keys=endpoints.keys, linger_s=0.0, max_frame_bytes=MAX_REPLY_BYTES)
         self._last = 0
 
     def close(self) -> None:
@@ -138,7 +146,7 @@ class _Client:
 
     def score(self, prompt: Any, completions: list[str], timeout_s: float) -> list[float | Failed]:
         """Raises PeerTimeoutError when the answer does not come in time, RunError when the request is too large or
-        refused."""
+        refused, or the answer cannot be read."""
         self._last += 1
         timeout_s = min(max(timeout_s, 0.0), MAX_TIMEOUT_S)
         deadline_s = time.monotonic() + timeout_s
@@ -150,31 +158,42 @@ class _Client:
                 f"{MAX_REQUEST_BYTES}: lower generator.group_size or generator.max_new_tokens"
             )
         try:
-            self._socket.send(packed, zmq.DONTWAIT)
+            self._socket.send_multipart([self._run_id, packed], zmq.DONTWAIT)
         except zmq.Again:
             raise PeerTimeoutError(
                 f"the reward model process at {self._address} takes no more requests, or refused the keys of this one"
             ) from None
         while self._socket.poll(max(0, round((deadline_s - time.monotonic()) * 1000))):
-            reply = msgpack.unpackb(self._socket.recv())
+            reply = self._receive()
             if reply["id"] == UNREAD:
-                raise RunError(f"the reward model process at {self._address} refused a request: {reply['error']}")
-            if reply["id"] == self._last:  # others come late, for requests that were given up
-                pairs = zip(reply["scores"], reply["errors"], strict=True)
-                return [Failed(error) if score is None else score for score, error in pairs]
+                raise RunError(f"the reward model process at {self._address} refused a request: {reply['refusal']}")
+            if reply["id"] != self._last:
+                continue  # it comes late, for a request that was given up
+            if len(reply["scores"]) != len(completions):
+                raise RunError(
+                    f"the reward model process at {self._address} gave {len(reply['scores'])} scores for "
+                    f"{len(completions)} completions"
+                )
+            pairs = zip(reply["scores"], reply["errors"], strict=True)
+            return [Failed(error) if score is None else score for score, error in pairs]
         raise PeerTimeoutError(
             f"the reward model process at {self._address} did not answer within {timeout_s:.1f} s "
             "(generator.reward_timeout_s)"
         )
+
+    def _receive(self) -> ReplyBody:
+        frames = self._socket.recv_multipart(copy=False)
+        try:
+            return read_reply([frame.buffer for frame in frames])
+        except ProtocolError as error:
+            raise RunError(f"the reward model process at {self._address} sent what cannot be read: {error}") from None
 
 
 def _weight_names(folder: Path) -> Iterable[str] | None:
     """Names of the tensors in a folder's safetensors files; None when it has none."""
     index, file = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():
-        return json.loads(index.read_text())["weight_map"]
+        return read_json(index, f"{KEY}.path").get("weight_map", {})
     if not file.is_file():
         return None
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        return json.loads(stream.read(length))
+    return read_tensor_descriptions(file)

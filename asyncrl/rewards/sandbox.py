@@ -3,8 +3,9 @@
 The process has a fresh interpreter with the standard library only, an empty environment and a temporary folder. It
 can open no socket, start no process, signal nobody, read no file but the interpreter's, and write only in its folder,
 which is removed afterwards (`confine`: Landlock, seccomp and resource limits; works with and without root). This side
-bounds its time, its threads and the size of its folder. A kernel that cannot confine it is an error: nothing runs
-unprotected. What remains open: it can see the machine's clock, its kernel version, and names and sizes of files.
+bounds its time, its threads and what it keeps on the disk, including files that it removed and still holds. A kernel
+that cannot confine it is an error: nothing runs unprotected. What remains open: it can see the machine's clock, its
+kernel version, and names and sizes of files.
 """
 
 from __future__ import annotations
@@ -24,8 +25,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
+import structlog
+
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.rewards.inside import READY
+
+log = structlog.get_logger()
 
 INSIDE = Path(__file__).with_name("inside.py")
 TICK_S = 0.02
@@ -69,7 +74,7 @@ def run_program(
     """
     with ExitStack() as stack:
         folder = tempfile.mkdtemp(prefix="asyncrl-sandbox-")
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        stack.callback(shutil.rmtree, folder, onerror=_not_removed)
         task, given, output, result = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(4))
         nonce = secrets.token_hex(16)
         _write(task, json.dumps(_task(source, cases, nonce, folder, limits, within_s)))
@@ -167,7 +172,7 @@ def _watch(
                 return "not started"
             if _num_threads(process.pid) > MAX_THREADS:
                 return "too many threads"
-            if _is_full(folder, limits.file_bytes):
+            if _is_full(folder, limits.file_bytes) or _hidden_bytes(process.pid, folder, limits) > limits.file_bytes:
                 return "folder too large"
         return "exited"
     finally:
@@ -203,6 +208,30 @@ def _is_full(folder: Path, max_bytes: int) -> bool:
         if total > max_bytes:
             return True
     return False
+
+
+def _hidden_bytes(pid: int, folder: Path, limits: Limits) -> int:
+    """Bytes of files of the folder that no name leads to any more, but that the process has open or mapped."""
+    try:
+        with open(f"/proc/{pid}/maps") as file:
+            lines = [line for line in file if line.endswith("(deleted)\n") and str(folder) in line]
+        handles = os.listdir(f"/proc/{pid}/fd")
+    except FileNotFoundError:  # it has ended
+        return 0
+    # The size of a mapped file is out of reach; no file is larger than the limit.
+    sizes = {line.split()[4]: limits.file_bytes for line in lines}
+    for handle in handles:
+        try:
+            status = os.stat(f"/proc/{pid}/fd/{handle}")
+            if not status.st_nlink and os.readlink(f"/proc/{pid}/fd/{handle}").startswith(str(folder)):
+                sizes.setdefault(str(status.st_ino), status.st_size)
+        except OSError:  # closed since
+            continue
+    return sum(sizes.values())
+
+
+def _not_removed(_: Any, path: str, error: tuple[Any, BaseException, Any]) -> None:
+    log.warning("a file of a sandboxed program is left", path=path, error=str(error[1]))
 
 
 def _values(result: IO[bytes], nonce: str, max_bytes: int) -> dict[int, Any]:

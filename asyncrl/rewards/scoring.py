@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from asyncrl.config import Options, Rewards
+from asyncrl.endpoints import Endpoints
 from asyncrl.errors import ConfigError
 from asyncrl.processes import end_with_parent, use_helper_cpus
 from asyncrl.redaction import redact
@@ -47,9 +48,7 @@ class WorkerSpec:
     trust_remote_code: bool
     max_new_tokens: int
     timeout_s: float
-    reward_model_address: str
-    keys: str
-    """File of the run's CURVE keys; empty when nothing is encrypted."""
+    endpoints: Endpoints | None
 
 
 _Decoder = Callable[[list[list[int]]], list[str]]
@@ -70,7 +69,7 @@ def start_worker(parent: int, spec: WorkerSpec) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
         decode = _load_decoder(spec.tokenizer_path, spec.trust_remote_code)
-        reward_model.connect(spec.reward_model_address, keys=spec.keys)
+        reward_model.connect(spec.endpoints)
         _scorer = _make_scorer(RewardTable(spec.rewards, spec.options), spec, decode)
     except ConfigError as error:
         message = redact(str(error))

@@ -17,6 +17,7 @@ import structlog
 from pebble import ProcessExpired, ProcessPool
 
 from asyncrl.config import Config
+from asyncrl.endpoints import Endpoints
 from asyncrl.errors import RunError
 from asyncrl.rewards.functions import Score, describe, failure
 from asyncrl.rewards.scoring import PackedGroup, WorkerSpec, score_groups, start_worker
@@ -52,11 +53,31 @@ class Scored:
 
 @dataclass(slots=True)
 class _Waiting:
+    """A group that waits for its scores, or one completion of a group that failed."""
+
     key: Hashable
     group: PackedGroup
     alone: bool = False
-    """Sent by itself, because a bunch with it failed as a whole."""
+    """Sent by itself, because a bunch with it failed."""
     pool_losses: int = 0
+    split: _Split | None = None
+    """The group that the completion is of; None for a group."""
+    place: int = 0
+    """Of the completion in its group."""
+
+    def completions(self) -> list[_Waiting]:
+        """The completions of the group, each to be scored by itself."""
+        split = _Split([None] * len(self.group.completion_ids))
+        members = zip(self.group.completion_ids, self.group.statuses, strict=True)
+        groups = [self.group._replace(completion_ids=[tokens], statuses=[status]) for tokens, status in members]
+        return [_Waiting(self.key, group, alone=True, split=split, place=place) for place, group in enumerate(groups)]
+
+
+@dataclass(slots=True)
+class _Split:
+    """The scores of a group whose completions are scored one by one; None until they are there."""
+
+    scores: list[Score | None]
 
 
 @dataclass(slots=True)
@@ -70,14 +91,14 @@ class _Task:
 class RewardPool:
     """`generator.reward_workers` processes that score groups. Not thread-safe; nothing here waits for a reward.
 
-    Each group has `generator.reward_timeout_s`. Groups travel in bunches; when a bunch fails as a whole (a
-    function hangs, or kills its process), its groups are scored again one by one, so that only the guilty one fails.
+    Each group has `generator.reward_timeout_s`. Groups travel in bunches. When a bunch fails (a function hangs, or
+    kills its process), its groups are scored again one by one, and then the completions of the group that fails alone,
+    each with the same time: only the guilty completion has no reward.
     The thread that makes the pool must outlive it: its end ends the workers, as the end of the process does.
     """
 
-    def __init__(self, config: Config, *, tokenizer_path: str, reward_model_address: str = "", keys: str = "") -> None:
-        """`reward_model_address` is where `run_reward_model` listens, empty when no reward asks for it; `keys` is
-        the run's file of CURVE keys if that is encrypted."""
+    def __init__(self, config: Config, *, tokenizer_path: str, endpoints: Endpoints | None = None) -> None:
+        """`endpoints` say where `run_reward_model` listens, if a reward asks for it."""
         self._rewards = config.rewards
         self._workers = config.generator.reward_workers
         self._timeout_s = config.generator.reward_timeout_s
@@ -89,8 +110,7 @@ class RewardPool:
             trust_remote_code=config.model.trust_remote_code,
             max_new_tokens=config.generator.max_new_tokens,
             timeout_s=config.generator.reward_timeout_s,
-            reward_model_address=reward_model_address,
-            keys=keys,
+            endpoints=endpoints,
         )
         self._waiting: deque[_Waiting] = deque()
         self._running: list[_Task] = []
@@ -101,7 +121,7 @@ class RewardPool:
 
     @property
     def pending(self) -> int:
-        """Groups submitted and not yet collected."""
+        """Groups, or completions of a group that failed, that are not scored yet."""
         return len(self._waiting) + sum(len(task.groups) for task in self._running)
 
     def submit(
@@ -195,19 +215,23 @@ class RewardPool:
         if error is None:
             seconds, scores = task.future.result()
             self._group_s = max(1e-6, (self._group_s + seconds / len(scores)) / 2)
-            scored += [_scored(waiting, one) for waiting, one in zip(task.groups, scores, strict=True)]
+            for waiting, one in zip(task.groups, scores, strict=True):
+                _conclude(waiting, one, scored)
         elif isinstance(error, BrokenProcessPool):
             for waiting in task.groups:
                 waiting.pool_losses += 1
             lost = [waiting for waiting in task.groups if waiting.pool_losses >= MAX_POOL_LOSSES]
-            scored += [self._failed(waiting, "all reward workers ended again and again") for waiting in lost]
+            for waiting in lost:
+                self._fail(waiting, "all reward workers ended again and again", scored)
             self._waiting.extendleft(w for w in reversed(task.groups) if w.pool_losses < MAX_POOL_LOSSES)
         elif len(task.groups) > 1:
             for waiting in task.groups:
                 waiting.alone = True
             self._waiting.extendleft(reversed(task.groups))
+        elif len(task.groups[0].group.completion_ids) > 1:
+            self._waiting.extendleft(reversed(task.groups[0].completions()))
         else:
-            scored.append(self._failed(task.groups[0], self._cause(error)))
+            self._fail(task.groups[0], self._cause(error), scored)
 
     def _cause(self, error: BaseException) -> str:
         if isinstance(error, FutureTimeoutError):
@@ -218,15 +242,23 @@ class RewardPool:
 
     def _give_up(self, task: _Task, scored: list[Scored]) -> None:
         cause = f"no reward worker took the group within {START_S:g} s: does a function hang while it is imported?"
-        scored += [self._failed(waiting, cause) for waiting in task.groups]
+        for waiting in task.groups:
+            self._fail(waiting, cause, scored)
         self._restart()
 
-    def _failed(self, waiting: _Waiting, cause: str) -> Scored:
+    def _fail(self, waiting: _Waiting, cause: str, scored: list[Scored]) -> None:
         data_source = waiting.group.data_source
         text = failure(show_spec(reward_for(self._rewards, data_source)), data_source, cause)
-        return _scored(waiting, [(0.0, {}, text)] * len(waiting.group.completion_ids))
+        _conclude(waiting, [(0.0, {}, text)] * len(waiting.group.completion_ids), scored)
 
 
-def _scored(waiting: _Waiting, scores: list[Score]) -> Scored:
-    rewards, parts, errors = zip(*scores, strict=True)
-    return Scored(waiting.key, [reward or 0.0 for reward in rewards], list(parts), list(errors))
+def _conclude(waiting: _Waiting, scores: list[Score], scored: list[Scored]) -> None:
+    """Adds the group to those that are scored; of a completion only when it is the last of its group."""
+    complete = scores
+    if waiting.split is not None:
+        waiting.split.scores[waiting.place] = scores[0]
+        complete = [score for score in waiting.split.scores if score is not None]
+        if len(complete) < len(waiting.split.scores):
+            return
+    rewards, parts, errors = zip(*complete, strict=True)
+    scored.append(Scored(waiting.key, [reward or 0.0 for reward in rewards], list(parts), list(errors)))

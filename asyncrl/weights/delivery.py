@@ -19,15 +19,16 @@ from dataclasses import dataclass, field
 import structlog
 import torch
 from pydantic import TypeAdapter
-from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from asyncrl.errors import AsyncrlError, RunError
+from asyncrl.store import StoreServer
+from asyncrl.torch_store import TorchStore
 from asyncrl.weights.exchange import T
 from asyncrl.weights.group import Group, broadcast, retire, share
 from asyncrl.weights.messages import READY, RECEIVED, ReadyBody
 from asyncrl.weights.packing import Pack
 from asyncrl.weights.roster import Peer, Roster
-from asyncrl.weights.transports import TRANSPORTS, Member, choose_transport, device_name
+from asyncrl.weights.transports import TRANSPORTS, Member, device_name
 
 log = structlog.get_logger()
 
@@ -53,8 +54,7 @@ class WeightSyncStats:
 class Delivery:
     """The sender's part in all rounds: rank 0 of every group. `check` is called all the time and may raise."""
 
-    server: TCPStore
-    address: tuple[str, int]
+    store: StoreServer
     roster: Roster
     stats: WeightSyncStats
     bucket_bytes: int
@@ -74,12 +74,19 @@ class Delivery:
     checksums: dict[int, int] = field(default_factory=dict[int, int])
     """Of the last version sent."""
 
+    @property
+    def receivers(self) -> str:
+        """Names of the generators in the current round, for messages."""
+        return ", ".join(peer.name for peer in self.offered) or "no generator"
+
     def deliver(self, version: int, pack: Pack) -> None:
         """Rounds until no generator is behind. Raises RunError when the transport does not work, or the learner does
         not fill the pack."""
         started = time.monotonic()
         self.failures = 0
-        while behind := [peer for peer in self.roster.present() if peer.version != version]:
+        while behind := [
+            peer for peer in self._acceptable(self.roster.present()) if peer.up and peer.version != version
+        ]:
             self._round(version, pack, behind)
         if self.counted != version and self.roster.known:
             self.counted = version
@@ -131,6 +138,24 @@ class Delivery:
             self._drop(peer, f"{peer.name} did not {phase} {why}")
         return answers
 
+    def _acceptable(self, peers: Sequence[Peer]) -> list[Peer]:
+        """The peers without those that the transport cannot reach, since their GPU is the learner's or that of a peer
+        that joined before: these are dropped."""
+        if not TRANSPORTS[self.transport].on_device:
+            return list(peers)
+        owners = {device_name(self.device): "learner rank 0"}
+        refused: list[Peer] = []
+        for peer in sorted(peers, key=lambda peer: peer.number):
+            owner = owners.setdefault(peer.device, peer.name)
+            if owner != peer.name:
+                refused.append(peer)
+                self._drop(
+                    peer,
+                    f"{peer.name} is on the device of {owner} ({peer.device}), and {self.transport} needs one for each "
+                    "of them; start it on another one, or the run with weights.transport=gloo",
+                )
+        return [peer for peer in peers if peer not in refused]
+
     def _drop(self, peer: Peer, reason: str, level: int = logging.WARNING) -> None:
         log.log(level, "a generator is dropped", generator=peer.rank - 1, reason=reason)
         self.roster.drop(peer, reason)
@@ -138,8 +163,6 @@ class Delivery:
 
     def _go(self, peers: Sequence[Peer]) -> None:
         """Tells each peer its place in the group: the one before when it has the same members."""
-        if TRANSPORTS[self.transport].on_device:
-            choose_transport(self.transport, [device_name(self.device), *(peer.device for peer in peers)])
         ids = [peer.id for peer in peers]
         if ids != self.group_ids or self.group is None:
             self.drop_group()
@@ -152,7 +175,7 @@ class Delivery:
     def _connected(self, size: int) -> Group:
         if self.group is None:
             member = Member(0, size, self.device, self.timeout_s)
-            store = PrefixStore(f"group/{self.group_number}", self.server)
+            store = TorchStore(self.store.values, f"group/{self.group_number}/", self.timeout_s)
             self.group = TRANSPORTS[self.transport].connect(store, member)
         return self.group
 
@@ -207,3 +230,4 @@ class Delivery:
         if self.group is not None:
             retire(self.group)
         self.group = None
+        self.store.values.delete_all("group/")

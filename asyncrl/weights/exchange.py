@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import socket
 import time
-from collections.abc import Callable, Mapping
-from datetime import timedelta
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
-from torch._C._distributed_c10d import Store, TCPStore
-from torch.distributed import DistError
 
-from asyncrl.errors import RunError
+from asyncrl.store import Store
 from asyncrl.unpack import MAX_PROBLEM_CHARACTERS
 
 T = TypeVar("T")
@@ -41,26 +37,34 @@ class Mailbox:
     def put(self, name: str, message: Mapping[str, Any]) -> None:
         self.store.set(name, json.dumps(message))
 
+    def look(self, names: Sequence[str]) -> list[bytes | None]:
+        """The raw messages under the names, None for those that are not there."""
+        return self.store.peek(names)
+
     def has(self, name: str) -> bool:
-        return self.store.check([name])
+        return self.look([name]) != [None]
 
     def read(self, name: str, kind: TypeAdapter[T]) -> T | None:
         """Raises BadMessage for one that is not of that kind."""
-        if not self.has(name):
-            return None
-        try:
-            return kind.validate_json(self.store.get(name))
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            where = "".join(f".{part}" for part in first["loc"])
-            raise BadMessage(f"{name}{where}: {first['msg']}"[:MAX_PROBLEM_CHARACTERS]) from None
+        (text,) = self.look([name])
+        return None if text is None else parse(name, text, kind)
 
     def delete(self, name: str) -> None:
-        self.store.delete_key(name)
+        self.store.delete(name)
 
     def count(self, name: str, more: int = 0) -> int:
         """Adds to a counter, which starts at 0, and gives what it is then."""
         return self.store.add(name, more)
+
+
+def parse(name: str, text: bytes, kind: TypeAdapter[T]) -> T:
+    """The message under that name. Raises BadMessage for one that is not of that kind."""
+    try:
+        return kind.validate_json(text)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = "".join(f".{part}" for part in first["loc"])
+        raise BadMessage(f"{name}{where}: {first['msg']}"[:MAX_PROBLEM_CHARACTERS]) from None
 
 
 class Wait:
@@ -85,34 +89,3 @@ class Wait:
     def pause_s(self) -> float:
         """How long to sleep until the next look: quick answers are seen quickly."""
         return min(POLL_S + self._waited_s / 10, 0.01)
-
-
-def serve_store(address: tuple[str, int], timeout_s: float) -> TCPStore:
-    """A store that listens on the given interface only. Raises RunError when the port is taken."""
-    host, port = address
-    try:
-        listener = socket.create_server((host, port))
-    except OSError as error:
-        raise RunError(
-            f"weights: cannot listen on {host}:{port} ({error.strerror}); choose another launch.port"
-        ) from None
-    with listener:
-        return TCPStore(
-            host,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=timeout_s),
-            master_listen_fd=listener.detach(),
-        )
-
-
-def call_store(address: tuple[str, int], timeout_s: float, pause: Callable[[], None]) -> TCPStore:
-    """The store that listens at the address, as soon as it does; `pause` is called between two tries and may raise."""
-    timeout = timedelta(seconds=timeout_s)
-    while True:
-        try:
-            socket.create_connection(address, timeout=1.0).close()
-            return TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timeout)
-        except (OSError, DistError):  # nobody listens yet
-            pause()

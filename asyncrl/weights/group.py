@@ -9,12 +9,15 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
 
+import structlog
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import BroadcastOptions, Work
 
 from asyncrl.weights.exchange import Wait
 from asyncrl.weights.packing import checksum
+
+log = structlog.get_logger()
 
 _LOOK_S = 0.02
 """Pause between two calls of `check`."""
@@ -39,6 +42,15 @@ class Group:
     size: int
     ends: Callable[[Work, float], bool]
     """Waits so many seconds at most; whether the work is done. Raises RuntimeError when it failed."""
+    store: object = None
+    """Which it was made with, and which it may need for as long as it is there."""
+
+    def abort(self) -> None:
+        """Ends what is under way in it; a group that cannot even be ended is left alone."""
+        try:
+            self.ranks.abort()
+        except RuntimeError as error:
+            log.warning("a group of processes could not be aborted", reason=str(error).splitlines()[0])
 
 
 def broadcast(
@@ -101,7 +113,7 @@ def retire(group: Group, works: Sequence[Work] = ()) -> None:
     themselves; one that is still stuck when the process exits does not hold the exit up. The thread sleeps in
     Python and not inside the operation: a thread that wakes up in C++ during the exit would crash the process.
     """
-    group.ranks.abort()
+    group.abort()
     threading.Thread(target=_hold, args=(group, list(works)), name="weights-retired", daemon=True).start()
 
 

@@ -10,6 +10,8 @@ from typing import Annotated
 from pydantic import ConfigDict, Field, TypeAdapter, with_config
 from typing_extensions import TypedDict
 
+from asyncrl.weights.packing import MIN_BUCKET_BYTES
+
 _CLOSED = with_config(ConfigDict(extra="forbid", strict=True))
 
 MAX_RANK = 1 << 16
@@ -64,17 +66,10 @@ class SinceBody(TypedDict):
 
 
 @_CLOSED
-class BellBody(TypedDict):
-    """Where the sender rings, on the host of the store."""
-
-    port: Annotated[int, Field(ge=1, lt=1 << 16)]
-
-
-@_CLOSED
 class OfferBody(TypedDict):
     version: _Number
     transport: _Name
-    bucket_bytes: Annotated[int, Field(ge=1, lt=1 << 62)]
+    bucket_bytes: Annotated[int, Field(ge=MIN_BUCKET_BYTES, lt=1 << 62)]
 
 
 @_CLOSED
@@ -102,7 +97,6 @@ MEMBER = TypeAdapter(MemberBody)
 READY = TypeAdapter(ReadyBody)
 RECEIVED = TypeAdapter(ReceivedBody)
 SINCE = TypeAdapter(SinceBody)
-BELL = TypeAdapter(BellBody)
 OFFER = TypeAdapter(OfferBody)
 GO = TypeAdapter(GoBody)
 ABORT = TypeAdapter(AbortBody)

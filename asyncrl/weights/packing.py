@@ -17,6 +17,10 @@ from asyncrl.errors import InvariantError, ProtocolError, RunError
 ROW_BYTES = 1024
 """Buckets and the whole buffer are multiples of this; the checksum works on such rows."""
 ALIGN_BYTES = 16
+MIN_BUCKET_BYTES = 1 << 16
+"""Smaller buckets would make millions of them out of a model."""
+MAX_MANIFEST_BYTES = 16 << 20
+"""Of a manifest as JSON: 100,000 tensors with names of 100 characters fit."""
 _LOOK_S = 0.1
 """Pause between two calls of `check`."""
 
@@ -73,7 +77,9 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Manifest:
-        """Reads and checks a manifest. Raises ProtocolError when it is malformed or does not add up."""
+        """Reads and checks a manifest. Raises ProtocolError when it is too long, malformed or does not add up."""
+        if len(text) > MAX_MANIFEST_BYTES:
+            raise ProtocolError(f"manifest of the weights: {len(text)} bytes, at most {MAX_MANIFEST_BYTES} are read")
         try:
             message = json.loads(text)
             rows = [(str(name), _DTYPES[dtype], [int(n) for n in shape]) for name, dtype, shape in message["weights"]]
@@ -94,11 +100,9 @@ class Pack:
     """A copy of the weights in one buffer; the learner may go on changing the originals. One thread fills it, and
     another takes the buckets as they become full."""
 
-    def __init__(
-        self, weights: Sequence[tuple[str, Tensor]], device: torch.device, *, pinned: bool, bucket_bytes: int
-    ) -> None:
-        self.manifest = Manifest.of((name, tensor.dtype, tensor.shape) for name, tensor in weights)
-        self.buffer = empty_buffer(self.manifest.num_bytes, device, pinned=pinned).zero_()
+    def __init__(self, manifest: Manifest, device: torch.device, *, pinned: bool, bucket_bytes: int) -> None:
+        self.manifest = manifest
+        self.buffer = empty_buffer(manifest.num_bytes, device, pinned=pinned).zero_()
         self._buckets = buckets(self.buffer, bucket_bytes)
         self._bucket_bytes = self._buckets[0].numel()
         self._filled_bytes = 0
@@ -144,7 +148,7 @@ class Pack:
             expected, slot = next(slots, ("nothing more", tensor))
             if (name, tensor.dtype, tensor.shape) != (expected, slot.dtype, slot.shape):
                 raise InvariantError(
-                    f"weights to send: {name} {tensor.dtype} {tuple(tensor.shape)} where the first version had "
+                    f"weights to send: {name} {tensor.dtype} {tuple(tensor.shape)} where the manifest has "
                     f"{expected} {slot.dtype} {tuple(slot.shape)}"
                 )
             self._copy(tensor.detach(), slot, next(entries).offset)

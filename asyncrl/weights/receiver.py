@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import uuid
@@ -10,26 +11,29 @@ from collections.abc import Callable
 import structlog
 import torch
 from pydantic import TypeAdapter
-from torch._C._distributed_c10d import PrefixStore, TCPStore
-from torch.distributed import DistError
 
 from asyncrl.errors import AsyncrlError, ConfigError, ProtocolError, RunError
 from asyncrl.processes import at_once
+from asyncrl.store import StoreClient, StoreLostError
+from asyncrl.torch_store import TorchStore
 from asyncrl.weights import transports
-from asyncrl.weights.bell import Listener
-from asyncrl.weights.exchange import BadMessage, Interrupted, Mailbox, T, Wait, call_store
+from asyncrl.weights.exchange import BadMessage, Interrupted, Mailbox, T, Wait
 from asyncrl.weights.group import Group, broadcast, retire, share
-from asyncrl.weights.messages import ABORT, BELL, GO, OFFER, SINCE, GoBody, MemberBody, OfferBody
+from asyncrl.weights.messages import ABORT, GO, OFFER, SINCE, GoBody, MemberBody, OfferBody
 from asyncrl.weights.packing import Manifest, buckets, empty_buffer
 from asyncrl.weights.staging import StagedWeights, Staging
-from asyncrl.weights.turn import GivenUp, SessionLost, Turn, raise_if_dropped
+from asyncrl.weights.turn import GivenUp, SessionLost, Turn, dropped_name, raise_if_dropped
 
 log = structlog.get_logger()
 
-_IDLE_POLL_S = 0.05
-"""Pause between two looks for an announcement, when nothing rings."""
+_IDLE_POLL_S = 0.2
+"""Pause between two looks for a message, when nothing rings."""
+_LOCAL_POLL_S = 0.02
+"""The same while the engine of this process has to do something first."""
 _ABORT_POLL_S = 0.05
 """The same, inside a broadcast, for word that it was given up."""
+_LEAVE_S = 0.5
+"""Time to tell the sender that this generator leaves."""
 _REJOIN_S = 1.0
 """Pause between two sessions."""
 
@@ -44,7 +48,7 @@ class WeightReceiver:
 
     def __init__(
         self,
-        store_address: tuple[str, int],
+        store_address: str,
         *,
         rank: int,
         transport: str,
@@ -56,7 +60,7 @@ class WeightReceiver:
     ) -> None:
         """Weights of more than `max_bytes` are refused before memory is taken for them. A version that `keeps` says
         true of is not overwritten by a newer one before it was loaded, except by a generator that has not loaded
-        any. With a file of `keys` it shows the run's keys to the sender's bell."""
+        any. It shows the sender's store the run's `keys`, where there is a file of them."""
         if rank < 1:
             raise RunError(f"weight receiver: rank {rank} is not at least 1 (generator index + 1)")
         self._max_bytes = max_bytes
@@ -64,26 +68,33 @@ class WeightReceiver:
         self._rank = rank
         self._transport = transport
         self._timeout_s = timeout_s
-        self._device = torch.device(device)
+        self._device = transports.with_index(device)
         self._keys = keys
-        self._listener: Listener | None = None
+        self._store: StoreClient | None = None
         self._manifest: Manifest | None = None
         self._buffer = torch.empty(0)
         self._group: Group | None = None
         self._group_number = 0
         self._staging = Staging(keeps)
-        self._phase, self._seen_s, self._warned = "start", time.monotonic(), False
-        self._error: AsyncrlError | None = None
+        self._phase, self._warned = "start", False
+        self._error: Exception | None = None
+        self._engine_up = threading.Event()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="weight-receiver", daemon=True)
 
     def start(self) -> None:
-        """Joins the sender and receives from now on, in the background."""
+        """Joins the sender in the background, and receives as soon as the engine is up."""
         self._thread.start()
+
+    def engine_is_up(self) -> None:
+        """From here on versions are received. Before, neither a GPU nor memory for weights is used: an engine that
+        starts measures free memory, and captures graphs that calls of other threads spoil."""
+        self._engine_up.set()
 
     def staged(self) -> StagedWeights | None:
         """A complete version that was not given out before, or None. Raises what a new session would not mend: weights
-        that cannot be those of the model, or a transport that is not the sender's."""
+        that cannot be those of the model, a transport that is not the sender's (AsyncrlError), or whatever else ended
+        the background thread."""
         self._check()
         return self._staging.take()
 
@@ -96,9 +107,11 @@ class WeightReceiver:
     def _check(self) -> None:
         if self._error is not None:
             raise self._error
-        silent_s = time.monotonic() - self._seen_s
-        if not self._warned and silent_s > 1.25 * self._timeout_s and self._thread.is_alive():
-            self._warned = True
+        store = self._store
+        silent_s = 0.0 if store is None else time.monotonic() - store.heard_s
+        is_silent = silent_s > 1.25 * self._timeout_s and self._thread.is_alive()
+        warns, self._warned = is_silent and not self._warned, is_silent
+        if warns:
             log.warning("learner rank 0 is silent", silent_s=round(silent_s, 1), phase=self._phase)
 
     def loaded(self, staged: StagedWeights) -> None:
@@ -123,54 +136,60 @@ class WeightReceiver:
             self._error = type(error)(str(error))  # without the traceback, which would keep a stuck group alive
         except Exception as error:  # handed over to the thread that calls staged
             log.exception("weight receiver failed")
-            self._error = RunError(f"receiving weights failed: {type(error).__name__}: {error}")
+            self._error = error.with_traceback(None)
         finally:
             self._drop_group()
 
     def _session(self) -> None:
         """From joining a sender until it closes, is gone, or does not answer."""
         self._phase = "let this generator join"
-        store = call_store(self._address, self._timeout_s, lambda: self._pause(0.1))
         incarnation = uuid.uuid4().hex
-        mail = Mailbox(PrefixStore("weights", store))
         self._manifest = None
+        try:
+            # As soon as somebody listens.
+            store = StoreClient(self._address, keys=self._keys, timeout_s=math.inf, check=self._raise_if_closed)
+        except StoreLostError as error:  # it listens and does not let this generator in
+            log.warning("the weights' store does not answer", reason=str(error))
+            self._stop.wait(_REJOIN_S)
+            return
+        self._store, mail = store, Mailbox(store)
         try:
             number, device = mail.count("members", 1), transports.device_name(self._device)
             member: MemberBody = {"id": incarnation, "rank": self._rank, "device": device}
             mail.put(f"member/{number}", member)
-            self._listener = self._listen(mail)
             try:
                 self._serve(mail, store, incarnation)
             finally:
-                self._stop_listening()
+                store.check, store.answer_s = _nothing, _LEAVE_S  # also where this side is being closed
                 mail.put(f"left/{incarnation}", {})
                 mail.count("left", 1)
         except (SessionLost, BadMessage) as reason:
             log.warning("joins the weights anew", phase=self._phase, reason=str(reason))
-        except DistError as error:
-            log.warning("learner rank 0 is gone", phase=self._phase, reason=str(error).splitlines()[0])
+        except StoreLostError as error:
+            log.warning("learner rank 0 is gone", phase=self._phase, reason=str(error))
+        finally:
+            self._store = None
+            store.close()
         self._drop_group()
         self._stop.wait(_REJOIN_S)
 
-    def _listen(self, mail: Mailbox) -> Listener:
-        mail.store.wait(["bell"])
-        bell = mail.read("bell", BELL)
-        if bell is None:
-            raise SessionLost("learner rank 0 took its bell away")
-        return Listener(self._address[0], bell["port"], self._keys)
-
-    def _serve(self, mail: Mailbox, store: TCPStore, incarnation: str) -> None:
-        turn = Turn(mail, incarnation, 1)
+    def _serve(self, mail: Mailbox, store: StoreClient, incarnation: str) -> None:
+        turn, told = Turn(mail, incarnation, 1), False
         while True:
+            if not told and self._engine_up.is_set():
+                transports.use_own_stream(self._device)
+                mail.put(f"up/{incarnation}", {})
+                told = True
             self._phase = "announce a version"
-            offer = turn.read("offer", OFFER)
+            offer = turn.read("offer", OFFER) if told else None
             if offer is None:
-                if mail.has("closed"):
+                closed, dropped = mail.look(["closed", dropped_name(incarnation)])
+                if closed is not None:
                     return
-                raise_if_dropped(mail, incarnation)
+                raise_if_dropped(mail, incarnation, dropped)
                 if self._manifest is not None and self._staging.free:
                     self._say_ready(turn)  # the next version need not wait for that
-                self._pause(_IDLE_POLL_S)
+                self._pause(store, _IDLE_POLL_S if turn.ready else _LOCAL_POLL_S)
                 continue
             try:
                 with at_once():  # the sender waits
@@ -180,38 +199,34 @@ class WeightReceiver:
                 turn.answer({"error": str(error)})
             turn = Turn(mail, incarnation, turn.number + 1)
 
-    def _receive(self, turn: Turn, store: TCPStore, offer: OfferBody) -> None:
+    def _receive(self, turn: Turn, store: StoreClient, offer: OfferBody) -> None:
         """One round, from an offer to complete staging. Raises GivenUp when the sender or the transport ends it."""
         version = offer["version"]
         manifest = self._prepare(turn.mail, offer)
         self._await_staging(turn)
         self._say_ready(turn)
         # The other generators have their own time to become ready.
-        go = self._await(turn, "go", GO, f"start to send version {version}", 2 * self._timeout_s)
+        go = self._await(turn, store, "go", GO, f"start to send version {version}", 2 * self._timeout_s)
         try:
             group = self._connected(store, offer, go)
             parts = buckets(self._buffer, offer["bucket_bytes"])
             check = self._checker(turn)
             checksum = broadcast(group, parts, sends=False, timeout_s=self._timeout_s, check=check)
-        except DistError:
-            raise
         except (RuntimeError, TimeoutError) as error:
             raise GivenUp(str(error).splitlines()[0]) from None
         turn.answer({"checksum": checksum})
-        if self._sent(turn, group, checksum) == checksum:
+        if self._sent(turn, store, group, checksum) == checksum:
             tensors = manifest.views(self._buffer)
             self._staging.put(StagedWeights(version, checksum, tensors, turn.incarnation))
         self._group = group
 
-    def _sent(self, turn: Turn, group: Group, checksum: int) -> int:
+    def _sent(self, turn: Turn, store: StoreClient, group: Group, checksum: int) -> int:
         """The sender's checksum, for this receiver's own."""
         device, check = self._buffer.device, self._checker(turn)
         try:
             return share(group, checksum, device=device, timeout_s=self._timeout_s, check=check)[0]
-        except DistError:
-            raise
         except (RuntimeError, TimeoutError):  # the sender may know of this, or not
-            abort = self._await(turn, "abort", ABORT, "say what became of a version", self._timeout_s)
+            abort = self._await(turn, store, "abort", ABORT, "say what became of a version", self._timeout_s)
             raise GivenUp(abort["reason"]) from None
 
     def _say_ready(self, turn: Turn) -> None:
@@ -223,21 +238,21 @@ class WeightReceiver:
 
     def _await_staging(self, turn: Turn) -> None:
         """Returns when the next version may be written to staging."""
-        wait, told_s = Wait(), time.monotonic()
+        wait, told_s, check = Wait(), time.monotonic(), self._checker(turn)
         while not self._staging.reclaim():
-            turn.raise_if_over()
+            check()
             if self._staging.held_s > told_s and time.monotonic() - told_s > self._timeout_s / 4:
                 told_s = time.monotonic()
                 turn.put("holding", {"since_s": told_s})
             wait.look()
-            self._pause(wait.pause_s)
+            self._stop.wait(wait.pause_s)  # for the engine of this process: nothing rings
 
     def _prepare(self, mail: Mailbox, offer: OfferBody) -> Manifest:
         name = offer["transport"]
         if name not in transports.TRANSPORTS or self._transport not in ("auto", name):
             raise ConfigError(f"weights.transport: the learner sends by {name!r}, here it is {self._transport!r}")
         if self._manifest is None:
-            manifest = Manifest.from_json(mail.store.get("manifest"))
+            manifest = Manifest.from_json(mail.look(["manifest"])[0] or b"")
             if manifest.num_bytes > self._max_bytes:
                 raise ProtocolError(
                     f"manifest of the weights: {manifest.num_bytes} bytes described, where the model of this generator "
@@ -249,12 +264,12 @@ class WeightReceiver:
             self._manifest = manifest
         return self._manifest
 
-    def _connected(self, store: TCPStore, offer: OfferBody, go: GoBody) -> Group:
+    def _connected(self, store: StoreClient, offer: OfferBody, go: GoBody) -> Group:
         """The group to receive from, which is this round's only: one that failed is not used again."""
         if self._group is None or self._group_number != go["group"]:
             self._drop_group()
             member = transports.Member(go["rank"], go["size"], self._device, self._timeout_s)
-            group_store = PrefixStore(f"group/{go['group']}", store)
+            group_store = TorchStore(store, f"group/{go['group']}/", self._timeout_s)
             self._group = transports.TRANSPORTS[offer["transport"]].connect(group_store, member)
             self._group_number = go["group"]
         group, self._group = self._group, None
@@ -268,7 +283,7 @@ class WeightReceiver:
             if time.monotonic() - looked > _ABORT_POLL_S:
                 looked = time.monotonic()
                 turn.raise_if_over()
-            self._pause(0.0)
+            self._raise_if_closed()
 
         return check
 
@@ -277,21 +292,18 @@ class WeightReceiver:
             retire(self._group)
         self._group = None
 
-    def _pause(self, seconds: float) -> None:
-        """Called in every wait, after the sender's store answered."""
-        self._seen_s, self._warned = time.monotonic(), False
-        if self._listener is not None and seconds:
-            self._listener.wait(seconds)
-            seconds = 0.0
-        if self._stop.wait(seconds):
+    def _raise_if_closed(self) -> None:
+        if self._stop.is_set():
             raise Interrupted
 
-    def _stop_listening(self) -> None:
-        if self._listener is not None:
-            self._listener.close()
-        self._listener = None
+    def _pause(self, store: StoreClient, seconds: float) -> None:
+        """Until the sender has something new to say, and at most so long."""
+        store.await_ring(seconds)
+        self._raise_if_closed()
 
-    def _await(self, turn: Turn, what: str, kind: TypeAdapter[T], phase: str, timeout_s: float) -> T:
+    def _await(
+        self, turn: Turn, store: StoreClient, what: str, kind: TypeAdapter[T], phase: str, timeout_s: float
+    ) -> T:
         self._phase = phase
         wait, asked_for = Wait(), None
         while (message := turn.read(what, kind)) is None:
@@ -301,5 +313,8 @@ class WeightReceiver:
                 if asked_for == before:
                     raise SessionLost(f"learner rank 0 did not {phase} within {timeout_s:g} s")
                 wait = Wait()
-            self._pause(wait.pause_s)
+            self._pause(store, _IDLE_POLL_S)
         return message
+
+
+def _nothing() -> None: ...

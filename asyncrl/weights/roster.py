@@ -1,7 +1,8 @@
 """The generators as the sender sees them: who is there, what is told to them, and who did not answer.
 
 A receiver takes the next number of the counter "members" and announces itself under that number, with an id of its
-own; from then on all messages to and from it carry the id. Another announcement of the same rank replaces it.
+own; from then on all messages to and from it carry the id. Another announcement of the same rank replaces it. Nothing
+is offered to it before it says "up".
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ class Peer:
     device: str
     number: int
     """Of its announcement."""
+    up: bool = False
+    """Its engine runs."""
     offers: int = 0
     version: int | None = None
     """Last version it received."""
@@ -76,6 +79,8 @@ class Roster:
         if left != self._left or len(self._unread) < known:  # who is new may have left already
             self._left = left
             self._dismiss()
+        for peer in self.known:
+            peer.up = peer.up or self._mail.has(f"up/{peer.id}")
         return self.known
 
     @property
@@ -139,6 +144,7 @@ class Roster:
             del self._peers[peer.rank]
         self.forget([peer])
         self._mail.delete(peer.key("ready", later=1))
+        self._mail.delete(f"up/{peer.id}")
 
     def tell(self, peers: Sequence[Peer], what: str, message: dict[str, Any]) -> None:
         for peer in peers:
@@ -146,7 +152,6 @@ class Roster:
 
     def wake(self) -> None:
         """Has the generators look for what was told to them."""
-        self._mail.has("members")  # the store answers in order: it has all messages when it says this
         self._ring()
 
     def forget(self, peers: Sequence[Peer]) -> None:

@@ -13,32 +13,36 @@ from collections.abc import Iterable
 import structlog
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore
 
-from asyncrl.errors import AsyncrlError, RunError
-from asyncrl.weights.bell import Bell
+from asyncrl.errors import AsyncrlError, PeerTimeoutError, RunError
+from asyncrl.store import StoreServer
 from asyncrl.weights.delivery import Delivery, WeightSyncStats
-from asyncrl.weights.exchange import Interrupted, Mailbox, serve_store
-from asyncrl.weights.packing import Pack
+from asyncrl.weights.exchange import Interrupted, Mailbox, Wait
+from asyncrl.weights.packing import MIN_BUCKET_BYTES, Manifest, Pack
 from asyncrl.weights.roster import Roster
-from asyncrl.weights.transports import TRANSPORTS, choose_transport, device_name
+from asyncrl.weights.transports import TRANSPORTS, choose_transport, device_name, use_own_stream, with_index
 
 log = structlog.get_logger()
 
-_LOOK_S = 0.25
+_LOOK_S = 0.05
 """Pause between two looks for generators that came late."""
+_STUCK_PHASES, _STUCK_S = 3, 10.0
+"""A background thread that has looked at nothing for so many deadlines and seconds is stuck: no single call takes more
+than one deadline."""
 
 
 class WeightSender:
     """Broadcasts policy weights to all generators while the learner goes on training.
 
     Lives in learner rank 0, hosts the store at `store_address`, and is rank 0 of every group. Generators come and go
-    as they like. Errors of the background thread (RunError) are raised by the next `send` or `wait`.
+    as they like. Errors of the background thread are raised by the next `send` or `wait`: an AsyncrlError where the
+    cause is known, and else the error itself.
     """
 
     def __init__(
         self,
-        store_address: tuple[str, int],
+        store_address: str,
+        manifest: Manifest,
         *,
         expected_generators: int,
         transport: str,
@@ -48,32 +52,35 @@ class WeightSender:
         device: str = "cpu",
         keys: str = "",
     ) -> None:
-        """`timeout_s` is the deadline of each phase. On a GPU `transport` "auto" depends on where the generators are:
-        the first `send` waits for `expected_generators`, at most `start_timeout_s` (`timeout_s` when not given). With
-        a file of `keys` only generators that have the run's keys hear at once that a version comes."""
+        """`manifest` describes what every `send` has to bring. `timeout_s` is the deadline of each phase. On a GPU
+        `transport` "auto" depends on where the generators are: the first `send` waits for `expected_generators`, at
+        most `start_timeout_s` (`timeout_s` when not given). The store listens at a ZeroMQ address; with a file of
+        `keys` it lets in only who has the run's keys. Raises ConfigError when the address is taken."""
         self.stats = WeightSyncStats()
         self._expected_generators = expected_generators
         self._transport = transport
         self._start_timeout_s = start_timeout_s or timeout_s
-        self._device = torch.device(device)
-        server = serve_store(store_address, timeout_s)
-        self._mail = Mailbox(PrefixStore("weights", server))
-        self._bell = Bell(store_address[0], keys)
-        self._mail.put("bell", {"port": self._bell.port})
-        self._roster = Roster(self._mail, self._raise_if_stopping, self._bell.ring)
+        self._device = with_index(device)
+        self._timeout_s = timeout_s
+        self._manifest = manifest
+        self._store = StoreServer(store_address, "weights", keys=keys)
+        self._mail = Mailbox(self._store.values)
+        self._mail.store.set("manifest", manifest.to_json())
+        self._roster = Roster(self._mail, self._raise_if_stopping, self._store.ring)
         self._delivery = Delivery(
-            server=server,
-            address=store_address,
+            store=self._store,
             roster=self._roster,
             stats=self.stats,
-            bucket_bytes=bucket_bytes,
+            bucket_bytes=max(bucket_bytes, MIN_BUCKET_BYTES),
             timeout_s=timeout_s,
             device=self._device,
             check=self._raise_if_stopping,
         )
         self._pack: Pack | None = None
         self._version = 0
-        self._error: AsyncrlError | None = None
+        self._error: Exception | None = None
+        self._looks = 0
+        """Times that the background thread looked whether it has to stop: one that is stuck does not."""
         self._busy = False
         self._stopping = False
         self._changed = threading.Condition()
@@ -91,7 +98,9 @@ class WeightSender:
         self.wait()
         with self._packing:
             self.stats.wait_s += time.monotonic() - started
-            pack, weights = self._packed(weights)
+            if self._pack is None:
+                self._pack = self._make_pack()
+            pack = self._pack
             pack.clear()
             with self._changed:
                 self._version, self._busy = version, True
@@ -99,9 +108,20 @@ class WeightSender:
         pack.fill(weights)
 
     def wait(self) -> None:
-        """Returns when the last version was received by all generators that are there. Raises what went wrong."""
+        """Returns when the last version was received by all generators that are there. Raises what went wrong, and
+        PeerTimeoutError when the transport is stuck in a call for several deadlines."""
+        wait, looks = Wait(), self._looks
+        limit_s = _STUCK_PHASES * self._timeout_s + _STUCK_S
         with self._changed:
-            self._changed.wait_for(lambda: not self._busy)
+            while self._busy:
+                self._changed.wait(_LOOK_S)
+                if looks != self._looks:
+                    wait, looks = Wait(), self._looks
+                if wait.look() > limit_s:
+                    raise PeerTimeoutError(
+                        f"weights: the broadcast of version {self._version} to {self._delivery.receivers} has been "
+                        f"stuck in the transport for {limit_s:g} s"
+                    )
             if self._error is not None:
                 raise self._error
 
@@ -121,19 +141,14 @@ class WeightSender:
         while time.monotonic() < deadline and self._roster.present():
             time.sleep(0.005)
         self._delivery.drop_group()
-        self._bell.close()
+        self._store.close()
         del self._roster, self._mail, self._delivery
 
-    def _packed(self, weights: Iterable[tuple[str, Tensor]]) -> tuple[Pack, Iterable[tuple[str, Tensor]]]:
-        """The pack for `weights`, made for the first ones, and weights to fill it with."""
-        if self._pack is None:
-            self._delivery.transport = transport = self._choose_transport()
-            device = self._device if TRANSPORTS[transport].on_device else torch.device("cpu")
-            weights = [(name, tensor.detach().clone()) for name, tensor in weights]
-            pinned = self._device.type == "cuda"
-            self._pack = Pack(weights, device, pinned=pinned, bucket_bytes=self._delivery.bucket_bytes)
-            self._mail.store.set("manifest", self._pack.manifest.to_json())
-        return self._pack, weights
+    def _make_pack(self) -> Pack:
+        self._delivery.transport = transport = self._choose_transport()
+        device = self._device if TRANSPORTS[transport].on_device else torch.device("cpu")
+        pinned = self._device.type == "cuda"
+        return Pack(self._manifest, device, pinned=pinned, bucket_bytes=self._delivery.bucket_bytes)
 
     def _choose_transport(self) -> str:
         here = device_name(self._device)
@@ -147,6 +162,7 @@ class WeightSender:
 
     def _run(self) -> None:
         try:
+            use_own_stream(self._device)
             while True:
                 with self._changed:
                     self._changed.wait_for(lambda: self._busy or self._stopping, timeout=_LOOK_S)
@@ -164,13 +180,14 @@ class WeightSender:
             self._fail(type(error)(str(error)))  # without the traceback, which would keep a stuck group alive
         except Exception as error:  # handed over to the thread that calls send or wait
             log.exception("weight sender failed")
-            self._fail(RunError(f"sending weights failed: {type(error).__name__}: {error}"))
+            self._fail(error.with_traceback(None))
 
-    def _fail(self, error: AsyncrlError) -> None:
+    def _fail(self, error: Exception) -> None:
         with self._changed:
             self._error, self._busy = error, False
             self._changed.notify_all()
 
     def _raise_if_stopping(self) -> None:
+        self._looks += 1
         if self._stopping:
             raise Interrupted

@@ -7,8 +7,12 @@ which the launcher sets.
 
 from __future__ import annotations
 
+import math
+import os
+import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
@@ -16,9 +20,10 @@ from typing import Any, cast
 import torch
 from torch._C._distributed_c10d import ProcessGroupGloo, Store, Work
 
+from asyncrl.config import Config
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.weights.exchange import POLL_S
-from asyncrl.weights.group import Group, Ranks
+from asyncrl.weights.group import Group, Ranks, share
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +50,7 @@ class Transport:
 def _gloo(store: Store, member: Member) -> Group:
     timeout = timedelta(seconds=member.timeout_s)
     ranks = ProcessGroupGloo(store, member.rank, member.size, timeout)
-    return Group(cast(Ranks, ranks), member.size, _gloo_ends)
+    return Group(cast(Ranks, ranks), member.size, _gloo_ends, store)
 
 
 def _gloo_ends(work: Work, seconds: float) -> bool:
@@ -63,10 +68,33 @@ def _nccl(store: Store, member: Member) -> Group:
 
     torch.cuda.set_device(member.device)
     options: Any = ProcessGroupNCCL.Options()
-    # The caller keeps the deadline and aborts; NCCL's own watchdog would end the whole process.
-    options._timeout = timedelta(seconds=10 * member.timeout_s)
-    ranks = ProcessGroupNCCL(store, member.rank, member.size, options)
-    return Group(cast(Ranks, ranks), member.size, _nccl_ends)
+    options._timeout = timedelta(seconds=10 * member.timeout_s)  # the caller keeps the deadline and aborts
+    options.config.blocking = 0  # a blocking communicator that waits for a dead member cannot be aborted
+    with _environment(_NCCL_VARIABLES | {"TORCH_NCCL_NONBLOCKING_TIMEOUT": str(math.ceil(member.timeout_s))}):
+        ranks = ProcessGroupNCCL(store, member.rank, member.size, options)
+        group = Group(cast(Ranks, ranks), member.size, _nccl_ends, store)
+        # NCCL connects in the first collective.
+        share(group, 0, device=member.device, timeout_s=member.timeout_s, check=lambda: None)
+    return group
+
+
+_NCCL_VARIABLES = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+"""Keep NCCL's watchdog from ending the whole process when another member is gone. Read by the constructor."""
+
+
+@contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    """Has these variables set for the time of the block."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def _nccl_ends(work: Work, seconds: float) -> bool:
@@ -86,11 +114,42 @@ TRANSPORTS: dict[str, Transport] = {
 }
 
 
+def with_index(device: str) -> torch.device:
+    """The device; a GPU without an index is the first one that the process sees. Does not touch CUDA."""
+    named = torch.device(device)
+    return torch.device("cuda", 0) if named.type == "cuda" and named.index is None else named
+
+
+def use_own_stream(device: torch.device) -> None:
+    """On a GPU the calling thread computes on a stream of its own from now on: on the default stream it would wait for
+    all kernels that training or decoding has queued there."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.cuda.set_stream(torch.cuda.Stream(device))
+
+
 def device_name(device: torch.device) -> str:
-    """ "cpu", or a name that no other accelerator has."""
+    """ "cpu", or a name that no other GPU has. Does not touch CUDA, which an engine that starts in another thread may
+    not bear."""
     if device.type != "cuda":
         return device.type
-    return f"cuda {torch.cuda.get_device_properties(device).uuid}"
+    visible = [card.strip() for card in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    index = device.index or 0
+    card = visible[index] if index < len(visible) and visible[index] else str(index)
+    return f"cuda {socket.gethostname()} {card}"
+
+
+def transport_of(config: Config) -> str:
+    """`weights.transport`, where "auto" of a deterministic run is gloo. Raises ConfigError for NCCL in such a run."""
+    name = config.weights.transport
+    if not config.deterministic:
+        return name
+    if name == "nccl":
+        raise ConfigError(
+            "weights.transport = 'nccl' with deterministic: a deterministic engine sets NCCL variables that the "
+            "learner does not have, so that the two would wait for each other; use weights.transport=gloo or auto"
+        )
+    return "gloo" if name == "auto" else name
 
 
 def choose_transport(name: str, devices: Sequence[str]) -> str:

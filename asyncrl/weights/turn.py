@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from asyncrl.weights.exchange import Mailbox, T
+from asyncrl.weights.exchange import Mailbox, T, parse
 from asyncrl.weights.messages import ABORT, DROPPED, ReceivedBody
 
 
@@ -46,17 +46,25 @@ class Turn:
 
     def raise_if_over(self) -> None:
         """Raises GivenUp when the sender gave the round up, and SessionLost when it dropped this receiver."""
-        abort = self.read("abort", ABORT)
+        name = f"abort/{self._suffix}"
+        abort, offer, dropped = self.mail.look(
+            [name, f"offer/{self.incarnation}/{self.number + 1}", dropped_name(self.incarnation)]
+        )
         if abort is not None:
-            raise GivenUp(abort["reason"])
-        if self.mail.has(f"offer/{self.incarnation}/{self.number + 1}"):
+            raise GivenUp(parse(name, abort, ABORT)["reason"])
+        if offer is not None:
             raise GivenUp("another offer came")
-        raise_if_dropped(self.mail, self.incarnation)
+        raise_if_dropped(self.mail, self.incarnation, dropped)
 
 
-def raise_if_dropped(mail: Mailbox, incarnation: str) -> None:
-    """Raises SessionLost with the sender's reason when it goes on without this receiver."""
-    dropped = mail.read(f"dropped/{incarnation}", DROPPED)
-    if dropped is not None:
-        mail.delete(f"dropped/{incarnation}")
-        raise SessionLost(f"dropped by learner rank 0: {dropped['reason']}")
+def dropped_name(incarnation: str) -> str:
+    """The name of the message that this receiver was dropped."""
+    return f"dropped/{incarnation}"
+
+
+def raise_if_dropped(mail: Mailbox, incarnation: str, text: bytes | None) -> None:
+    """Raises SessionLost with the sender's reason where there is such a message."""
+    if text is not None:
+        name = dropped_name(incarnation)
+        mail.delete(name)
+        raise SessionLost(f"dropped by learner rank 0: {parse(name, text, DROPPED)['reason']}")

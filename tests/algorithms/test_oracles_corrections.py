@@ -15,6 +15,7 @@ from asyncrl.algorithms.corrections import (
     effective_sample_size,
     importance_weights,
     loglinear_proximal,
+    mismatch_kl,
     opsm_mask,
     weight_moments,
 )
@@ -195,3 +196,13 @@ def test_adaptive_kl_refuses_what_would_spoil_it() -> None:
         AdaptiveKL(0.2, 0.1, 0)
     with pytest.raises(ValueError, match="kl = nan: the divergence from the reference must be finite"):
         AdaptiveKL(0.2, 0.1, 100).update(math.nan, 8)
+
+
+@given(st.floats(-100.0, 100.0, width=32) | st.floats(-(2.0**-20), 2.0**-20, width=32))
+def test_mismatch_is_precise_and_never_negative(log_ratio: float) -> None:
+    (got,) = mismatch_kl(torch.tensor([log_ratio])).tolist()
+    bounded = max(-20.0, min(20.0, log_ratio))
+    # e^d - 1 - d: its series where the difference cancels.
+    near = bounded**2 / 2 + bounded**3 / 6 + bounded**4 / 24
+    expected = near if abs(log_ratio) < 1e-3 else math.expm1(bounded) - log_ratio
+    assert got >= 0 and got == pytest.approx(expected, rel=1e-6, abs=1e-20)

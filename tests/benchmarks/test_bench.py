@@ -13,14 +13,15 @@ import pytest
 from rich.console import Console
 
 from benchmarks.__main__ import ROWS, load
-from benchmarks.frame import ROUND, CannotRun, Limit, Result, Round, Row, follow, one_thread, output_of
-from benchmarks.results import Results, print_moves, print_table
+from benchmarks.frame import ROOT, ROUND, CannotRun, Limit, Origin, Result, Round, Row, follow, one_thread, output_of
+from benchmarks.results import Results, markdown, origin_here, print_moves, print_table
 
+ORIGIN = Origin("abc1234", "2026-01-31", {"cores": 2})
 ROW = Row("one", "another", {"ratio": Limit(0.9), "cost": Limit(1.3, at_most=True)}, measure=lambda _: iter([]))
 
 
-def results(*rounds: Round, reason: str = "", quick: bool = False) -> Results:
-    return Results({"cores": 2}, quick, {"row": Result("row", list(rounds), reason)})
+def results(*rounds: Round, reason: str = "", quick: bool = False, origin: Origin = ORIGIN) -> Results:
+    return Results(quick, {"row": Result("row", list(rounds), reason, origin)})
 
 
 def shown(now: Results, before: Results | None = None) -> tuple[str, int]:
@@ -115,12 +116,43 @@ def test_results_come_back_from_their_file(tmp_path: Path) -> None:
         Results.read(path)
 
 
-def test_rows_of_the_same_machine_stay_in_the_file(tmp_path: Path) -> None:
-    before, now = results({"ratio": 0.95}), Results({"cores": 2}, False, {"other": Result("other")})
+def test_rows_that_are_not_measured_again_stay_in_the_file_with_their_origin(tmp_path: Path) -> None:
+    before, now = results({"ratio": 0.95}), Results(False, {"other": Result("other")})
     now.keep(before, tmp_path)
     assert now.rows.keys() == {"other", "row"}
-    with pytest.raises(SystemExit, match="holds results of another machine"):
-        now.keep(Results({"cores": 4}, False), tmp_path)
+    assert now.rows["row"].origin == ORIGIN
+    with pytest.raises(SystemExit, match="holds results of the other form"):
+        now.keep(Results(True), tmp_path)
+
+
+def test_a_ratio_to_a_bound_that_is_exceeded_is_not_reached() -> None:
+    assert Limit(0.9, bound=True).is_valid(1.05) and not Limit(0.9, bound=True).is_valid(1.06)
+    assert Limit(0.9).is_valid(3.0)
+    console = Console(width=200, file=io.StringIO())
+    row = Row("one", "another", {"ratio": Limit(0.9, bound=True)}, measure=lambda _: iter([]))
+    print_table(results({"ratio": 1.3}), {"row": row}, console)
+    assert isinstance(console.file, io.StringIO)
+    assert "bound not valid" in console.file.getvalue() and "reached" not in console.file.getvalue()
+
+
+def test_a_comparison_names_both_commits_and_another_machine() -> None:
+    other = Origin("def5678", "2026-02-01", {"cores": 64})
+    text, _ = shown(results({"ratio": 0.9}, origin=other), results({"ratio": 0.9}))
+    assert "row: commit abc1234 (2026-01-31) against def5678 (2026-02-01); before on another machine" in text
+
+
+def test_origin_of_a_measurement_is_this_checkout() -> None:
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    origin = origin_here()
+    assert head.startswith(origin.commit.removesuffix("-dirty"))
+    assert origin.machine["cores"] >= 1
+
+
+def test_table_of_the_documentation_is_that_of_the_results() -> None:
+    """`python -m benchmarks --markdown benchmarks/results/cpu-2-cores.json` prints it."""
+    file = Results.read(ROOT / "benchmarks/results/cpu-2-cores.json")
+    table = "\n".join(markdown(file, {name: load(name) for name in ROWS}))
+    assert table in (ROOT / "docs/performance.md").read_text()
 
 
 def test_command_refuses_a_row_that_there_is_not() -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.launch.zygote import Zygote
 from tests.chaos.runs import Chaos
-from tests.helpers.demo import make_demo
 
 FULL = bool(os.environ.get("CHAOS"))
 """`make chaos` sets it; without, each test is a short form of itself."""
@@ -36,19 +36,14 @@ def full() -> bool:
     return FULL
 
 
-@pytest.fixture(scope="session")
-def demo_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_demo(tmp_path_factory.mktemp("chaos"))
-
-
 @pytest.fixture
-def chaos(demo_folder: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., Chaos]]:
+def chaos(demo_folder: Path, preloaded: Zygote, request: pytest.FixtureRequest) -> Iterator[Callable[..., Chaos]]:
     """Makes runs of the demo that things happen to; whatever is left of them is ended."""
     made: list[Chaos] = []
 
     def make(*settings: str, name: str = "", folder: Path = demo_folder, seen_from: Path = Path("/")) -> Chaos:
         own = request.node.name.replace("[", "-").replace("]", "")
-        made.append(Chaos(folder, name or own, settings, seen_from))
+        made.append(Chaos(folder, name or own, settings, preloaded, seen_from))
         return made[-1]
 
     yield make

@@ -14,6 +14,8 @@ from typing import Any
 import psutil
 import pyarrow.parquet as pq
 
+from asyncrl.launch.zygote import Zygote
+from tests.helpers.preloaded import Command
 from tests.helpers.runs import SMALL, Launched, check_ledger
 
 LEARNING = ["learner.warmup_steps=10", "learner.lr=3e-4"]
@@ -29,11 +31,12 @@ PATIENT = [
 class Chaos:
     """One run of the demo through several launches."""
 
-    def __init__(self, folder: Path, name: str, settings: tuple[str, ...], seen_from: Path = Path("/")) -> None:
+    def __init__(self, folder: Path, name: str, settings: tuple[str, ...], preloaded: Zygote, seen_from: Path) -> None:
         """`seen_from` is where the run's own / is to be found."""
         self.folder = folder
         self.seen_at = seen_from / folder.relative_to("/")
         self.name = name
+        self._preloaded = preloaded
         self.settings = [*SMALL, *LEARNING, *PATIENT, *settings]
         self.launched: Launched | None = None
 
@@ -45,13 +48,17 @@ class Chaos:
         """Launches the run, or resumes it when there is one. `prefix` is a command that starts the launch."""
         resumes = (self.run_dir / "config.yaml").exists()
         how = ["--resume"] if resumes else ["--config", "demo", *self.settings]
-        process = subprocess.Popen(
-            [*prefix, sys.executable, "-m", "asyncrl.cli", "launch", "--run", self.name, *how, *more],
-            cwd=self.folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        arguments = ["launch", "--run", self.name, *how, *more]
+        if not prefix:
+            process = Command(self._preloaded, self.folder, arguments)
+        else:
+            process = subprocess.Popen(
+                [*prefix, sys.executable, "-m", "asyncrl.cli", *arguments],
+                cwd=self.folder,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
         self.launched = Launched(self.seen_at, self.name, process)
         return self.launched
 
@@ -72,12 +79,12 @@ class Chaos:
         found: dict[str, int] = {}
         for child in psutil.Process(self.launched.process.pid).children():
             try:
-                arguments = child.cmdline()
+                # A role that was forked has one title where others have arguments.
+                arguments = " ".join(child.cmdline()).split()
             except psutil.NoSuchProcess:
                 continue
             if "asyncrl.launch.role" in arguments:
-                spec = json.loads(arguments[arguments.index("asyncrl.launch.role") + 1])
-                found[spec["role"] if spec["role"] == "replay" else f"{spec['role']}-{spec['index']}"] = child.pid
+                found[arguments[arguments.index("asyncrl.launch.role") + 1]] = child.pid
         return found
 
     def wait_for_step(self, step: int, *, timeout_s: float = 120.0) -> bool:

@@ -16,7 +16,7 @@ import pytest
 from tests.chaos.runs import Chaos, check_complete
 from tests.chaos.small_disk import SmallDisk
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.system, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 Make = Callable[..., Chaos]
 
@@ -100,10 +100,8 @@ def flip(file: Path, dice: random.Random) -> None:
 
 
 @pytest.mark.parametrize("jump_s", [100_000, -5_000])
-def test_clock_jumps_between_two_launches(chaos: Make, jump_s: int, full: bool) -> None:
+def test_clock_jumps_between_two_launches(chaos: Make, jump_s: int) -> None:
     """The machine's monotonic clock is another one after a restart of the machine."""
-    if jump_s < 0 and not full:
-        pytest.skip("only in the long form (make chaos)")
     prefix = ("unshare", "-Ur", "-T", "--monotonic", str(jump_s), "--boottime", str(jump_s))
     probe = subprocess.run([*prefix, "true"], capture_output=True, text=True, timeout=10, check=False)
     if probe.returncode:

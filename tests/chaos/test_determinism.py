@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from asyncrl.launch.zygote import Zygote
 from tests.chaos.runs import Chaos, check_complete
+from tests.helpers.preloaded import Command
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
@@ -34,6 +34,7 @@ def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> boo
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.slow
 def test_same_seed_same_run_and_resume_changes_nothing(chaos: Make, full: bool) -> None:
     settings = ["deterministic=true", "replay.max_staleness=0", f"steps={STEPS}", "checkpoint.every_steps=2"]
     runs = [chaos(*settings, name=f"deterministic-{name}") for name in ("first", "second", "resumed", "two")]
@@ -59,20 +60,34 @@ def test_same_seed_same_run_and_resume_changes_nothing(chaos: Make, full: bool) 
         assert same(weights(other.run_dir / "model"), weights(first.run_dir / "model")), other.name
 
 
-def test_journal_alone_gives_the_same_weights(chaos: Make, demo_folder: Path) -> None:
+def offline(preloaded: Zygote, folder: Path, *arguments: str) -> str:
+    """What `asyncrl replay` prints when it ends well."""
+    command = Command(preloaded, folder, ["replay", *arguments])
+    output, _ = command.communicate(timeout=200)
+    assert command.returncode == 0, output
+    return output
+
+
+def test_a_deterministic_run_and_its_journal_alone_give_the_same_weights(
+    chaos: Make, preloaded: Zygote, demo_folder: Path
+) -> None:
+    settings = ["deterministic=true", "replay.max_staleness=0", "steps=4", "journal.keep=all"]
+    run = chaos(*settings, name="deterministic")
+    run.start()
+    check_complete(run, run.finish(timeout_s=200), 4)
+    output = offline(preloaded, demo_folder, str(run.run_dir), "--out", "same")
+    assert "weights identical" in output and "yes" in output
+    assert same(weights(demo_folder / "same" / "model"), weights(run.run_dir / "model"))
+
+
+@pytest.mark.slow
+def test_journal_alone_gives_the_same_weights(chaos: Make, preloaded: Zygote, demo_folder: Path) -> None:
     run = chaos(f"steps={STEPS}", "launch.learners=2", "journal.keep=all", name="recorded")
     run.start()
     run.finish(timeout_s=200)
-
-    def replay(*arguments: str) -> str:
-        command = [sys.executable, "-m", "asyncrl.cli", "replay", str(run.run_dir), *arguments]
-        done = subprocess.run(command, cwd=demo_folder, capture_output=True, text=True, timeout=200, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    output = replay("--out", "again")
+    output = offline(preloaded, demo_folder, str(run.run_dir), "--out", "again")
     assert "weights identical" in output and "yes" in output
     assert same(weights(demo_folder / "again" / "model"), weights(run.run_dir / "model"))
-    output = replay("--loss", "cispo", "--lr", "1e-4", "--out", "other")
+    output = offline(preloaded, demo_folder, str(run.run_dir), "--loss", "cispo", "--lr", "1e-4", "--out", "other")
     assert not same(weights(demo_folder / "other" / "model"), weights(run.run_dir / "model"))
     assert "learner/loss" in output

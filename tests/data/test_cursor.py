@@ -15,6 +15,7 @@ from asyncrl.config import Config
 from asyncrl.data.cursor import PromptCursor
 from asyncrl.errors import ConfigError
 from tests.data.conftest import row
+from tests.helpers.examples import examples
 
 Write = Callable[..., Config]
 
@@ -37,7 +38,7 @@ def test_order_is_that_of_the_seed(dataset: Write) -> None:
     assert rows(PromptCursor(dataset(files, data__shuffle=False), limit_tokens=10), 9) == list(range(9))
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(20), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(before=st.integers(0, 23))
 def test_resumes_after_the_last_prompt_wherever_it_was(dataset: Write, before: int) -> None:
     config = dataset([row(i) for i in range(5)])
@@ -87,7 +88,7 @@ def dataset_with(config: Config, seed: int) -> Config:
     return config.model_copy(update={"seed": seed})
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(15), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(before=st.integers(0, 40), shuffle=st.booleans())
 def test_weighted_stream_resumes_exactly(dataset: Write, before: int, shuffle: bool) -> None:
     files = [row(i) for i in range(5)], [row(0), row(1, prompt="12345678901"), row(2)], [row(0)]

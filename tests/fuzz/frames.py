@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from asyncrl.replay.codec import pack_group, pack_leases
-from asyncrl.replay.wire import Array, encode
+from asyncrl.replay.wire import Arrays, encode
 from asyncrl.types import Lease, Prompt
 from tests.helpers.replay import PROMPT_TOKENS, make_group
 
@@ -27,7 +27,7 @@ STATS = {
 METRICS = {"learner/loss": 0.25, "learner/wait_s": 0.1, "weights/syncs": 3.0}
 
 
-def frames_of(kind: str, body: Any, arrays: Sequence[Array] = (), *, seq: int = 1) -> list[bytes]:
+def frames_of(kind: str, body: Any, arrays: Sequence[Arrays] = (), *, seq: int = 1) -> list[bytes]:
     return [bytes(frame) for frame in encode(RUN_ID, kind, body, seq=seq, arrays=arrays)]
 
 
@@ -38,7 +38,9 @@ def prompt(row: int) -> Prompt:
 
 
 def finish_frames(ticket: int, attempt: int, row: int, version: int, *, seq: int = 1) -> list[bytes]:
-    return frames_of("finish", *pack_group(make_group(Lease(ticket, attempt, prompt(row)), version)), seq=seq)
+    """As `GeneratorClient` sends it: all arrays in one frame."""
+    meta, block = pack_group(make_group(Lease(ticket, attempt, prompt(row)), version))
+    return frames_of("finish", meta, [block], seq=seq)
 
 
 def ask_body(
@@ -58,6 +60,10 @@ def ask_body(
         "num_groups": num_groups,
         "num_evaluations": num_evaluations,
         "stats": STATS,
+        "working_on": [
+            {"ticket": 0, "attempt": 0, "evaluation": False},
+            {"ticket": 1, "attempt": 0, "evaluation": True},
+        ],
     }
 
 
@@ -107,8 +113,8 @@ def requests(step: int = 0) -> dict[str, list[bytes]]:
         "stop": frames_of("stop", {"text": "enough"}),
         "value": frames_of("value", value, rows),
         "train": frames_of("train", take_body(1), [np.ones(3, dtype=np.float32)]),
-        "save": frames_of("save", {"rank": 0, "folder": "checkpoints", "what": "model"}),
-        "restore": frames_of("restore", {"rank": 0, "folder": "checkpoints"}),
+        "save": frames_of("save", {"rank": 0, "step": 1, "what": "model"}),
+        "restore": frames_of("restore", {"rank": 0, "step": 1}),
         "leave": frames_of("leave", {"rank": 0}),
     }
 
@@ -130,7 +136,7 @@ def answers(seq: int = 1, *, ticket: int = 0, attempt: int = 0, step: int = 1) -
     shard = {"step": step, "outcome": "shard", "groups": [meta]}
     evaluation = {"outcome": "ended", "step": step, "metrics": METRICS}
     committed = {"metrics": METRICS, "state": b"state", "checkpoint_wanted": False}
-    bodies: dict[str, tuple[Any, Sequence[Array]]] = {
+    bodies: dict[str, tuple[Any, Sequence[Arrays]]] = {
         "leases": (leases, [tokens]),
         "finished": ({"kept": [{"ticket": ticket, "attempt": attempt, "evaluation": False}]}, []),
         "shard": (shard, [arrays]),

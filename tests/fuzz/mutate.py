@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,6 +33,11 @@ SHAPES: list[Any] = [
     [1] * 9, [[1]],
     [1 << 32, 1 << 32], [(1 << 64) - 1], [0] * 9,
 ]  # fmt: skip
+WORDS = [struct.pack("<f", value) for value in (float("nan"), float("inf"), 1e38, 0.0)]
+WORDS += [struct.pack("<i", value) for value in (-1, -2, 1, (1 << 31) - 1, -(1 << 31))]
+"""Values of an array of either type."""
+MAX_STRETCHED_BYTES = 8 << 20
+"""So that a message stretched twice does not fill the memory of who makes it."""
 
 Frames = list[bytes]
 
@@ -41,53 +47,61 @@ class Mutator:
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
-        self._header_ways: list[Callable[[dict[Any, Any], Sequence[Frames]], object]] = [
+        self.header_ways: list[Callable[[dict[Any, Any], Sequence[Frames]], object]] = [
             self._replace_leaf, self._replace_leaf, self._replace_leaf, self._replace_leaf, self._remove_key,
             self._add_key, self._swap_field, self._lie_about_array, self._stretch_list,
         ]  # fmt: skip
 
     def mutant(self, pool: Sequence[Frames]) -> Frames:
-        """An unsound message; never a sound one of a kind that ends the run."""
+        """Another message than the one it is made of; never a sound one of a kind that ends the run."""
         while True:
-            frames = self._mutate(list(self._random.choice(pool)), pool)
+            drawn = self._random.choice(pool)
+            frames = self._mutate(list(drawn), pool)
+            if frames == drawn:
+                continue
             if not any(name.encode() in frame for frame in frames[:1] for name in ENDING) or not _is_sound(frames):
                 return frames
 
     def _mutate(self, frames: Frames, pool: Sequence[Frames]) -> Frames:
         draw = self._random.random()
         if draw < 0.12:
-            return self._flip_bits(frames)
+            return self.flip_bits(frames)
         if draw < 0.18:
-            return self._cut(frames)
+            return self.cut(frames)
         if draw < 0.26:
-            return self._shuffle(frames, pool)
+            return self.shuffle(frames, pool)
         if draw < 0.28:
             return [self._random.randbytes(self._random.randrange(64)) for _ in range(self._random.randrange(4))] or [
                 b""
             ]
         header = msgpack.unpackb(frames[0])
         for _ in range(1 if draw < 0.85 else 3):
-            self._random.choice(self._header_ways)(header, pool)
+            self._random.choice(self.header_ways)(header, pool)
         try:
             frames[0] = msgpack.packb(header)
         except (ValueError, OverflowError):
-            return self._flip_bits(frames)
+            return self.flip_bits(frames)
         return frames
 
-    def _flip_bits(self, frames: Frames) -> Frames:
+    def flip_bits(self, frames: Frames) -> Frames:
         index = self._random.randrange(len(frames))
         damaged = bytearray(frames[index])
+        if index and len(damaged) >= 4 and self._random.random() < 0.3:
+            at = 4 * self._random.randrange(len(damaged) // 4)
+            damaged[at : at + 4] = self._random.choice(WORDS)
+            frames[index] = bytes(damaged)
+            return frames
         for _ in range(self._random.choice((1, 1, 1, 2, 8)) if damaged else 0):
             damaged[self._random.randrange(len(damaged))] ^= 1 << self._random.randrange(8)
         frames[index] = bytes(damaged)
         return frames
 
-    def _cut(self, frames: Frames) -> Frames:
+    def cut(self, frames: Frames) -> Frames:
         index = self._random.randrange(len(frames))
         frames[index] = frames[index][: self._random.randrange(len(frames[index]) + 1)]
         return frames
 
-    def _shuffle(self, frames: Frames, pool: Sequence[Frames]) -> Frames:
+    def shuffle(self, frames: Frames, pool: Sequence[Frames]) -> Frames:
         index, other = self._random.randrange(len(frames)), self._random.randrange(len(frames))
         match self._random.randrange(5):
             case 0:
@@ -141,24 +155,32 @@ class Mutator:
 
     def _swap_field(self, header: dict[Any, Any], pool: Sequence[Frames]) -> None:
         other = msgpack.unpackb(self._random.choice(pool)[0])
-        name = self._random.choice(("kind", "body", "arrays", "seq"))
-        header[name] = other[name]
+        names = [name for name in ("kind", "body", "arrays", "seq") if other[name] != header.get(name)]
+        if names:
+            name = self._random.choice(names)
+            header[name] = other[name]
 
     def _lie_about_array(self, header: dict[Any, Any], _: Sequence[Frames]) -> None:
-        specs = header.get("arrays")
-        if not isinstance(specs, list) or not specs:
-            header["arrays"] = [["i4", [0]]]
+        frames = header.get("arrays")
+        if not isinstance(frames, list) or not frames:
+            header["arrays"] = [[["i4", [0]]]]
             return
-        spec = self._random.choice(specs)
+        specs = self._random.choice(frames)
+        spec = self._random.choice(specs) if isinstance(specs, list) and specs else None
         if not isinstance(spec, list) or len(spec) != 2:
+            frames.append([["i4", self._value(SHAPES)]])
             return
-        match self._random.randrange(4):
+        match self._random.randrange(6):
             case 0:
-                spec[0] = self._random.choice(DTYPES)
+                spec[0] = self._random.choice([name for name in DTYPES if name != spec[0]])
             case 1:
-                spec[1] = self._value(SHAPES)
+                spec[1] = self._value([shape for shape in SHAPES if shape != spec[1]])
             case 2 if isinstance(spec[1], list) and spec[1] and type(spec[1][0]) is int:
                 spec[1][0] += self._random.choice((-1, 1))
+            case 3:
+                specs.remove(spec)
+            case 4:
+                specs.append(copy.deepcopy(spec))
             case _:
                 spec.append(0)
 
@@ -166,9 +188,16 @@ class Mutator:
         container, key = self._leaf(header)
         value = container[key]
         times = self._random.choice((0, 2, 2, 3, 40) if self._random.random() < 0.99 else (70_000,))
-        if isinstance(value, list | str) and len(value) > 1000:
-            times = min(times, 2)
+        if times * _num_bytes(value) > MAX_STRETCHED_BYTES:
+            times = 2
         container[key] = value * times if isinstance(value, list | str) else [value] * times
+
+
+def _num_bytes(value: Any) -> int:
+    try:
+        return len(msgpack.packb(value))
+    except (ValueError, OverflowError):  # it cannot be sent at all
+        return 0
 
 
 def _is_sound(frames: Frames) -> bool:

@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from contextlib import suppress
 
+import msgpack
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.errors import ProtocolError
+from asyncrl.replay.codec import check_group
 from asyncrl.replay.messages import ANSWERS, BODIES, WITH_ARRAYS
 from asyncrl.replay.wire import decode
 from tests.fuzz.drive import fuzz_clients, fuzz_server
-from tests.fuzz.frames import RUN_ID, answers, requests
+from tests.fuzz.frames import GROUP_SIZE, RUN_ID, answers, requests
 from tests.fuzz.mutate import ENDING, Mutator
+from tests.helpers.examples import examples
 
 SOUND = requests() | answers()
+REASONS = [
+    "schema version", "does not have the id of this run", "unknown kind", "sequence number", "header is not msgpack",
+    "header is .*, expected a map", "frames do not fit the header's list", "frames of arrays, this kind has none",
+    "is not a list of arrays", "bytes does not hold", "a truth value is neither", "array description",
+    "no frame holds", "Field required", "Extra inputs are not permitted", "Input should be",
+    "should have at (most|least)",
+    "Keys should be strings", "a header of .* are read",
+    r"\d+ \w+, a group has", "expected frames of tokens", "lengths do not add up",
+    "is negative", "a token has a version if and only if", "older than the version", "behavior_logprobs are not finite",
+    "reward .* is not finite", "is not between",
+]  # fmt: skip
+"""What `decode` and `check_group` say; `tests/replay/test_wire.py` has an empty message."""
 
 
 def test_every_kind_is_mutated() -> None:
@@ -46,14 +62,50 @@ def test_mutants_are_unsound_mostly_and_the_same_for_a_seed() -> None:
     assert outcomes["sound"] > 30, "some get past the schema, to the rules"
 
 
-@settings(max_examples=500, deadline=None)
+def test_every_way_to_mutate_changes_what_is_sent() -> None:
+    mutator, pool = Mutator(3), list(SOUND.values())
+    for way in mutator.header_ways:
+        changed: Counter[bool] = Counter()
+        for frames in pool * 20:
+            header = msgpack.unpackb(frames[0])
+            way(header, pool)
+            changed[header != msgpack.unpackb(frames[0])] += 1
+        assert changed[True] > 0.75 * changed.total(), way.__name__
+    with_arrays = [frames for frames in pool if len(frames) > 1]
+    for frames in with_arrays * 50:
+        header = msgpack.unpackb(frames[0])
+        mutator._lie_about_array(header, pool)
+        assert header["arrays"] != msgpack.unpackb(frames[0])["arrays"]
+    for way in (mutator.flip_bits, mutator.cut, lambda frames: mutator.shuffle(frames, pool)):
+        changed = Counter(way(list(frames)) != frames for frames in pool * 20)
+        assert changed[True] > 0.5 * changed.total()
+    assert all(mutator.mutant([frames]) != frames for frames in pool * 20)
+
+
+def test_every_reason_to_refuse_a_message_is_reached() -> None:
+    mutator, reasons = Mutator(4), Counter[str]()
+    pool = [*SOUND.values(), *[SOUND["finish"]] * 16]
+    for _ in range(12_000):
+        frames = mutator.mutant(pool)
+        try:
+            message = decode(RUN_ID, frames)
+            if message.kind == "finish":
+                check_group(message.body, message.arrays, group_size=GROUP_SIZE)
+        except ProtocolError as error:
+            found = [reason for reason in REASONS if re.search(reason, str(error))]
+            reasons.update(found or [str(error)])
+    assert set(reasons) <= set(REASONS), "a reason that the table lacks"
+    assert [reason for reason in REASONS if not reasons[reason]] == [], reasons
+
+
+@settings(max_examples=examples(500))
 @given(st.lists(st.binary(max_size=200), max_size=4))
 def test_any_bytes_are_refused_with_a_protocol_error(frames: list[bytes]) -> None:
     with pytest.raises(ProtocolError):
         decode(RUN_ID, frames)
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=examples(1000))
 @given(st.sampled_from(sorted(SOUND)), st.data())
 def test_a_damaged_message_is_refused_or_read(kind: str, data: st.DataObject) -> None:
     frames = [bytearray(frame) for frame in SOUND[kind]]

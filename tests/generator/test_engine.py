@@ -12,7 +12,7 @@ import torch
 from generator_model import EOS, reference_logprobs, run_all, weights_of
 from transformers import Qwen2ForCausalLM
 
-from asyncrl.errors import InvariantError, RunError
+from asyncrl.errors import ConfigError, InvariantError, RunError
 from asyncrl.generator import vllm_setup
 from asyncrl.generator.engine import Completion, Engine
 from asyncrl.generator.vllm_plugin import register
@@ -25,7 +25,7 @@ Policies = list[Qwen2ForCausalLM]
 
 
 def recomputing(make_engine: EngineMaker) -> Engine:
-    return make_engine(weights__kv_cache="recompute")
+    return make_engine(weights__kv_cache="recompute", generator__engine_options={"max_num_batched_tokens": 256})
 
 
 def keeping(make_engine: EngineMaker) -> Engine:
@@ -248,3 +248,9 @@ def test_nothing_runs_before_the_first_version(make_engine: EngineMaker) -> None
 def test_registering_the_plugin_twice_is_fine() -> None:
     register()
     register()
+
+
+def test_engine_options_reach_the_engine(make_engine: EngineMaker) -> None:
+    assert recomputing(make_engine)._engine.vllm_config.scheduler_config.max_num_batched_tokens == 256
+    with pytest.raises(ConfigError, match=r"generator.engine_options = \{'block_size': -1\}: vLLM refuses: "):
+        make_engine(generator__engine_options={"block_size": -1})

@@ -1,15 +1,24 @@
-"""The ceiling for weights, and seeds of engines."""
+"""The ceiling for weights, seeds and options of engines."""
 
 from __future__ import annotations
 
+import dataclasses
+from functools import partialmethod
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
+from generator_model import small_config
+from helpers.replay import loopback_endpoints
 from safetensors.torch import save_file
 
+from asyncrl.config import load_config
+from asyncrl.config.passthrough import ENGINE_REFUSED
 from asyncrl.errors import ConfigError
+from asyncrl.generator import loop
 from asyncrl.generator.start import engine_seed, max_weight_bytes
+from asyncrl.generator.vllm_setup import check_engine_options
 
 
 def test_the_ceiling_is_above_float32_whatever_the_precision_on_disk(tmp_path: Path) -> None:
@@ -35,3 +44,53 @@ def test_a_folder_without_weights_is_named(tmp_path: Path) -> None:
 def test_no_engine_draws_what_another_drew() -> None:
     seeds = {engine_seed(seed, index, start) for seed in range(3) for index in range(4) for start in range(5)}
     assert len(seeds) == 60
+
+
+def test_the_receiver_joins_before_the_engine_starts_and_receives_when_it_is_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    class Receiver:
+        def __init__(self, *_: object, device: str, **__: object) -> None:
+            calls.append(device)
+
+        start = partialmethod(lambda self: calls.append("joins"))
+        engine_is_up = partialmethod(lambda self: calls.append("receives"))
+        close = partialmethod(lambda self: calls.append("leaves"))
+
+    class UpError(Exception):
+        pass
+
+    def engine(*_: object, **__: object) -> MagicMock:
+        calls.append("engine")
+        return MagicMock()
+
+    monkeypatch.setattr("asyncrl.weights.receiver.WeightReceiver", Receiver)
+    monkeypatch.setattr("asyncrl.rewards.workers.RewardPool", MagicMock())
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(loop, "max_weight_bytes", lambda path: 1)
+    monkeypatch.setattr(loop, "Engine", engine)
+    monkeypatch.setattr(loop, "GeneratorClient", MagicMock(side_effect=UpError))
+    with pytest.raises(UpError):
+        loop.run_generator(
+            load_config("demo"), index=0, endpoints=loopback_endpoints(1), run_dir=tmp_path, should_stop=lambda: True
+        )
+    assert calls == ["cuda:0", "joins", "engine", "receives", "leaves"]
+
+
+def test_engine_options_must_be_ones_of_the_installed_vllm(model_path: str) -> None:
+    check_engine_options(small_config(model_path, generator__engine_options={"max_num_batched_tokens": 64}))
+    options = {"max_num_batch_tokens": 64}
+    rule = (
+        r"engine_options.max_num_batch_tokens: vllm.EngineArgs has no such option; did you mean max_num_batched_tokens"
+    )
+    with pytest.raises(ConfigError, match=rule):
+        check_engine_options(small_config(model_path, generator__engine_options=options))
+
+
+def test_refused_engine_options_are_ones_of_the_installed_vllm() -> None:
+    from vllm import EngineArgs
+
+    known = {field.name for field in dataclasses.fields(EngineArgs)}
+    assert ENGINE_REFUSED.keys() <= known

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import nan
 
 import numpy as np
 import pytest
@@ -64,6 +65,26 @@ def test_a_greedy_completion_gives_its_reward_and_is_not_a_trajectory() -> None:
     assert [one.sampling(index) for index in range(2)] == ["training", "greedy"]
     group = make_group(one, Scored((4, 0), [1.0, 0.5], [{}, {}], ["", ""]), generator=0)
     assert len(group.trajectories) == 1 and (group.greedy_reward, group.greedy_tokens) == (0.5, 2)
-    failed = make_group(one, Scored((4, 0), [1.0, 0.0], [{}, {}], ["", "it broke"]), generator=0)
+    scored = Scored((4, 0), [1.0, nan], [{}, {}], ["", "it broke"])
+    failed = make_group(one, scored, generator=0, failed="refund")
     assert failed.greedy_reward is None
     assert [(t.status, t.error) for t in failed.trajectories] == [("failed", "it broke")]
+    zero = make_group(one, scored, generator=0)
+    assert zero.greedy_reward == 0.0
+    assert [(t.status, t.reward, t.error) for t in zero.trajectories] == [("completed", 1.0, "")]
+
+
+def test_a_reward_that_failed_is_0_or_fails_the_group() -> None:
+    scored = Scored((4, 0), [1.0, nan], [{"a": 1.0}, {}], ["", "it hangs"])
+    kept = make_group(running(), scored, generator=0, truncated_penalty=0.25)
+    assert [(t.status, t.reward, t.error) for t in kept.trajectories] == [
+        ("completed", 1.0, ""),
+        ("truncated", -0.25, "it hangs"),
+    ]
+    assert kept.trajectories[1].reward_parts == {"truncated": -0.25}
+    given_up = make_group(running(), scored, generator=0, failed="refund")
+    assert [(t.status, t.error) for t in given_up.trajectories] == [("completed", ""), ("failed", "it hangs")]
+    none = Scored((4, 0), [nan, nan], [{}, {}], ["it broke", "it hangs"])
+    for failed in ("zero", "refund"):
+        group = make_group(running(), none, generator=0, failed=failed)
+        assert [t.status for t in group.trajectories] == ["failed", "failed"]

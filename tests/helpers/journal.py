@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -30,8 +31,11 @@ def records_of(folder: Path) -> list[tuple[object, ...]]:
     return [plain(record) for _, record in read_journal(folder)]
 
 
-def write_batches(folder: Path, batches: list[list[Record]], *, rotate_after: int | None = None) -> list[Location]:
-    """A journal of these batches, a new segment begun after so many of them."""
+def write_batches(
+    folder: Path, batches: list[list[Record]], *, rotate_after: int | None = None, killed: bool = False
+) -> list[Location]:
+    """A journal of these batches, with a new segment after `rotate_after` of them. When its writer was `killed`, the
+    last segment was never synced."""
     journal = Journal(folder, flush="os")
     locations: list[Location] = []
     for number, batch in enumerate(batches, 1):
@@ -39,5 +43,15 @@ def write_batches(folder: Path, batches: list[list[Record]], *, rotate_after: in
         journal.write()
         if number == rotate_after:
             journal.rotate()
-    journal.close()
+    if killed:
+        kill_journal(journal)
+    else:
+        journal.close()
     return locations
+
+
+def kill_journal(journal: Journal) -> None:
+    """Ends the writer as SIGKILL would."""
+    os.close(journal._lock)
+    journal._writer.close()
+    journal._background.shutdown()

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 
 from asyncrl.config import Config, load_config
+from asyncrl.endpoints import Endpoints
+from asyncrl.replay.messages import LeaseName
 from asyncrl.replay.queue import ReplayQueue
-from asyncrl.types import NO_VERSION, Endpoints, Group, Lease, Prompt, Status, Trajectory
+from asyncrl.types import NO_VERSION, Group, Lease, Prompt, Status, Trajectory
 
 PROMPT_TOKENS = 3
 
@@ -53,6 +55,7 @@ def ask_queue(
     session: str | None = None,
     number: int | None = None,
     stats: dict[str, Any] | None = None,
+    working_on: Sequence[LeaseName] = (),
 ) -> tuple[list[Lease], str]:
     """An ask of a generator, by default the next one of its only session."""
     return queue.ask(
@@ -63,6 +66,7 @@ def ask_queue(
         num_evaluations,
         session=f"only session of {generator}" if session is None else session,
         number=next(_numbers) if number is None else number,
+        working_on=working_on,
     )
 
 
@@ -136,4 +140,4 @@ def make_group(
 
 
 def loopback_endpoints(port: int, run_id: str = "test") -> Endpoints:
-    return Endpoints(run_id, f"tcp://127.0.0.1:{port}", ("127.0.0.1", 0), ("127.0.0.1", 0))
+    return Endpoints(run_id, f"tcp://127.0.0.1:{port}", "tcp://127.0.0.1:0", "tcp://127.0.0.1:0")

@@ -15,6 +15,9 @@ from typing import Any
 
 import psutil
 
+from asyncrl.launch.zygote import Zygote
+from tests.helpers.preloaded import Command
+
 SMALL = [
     "replay.groups_per_step=8",
     "generator.group_size=4",
@@ -30,7 +33,7 @@ class Launched:
 
     folder: Path
     run: str
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[str] | Command
     tree: set[int] = field(default_factory=set)
 
     @property
@@ -53,7 +56,7 @@ class Launched:
         path = self.run_dir / "metrics.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
-    def wait_until(self, condition: Callable[[], bool], *, what: str, timeout_s: float = 90.0) -> None:
+    def wait_until(self, condition: Callable[[], bool], *, what: str, timeout_s: float = 120.0) -> None:
         deadline_s = time.monotonic() + timeout_s
         while not condition():
             self.note_tree()
@@ -76,6 +79,7 @@ class Launched:
         """Exit code and output, once the launch has ended by itself."""
         self.note_tree()
         output, _ = self.process.communicate(timeout=timeout_s)
+        assert self.process.returncode is not None
         return self.process.returncode, output
 
     def left_over(self, within_s: float = 3.0) -> list[int]:
@@ -106,11 +110,20 @@ def _runs(pid: int) -> bool:
         return False
 
 
-def start_launch(folder: Path, run: str, *arguments: str) -> Launched:
-    """`asyncrl launch` on the demo in `folder`, or on with a run there, with plain output."""
+def start_launch(folder: Path, run: str, *arguments: str, preloaded: Zygote | None) -> Launched:
+    """`asyncrl launch` on the demo in `folder`, or on with a run there, with plain output. Forked from a preloaded
+    process, or a process of its own."""
     how = [] if "--resume" in arguments else ["--config", "demo"]
-    command = [sys.executable, "-m", "asyncrl.cli", "launch", *how, "--run", run, *arguments]
-    process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    command = ["launch", *how, "--run", run, *arguments]
+    if preloaded is not None:
+        return Launched(folder, run, Command(preloaded, folder, command))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "asyncrl.cli", *command],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     return Launched(folder, run, process)
 
 

@@ -1,5 +1,5 @@
-"""A replay process without a queue: `stand_in_replay.py SPEC SECONDS [CODE]` says that all steps are done after so
-long, and ends with the exit code."""
+"""A replay process without a queue: `stand_in_replay.py SECONDS [CODE]` with its spec on standard input says that all
+steps are done after so long, and ends with the exit code."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 
 import zmq
 
-from asyncrl.launch.role import RoleSpec
+from asyncrl.launch.role import read_spec
 from asyncrl.replay.wire import decode, encode
 
 
 def main() -> None:
-    spec, until_s = RoleSpec.from_json(sys.argv[1]), float(sys.argv[2])
+    spec, until_s = read_spec(), float(sys.argv[1])
     stopped = Path(spec.run_dir) / "stopped"
     socket = zmq.Context.instance().socket(zmq.ROUTER)
     socket.bind(spec.endpoints.replay)
@@ -32,7 +32,7 @@ def main() -> None:
         )
     socket.close(linger=500)
     zmq.Context.instance().term()
-    sys.exit(int(sys.argv[3]) if len(sys.argv) > 3 else 0)
+    sys.exit(int(sys.argv[2]) if len(sys.argv) > 2 else 0)
 
 
 def status(done: bool) -> dict[str, object]:
@@ -41,7 +41,7 @@ def status(done: bool) -> dict[str, object]:
         "step": 3 if done else 0,
         "generators_wanted": 1,
         "metrics": {},
-        "generators": {"0": {"heard_ago_s": 0.0, "session": "a"}},
+        "generators": {"0": {"heard_ago_s": 0.0, "session": "a", "tokens": 0}},
         "learners": {"0": 0.0, "1": 0.0},
         "eval": {"prompts_done": 0, "last": None, "running": []},
         "catching_up": None,

@@ -6,6 +6,7 @@ import io
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,11 @@ from rich.console import Console
 
 from asyncrl.launch.interrupts import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, Interrupts
 from asyncrl.launch.local import LAUNCHERS, LocalLauncher
-from asyncrl.launch.resources import make_endpoints, plan_resources
+from asyncrl.launch.resources import plan_resources
 from asyncrl.launch.role import RoleSpec
 from asyncrl.launch.run import Run
-from tests.helpers.replay import small_config
+from tests.helpers.replay import loopback_endpoints, small_config
+from tests.helpers.sockets import socket_address
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -42,7 +44,6 @@ class StandIns(LocalLauncher):
             return [
                 sys.executable,
                 REPLAY,
-                spec.to_json(),
                 str(self.until_s),
                 str(self.codes.get("end of replay", [0])[0]),
             ]
@@ -56,13 +57,13 @@ Conduct = Callable[..., tuple[int, Run, str]]
 def conduct(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Conduct:
     """Conducts a run of one generator and two learners: its exit code, the run, and what it printed."""
 
-    def start(codes: Codes, *, last_s: float = 3.0, interrupts: int = 0, **settings: object) -> tuple[int, Run, str]:
+    def start(codes: Codes, *, last_s: float = 1.5, interrupts: int = 0, **settings: object) -> tuple[int, Run, str]:
         monkeypatch.chdir(tmp_path)
         folder = tmp_path / "runs" / "run"
         folder.mkdir(parents=True)
         monkeypatch.setitem(LAUNCHERS, "local", lambda: StandIns(folder, codes, last_s))
         config = small_config(**{"launch__learners": 2, "launch__stop_timeout_s": 5} | settings)
-        spec = RoleSpec("", 0, str(folder), make_endpoints(config, "test"), (), 8)
+        spec = RoleSpec("", 0, str(folder), replace(loopback_endpoints(1), replay=socket_address(tmp_path.name)), (), 8)
         out = io.StringIO()
         caught = Interrupts()
         caught.count = interrupts
@@ -75,7 +76,7 @@ def conduct(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Conduct:
 
 
 def test_run_finishes_though_every_role_dies_once(conduct: Conduct) -> None:
-    code, run, output = conduct({"generator-0": [4], "replay": [4], "learner-1": [3]}, last_s=5.0)
+    code, run, output = conduct({"generator-0": [4], "replay": [4], "learner-1": [3]}, last_s=2.5)
     assert code == EXIT_DONE, run.summary
     assert run.summary["status"] == "finished"
     assert run.summary["steps"] == 3
@@ -92,9 +93,22 @@ def test_final_error_ends_the_run(conduct: Conduct) -> None:
 
 
 def test_role_that_dies_again_and_again_ends_the_run(conduct: Conduct) -> None:
-    code, run, _ = conduct({"replay": [4] * 9}, last_s=600, launch__max_restarts=2)
+    code, run, _ = conduct({"replay": [3] * 9}, last_s=600, launch__max_restarts=2)
     assert code == EXIT_FAILED
-    assert run.summary["error"].startswith("replay ended with code 4: it broke; it was restarted 2 times within")
+    assert run.summary["error"].startswith("replay ended with code 3: it broke; it was restarted 2 times within")
+
+
+@pytest.mark.parametrize("name", ["generator-0", "learner-1"])
+def test_role_that_never_works_for_one_cause_ends_the_run_at_once(conduct: Conduct, name: str) -> None:
+    code, run, _ = conduct({name: [4] * 9}, last_s=600)
+    assert code == EXIT_FAILED
+    assert run.summary["error"] == (
+        f"{name} ended with code 4: it broke; it has never worked and fell twice for that: another start would only "
+        "repeat it"
+    )
+    assert run.summary["restarts"] == dict.fromkeys(("generator", "replay", "learner", "reward_model"), 0) | {
+        name.partition("-")[0]: 1
+    }
 
 
 def test_interrupt_is_told_once_the_queue_is_back(conduct: Conduct) -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.endpoints import Endpoints
 from asyncrl.errors import ConfigError
 from asyncrl.launch.evaluate import reward_model, use_folder
-from asyncrl.types import Endpoints
 from tests.helpers.replay import small_config
 
 
@@ -28,7 +28,7 @@ def test_checkpoint_stands_for_its_model(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.timeout(60)
-def test_reward_model_listens_on_loopback_whatever_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reward_model_listens_on_this_machine_whatever_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     served: list[Endpoints] = []
     up = threading.Event()
 
@@ -39,7 +39,7 @@ def test_reward_model_listens_on_loopback_whatever_the_host(monkeypatch: pytest.
     monkeypatch.setattr("asyncrl.rewards.model_server.run_reward_model", serve)
     monkeypatch.setattr("asyncrl.launch.evaluate.await_reward_model", lambda *_, **__: None)
     config = small_config(launch__host="192.0.2.7", launch__port=1)
-    with reward_model(config, lambda: False) as address:
+    with reward_model(config, lambda: False) as endpoints:
         up.set()
-    assert address == served[0].reward_model
-    assert address.startswith("tcp://127.0.0.1:") and not address.endswith(":3")
+    assert endpoints == served[0]
+    assert endpoints.reward_model == f"ipc://{endpoints.folder}/reward-model"

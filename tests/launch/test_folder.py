@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,28 @@ def test_earlier_runs_are_moved_aside_never_lost() -> None:
     assert json.loads(Path("runs/again/summary.json").read_text()) == {"number": 2}
     assert json.loads(Path("runs/again.1/summary.json").read_text()) == {"number": 0}
     assert json.loads(Path("runs/again.2/summary.json").read_text()) == {"number": 1}
+
+
+def test_a_folder_that_is_no_run_is_moved_aside_as_it_is() -> None:
+    theirs = Path("runs/again")
+    theirs.mkdir(parents=True)
+    (theirs / "thesis.txt").write_text("years of work")
+    with RunFolder(small_config(run="again", resume="auto")) as folder:
+        assert folder.moved_to == Path("runs/again.1")
+    assert Path("runs/again.1/thesis.txt").read_text() == "years of work"
+
+
+def test_a_new_run_is_its_owners_and_an_older_one_keeps_its_mode() -> None:
+    before = os.umask(0)
+    try:
+        with RunFolder(small_config(run="mine")) as folder:
+            assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
+            folder.begin(folder.config, loopback_endpoints(1))
+        folder.path.chmod(0o750)
+        with RunFolder(small_config(run="mine", resume="must")) as folder:
+            assert stat.S_IMODE(folder.path.stat().st_mode) == 0o750
+    finally:
+        os.umask(before)
 
 
 def test_two_live_runs_of_one_name_are_refused() -> None:

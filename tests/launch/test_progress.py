@@ -11,12 +11,13 @@ from asyncrl.launch.progress import Progress
 from tests.helpers.replay import small_config
 
 
-def status(step: int, *, taken: bool, again: int | None = None) -> dict[str, Any]:
+def status(step: int, *, taken: bool, again: int | None = None, tokens: int = 0, finished: int = 1) -> dict[str, Any]:
     return {
+        "generators": {"0": {"tokens": tokens}, "1": {"tokens": 7}},
         "step": step,
         "taken": taken,
         "leased": 3,
-        "finished": 2,
+        "finished": finished,
         "eval": {"prompts_done": 0, "running": [{"version": 0, "done": 1, "prompts": 9}]},
         "catching_up": None if again is None else {"step": again, "of": step},
     }
@@ -54,3 +55,25 @@ def test_the_time_counts_anew_once_all_are_up() -> None:
     assert check(progress, told, 169.0) == ""
     with pytest.raises(RunError, match="no optimizer step ended"):
         check(progress, told, 171.0)
+
+
+def test_generated_tokens_count_while_no_batch_is_with_the_learners() -> None:
+    progress = Progress(small_config(launch__progress_timeout_s=60), 0.0)
+    for now_s in range(0, 1000, 50):
+        assert check(progress, status(4, taken=False, tokens=now_s), now_s) == "", "a step may take long to generate"
+    assert check(progress, status(4, taken=True, tokens=951), 1005.0) == ""
+    assert check(progress, status(4, taken=True, tokens=2000), 1060.0) == ""
+    assert check(progress, status(4, taken=True, tokens=3000), 1066.0).startswith("no optimizer step ended within")
+    idle = Progress(small_config(launch__progress_timeout_s=60), 0.0)
+    assert check(idle, status(4, taken=False, tokens=5), 50.0) == ""
+    with pytest.raises(RunError, match=r"no optimizer step ended, and no token was generated, within launch.progress"):
+        check(idle, status(4, taken=False, tokens=5), 111.0)
+
+
+def test_learners_that_leave_a_batch_lying_are_blamed() -> None:
+    progress = Progress(small_config(launch__progress_timeout_s=60), 0.0)
+    assert check(progress, status(4, taken=False, tokens=1, finished=2), 1.0) == ""
+    reason = check(progress, status(4, taken=False, tokens=900, finished=2), 62.0)
+    assert reason.startswith("no optimizer step ended within")
+    with pytest.raises(RunError, match="no optimizer step ended within"):
+        check(progress, status(4, taken=False, tokens=900, finished=2), 124.0, started_s=63.0)

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from structlog.testing import capture_logs
 
@@ -40,16 +41,26 @@ def test_exit_code_says_whether_a_restart_may_help(error: type[errors.AsyncrlErr
 def test_crash_ends_the_process_with_its_code_and_the_cause_in_the_log(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(small_config().to_yaml())
     cpus = tuple(os.sched_getaffinity(0))
-    spec = RoleSpec("unheard_of", 0, str(tmp_path), loopback_endpoints(1), cpus, 8, start=2)
-    command = [sys.executable, "-m", "asyncrl.launch.role", spec.to_json(), str(os.getpid())]
-    assert subprocess.run(command, timeout=60).returncode == 4
+    spec = RoleSpec("unheard_of", 0, str(tmp_path), loopback_endpoints(1, "run-1a2b3c4d"), cpus, 8, start=2)
+    launcher = LocalLauncher()
+    role = launcher.start(spec, Share(cpus, threads=1))
+    shown = psutil.Process(role.process.pid).cmdline()
+    assert launcher.wait([role], 60.0) == [] and role.code == 4
+    assert shown[1:] == ["-m", "asyncrl.launch.role", "unheard_of-0", str(os.getpid())], "every user can read these"
     file = spec.logs / "unheard_of-0.jsonl"
     assert last_error(file) == "KeyError: 'unheard_of'"
     assert json.loads(file.read_text().splitlines()[0])["start"] == 2
+    launcher.kill([role])
 
 
-def test_spec_survives_the_command_line() -> None:
-    endpoints = replace(loopback_endpoints(5), critics=(("127.0.0.1", 7),), keys="runs/x/keys.json")
+def test_role_without_a_spec_says_who_starts_roles() -> None:
+    command = [sys.executable, "-c", "from asyncrl.launch import role; role.read_spec()"]
+    ended = subprocess.run(command, timeout=60, input=b"[1]", capture_output=True, check=False)
+    assert b"ConfigError: no role spec on standard input" in ended.stderr
+
+
+def test_spec_survives_the_pipe() -> None:
+    endpoints = replace(loopback_endpoints(5), critics=("ipc:///x/critic-0",), critic_ranks="ipc:///x/ranks", keys="k")
     spec = RoleSpec("learner", 1, "runs/x", endpoints, (0, 1), 8, start=3, checkpoint="c", offline="runs/x/replays/1")
     again = RoleSpec.from_json(spec.to_json())
     assert (again.endpoints, again.start, again.checkpoint) == (endpoints, 3, "c")
@@ -85,10 +96,12 @@ sys.exit(role.main(sys.argv[1:]))
 def test_a_role_that_is_told_to_stop_has_not_done_its_work(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(small_config().to_yaml())
     spec = RoleSpec("learner", 0, str(tmp_path), loopback_endpoints(1), tuple(os.sched_getaffinity(0)), 8)
-    process = subprocess.Popen(
-        [sys.executable, "-c", WAITING, spec.to_json(), str(os.getpid())], stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None and process.stdout.readline() == "here\n"
+    command = [sys.executable, "-c", WAITING, spec.name, str(os.getpid())]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(spec.to_json())
+    process.stdin.close()
+    assert process.stdout.readline() == "here\n"
     process.terminate()
     assert process.wait(30) == EXIT_TERMINATED
     assert last_error(spec.logs / "learner-0.jsonl") == "it was told to stop by signal SIGTERM"

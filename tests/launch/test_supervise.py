@@ -14,6 +14,7 @@ import pytest
 
 from asyncrl.config import Config
 from asyncrl.errors import PeerTimeoutError, RunError
+from asyncrl.launch import gpus, local
 from asyncrl.launch.local import LocalLauncher
 from asyncrl.launch.resources import plan_resources
 from asyncrl.launch.role import RoleSpec
@@ -168,6 +169,71 @@ def test_too_many_restarts_end_the_run_with_the_cause(stage: Make) -> None:
     one.kill("generator-0")
     with pytest.raises(RunError, match=r"generator-0 was killed by signal SIGKILL; it was restarted 1 times within"):
         one.tick()
+
+
+def crash(said: str, code: int = 4) -> str:
+    return f"import sys; print({said!r}); sys.exit({code})"
+
+
+def fall(one: Stage, *codes: str) -> None:
+    """Has generator-0 start with this code, then with the next one, and so on; each start ends by itself."""
+    one.run_code("generator-0", codes[0])
+    for code in codes[1:]:
+        one.launcher.code["generator-0"] = code
+        one.tick()
+        one.tick(100)
+        one.await_end("generator-0")
+    one.tick()
+
+
+def test_same_crash_twice_before_it_ever_worked_is_final(stage: Make) -> None:
+    first, second = crash("out of memory: 17 MiB left, at 0x7f12ab"), crash("out of memory: 9 MiB left, at 0x1200")
+    with pytest.raises(RunError, match=r"^generator-0 ended with code 4: out of memory: 9 MiB .*; it has never worked"):
+        fall(stage(), first, second)
+
+
+@pytest.mark.parametrize(
+    "codes",
+    [
+        [crash("one cause"), crash("another cause")],
+        [crash("no answer", 3), crash("no answer", 3)],
+        ["import os; os.kill(os.getpid(), 9)"] * 2,
+    ],
+)
+def test_other_ends_of_a_role_that_never_worked_are_restarted(stage: Make, codes: list[str]) -> None:
+    one = stage()
+    fall(one, *codes)
+    assert one.said[-1].endswith("; restart 3 in 2 s")
+
+
+def test_same_crash_again_and_again_after_it_worked_is_restarted(stage: Make) -> None:
+    one = stage()
+    one.hear()
+    fall(one, *[crash("a thread failed")] * 4)
+    assert one.supervisor.restarts["generator"] == 5
+
+
+def test_process_that_does_not_die_is_named_and_left_behind(stage: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "KILL_S", 0.2)
+    one = stage()
+    one.hear()
+    stuck = one.unit("generator-1").processes[0]
+    kill_group = LocalLauncher._kill_group
+    monkeypatch.setattr(
+        LocalLauncher, "_kill_group", staticmethod(lambda role: None if role is stuck else kill_group(role))
+    )
+    one.supervisor.restart(one.unit("generator-1"), "it hangs", one.now_s)
+    try:
+        assert one.said == [
+            f"generator-1 (process {stuck.process.pid}) does not die of SIGKILL and is left behind",
+            "it hangs; restart 1 in 0 s",
+        ]
+        one.tick()
+        assert one.unit("generator-1").running
+        assert one.queue.lost_generators == [1]
+    finally:
+        kill_group(stuck)
+        stuck.process.wait(10)
 
 
 def test_zero_restarts_end_the_run_at_the_first_death(stage: Make) -> None:
@@ -388,3 +454,20 @@ def test_learners_that_ended_well_have_ended(stage: Make) -> None:
         time.sleep(0.01)
     one.tick()
     assert one.supervisor.learners_ended
+
+
+def test_a_generator_without_a_gpu_of_its_own_is_refused_and_the_others_go_on(
+    stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    monkeypatch.setattr(gpus, "torch_is_cpu_build", lambda: False)
+    monkeypatch.setattr(gpus, "_listed_gpus", lambda: None)
+    run = stage(launch__generators=1)
+    run.hear()
+    run.hear(generators_wanted=3)
+    said = "no more generators: generator-2 would share GPU 6 with generator-0, and weights travel by NCCL"
+    assert [text for text in run.said if text.startswith(said)]
+    assert run.queue.wanted == [2]
+    run.hear(generators_wanted=2)
+    run.tick()
+    assert [unit.name for unit in run.supervisor.generators if unit.running] == ["generator-0", "generator-1"]

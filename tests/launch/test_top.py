@@ -46,7 +46,7 @@ class ScriptedQueue:
 
 def test_it_shows_the_run_until_ctrl_c(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    queue = ScriptedQueue(STATUS | {"step": 0}, None, STATUS)
+    queue = ScriptedQueue(STATUS | {"step": 0}, None, *[STATUS] * 100)
     monkeypatch.setattr(top_module, "LauncherClient", lambda endpoints: queue)
     monkeypatch.setattr(top_module, "EVERY_S", 0.01)
     out = io.StringIO()
@@ -56,8 +56,8 @@ def test_it_shows_the_run_until_ctrl_c(monkeypatch: pytest.MonkeyPatch, tmp_path
     lines = out.getvalue().splitlines()
     assert lines[0] == "waiting for the first step ..."
     assert lines[1] == "the replay queue does not answer; it may be starting ..."
-    assert lines[2].startswith("learner-bound: generators idle 10%"), "the first look says what holds the run back"
-    assert lines[3].startswith("step 3/3  reward 0.500")
+    assert lines[2].startswith("step 3/3  reward 0.500")
+    assert any(line.startswith("learner-bound: generators idle 10%") for line in lines), "what holds the run back"
     assert queue.closed
 
 

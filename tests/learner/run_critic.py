@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import torch
-from worlds import GAE_CONFIG, endpoints, make_config
+from worlds import GAE_CONFIG, critic_endpoints, make_config
 
 from asyncrl.learner.remote_critic import run_critic
 
@@ -19,5 +18,5 @@ config = make_config(
     replay={"groups_per_step": 8},
     launch={"learners": learners, "start_timeout_s": 60, "progress_timeout_s": 30},
 )
-addresses = tuple(("127.0.0.1", port + offset) for offset in (0, 1))
-run_critic(config, rank=0, endpoints=replace(endpoints(port), critics=addresses), should_stop=lambda: False)
+out = Path.cwd()
+run_critic(config, rank=0, endpoints=critic_endpoints(port), run_dir=out, out_dir=out, should_stop=lambda: False)

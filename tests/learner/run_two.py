@@ -22,6 +22,7 @@ import asyncrl.weights.sender
 from asyncrl.learner.loop import run_learner, run_offline
 from asyncrl.replay.client import Committed
 from asyncrl.types import Shard
+from asyncrl.weights.packing import Manifest
 
 rank, port, model, out = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4])
 
@@ -51,13 +52,16 @@ class Client:
 
 
 class Sender:
-    def __init__(self, address: tuple[str, int], **options: Any) -> None:
-        assert rank == 0 and options["expected_generators"] == 1 and options["transport"] == "auto"
+    def __init__(self, address: str, manifest: Manifest, **options: Any) -> None:
+        assert rank == 0 and options["expected_generators"] == 1 and options["transport"] == "gloo"
+        self.expected = [(entry.name, entry.dtype, entry.shape) for entry in manifest.entries]
         self.sent: dict[str, Tensor] = {}
         self.stats = SimpleNamespace(count=0, broadcast_s=0.0, wait_s=0.0, dropped=0)
 
     def send(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
-        self.sent |= {f"{version}/{name}": weight.clone() for name, weight in weights}
+        copies = {name: weight.clone() for name, weight in weights}
+        assert [(name, weight.dtype, tuple(weight.shape)) for name, weight in copies.items()] == self.expected
+        self.sent |= {f"{version}/{name}": weight for name, weight in copies.items()}
 
     def wait(self) -> None: ...
 

@@ -1,27 +1,33 @@
-"""One of two learner ranks: saves its training state half-way, goes on from it, and fails to write a checkpoint."""
+"""One of two learner ranks: saves its training state half-way, continues from it, fails to write a checkpoint, and, as
+rank 1, hangs."""
 
 from __future__ import annotations
 
 import json
 import os
 import resource
+import signal
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch.distributed import distributed_c10d
 from worlds import STATE_RUNS, endpoints, make_config, make_trainer, train_steps
 
 import asyncrl.learner.engine as engine_module
 import asyncrl.learner.policy as policy_module
 from asyncrl.config import Config
-from asyncrl.errors import RunError
+from asyncrl.errors import PeerTimeoutError, RunError
 from asyncrl.learner.distributed import Ranks, connected
 from asyncrl.learner.parts import Files, tensors_file
 from asyncrl.learner.saving import Checkpoints
 from asyncrl.learner.state import collect_state, restore_state
+
+TIMEOUT_S, SHORT_S = 30.0, 1.5
 
 
 def halve(name: str, config: Config, ranks: Ranks, out: Path) -> None:
@@ -76,12 +82,33 @@ def main(rank: int, port: int, model: Path, out: Path) -> None:
         return settings
 
     engine_module.deepspeed_config = policy_module.deepspeed_config = partition_more
-    with connected(endpoints(port), rank, 2, start_timeout_s=60, timeout_s=30) as ranks:
-        for name, sections in STATE_RUNS.items():
-            halve(name, make_config(model, **sections), ranks, out)
-        text = fail_to_write(ranks, make_config(model), out)
-    (out / f"failed-{rank}.json").write_text(json.dumps(text))
+    hung: dict[str, Any] = {}
+    try:
+        with connected(endpoints(port), rank, 2, start_timeout_s=60, timeout_s=TIMEOUT_S) as ranks:
+            for name, sections in STATE_RUNS.items():
+                halve(name, make_config(model, **sections), ranks, out)
+            text = fail_to_write(ranks, make_config(model), out)
+            (out / f"failed-{rank}.json").write_text(json.dumps(text))
+            wait_for_a_rank_that_hangs(ranks, out, hung)
+    except PeerTimeoutError as error:
+        hung |= {"error": str(error), "waited_s": time.monotonic() - hung["since_s"]}
+        (out / "hung.json").write_text(json.dumps(hung))
+        os.kill(int((out / "pid").read_text()), signal.SIGCONT)
     os._exit(0)
+
+
+def wait_for_a_rank_that_hangs(ranks: Ranks, out: Path, hung: dict[str, Any]) -> None:
+    """Rank 1 stops in front of a collective. Its deadline is that of `connected`, made shorter for the test."""
+    if ranks.rank == 1:
+        (out / "pid").write_text(str(os.getpid()))
+        ranks.part()
+        os.kill(os.getpid(), signal.SIGSTOP)
+        os._exit(0)
+    ranks.part()
+    group = distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+    hung |= {"timeout_s": group.options._timeout.total_seconds(), "since_s": time.monotonic()}
+    distributed_c10d._set_pg_timeout(timedelta(seconds=SHORT_S))
+    ranks.any(False)
 
 
 if __name__ == "__main__":

@@ -62,3 +62,24 @@ def test_without_tokens_there_are_no_logprobs() -> None:
     logprobs.sum().backward()
     assert len(logprobs) == len(entropies) == 0
     assert output.weight.grad is not None and not output.weight.grad.any()
+
+
+def test_gradients_in_bfloat16_do_not_depend_on_the_number_of_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    tokens, hidden_size = 2048, 16
+    exact = nn.Linear(hidden_size, VOCABULARY)
+    rounded = nn.Linear(hidden_size, VOCABULARY, dtype=torch.bfloat16)
+    rounded.load_state_dict(exact.state_dict())
+    exact.load_state_dict(rounded.state_dict())
+    hidden = torch.randn(tokens, hidden_size, dtype=torch.bfloat16)
+    targets, slopes = torch.randint(VOCABULARY, (tokens,)), torch.rand(tokens)
+
+    def of_parameters(output: nn.Linear, chunk_tokens: int) -> list[Tensor]:
+        monkeypatch.setattr(head, "CHUNK_BYTES", 4 * VOCABULARY * chunk_tokens)
+        logprobs, _ = LogprobHead(output, TEMPERATURE)(hidden.to(output.weight.dtype), targets)
+        return [g.float() for g in torch.autograd.grad((logprobs * slopes).sum(), list(output.parameters()))]
+
+    exactly = of_parameters(exact, tokens)
+    for chunk_tokens in (tokens, 16):
+        for gradient, expected in zip(of_parameters(rounded, chunk_tokens), exactly, strict=True):
+            assert (gradient - expected).norm() < 0.004 * expected.norm(), chunk_tokens

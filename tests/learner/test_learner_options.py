@@ -60,7 +60,7 @@ def test_defaults_are_fine() -> None:
     [
         ({"advantage": "grop"}, "algorithm.advantage = 'grop': no such function; did you mean grpo?, or give"),
         ({"loss": "zzz"}, "algorithm.loss = 'zzz': no such function; there are ppo_clip, decoupled_ppo, reinforce_is"),
-        ({"loss": "no_such_module:loss"}, "algorithm.loss = 'no_such_module:loss': no_such_module cannot be imported"),
+        ({"loss": "no_such_module:loss"}, "algorithm.loss = 'no_such_module:loss': cannot import no_such_module"),
         ({"loss": "math:los"}, "algorithm.loss = 'math:los': math has no function los"),
         (
             {"advantage_options": {"epps": 1.0}},
@@ -183,3 +183,16 @@ def test_functions_from_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_shipped_configs_name_algorithms_that_work(path: Path) -> None:
     config = load_config(path)
     assert make_algorithm(config).needs_critic == (config.algorithm.advantage == "gae")
+
+
+def test_options_of_deepspeed_are_laid_over_the_learners_own(tiny_model: Path) -> None:
+    from worlds import make_config
+
+    from asyncrl.learner.engine import deepspeed_config
+
+    options = {"zero_optimization": {"overlap_comm": True}, "wall_clock_breakdown": True}
+    plain = deepspeed_config(make_config(tiny_model))
+    settings = deepspeed_config(make_config(tiny_model, learner={"deepspeed_options": options}))
+    assert settings["wall_clock_breakdown"] is True
+    assert settings["zero_optimization"] == plain["zero_optimization"] | {"overlap_comm": True}
+    assert settings["data_types"] == plain["data_types"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -13,12 +15,14 @@ from worlds import make_groups, make_trajectory
 
 from asyncrl.algorithms.advantages import grpo
 from asyncrl.errors import ConfigError, InvariantError
+from asyncrl.learner import attention
 from asyncrl.learner.attention import find_firsts, make_layout, packed_attention
 from asyncrl.learner.batch import check_staleness, empty_micro_batch, make_batch, pack, pack_groups
 from asyncrl.types import Group
+from tests.helpers.examples import examples
 
 lengths = st.lists(st.integers(1, 300), min_size=1, max_size=40).map(lambda values: np.array(values, dtype=np.int64))
-quick = settings(derandomize=True, deadline=None, max_examples=60)
+quick = settings(max_examples=examples(60))
 
 
 @quick
@@ -86,9 +90,18 @@ def attend(query: Tensor, key: Tensor, value: Tensor, sizes: np.ndarray) -> Tens
     return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
-@pytest.mark.parametrize("common", [0, 2])
-def test_packed_attention_is_attention_of_each_sequence(common: int) -> None:
-    """Also where the last four begin with the same tokens."""
+@pytest.mark.parametrize(("common", "grouped"), [(0, True), (2, True), (2, False)])
+def test_packed_attention_is_attention_of_each_sequence(
+    common: int, grouped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the last four begin with the same tokens, and where no kernel takes fewer key than query heads."""
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool, **options: Any) -> Tensor:
+        assert enable_gqa is grouped and (q.shape[1] == k.shape[1] == v.shape[1]) is not grouped
+        return scaled_dot_product_attention(q, k, v, enable_gqa=enable_gqa, **options)
+
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", kernel)
+    monkeypatch.setattr(attention, "lacks_grouped_kernel", lambda query, mask: not grouped)
     torch.manual_seed(0)
     sizes = np.array([3, 70, 1, 33, 200, 64, 90])
     total = int(sizes.sum())
@@ -112,12 +125,26 @@ def test_packed_attention_is_attention_of_each_sequence(common: int) -> None:
         torch.testing.assert_close(one.grad, other.grad, atol=1e-12, rtol=1e-9)
 
 
+@pytest.mark.parametrize("window", [1, 2, 64, 65, 199, 200, None])
+def test_a_token_sees_its_window(window: int | None) -> None:
+    torch.manual_seed(0)
+    sizes = [3, 70, 200, 64]
+    layout = make_layout(np.array(sizes))
+    query, key, value = (torch.randn(1, heads, sum(sizes), 8, dtype=torch.float64) for heads in (4, 2, 2))
+    output, _ = packed_attention(torch.nn.Module(), query, key, value, None, packing=layout, sliding_window=window)
+    start = 0
+    for size in sizes:
+        for place in (0, size // 2, size - 1):
+            seen = slice(start + max(0, place + 1 - (window or size)), start + place + 1)
+            one = query[:, :, start + place : start + place + 1]
+            expected = scaled_dot_product_attention(one, key[:, :, seen], value[:, :, seen], enable_gqa=True)
+            torch.testing.assert_close(output[:, start + place], expected[:, :, 0], atol=1e-12, rtol=1e-9)
+        start += size
+
+
 def test_kinds_of_attention_that_would_be_wrong_are_refused() -> None:
     row = torch.zeros(1, 1, 5, 4)
     layout = make_layout(np.array([5]))
-    packed_attention(torch.nn.Module(), row, row, row, None, packing=layout, sliding_window=5)
-    with pytest.raises(ConfigError, match="window of 4 tokens"):
-        packed_attention(torch.nn.Module(), row, row, row, None, packing=layout, sliding_window=4)
     with pytest.raises(ConfigError, match="capped attention"):
         packed_attention(torch.nn.Module(), row, row, row, None, packing=layout, softcap=30.0)
 

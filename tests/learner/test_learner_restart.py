@@ -48,6 +48,8 @@ class Queue:
     begun: list[int] = field(default_factory=list[int])
     killed_at: int = 0
     """The learner is killed when it would take this step's batch."""
+    spoiled: tuple[int, ...] = ()
+    """Steps whose batch has a reward that is no number, and so spoils the updates of policy and critic."""
     slow: tuple[int, Path] | None = None
     """A step whose batch is only there when this path is."""
 
@@ -60,7 +62,10 @@ class Queue:
             raise KeyboardInterrupt
         while self.slow is not None and self.slow[0] == step and not self.slow[1].exists():
             time.sleep(0.01)
-        return Shard(step, make_groups(3, seed=step, version=step - 1))
+        groups = make_groups(3, seed=step, version=step - 1)
+        if step in self.spoiled:
+            groups[1].trajectories[2].reward = float("nan")
+        return Shard(step, groups)
 
     def commit(
         self, step: int, metrics: dict[str, float], *, saving: bool = False, checkpoints: Sequence[int] = ()
@@ -182,6 +187,36 @@ def test_a_restart_catches_up_and_ends_the_same(world: Make, uninterrupted: Any)
         timeless = [name for name in other if not name.endswith("_s")]
         assert {name: row[name] for name in timeless} == {name: other[name] for name in timeless}
     assert learner.trainer.kl_control.coef != TOY["algorithm"]["kl_reward_coef"]
+
+
+def test_a_run_continues_after_updates_that_are_not_finite(world: Make) -> None:
+    whole, killed = world("whole", every_steps=None), world("killed", every_steps=2)
+    for one in (whole, killed):
+        one.queue.spoiled = (3, 5)
+    learner, sender = whole.start()
+    assert list(sender.sent) == [0, 1, 2, 3, 4, 5] and list(whole.queue.commits) == [1, 2, 3, 4, 5, 6]
+    assert all(torch.equal(weight, sender.sent[2][name]) for name, weight in sender.sent[3].items())
+    assert not all(torch.equal(weight, sender.sent[3][name]) for name, weight in sender.sent[4].items())
+    for row in whole.rows:
+        skipped = 2.0 if row["step"] in whole.queue.spoiled else 0.0
+        assert row["learner/skipped_updates"] == row["critic/skipped_updates"] == skipped
+    killed.kill_at(6)
+    same_end(killed.start()[0], learner)
+
+
+def test_too_many_skipped_updates_end_the_run_and_it_can_be_resumed(world: Make) -> None:
+    one = world(every_steps=1)
+    one.queue.spoiled = (2, 3, 4)
+    with pytest.raises(RunError, match=r"step 4: 6 updates in a row are not finite"):
+        one.start()
+    with pytest.raises(RunError, match=r"step 4: 6 updates in a row are not finite"):
+        one.start()
+    one.config = one.config.model_copy(
+        update={"learner": one.config.learner.model_copy(update={"max_skipped_updates": 6})}
+    )
+    one.start()
+    assert [row["step"] for row in one.rows] == [1, 2, 3, 4, 5, 6]
+    assert [row["learner/skipped_updates"] for row in one.rows] == [0.0, 2.0, 2.0, 2.0, 0.0, 0.0]
 
 
 def test_without_a_checkpoint_it_begins_with_the_model(world: Make, uninterrupted: Any) -> None:

@@ -15,7 +15,7 @@ from worlds import STATE_RUNS, copy_weights, make_config, make_trainer, spawn, t
 
 from asyncrl.errors import RunError
 from asyncrl.learner.distributed import Ranks
-from asyncrl.learner.state import collect_state, random_state, restore_random_state, restore_state
+from asyncrl.learner.state import SKIPPED, STEP, collect_state, random_state, restore_random_state, restore_state
 
 State = dict[str, Tensor]
 
@@ -47,8 +47,8 @@ def test_two_ranks_go_on_from_their_state(name: str, two: Path) -> None:
         same(part(tensors, "half/"), part(tensors, "restored/"))
         same(part(tensors, "4/"), part(tensors, "again/"))
         assert int(tensors["half/step"]) == 2 and int(tensors["4/step"]) == 4
-        assert all(tensor.dtype is torch.float32 for key, tensor in tensors.items() if not key.endswith("step"))
-        names.append({key for key in part(tensors, "4/") if key != "step"})
+        names.append({key for key in part(tensors, "4/") if key not in (STEP, SKIPPED)})
+        assert all(tensors[f"4/{key}"].dtype is torch.float32 for key in names[-1])
         moved = [key for key in names[-1] if not torch.equal(tensors[f"half/{key}"], tensors[f"4/{key}"])]
         assert len(moved) == len(names[-1])
     assert not names[0] & names[1] and abs(len(names[0]) - len(names[1])) <= 3
@@ -134,3 +134,10 @@ def test_a_rank_that_cannot_write_ends_all_and_leaves_nothing(two: Path) -> None
     assert texts[1].startswith(f"the checkpoint {two}/checkpoints/step-000050.partial cannot be written: ")
     assert "File too large" in texts[1] and texts[1].endswith("then go on with `asyncrl launch --resume`")
     assert list((two / "checkpoints").iterdir()) == []
+
+
+def test_a_rank_that_hangs_is_found_by_the_deadline_of_the_others(two: Path) -> None:
+    hung = json.loads((two / "hung.json").read_text())
+    assert hung["timeout_s"] == 30.0, "what `connected` was given"
+    assert hung["error"].startswith("learner rank 0: another learner rank stopped or did not answer: ")
+    assert "imed out" in hung["error"] and 1.4 < hung["waited_s"] < 15

@@ -14,11 +14,12 @@ from worlds import copy_weights, make_config, make_groups, make_trainer, pack_gr
 
 from asyncrl.algorithms.kl import kl_estimate
 from asyncrl.errors import ConfigError, InvariantError
+from asyncrl.learner.algorithm import make_algorithm
 from asyncrl.learner.batch import Batch, make_batch
-from asyncrl.learner.critic import Critic, CriticModel
+from asyncrl.learner.critic import Critic, CriticModel, ValueHead
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.estimates import Estimates, Scores, estimate
-from asyncrl.learner.trainer import Trainer
+from asyncrl.learner.trainer import Trainer, token_losses
 from asyncrl.types import Group
 
 GAE: dict[str, Any] = {"advantage": "gae", "advantage_options": {"gamma": 0.9, "lam": 0.8}, "loss": "ppo_clip"}
@@ -142,7 +143,7 @@ def test_values_are_those_of_the_state_before_each_action(one_rank: Ranks, tiny_
             ids = torch.from_numpy(trajectory.tokens.astype(np.int64)).unsqueeze(0)
             with torch.no_grad():
                 hidden = plain_body(critic)(input_ids=ids).last_hidden_state
-                expected = critic.model.network.head(hidden)[0, :-1, 0]
+                expected = critic.model.network.head(hidden[0, :-1])
             mask = torch.from_numpy(trajectory.action_mask[1:])
             assert values[(group.ticket, number)] == pytest.approx(expected[mask].tolist(), abs=1e-5)
 
@@ -155,6 +156,14 @@ def fill_head(model: CriticModel) -> None:
 def plain_body(critic: Critic) -> Any:
     critic.model.model.set_attn_implementation("sdpa")
     return critic.model.model.base_model
+
+
+def test_values_are_not_rounded_to_bfloat16() -> None:
+    linear = torch.nn.Linear(64, 1, dtype=torch.bfloat16)
+    hidden = torch.randn(200, 64, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(0))
+    values = ValueHead(linear)(hidden)
+    torch.testing.assert_close(values, hidden.float() @ linear.weight.float()[0] + linear.bias.float())
+    assert values.dtype is torch.float32 and not torch.equal(values, values.bfloat16().float())
 
 
 def test_a_new_critic_says_zero_and_learns_the_returns(one_rank: Ranks, tiny_model: Path) -> None:
@@ -213,6 +222,34 @@ def test_the_loss_holds_the_divergence_from_the_reference(one_rank: Ranks, tiny_
     assert divergences[-1] < 0.3 * divergences[0]
     kl = kl_estimate(torch.tensor([-1.0]), torch.tensor([-2.0]), estimator="k3+")
     assert float(kl) > 0
+
+
+@pytest.mark.parametrize("correction", [{"high": 1.5}, {"level": "geometric", "mode": "mask", "low": 0.7, "high": 1.3}])
+def test_the_divergence_in_the_loss_is_weighed_as_stale_tokens_are(
+    correction: dict[str, Any], tiny_model: Path
+) -> None:
+    """Its gradient is -d of each token, times the importance weight."""
+    config = make_config(tiny_model, algorithm={"kl_loss_coef": 0.3, "correction": correction})
+    without = make_config(tiny_model, algorithm={"correction": correction})
+    (micro,) = make_batch(make_groups(2), tokens_per_microbatch=1000).micro_batches
+    count = len(micro.targets)
+    logprobs, reference = micro.behavior_logprobs + 0.4 * torch.randn(2, count, generator=torch.manual_seed(3))
+    estimates = Estimates(torch.randn(count), None, None, reference)
+    counts = {"num_tokens": count, "num_sequences": len(micro.names)}
+    gradients = [
+        token_losses(make_algorithm(c), c, micro, estimates, logprobs, counts=counts, version=0, bound=None).gradient
+        for c in (config, without)
+    ]
+    ratios = (logprobs - micro.behavior_logprobs).double()
+    for token in range(count):
+        own = micro.seq == micro.seq[token]
+        if "low" in correction:
+            ratio = float(ratios[own].mean().exp())
+            weight = ratio if 0.7 <= ratio <= 1.3 else 0.0
+        else:
+            weight = min(float(ratios[token].exp()), 1.5)
+        expected = -0.3 * weight * float(reference[token] - logprobs[token]) / count
+        assert float(gradients[0][token] - gradients[1][token]) == pytest.approx(expected, rel=1e-3, abs=1e-6)
 
 
 def gradient_steps(trainer: Trainer, batch: Batch) -> int:

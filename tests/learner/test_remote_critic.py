@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +12,28 @@ import numpy as np
 import pytest
 import structlog
 import torch
-from worlds import GAE_CONFIG, endpoints, make_config, make_groups, pack_groups, running
+from worlds import GAE_CONFIG, critic_endpoints, make_config, make_groups, pack_groups, running
 
-from asyncrl.errors import PeerTimeoutError, RunError
+from asyncrl.endpoints import Endpoints
+from asyncrl.errors import InvariantError, PeerTimeoutError, RunError
 from asyncrl.learner.critic import Critic
 from asyncrl.learner.distributed import Ranks
-from asyncrl.learner.remote_critic import CriticServer, RemoteCritic, critic_address
+from asyncrl.learner.remote_critic import CriticServer, RemoteCritic, _agreed
 from asyncrl.learner.saving import Checkpoints
 from asyncrl.offenders import MAX_BAD_MESSAGES
 from asyncrl.replay.connection import Connection
+from asyncrl.replay.wire import Block, Message, encode
 from asyncrl.sockets import connect_dealer
-from asyncrl.types import Endpoints
 from tests.helpers.serving import serving
+
+
+def port_of(addresses: Endpoints) -> int:
+    return int(addresses.critic_ranks.rpartition("-")[2])
 
 
 @pytest.fixture
 def addresses(free_port: Callable[[], int]) -> Endpoints:
-    port = free_port()
-    return replace(endpoints(port), critics=(("127.0.0.1", port), ("127.0.0.1", port + 1)))
+    return critic_endpoints(free_port())
 
 
 def test_two_learner_ranks_and_one_critic_rank(
@@ -42,7 +45,7 @@ def test_two_learner_ranks_and_one_critic_rank(
     local = Critic(make_config(tiny_model, **GAE_CONFIG), one_rank)
     both = pack_groups(config, groups)
     with (
-        running("run_critic.py", tiny_model, tmp_path, addresses.critics[0][1]) as process,
+        running("run_critic.py", tiny_model, tmp_path, port_of(addresses)) as process,
         ThreadPoolExecutor(2) as pool,
     ):
         ranks = [RemoteCritic(config, rank, addresses) for rank in (0, 1)]
@@ -81,7 +84,7 @@ def test_its_state_is_that_of_a_critic_in_the_learner(
 
     local = Critic(config, one_rank)
     train(local, 1)
-    with running("run_critic.py", tiny_model, tmp_path, addresses.critics[0][1], "1") as process:
+    with running("run_critic.py", tiny_model, tmp_path, port_of(addresses), "1") as process:
         critic = RemoteCritic(config, 0, addresses)
         train(critic, 1)
         checkpoints = Checkpoints(config, tmp_path / "checkpoints", one_rank, others=critic.parts)
@@ -96,10 +99,11 @@ def test_its_state_is_that_of_a_critic_in_the_learner(
         assert all(torch.equal(train(critic, step), expected[step - 2]) for step in (2, 3))
         local.restore(folder)
         assert all(torch.equal(train(local, step), expected[step - 2]) for step in (2, 3))
-        critic.snapshot(Path("/dev/null/step-000002.partial"))
+        (tmp_path / "checkpoints" / "step-000002.partial").write_text("no folder")
+        critic.snapshot(tmp_path / "checkpoints" / "step-000002.partial")
         assert process.wait(timeout=20) == 1
     log = (tmp_path / "run_critic.log").read_text()
-    assert "the checkpoint /dev/null/step-000002.partial cannot be written: [Errno 20] Not a directory" in log
+    assert "step-000002.partial cannot be written: [Errno 20] Not a directory" in log
 
 
 def rows(batch, *columns):  # type: ignore[no-untyped-def]
@@ -114,23 +118,28 @@ def test_an_error_of_the_critic_reaches_its_learners(
 ) -> None:
     config = make_config(tiny_model, **GAE_CONFIG)
     batch = pack_groups(config, make_groups(2))
-    with running("run_critic.py", tiny_model, tmp_path, addresses.critics[0][1], "1") as process:
+    with running("run_critic.py", tiny_model, tmp_path, port_of(addresses), "1") as process:
         critic = RemoteCritic(config, 0, addresses)
-        critic.values(batch, 1)
+        values = critic.values(batch, 1)
+        critic.train(torch.full((batch.num_tokens,), float("nan")))
+        skipped = critic.finish()
+        assert skipped.keys() == {"critic/lr", "critic/skipped_updates", "critic/value_mean"}
+        assert skipped["critic/skipped_updates"] == 4.0  # two epochs over two mini-batches
+        assert torch.equal(critic.values(batch, 2), values)
         critic.train(torch.full((batch.num_tokens,), float("nan")))
         with pytest.raises(
-            RunError, match=r"critic rank 0 refused a message: step 1: the loss of ticket .* not finite"
+            RunError, match=r"critic rank 0 refused a message: step 2: 6 updates in a row are not finite.* critic.lr"
         ):
             critic.finish()
         assert process.wait(timeout=20) == 1
 
 
 @pytest.fixture
-def server(addresses: Endpoints, one_rank: Ranks, tiny_model: Path) -> Iterator[CriticServer]:
+def server(addresses: Endpoints, one_rank: Ranks, tiny_model: Path, tmp_path: Path) -> Iterator[CriticServer]:
     """A critic rank that serves learner rank 0, in a thread."""
     stop = threading.Event()
     critic = Critic(make_config(tiny_model, **GAE_CONFIG), one_rank)
-    server = CriticServer(critic, addresses, learners=[0], should_stop=stop.is_set)
+    server = CriticServer(critic, addresses, learners=[0], run_dir=tmp_path, out_dir=tmp_path, should_stop=stop.is_set)
     with serving(server.serve, stop):
         yield server
     server.close()
@@ -138,7 +147,7 @@ def server(addresses: Endpoints, one_rank: Ranks, tiny_model: Path) -> Iterator[
 
 @pytest.fixture
 def peer(addresses: Endpoints, server: CriticServer) -> Iterator[Connection]:
-    connection = Connection(addresses, critic_address(addresses, 0), "the critic")
+    connection = Connection(addresses, addresses.critics[0], "the critic")
     yield connection
     connection.close()
 
@@ -148,7 +157,7 @@ NAMES = [[10, 0], [10, 1]]
 
 
 def refusal(peer: Connection, kind: str, body: Any, arrays: list[np.ndarray]) -> str:
-    with pytest.raises(RunError, match="the critic refused a message") as raised:
+    with pytest.raises(RunError, match="refused a message") as raised:
         peer.request(kind, body, arrays, timeout_s=10)
     return str(raised.value)
 
@@ -188,13 +197,13 @@ def test_rows_of_another_dtype_are_refused(peer: Connection) -> None:
 
 
 def test_returns_that_are_not_of_the_last_values_are_refused(
-    peer: Connection, addresses: Endpoints, tiny_model: Path
+    server: CriticServer, addresses: Endpoints, tiny_model: Path
 ) -> None:
-    body = {"rank": 0, "step": 0}
-    assert "no values were given" in refusal(peer, "train", body, [np.zeros(0, np.float32)])
     config = make_config(tiny_model, **GAE_CONFIG)
     batch = pack_groups(config, make_groups(2))
     critic, count = RemoteCritic(config, 0, addresses), batch.num_tokens
+    peer, body = critic._connection, {"rank": 0, "step": 0}
+    assert "no values were given" in refusal(peer, "train", body, [np.zeros(0, np.float32)])
     critic.values(batch, 1)
     for arrays, given in (
         ([], "nothing"),
@@ -219,7 +228,6 @@ def test_returns_that_are_not_of_the_last_values_are_refused(
         ("leave", {"rank": 7}, "'leave' of learner rank 7, this critic serves [0]"),
         ("status", {}, "'status' is no request to a critic"),
         ("ok", {"rank": "x" * 100_000}, "'ok' is no request to a critic"),
-        ("restore", {"rank": 0, "folder": "a\0b"}, "a folder's name has no character 0"),
     ],
 )
 def test_other_requests_are_refused(peer: Connection, kind: str, body: Any, text: str) -> None:
@@ -228,26 +236,76 @@ def test_other_requests_are_refused(peer: Connection, kind: str, body: Any, text
     assert answer is not None and (answer.kind, answer.seq) == ("error", seq) and text in answer.body["text"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "body", "text"),
+    [
+        ("restore", {"rank": 0, "step": 1, "folder": "/etc"}, "restore: folder: Extra inputs are not permitted"),
+        ("save", {"rank": 0, "step": "../1", "what": "state"}, "save: step: Input should be a valid integer"),
+        ("save", {"rank": 0, "step": -1, "what": "state"}, "save: step: Input should be greater than or equal to 0"),
+    ],
+)
+def test_no_request_names_a_path(peer: Connection, kind: str, body: Any, text: str) -> None:
+    assert text in refusal(peer, kind, body, [])
+
+
 def test_a_peer_of_bad_messages_is_cut_off_by_the_critic_and_nobody_else(
     addresses: Endpoints, server: CriticServer, tiny_model: Path
 ) -> None:
-    rubbish = connect_dealer(critic_address(addresses, 0))
+    rubbish = connect_dealer(addresses.critics[0])
+    bad = [bytes(frame) for frame in encode(addresses.run_id, "status", {})]
     config = make_config(tiny_model, **GAE_CONFIG)
     critic = RemoteCritic(config, 0, addresses)
     with structlog.testing.capture_logs() as logs:
         for _ in range(MAX_BAD_MESSAGES + 1):
-            rubbish.send(b"rubbish")
+            rubbish.send_multipart(bad)
             assert rubbish.poll(5000), "a bad message is answered"
             rubbish.recv_multipart()
-        rubbish.send(b"rubbish")
+        rubbish.send_multipart(bad)
         assert not rubbish.poll(300), "whatever it sends now"
         batch = pack_groups(config, make_groups(2))
         assert len(critic.values(batch, 1)) == batch.num_tokens
-    bad = [entry for entry in logs if entry["event"] == "bad message to the critic"]
-    assert [entry["total"] for entry in bad] == list(range(1, MAX_BAD_MESSAGES + 2))
+    noted = [entry for entry in logs if entry["event"] == "bad message to the critic"]
+    assert [entry["total"] for entry in noted] == list(range(1, MAX_BAD_MESSAGES + 2))
     assert logs[-1]["event"] == "a peer of the critic was cut off for its bad messages"
     critic.close()
     rubbish.close()
+
+
+def test_a_stranger_gets_no_answer_of_the_critic_and_changes_nothing(
+    addresses: Endpoints, server: CriticServer, tmp_path: Path
+) -> None:
+    stranger = connect_dealer(addresses.critics[0])
+    save = encode("another-run", "save", {"rank": 0, "step": 1, "what": "model"})
+    with structlog.testing.capture_logs() as logs:
+        for message in (save, encode("another-run", "leave", {"rank": 0}), [b"rubbish"]):
+            stranger.send_multipart(message)
+        assert not stranger.poll(300)
+        assert len([entry for entry in logs if entry["event"] == "bad message to the critic"]) == 3, "it is counted"
+    assert server._peers == {} and not (tmp_path / "critic").exists()
+    stranger.close()
+
+
+def test_a_rank_speaks_only_for_itself(
+    addresses: Endpoints, server: CriticServer, peer: Connection, tiny_model: Path, tmp_path: Path
+) -> None:
+    config = make_config(tiny_model, **GAE_CONFIG)
+    batch = pack_groups(config, make_groups(2))
+    critic = RemoteCritic(config, 0, addresses)
+    critic.values(batch, 1)
+    for kind, body in (("save", {"rank": 0, "step": 1, "what": "model"}), ("leave", {"rank": 0})):
+        assert f"{kind!r} of learner rank 0 by another than it" in refusal(peer, kind, body, [])
+    critic.train(torch.zeros(batch.num_tokens))
+    assert "critic/loss" in critic.finish(), "it serves the one that came first"
+    assert not (tmp_path / "critic").exists()
+    critic.close()
+
+
+def test_learner_ranks_must_agree_on_the_step() -> None:
+    messages = {
+        rank: Message("save", 1, {"rank": rank, "step": rank, "what": "state"}, Block([], None)) for rank in (0, 1)
+    }
+    with pytest.raises(InvariantError, match=r"different things: \[\(0, 'state'\), \(1, 'state'\)\]"):
+        _agreed(messages, "step", "what")
 
 
 def test_a_critic_that_is_not_there_is_named(addresses: Endpoints, tiny_model: Path) -> None:

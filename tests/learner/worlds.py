@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,13 +18,15 @@ from deepspeed.utils import safe_get_full_grad
 from torch import Tensor
 
 from asyncrl.config import Config
+from asyncrl.endpoints import Endpoints
 from asyncrl.learner.algorithm import make_algorithm
 from asyncrl.learner.batch import Batch, make_batch
 from asyncrl.learner.critic import Critic
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.engine import TrainedModel
 from asyncrl.learner.trainer import Trainer
-from asyncrl.types import NO_VERSION, Endpoints, Group, Trajectory
+from asyncrl.types import NO_VERSION, Group, Trajectory
+from tests.helpers.sockets import socket_address
 
 VOCABULARY = 48
 LR = 1e-3
@@ -45,6 +49,11 @@ STATE_RUNS: dict[str, dict[str, Any]] = {
     "bfloat16-zero3": {"learner": {"zero_stage": 3}, "model": {"dtype": "bfloat16"}, "steps": 4},
 }
 """Whose training state two ranks save and restore."""
+SKIPS: dict[str, dict[str, Any]] = {
+    f"{dtype}-zero{stage}": {"learner": {"zero_stage": stage, "max_skipped_updates": 1}, "model": {"dtype": dtype}}
+    for dtype, stage in (("float32", 0), ("float32", 3), ("bfloat16", 2))
+}
+"""In which an update is skipped."""
 MAX_GRAD_NORMS = (0.05, 10.0)
 """Of the recorded steps: the first is clipped, the second is not."""
 
@@ -148,7 +157,10 @@ def train_steps(trainer: Trainer, steps: Sequence[int]) -> None:
 
 
 def copy_weights(model: TrainedModel) -> dict[str, Tensor]:
-    return {name: weight.detach().clone().cpu() for name, weight in model.weights()}
+    shapes = model.shapes()  # before they are gathered
+    weights = {name: weight.detach().clone().cpu() for name, weight in model.weights()}
+    assert shapes == [(name, weight.dtype, tuple(weight.shape)) for name, weight in weights.items()]
+    return weights
 
 
 def record(config: Config, ranks: Ranks, groups: Sequence[Group]) -> tuple[dict[str, Tensor], dict[str, float]]:
@@ -194,6 +206,7 @@ def spawn(script: str, model: Path, out: Path, port: int, *, ranks: int, timeout
     processes = [
         subprocess.Popen(
             [sys.executable, str(Path(__file__).parent / script), str(rank), str(port), str(model), str(out)],
+            env=_environment(),
             stdout=(out / f"{rank}.log").open("w"),
             stderr=subprocess.STDOUT,
         )
@@ -213,8 +226,10 @@ def running(script: str, model: Path, out: Path, port: int, learners: str = "2")
     with (out / script.replace(".py", ".log")).open("w") as log:
         process = subprocess.Popen(
             [sys.executable, str(Path(__file__).parent / script), str(port), str(model), learners],
+            env=_environment(),
             stdout=log,
             stderr=subprocess.STDOUT,
+            cwd=out,
         )
         try:
             yield process
@@ -223,5 +238,18 @@ def running(script: str, model: Path, out: Path, port: int, learners: str = "2")
             process.wait()
 
 
+def _environment() -> dict[str, str]:
+    """In which scripts of this folder find `tests.helpers` and the sockets of this process."""
+    socket_address("any")  # the folder is there from now on
+    return os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+
+
 def endpoints(port: int) -> Endpoints:
-    return Endpoints("test", "", ("127.0.0.1", port + 1), ("127.0.0.1", port))
+    return Endpoints("test", "", socket_address(f"weights-{port}"), socket_address(f"learners-{port}"))
+
+
+def critic_endpoints(port: int) -> Endpoints:
+    """With one critic rank in a process of its own."""
+    return replace(
+        endpoints(port), critic_ranks=socket_address(f"learners-{port}"), critics=(f"tcp://127.0.0.1:{port + 1}",)
+    )

@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 import pyarrow as pa
-import pytest
 from rich.console import Console
 
 from asyncrl.observe.live import LiveView
@@ -60,14 +59,6 @@ def test_trackers_write_every_step(tmp_path: Path) -> None:
         {"step": 1, "reward/mean": 0.5}, {"step": 2, "reward/mean": 1.0},
     ]  # fmt: skip
     assert list((tmp_path / "tensorboard").glob("events*"))
-
-
-def test_wandb_runs_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    trackers = make_trackers(small_config(observe__trackers=["wandb"]), tmp_path)
-    trackers.log(1, {"reward/mean": 0.5})
-    trackers.close()
-    assert list((tmp_path / "wandb").glob("offline-run-*"))
 
 
 def test_plain_view_prints_lines() -> None:

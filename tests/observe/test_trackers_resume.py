@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from asyncrl.observe.trackers import make_trackers
 from tests.helpers.replay import small_config
@@ -29,8 +31,7 @@ def test_steps_are_logged_once_and_a_torn_line_is_cut(tmp_path: Path) -> None:
         again.log(step, {"reward/mean": 10.0 * step})
     again.close()
     assert [(row["step"], row["reward/mean"]) for row in rows(tmp_path)] == [(1, 1), (2, 2), (3, 30), (4, 40)]
-    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    board = events.EventAccumulator(str(tmp_path / "tensorboard"))
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
     board.Reload()
     assert [(event.step, event.value) for event in board.Scalars("reward/mean")] == [(1, 1), (2, 2), (3, 30), (4, 40)]
 
@@ -50,7 +51,10 @@ def test_an_evaluation_after_the_last_step_is_logged_once(tmp_path: Path) -> Non
 
 
 def test_wandb_goes_on_with_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offline, unless the environment says otherwise."""
     monkeypatch.delenv("WANDB_MODE", raising=False)
+    for name in ("exit", "excepthook"):  # wandb replaces them, for all tests after this one
+        monkeypatch.setattr(sys, name, getattr(sys, name))
     config = small_config(observe__trackers=["wandb"])
     for step in (1, 2):
         trackers = make_trackers(config, tmp_path)

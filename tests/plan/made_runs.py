@@ -50,6 +50,16 @@ def make_run(folder: Path, *, steps: int = 12, rewards: float = 0.5, seed: int =
     return folder
 
 
+def append_log(folder: Path, rows: pa.Table, *, rows_per_message: int = 1000) -> None:
+    """Appends rows to the log of a run that goes on, as its trace writer does."""
+    file = folder / "trace.arrow"
+    with file.open("ab") as log:
+        if not log.tell():
+            log.write(SCHEMA.serialize())
+        for batch in rows.cast(SCHEMA).to_batches(max_chunksize=rows_per_message):
+            log.write(batch.serialize())
+
+
 def _row(ticket: int, completion: list[int], trained: bool, step: int, taken_s: float, now_s: float) -> dict[str, Any]:
     return {
         "ticket": ticket, "attempt": 0, "generator": ticket % 2, "row": ticket, "data_source": "test",

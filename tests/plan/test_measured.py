@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +37,14 @@ def test_costs_are_found_again(tmp_path: Path) -> None:
 def test_the_trace_alone_names_its_run(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "r")
     assert read_run(folder / "trace.parquet").workload.engine == ENGINE
+
+
+def test_an_evaluation_after_the_last_step_hides_nothing(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "r")
+    last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["step"]
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": last, "eval/version": last, "eval/reward": 0.5}) + "\n")
+    assert read_run(folder).workload.engine == ENGINE
 
 
 def test_generators_that_take_turns_are_faster_alone(tmp_path: Path) -> None:

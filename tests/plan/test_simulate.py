@@ -25,7 +25,6 @@ def setup(**changes: int) -> Setup:
 
 
 LONG_TAIL = Lengths.log_normal(mean_tokens=64, sigma=1.0, max_tokens=256, group_size=8)
-SCHEDULES = 10_000
 ENGINE = EngineCost(base_s=0.01, sequence_s=1e-4, request_s=1e-3)
 
 
@@ -64,9 +63,10 @@ def test_throughput_is_within_its_bounds(learner_token_s: float, generators: int
 
 
 @pytest.mark.timeout(400)
-def test_no_token_is_older_than_the_limit_in_random_runs() -> None:
+@pytest.mark.parametrize("schedules", [400, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_no_token_is_older_than_the_limit_in_random_runs(schedules: int) -> None:
     dice = np.random.default_rng(0)
-    for seed in range(SCHEDULES):
+    for seed in range(schedules):
         limit, learners = int(dice.integers(0, 5)), int(dice.integers(1, 4))
         lengths = Lengths.log_normal(
             mean_tokens=float(dice.uniform(2, 40)), sigma=float(dice.uniform(0.1, 1.5)), max_tokens=100,
@@ -143,7 +143,7 @@ def test_a_thousand_generators_are_simulated_in_a_minute() -> None:
     workload = Workload(LONG_TAIL, ENGINE, LearnerCost(0.0, 1e-6))
     started_s = time.process_time()
     simulate(workload, setup(generators=1024, groups_per_step=512, max_staleness=4, steps=50))
-    assert time.process_time() - started_s < 60 / 5, "1,000 steps take 20 times as long"
+    assert time.process_time() - started_s < 60 / 20, "1,000 steps take 20 times as long"
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,14 @@ from asyncrl.replay.server import run_replay
 from asyncrl.replay.trace import TraceWriter
 from tests.helpers.replay import EndlessPrompts, loopback_endpoints, small_config
 
+MAX_STALENESS = 2
+
 
 def main(folder: Path, port: int, steps: int) -> None:
     endpoints = loopback_endpoints(port)
     journal = Journal(folder / "journal", flush="step", segment_bytes=30_000)
     trace = TraceWriter(folder / "trace.parquet")
-    config = small_config(steps=steps, replay__max_staleness=2)
+    config = small_config(steps=steps, replay__max_staleness=MAX_STALENESS)
     queue = ReplayQueue(config, EndlessPrompts(), trace, journal=journal, run_id=endpoints.run_id)
     run_replay(queue, endpoints, lambda: False)
 

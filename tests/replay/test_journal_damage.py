@@ -9,7 +9,9 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
@@ -19,10 +21,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from asyncrl.errors import JournalError
-from asyncrl.replay.journal import Journal, Record, read_journal
+from asyncrl.replay.journal import Flush, Journal, Record, read_journal
 from asyncrl.replay.records import SCHEMA
-from asyncrl.replay.segments import ENTRY, HEADER
-from tests.helpers.journal import group_record, plain, records_of, write_batches
+from asyncrl.replay.segments import ENTRY, HEADER, MARK_BYTES, mark, scan_segment
+from tests.helpers.examples import examples
+from tests.helpers.journal import group_record, kill_journal, plain, records_of, write_batches
 
 BATCHES = [
     [Record("state", {"step": 0}), group_record(1, 3)],
@@ -34,14 +37,19 @@ WHOLE = [plain(record) for batch in BATCHES for record in batch]
 BEFORE_LAST = WHOLE[:-2]
 
 
-def make(folder: Path) -> Path:
-    """Two segments of two batches each."""
+def make(folder: Path, *, killed: bool = False) -> Path:
+    """Two segments of two batches each; the second was not synced when the writer was `killed`."""
     folder.mkdir()
-    write_batches(folder, BATCHES, rotate_after=2)
+    write_batches(folder, BATCHES, rotate_after=2, killed=killed)
     return folder
 
 
-def check_goes_on(folder: Path, expected: list[tuple[object, ...]]) -> None:
+def first_end(sums: bytes) -> int:
+    """The end of the first batch."""
+    return int.from_bytes(sums[MARK_BYTES : MARK_BYTES + 8], "little")
+
+
+def check_continues(folder: Path, expected: list[tuple[object, ...]]) -> None:
     """What is read, once without and once after a writer opened it; then something is appended."""
     assert records_of(folder) == expected
     journal = Journal(folder, flush="os")
@@ -53,28 +61,29 @@ def check_goes_on(folder: Path, expected: list[tuple[object, ...]]) -> None:
 
 
 def test_a_tail_of_data_cut_at_any_byte_is_lost_alone(tmp_path: Path) -> None:
-    folder = make(tmp_path / "journal")
+    folder = make(tmp_path / "journal", killed=True)
     path, sums = folder / "00000002.arrow", folder / "00000002.sums"
     data, entries = path.read_bytes(), sums.read_bytes()
-    last_begins = int.from_bytes(entries[:8], "little")
-    assert len(entries) == 2 * ENTRY.itemsize
-    for size in range(last_begins, len(data)):
-        for kept in (len(entries), ENTRY.itemsize):
+    last_begins = first_end(entries)
+    assert len(entries) == MARK_BYTES + 2 * ENTRY.itemsize
+    borders = {last_begins, last_begins + 1, len(data) - 1}
+    for size in sorted(borders | set(range(last_begins, len(data), 5))):
+        for kept in (len(entries), MARK_BYTES + ENTRY.itemsize):
             path.write_bytes(data[:size])
             sums.write_bytes(entries[:kept])
             assert records_of(folder) == BEFORE_LAST
             if size % 7 == 0:
-                check_goes_on(folder, BEFORE_LAST)
+                check_continues(folder, BEFORE_LAST)
 
 
 def test_sums_cut_at_any_byte_lose_the_last_batch_alone(tmp_path: Path) -> None:
-    folder = make(tmp_path / "journal")
+    folder = make(tmp_path / "journal", killed=True)
     path, sums = folder / "00000002.arrow", folder / "00000002.sums"
     data, entries = path.read_bytes(), sums.read_bytes()
-    for size in range(ENTRY.itemsize, 2 * ENTRY.itemsize):
+    for size in range(MARK_BYTES + ENTRY.itemsize, len(entries)):
         path.write_bytes(data)
         sums.write_bytes(entries[:size])
-        check_goes_on(folder, BEFORE_LAST)
+        check_continues(folder, BEFORE_LAST)
 
 
 @pytest.mark.parametrize("size", [0, 1, len(HEADER) - 1, len(HEADER), len(HEADER) + 1])
@@ -83,31 +92,38 @@ def test_a_segment_that_was_hardly_begun_is_begun_again(tmp_path: Path, size: in
     first = (folder / "00000001.arrow").read_bytes()
     (folder / "00000003.sums").touch()
     (folder / "00000003.arrow").write_bytes(first[:size])
-    check_goes_on(folder, WHOLE)
+    check_continues(folder, WHOLE)
 
 
 def test_a_cut_tail_is_logged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = make(tmp_path / "journal")
     with (folder / "00000002.arrow").open("ab") as file:
         file.write(b"x" * 77)
-    check_goes_on(folder, WHOLE)
+    check_continues(folder, WHOLE)
     output = capsys.readouterr().out
     assert "torn tail of the journal cut" in output
     assert "torn_bytes=77" in output
-    check_goes_on(folder, [*WHOLE, plain(group_record(9, 7))])
+    check_continues(folder, [*WHOLE, plain(group_record(9, 7))])
     assert "torn" not in capsys.readouterr().out
 
 
-@pytest.fixture(scope="module")
-def whole_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    folder = make(tmp_path_factory.mktemp("flips") / "journal")
-    return {path.name: path.read_bytes() for path in sorted(folder.glob("0*"))}
+class Files(dict[str, bytes]):
+    """Contents by name; shown as the names, when an example fails."""
+
+    def __repr__(self) -> str:
+        return f"Files({sorted(self)})"
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.fixture(scope="module", params=["closed", "killed"])
+def whole_files(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Files:
+    folder = make(tmp_path_factory.mktemp("flips") / "journal", killed=request.param == "killed")
+    return Files({path.name: path.read_bytes() for path in sorted(folder.glob("0*"))})
+
+
+@settings(max_examples=examples(400), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(file=st.integers(0, 3), place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
 def test_a_flipped_bit_never_changes_a_record(
-    tmp_path: Path, whole_files: dict[str, bytes], file: int, place: float, bit: int
+    tmp_path: Path, whole_files: Files, file: int, place: float, bit: int
 ) -> None:
     name = sorted(whole_files)[file]
     for other, data in whole_files.items():
@@ -117,9 +133,11 @@ def test_a_flipped_bit_never_changes_a_record(
     damaged[at] ^= 1 << bit
     (tmp_path / name).write_bytes(damaged)
     entries = whole_files["00000002.sums"]
-    in_last = at >= (ENTRY.itemsize if name.endswith(".sums") else int.from_bytes(entries[:8], "little"))
-    if name.startswith("00000002") and in_last:
-        assert records_of(tmp_path) == BEFORE_LAST
+    synced_bytes, begins, second = int.from_bytes(entries[:8], "little"), len(HEADER), first_end(entries)
+    if name.endswith(".sums"):
+        begins, second = MARK_BYTES, MARK_BYTES + ENTRY.itemsize
+    if name.startswith("00000002") and not synced_bytes and at >= begins:
+        assert records_of(tmp_path) == (BEFORE_LAST if at >= second else WHOLE[:3])
         return
     read = []
     with pytest.raises(JournalError, match="asyncrl launch --resume --discard-journal") as caught:
@@ -141,7 +159,7 @@ def open_writer(folder: Path) -> None:
         (open_writer, lambda f: (f / "00000002.arrow").unlink(), r"00000002.sums: its 00000002.arrow is missing"),
         (
             records_of,
-            lambda f: os.truncate(f / "00000001.sums", 24),
+            lambda f: os.truncate(f / "00000001.sums", MARK_BYTES + ENTRY.itemsize),
             r"00000001.arrow: has \d+ bytes, 00000001.sums has sums of",
         ),
         (
@@ -164,8 +182,9 @@ def write_with_sums(folder: Path, batch: pa.RecordBatch, schema: bytes = HEADER)
     """A segment whose sums are right, whatever is in it."""
     data = schema + batch.serialize().to_pybytes()
     checked = len(data).to_bytes(8, "little") + xxhash.xxh3_64_intdigest(data).to_bytes(8, "little")
+    own = xxhash.xxh3_64_intdigest(checked).to_bytes(8, "little")
     (folder / "00000001.arrow").write_bytes(data)
-    (folder / "00000001.sums").write_bytes(checked + xxhash.xxh3_64_intdigest(checked).to_bytes(8, "little"))
+    (folder / "00000001.sums").write_bytes(mark(len(data)) + checked + own)
 
 
 def test_what_is_no_record_under_a_right_sum_is_an_error(tmp_path: Path) -> None:
@@ -235,7 +254,7 @@ def check_full(folder: Path, output: str, reason: str) -> None:
     assert "00000001.arrow: cannot write 1" in error
     assert f" bytes: {reason}; make room" in error
     assert "`asyncrl launch --resume`" in error
-    check_goes_on(folder, [plain(group_record(ticket, 1000)) for ticket in range(int(written))])
+    check_continues(folder, [plain(group_record(ticket, 1000)) for ticket in range(int(written))])
 
 
 @pytest.mark.parametrize("wait", ["wait", "background"])
@@ -308,9 +327,140 @@ def test_batches_at_the_end_that_did_not_reach_the_disk_are_cut(tmp_path: Path, 
         journal.append(group_record(ticket, 50))
         journal.write()
     ends = journal._writer.segment.ends
-    journal.close()
+    kill_journal(journal)
     path = tmp_path / "00000001.arrow"
     data = path.read_bytes()
     path.write_bytes(data[: ends[-count - 1]] + bytes(len(data) - ends[-count - 1]))
     assert [record.body["ticket"] for _, record in read_journal(tmp_path)] == list(range(5 - count))
-    check_goes_on(tmp_path, [plain(group_record(ticket, 50)) for ticket in range(5 - count)])
+    check_continues(tmp_path, [plain(group_record(ticket, 50)) for ticket in range(5 - count)])
+
+
+PAGE_BYTES = 4096
+Damage = Callable[[bytearray, int, int], None]
+
+
+def zero(data: bytearray, begin: int, end: int) -> None:
+    data[begin:end] = bytes(end - begin)
+
+
+def flip(data: bytearray, begin: int, end: int) -> None:
+    data[(begin + end) // 2] ^= 16
+
+
+def large(ticket: int) -> Record:
+    """A record of some pages that no policy syncs."""
+    return Record("lease", {"ticket": ticket, "blob": bytes([ticket]) * 3 * PAGE_BYTES})
+
+
+def lose_power(folder: Path, flush: Flush) -> tuple[list[tuple[object, ...]], int]:
+    """A journal as it was written when the machine lost its power; all records, and the number of batches of the
+    newest segment that were synced."""
+    journal = Journal(folder, flush=flush)
+    journal.append(group_record(1, 2000))
+    journal.append(Record("commit", {"step": 1}))
+    journal.write()
+    journal.rotate()
+    for ticket in (2, 3):
+        journal.append(group_record(ticket, 2000))
+        journal.append(Record("commit", {"step": ticket}))
+        journal.write(wait=ticket == 3)
+    journal.settle()
+    synced = 0 if flush == "os" else journal._writer.num_batches
+    for ticket in range(4, 8):
+        journal.append(large(ticket))
+        journal.write(wait=False)
+    kill_journal(journal)
+    return records_of(folder), synced
+
+
+@pytest.mark.parametrize("damage", [zero, flip])
+@pytest.mark.parametrize("flush", ["group", "step", "os"])
+def test_after_a_power_loss_everything_up_to_the_last_sync_comes_back(
+    tmp_path: Path, flush: Flush, damage: Damage
+) -> None:
+    """Any page that was not synced may be missing, also one before others that are there."""
+    folder = tmp_path / "journal"
+    records, synced = lose_power(folder, flush)
+    path, sums = folder / "00000002.arrow", folder / "00000002.sums"
+    data, entries = path.read_bytes(), sums.read_bytes()
+    segment = scan_segment(folder, 2, newest=True)
+    assert (len(segment.ends), segment.torn_bytes) == (6, 0)
+    per_batch = [len(segment.read(batch)) for batch in range(len(segment.ends))]
+    for batch in range(synced, len(segment.ends)):
+        kept = records[: 2 + sum(per_batch[:batch])]
+        begin, end = segment.span(batch)
+        pages = range(begin - begin % PAGE_BYTES, end, PAGE_BYTES)
+        spans = [(max(begin, page, len(HEADER)), min(end, page + PAGE_BYTES)) for page in pages]
+        for span in spans:
+            damaged = bytearray(data)
+            damage(damaged, *span)
+            path.write_bytes(damaged)
+            assert records_of(folder) == kept
+        check_continues(folder, kept)
+        path.write_bytes(data)
+        damaged = bytearray(entries)
+        damage(damaged, MARK_BYTES + batch * ENTRY.itemsize, MARK_BYTES + (batch + 1) * ENTRY.itemsize)
+        sums.write_bytes(damaged)
+        check_continues(folder, kept)
+        path.write_bytes(data)
+        sums.write_bytes(entries)
+
+
+@pytest.mark.parametrize("flush", ["group", "step"])
+def test_damage_of_what_was_synced_is_an_error(tmp_path: Path, flush: Flush) -> None:
+    folder = tmp_path / "journal"
+    _, synced = lose_power(folder, flush)
+    path, sums = folder / "00000002.arrow", folder / "00000002.sums"
+    data, entries = path.read_bytes(), sums.read_bytes()
+    segment = scan_segment(folder, 2, newest=True)
+    synced_bytes = segment.ends[synced - 1]
+    for batch in range(synced):
+        begin, end = segment.span(batch)
+        damaged = bytearray(data)
+        flip(damaged, begin, end)
+        path.write_bytes(damaged)
+        with pytest.raises(JournalError, match=rf"00000002.arrow: bytes {begin} to {end} \(record batch {batch}\)"):
+            records_of(folder)
+        path.write_bytes(data)
+        damaged = bytearray(entries)
+        flip(damaged, MARK_BYTES + batch * ENTRY.itemsize, MARK_BYTES + (batch + 1) * ENTRY.itemsize)
+        sums.write_bytes(damaged)
+        with pytest.raises(JournalError, match=rf"00000002.sums: bytes .*entry of record batch {batch}\) do not have"):
+            open_writer(folder)
+        sums.write_bytes(entries)
+    os.truncate(path, synced_bytes - 1)
+    with pytest.raises(JournalError, match=rf"has sums of .*, but {synced_bytes} bytes were on the disk"):
+        open_writer(folder)
+    path.write_bytes(data)
+    os.truncate(sums, MARK_BYTES + (synced - 1) * ENTRY.itemsize + 3)
+    with pytest.raises(JournalError, match=rf"has sums of .*, but {synced_bytes} bytes were on the disk"):
+        open_writer(folder)
+    sums.write_bytes(bytes(MARK_BYTES) + entries[MARK_BYTES:])
+    with pytest.raises(JournalError, match=r"00000002.sums: bytes 0 to 16 \(mark of the last sync\) do not have"):
+        open_writer(folder)
+
+
+def test_a_sync_in_the_background_marks_only_what_was_written_before_it(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, flush="step")
+    free, sums = threading.Event(), tmp_path / "00000001.sums"
+    journal._background.submit(free.wait, 10)
+    journal.append(Record("commit", {"step": 1}))
+    journal.write(wait=False)
+    journal.append(large(1))
+    journal.write(wait=False)
+    assert sums.read_bytes()[:MARK_BYTES] == mark(0)
+    free.set()
+    journal.settle()
+    assert sums.read_bytes()[:MARK_BYTES] == mark(journal._writer.segment.ends[0])
+    journal.close()
+    assert sums.read_bytes()[:MARK_BYTES] == mark(journal._writer.segment.ends[1])
+
+
+def test_a_journal_of_another_version_is_refused_and_stays(tmp_path: Path) -> None:
+    folder = make(tmp_path / "journal")
+    path = folder / "00000002.arrow"
+    before = path.read_bytes().replace(HEADER, HEADER.replace(b"2", b"1", 1), 1)
+    path.write_bytes(before)
+    with pytest.raises(JournalError, match=r"are not the schema of a journal of this version"):
+        open_writer(folder)
+    assert path.read_bytes() == before

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from asyncrl.errors import InvariantError
 from asyncrl.replay.balance import balance
 from asyncrl.replay.ledger import Ledger, State
+from tests.helpers.examples import examples
 
 EVENTS = st.lists(
     st.tuples(
-        st.sampled_from(["lease", "finish", "refund", "give_back", "step", "load", "late"]),
+        st.sampled_from(["lease", "finish", "refund", "give_back", "step", "load", "lose", "late"]),
         st.integers(0, 7),
     ),
     max_size=300,
@@ -59,8 +60,18 @@ class Simulation:
         if number is not None:
             self.ledger.give_back(number, tokens=pick)
 
-    def late(self, pick: int) -> None:
+    def lose(self, pick: int) -> None:
         self.ledger.lose(pick)
+
+    def late(self, pick: int) -> None:
+        """A group of an earlier attempt arrives, as old as any of its ticket may be."""
+        waiting = [t for t in self.ledger.live.values() if t.state in (State.LEASED, State.RETURNED)]
+        if waiting:
+            ticket = waiting[pick % len(waiting)]
+            version = max(0, ticket.start_version - pick % 3)
+            if self.ledger.accepts(ticket.number, version):
+                self.ledger.finish(ticket.number, trajectories=4, tokens=10 + pick, start_version=version)
+                assert ticket.start_version == version
 
     def step(self, _: int) -> None:
         numbers = self.ledger.select()
@@ -89,7 +100,7 @@ class Simulation:
         raise AssertionError("no progress although every generator works")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(
     events=EVENTS,
     groups_per_step=st.integers(1, 4),
@@ -134,6 +145,22 @@ def test_young_groups_pass_a_slow_one_until_its_deadline() -> None:
     ledger.finish(3, trajectories=1, tokens=1)
     assert ledger.select() is None, "ticket 0 must be trained at version 2, nothing else may take its place"
     ledger.finish(0, trajectories=1, tokens=1)
+    assert ledger.select() == [0]
+
+
+def test_a_group_that_is_older_than_its_lease_has_an_earlier_deadline() -> None:
+    ledger = Ledger(groups_per_step=1, max_staleness=2)
+    for _ in range(2):
+        ledger.lease(0)
+    ledger.finish(1, trajectories=1, tokens=1)
+    ledger.take([1])
+    ledger.commit()
+    ledger.give_back(0, tokens=0)
+    ledger.lease(1)
+    ledger.finish(0, trajectories=1, tokens=1, start_version=0)
+    assert ledger.deadline(ledger.live[0]) == 2
+    ledger.lease(1)
+    ledger.finish(2, trajectories=1, tokens=1)
     assert ledger.select() == [0]
 
 

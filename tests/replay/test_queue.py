@@ -98,6 +98,23 @@ def test_failed_rewards_refund_the_group_and_do_not_count(tmp_path: Path) -> Non
     finish(queue, lease, status="failed", rewards=(math.nan, math.nan))
     assert queue.summary()["ledger"]["refunded"] == {"failed": 1}
     assert queue.summary()["reward_first"] is None
+    assert queue.summary()["outcomes"]["failed"]["rewards_failed"] == 2
+
+
+def test_a_completion_without_a_reward_is_trained_with_0_and_counted(tmp_path: Path) -> None:
+    queue = make_queue(tmp_path)
+    leases = ask(queue)
+    for lease in leases[:3]:
+        group = make_group(lease, 0, rewards=(1.0, 0.0))
+        group.trajectories[1].error = "it hangs"
+        queue.finish(*pack_group(group))
+    finish(queue, leases[3], status="failed")
+    queue.take(0, 1)
+    metrics = queue.commit(1, {})["metrics"]
+    assert (metrics["reward/mean"], metrics["reward/failed_fraction"]) == (0.5, 5 / 8)
+    outcome = queue.summary()["outcomes"]["trained"]
+    assert (outcome["trajectories"], outcome["rewards_failed"], outcome["reward_mean"]) == (4, 2, 1.0)
+    assert queue.summary()["ledger"]["refunded"] == {"failed": 1}
 
 
 def test_endless_refunds_end_the_run_with_the_reason(tmp_path: Path) -> None:
@@ -118,16 +135,17 @@ def test_duplicate_and_superseded_groups_count_once(tmp_path: Path) -> None:
     again = ask(queue, num_groups=1)[0]
     assert (again.ticket, again.attempt, again.prompt.row) == (second.ticket, 1, second.prompt.row)
     finish(queue, second)
+    assert queue.state.duplicates == 2, "what was given back is counted"
     finish(queue, again)
     assert sorted(train(queue, 1)) == [0, 1]
     tokens = queue.summary()["ledger"]["tokens"]
-    assert tokens == {"generated": 23, "trained": 12, "refunded": {}, "returned": 11, "in_flight": 0}
+    assert tokens == {"generated": 17, "trained": 12, "refunded": {}, "returned": 5, "in_flight": 0}
 
 
 def test_expired_lease_is_handed_out_again(tmp_path: Path) -> None:
     queue = make_queue(tmp_path, replay__lease_timeout_s=10)
     (lease,) = ask(queue, num_groups=1)
-    leased_s = queue.held[lease.ticket].leased_s
+    leased_s = queue.held[lease.ticket].renewed_s
     queue.expire(leased_s + 9)
     assert queue.ledger.is_current(lease.ticket, 0)
     queue.expire(leased_s + 11)

@@ -16,6 +16,7 @@ from asyncrl.launch.resources import reserve_ports
 from asyncrl.replay.bounds import MAX_NUMBER, MAX_REWARD
 from asyncrl.replay.codec import pack_group
 from asyncrl.replay.generator_state import GeneratorState
+from asyncrl.replay.measure import RunMeasure
 from asyncrl.replay.messages import GroupMeta
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.server import ReplayServer
@@ -51,9 +52,10 @@ def train_one(queue: ReplayQueue, metrics: dict[str, float], rewards: tuple[floa
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e308, -1.0])
 def test_metrics_may_be_any_number(queue: ReplayQueue, value: float) -> None:
-    train_one(queue, {"weights/syncs": value, "learner/wait_s": value, "learner/sync_s": value})
+    names = ("weights/syncs", "learner/wait_s", "learner/sync_s", "learner/skipped_updates")
+    train_one(queue, dict.fromkeys(names, value))
     summary = queue.summary()
-    assert summary["weight_sync"]["count"] == 0
+    assert summary["weight_sync"]["count"] == summary["skipped_updates"] == 0
     assert 0.0 <= summary["idle"]["learner"] <= 1.0
     msgpack.packb(queue.status())
     json.dumps(summary, allow_nan=False)
@@ -63,6 +65,16 @@ def test_versions_that_an_earlier_learner_sent_count(queue: ReplayQueue) -> None
     for syncs in (1.0, 2.0, 1.0):
         train_one(queue, {"weights/syncs": syncs})
     assert queue.summary()["weight_sync"]["count"] == 3
+
+
+def test_skipped_updates_of_policy_and_critic_are_counted(queue: ReplayQueue) -> None:
+    train_one(queue, {"learner/skipped_updates": 2.0, "critic/skipped_updates": 1.0})
+    train_one(queue, {"learner/skipped_updates": 1.0})
+    again = RunMeasure(small_config())
+    again.load_state_dict(queue.measure.state_dict())
+    summary = queue.summary()
+    assert summary["skipped_updates"] == again.skipped_updates == 4
+    assert (summary["ledger"]["trained"], summary["steps"]) == (4, 2), "their groups are trained, their steps count"
 
 
 def test_the_largest_rewards_do_not_overflow(queue: ReplayQueue) -> None:

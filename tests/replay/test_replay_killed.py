@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -18,6 +19,7 @@ from asyncrl.replay import client as client_module
 from asyncrl.replay.client import GeneratorClient, GeneratorStats, LauncherClient, LearnerClient
 from asyncrl.types import Lease
 from tests.helpers.replay import loopback_endpoints, make_group
+from tests.replay.replay_process import MAX_STALENESS
 
 STEPS = 40
 KILLS = 5
@@ -29,17 +31,19 @@ class Process:
     def __init__(self, folder: Path, port: int) -> None:
         self._command = [sys.executable, "-m", "tests.replay.replay_process", str(folder), str(port), str(STEPS)]
         self._output = (folder / "replay.out").open("w")
-        self._one_at_a_time = threading.Lock()
+        self.starts = 0
         self._start()
 
     def _start(self) -> None:
+        self.starts += 1
         self.process = subprocess.Popen(self._command, stdout=self._output, stderr=subprocess.STDOUT)
 
-    def kill(self) -> None:
-        with self._one_at_a_time:
-            self.process.send_signal(signal.SIGKILL)
-            self.process.wait(timeout=10)
-            self._start()
+    def kill(self, *, after_s: float) -> None:
+        time.sleep(after_s)
+        assert self.process.poll() is None, "it ended by itself"
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait(timeout=10)
+        self._start()
 
     def end(self) -> None:
         if self.process.poll() is None:
@@ -84,19 +88,24 @@ def test_every_group_is_trained_once_whenever_the_process_is_killed(
     learner = LearnerClient(endpoints, 0, timeout_s=60)
     launcher = LauncherClient(endpoints, timeout_s=30)
     rng = random.Random(0)
+    kills: list[Future[None]] = []
+    killer = ThreadPoolExecutor(1)
     try:
         assert learner.begin(0) == 0
         generator.start()
-        kills = set(rng.sample(range(1, STEPS), KILLS))
+        killed_at = set(rng.sample(range(1, STEPS), KILLS))
         for step in range(1, STEPS + 1):
-            if step in kills:
-                threading.Timer(rng.random() * 0.02, process.kill).start()
+            if step in killed_at:
+                kills.append(killer.submit(process.kill, after_s=rng.random() * 0.02))
             shard = learner.take(step)
             assert shard is not None
             seen += [group.ticket for group in shard.groups]
             learner.commit(step, {"learner/wait_s": 0.0}, checkpoints=[step])
             learned[0] = step
             time.sleep(0.005)
+        for kill in kills:
+            kill.result(timeout=20)
+        assert process.starts == KILLS + 1
         generator.join(timeout=30)
         assert errors == []
         assert not generator.is_alive()
@@ -105,6 +114,7 @@ def test_every_group_is_trained_once_whenever_the_process_is_killed(
         launcher.shutdown()
         assert process.process.wait(timeout=20) == 0, (tmp_path / "replay.out").read_text()[-2000:]
     finally:
+        killer.shutdown()
         process.end()
         for client in (learner, launcher):
             client.close()
@@ -114,4 +124,4 @@ def test_every_group_is_trained_once_whenever_the_process_is_killed(
     trained = [row for row in rows if row["outcome"] == "trained"]
     assert sorted(row["ticket"] for row in trained) == sorted(seen)
     assert all(0 <= row["started_s"] <= row["finished_s"] <= row["taken_s"] <= row["trained_s"] for row in trained)
-    assert all(row["train_version"] - row["start_version"] <= STEPS for row in trained)
+    assert all(row["train_version"] - row["start_version"] <= MAX_STALENESS for row in trained)

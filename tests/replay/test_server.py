@@ -9,14 +9,17 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
 
+from asyncrl.endpoints import Endpoints
 from asyncrl.errors import ConfigError, PeerTimeoutError, RunError
 from asyncrl.keys import write_keys
 from asyncrl.launch.resources import reserve_ports
 from asyncrl.offenders import MAX_BAD_MESSAGES
+from asyncrl.replay import server as server_module
 from asyncrl.replay.client import GeneratorClient, GeneratorStats, LauncherClient, LearnerClient, LeaseReply
 from asyncrl.replay.journal import Flush, Journal
 from asyncrl.replay.ledger import State
@@ -25,9 +28,8 @@ from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.records import FRAME_BYTES
 from asyncrl.replay.server import ReplayServer, run_replay
 from asyncrl.replay.trace import TraceWriter
-from asyncrl.replay.wire import MAX_REQUEST_HEADER_BYTES, encode
+from asyncrl.replay.wire import MAX_REQUEST_HEADER_BYTES, Message, encode
 from asyncrl.sockets import connect_dealer
-from asyncrl.types import Endpoints
 from tests.helpers.replay import EndlessPrompts, loopback_endpoints, make_group, small_config
 
 
@@ -201,25 +203,56 @@ def test_rubbish_is_counted_and_hurts_nobody(served: ReplayQueue, endpoints: End
     rubbish.connect(endpoints.replay)
     for frames in ([b""], [b"\x00" * 100], [b"\x81\xa1v\x01", b"x" * 10]):
         rubbish.send_multipart(frames)
-        assert rubbish.poll(2000), "a bad message is answered"
-        rubbish.recv_multipart()
+    rubbish.send_multipart(encode("another-run", "stop", {"text": "now"}))
+    assert not rubbish.poll(300), "who does not know the run id gets no answer"
+    rubbish.send_multipart(encode(endpoints.run_id, "lost", {"generator": "first"}))
+    assert rubbish.poll(2000), "a bad message of the run is answered"
+    rubbish.recv_multipart()
     rubbish.close()
-    stranger = LauncherClient(Endpoints("another-run", endpoints.replay, ("", 0), ("", 0)), timeout_s=1.0)
-    with pytest.raises((RunError, PeerTimeoutError, ValueError)):
-        stranger.status()
-    stranger.close()
     launcher = LauncherClient(endpoints)
-    assert launcher.status()["bad_messages"] == 4
+    status = launcher.status()
+    assert (status["bad_messages"], status["done"]) == (5, False)
     launcher.close()
+
+
+def test_a_message_that_breaks_its_reader_ends_nothing_and_a_broken_invariant_does(
+    endpoints: Endpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue = ReplayQueue(small_config(), EndlessPrompts(), TraceWriter(tmp_path / "trace.parquet"))
+    sound = server_module.decode
+
+    def decode(run_id: str, frames: list[Any], **options: Any) -> Message:
+        message = sound(run_id, frames, **options)
+        if message.kind == "lost":
+            raise KeyError("unforeseen")
+        return message
+
+    monkeypatch.setattr(server_module, "decode", decode)
+    with ThreadPoolExecutor(1) as pool:
+        stop = threading.Event()
+        served = pool.submit(run_replay, queue, endpoints, stop.is_set)
+        launcher = LauncherClient(endpoints)
+        try:
+            with pytest.raises(RunError, match="a message that cannot be read: KeyError: 'unforeseen'"):
+                launcher.lost(0)
+            assert launcher.status()["bad_messages"] == 1
+            queue.scale = lambda generators: {}[generators]  # type: ignore[method-assign]
+            with pytest.raises(PeerTimeoutError):
+                LauncherClient(endpoints, timeout_s=0.5).scale(2)
+            with pytest.raises(KeyError):
+                served.result(timeout=10)
+        finally:
+            stop.set()
+            launcher.close()
 
 
 def test_a_peer_of_bad_messages_is_cut_off_and_nobody_else(served: ReplayQueue, endpoints: Endpoints) -> None:
     rubbish = connect_dealer(endpoints.replay)
+    bad, sound = ([bytes(frame) for frame in encode("test", kind, {})] for kind in ("lost", "status"))
     for _ in range(MAX_BAD_MESSAGES + 1):
-        rubbish.send(b"rubbish")
+        rubbish.send_multipart(bad)
         assert rubbish.poll(2000), "a bad message is answered"
         rubbish.recv_multipart()
-    sound = [bytes(frame) for frame in encode("test", "status", {})]
     for message in ([b"more rubbish"], sound):
         rubbish.send_multipart(message)
     assert not rubbish.poll(300), "whatever it sends now"
@@ -261,7 +294,7 @@ def test_a_frame_larger_than_any_group_ends_its_connection(endpoints: Endpoints,
     try:
         for size, comes in ((group_bytes, True), (group_bytes + 1000, False)):
             peer = connect_dealer(endpoints.replay, linger_s=0.0)
-            peer.send(bytes(size))
+            peer.send_multipart([bytes(frame) for frame in encode("test", "lost", {})] + [bytes(size)])
             assert bool(peer.poll(5000 if comes else 500)) is comes
             peer.close()
     finally:

@@ -13,6 +13,7 @@ import pytest
 import zmq
 
 from asyncrl.config import Config
+from asyncrl.endpoints import Endpoints
 from asyncrl.errors import ConfigError, PeerTimeoutError, RunError
 from asyncrl.launch.resources import reserve_ports
 from asyncrl.replay import client as client_module
@@ -24,7 +25,7 @@ from asyncrl.replay.server import ReplayServer
 from asyncrl.replay.trace import TraceWriter
 from asyncrl.replay.wire import Block, Message, encode
 from asyncrl.sockets import bind_router
-from asyncrl.types import Endpoints, Lease
+from asyncrl.types import Lease
 from tests.helpers.replay import EndlessPrompts, kill_queue, loopback_endpoints, make_group, small_config
 
 T = TypeVar("T")
@@ -131,7 +132,7 @@ def test_everything_is_asked_again_of_a_queue_that_was_dead(replay: Replay, endp
 def test_an_answer_that_is_lost_is_given_again(tmp_path: Path, endpoints: Endpoints) -> None:
     replay = Replay(tmp_path, endpoints, small_config(steps=100))
     replay.kill()
-    router = once_free(lambda: bind_router(endpoints.replay, "replay", handover=True))
+    router = once_free(lambda: bind_router(endpoints.replay, "replay"))
     generator, learner = GeneratorClient(endpoints, 0), LearnerClient(endpoints, 0, timeout_s=20)
     generator.ask(0, 10, GeneratorStats())
     assert router.poll(5000)
@@ -193,7 +194,7 @@ class Babbler:
     """A peer that answers with what it is told to."""
 
     def __init__(self, endpoints: Endpoints, answer: Callable[[int], list[bytes]]) -> None:
-        self._socket = bind_router(endpoints.replay, "replay", handover=True)
+        self._socket = bind_router(endpoints.replay, "replay")
         self._answer = answer
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._serve)
@@ -250,6 +251,29 @@ def test_answers_without_sense_are_counted_and_end_at_the_deadline(
         generator.close(linger_s=0.0)
     finally:
         peer.close()
+
+
+def test_requests_without_an_answer_are_sent_again_less_and_less_often(
+    endpoints: Endpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "RESEND_S", 0.1)
+    router = bind_router(endpoints.replay, "replay")
+    generator, learner = GeneratorClient(endpoints, 0, timeout_s=1.3), LearnerClient(endpoints, 0, timeout_s=1.3)
+    try:
+        generator.ask(0, 1, GeneratorStats())
+        with pytest.raises(PeerTimeoutError, match="did not answer 'take'"):
+            learner.take(1)
+        with pytest.raises(PeerTimeoutError, match="did not answer 'ask'"):
+            poll(generator, lambda _: False)
+        kinds: list[str] = []
+        while router.poll(100):
+            kinds.append(msgpack.unpackb(router.recv_multipart()[1])["kind"])
+        assert kinds.count("take") == 4, "after 0.1, 0.2, 0.4 and not yet 0.8 s more"
+        assert 1 <= kinds.count("ask") <= 3
+    finally:
+        generator.close(linger_s=0.0)
+        learner.close()
+        router.close()
 
 
 def test_an_error_for_something_that_was_answered_is_left_aside(replay: Replay, endpoints: Endpoints) -> None:

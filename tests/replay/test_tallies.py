@@ -111,6 +111,7 @@ def test_refunds_of_another_length_raise_an_alarm_and_chance_does_not() -> None:
             "tokens_std": math.sqrt(2),
             "reward_mean": 0.5,
             "reward_std": math.sqrt(0.5),
+            "rewards_failed": 0,
         }
     )
 

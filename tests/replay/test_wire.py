@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+from contextlib import suppress
 
 import msgpack
 import numpy as np
@@ -14,6 +15,7 @@ from asyncrl.errors import ProtocolError
 from asyncrl.replay.codec import check_group, pack_group, pack_leases, unpack_group, unpack_leases
 from asyncrl.replay.wire import MAX_HEADER_BYTES, MAX_REQUEST_HEADER_BYTES, decode, encode
 from asyncrl.types import Lease, Prompt
+from tests.helpers.examples import examples
 from tests.helpers.replay import EndlessPrompts, make_group
 
 
@@ -104,7 +106,8 @@ def frame_with(arrays: object, num_bytes: int) -> list[bytes]:
         ([b"\xc1"], "header is not msgpack"),
         ([b"\x01"], "header is int, expected a map"),
         (changed_header(v=9), "schema version 9, this process speaks 2"),
-        (changed_header(run="other"), "message of run 'other', this is run 'run'"),
+        (changed_header(run="other"), "the message does not have the id of this run"),
+        (changed_header(run=["run"]), "the message does not have the id of this run"),
         (changed_header(kind="pickle"), "unknown kind 'pickle'"),
         (changed_header(seq="x"), "sequence number 'x' is not an integer"),
         (changed_header(body={}), "finish: ticket: Field required"),
@@ -115,7 +118,6 @@ def frame_with(arrays: object, num_bytes: int) -> list[bytes]:
         (changed_header(arrays=[[["i4", [1] * 9]]] * 4), "does not name a known dtype and a shape"),
         (changed_header(seq=-1), "sequence number -1 is not an integer from 0"),
         (changed_header(seq=True), "sequence number True is not an integer"),
-        (changed_header(run="x" * 1000), "message of run 'xxxx.*\\.\\.\\.xxxx"),
         (changed_body(generator=65536), "generator: Input should be less than or equal to 65535"),
         (changed_body(ticket=(1 << 62) + 1), "ticket: Input should be less than or equal to"),
         (changed_body(attempt=1 << 31), "attempt: Input should be less than or equal to 2147483647"),
@@ -182,7 +184,7 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(
     in_one=st.booleans(), frame=st.integers(0, 4), position=st.integers(0, 10_000), value=st.integers(0, 255),
     cut=st.booleans(),
@@ -199,13 +201,10 @@ def test_damaged_frames_never_do_worse_than_a_protocol_error(
     else:
         damaged[position] = value
     frames[frame] = bytes(damaged)
-    try:
+    with suppress(ProtocolError):
         message = decode("run", frames)
-        check_group(message.body, message.arrays, group_size=2)
-    except (ProtocolError, KeyError):
-        return
-    except TypeError:
-        assert message.kind != "finish", "a finish with a sound body is checked by values"
+        if message.kind == "finish":  # the body of another kind has other fields
+            check_group(message.body, message.arrays, group_size=2)
 
 
 @pytest.mark.parametrize(

@@ -11,15 +11,15 @@ from pathlib import Path
 import msgpack
 import pytest
 import structlog
-from test_reward_model import save_model
+from test_reward_model import endpoints_at, save_model
 
-from asyncrl.errors import ProtocolError, RunError
+from asyncrl.errors import ProtocolError, RunError, StrangerError
 from asyncrl.offenders import MAX_BAD_MESSAGES
 from asyncrl.rewards.functions import Failed
 from asyncrl.rewards.model_requests import read_request
 from asyncrl.rewards.model_server import ModelServer, RewardModel
 from asyncrl.rewards.reward_model import _Client
-from asyncrl.sockets import connect_dealer
+from asyncrl.sockets import bind_router, connect_dealer
 from tests.helpers.serving import serving
 
 
@@ -30,25 +30,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> RewardModel:
 
 @pytest.fixture
 def server(model: RewardModel, tmp_path: Path) -> Iterator[ModelServer]:
-    """A server in a thread, at `address_of(tmp_path)`."""
+    """A server in a thread, at `tmp_path/model`."""
     stop = threading.Event()
-    server = ModelServer(model, address_of(tmp_path))
+    server = ModelServer(model, endpoints_at(tmp_path / "model"))
     with serving(lambda: server.serve(stop.is_set), stop):
         yield server
     server.close()
 
 
-def address_of(folder: Path) -> str:
-    return f"ipc://{folder}/model"
-
-
 @pytest.fixture
 def client(server: ModelServer, tmp_path: Path) -> Iterator[_Client]:
-    client = _Client(address_of(tmp_path))
+    client = _Client(endpoints_at(tmp_path / "model"))
     yield client
     client.close()
 
 
+RUN = memoryview(b"run")
 SOUND = {"id": 1, "prompt": "1", "completions": ["2"], "timeout_s": 60.0}
 BAD_REQUESTS = [
     (b"", "request is not msgpack"),
@@ -76,35 +73,36 @@ def test_a_bad_request_is_refused_and_takes_little_memory(message: bytes, text: 
     tracemalloc.start()
     try:
         with pytest.raises(ProtocolError, match=re.escape(text)):
-            read_request([memoryview(message)])
+            read_request([RUN, memoryview(message)], "run")
         assert tracemalloc.get_traced_memory()[1] < 48 << 20
     finally:
         tracemalloc.stop()
 
 
-def test_a_request_has_one_frame_and_an_upper_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ProtocolError, match="request of 2 frames, expected one"):
-        read_request([memoryview(b"x")] * 2)
+def test_a_request_has_two_frames_and_an_upper_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    for frames in ([RUN], [RUN] * 3):
+        with pytest.raises(ProtocolError, match=r"request of . frames, expected two"):
+            read_request(frames, "run")
     monkeypatch.setattr("asyncrl.rewards.model_requests.MAX_REQUEST_BYTES", 100)
     with pytest.raises(ProtocolError, match="a request of 101 bytes, at most 100 are read"):
-        read_request([memoryview(b"x" * 101)])
+        read_request([RUN, memoryview(b"x" * 101)], "run")
 
 
 def test_a_request_that_is_too_large_is_not_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncrl.rewards.reward_model.MAX_REQUEST_BYTES", 100)
     with pytest.raises(RunError, match=r"are \d+ bytes, the reward model process reads at most 100: lower generator"):
-        _Client(f"ipc://{tmp_path}/nobody").score("p" * 100, ["c"], 60.0)
+        _Client(endpoints_at(tmp_path / "nobody")).score("p" * 100, ["c"], 60.0)
 
 
 def test_bad_requests_are_answered_and_counted(client: _Client, tmp_path: Path) -> None:
     with structlog.testing.capture_logs() as logs:
         for message, text in BAD_REQUESTS:
-            peer = connect_dealer(address_of(tmp_path))
-            peer.send(message)
+            peer = connect_dealer(f"ipc://{tmp_path}/model")
+            peer.send_multipart([b"run", message])
             assert peer.poll(5000), "a bad request is answered"
             reply = msgpack.unpackb(peer.recv())
             peer.close()
-            assert reply["id"] == 0 and text in reply["error"]
+            assert reply["id"] == 0 and text in reply["refusal"]
     assert [entry["event"] for entry in logs] == ["bad request to the reward model"] * len(BAD_REQUESTS)
     assert [entry["total"] for entry in logs] == list(range(1, len(BAD_REQUESTS) + 1))
     assert len(client.score("1", ["2"], 60.0)) == 1
@@ -113,16 +111,79 @@ def test_bad_requests_are_answered_and_counted(client: _Client, tmp_path: Path) 
 def test_a_peer_of_bad_requests_is_cut_off_and_nobody_else(
     server: ModelServer, client: _Client, tmp_path: Path
 ) -> None:
-    peer = connect_dealer(address_of(tmp_path))
+    peer = connect_dealer(f"ipc://{tmp_path}/model")
     for _ in range(MAX_BAD_MESSAGES + 1):
-        peer.send(b"rubbish")
+        peer.send_multipart([b"run", b"rubbish"])
         assert peer.poll(5000), "a bad request is answered"
         peer.recv()
     for message in (b"rubbish", msgpack.packb(SOUND)):
-        peer.send(message)
+        peer.send_multipart([b"run", message])
     assert not peer.poll(300), "whatever it sends now"
     peer.close()
     assert len(client.score("1", ["2"], 60.0)) == 1
+
+
+@pytest.mark.parametrize("frames", [[], [b""], [b"ruN", b"x"], [b"x" * 1000, b"x"], [b"\xc1" * 3, b"x"]])
+def test_a_request_without_the_run_id_is_a_strangers(frames: list[bytes]) -> None:
+    with pytest.raises(StrangerError, match="does not have the id of this run"):
+        read_request([memoryview(frame) for frame in frames], "run")
+
+
+def test_a_stranger_gets_no_answer_of_the_reward_model(client: _Client, tmp_path: Path) -> None:
+    stranger = connect_dealer(f"ipc://{tmp_path}/model")
+    for frames in ([b"another-run", msgpack.packb(SOUND)], [msgpack.packb(SOUND)], [b"rubbish"]):
+        stranger.send_multipart(frames)
+    assert not stranger.poll(300)
+    stranger.close()
+    assert len(client.score("1", ["2"], 60.0)) == 1
+
+
+def test_requests_are_tokenized_in_portions(
+    server: ModelServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl.rewards.model_server.RECEIVE_BYTES_AT_ONCE", 1000)
+    rounds: list[int] = []
+    answer = server._answer
+    monkeypatch.setattr(server, "_answer", lambda requests: (rounds.append(len(requests)), answer(requests)))
+    peer = connect_dealer(f"ipc://{tmp_path}/model")
+    for number in range(1, 13):
+        peer.send_multipart([b"run", msgpack.packb(SOUND | {"id": number, "prompt": "1" * 500})])
+    for _ in range(12):
+        assert peer.poll(20_000)
+        peer.recv()
+    assert sum(rounds) == 12 and max(rounds) == 2
+    peer.close()
+
+
+SOUND_REPLY = {"id": 1, "scores": [0.5], "errors": [""], "refusal": ""}
+
+
+@pytest.mark.parametrize(
+    ("reply", "text"),
+    [
+        ([b"\xc1"], "sent what cannot be read: reply is not msgpack"),
+        ([msgpack.packb([1])], "sent what cannot be read: reply: Input should be a valid dictionary"),
+        ([msgpack.packb({"id": 1})], "sent what cannot be read: reply: scores: Field required"),
+        ([msgpack.packb(SOUND_REPLY | {"scores": [float("nan")]})], "sent what cannot be read: reply: scores.0"),
+        ([msgpack.packb(SOUND_REPLY | {"errors": []})], "sent what cannot be read: reply: 1 scores and 0 errors"),
+        ([msgpack.packb(SOUND_REPLY | {"scores": [1.0] * 2, "errors": [""] * 2})], "gave 2 scores for 1 completions"),
+        ([msgpack.packb(SOUND_REPLY)] * 2, "sent what cannot be read: reply of 2 frames, expected one"),
+    ],
+)
+def test_the_client_believes_no_reply_before_it_is_checked(tmp_path: Path, reply: list[bytes], text: str) -> None:
+    router = bind_router(f"ipc://{tmp_path}/model", "reward model")
+    client = _Client(endpoints_at(tmp_path / "model"))
+
+    def answer() -> None:
+        router.send_multipart([router.recv_multipart()[0], *reply])
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    with pytest.raises(RunError, match=re.escape(text)):
+        client.score("1", ["2"], 20.0)
+    thread.join(10)
+    client.close()
+    router.close()
 
 
 def test_a_refused_request_fails_its_reward(client: _Client) -> None:

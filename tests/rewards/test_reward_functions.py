@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+import time
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from asyncrl.errors import ConfigError
 from asyncrl.rewards.functions import CompletedGroup
 from asyncrl.rewards.load import REWARDS, load_reward
+from asyncrl.rewards.math_answer import math_answer
 from asyncrl.rewards.table import RewardTable
 
 
@@ -78,6 +80,13 @@ def test_number_compares_the_last_number(text: str, truth: str, right: float) ->
 )
 def test_math_compares_values(text: str, truth: str, right: float) -> None:
     assert rewards("math", text, truth=truth) == [right]
+
+
+def test_an_answer_that_cannot_be_compared_in_time_is_wrong() -> None:
+    began_s = time.monotonic()
+    assert math_answer(r"so \boxed{9^{9^{9^9}}}", "5", timeout_s=1) == 0.0
+    assert math_answer(r"so \boxed{5}", "5", timeout_s=1) == 1.0
+    assert time.monotonic() - began_s < 20
 
 
 def test_a_ground_truth_the_reward_cannot_read_is_an_error_not_a_zero() -> None:

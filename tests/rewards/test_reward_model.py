@@ -17,6 +17,7 @@ from test_reward_pool import gather, make_config, prompt, save_tokenizer, submit
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
+from asyncrl.endpoints import Endpoints
 from asyncrl.errors import ConfigError, PeerTimeoutError
 from asyncrl.rewards.checks import check_rewards
 from asyncrl.rewards.functions import CompletedGroup
@@ -24,7 +25,6 @@ from asyncrl.rewards.load import load_reward
 from asyncrl.rewards.model_server import RewardModel, run_reward_model
 from asyncrl.rewards.reward_model import _Client, connect, uses_reward_model
 from asyncrl.rewards.workers import RewardPool
-from asyncrl.types import Endpoints
 
 LETTERS = ["<pad>", "<eos>", "<unk>", *"0123456789+=abcdefghijklmnopqrstuvwxyz: "]
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<eos>{% endfor %}"
@@ -63,21 +63,24 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("reward_model"))
 
 
+def endpoints_at(socket: Path) -> Endpoints:
+    return Endpoints("run", "", "", "", reward_model=f"ipc://{socket}")
+
+
 @pytest.fixture
-def serve(tmp_path: Path) -> Iterator[Callable[..., str]]:
-    """Starts a server in a thread, and gives its address."""
+def serve(tmp_path: Path) -> Iterator[Callable[..., Endpoints]]:
+    """Starts a server in a thread; returns where it is."""
     stop, threads = threading.Event(), []
 
-    def serve(folder: Path, **options: object) -> str:
-        address = f"ipc://{tmp_path}/model"
+    def serve(folder: Path, **options: object) -> Endpoints:
         config = make_config("reward_model", options={"reward_model": {"path": str(folder), **options}})
-        ends = Endpoints("run", "", ("", 0), ("", 0), address)
+        ends = endpoints_at(tmp_path / "model")
         thread = threading.Thread(
             target=run_reward_model, args=(config,), kwargs={"endpoints": ends, "should_stop": stop.is_set}
         )
         thread.start()
         threads.append(thread)
-        return address
+        return ends
 
     yield serve
     stop.set()
@@ -121,11 +124,11 @@ def test_a_model_without_a_padding_token_scores_in_batches(tmp_path: Path) -> No
 
 
 def test_two_clients_at_once_get_their_own_scores(model_folder: Path, serve) -> None:
-    address = serve(model_folder)
+    endpoints = serve(model_folder)
     results: dict[int, list[object]] = {}
 
     def ask(number: int) -> None:
-        client = _Client(address)
+        client = _Client(endpoints)
         results[number] = [client.score(f"{number}+{i}=", ["1", "22"], 60.0) for i in range(5)]
         client.close()
 
@@ -144,7 +147,7 @@ def test_chats_are_written_with_the_models_own_template(model_folder: Path, serv
     chat = [{"role": "user", "content": "1+2"}]
     group = CompletedGroup("-", ["3", "44"], [[1]] * 2, "", "s", chat=chat, deadline_s=time.monotonic() + 60)
     scores = load_reward("reward_model", {"path": str(model_folder)})(group)
-    connect("")
+    connect(None)
     expected = [direct(model_folder, f"user: 1+2<eos>assistant: {text}<eos>") for text in ("3", "44")]
     assert [score for score, _, _ in scores] == pytest.approx(expected, abs=1e-5)
 
@@ -153,7 +156,7 @@ def test_a_text_longer_than_the_window_fails_alone(model_folder: Path, serve) ->
     connect(serve(model_folder))
     group = CompletedGroup("1+1=", ["2", "2" * 45], [[1]] * 2, "", "s", deadline_s=time.monotonic() + 60)
     good, bad = load_reward("reward_model", {"path": str(model_folder)})(group)
-    connect("")
+    connect(None)
     assert good == (pytest.approx(direct(model_folder, "1+1=2"), abs=1e-5), {}, "")
     assert bad[2] == (
         "reward reward_model on data source 's': ValueError: prompt and completion are 49 tokens for the reward model, "
@@ -166,10 +169,10 @@ def test_reward_workers_ask_the_process_of_the_reward_model(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     save_tokenizer(tmp_path)
-    address = serve(model_folder)
+    endpoints = serve(model_folder)
     options = {"reward_model": {"path": str(model_folder)}}
     config = make_config({"reward_model": 2.0, "exact": 1.0}, options=options, workers=2)
-    pool = RewardPool(config, tokenizer_path=str(tmp_path), reward_model_address=address)
+    pool = RewardPool(config, tokenizer_path=str(tmp_path), endpoints=endpoints)
     try:
         for key in range(4):
             submit(pool, key, [tokens("19"), tokens(str(key))], prompt())
@@ -185,7 +188,7 @@ def test_reward_workers_ask_the_process_of_the_reward_model(
 
 def test_no_answer_names_the_process_and_the_time(tmp_path: Path) -> None:
     with pytest.raises(PeerTimeoutError) as raised:
-        _Client(f"ipc://{tmp_path}/nobody").score("p", ["c"], 0.2)
+        _Client(endpoints_at(tmp_path / "nobody")).score("p", ["c"], 0.2)
     assert str(raised.value) == (
         f"the reward model process at ipc://{tmp_path}/nobody did not answer within 0.2 s (generator.reward_timeout_s)"
     )
@@ -254,18 +257,26 @@ def test_the_process_runs_by_itself_and_stops(model_folder: Path, tmp_path: Path
         sys.path.insert(0, {str(Path(__file__).parent)!r})
         from test_reward_pool import make_config
         from asyncrl.rewards.model_server import run_reward_model
-        from asyncrl.types import Endpoints
+        from asyncrl.endpoints import Endpoints
         config = make_config("reward_model", options={{"reward_model": {{"path": {str(model_folder)!r}}}}})
         stop = Path({str(tmp_path / "stop")!r})
-        ends = Endpoints("run", "", ("", 0), ("", 0), "ipc://{tmp_path}/own")
+        ends = Endpoints("run", "", "", "", reward_model="ipc://{tmp_path}/own")
         run_reward_model(config, endpoints=ends, should_stop=stop.exists)
     """
     with subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], cwd=Path(__file__).parents[2]) as process:
         try:
-            assert _Client(f"ipc://{tmp_path}/own").score("1+2=", ["3"], 60.0) == [
+            assert _Client(endpoints_at(tmp_path / "own")).score("1+2=", ["3"], 60.0) == [
                 pytest.approx(direct(model_folder, "1+2=3"), abs=1e-5)
             ]
             (tmp_path / "stop").touch()
             assert process.wait(timeout=30) == 0
         finally:
             process.kill()
+
+
+@pytest.mark.parametrize("content", [b"\xff" * 8, (1 << 60).to_bytes(8, "little") + b"{}", b"\x02" + bytes(7) + b"[]"])
+def test_a_header_that_claims_too_much_is_refused_before_it_is_read(tmp_path: Path, content: bytes) -> None:
+    folder = save_model(tmp_path / "m")
+    (folder / "model.safetensors").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"model\.safetensors: not a whole safetensors file"):
+        check_rewards(make_config("reward_model", options={"reward_model": {"path": str(folder)}}))

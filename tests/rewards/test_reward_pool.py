@@ -19,9 +19,13 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
+from asyncrl.generator.engine import Completion
+from asyncrl.generator.groups import Running, make_group
+from asyncrl.replay.codec import pack_group
+from asyncrl.replay.refunds import refund_reason
 from asyncrl.rewards.checks import check_rewards
 from asyncrl.rewards.workers import RewardPool, Scored
-from asyncrl.types import Prompt
+from asyncrl.types import Lease, Prompt
 
 TOKENS = ["<pad>", "<eos>", "<unk>", *"0123456789+="]
 
@@ -176,26 +180,29 @@ def test_workers_run_on_the_cores_of_helpers(make_pool, monkeypatch: pytest.Monk
     assert gather(pool, 1)["k"].rewards == [float(cpu)]
 
 
-def test_only_the_group_that_hangs_is_given_up(make_pool) -> None:
+def test_only_the_completion_that_hangs_is_given_up(make_pool) -> None:
     pool = make_pool("mine.py:score", timeout_s=1.0)
     for key in range(40):
-        submit(pool, key, [tokens("0" if key == 25 else "5"), tokens("6")], prompt())
+        submit(pool, key, [tokens("7"), tokens("0" if key == 25 else "5"), tokens("6")], prompt())
     found = gather(pool, 40)
     text = "reward mine.py:score on data source 'sums': took longer than generator.reward_timeout_s = 1 s"
-    assert found.pop(25) == Scored(25, [0.0, 0.0], [{}, {}], [text, text])
-    assert all(scored.rewards == [5.0, 6.0] for scored in found.values())
+    parts = [{"twice": 14.0}, {}, {"twice": 12.0}]
+    assert found.pop(25) == Scored(25, [7.0, 0.0, 6.0], parts, ["", text, ""])
+    assert all(scored.rewards == [7.0, 5.0, 6.0] for scored in found.values())
 
 
 @pytest.mark.parametrize(
     ("text", "cause"), [("1", "ended its worker process (exit code 3)"), ("2", "raised SystemExit: enough")]
 )
-def test_only_the_group_that_ends_its_process_is_given_up(make_pool, text: str, cause: str) -> None:
+def test_only_the_completion_that_ends_its_process_is_given_up(make_pool, text: str, cause: str) -> None:
     pool = make_pool("mine.py:score")
     for key in range(40):
-        submit(pool, key, [tokens(text if key == 25 else "5")], prompt())
+        submit(pool, key, [tokens("5"), tokens(text if key == 25 else "5")], prompt())
     found = gather(pool, 40)
-    assert found.pop(25).errors == [f"reward mine.py:score on data source 'sums': {cause}"]
-    assert all(scored.rewards == [5.0] for scored in found.values())
+    guilty = found.pop(25)
+    assert guilty.errors == ["", f"reward mine.py:score on data source 'sums': {cause}"]
+    assert guilty.rewards == [5.0, 0.0]
+    assert all(scored.rewards == [5.0, 5.0] for scored in found.values())
 
 
 def test_an_exception_fails_one_completion(make_pool) -> None:
@@ -275,8 +282,14 @@ def test_workers_end_with_a_killed_parent(folder: Path) -> None:
 
 
 def reward_workers(parent: int) -> list[psutil.Process]:
-    children = psutil.Process(parent).children()
-    return [child for child in children if any("spawn_main" in part for part in child.cmdline())]
+    return [child for child in psutil.Process(parent).children() if is_worker(child)]
+
+
+def is_worker(process: psutil.Process) -> bool:
+    try:
+        return any("spawn_main" in part for part in process.cmdline())
+    except psutil.ZombieProcess:
+        return False
 
 
 def test_check_rewards_loads_every_function(folder: Path) -> None:
@@ -309,3 +322,22 @@ def test_what_cannot_work_is_refused_before_anything_starts(
     with pytest.raises(ConfigError) as raised:
         check_rewards(make_config(rewards, options=options))
     assert text in str(raised.value)
+
+
+def test_one_completion_that_hangs_costs_its_siblings_nothing(make_pool) -> None:
+    completions = [tokens(text) for text in ("4", "0", "5", "6")]
+    members = {
+        index: Completion(str(index), one, np.zeros(len(one), np.float32), np.zeros(len(one), np.int32), "completed")
+        for index, one in enumerate(completions)
+    }
+    group = Running(Lease(3, 0, prompt()), 4, 0, 0.0, completions=members)
+    pool = make_pool("mine.py:score", timeout_s=0.5)
+    submit(pool, group.key, completions, group.lease.prompt)
+    (scored,) = gather(pool, 1).values()
+    made = make_group(group, scored, generator=0)
+    assert [t.reward for t in made.trajectories] == [4.0, 0.0, 5.0, 6.0]
+    assert [t.status for t in made.trajectories] == ["completed"] * 4
+    assert [bool(t.error) for t in made.trajectories] == [False, True, False, False]
+    assert refund_reason(make_config("exact"), pack_group(made)[0]) == ""
+    made = make_group(group, scored, generator=0, failed="refund")
+    assert refund_reason(make_config("exact"), pack_group(made)[0]) == "failed"

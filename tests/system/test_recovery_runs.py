@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow.parquet as pq
 import pytest
 
@@ -18,6 +16,8 @@ from tests.helpers.runs import SMALL, Launched, check_ledger
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 
 Start = Callable[..., Launched]
+Asyncrl = Callable[..., str]
+ROLES = ("generator-0", "replay", "learner-0")
 
 
 def check_whole(run: Launched, summary: dict[str, Any], steps: int) -> None:
@@ -34,62 +34,99 @@ def check_whole(run: Launched, summary: dict[str, Any], steps: int) -> None:
     assert not (run.run_dir / "endpoints.json").exists()
 
 
-@pytest.mark.parametrize(
-    ("name", "role"), [("generator-0", "generator"), ("replay", "replay"), ("learner-0", "learner")]
-)
-def test_killed_role_is_restarted_and_the_run_finishes(launch: Start, name: str, role: str) -> None:
-    steps = 12
-    run = launch("--steps", str(steps), *SMALL, "checkpoint.every_steps=4")
-    run.wait_for_step(5)
-    others = {other: run.pid(other) for other in ("generator-0", "replay", "learner-0") if other != name}
-    os.kill(run.pid(name), signal.SIGKILL)
-    code, output = run.end(timeout_s=200)
+def test_a_run_is_hit_by_everything(launch: Start, asyncrl: Asyncrl) -> None:
+    """One run through three launches: the first is killed, in the second each role dies once, generators join and
+    leave, and it is interrupted; the third trains to the end."""
+    first = launch("--steps", "100000", *SMALL, "checkpoint.every_steps=4", run="hit")
+    first.wait_for_step(6)
+    kill_launcher(first)
+    made = first.rows()
+    second = launch("--resume", run="hit")
+    second.wait_for_step(len(made) + 2)
+    assert second.rows()[: len(made)] == made, "what was done is not done again"
+    for name in ROLES:
+        kill_role(second, name)
+    scale(second, asyncrl)
+    interrupt(second)
+    steps = second.summary()["steps"] + 4
+    third = launch("--resume", "--steps", str(steps), "--generators", "2", run="hit")
+    code, output = third.end(timeout_s=200)
     assert code == 0, output
-    assert f"{name} was killed by signal SIGKILL; restart 1 in 0 s" in output
-    assert run.left_over() == []
-    summary = run.summary()
-    check_whole(run, summary, steps)
-    assert summary["restarts"] == dict.fromkeys(("generator", "replay", "learner", "reward_model"), 0) | {role: 1}
-    assert len(run.starts(name)) == 2
+    assert "in 3 attempts" in output
+    summary = third.summary()
+    check_whole(third, summary, steps)
+    assert third.rows()[: len(made)] == made
+    assert summary["attempts"] == 3
+    assert summary["wall_s"] > 0
+    trace = pq.read_table(third.run_dir / "trace.parquet").to_pylist()
+    assert {row["generator"] for row in trace} == {0, 1}
+    code, output = launch("--resume", run="hit").end(timeout_s=60)
+    assert code == 2
+    assert f"it has finished its {steps} steps, there is nothing to resume" in output
+
+
+def kill_launcher(run: Launched) -> None:
+    """kill -9 of the launcher alone leaves no process."""
+    run.note_tree()
+    run.process.kill()
+    run.process.wait()
+    assert run.left_over(within_s=5) == []
+
+
+def kill_role(run: Launched, name: str) -> None:
+    """kill -9 of a role: it is restarted, the others continue as they are, and the run makes further steps."""
+    others = {other: run.pid(other) for other in ROLES if other != name}
+    killed, starts = run.pid(name), len(run.starts(name))
+    os.kill(killed, signal.SIGKILL)
+    run.wait_until(lambda: len(run.starts(name)) == starts + 1, what=f"another start of {name}")
+    run.wait_for_step(len(run.rows()) + 2)
     assert {other: run.pid(other) for other in others} == others, "the others go on"
 
 
-def test_everything_killed_and_resumed(launch: Start) -> None:
-    steps = 12
-    run = launch("--steps", str(steps), *SMALL, "checkpoint.every_steps=4", run="resumed")
-    run.wait_for_step(6)
-    run.kill()
-    made = run.rows()
-    again = launch("--resume", run="resumed")
-    code, output = again.end(timeout_s=200)
-    assert code == 0, output
-    assert "in 2 attempts" in output
-    summary = again.summary()
-    check_whole(again, summary, steps)
-    assert again.rows()[: len(made)] == made, "what was done is not done again"
-    assert summary["attempts"] == 2
-    assert len(again.starts("learner-0")) == 2
-    refused = launch("--resume", run="resumed")
-    code, output = refused.end(timeout_s=60)
-    assert code == 2
-    assert "it has finished its 12 steps, there is nothing to resume" in output
+def scale(run: Launched, asyncrl: Asyncrl) -> None:
+    """A generator joins, works, and leaves again."""
+    kept = run.pid("generator-0")
+    told = asyncrl("scale", "--run", run.run, "--generators", "2", timeout_s=190)
+    assert "generators 1 -> 2: generator-1 is up after" in told
+    run.wait_for_step(len(run.rows()) + 3)
+    told = asyncrl("scale", "--run", run.run, "--generators", "1", timeout_s=190)
+    assert "generators 2 -> 1: generator-1 has left after" in told
+    assert run.events("generator-1")[-1]["event"] == "ended"
+    assert run.pid("generator-0") == kept
+    run.wait_for_step(len(run.rows()) + 2)
 
 
-def test_interrupted_run_trains_on_to_more_steps_with_other_generators(launch: Start) -> None:
-    run = launch("--steps", "100", *SMALL, run="longer")
-    run.wait_for_step(3)
+def interrupt(run: Launched) -> None:
+    """Ctrl-C stops the run cleanly and keeps the model; the roles' deaths are in the summary."""
     run.note_tree()
     run.process.send_signal(signal.SIGINT)
-    assert run.end(timeout_s=60)[0] == 130
-    steps = run.summary()["steps"] + 4
-    again = launch("--resume", "--steps", str(steps), "--generators", "2", run="longer")
-    code, output = again.end(timeout_s=200)
+    code, output = run.end(timeout_s=60)
+    assert code == 130, output
+    assert run.left_over() == []
+    for name in ROLES:
+        assert f"{name} was killed by signal SIGKILL; restart 1 in 0 s" in output
+    summary = run.summary()
+    assert summary["status"] == "stopped"
+    assert summary["restarts"] == {"generator": 1, "replay": 1, "learner": 1, "reward_model": 0}
+    check_ledger(summary)
+    assert (run.run_dir / "model" / "config.json").is_file()
+
+
+@pytest.mark.slow
+def test_roles_do_their_own_imports_once_the_process_to_fork_from_has_died(launch: Start) -> None:
+    run = launch("--steps", "30", *SMALL, plain=True)
+    run.wait_for_step(1)
+    launcher = psutil.Process(run.process.pid)
+    (zygote,) = (child for child in launcher.children() if child.cmdline()[0].startswith("asyncrl zygote"))
+    zygote.kill()
+    kill_role(run, "generator-0")
+    code, output = run.end(timeout_s=200)
     assert code == 0, output
-    summary = again.summary()
-    check_whole(again, summary, steps)
-    assert summary["wall_s"] > 0 and summary["attempts"] == 2
+    check_whole(run, run.summary(), 30)
+    assert any(event["event"].startswith("roles are started with imports of") for event in run.events("launcher"))
 
 
+@pytest.mark.slow
 def test_resume_without_the_journal_starts_from_the_newest_checkpoint(launch: Start) -> None:
     steps = 10
     run = launch("--steps", str(steps), *SMALL, "checkpoint.every_steps=3", run="discarded")
@@ -103,32 +140,3 @@ def test_resume_without_the_journal_starts_from_the_newest_checkpoint(launch: St
     check_ledger(summary)
     assert (again.run_dir / "journal.discarded-1").is_dir()
     assert (again.run_dir / "journal").is_dir()
-
-
-def test_generators_join_and_leave_a_run(launch: Start, demo_folder: Path) -> None:
-    run = launch("--steps", "100000", *SMALL)
-    run.wait_for_step(2)
-
-    def scale(generators: int) -> str:
-        command = [sys.executable, "-m", "asyncrl.cli", "scale", "--run", run.run, "--generators", str(generators)]
-        done = subprocess.run(command, cwd=demo_folder, capture_output=True, text=True, timeout=190)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    first = run.pid("generator-0")
-    assert "generators 1 -> 2: generator-1 is up after" in scale(2)
-    run.wait_for_step(len(run.rows()) + 3)
-    assert "generators 2 -> 1: generator-1 has left after" in scale(1)
-    assert run.events("generator-1")[-1]["event"] == "ended"
-    assert run.pid("generator-0") == first
-    run.wait_for_step(len(run.rows()) + 2)
-    run.note_tree()
-    run.process.send_signal(signal.SIGINT)
-    code, output = run.end(timeout_s=60)
-    assert code == 130, output
-    assert run.left_over() == []
-    summary = run.summary()
-    check_ledger(summary)
-    assert sum(summary["restarts"].values()) == 0
-    trace = pq.read_table(run.run_dir / "trace.parquet").to_pylist()
-    assert {row["generator"] for row in trace} == {0, 1}

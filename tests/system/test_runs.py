@@ -4,37 +4,124 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.config import load_config
 from asyncrl.lags import LAG_BUCKETS
+from asyncrl.launch.zygote import Zygote
 from asyncrl.stopwatch import ACTIVITIES
+from tests.helpers.preloaded import Command
 from tests.helpers.runs import SMALL, Launched, check_ledger
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 
 Start = Callable[..., Launched]
+Asyncrl = Callable[..., str]
+
+EVALUATION = ["data.eval=demo/arithmetic.parquet", "eval.samples=4", "eval.max_prompts=100"]
+TRL_REWARD = '''
+def accuracy_reward(completions, solution, **kwargs):
+    """As in TRL's documentation: conversational completions and a column of the dataset."""
+    contents = [completion[0]["content"] for completion in completions]
+    assert kwargs["prompts"][0][-1]["role"] == "user" and kwargs["ability"] == ["math"] * len(contents)
+    return [1.0 if content == answer else 0.0 for content, answer in zip(contents, solution)]
+'''
+VERL_REWARD = """
+import time
+from pathlib import Path
+hung = Path(__file__).with_name("hung")
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    assert data_source == "verl" and extra_info["index"] >= 0
+    if ground_truth.endswith("3"):
+        raise RuntimeError("no threes")
+    if ground_truth == "17" and (not hung.exists() or hung.stat().st_size < 3):
+        with hung.open("a") as file:
+            file.write(".")
+        time.sleep(60)
+    return {"score": float(solution_str.strip() == ground_truth), "length": len(solution_str)}
+"""
+"""It hangs three times: for a bunch of groups, for the group, and for one of its completions."""
 
 
-@pytest.mark.parametrize("max_staleness", [0, 4])
-def test_run_folder_is_complete_and_consistent(launch: Start, max_staleness: int) -> None:
+@pytest.fixture(scope="module")
+def chat_model(demo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's model with a chat template that is the last message."""
+    folder = tmp_path_factory.mktemp("chat") / "model"
+    shutil.copytree(demo_folder / "demo" / "model", folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = "{{ messages[-1]['content'] }}"
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def users_files(tmp_path: Path) -> list[str]:
+    """Settings for chats in verl's schema from two sources, one with a reward in verl's form and one in TRL's."""
+    rows: list[dict[str, Any]] = [
+        {
+            "data_source": "verl" if (a + b) % 2 else "trl",
+            "prompt": [{"role": "user", "content": f"{a:02d}+{b:02d}="}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": f"{a + b:02d}"},
+            "extra_info": {"split": "train", "index": 20 * a + b, "answer": None},
+            "solution": f"{a + b:02d}",
+        }
+        for a in range(20)
+        for b in range(20)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "verl.parquet")
+    (tmp_path / "trl.py").write_text(TRL_REWARD)
+    (tmp_path / "verl.py").write_text(VERL_REWARD)
+    theirs = f"trl: {tmp_path}/trl.py:accuracy_reward, verl: {tmp_path}/verl.py:compute_score"
+    return [
+        f"data.train={tmp_path / 'verl.parquet'}",
+        f"rewards={{{theirs}, default: exact}}",
+        "generator.reward_timeout_s=1",
+    ]
+
+
+def test_one_run_has_everything(
+    launch: Start, asyncrl: Asyncrl, chat_model: Path, users_files: list[str], demo_folder: Path
+) -> None:
+    """A run with data and rewards of other systems' forms, some of which fail, with evaluation and trackers; and all
+    that commands tell of it afterwards."""
     steps = 20
-    run = launch("--max-staleness", str(max_staleness), "--steps", str(steps), *SMALL)
+    run = launch(
+        "--max-staleness", "4", "--steps", str(steps), *SMALL, *EVALUATION, "eval.every_steps=8",
+        f"model.path={chat_model}", *users_files, "observe.trackers=[tensorboard]",
+    )  # fmt: skip
+    run.wait_for_step(1)
+    shown = watch(run)
     code, output = run.end(timeout_s=200)
     assert code == 0, output
+    assert "step" in shown
     assert run.left_over() == []
+    summary = check_folder(run, steps=steps, max_staleness=4)
+    check_rewards(run, summary)
+    check_evaluations(run, summary, output, versions=[0, 8, 16, 20])
+    check_trackers(run)
+    check_commands(run, asyncrl, summary["eval"][-1]["pass@1"])
+
+
+def trained(run: Launched) -> list[dict[str, float]]:
+    """The metrics of steps, without those of evaluations alone."""
+    return [row for row in run.rows() if "learner/loss" in row]
+
+
+def check_folder(run: Launched, *, steps: int, max_staleness: int) -> dict[str, Any]:
+    """The folder is complete and consistent; returns the summary."""
     summary = run.summary()
     assert (summary["status"], summary["steps"], summary["policy_version"]) == ("finished", steps, steps)
     assert summary["staleness"]["limit"] == max_staleness
@@ -50,7 +137,7 @@ def test_run_folder_is_complete_and_consistent(launch: Start, max_staleness: int
         assert sum(parts[activity] for activity in ACTIVITIES) == pytest.approx(1.0, abs=0.02)
     training_s = summary["tokens_trained"] / summary["tokens_per_s"]
     assert 0.98 * training_s <= summary["time"]["learner"]["seconds"] <= summary["wall_s"]
-    rows = run.rows()
+    rows = trained(run)
     assert [row["step"] for row in rows] == list(range(1, steps + 1))
     assert all(row["staleness/max"] <= max_staleness for row in rows)
     check_trace(run, summary)
@@ -63,11 +150,12 @@ def test_run_folder_is_complete_and_consistent(launch: Start, max_staleness: int
     tokenizer = AutoTokenizer.from_pretrained(run.run_dir / "model")
     assert model.config.vocab_size >= len(tokenizer)
     check_diagnostics(run, summary)
+    return summary
 
 
-def check_diagnostics(run: Launched, summary: dict) -> None:  # type: ignore[type-arg]
-    """What the run tells of staleness and costs, and that it can be simulated and planned from."""
-    last = run.rows()[-1]
+def check_diagnostics(run: Launched, summary: dict[str, Any]) -> None:
+    """What the run tells of staleness and costs."""
+    last = trained(run)[-1]
     assert any(f"lag/{bucket}/ess" in last for bucket in LAG_BUCKETS)
     for name in ("state/leased_s", "replay/admitted_staleness", "generator/request_s"):
         assert name in last
@@ -78,44 +166,9 @@ def check_diagnostics(run: Launched, summary: dict) -> None:  # type: ignore[typ
     assert "a second generator" in summary["simulated_gains"]
     page = (run.run_dir / "report.html").read_text()
     assert all(part in page for part in ("Timeline", "By staleness", "Configuration", "Simulated changes"))
-    told = asyncrl(run.folder, "simulate", "--from", str(run.run_dir))
-    assert "measured" in told
-    told = asyncrl(run.folder, "plan", "--from", str(run.run_dir / "trace.parquet"), "--devices", "3")
-    assert "asyncrl launch --config" in told
 
 
-def asyncrl(folder: Path, *arguments: str) -> str:
-    """What a command prints that ends well."""
-    command = [sys.executable, "-m", "asyncrl.cli", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, check=True).stdout
-
-
-def test_trained_model_and_a_users_own_data_and_reward(launch: Start, demo_folder: Path, tmp_path: Path) -> None:
-    """What a run leaves starts the next one in vLLM and DeepSpeed; data and reward are those of the README."""
-    first = launch("--steps", "1", *SMALL, run="first")
-    assert first.end(timeout_s=100)[0] == 0
-    rows = [{"question": f"{n:02d}+01=", "answer": f"{n + 1:02d}"} for n in range(9)]
-    pq.write_table(pa.Table.from_pylist([*rows, {"question": "1" * 70, "answer": "1"}]), tmp_path / "mine.parquet")
-    (tmp_path / "my_reward.py").write_text(
-        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
-        "    return {'score': float(solution_str[:1] == ground_truth[:1]), 'length': len(solution_str)}\n"
-    )
-    (tmp_path / "my.yaml").write_text(
-        f"model: {{path: {first.run_dir / 'model'}}}\n"
-        f"data: {{train: {tmp_path / 'mine.parquet'}, prompt_column: question, ground_truth_column: answer}}\n"
-        f"rewards: {tmp_path / 'my_reward.py'}:compute_score\n"
-        "generator: {max_new_tokens: 4, kv_cache_bytes: 16777216}\n"
-        "learner: {lr: 1e-5}\n"
-    )
-    second = launch("--config", str(tmp_path / "my.yaml"), "--steps", "3", *SMALL, run="second")
-    code, output = second.end(timeout_s=100)
-    assert code == 0, output
-    assert "skipped    1 prompts that are too long" in output
-    trace = pq.read_table(second.run_dir / "trace.parquet").to_pylist()
-    assert {row["data_source"] for row in trace} == {"mine"}
-
-
-def check_trace(run: Launched, summary: dict) -> None:  # type: ignore[type-arg]
+def check_trace(run: Launched, summary: dict[str, Any]) -> None:
     trace = pq.read_table(run.run_dir / "trace.parquet").to_pylist()
     trained = [row for row in trace if row["outcome"] == "trained"]
     assert len(trained) == summary["ledger"]["trained"]
@@ -128,13 +181,119 @@ def check_trace(run: Launched, summary: dict) -> None:  # type: ignore[type-arg]
     assert sum(sum(row["completion_tokens"]) for row in trained) == summary["tokens_trained"]
 
 
+def check_rewards(run: Launched, summary: dict[str, Any]) -> None:
+    """Data and rewards of verl and TRL run unchanged; a group fails when all of its rewards do, and a completion whose
+    reward hangs gets 0."""
+    assert summary["skipped_rows"] == 0
+    assert 0.1 < summary["reward_first"] < 0.6
+    assert summary["rewards_failed"] > 0
+    events = run.events("replay")
+    groups = [event["error"] for event in events if event["event"] == "group failed"]
+    assert len(groups) == summary["ledger"]["refunded"]["failed"] > 0
+    assert all("no threes" in error for error in groups), groups
+    completions = [event["error"] for event in events if event["event"] == "rewards failed"]
+    assert completions
+    assert all("took longer than generator.reward_timeout_s = 1 s" in error for error in completions), completions
+    rows = pq.read_table(run.run_dir / "trace.parquet").to_pylist()
+    assert {row["data_source"] for row in rows if row["outcome"] == "trained"} == {"verl", "trl"}
+    assert {row["data_source"] for row in rows if row["outcome"] == "failed"} == {"verl"}
+
+
+def check_evaluations(run: Launched, summary: dict[str, Any], output: str, versions: list[int]) -> None:
+    """Every due version was evaluated while training continued."""
+    results = summary["eval"]
+    assert [result["version"] for result in results] == versions
+    assert summary["eval_dropped"] == []
+    for result in results:
+        assert (result["prompts"], result["arithmetic/prompts"]) == (100, 100)
+        assert 0 <= result["pass@1"] <= result["pass@2"] <= result["pass@4"] <= 1
+        assert result["version"] <= result["at_step"] <= versions[-1]
+    assert summary["eval_tokens"] == pytest.approx(400 * sum(result["completion_tokens"] for result in results))
+    assert summary["tokens_generated"] == summary["ledger"]["tokens"]["generated"]
+    rows = run.rows()
+    assert sorted(row["eval/version"] for row in rows if "eval/version" in row) == versions
+    first, last = results[0]["reward"], results[-1]["reward"]
+    assert f"reward {first:.3f} -> {last:.3f} (version 0 -> {versions[-1]})" in output
+    assert "Evaluation: pass@k" in (run.run_dir / "report.html").read_text()
+
+
+def check_trackers(run: Launched) -> None:
+    board = EventAccumulator(str(run.run_dir / "tensorboard"))
+    board.Reload()
+    logged = [(event.step, event.value) for event in board.Scalars("reward/mean")]
+    assert logged == [(row["step"], pytest.approx(row["reward/mean"], rel=1e-5)) for row in trained(run)]
+
+
+def check_commands(run: Launched, asyncrl: Asyncrl, last_pass: float) -> None:
+    """The run can be simulated, planned from, accounted for, and its model evaluated as its last version was."""
+    folder = str(run.run_dir)
+    assert "measured" in asyncrl("simulate", "--from", folder)
+    assert "asyncrl launch --config" in asyncrl("plan", "--from", f"{folder}/trace.parquet", "--devices", "3")
+    assert "trained" in asyncrl("ledger", folder)
+    told = asyncrl("eval", "--config", "demo", *EVALUATION, "--run", run.run, "--out", "results/eval.json")
+    assert all(label in told for label in ("arithmetic", "all", "pass@4"))
+    report = json.loads((run.folder / "results" / "eval.json").read_text())
+    assert report["model"] == str(Path("runs") / run.run / "model")
+    assert (report["settings"]["samples"], len(report["prompts"])) == (4, 100)
+    assert report["metrics"]["pass@1"] == pytest.approx(last_pass, abs=0.1)
+    rewards = [reward for prompt in report["prompts"] for reward in prompt["rewards"]]
+    assert len(rewards) == 400
+    assert report["metrics"]["reward"] == pytest.approx(sum(rewards) / 400)
+
+
+def watch(run: Launched) -> str:
+    """What `asyncrl top` shows of the run until it has shown a step, and Ctrl-C."""
+    assert isinstance(run.process, Command)
+    view = Command(run.process.zygote, run.folder, ["top", str(run.run_dir)])
+    try:
+        run.wait_until(lambda: "step" in view.output(), what="a step in the view", timeout_s=20)
+        view.send_signal(signal.SIGINT)
+        assert view.wait(20) == 0
+    finally:
+        view.kill()
+    return view.output()
+
+
+def test_interrupted_eval_ends_its_workers_and_writes_nothing(
+    demo_folder: Path, preloaded: Zygote, tmp_path: Path
+) -> None:
+    out = tmp_path / "eval.json"
+    arguments = ["eval", "--config", "demo", *EVALUATION, "eval.max_prompts=5000", "eval.samples=64", "--out", str(out)]
+    command = Command(preloaded, demo_folder, arguments)
+    try:
+        deadline_s = time.monotonic() + 60
+        while "evaluating demo/model" not in command.output():
+            assert command.poll() is None and time.monotonic() < deadline_s, command.output()
+            time.sleep(0.02)
+        children = psutil.Process(command.pid).children(recursive=True)
+        os.killpg(command.pid, signal.SIGINT)  # as a terminal does: to the workers too
+        output, _ = command.communicate(timeout=60)
+    finally:
+        command.kill()
+    assert command.returncode == 130, output
+    assert "interrupted after" in output
+    assert "Traceback" not in output
+    assert not out.exists()
+    psutil.wait_procs(children, timeout=5)
+    assert [child for child in children if child.is_running()] == []
+
+
+@pytest.mark.slow
+def test_synchronous_run(launch: Start) -> None:
+    run = launch("--max-staleness", "0", "--steps", "20", *SMALL)
+    code, output = run.end(timeout_s=200)
+    assert code == 0, output
+    assert run.left_over() == []
+    check_folder(run, steps=20, max_staleness=0)
+
+
+@pytest.mark.slow
 def test_two_generators_and_two_learners(launch: Start) -> None:
     run = launch("--generators", "2", "--learners", "2", "--steps", "4", *SMALL, "learner.zero_stage=2")
     code, output = run.end(timeout_s=250)
     assert code == 0, output
     check_ledger(run.summary())
     assert run.left_over() == []
-    assert {row["generator"] for row in pq.read_table(run.run_dir / "trace.parquet").to_pylist()} <= {0, 1}
     told = {role: [event["event"] for event in run.events(role)] for role in ("generator-0", "generator-1")}
     # One that was not up before the other had generated everything is ended where it is.
     assert all(events[-1] == "ended" or "engine is up" not in events for events in told.values()), told
@@ -143,19 +302,7 @@ def test_two_generators_and_two_learners(launch: Start) -> None:
         assert run.events(role)[-1]["event"] == "ended", role
 
 
-def watched(run: Launched, seconds: float) -> str:
-    """What `asyncrl top` shows in so long, until Ctrl-C."""
-    command = [sys.executable, "-m", "asyncrl.cli", "top", str(run.run_dir)]
-    # Tests that run in the background ignore Ctrl-C, and what they start would, too.
-    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    with subprocess.Popen(command, cwd=run.folder, stdout=subprocess.PIPE, text=True, preexec_fn=heed) as view:
-        time.sleep(seconds)
-        view.send_signal(signal.SIGINT)
-        shown, _ = view.communicate(timeout=20)
-    assert view.returncode == 0
-    return shown
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("role", ["generator-0", "learner-0", "replay"])
 def test_killed_role_ends_a_run_without_restarts_with_its_name(launch: Start, role: str) -> None:
     run = launch("--steps", "100000", *SMALL, "launch.max_restarts=0")
@@ -173,57 +320,3 @@ def test_killed_role_ends_a_run_without_restarts_with_its_name(launch: Start, ro
     assert summary["error"] == f"{role} was killed by signal SIGKILL"
     if role != "replay":
         check_ledger(summary)
-
-
-def test_interrupt_stops_cleanly_and_keeps_the_model(launch: Start) -> None:
-    run = launch("--steps", "100000", *SMALL, "launch.port=0")
-    run.wait_for_step(2)
-    run.note_tree()
-    assert "step" in watched(run, seconds=8)
-    run.process.send_signal(signal.SIGINT)
-    code, output = run.end(timeout_s=40)
-    assert code == 130, output
-    summary = run.summary()
-    assert summary["status"] == "stopped"
-    assert summary["steps"] >= 2
-    check_ledger(summary)
-    assert (run.run_dir / "model" / "config.json").is_file()
-    assert run.left_over() == []
-
-
-def test_killed_launcher_leaves_no_process_and_no_port(launch: Start) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    run = launch("--steps", "100000", *SMALL, f"launch.port={port}")
-    run.wait_for_step(1)
-    run.note_tree()
-    run.process.kill()
-    run.process.wait()
-    assert run.left_over(within_s=5) == []
-    for offset in range(3):
-        with socket.socket() as sock:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(("127.0.0.1", port + offset))
-
-
-def test_failing_and_hanging_rewards_fail_their_groups_only(launch: Start, tmp_path: Path) -> None:
-    reward = tmp_path / "moody.py"
-    reward.write_text(
-        "import time\n"
-        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
-        "    if ground_truth.endswith('3'):\n"
-        "        raise RuntimeError('no threes')\n"
-        "    if ground_truth == '17':\n"
-        "        time.sleep(60)\n"
-        "    return float(solution_str == ground_truth)\n"
-    )
-    run = launch("--steps", "4", *SMALL, f"rewards={reward}:compute_score", "generator.reward_timeout_s=1")
-    code, output = run.end(timeout_s=200)
-    assert code == 0, output
-    summary = run.summary()
-    assert summary["ledger"]["refunded"]["failed"] > 0
-    assert summary["rewards_failed"] > 0
-    check_ledger(summary)
-    failures = [event for event in run.events("replay") if event["event"] == "group failed"]
-    assert any("no threes" in json.dumps(event) for event in failures)

@@ -12,8 +12,10 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "asyncrl"
 
 LEVELS = [
-    {"types", "errors", "files", "processes", "stopwatch", "tokenizer", "redaction", "lags"},
-    {"config", "keys", "sockets", "offenders", "unpack"},
+    {"types", "endpoints", "errors", "files", "processes", "stopwatch", "tokenizer", "redaction", "lags"},
+    {"config", "keys", "sockets", "socket_folder", "offenders", "unpack", "user_code"},
+    {"store"},
+    {"torch_store"},
     {"algorithms"},
     {"rewards", "data", "replay", "weights", "observe"},
     {"generator", "learner", "plan"},
@@ -21,7 +23,14 @@ LEVELS = [
     {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
-SAME_LEVEL_ALLOWED = {("types", "errors"), ("redaction", "files"), ("sockets", "keys")}
+SAME_LEVEL_ALLOWED = {
+    ("types", "errors"),
+    ("redaction", "files"),
+    ("files", "errors"),
+    ("tokenizer", "files"),
+    ("sockets", "keys"),
+    ("sockets", "socket_folder"),
+}
 
 
 def imports() -> list[tuple[Path, str, str]]:

@@ -18,9 +18,6 @@ from asyncrl.keys import Keys, read_keys, run_keys, write_keys
 from asyncrl.launch.resources import reserve_ports
 from asyncrl.redaction import redact
 from asyncrl.sockets import bind_router, connect_dealer
-from tests.helpers.replay import loopback_endpoints
-
-FAR = ("10.1.2.3", 5)
 
 
 @pytest.fixture(autouse=True)
@@ -90,25 +87,17 @@ def test_a_guarded_socket_ends_with_its_guard(echo: tuple[zmq.Socket[bytes], str
 
 
 def test_key_file_is_the_owners_only_and_ends_with_the_run(folder: Path) -> None:
-    endpoints = replace(loopback_endpoints(1, "run-1"), weights=FAR)
     before = os.umask(0)
     try:
-        with run_keys(endpoints) as secured:
-            path = Path(secured.keys)
+        with run_keys("run-1") as path:
             assert (path.parent, stat.S_IMODE(path.stat().st_mode)) == (folder, 0o600)
             assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-            keys = read_keys(secured.keys)
+            keys = read_keys(str(path))
             assert len(set(asdict(keys).values())) == 4
             assert redact({"text": [f"it is {keys.server_secret}"]}) == {"text": ["it is ***"]}
     finally:
         os.umask(before)
     assert not path.exists()
-
-
-def test_a_run_on_loopback_has_no_keys() -> None:
-    endpoints = replace(loopback_endpoints(1), weights=("127.0.0.1", 5))
-    with run_keys(endpoints) as same:
-        assert same == endpoints
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o644])

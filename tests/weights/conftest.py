@@ -1,17 +1,19 @@
-"""A free port, and things to end."""
+"""An address of a store, and things to end."""
 
 from __future__ import annotations
 
-import socket
+import uuid
 from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests.helpers.sockets import socket_address
+
 
 @pytest.fixture
-def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
+def address() -> str:
+    """Where one test's sender listens."""
+    return socket_address(f"weights-{uuid.uuid4().hex[:8]}")
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """A generator's weight receiver in a process of its own: loads every version and prints it as a line of JSON.
 
-    python receiver_process.py PORT RANK TIMEOUT_S [SIGNAL]
+    python receiver_process.py ADDRESS RANK TIMEOUT_S [SIGNAL]
 
 With SIGNAL (a name) it sends itself that signal inside its first broadcast, after the second bucket.
 """
@@ -14,25 +14,33 @@ import sys
 import time
 
 import torch
+from weight_parts import described
 
 from asyncrl.weights import group
 from asyncrl.weights.receiver import WeightReceiver
 
 
 def main() -> None:
-    port, rank, timeout_s = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+    address, rank, timeout_s = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
     if len(sys.argv) > 4:
         hit_once(signal.Signals[sys.argv[4]])
-    receiver = WeightReceiver(("127.0.0.1", port), rank=rank, transport="gloo", timeout_s=timeout_s, max_bytes=1 << 26)
+    receiver = WeightReceiver(
+        address,
+        rank=rank,
+        transport="gloo",
+        timeout_s=timeout_s,
+        max_bytes=1 << 26,
+    )
     receiver.start()
+    receiver.engine_is_up()
     while True:
         staged = receiver.staged()
         if staged is None:
             time.sleep(0.002)
             continue
-        sums = {name: [str(tensor.dtype), list(tensor.shape), digest(tensor)] for name, tensor in staged.tensors}
+        report = {"version": staged.version, "tensors": described(staged.tensors)}
         receiver.loaded(staged)
-        print(json.dumps({"version": staged.version, "checksum": staged.checksum, "tensors": sums}), flush=True)
+        print(json.dumps(report), flush=True)
 
 
 def hit_once(number: int) -> None:
@@ -46,11 +54,6 @@ def hit_once(number: int) -> None:
         return checksum(bucket, first_byte)
 
     group.checksum = hit
-
-
-def digest(tensor: torch.Tensor) -> int:
-    """A number that shows whether two tensors have the same bytes."""
-    return hash(tensor.contiguous().view(torch.uint8).numpy().tobytes())
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A learner's weight sender in a process of its own: does what the lines of its standard input say.
 
-    python sender_process.py PORT TIMEOUT_S
+    python sender_process.py ADDRESS TIMEOUT_S
 
 "send VERSION" sends the test's weights of that version, "wait" prints the stats when they arrived, "close" ends it.
 """
@@ -11,14 +11,15 @@ import json
 import sys
 from dataclasses import asdict
 
-from weight_parts import BUCKET_BYTES, weights
+from weight_parts import BUCKET_BYTES, manifest_of, weights
 
 from asyncrl.weights.sender import WeightSender
 
 
 def main() -> None:
     sender = WeightSender(
-        ("127.0.0.1", int(sys.argv[1])),
+        sys.argv[1],
+        manifest_of(weights(0)),
         expected_generators=1,
         transport="auto",
         bucket_bytes=BUCKET_BYTES,

@@ -1,15 +1,13 @@
-"""A group of two in this process: everyone's checksum, the bell, and a round that the sender leaves."""
+"""A group of two in this process: everyone's checksum, and a round that the sender leaves."""
 
 from __future__ import annotations
 
-import threading
-import time
-
 import pytest
 import torch
-from torch._C._distributed_c10d import HashStore
+from weight_parts import on_each
 
-from asyncrl.weights.bell import Bell, Listener
+from asyncrl.store import Values
+from asyncrl.torch_store import TorchStore
 from asyncrl.weights.exchange import Interrupted, Mailbox
 from asyncrl.weights.group import Group, share
 from asyncrl.weights.transports import TRANSPORTS, Member
@@ -18,23 +16,8 @@ from asyncrl.weights.turn import GivenUp, Turn
 CPU = torch.device("cpu")
 
 
-def on_each(function, ranks: tuple[int, ...] = (0, 1)) -> list:
-    """What the function gives for each rank, run at the same time."""
-    results = [None, None]
-
-    def keep(rank: int) -> None:
-        results[rank] = function(rank)
-
-    threads = [threading.Thread(target=keep, args=(rank,)) for rank in ranks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20.0)
-    return results
-
-
 def two() -> list[Group]:
-    store = HashStore()
+    store = TorchStore(Values(), "", 20.0)
     return on_each(lambda rank: TRANSPORTS["gloo"].connect(store, Member(rank, 2, CPU, 20.0)))
 
 
@@ -74,27 +57,8 @@ def test_work_that_ends_just_after_the_time_is_over_has_not_failed() -> None:
     assert two()[0].ends(Late(), 0.1)  # type: ignore[arg-type]
 
 
-def test_the_bell_wakes_who_listens() -> None:
-    bell = Bell("127.0.0.1")
-    listener = Listener("127.0.0.1", bell.port)
-    try:
-        deadline = time.monotonic() + 10.0
-        while not bell._listeners and time.monotonic() < deadline:
-            bell.ring()
-            time.sleep(0.01)
-        started = time.monotonic()
-        listener.wait(10.0)
-        assert time.monotonic() - started < 5.0
-        started = time.monotonic()
-        listener.wait(0.1)  # it rang once
-        assert time.monotonic() - started >= 0.1
-    finally:
-        listener.close()
-        bell.close()
-
-
 def test_a_turn_is_over_when_the_next_offer_is_there() -> None:
-    mail = Mailbox(HashStore())
+    mail = Mailbox(Values())
     turn = Turn(mail, "ab", 1)
     turn.raise_if_over()
     mail.put("offer/ab/2", {})

@@ -8,7 +8,6 @@ import time
 
 import pytest
 from structlog.testing import capture_logs
-from torch._C._distributed_c10d import HashStore
 from weight_parts import (
     Process,
     assert_holds,
@@ -23,12 +22,15 @@ from weight_parts import (
 )
 
 from asyncrl.errors import RunError
-from asyncrl.weights import delivery
+from asyncrl.store import Values
+from asyncrl.weights import delivery, transports
+from asyncrl.weights import sender as sender_module
 from asyncrl.weights.delivery import Delivery
 from asyncrl.weights.exchange import Mailbox
 from asyncrl.weights.messages import READY
 from asyncrl.weights.receiver import WeightReceiver
 from asyncrl.weights.roster import MAX_UNREAD, Peer, Roster
+from asyncrl.weights.transports import TRANSPORTS
 
 SLACK_S = 2.5
 """What a busy machine may add to a deadline."""
@@ -44,11 +46,11 @@ def versions(peers: list[Process]) -> list[int]:
 
 @pytest.mark.parametrize("hit", ["SIGSTOP", "SIGKILL"])
 def test_the_others_go_on_without_one_that_stops_or_ends_inside_the_broadcast(
-    port: int, cleanup: list, hit: str
+    address: str, cleanup: list, hit: str
 ) -> None:
-    others = [receiver_process(port, cleanup, rank=rank, timeout_s=2.0) for rank in (1, 3)]
-    lost = receiver_process(port, cleanup, rank=2, timeout_s=2.0, hit=hit)
-    sender = joined(make_sender(port, cleanup, timeout_s=2.0), 3)
+    others = [receiver_process(address, cleanup, rank=rank, timeout_s=2.0) for rank in (1, 3)]
+    lost = receiver_process(address, cleanup, rank=2, timeout_s=2.0, hit=hit)
+    sender = joined(make_sender(address, cleanup, timeout_s=2.0), 3)
     started = time.monotonic()
     with capture_logs() as logs:
         sender.send(0, weights(0))
@@ -61,7 +63,7 @@ def test_the_others_go_on_without_one_that_stops_or_ends_inside_the_broadcast(
     if hit == "SIGSTOP":
         lost.signal("SIGCONT")
     else:
-        lost = receiver_process(port, cleanup, rank=2, timeout_s=2.0)
+        lost = receiver_process(address, cleanup, rank=2, timeout_s=2.0)
     assert lost.next()["version"] == 0  # without a new send
     sender.send(1, weights(1))
     assert versions([*others, lost]) == [1, 1, 1]
@@ -71,10 +73,10 @@ def test_the_others_go_on_without_one_that_stops_or_ends_inside_the_broadcast(
 
 @pytest.mark.parametrize("hit", ["SIGSTOP", "SIGKILL"])
 def test_the_others_go_on_without_one_that_stopped_or_ended_before_a_version(
-    port: int, cleanup: list, hit: str
+    address: str, cleanup: list, hit: str
 ) -> None:
-    peers = [receiver_process(port, cleanup, rank=rank, timeout_s=2.0) for rank in (1, 2)]
-    sender = joined(make_sender(port, cleanup, timeout_s=1.0), 2)
+    peers = [receiver_process(address, cleanup, rank=rank, timeout_s=2.0) for rank in (1, 2)]
+    sender = joined(make_sender(address, cleanup, timeout_s=2.0), 2)
     sender.send(0, weights(0))
     assert versions(peers) == [0, 0]
     peers[0].signal(hit)
@@ -82,26 +84,24 @@ def test_the_others_go_on_without_one_that_stopped_or_ended_before_a_version(
     with capture_logs() as logs:
         sender.send(1, weights(1))
         assert peers[1].next()["version"] == 1
-        assert time.monotonic() - started < 2 * 1.0 + SLACK_S
+        assert time.monotonic() - started < 2 * 2.0 + SLACK_S
         sender.wait()
     (reason,) = drops(logs)  # a receiver says that it is ready for the next version as soon as it is
     phases = ("become ready to receive", "survive the broadcast of")
     assert reason.startswith(tuple(f"generator 0 did not {phase} version 1 of the weights" for phase in phases))
-    started = time.monotonic()
     sender.send(2, weights(2))
     sender.wait()
-    assert time.monotonic() - started < 0.9, "a generator that was dropped is not waited for again"
+    assert sender.stats.dropped == 1, "a generator that was dropped is not waited for again"
     assert peers[1].next()["version"] == 2
     if hit == "SIGSTOP":
         peers[0].signal("SIGCONT")
         assert peers[0].next()["version"] == 2
 
 
-def test_receivers_outlive_a_sender_that_is_killed_and_load_the_same_version_again(port: int, cleanup: list) -> None:
-    peers = [receiver_process(port, cleanup, rank=rank) for rank in (1, 2)]
+def test_receivers_outlive_a_sender_that_is_killed_and_load_the_same_version_again(address: str, cleanup: list) -> None:
+    peers = [receiver_process(address, cleanup, rank=rank) for rank in (1, 2)]
     for _ in range(2):
-        sender = sender_process(port, cleanup)
-        time.sleep(1.0)
+        sender = sender_process(address, cleanup)
         sender.say("send 3", "wait")
         assert versions(peers) == [3, 3]
         sender.next()
@@ -110,9 +110,9 @@ def test_receivers_outlive_a_sender_that_is_killed_and_load_the_same_version_aga
     assert all(peer.process.poll() is None for peer in peers)
 
 
-def test_a_stopped_sender_is_named_and_nobody_fails(port: int, cleanup: list) -> None:
-    receiver = make_receiver(port, cleanup, timeout_s=0.4)
-    sender = sender_process(port, cleanup, timeout_s=0.4)
+def test_a_stopped_sender_is_named_and_nobody_fails(address: str, cleanup: list) -> None:
+    receiver = make_receiver(address, cleanup, timeout_s=0.8)
+    sender = sender_process(address, cleanup, timeout_s=0.8)
     sender.say("send 0")
     load_next(receiver, 0)
     with capture_logs() as logs:
@@ -143,7 +143,7 @@ def watch(receiver: WeightReceiver, seconds: float) -> None:
 
 
 def test_a_receiver_leaves_a_sender_that_answers_nothing_and_joins_again(
-    port: int, cleanup: list, monkeypatch: pytest.MonkeyPatch
+    address: str, cleanup: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go, held, free = Delivery._go, threading.Event(), threading.Event()
 
@@ -153,8 +153,8 @@ def test_a_receiver_leaves_a_sender_that_answers_nothing_and_joins_again(
         go(self, peers)
 
     monkeypatch.setattr(Delivery, "_go", stuck)
-    receiver = make_receiver(port, cleanup, timeout_s=0.2)
-    sender = joined(make_sender(port, cleanup, timeout_s=1.0), 1)
+    receiver = make_receiver(address, cleanup, timeout_s=0.2)
+    sender = joined(make_sender(address, cleanup, timeout_s=1.0), 1)
     with capture_logs() as logs:
         sender.send(0, weights(0))
         assert held.wait(10.0)
@@ -166,15 +166,15 @@ def test_a_receiver_leaves_a_sender_that_answers_nothing_and_joins_again(
     assert reasons[0] == "learner rank 0 did not start to send version 0 within 0.4 s"
 
 
-def test_nobody_is_waited_for_and_who_comes_late_is_served(port: int, cleanup: list) -> None:
-    sender = make_sender(port, cleanup)
+def test_nobody_is_waited_for_and_who_comes_late_is_served(address: str, cleanup: list) -> None:
+    sender = make_sender(address, cleanup)
     started = time.monotonic()
     for version in (0, 1):
         sender.send(version, weights(version))
         sender.wait()
-    assert time.monotonic() - started < 1.0
+    assert time.monotonic() - started < 10.0, "half of the deadline"
     assert sender.stats.count == 0
-    receivers = [make_receiver(port, cleanup, rank=rank) for rank in (1, 5)]
+    receivers = [make_receiver(address, cleanup, rank=rank) for rank in (1, 5)]
     for receiver in receivers:
         load_next(receiver, 1)
     sender.send(2, weights(2))
@@ -184,23 +184,22 @@ def test_nobody_is_waited_for_and_who_comes_late_is_served(port: int, cleanup: l
     assert (sender.stats.count, sender.stats.dropped) == (2, 0)
 
 
-def test_a_process_ends_at_once_while_a_generator_is_stopped(port: int, cleanup: list) -> None:
-    stopped = receiver_process(port, cleanup, rank=1, hit="SIGSTOP")
-    sender = sender_process(port, cleanup)
+def test_a_process_ends_at_once_while_a_generator_is_stopped(address: str, cleanup: list) -> None:
+    stopped = receiver_process(address, cleanup, rank=1, hit="SIGSTOP")
+    sender = sender_process(address, cleanup)
     sender.say("send 0")
-    time.sleep(0.5)
     stopped.await_stop()
     sender.say("close")
     assert sender.process.wait(timeout=5.0) == 0
 
 
-def test_a_transport_that_never_works_is_an_error(port: int, cleanup: list, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transport_that_never_works_is_an_error(address: str, cleanup: list, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> int:
         raise RuntimeError("no route")
 
     monkeypatch.setattr(delivery, "broadcast", fail)
-    make_receiver(port, cleanup, timeout_s=0.5)
-    sender = joined(make_sender(port, cleanup, timeout_s=0.5), 1)
+    make_receiver(address, cleanup, timeout_s=0.5)
+    sender = joined(make_sender(address, cleanup, timeout_s=0.5), 1)
     sender.send(0, weights(0))
     with pytest.raises(RunError, match=r"failed 3 times \(no route\); generator 0: no route"):
         sender.wait()
@@ -213,7 +212,7 @@ def announce(mail: Mailbox, message: object) -> int:
 
 
 def make_roster() -> tuple[Mailbox, Roster]:
-    mail = Mailbox(HashStore())
+    mail = Mailbox(Values())
     return mail, Roster(mail, check=lambda: None, ring=lambda: None)
 
 
@@ -269,28 +268,12 @@ def test_a_rubbish_answer_is_told_apart_from_none(message: object) -> None:
     assert why.startswith("(ready/1/0")
 
 
-@pytest.mark.parametrize("bell", ["tcp://127.0.0.1:5", {"port": 0}, {"port": "5"}])
-def test_a_receiver_believes_no_rubbish_about_the_bell(port: int, cleanup: list, bell: object) -> None:
-    sender = make_sender(port, cleanup, timeout_s=1.0)
-    sound = sender._mail.store.get("bell")
-    sender._mail.store.set("bell", json.dumps(bell))
-    with capture_logs() as logs:
-        receiver = make_receiver(port, cleanup, timeout_s=1.0)
-        deadline = time.monotonic() + 10.0
-        while not (joins := [entry["reason"] for entry in logs if entry["event"] == "joins the weights anew"]):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        sender._mail.store.set("bell", sound)
-        joined(sender, 1).send(0, weights(0))
-        load_next(receiver, 0)
-    assert joins[0].startswith("bell")
-
-
-def test_a_generator_that_answers_rubbish_is_dropped_and_the_others_go_on(port: int, cleanup: list) -> None:
-    sender = make_sender(port, cleanup)
+def test_a_generator_that_answers_rubbish_is_dropped_and_the_others_go_on(address: str, cleanup: list) -> None:
+    sender = make_sender(address, cleanup)
     announce(sender._mail, {**MEMBER, "rank": 2})
+    sender._mail.put("up/ab", {})
     sender._mail.put("ready/ab/1", {"loaded": {"version": 0}})
-    receiver = make_receiver(port, cleanup)
+    receiver = make_receiver(address, cleanup)
     with capture_logs() as logs:
         joined(sender, 2).send(0, weights(0))
         load_next(receiver, 0)
@@ -302,7 +285,7 @@ def test_a_generator_that_answers_rubbish_is_dropped_and_the_others_go_on(port: 
 
 @pytest.mark.parametrize("what", ["offer", "go"])
 def test_one_rubbish_message_ends_neither_side(
-    port: int, cleanup: list, monkeypatch: pytest.MonkeyPatch, what: str
+    address: str, cleanup: list, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     put, spoilt = Mailbox.put, []
 
@@ -312,9 +295,9 @@ def test_one_rubbish_message_ends_neither_side(
         put(self, name, {"checksum": "1"} if first else message)
 
     monkeypatch.setattr(Mailbox, "put", spoil)
-    receiver = make_receiver(port, cleanup, timeout_s=1.0)
+    receiver = make_receiver(address, cleanup, timeout_s=1.0)
     with capture_logs() as logs:
-        sender = joined(make_sender(port, cleanup, timeout_s=1.0), 1)
+        sender = joined(make_sender(address, cleanup, timeout_s=1.0), 1)
         sender.send(0, weights(0))
         load_next(receiver, 0)
         deadline = time.monotonic() + 10.0
@@ -325,3 +308,30 @@ def test_one_rubbish_message_ends_neither_side(
         load_next(receiver, 1)
         sender.wait()
     assert spoilt[0] in joins[0]
+
+
+def test_a_generator_on_the_device_of_another_is_dropped_where_each_needs_its_own(
+    address: str, cleanup: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one_device_each = transports.Transport(TRANSPORTS["gloo"].connect, on_device=True, what="")
+    monkeypatch.setitem(TRANSPORTS, "gloo", one_device_each)
+    monkeypatch.setattr(sender_module, "choose_transport", lambda name, devices: "gloo")
+    monkeypatch.setattr(delivery, "device_name", lambda device: "cuda 0")
+    names = iter(["cuda 1", "cuda 1", "cuda 0"])
+    monkeypatch.setattr(transports, "device_name", lambda device: next(names, "cuda 1"))
+    sender = make_sender(address, cleanup)
+    receivers = []
+    for count in (1, 2, 3):
+        receivers.append(make_receiver(address, cleanup, rank=count))
+        joined(sender, count)
+    with capture_logs() as logs:
+        sender.send(0, weights(0))
+        load_next(receivers[0], 0)
+        sender.wait()
+        sender.send(1, weights(1))
+        load_next(receivers[0], 1)
+        sender.wait()
+    told = drops(logs)
+    assert any(text.startswith("generator 1 is on the device of generator 0 (cuda 1)") for text in told)
+    assert any(text.startswith("generator 2 is on the device of learner rank 0 (cuda 0)") for text in told)
+    assert [receiver.staged() for receiver in receivers[1:]] == [None, None]

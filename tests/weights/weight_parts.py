@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import queue
@@ -15,10 +16,12 @@ from typing import Any
 
 import torch
 
+from asyncrl.weights.packing import Manifest
 from asyncrl.weights.receiver import WeightReceiver
 from asyncrl.weights.sender import WeightSender
 from asyncrl.weights.staging import StagedWeights
 
+REPOSITORY = Path(__file__).parents[2]
 BUCKET_BYTES = 1 << 16
 NUM_BYTES = 4_096_000 + 1024
 """Of `weights`, packed."""
@@ -33,21 +36,57 @@ def weights(version: int) -> list[tuple[str, torch.Tensor]]:
     ]
 
 
-def make_sender(port: int, cleanup: list, *, timeout_s: float = 20.0) -> WeightSender:
+def described(tensors: list[tuple[str, torch.Tensor]]) -> list[list[Any]]:
+    """Name, dtype, shape and a digest of the bytes of each tensor, as JSON has them."""
+    return [
+        [
+            name,
+            str(tensor.dtype),
+            list(tensor.shape),
+            hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy()).hexdigest(),
+        ]
+        for name, tensor in tensors
+    ]
+
+
+def manifest_of(tensors: list[tuple[str, torch.Tensor]]) -> Manifest:
+    return Manifest.of((name, tensor.dtype, tensor.shape) for name, tensor in tensors)
+
+
+def make_sender(address: str, cleanup: list, *, timeout_s: float = 20.0) -> WeightSender:
     sender = WeightSender(
-        ("127.0.0.1", port), expected_generators=1, transport="auto", bucket_bytes=BUCKET_BYTES, timeout_s=timeout_s
+        address,
+        manifest_of(weights(0)),
+        expected_generators=1,
+        transport="auto",
+        bucket_bytes=BUCKET_BYTES,
+        timeout_s=timeout_s,
     )
     cleanup.append(sender.close)
     return sender
 
 
 def make_receiver(
-    port: int, cleanup: list, *, rank: int = 1, timeout_s: float = 20.0, max_bytes: int = 1 << 26, **options: Any
+    address: str,
+    cleanup: list,
+    *,
+    rank: int = 1,
+    timeout_s: float = 20.0,
+    max_bytes: int = 1 << 26,
+    engine_up: bool = True,
+    **options: Any,
 ) -> WeightReceiver:
     receiver = WeightReceiver(
-        ("127.0.0.1", port), rank=rank, transport="auto", timeout_s=timeout_s, max_bytes=max_bytes, **options
+        address,
+        rank=rank,
+        transport="auto",
+        timeout_s=timeout_s,
+        max_bytes=max_bytes,
+        **options,
     )
     receiver.start()
+    if engine_up:
+        receiver.engine_is_up()
     cleanup.append(receiver.close)
     return receiver
 
@@ -80,6 +119,21 @@ def load_next(receiver: WeightReceiver, version: int) -> None:
     receiver.loaded(staged)
 
 
+def on_each(function, ranks: tuple[int, ...] = (0, 1)) -> list:
+    """What the function gives for each rank, run at the same time."""
+    results = [None, None]
+
+    def keep(rank: int) -> None:
+        results[rank] = function(rank)
+
+    threads = [threading.Thread(target=keep, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20.0)
+    return results
+
+
 class Process:
     """A process of this folder and the lines of JSON that it printed."""
 
@@ -89,7 +143,7 @@ class Process:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | {"PYTHONHASHSEED": "0"},
+            env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
         )
         cleanup.append(self.end)
         self._lines: queue.Queue[str] = queue.Queue()
@@ -125,9 +179,9 @@ class Process:
         self._reader.join(timeout=5.0)
 
 
-def receiver_process(port: int, cleanup: list, *, rank: int, timeout_s: float = 20.0, hit: str = "") -> Process:
-    return Process(cleanup, "receiver_process.py", port, rank, timeout_s, *([hit] if hit else []))
+def receiver_process(address: str, cleanup: list, *, rank: int, timeout_s: float = 20.0, hit: str = "") -> Process:
+    return Process(cleanup, "receiver_process.py", address, rank, timeout_s, *([hit] if hit else []))
 
 
-def sender_process(port: int, cleanup: list, *, timeout_s: float = 20.0) -> Process:
-    return Process(cleanup, "sender_process.py", port, timeout_s)
+def sender_process(address: str, cleanup: list, *, timeout_s: float = 20.0) -> Process:
+    return Process(cleanup, "sender_process.py", address, timeout_s)

@@ -26,13 +26,15 @@ def convert(
     """Writes the split of a downloaded dataset to `out`; gives the rows written, and the records skipped by reason.
 
     `instruction` replaces what the converter appends to the question. The same files give the same bytes. Raises
-    ConfigError when files are missing or no row is left, and DataError naming file and row of a malformed record.
+    ConfigError when files are missing, no row is left, or `out` was not written by this command, and DataError naming
+    file and row of a malformed record.
     """
-    from asyncrl.data.parquet import write_rows
+    from asyncrl.data.parquet import check_rows_file, write_rows
 
     converter = CONVERTERS[name]
     if split not in converter.splits:
         raise unknown_name("--split", split, converter.splits)
+    check_rows_file(out)
     suffix = converter.instruction if instruction is None else instruction
     rows: list[dict[str, Any]] = []
     skipped: Counter[str] = Counter()

@@ -1,0 +1,116 @@
+"""Options that are passed on to vLLM and DeepSpeed, and those of theirs that a config cannot set, with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_OF_THE_RUN = "the run sets it"
+_IN_PROCESS = (
+    "new weights reach the engine inside its one process, and its steps are counted there; one GPU is one generator, "
+    "see launch.generators"
+)
+_VERSIONS = "a token's policy version is that of the engine step that sampled it, one step at a time"
+_LOGPROBS = "the log-probs of sampled tokens would not be those of the policy that the learner trains"
+_WEIGHTS = "the learner sends the weights of model.path, and no others"
+
+ENGINE_REFUSED = {
+    "model": "it is model.path",
+    "model_weights": _WEIGHTS,
+    "tokenizer": "it is that of model.path",
+    "dtype": "it is model.dtype",
+    "trust_remote_code": "it is model.trust_remote_code",
+    "seed": "it follows from seed, the generator and its start",
+    "max_model_len": "it is generator.max_model_tokens",
+    "max_num_seqs": "it is generator.max_running_groups times generator.group_size",
+    "enable_prefix_caching": "it is generator.prefix_caching",
+    "gpu_memory_utilization": "it is computed from generator.gpu_memory_fraction and the other roles on the GPU",
+    "kv_cache_memory_bytes": "it is generator.kv_cache_bytes",
+    "disable_log_stats": _OF_THE_RUN,
+    "weight_transfer_config": _OF_THE_RUN,
+    "runner": "generators complete texts",
+    "convert": "generators complete texts",
+    "generation_config": "a model's own sampling defaults would change the sampled distribution",
+    "override_generation_config": "a model's own sampling defaults would change the sampled distribution",
+    "logprobs_mode": _LOGPROBS,
+    "logits_processors": _LOGPROBS,
+    "watermark_config": _LOGPROBS,
+    "diffusion_config": _LOGPROBS,
+    "async_scheduling": _VERSIONS,
+    "scheduler_cls": _VERSIONS,
+    "speculative_config": "the draft model would get no new weights",
+    "spec_method": "the draft model would get no new weights",
+    "spec_model": "the draft model would get no new weights",
+    "spec_tokens": "the draft model would get no new weights",
+    "enable_lora": _WEIGHTS,
+    "default_mm_loras": _WEIGHTS,
+    "enable_sleep_mode": "the engine runs all the time",
+    "worker_cls": _IN_PROCESS,
+    "worker_extension_cls": _IN_PROCESS,
+    "distributed_executor_backend": _IN_PROCESS,
+    "tensor_parallel_size": _IN_PROCESS,
+    "pipeline_parallel_size": _IN_PROCESS,
+    "prefill_context_parallel_size": _IN_PROCESS,
+    "decode_context_parallel_size": _IN_PROCESS,
+    "enable_expert_parallel": _IN_PROCESS,
+    "nnodes": _IN_PROCESS,
+    "node_rank": _IN_PROCESS,
+    "device_ids": "the run gives each generator its GPU",
+}
+ENGINE_REFUSED_PREFIXES = {"data_parallel_": _IN_PROCESS, "_": "it is none of vLLM's public options"}
+
+DEEPSPEED_REFUSED = {
+    "train_batch_size": "the learner forms its batches",
+    "train_micro_batch_size_per_gpu": "it is learner.tokens_per_microbatch",
+    "gradient_accumulation_steps": "the learner marks the last micro-batch of an update",
+    "gradient_clipping": "it is learner.max_grad_norm",
+    "zero_allow_untested_optimizer": _OF_THE_RUN,
+    "zero_optimization.stage": "it is learner.zero_stage",
+    "zero_optimization.offload_optimizer": "the learner clips the gradients, which it needs on the GPU for that",
+    "zero_optimization.offload_param": "the learner gathers and sends the weights, which it needs on the GPU for that",
+    "zero_optimization.cpu_offload": "the learner clips the gradients, which it needs on the GPU for that",
+    "optimizer": "it is AdamW with learner.lr, learner.adam_betas and learner.weight_decay",
+    "scheduler": "it is learner.lr_schedule",
+    "bf16": "it is model.dtype",
+    "bfloat16": "it is model.dtype",
+    "fp16": "it is model.dtype",
+    "amp": "it is model.dtype",
+    "torch_autocast": "it is model.dtype",
+    "data_types": "gradients add up in float32",
+    "pipeline": "every learner rank holds all layers",
+    "tensor_parallel": "every learner rank holds all layers",
+    "sequence_parallel_size": "every learner rank takes whole sequences",
+    "checkpoint": "checkpoints are the learner's own",
+    "data_efficiency": "the replay queue gives the data",
+    "curriculum_learning": "the replay queue gives the data",
+}
+
+
+def check_engine_options(options: Mapping[str, Any]) -> None:
+    """Raises ValueError naming the first option of vLLM's engine that a config cannot set, and why."""
+    for name in options:
+        by_prefix = (why for prefix, why in ENGINE_REFUSED_PREFIXES.items() if name.startswith(prefix))
+        if reason := ENGINE_REFUSED.get(name) or next(by_prefix, None):
+            raise ValueError(f"engine_options.{name} = {options[name]!r}: cannot be set here: {reason}")
+
+
+def check_deepspeed_options(options: Mapping[str, Any], prefix: str = "") -> None:
+    """Raises ValueError naming the first of DeepSpeed's settings that a config cannot set, and why."""
+    for name, value in options.items():
+        dotted = prefix + name
+        if reason := DEEPSPEED_REFUSED.get(dotted):
+            raise ValueError(f"deepspeed_options.{dotted} = {value!r}: cannot be set here: {reason}")
+        if isinstance(value, Mapping):
+            check_deepspeed_options(value, f"{dotted}.")
+
+
+def merged(settings: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings with options over them; tables within are merged, too."""
+    result = dict(settings)
+    for name, value in options.items():
+        inner = result.get(name)
+        if isinstance(inner, Mapping) and isinstance(value, Mapping):
+            result[name] = merged(inner, value)
+        else:
+            result[name] = value
+    return result

@@ -1,0 +1,53 @@
+"""The addresses of a run, for as long as it takes."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from asyncrl.config import Config
+from asyncrl.endpoints import Endpoints
+from asyncrl.keys import is_loopback, run_keys
+from asyncrl.launch.resources import check_host, reserve_ports
+from asyncrl.socket_folder import socket_folder
+from asyncrl.sockets import IPC
+
+RUN_ID_BYTES = 16
+"""Random ones: who knows the run id is part of the run."""
+
+
+@contextmanager
+def run_endpoints(config: Config, *, reward_model: bool = False) -> Iterator[Endpoints]:
+    """Addresses for all parts of a run with a new run id, in use during the block.
+
+    With a loopback address as `launch.host` ZeroMQ listens on unix sockets in a folder that only this user can enter,
+    with another one on its ports, encrypted with new keys. Raises ConfigError when the host cannot be listened on,
+    when a port is taken, and when there is no place for the sockets.
+    """
+    host, first_port = config.launch.host, config.launch.port
+    check_host(host)
+    critics = [f"critic-{rank}" for rank in range(config.critic.ranks)]
+    names = ["replay", "weights", "learners", *critics]
+    names += ["critic-ranks"] if critics else []
+    names += ["reward-model"] if reward_model else []
+    with ExitStack() as stack:
+        if is_loopback(host):
+            folder, keys = str(stack.enter_context(socket_folder())), ""
+            addresses = {name: f"{IPC}{folder}/{name}" for name in names}
+        else:
+            ports = reserve_ports(first_port, len(names), host=host)
+            folder, keys = "", str(stack.enter_context(run_keys(f"{config.run}-{secrets.token_hex(4)}")))
+            addresses = {name: f"tcp://{host}:{port}" for name, port in zip(names, ports, strict=True)}
+        yield Endpoints(
+            f"{config.run}-{secrets.token_hex(RUN_ID_BYTES)}",
+            replay=addresses["replay"],
+            weights=addresses["weights"],
+            learners=addresses["learners"],
+            host=host,
+            reward_model=addresses.get("reward-model", ""),
+            critics=tuple(addresses[name] for name in critics),
+            critic_ranks=addresses.get("critic-ranks", ""),
+            folder=folder,
+            keys=keys,
+        )

@@ -1,0 +1,239 @@
+"""Whether the roles of a run fit the memory of their GPUs, and how much of it an engine may take.
+
+All by arithmetic (`memory`), before anything starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import structlog
+
+from asyncrl.config import Config
+from asyncrl.errors import ConfigError
+from asyncrl.launch.memory import (
+    GIB,
+    Parts,
+    Shape,
+    critic_parts,
+    engine_parts,
+    learner_parts,
+    longest_tokens,
+    reward_model_parts,
+    staging_parts,
+)
+from asyncrl.launch.resources import Plan, Share
+
+log = structlog.get_logger()
+
+TRAINED_FRACTION = 0.95
+"""Of a GPU without an engine, what the sums may reach. Where there is one, it is `generator.gpu_memory_fraction`."""
+REWARD_MODEL = {"dtype": "float32", "tokens_per_batch": 16384, "device": "auto"}
+"""Options of the reward model, with their defaults, that its memory depends on."""
+
+
+@dataclass(frozen=True)
+class Models:
+    """Shapes of the models of a run; None where it has no such model."""
+
+    policy: Shape
+    reference: Shape | None = None
+    critic: Shape | None = None
+    reward_model: Shape | None = None
+
+    @classmethod
+    def read(cls, config: Config, *, reward_model: bool) -> Models | None:
+        """From the folders that the config names; None when one of them does not tell its sizes."""
+        from asyncrl.learner.algorithm import make_algorithm  # imports torch
+
+        algorithm, path = config.algorithm, config.model.path
+        paths = {"policy": path}
+        if algorithm.kl_reward_coef or algorithm.kl_loss_coef:
+            paths["reference"] = algorithm.reference or path
+        if make_algorithm(config).needs_critic:
+            paths["critic"] = config.critic.path or path
+        if reward_model:
+            paths["reward_model"] = str(config.reward_options["reward_model"]["path"])
+        shapes = {role: Shape.read(folder) for role, folder in paths.items()}
+        for role, shape in shapes.items():
+            if shape is None:
+                log.warning("memory is not checked: config.json does not tell the sizes", model=paths[role])
+                return None
+        return cls(**{role: shape for role, shape in shapes.items() if shape is not None})
+
+
+@dataclass(frozen=True)
+class Need:
+    """What one role process takes of its GPU."""
+
+    name: str
+    parts: Parts
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.parts.values())
+
+    def __str__(self) -> str:
+        largest = sorted(self.parts.items(), key=lambda part: -part[1])
+        parts = ", ".join(f"{name} {num_bytes / GIB:.1f}" for name, num_bytes in largest if num_bytes >= 0.05 * GIB)
+        return f"{self.name} {self.num_bytes / GIB:.1f} GiB ({parts})"
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU with what is to run on it."""
+
+    name: str
+    memory_bytes: int
+    needs: list[Need]
+    limit_bytes: int
+    """What the needs may add up to."""
+
+    @property
+    def missing_bytes(self) -> int:
+        return max(0, sum(need.num_bytes for need in self.needs) - self.limit_bytes)
+
+    def __str__(self) -> str:
+        return (
+            f"GPU {self.name} ({self.memory_bytes / GIB:.1f} GiB, of which {self.limit_bytes / GIB:.1f} are used at "
+            f"most): " + "; ".join(map(str, self.needs))
+        )
+
+
+def fit_memory(config: Config, plan: Plan, *, reward_model: bool) -> Plan:
+    """The plan with the share of its GPU that each engine may take.
+
+    Raises ConfigError with the sums, and the keys that would help, when a GPU is too small. Where the memory of the
+    GPUs or the sizes of a model are not known, engines on one GPU divide `generator.gpu_memory_fraction`.
+    """
+    if not plan.gpus:
+        return plan
+    known = all(gpu.memory_bytes is not None for gpu in plan.gpus)
+    models = Models.read(config, reward_model=reward_model) if known else None
+    if models is None:
+        return _divided(config, plan)
+    cards = make_cards(config, plan, models)
+    if short := [card for card in cards if card.missing_bytes]:
+        raise ConfigError(_refusal(config, plan, models, short))
+    for card in cards:
+        log.info("memory by arithmetic", gpu=str(card))
+    return _with_fractions(config, plan, models, cards)
+
+
+def make_cards(config: Config, plan: Plan, models: Models) -> list[Card]:
+    """Every GPU of the plan with the needs of its roles."""
+    by_gpu: dict[str, list[Need]] = {gpu.name: [] for gpu in plan.gpus}
+    for gpu, need in _needs(config, plan, models):
+        by_gpu[gpu].append(need)
+    engines = {gpu for share in plan.generators for gpu in share.gpus}
+    cards: list[Card] = []
+    for gpu in plan.gpus:
+        memory_bytes = gpu.memory_bytes or 0
+        fraction = config.generator.gpu_memory_fraction if gpu.name in engines else TRAINED_FRACTION
+        cards.append(Card(gpu.name, memory_bytes, by_gpu[gpu.name], round(fraction * memory_bytes)))
+    return [card for card in cards if card.needs]
+
+
+def _needs(config: Config, plan: Plan, models: Models) -> Iterator[tuple[str, Need]]:
+    inside = models.critic if not config.critic.ranks else None
+    for rank, share in enumerate(plan.learners):
+        packs = rank == 0 and _by_nccl(config, plan)
+        parts = learner_parts(config, models.policy, reference=models.reference, critic=inside, packs=packs)
+        yield share.gpus[0], Need(f"learner-{rank}", parts)
+    for rank, share in enumerate(plan.critics):
+        yield share.gpus[0], Need(f"critic-{rank}", critic_parts(config, models.critic or models.policy))
+    for index, share in enumerate(plan.generators):
+        beside = staging_parts(config, models.policy, on_gpu=_by_nccl(config, plan))
+        yield share.gpus[0], Need(f"generator-{index}", engine_parts(config, models.policy) | beside)
+    options: dict[str, Any] = REWARD_MODEL | config.reward_options.get("reward_model", {})
+    if plan.reward_model is not None and models.reward_model is not None and options["device"] != "cpu":
+        tokens, dtype = int(options["tokens_per_batch"]), str(options["dtype"])
+        parts = reward_model_parts(models.reward_model, dtype=dtype, tokens=tokens)
+        yield plan.reward_model.gpus[0], Need("reward_model", parts)
+
+
+def _by_nccl(config: Config, plan: Plan) -> bool:
+    return plan.sends_between_gpus and config.weights.transport != "gloo"
+
+
+def _with_fractions(config: Config, plan: Plan, models: Models, cards: list[Card]) -> Plan:
+    """Each engine gets an equal part of what its GPU's other roles leave, without the weights staged beside it."""
+    beside = sum(staging_parts(config, models.policy, on_gpu=_by_nccl(config, plan)).values())
+    least = sum(engine_parts(config, models.policy).values())
+    fractions: dict[str, float] = {}
+    for card in cards:
+        engines = [need for need in card.needs if need.name.startswith("generator-")]
+        if not engines:
+            continue
+        others = sum(need.num_bytes for need in card.needs if need not in engines)
+        engine_bytes = (card.limit_bytes - others) // len(engines) - beside
+        if config.generator.kv_cache_bytes is not None:
+            engine_bytes = min(engine_bytes, least)  # it takes no more, and asks whether so much is free
+        fractions[card.name] = engine_bytes / card.memory_bytes
+    return _set_fractions(plan, lambda share: fractions[share.gpus[0]])
+
+
+def _divided(config: Config, plan: Plan) -> Plan:
+    counts = {share.gpus: sum(share.gpus == other.gpus for other in plan.generators) for share in plan.generators}
+    return _set_fractions(plan, lambda share: config.generator.gpu_memory_fraction / counts[share.gpus])
+
+
+def _set_fractions(plan: Plan, fraction: Callable[[Share], float]) -> Plan:
+    generators = tuple(replace(share, gpu_memory_fraction=fraction(share)) for share in plan.generators)
+    return replace(plan, generators=generators)
+
+
+def _refusal(config: Config, plan: Plan, models: Models, short: list[Card]) -> str:
+    lines = "\n  ".join(map(str, short))
+    changes = find_changes(config, plan, models)
+    way_out = (
+        f"with {' '.join(changes)} it would fit"
+        if changes
+        else "no setting of these keys is enough: take more ranks (launch.learners, critic.ranks) or a smaller model"
+    )
+    return f"by arithmetic the run does not fit its GPUs:\n  {lines}\n{way_out}"
+
+
+def find_changes(config: Config, plan: Plan, models: Models) -> list[str]:
+    """Overrides with which the same plan fits, as few as trying them in turn finds; empty when they are not enough."""
+    tried: list[tuple[str, Any]] = []
+    for change in _candidates(config, plan):
+        tried.append(change)
+        if _fits(config, plan, models, tried):
+            break
+    else:
+        return []
+    for change in tried[-2::-1]:
+        fewer = [other for other in tried if other is not change]
+        if _fits(config, plan, models, fewer):
+            tried = fewer
+    last = dict(tried)
+    return [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in last.items()]
+
+
+def _candidates(config: Config, plan: Plan) -> Iterator[tuple[str, Any]]:
+    """Settings that take less memory, the cheapest first."""
+    if config.model.dtype != "bfloat16":
+        yield "model.dtype", "bfloat16"
+    longest = longest_tokens(config)
+    if config.data.max_prompt_tokens is not None and (config.generator.max_model_tokens or longest + 1) > longest:
+        yield "generator.max_model_tokens", longest
+    tokens = config.learner.tokens_per_microbatch
+    while tokens // 2 >= max(longest, 4096):
+        tokens //= 2
+        yield "learner.tokens_per_microbatch", tokens
+    if not config.learner.gradient_checkpointing:
+        yield "learner.gradient_checkpointing", True
+    for stage in range(config.learner.zero_stage + 1, 4 if config.launch.learners > 1 else 0):
+        yield "learner.zero_stage", stage
+    if _by_nccl(config, plan):
+        yield "weights.transport", "gloo"
+
+
+def _fits(config: Config, plan: Plan, models: Models, changes: list[tuple[str, Any]]) -> bool:
+    for key, value in changes:
+        section, _, name = key.partition(".")
+        config = config.model_copy(update={section: getattr(config, section).model_copy(update={name: value})})
+    return not any(card.missing_bytes for card in make_cards(config, plan, models))

@@ -1,0 +1,201 @@
+"""How much GPU memory a role needs, by arithmetic over the shape of its model.
+
+The sums follow the sources of DeepSpeed 0.19, vLLM 0.32 and this project; none was measured on a GPU. Where a quantity
+varies, the larger value stands.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config import Config
+from asyncrl.launch.tensors import stored_tensors
+
+GIB = 1 << 30
+PROCESS_BYTES = 2 * GIB
+"""CUDA context, workspaces of cuBLAS and cuDNN, NCCL's channels, and what the allocator cannot use."""
+BUCKET_BYTES = 2 * 50_000_000 * 4
+"""Two buckets of float32 gradients that the ranks exchange."""
+LIVE_ELEMENTS = 1_000_000_000
+"""Weights that ZeRO stage 3 keeps gathered (DeepSpeed's `stage3_max_live_parameters`)."""
+HEAD_BYTES = 3 * GIB
+"""Logits of a chunk of tokens in the learner, with their copies."""
+BUCKET_PADDING = 4 / 3
+"""Places over tokens in the buckets of attention, at most."""
+ENGINE_STEP_TOKENS = 16384
+"""Tokens of one step of the engine (vLLM's largest default)."""
+GRAPH_BYTES = 2 * GIB
+"""CUDA graphs and workspaces of an engine."""
+STAGING_MARGIN_BYTES = GIB
+"""NCCL's channels between learner and generators, and the allocator's rounding."""
+
+Parts = dict[str, int]
+"""What takes memory -> bytes."""
+
+NAMES = {
+    "layers": ("num_hidden_layers", "n_layer", "num_layers"),
+    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "heads": ("num_attention_heads", "n_head"),
+    "vocabulary": ("vocab_size",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of a decoder model."""
+
+    parameters: int
+    """Of the whole model, tied ones once."""
+    layers: int
+    hidden: int
+    intermediate: int
+    """Of the feed-forward part, for one token: in a mixture of experts that of the experts it passes through."""
+    query: int
+    """Heads times head size."""
+    key_value: int
+    """Key-value heads times head size."""
+    vocabulary: int
+    window: int | None
+
+    @classmethod
+    def of(cls, settings: dict[str, Any], parameters: int) -> Shape | None:
+        """From a model's `config.json`; None when that does not tell the sizes."""
+        settings = settings.get("text_config") or settings
+        found = {
+            key: number
+            for key, names in NAMES.items()
+            if isinstance(number := next((settings[n] for n in names if n in settings), None), int)
+        }
+        if found.keys() != NAMES.keys():
+            return None
+        head = settings.get("head_dim") or found["hidden"] // found["heads"]
+        experts, each = settings.get("num_experts_per_tok"), settings.get("moe_intermediate_size")
+        dense = settings.get("intermediate_size") or settings.get("ffn_dim") or settings.get("n_inner")
+        return cls(
+            parameters=parameters,
+            layers=found["layers"],
+            hidden=found["hidden"],
+            intermediate=experts * each if experts and each else dense or 4 * found["hidden"],
+            query=found["heads"] * head,
+            key_value=(settings.get("num_key_value_heads") or found["heads"]) * head,
+            vocabulary=found["vocabulary"],
+            window=settings.get("max_position_embeddings"),
+        )
+
+    @classmethod
+    def read(cls, folder: str) -> Shape | None:
+        """Of the model in a folder, from the headers of its safetensors files. Raises RunError when it has none."""
+        settings = json.loads((Path(folder) / "config.json").read_text())
+        return cls.of(settings, sum(math.prod(tensor.shape) for tensor in stored_tensors(Path(folder)).values()))
+
+
+def item_bytes(dtype: str) -> int:
+    return {"float32": 4, "bfloat16": 2}[dtype]
+
+
+def trained_parts(config: Config, shape: Shape, ranks: int, *, of: str = "") -> Parts:
+    """Of one rank: weights, optimizer and gradients of a model under training, as ZeRO divides them."""
+    size, whole = item_bytes(config.model.dtype), shape.parameters
+    share = -(-whole // ranks)
+    stage = max(config.learner.zero_stage, 1) if size == 2 else config.learner.zero_stage
+    parts = {
+        "weights": size * (share if stage == 3 else whole),
+        "float32 copy of the weights": 4 * share if size == 2 or stage in (1, 2) else 0,
+        "optimizer states": 8 * (share if stage else whole),
+        "gradients": 4 * (share if stage >= 2 else whole),
+        "buckets": BUCKET_BYTES if ranks > 1 or stage else 0,
+    }
+    return {f"{of}{name}": num_bytes for name, num_bytes in parts.items()}
+
+
+def activation_bytes(config: Config, shape: Shape, tokens: int) -> int:
+    """What a forward pass over a micro-batch of so many tokens keeps for the backward pass, and that one adds."""
+    size = item_bytes(config.model.dtype)
+    norms = 2 * shape.hidden * (4 + 2 * size)
+    # In float32 attention on a GPU repeats keys and values for every head.
+    key_value = shape.query if size == 4 else shape.key_value
+    attention = size * (BUCKET_PADDING * 2 * (shape.query + key_value) + shape.query)
+    layer = norms + attention + 4 * size * shape.intermediate
+    kept = shape.layers * size * shape.hidden + layer if config.learner.gradient_checkpointing else shape.layers * layer
+    ends = shape.hidden * (4 + 3 * size)
+    backward = size * (2 * shape.intermediate + 4 * shape.hidden)
+    return round(tokens * (kept + ends + backward))
+
+
+def learner_parts(config: Config, shape: Shape, *, reference: Shape | None, critic: Shape | None, packs: bool) -> Parts:
+    """Of one learner rank; `critic` where it is trained in this process, `packs` for the rank that sends weights."""
+    ranks, size = config.launch.learners, item_bytes(config.model.dtype)
+    parts = trained_parts(config, shape, ranks)
+    if critic is not None:
+        parts |= trained_parts(config, critic, ranks, of="critic: ")
+    if reference is not None:
+        share = -(-reference.parameters // ranks) if config.learner.zero_stage == 3 else reference.parameters
+        parts["reference"] = size * share
+    if packs:
+        parts["weights to send"] = size * shape.parameters
+    return parts | _passes(config, shape, ranks)
+
+
+def critic_parts(config: Config, shape: Shape) -> Parts:
+    """Of one critic rank with a process of its own."""
+    return trained_parts(config, shape, config.critic.ranks) | _passes(config, shape, config.critic.ranks)
+
+
+def _passes(config: Config, shape: Shape, ranks: int) -> Parts:
+    """What comes and goes in a step: micro-batches, or the optimizer's copy of the gradients where that is larger."""
+    tokens = max(config.learner.tokens_per_microbatch, longest_tokens(config))
+    size = item_bytes(config.model.dtype)
+    passes = {
+        f"activations of {tokens} tokens": activation_bytes(config, shape, tokens),
+        "output layer": HEAD_BYTES + 4 * shape.vocabulary * shape.hidden,
+    }
+    share = -(-shape.parameters // ranks)
+    copies = 4 * (min(share, LIVE_ELEMENTS) if config.learner.zero_stage == 3 else share)
+    if copies > sum(passes.values()):
+        passes = {"gradients in the optimizer": copies}
+    gathered = size * min(shape.parameters, LIVE_ELEMENTS) if config.learner.zero_stage == 3 else 0
+    return passes | {"gathered weights": gathered, "process": PROCESS_BYTES}
+
+
+def longest_tokens(config: Config) -> int:
+    """Tokens of the longest trajectory, as far as the config bounds it."""
+    longest = config.generator.max_new_tokens + (config.data.max_prompt_tokens or 0)
+    return min(longest, config.generator.max_model_tokens or longest)
+
+
+def engine_parts(config: Config, shape: Shape) -> Parts:
+    """Of one vLLM engine, with the least key-value cache that it can start with."""
+    size = item_bytes(config.model.dtype)
+    window = config.generator.max_model_tokens or shape.window or longest_tokens(config)
+    given = config.generator.engine_options.get("max_num_batched_tokens")
+    step_tokens = given if isinstance(given, int) else ENGINE_STEP_TOKENS
+    sequences = config.generator.max_running_groups * config.generator.group_size
+    cache = config.generator.kv_cache_bytes or window * 2 * shape.layers * shape.key_value * size
+    return {
+        "weights": size * shape.parameters,
+        f"a step of {step_tokens} tokens": step_tokens * size * (2 * shape.intermediate + 6 * shape.hidden),
+        f"logits of {sequences} sequences": sequences * 3 * 4 * shape.vocabulary,
+        "CUDA graphs": GRAPH_BYTES,
+        "key-value cache" if config.generator.kv_cache_bytes else f"keys and values of {window} tokens": cache,
+    }
+
+
+def staging_parts(config: Config, shape: Shape, *, on_gpu: bool) -> Parts:
+    """Of a generator beside its engine: the next version of the weights, on the GPU with NCCL, else in host memory."""
+    size = item_bytes(config.model.dtype)
+    staging = size * shape.parameters if on_gpu else size * shape.vocabulary * shape.hidden
+    return {"staged weights": staging, "process": STAGING_MARGIN_BYTES}
+
+
+def reward_model_parts(shape: Shape, *, dtype: str, tokens: int) -> Parts:
+    """Of the reward model's process, with batches of so many tokens."""
+    size = item_bytes(dtype)
+    return {
+        "weights": size * shape.parameters,
+        f"activations of {tokens} tokens": tokens * size * (3 * shape.intermediate + 8 * shape.hidden),
+        "process": PROCESS_BYTES,
+    }

@@ -1,0 +1,130 @@
+"""Whether a model scores sequences that share a row as it scores each alone: measured at the start, on the model that
+is trained, since no config tells it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from asyncrl.errors import AsyncrlError, ConfigError
+from asyncrl.learner.attention import PACKED
+from asyncrl.learner.batch import MicroBatch, make_batch
+from asyncrl.learner.distributed import is_lost_rank
+from asyncrl.learner.models import UNFIT, WAY_OUT
+from asyncrl.types import NO_VERSION, Group, Trajectory
+
+TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+"""Largest distance between a sequence's hidden states in a packed row and alone, over the norm of the latter. Rounding
+is 3e-6 in float32. In bfloat16 it is 2^-8 an operation, 0.03 of the norm after the layers of most models; a router that
+chooses another expert for one of the tokens makes it more. A leak between sequences is 0.3 to 1.5 in either."""
+LENGTHS = (12, 9)
+COMMON_TOKENS = 3
+"""The sequences begin with the same tokens, which a packed row computes once."""
+
+
+def check_packing(model: PreTrainedModel, score: Callable[[MicroBatch], Any], device: torch.device, name: str) -> None:
+    """Raises ConfigError unless `score`, which runs `model` on a micro-batch without gradient, computes the hidden
+    states of a packed row as the model's own attention does for each sequence alone, and in training as in evaluation.
+
+    `name` is the config's key and value of the model, for the error. Leaves the random state as it was. Costs four
+    forward passes of at most 21 tokens. All ranks that share the model's weights call it, and all come to the same
+    answer.
+    """
+    together = _group([0, 1], model.config.get_text_config().vocab_size)
+    what = f"{name}: a model of type {model.config.model_type}"
+    training = model.training
+    try:
+        packed = _hidden_states(model, score, together, device)
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            trained = _hidden_states(model, score, together, device, training=True)
+        model.set_attn_implementation("eager")
+        try:
+            alone = [_hidden_states(model, score, [one], device)[0] for one in together]
+        finally:
+            model.set_attn_implementation(PACKED)
+            model.train(training)
+    except (AsyncrlError, torch.OutOfMemoryError):
+        raise
+    except (*UNFIT, RuntimeError, ValueError) as error:
+        if isinstance(error, RuntimeError) and is_lost_rank(error):
+            raise
+        raise ConfigError(
+            f"{what} cannot be scored in packed rows ({type(error).__name__}: {error}); {WAY_OUT}"
+        ) from error
+    tolerance = TOLERANCES[model.dtype]
+    rounding = (
+        f"of their norm, and rounding in {str(model.dtype).removeprefix('torch.')} explains at most {tolerance:g}"
+    )
+    difference = _difference(packed, alone)
+    if not difference <= tolerance:
+        raise ConfigError(
+            f"{what} computes sequences that share a row otherwise than each alone: hidden states differ by "
+            f"{difference:.2g} {rounding}. Its layers pass more from token to token than attention does, or attend in "
+            f"a way of their own; {WAY_OUT}"
+        )
+    difference = _difference(trained, packed)
+    if not difference <= tolerance:
+        raise ConfigError(
+            f"{what} computes otherwise in training than in evaluation: hidden states differ by {difference:.2g} "
+            f"{rounding}. It has dropout or random routing that cannot be switched off, and the policy that samples "
+            "has none; use another model (docs/models.md has a table)"
+        )
+
+
+def _group(numbers: list[int], vocabulary: int) -> list[Trajectory]:
+    """Trajectories whose tokens are spread over the vocabulary, the first of them the same in all."""
+    trajectories: list[Trajectory] = []
+    for number in numbers:
+        index = np.arange(LENGTHS[number])
+        index[COMMON_TOKENS:] += sum(LENGTHS[:number])
+        action_mask = index > 0
+        trajectories.append(
+            Trajectory(
+                tokens=((7919 * index * index + 104729 * index + 11) % vocabulary).astype(np.int32),
+                action_mask=action_mask,
+                behavior_logprobs=np.zeros(len(index), dtype=np.float32),
+                versions=np.where(action_mask, 0, NO_VERSION).astype(np.int32),
+                status="completed",
+                reward=0.0,
+            )
+        )
+    return trajectories
+
+
+def _difference(one: list[Tensor], other: list[Tensor]) -> float:
+    return max(float((a - b).norm() / b.norm()) for a, b in zip(one, other, strict=True))
+
+
+def _hidden_states(
+    model: PreTrainedModel,
+    score: Callable[[MicroBatch], Any],
+    trajectories: list[Trajectory],
+    device: torch.device,
+    *,
+    training: bool = False,
+) -> list[Tensor]:
+    """Last hidden states [length, size] of each trajectory in one packed row, float32 on the CPU."""
+    group = Group(0, 0, 0, 0, "", 0, 0, trajectories)
+    (micro,) = make_batch([group], tokens_per_microbatch=sum(LENGTHS)).micro_batches
+    kept: list[Tensor] = []
+
+    def set_mode(body: torch.nn.Module, _: Any) -> None:
+        body.train(training)  # `score` sets evaluation before
+
+    def keep(_: torch.nn.Module, __: Any, output: Any) -> None:
+        kept.append(output.last_hidden_state.detach())
+
+    body = model.base_model
+    hooks = [body.register_forward_pre_hook(set_mode), body.register_forward_hook(keep)]
+    try:
+        score(micro.to(device))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    row = kept[0].squeeze(0).float().cpu()[micro.layout.twins]
+    return list(row.split([len(trajectory.tokens) for trajectory in trajectories]))

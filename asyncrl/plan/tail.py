@@ -1,0 +1,143 @@
+"""The newest part of what a run has written: work and memory stay the same however long the run is."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections import deque
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from asyncrl.errors import DataError
+from asyncrl.plan.trace import check_schema, damaged, last_of_tickets
+from asyncrl.replay.trace import SCHEMA
+
+METRICS_BYTES = 2 << 20
+"""Of the end of `metrics.jsonl`: several hundred steps."""
+CONTINUATION = 0xFFFFFFFF
+"""Begins every message of an Arrow IPC stream, before the length of its metadata."""
+
+
+class TraceTail:
+    """The newest rows of a run's trace, read as it grows."""
+
+    def __init__(self, folder: Path, *, rows: int) -> None:
+        """Keeps at least so many rows, where there are as many."""
+        self._log, self._file = folder / "trace.arrow", folder / "trace.parquet"
+        self._wanted = rows
+        self._log_id = -1
+        """Inode of the log: another one has taken its place when it changes."""
+        self._end = 0
+        """Where the last whole message of the log ended."""
+        self._spans: deque[tuple[int, int]] = deque(maxlen=rows)
+        """Begin and end of the newest messages, each of which holds a row at least."""
+        self._read: dict[int, pa.Table] = {}
+        """Rows of the newest messages, by where they begin."""
+        self._former: tuple[int, pa.Table] = -1, SCHEMA.empty_table()
+        """The end of the file, and its inode."""
+
+    def read(self) -> pa.Table:
+        """The newest rows, of each ticket its last one. Raises DataError when there is no trace, or it is damaged."""
+        found = [path for path in (self._file, self._log) if path.is_file()]
+        if not found:
+            raise DataError(f"{self._log}: no such file; the run has not begun")
+        try:
+            newest = self._read_log() if self._log in found else SCHEMA.empty_table()
+            tables = [newest]
+            if len(newest) < self._wanted and self._file in found:
+                tables.insert(0, self._read_file())
+        except (pa.ArrowInvalid, OSError, struct.error) as error:
+            raise damaged(found[-1], error) from None
+        return last_of_tickets(pa.concat_tables(tables))
+
+    def _read_log(self) -> pa.Table:
+        with self._log.open("rb", buffering=0) as file:
+            status = os.fstat(file.fileno())
+            if status.st_ino != self._log_id or status.st_size < self._end:
+                self._log_id, self._end = status.st_ino, 0
+                self._spans.clear()
+                self._read.clear()
+            while (size := _message_bytes(file, self._end)) and self._end + size <= status.st_size:
+                if self._end:
+                    self._spans.append((self._end, self._end + size))
+                else:
+                    check_schema(self._log, pa.ipc.read_schema(pa.py_buffer(_read(file, 0, size))))
+                self._end += size
+            return self._newest(file)
+
+    def _newest(self, file: BinaryIO) -> pa.Table:
+        """The rows of as many messages as are wanted; only what was not read before is."""
+        kept: dict[int, pa.Table] = {}
+        rows = 0
+        for begin, end in reversed(self._spans):
+            if rows >= self._wanted:
+                break
+            table = self._read.get(begin)
+            if table is None:
+                batch = pa.ipc.read_record_batch(pa.py_buffer(_read(file, begin, end)), SCHEMA)
+                table = pa.Table.from_batches([batch])
+            kept[begin] = table
+            rows += len(table)
+        self._read = kept
+        return pa.concat_tables([SCHEMA.empty_table(), *(kept[begin] for begin in sorted(kept))])
+
+    def _read_file(self) -> pa.Table:
+        """The last row groups of the file, which is written in one piece when a launch ends."""
+        inode = self._file.stat().st_ino
+        if inode != self._former[0]:
+            with pq.ParquetFile(self._file) as file:
+                check_schema(self._file, file.schema_arrow)
+                groups, rows = list[int](), 0
+                for group in reversed(range(file.num_row_groups)):
+                    if rows < self._wanted:
+                        groups.insert(0, group)
+                        rows += file.metadata.row_group(group).num_rows
+                table = file.read_row_groups(groups) if groups else SCHEMA.empty_table()
+            # A copy: a slice would keep all of its row groups in memory.
+            newest = np.arange(max(0, len(table) - self._wanted), len(table))
+            self._former = inode, table.take(pa.array(newest))
+        return self._former[1]
+
+
+def read_metrics_tail(path: Path) -> list[dict[str, float]]:
+    """The last rows of a `metrics.jsonl`, METRICS_BYTES of them; a torn last line is left out."""
+    if not path.is_file():
+        return []
+    with path.open("rb") as file:
+        begin = max(0, os.fstat(file.fileno()).st_size - METRICS_BYTES)
+        file.seek(begin)
+        lines = file.read().split(b"\n")
+    return [json.loads(line) for line in lines[1 if begin else 0 : -1] if line]
+
+
+def _message_bytes(file: BinaryIO, begin: int) -> int:
+    """The size of the message that begins there, with its body, which is not read; 0 when there is no whole head.
+
+    Arrow's own reader can only learn it by reading the body.
+    """
+    prefix = _read(file, begin, begin + 8)
+    if len(prefix) < 8:
+        return 0
+    marker, head_bytes = struct.unpack("<II", prefix)
+    if marker != CONTINUATION:
+        raise pa.ArrowInvalid(f"no message begins at byte {begin}")
+    head = _read(file, begin + 8, begin + 8 + head_bytes)
+    if not head_bytes or len(head) < head_bytes:
+        return 0
+    # A flatbuffer (Message.fbs): the fourth field of its table is the length of the body.
+    (table,) = struct.unpack_from("<I", head)
+    fields = table - struct.unpack_from("<i", head, table)[0]
+    (length,) = struct.unpack_from("<H", head, fields)
+    place = struct.unpack_from("<H", head, fields + 10)[0] if length > 10 else 0
+    body_bytes = struct.unpack_from("<q", head, table + place)[0] if place else 0
+    return 8 + head_bytes + body_bytes
+
+
+def _read(file: BinaryIO, begin: int, end: int) -> bytes:
+    file.seek(begin)
+    return file.read(end - begin)

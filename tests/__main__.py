@@ -1,0 +1,136 @@
+"""`python -m tests` runs every test that is not slow; `python -m tests all` runs the slow ones, and the property tests
+with random inputs.
+
+tests/generator needs a process of its own, since vLLM and DeepSpeed each take torch's process group. It runs on one
+half of the cores, followed by SECOND_HALF, while the other tests run on the other half; the system tests follow on all
+cores. A part that fails does not keep the others from running.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import IO
+
+PASSED, NOTHING_SELECTED, INTERRUPTED = 0, 5, 130
+SECOND_HALF = ("tests/learner", "tests/weights")
+"""About half of the time of all tests, together with tests/generator."""
+GRACE_S = 20.0
+"""Time for pytest to end after Ctrl-C."""
+
+
+class Part:
+    """One pytest process on some of the cores; what it prints goes to a file."""
+
+    def __init__(self, name: str, selected: str, arguments: list[str], cores: Iterable[int]) -> None:
+        self.name = name
+        self.output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
+        self._printed_bytes = 0
+        cores = set(cores)
+        command = [sys.executable, "-m", "pytest", "-m", selected, "--durations=25", "--durations-min=0.5"]
+        command += ["--color=yes"] if sys.stdout.isatty() else []
+        self.process = subprocess.Popen(
+            [*command, *arguments],
+            stdout=self.output,
+            stderr=subprocess.STDOUT,
+            preexec_fn=lambda: os.sched_setaffinity(0, cores),
+        )
+
+    def print_new(self) -> None:
+        """Prints what has come since the last call."""
+        new = os.pread(self.output.fileno(), 1 << 26, self._printed_bytes)
+        self._printed_bytes += len(new)
+        sys.stdout.buffer.write(new)
+        sys.stdout.flush()
+
+    def follow(self, look: Callable[[], None] = lambda: None) -> None:
+        """Prints the output until the process ends; calls `look` all the time."""
+        while self.process.poll() is None:
+            self.print_new()
+            look()
+            time.sleep(0.1)
+        self.print_new()
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+            try:
+                self.process.wait(GRACE_S)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+
+    @property
+    def last_line(self) -> str:
+        lines = os.pread(self.output.fileno(), 1 << 26, 0).decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "no output"
+
+
+@contextmanager
+def ended(parts: list[Part]) -> Iterator[None]:
+    """Whatever way the block is left, no part runs on."""
+    try:
+        yield
+    finally:
+        for part in parts:
+            part.end()
+
+
+def run(*, slow: bool) -> list[Part]:
+    selected = "(slow or hypothesis)" if slow else "not slow"
+    cores = sorted(os.sched_getaffinity(0))
+    half = (len(cores) + 1) // 2
+    first, second = cores[:half], cores[half:] or cores
+    ignored = [f"--ignore={folder}" for folder in ("tests/generator", *SECOND_HALF)]
+    parts: list[Part] = []
+    with ended(parts):
+        generator = Part("generator", selected, ["tests/generator"], second)
+        others = Part("others", f"{selected} and not system", ignored, first)
+        parts += [others, generator]
+
+        def start_second() -> None:
+            if len(parts) == 2 and generator.process.poll() is not None:
+                parts.append(Part("learner", f"{selected} and not system", list(SECOND_HALF), second))
+
+        others.follow(start_second)
+        print("\nparts that ran at the same time:", flush=True)
+        generator.follow(start_second)
+        start_second()
+        parts[2].follow()
+        parts.append(Part("system", f"{selected} and system", ["--ignore=tests/generator"], cores))
+        parts[3].follow()
+    return parts
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests", description=__doc__)
+    parser.add_argument("selection", nargs="?", choices=["quick", "all"], default="quick")
+    slow = parser.parse_args().selection == "all"
+    if slow:
+        os.environ["ASYNCRL_HYPOTHESIS"] = "all"
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    started_s = time.monotonic()
+    try:
+        parts = run(slow=slow)
+    except KeyboardInterrupt:
+        print("interrupted")
+        return INTERRUPTED
+    passing = (PASSED, NOTHING_SELECTED) if slow else (PASSED,)
+    failed = [part.name for part in parts if part.process.returncode not in passing]
+    print()
+    for part in parts:
+        print(f"{part.name:<10} {part.last_line}")
+    outcome = f"failed: {', '.join(failed)}" if failed else "passed"
+    print(f"{'total':<10} {time.monotonic() - started_s:.0f} s, {outcome}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,49 @@
+"""A whole run on GPUs: the demo, with all roles on one, and by NCCL where there are two."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from asyncrl.launch.gpus import visible_gpus
+from tests.helpers.demo import make_demo
+from tests.helpers.runs import Launched, check_ledger, start_launch
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+
+STEPS = 40
+
+
+@pytest.fixture
+def started() -> Iterator[list[Launched]]:
+    runs: list[Launched] = []
+    yield runs
+    for run in runs:
+        run.kill()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_demo_trains_on_gpus(
+    count: int, tmp_path: Path, started: list[Launched], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [gpu.name for gpu in visible_gpus()][:count]
+    if len(names) < count:
+        pytest.skip(f"needs {count} GPUs")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(names))
+    folder = make_demo(tmp_path)
+    run = start_launch(folder, "gpu", "--steps", str(STEPS), "launch.start_timeout_s=400")
+    started.append(run)
+    code, output = run.end(timeout_s=550)
+    assert code == 0, output
+    summary = json.loads((run.run_dir / "summary.json").read_text())
+    assert summary["policy_version"] == STEPS
+    check_ledger(summary)
+    assert summary["weight_sync"]["count"] >= STEPS - 1
+    assert summary["reward_last"] > summary["reward_first"]
+    shares = {event["name"]: event["gpus"] for event in run.events("launcher") if event["event"] == "role started"}
+    assert shares["learner-0"] == [names[0]] and shares["generator-0"] == [names[-1]]
+    rows = run.rows()
+    assert max(abs(row["lag/0/kl"]) for row in rows if "lag/0/kl" in row) < 0.01

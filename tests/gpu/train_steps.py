@@ -1,0 +1,39 @@
+"""Trains two steps on the device that this process sees, and writes weights, gradients and metrics.
+
+python train_steps.py PORT MODEL OUT CASE
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "learner"))
+
+from safetensors.torch import save_file
+from worlds import CRITIC, endpoints, make_config, make_groups, record
+
+from asyncrl.learner.distributed import connected
+
+CASES: dict[str, dict[str, Any]] = {
+    **{f"zero{stage}": {"learner": {"zero_stage": stage}} for stage in range(4)},
+    **{f"bfloat16-zero{n}": {"learner": {"zero_stage": n}, "model": {"dtype": "bfloat16"}} for n in (1, 2, 3)},
+    "checkpointing": {"learner": {"zero_stage": 3, "gradient_checkpointing": True}, "model": {"dtype": "bfloat16"}},
+    "critic": {**CRITIC, "learner": {"zero_stage": 0}},
+    "gspo": {"algorithm": {"loss": "gspo"}},
+    "cispo": {"algorithm": {"loss": "cispo"}},
+}
+
+
+def main() -> None:
+    port, model, out, case = int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
+    with connected(endpoints(port), 0, 1, start_timeout_s=60, timeout_s=60) as ranks:
+        tensors, scalars = record(make_config(model, **CASES[case]), ranks, make_groups())
+    save_file(tensors, out.with_suffix(".safetensors"))
+    out.with_suffix(".json").write_text(json.dumps(scalars | {"device": str(ranks.device)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""Commands of asyncrl that start without imports: they are forked from one process of the test session."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+
+from asyncrl.launch.zygote import PRELOADED, Forked, Zygote, main, serve
+from asyncrl.processes import end_with_parent
+
+COMMANDS = ("asyncrl.cli", "asyncrl.launch.run", "asyncrl.launch.evaluate", "asyncrl.data.tiny_model", "plotly.io")
+
+
+class Command:
+    """A forked `asyncrl` command, with what tests use of subprocess.Popen; both outputs go to one file."""
+
+    def __init__(self, zygote: Zygote, folder: Path, arguments: list[str]) -> None:
+        self.zygote = zygote
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115
+        environment = {**os.environ, "PWD": str(folder)}
+        self._child = zygote.fork(["-m", "asyncrl.cli", *arguments], environment, self._output.fileno())
+        self._child.stdin.close()
+        self.pid = self._child.pid
+        self.poll, self.wait, self.send_signal = self._child.poll, self._child.wait, self._child.send_signal
+
+    @property
+    def returncode(self) -> int | None:
+        return self._child.returncode
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def output(self) -> str:
+        """What it has printed so far."""
+        size = os.fstat(self._output.fileno()).st_size
+        return os.pread(self._output.fileno(), size, 0).decode()
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, None]:
+        self.wait(timeout)
+        return self.output(), None
+
+
+class OwnFork(Zygote):
+    """A zygote forked from this process, which has the imports already, and not started."""
+
+    def __init__(self, run: Callable[[list[str]], int]) -> None:
+        self._adopt()
+        launcher = os.getpid()
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        pid = os.fork()
+        if not pid:
+            self._socket.close()
+            os.setpgid(0, 0)
+            end_with_parent(launcher)
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            os._exit(serve(theirs, launcher, run))
+        theirs.close()
+        self._process = Forked(pid, open(os.devnull, "wb"))  # noqa: SIM115
+        self._is_ready, self._closed, self._children = True, False, {pid}
+
+
+def run_command(arguments: list[str]) -> int:
+    """`asyncrl` in this process, in the folder that PWD names."""
+    from asyncrl import cli
+    from asyncrl.launch import role, run
+
+    os.chdir(os.environ["PWD"])
+    sys.argv = ["asyncrl", *arguments[2:]]
+    if arguments[2] == "launch":
+        forked = OwnFork(lambda arguments: role.main(arguments[2:]))
+
+        @contextmanager
+        def preloaded(plan):  # type: ignore[no-untyped-def]
+            yield forked
+            forked.close()
+
+        run.preloaded = preloaded
+    cli.main()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(run_command, [*PRELOADED, *COMMANDS]))

@@ -1,0 +1,170 @@
+"""Which GPUs the roles get, and who must not share one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from asyncrl.errors import ConfigError
+from asyncrl.launch import gpus
+from asyncrl.launch.gpus import Gpu, visible_gpus
+from asyncrl.launch.resources import Plan, plan_resources, refuse_joiner
+from tests.helpers.replay import small_config
+
+
+@pytest.fixture(autouse=True)
+def torch_for_gpus_without_nvidia_smi(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "torch_is_cpu_build", lambda: False)
+    monkeypatch.setattr(gpus, "_listed_gpus", lambda: None)
+
+
+def show(monkeypatch: pytest.MonkeyPatch, visible: str) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+
+
+@pytest.mark.parametrize(
+    ("visible", "names"),
+    [
+        ("4,5", ["4", "5"]),
+        (" 7 , 2", ["7", "2"]),
+        ("GPU-aaaa,GPU-bbbb", ["GPU-aaaa", "GPU-bbbb"]),
+        ("MIG-1b2c", ["MIG-1b2c"]),
+        ("2,-1,3", ["2"]),
+        ("1,none,0", ["1"]),
+        ("-1", []),
+        ("", []),
+    ],
+)
+def test_roles_get_the_gpus_that_the_user_gave(monkeypatch: pytest.MonkeyPatch, visible: str, names: list[str]) -> None:
+    show(monkeypatch, visible)
+    assert [gpu.name for gpu in visible_gpus()] == names
+    plan = plan_resources(small_config())
+    given = [share.environment()["CUDA_VISIBLE_DEVICES"] for share in (*plan.learners, *plan.generators)]
+    assert given == ([names[0], names[-1]] if names else ["", ""])
+
+
+def test_what_nvidia_smi_lists_bounds_the_gpus_and_gives_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = [gpus._Listed("0", "GPU-aa11", 80 << 30, "580.65"), gpus._Listed("1", "GPU-bb22", 40 << 30, "580.65")]
+    monkeypatch.setattr(gpus, "_listed_gpus", lambda: listed)
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+    show(monkeypatch, "1,7,0")
+    assert visible_gpus() == [Gpu("1", 40 << 30)]
+    show(monkeypatch, "GPU-aa,GPU-cc")
+    assert visible_gpus() == [Gpu("GPU-aa", 80 << 30)]
+    show(monkeypatch, "0")
+    assert visible_gpus() == [Gpu("0", 40 << 30)], "CUDA numbers the fastest first, so that 0 may be either"
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    assert visible_gpus() == [Gpu("0", 80 << 30)]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert [gpu.name for gpu in visible_gpus()] == ["0", "1"]
+    monkeypatch.setattr(gpus, "torch_is_cpu_build", lambda: True)
+    assert visible_gpus() == []
+
+
+def test_gpus_that_cannot_be_used_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    show(monkeypatch, "3,3")
+    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES=3,3: names 3 twice"):
+        visible_gpus()
+    monkeypatch.setattr(gpus, "_listed_gpus", lambda: [gpus._Listed("0", "GPU-aa", 80 << 30, "550.54.15")])
+    monkeypatch.setattr("importlib.metadata.version", lambda package: "13.0.96")
+    show(monkeypatch, "0")
+    with pytest.raises(ConfigError, match=r"driver is 550.54.15, and CUDA 13.0.96, .* needs 580 or newer"):
+        visible_gpus()
+
+
+def test_nvidia_smi_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.undo()
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho '0, GPU-aa11, 81559, 580.65.06'\necho '1, GPU-bb22, 143771, 580.65.06'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert [(line.uuid, line.memory_bytes >> 20) for line in gpus._listed_gpus() or []] == [
+        ("GPU-aa11", 81559),
+        ("GPU-bb22", 143771),
+    ]
+    tool.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed'; exit 9\n")
+    assert gpus._listed_gpus() == []
+    tool.unlink()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert gpus._listed_gpus() is None
+
+
+def places(plan: Plan) -> dict[str, str]:
+    """GPUs by role."""
+    roles = ("learner", "critic", "generator", "reward_model")
+    return {role: ",".join(gpu for share in plan.of(role) for gpu in share.gpus) for role in roles if plan.of(role)}
+
+
+@pytest.mark.parametrize(
+    ("gpus_visible", "learners", "critics", "generators", "reward_model", "expected"),
+    [
+        (4, 1, 0, 3, False, {"learner": "0", "generator": "1,2,3"}),
+        (4, 2, 0, 3, False, {"learner": "0,1", "generator": "2,3,2"}),
+        (3, 1, 0, 4, False, {"learner": "0", "generator": "1,2,1,2"}),
+        (2, 2, 0, 2, False, {"learner": "0,1", "generator": "1,0"}),
+        (3, 2, 2, 2, False, {"learner": "0,1", "critic": "2,0", "generator": "2,1"}),
+        (1, 1, 1, 2, True, {"learner": "0", "critic": "0", "generator": "0,0", "reward_model": "0"}),
+        (8, 4, 2, 1, True, {"learner": "0,1,2,3", "critic": "4,5", "generator": "6", "reward_model": "7"}),
+        (8, 6, 0, 2, True, {"learner": "0,1,2,3,4,5", "generator": "6,7", "reward_model": "7"}),
+    ],
+)
+def test_generators_share_among_themselves_before_they_share_with_learners(
+    monkeypatch: pytest.MonkeyPatch,
+    gpus_visible: int,
+    learners: int,
+    critics: int,
+    generators: int,
+    reward_model: bool,
+    expected: dict[str, str],
+) -> None:
+    show(monkeypatch, ",".join(map(str, range(gpus_visible))))
+    config = small_config(
+        launch__generators=generators, launch__learners=learners, critic__ranks=critics, replay__groups_per_step=12
+    )
+    plan = plan_resources(config, reward_model=reward_model)
+    assert places(plan) == expected
+    assert "DS_ACCELERATOR" not in plan.learners[0].environment()
+
+
+def test_ranks_that_would_share_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    show(monkeypatch, "4,5")
+    rule = r"4 ranks are more than the 2 GPUs there are \(CUDA_VISIBLE_DEVICES=4,5\); use launch.learners=2 or fewer"
+    with pytest.raises(ConfigError, match=f"launch.learners = 4: .* NCCL, .*{rule}, or set CUDA"):
+        plan_resources(small_config(launch__learners=4, replay__groups_per_step=4))
+    show(monkeypatch, "4")
+    config = small_config(launch__learners=2, critic__ranks=2, replay__groups_per_step=4)
+    with pytest.raises(ConfigError, match=r"launch\.learners = 2: "):
+        plan_resources(config)
+
+
+def test_nccl_needs_a_gpu_for_each_that_sends_or_receives_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    show(monkeypatch, "0,1,2")
+    assert plan_resources(small_config(launch__generators=2, weights__transport="nccl")).sends_between_gpus
+    # Whom weights do not reach may share.
+    assert plan_resources(small_config(launch__generators=2, weights__transport="nccl"), reward_model=True)
+    rule = "needs a GPU of its own for learner rank 0 and for each of 3 generators, .* this machine has 3;"
+    with pytest.raises(ConfigError, match=rule):
+        plan_resources(small_config(launch__generators=3, weights__transport="nccl"))
+    assert not plan_resources(small_config(launch__generators=3)).sends_between_gpus
+
+
+@pytest.mark.parametrize(
+    ("visible", "first", "settings", "reason"),
+    [
+        ("0,1,2", 1, {}, ""),
+        ("0,1", 1, {}, "generator-1 would share GPU 1 with generator-0, and weights travel by NCCL, which takes one"),
+        ("0,1", 1, {"weights__transport": "gloo"}, "generator-1 would share GPU 1 with generator-0, whose engine has"),
+        ("0,1", 1, {"weights__transport": "gloo", "generator__kv_cache_bytes": 1 << 26}, ""),
+        ("0", 1, {"generator__kv_cache_bytes": 1 << 26}, ""),
+        ("0", 2, {}, ""),
+    ],
+)
+def test_a_generator_joins_only_where_there_is_a_gpu_for_it(
+    monkeypatch: pytest.MonkeyPatch, visible: str, first: int, settings: dict[str, object], reason: str
+) -> None:
+    show(monkeypatch, visible)
+    config = small_config(launch__generators=first, **settings)
+    wanted = plan_resources(small_config(launch__generators=2, **settings))
+    said = refuse_joiner(config, plan_resources(config), wanted, 1)
+    assert said.startswith(reason) and bool(said) == bool(reason)

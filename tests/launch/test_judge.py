@@ -1,0 +1,85 @@
+"""The verdict on a run that goes on takes as much work for a long run as for a short one."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from asyncrl.config import load_config
+from asyncrl.launch import judge as judge_module
+from asyncrl.launch.judge import Judge
+from asyncrl.launch.resources import plan_resources
+from asyncrl.plan import measured, tail
+from asyncrl.plan.verdict import Verdict
+from tests.plan.made_runs import append_log, make_run
+
+pytestmark = pytest.mark.timeout(60)
+
+STATUS: dict[str, Any] = {"step": 5, "generator_idle": 0.2, "learner_idle": 0.01}
+STEPS = 30
+
+
+def judge_of(folder: Path) -> Judge:
+    config = load_config(folder / "config.yaml")
+    return Judge(config, plan_resources(config), first_s=0.0)
+
+
+def verdict(judge: Judge) -> str:
+    judge._next_s = 0.0
+    deadline_s = time.monotonic() + 30
+    while not (sentence := judge.look(STATUS)):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
+    return sentence
+
+
+def bytes_read() -> int:
+    """By this process so far."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def test_work_and_memory_do_not_grow_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(measured, "GROUPS_AT_MOST", 100)
+    monkeypatch.setattr(tail, "METRICS_BYTES", 20_000)
+    looks: list[list[int]] = []
+    for factor in (1, 100):
+        folder = make_run(Path("runs") / f"r{factor}", steps=STEPS * factor)
+        table = pq.read_table(folder / "trace.parquet")
+        (folder / "trace.parquet").unlink()
+        append_log(folder, table, rows_per_message=10)
+        judge = judge_of(folder)
+        verdict(judge)
+        looks.append([])
+        for _ in range(2):
+            append_log(folder, table.slice(0, 20), rows_per_message=10)
+            before = bytes_read()
+            assert "(simulated)" in verdict(judge)
+            looks[-1].append(bytes_read() - before)
+            assert len(judge._run._trace.read()) < 110
+    (short, long) = looks
+    assert max(long) < 1.2 * min(short) < 100_000, looks
+
+
+def test_who_asks_does_not_wait_for_the_simulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    goes_on, threads = threading.Event(), list[str]()
+
+    def simulate(*_: object, **__: object) -> Verdict:
+        threads.append(threading.current_thread().name)
+        goes_on.wait(20)
+        return Verdict("balanced", "balanced", [])
+
+    monkeypatch.setattr(judge_module, "verdict_of", simulate)
+    judge = judge_of(make_run(Path("runs/r")))
+    assert judge.look(STATUS | {"step": 0}) == "" and threads == [], "there is nothing to judge before the first step"
+    assert [judge.look(STATUS) for _ in range(3)] == ["", "", ""]
+    goes_on.set()
+    assert verdict(judge) == "balanced"
+    assert judge.look(STATUS) == "", "the next one is due in a minute"
+    assert threads == ["judge_0"]

@@ -1,0 +1,200 @@
+"""What a run takes of its GPUs, by arithmetic, and that every preset for GPUs fits theirs. No GPU is measured here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from asyncrl.config import Config, load_config
+from asyncrl.errors import ConfigError
+from asyncrl.launch import gpus
+from asyncrl.launch.fit import Models, find_changes, fit_memory, make_cards
+from asyncrl.launch.memory import GIB, Shape, engine_parts, item_bytes, longest_tokens, trained_parts
+from asyncrl.launch.resources import Plan, plan_resources
+
+QWEN2_05B = {
+    "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
+    "num_key_value_heads": 2, "vocab_size": 151936, "max_position_embeddings": 32768, "tie_word_embeddings": True,
+}  # fmt: skip
+QWEN2_15B = {
+    "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
+    "num_key_value_heads": 2, "vocab_size": 151936, "max_position_embeddings": 32768, "tie_word_embeddings": True,
+}  # fmt: skip
+QWEN2_7B = {
+    "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+    "num_key_value_heads": 4, "vocab_size": 152064, "max_position_embeddings": 131072, "tie_word_embeddings": False,
+}  # fmt: skip
+LLAMA_8B = {
+    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072, "tie_word_embeddings": False,
+}  # fmt: skip
+"""`config.json` of the models that the presets name, as far as it tells sizes."""
+
+PRESETS = {
+    "gsm8k_0.5b": (2, QWEN2_05B, 494_032_768),
+    "math_1.5b": (4, QWEN2_15B, 1_543_714_304),
+    "math_7b": (8, QWEN2_7B, 7_615_616_512),
+    "rlhf_8b": (8, LLAMA_8B, 8_030_261_248),
+}
+"""GPUs, shape and parameters of the presets that are not the demo's."""
+MIB_80GB, MIB_141GB = 81559, 143771
+"""`memory.total` of an H100 and an H200."""
+DEMO: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "vocab_size": 23,
+}
+
+
+@pytest.fixture(autouse=True)
+def torch_for_gpus_without_nvidia_smi(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "torch_is_cpu_build", lambda: False)
+
+
+def show(monkeypatch: pytest.MonkeyPatch, count: int, mib: int) -> None:
+    listed = [gpus._Listed(str(index), f"GPU-{index}", mib << 20, "580.65") for index in range(count)]
+    monkeypatch.setattr(gpus, "_listed_gpus", lambda: listed)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def models_of(config: Config, settings: dict[str, Any], parameters: int) -> Models:
+    shape = Shape.of(settings, parameters)
+    assert shape is not None
+    reference = shape if config.algorithm.kl_reward_coef or config.algorithm.kl_loss_coef else None
+    critic = shape if config.algorithm.advantage == "gae" else None
+    return Models(shape, reference, critic, shape if config.rewards == "reward_model" else None)
+
+
+def fitted(monkeypatch: pytest.MonkeyPatch, config: Config, count: int, mib: int, models: Models) -> Plan:
+    show(monkeypatch, count, mib)
+    reward_model = models.reward_model is not None
+    monkeypatch.setattr(Models, "read", lambda *_, **__: models)
+    return fit_memory(config, plan_resources(config, reward_model=reward_model), reward_model=reward_model)
+
+
+@pytest.mark.parametrize("mib", [MIB_80GB, MIB_141GB], ids=["80 GB", "141 GB"])
+@pytest.mark.parametrize("name", [path.stem for path in sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))])
+def test_every_preset_fits_by_arithmetic(monkeypatch: pytest.MonkeyPatch, name: str, mib: int) -> None:
+    config = load_config(name)
+    count, settings, parameters = PRESETS.get(name, (2, DEMO, 516_864))
+    models = models_of(config, settings, parameters)
+    plan = fitted(monkeypatch, config, count, mib, models)
+    cards = make_cards(config, plan, models)
+    print("\n".join(map(str, cards)))
+    assert len(cards) == count, "a GPU of the preset is not used"
+    cache_bytes = [_cache_bytes(config, share.gpu_memory_fraction, mib << 20, models) for share in plan.generators]
+    group_bytes = config.generator.group_size * longest_tokens(config) * token_bytes(config, models)
+    assert min(cache_bytes) > group_bytes, "an engine has no room for the keys and values of a group"
+
+
+def _cache_bytes(config: Config, fraction: float | None, total_bytes: int, models: Models) -> float:
+    """What vLLM has for keys and values."""
+    parts = engine_parts(config, models.policy)
+    cache = next(num_bytes for name, num_bytes in parts.items() if "key" in name)
+    return (fraction or 0) * total_bytes - sum(parts.values()) + cache
+
+
+def token_bytes(config: Config, models: Models) -> int:
+    return 2 * models.policy.layers * models.policy.key_value * item_bytes(config.model.dtype)
+
+
+SEVEN = Shape.of(QWEN2_7B, 7_615_616_512)
+assert SEVEN is not None
+SETTINGS: dict[str, Any] = {
+    "model.path": "m", "data.train": "d", "model.dtype": "bfloat16", "learner.zero_stage": 3, "launch.learners": 2,
+    "learner.gradient_checkpointing": True, "generator.max_model_tokens": 4096, "generator.max_new_tokens": 3072,
+}  # fmt: skip
+
+
+def test_states_are_divided_as_zero_does() -> None:
+    def sums(dtype: str, stage: int) -> dict[str, float]:
+        config = load_config(None, SETTINGS | {"model.dtype": dtype, "learner.zero_stage": stage})
+        return {name: round(num / SEVEN.parameters, 2) for name, num in trained_parts(config, SEVEN, 4).items()}
+
+    assert sums("bfloat16", 0) == sums("bfloat16", 1)
+    keys = ("weights", "float32 copy of the weights", "optimizer states", "gradients")
+    told = {(dtype, stage): tuple(sums(dtype, stage)[key] for key in keys)
+            for dtype in ("float32", "bfloat16") for stage in (1, 2, 3)}  # fmt: skip
+    assert told == {
+        ("float32", 1): (4, 1, 2, 4), ("float32", 2): (4, 1, 2, 1), ("float32", 3): (1, 0, 2, 1),
+        ("bfloat16", 1): (2, 1, 2, 4), ("bfloat16", 2): (2, 1, 2, 1), ("bfloat16", 3): (0.5, 1, 2, 1),
+    }  # fmt: skip
+    assert tuple(sums("float32", 0)[key] for key in keys) == (4, 0, 8, 4)
+
+
+def test_a_run_that_cannot_fit_is_refused_with_the_sum_and_the_keys_that_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = SETTINGS | {"learner.gradient_checkpointing": False, "launch.learners": 4, "launch.generators": 1}
+    config = load_config(None, settings)
+    with pytest.raises(ConfigError) as caught:
+        fitted(monkeypatch, config, 5, MIB_80GB, Models(SEVEN))
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "by arithmetic the run does not fit its GPUs:"
+    assert lines[1].startswith("  GPU 0 (79.6 GiB, of which 75.7 are used at most): learner-0 107.")
+    assert "activations of 8192 tokens 51." in lines[1] and "weights to send 14.2" in lines[1]
+    assert lines[-1] == "with learner.gradient_checkpointing=true it would fit"
+    config = load_config(None, settings | {"learner.gradient_checkpointing": True})
+    assert fitted(monkeypatch, config, 5, MIB_80GB, Models(SEVEN)).generators[0].gpu_memory_fraction
+    config = load_config(None, SETTINGS | {"launch.learners": 1, "learner.zero_stage": 0})
+    with pytest.raises(ConfigError, match="no setting of these keys is enough: take more ranks"):
+        fitted(monkeypatch, config, 2, MIB_141GB, Models(SEVEN))
+    config = load_config(None, settings | {"learner.zero_stage": 2, "learner.tokens_per_microbatch": 32768})
+    show(monkeypatch, 5, MIB_80GB)
+    found = find_changes(config, plan_resources(config), Models(SEVEN))
+    assert found == ["learner.tokens_per_microbatch=16384", "learner.gradient_checkpointing=true"]
+
+
+def test_an_engine_gets_what_staging_and_the_other_roles_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    total = MIB_80GB << 20
+    alone = load_config(None, SETTINGS | {"launch.learners": 4, "launch.generators": 1})
+    (share,) = fitted(monkeypatch, alone, 5, MIB_80GB, Models(SEVEN)).generators
+    staged = 2 * SEVEN.parameters + GIB
+    assert (share.gpu_memory_fraction or 0) * total == pytest.approx(0.9 * total - staged)
+    assert share.environment()["ASYNCRL_GPU_MEMORY_FRACTION"] == f"{share.gpu_memory_fraction:.4f}"
+
+    # Two generators on one GPU have the half each, with gloo and so without staging on it.
+    two = load_config(None, SETTINGS | {"launch.learners": 4, "launch.generators": 2})
+    plan = fitted(monkeypatch, two, 5, MIB_80GB, Models(SEVEN))
+    fractions = [share.gpu_memory_fraction or 0 for share in plan.generators]
+    assert fractions[0] == fractions[1]
+    assert fractions[0] * total == pytest.approx(0.45 * total - GIB - 2 * SEVEN.vocabulary * SEVEN.hidden)
+
+    # Beside a learner, what that leaves; with a bounded cache no more than the engine needs.
+    small = Shape.of(DEMO | {"max_position_embeddings": 32}, 516_864)
+    assert small is not None
+    one = load_config(None, {"model.path": "m", "data.train": "d", "generator.kv_cache_bytes": 64 << 20})
+    (share,) = fitted(monkeypatch, one, 1, MIB_80GB, Models(small)).generators
+    needed = (share.gpu_memory_fraction or 0) * total
+    assert needed == pytest.approx(sum(engine_parts(one, small).values()))
+    assert 2 * GIB < needed < 4 * GIB
+    free = load_config(None, {"model.path": "m", "data.train": "d"})
+    plan = fitted(monkeypatch, free, 1, MIB_80GB, Models(small))
+    (learner,) = [need for card in make_cards(free, plan, Models(small)) for need in card.needs if need.name[0] == "l"]
+    left = 0.9 * total - learner.num_bytes - GIB - 4 * small.vocabulary * small.hidden
+    assert (plan.generators[0].gpu_memory_fraction or 0) * total == pytest.approx(left)
+
+
+def test_where_memory_is_not_known_engines_on_one_gpu_divide_the_fraction(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "_listed_gpus", lambda: None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    config = load_config(None, SETTINGS | {"launch.learners": 1, "launch.generators": 3})
+    plan = fit_memory(config, plan_resources(config), reward_model=False)
+    assert [share.gpu_memory_fraction for share in plan.generators] == [0.45, 0.9, 0.45]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    plan = plan_resources(config)
+    assert fit_memory(config, plan, reward_model=False) is plan
+
+
+def test_shapes_are_read_from_folders_of_other_families(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"n_embd": 8, "n_layer": 2, "n_head": 2, "vocab_size": 11}')
+    save_file({"a": np.zeros((3, 4), np.float16), "b": np.zeros(5, np.float32)}, tmp_path / "model.safetensors")
+    assert Shape.read(str(tmp_path)) == Shape(17, 2, 8, 32, 8, 8, 11, None)
+    experts = LLAMA_8B | {"num_experts_per_tok": 2, "moe_intermediate_size": 100, "head_dim": 64}
+    shape = Shape.of({"text_config": experts}, 1)
+    assert shape is not None and (shape.intermediate, shape.query, shape.key_value) == (200, 2048, 512)
+    assert Shape.of({"vocab_size": 3}, 1) is None

@@ -1,0 +1,187 @@
+"""Roles that are forked from a preloaded process are children like any others."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from asyncrl.launch.local import LocalLauncher, RoleProcess
+from asyncrl.launch.resources import Share
+from asyncrl.launch.role import EXIT_CRASHED, RoleSpec
+from asyncrl.launch.zygote import Zygote, ZygoteError
+from asyncrl.observe.logs import last_error
+from tests.helpers.replay import loopback_endpoints, small_config
+
+CPUS = tuple(sorted(os.sched_getaffinity(0)))
+
+
+@pytest.fixture(scope="module")
+def zygote() -> Iterator[Zygote]:
+    """One that has imported torch only, and runs the Python code that its children are given."""
+    zygote = Zygote("tests.launch.zygote_process")
+    yield zygote
+    zygote.close()
+
+
+def wait_for(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def run(zygote: Zygote, code: str, output: Path, stdin: bytes = b"", **environment: str) -> int:
+    with output.open("wb") as file:
+        child = zygote.fork(["-c", code], environment, file.fileno())
+    with child.stdin:
+        child.stdin.write(stdin)
+    assert psutil.Process(child.pid).ppid() == os.getpid()
+    return child.wait()
+
+
+def test_a_forked_child_has_its_own_streams_environment_group_and_threads(zygote: Zygote, tmp_path: Path) -> None:
+    code = (
+        "import os, sys, torch; print(sys.stdin.read(), dict(os.environ), torch.get_num_threads(),"
+        " os.getpgrp() == os.getpid(), len(os.listdir('/proc/self/fd')), flush=True);"
+        " print(open('/proc/self/cmdline').read().strip(chr(0))[-11:], file=sys.stderr); sys.exit(7)"
+    )
+    assert run(zygote, code, tmp_path / "out", b"spec", OMP_NUM_THREADS="3") == 7
+    # The fourth descriptor is that of the listing.
+    assert (tmp_path / "out").read_text() == "spec {'OMP_NUM_THREADS': '3'} 3 True 4\nsys.exit(7)\n"
+
+
+def test_the_ways_that_a_child_ends(zygote: Zygote, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert run(zygote, "pass", out) == 0
+    assert run(zygote, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)", out) == -signal.SIGKILL
+    assert run(zygote, "raise KeyError('lost')", out) == 1
+    assert "KeyError: 'lost'" in out.read_text()
+
+
+def test_random_numbers_of_two_children_differ(zygote: Zygote, tmp_path: Path) -> None:
+    code = "import random, numpy; print(random.random(), numpy.random.rand())"
+    said = set[str]()
+    for _ in range(2):
+        assert run(zygote, code, tmp_path / "out") == 0
+        said |= set((tmp_path / "out").read_text().split())
+    assert len(said) == 4
+
+
+def test_a_child_does_nothing_before_it_has_its_input(tmp_path: Path) -> None:
+    zygote = Zygote("tests.launch.zygote_process")
+    with (tmp_path / "out").open("wb") as file:
+        child = zygote.fork(["-c", "import sys; print('input', sys.stdin.read())"], {}, file.fileno())
+    os.kill(zygote.pid, signal.SIGKILL)
+    time.sleep(0.1)
+    assert (tmp_path / "out").read_bytes() == b"", "and it does not need the zygote"
+    child.stdin.close()
+    assert child.wait() == 0
+    assert (tmp_path / "out").read_text() == "input \n"
+    zygote.close()
+
+
+THREAD = "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()"
+
+
+@pytest.mark.parametrize(
+    ("module", "code", "says"),
+    [
+        ("starts_a_thread", THREAD, "imports have started threads, which do not survive a fork: asyncrl zygote"),
+        ("broken", "import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("dies", "import os; os._exit(9)", "it ended with code 9"),
+    ],
+    ids=["threads", "import", "end"],
+)
+def test_one_that_cannot_fork_says_why(
+    module: str, code: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / f"{module}.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("ZYGOTE_IMPORTS", module)
+    zygote = Zygote("tests.launch.zygote_process")
+    try:
+        with (tmp_path / "out").open("wb") as file, pytest.raises(ZygoteError, match=says):
+            zygote.fork(["-c", "pass"], {}, file.fileno())
+    finally:
+        zygote.close()
+
+
+def start_role(
+    launcher: LocalLauncher, folder: Path, name: str = "unheard_of", gpus: tuple[str, ...] = ()
+) -> RoleProcess:
+    (folder / "config.yaml").write_text(small_config().to_yaml())
+    spec = RoleSpec(name, 0, str(folder), loopback_endpoints(1), CPUS, 8)
+    return launcher.start(spec, Share(CPUS, 1, gpus))
+
+
+def test_a_launcher_forks_roles_and_starts_those_with_gpus(tmp_path: Path) -> None:
+    launcher = LocalLauncher()
+    launcher.zygote = zygote = Zygote("tests.launch.zygote_process")
+    try:
+        forked, started = start_role(launcher, tmp_path), start_role(launcher, tmp_path, gpus=("0",))
+        assert [type(role.process).__name__ for role in (forked, started)] == ["Forked", "Popen"]
+        for role in (forked, started):
+            assert launcher.wait([role], 60.0) == [] and role.code == EXIT_CRASHED
+        assert last_error(forked.spec.logs / "unheard_of-0.jsonl") == "KeyError: 'unheard_of'"
+        os.kill(zygote.pid, signal.SIGKILL)
+        again = start_role(launcher, tmp_path)
+        assert type(again.process).__name__ == "Popen" and launcher.zygote is None
+        assert launcher.wait([again], 60.0) == [] and again.code == EXIT_CRASHED
+    finally:
+        launcher.kill(list(launcher.roles))
+        zygote.close()
+
+
+LEAVES_ORPHANS = """
+import os, signal, subprocess
+for session in (False, True):
+    subprocess.Popen(["sleep", "600"], start_new_session=session)
+print("here", flush=True)
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+def test_orphans_of_a_role_are_ended_with_its_group_and_leave_no_zombies(zygote: Zygote, tmp_path: Path) -> None:
+    with (tmp_path / "out").open("wb") as file:
+        child = zygote.fork(["-c", LEAVES_ORPHANS], {"PATH": os.environ["PATH"]}, file.fileno())
+    child.stdin.close()
+    wait_for(lambda: (tmp_path / "out").read_text())
+    grouped, apart = psutil.Process(child.pid).children()
+    os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+    assert apart.ppid() == os.getpid()
+    apart.kill()
+    wait_for(lambda: zygote.reap() or not (grouped.is_running() or apart.is_running()))
+
+
+DIES_WITH_IT = """
+import os, sys, time
+from pathlib import Path
+from asyncrl.launch.zygote import Zygote
+from asyncrl.processes import end_with_parent
+zygote = Zygote("tests.launch.zygote_process")
+code = f"from asyncrl.processes import end_with_parent; end_with_parent({os.getpid()}); import time; time.sleep(600)"
+child = zygote.fork(["-c", code], {}, 1)
+child.stdin.close()
+print(zygote.pid, child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_launcher_that_is_killed_takes_all_along() -> None:
+    launcher = subprocess.Popen([sys.executable, "-c", DIES_WITH_IT], stdout=subprocess.PIPE, text=True)
+    assert launcher.stdout is not None
+    family = [psutil.Process(int(pid)) for pid in launcher.stdout.readline().split()]
+    time.sleep(0.2)
+    assert all(one.is_running() for one in family)
+    launcher.kill()
+    launcher.wait()
+    wait_for(lambda: not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in family))

@@ -1,0 +1,21 @@
+"""A zygote that imports torch, and what ZYGOTE_IMPORTS names, and whose children are roles or run Python code."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from asyncrl.launch import role
+from asyncrl.launch.zygote import main
+
+
+def run(arguments: list[str]) -> int:
+    if arguments[0] == "-m":
+        return role.main(arguments[2:])
+    exec(arguments[1], {})
+    return 0
+
+
+if __name__ == "__main__":
+    more = os.environ.get("ZYGOTE_IMPORTS")
+    sys.exit(main(run, ["torch", *([more] if more else [])]))

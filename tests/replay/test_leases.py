@@ -1,0 +1,219 @@
+"""Leases in simulated time: renewed while their generator works on them, handed out again otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.config import load_config
+from asyncrl.replay.codec import pack_group
+from asyncrl.replay.ledger import Ledger
+from asyncrl.replay.queue import ReplayQueue
+from asyncrl.replay.trace import TraceWriter
+from asyncrl.types import Lease
+from tests.helpers.replay import EndlessPrompts, ask_queue, make_group, small_config
+
+LONG_TOKENS = 32_000
+LONG_S = LONG_TOKENS / 30
+"""At 30 tokens a second: longer than the default of `replay.lease_timeout_s`."""
+BEAT_S = 10.0
+
+
+class Simulated:
+    """A queue and its generators on a clock that is set."""
+
+    def __init__(self, folder: Path, **overrides: object) -> None:
+        config = small_config(**overrides)
+        self.now_s = 0.0
+        self.queue = ReplayQueue(config, EndlessPrompts(), TraceWriter(folder / "trace.parquet"))
+        self.queue.clock.now = lambda: self.now_s  # type: ignore[method-assign]
+        self.working_on: list[tuple[Lease, int, float]] = []
+        """Lease, version and the time when it is done, of generator 0."""
+
+    def ask(self, num_groups: int = 0, *, generator: int = 0, working_on: Iterable[Lease] = ()) -> list[Lease]:
+        names = [{"ticket": one.ticket, "attempt": one.attempt, "evaluation": one.evaluation} for one in working_on]
+        version = self.queue.ledger.steps
+        return ask_queue(self.queue, generator, version, num_groups, working_on=names)[0]
+
+    def finish(self, lease: Lease, version: int = 0, **options: Any) -> None:
+        self.queue.finish(*pack_group(make_group(lease, version, **options)))
+
+    def beat(self, group_s: float, *, says_what_runs: bool = True) -> None:
+        """What generator 0 and a learner do between two heartbeats; a group takes `group_s`."""
+        self.now_s += BEAT_S
+        for work in [work for work in self.working_on if work[2] <= self.now_s]:
+            self.working_on.remove(work)
+            self.finish(work[0], work[1], completion_tokens=(LONG_TOKENS, 5))
+        leases = self.ask(4, working_on=[lease for lease, *_ in self.working_on if says_what_runs])
+        self.working_on += [(lease, self.queue.ledger.steps, self.now_s + group_s) for lease in leases]
+        self.queue.expire(self.now_s)
+        step = self.queue.ledger.steps + 1
+        if self.queue.take(0, step)[0] == "shard":
+            self.queue.commit(step, {})
+
+    @property
+    def tokens(self) -> dict[str, Any]:
+        return self.queue.summary()["ledger"]["tokens"]
+
+
+def test_answers_that_take_longer_than_the_lease_timeout_are_trained(tmp_path: Path) -> None:
+    run = Simulated(tmp_path, steps=3)
+    limit_s = run.queue.config.replay.lease_timeout_s
+    assert limit_s == load_config(None, {"model.path": "m", "data.train": "d"}).replay.lease_timeout_s < LONG_S
+    while not run.queue.trained and run.now_s < 4 * LONG_S:
+        run.beat(LONG_S)
+    assert run.queue.ledger.steps == 3
+    assert run.now_s < 3 * LONG_S, "three steps at a staleness of 1 are two rounds of answers"
+    assert (run.tokens["generated"], run.tokens["returned"]) == (6 * (LONG_TOKENS + 5), 0)
+    rows = [held.attempt for held in run.queue.held.values()]
+    assert set(rows) <= {0}
+
+
+def test_leases_that_are_not_renewed_are_trained_all_the_same_by_their_first_attempt(tmp_path: Path) -> None:
+    """Of a generator that never says what it works on, each lease passes on; its groups are used none the less."""
+    run = Simulated(tmp_path, steps=3)
+    while not run.queue.trained and run.now_s < 8 * LONG_S:
+        run.beat(LONG_S, says_what_runs=False)
+    assert run.queue.ledger.steps == 3
+    assert run.tokens["trained"] == 6 * (LONG_TOKENS + 5)
+
+
+@pytest.mark.parametrize("silent", ["dead", "lost one group"])
+def test_a_lease_that_nobody_works_on_is_handed_out_again(tmp_path: Path, silent: str) -> None:
+    run = Simulated(tmp_path, replay__lease_timeout_s=60)
+    lost, kept = run.ask(2)
+    while run.now_s < 55:
+        run.now_s += 5
+        run.ask(working_on=[lost, kept])
+        run.queue.expire()
+    while run.now_s < 120:
+        run.now_s += 5
+        if silent != "dead":
+            run.ask(working_on=[kept])
+        run.queue.expire()
+        assert run.queue.ledger.is_current(lost.ticket, 0) == (run.now_s <= 55 + 60)
+    assert run.queue.ledger.is_current(kept.ticket, 0) == (silent != "dead")
+    again = run.ask(1, generator=0)
+    assert [(lease.ticket, lease.attempt) for lease in again] == [(lost.ticket, 1)]
+
+
+def test_only_who_holds_a_lease_renews_it(tmp_path: Path) -> None:
+    run = Simulated(tmp_path, replay__lease_timeout_s=60, launch__generators=2)
+    (lease,) = run.ask(1)
+    other = Lease(lease.ticket, 1, lease.prompt)
+    unknown = Lease(99, 0, lease.prompt)
+    while run.now_s <= 61:
+        run.now_s += 5
+        run.ask(generator=1, working_on=[lease])
+        run.ask(generator=0, working_on=[other, unknown])
+        run.queue.expire()
+    assert not run.queue.ledger.is_current(lease.ticket, 0)
+
+
+def test_an_evaluation_lease_is_renewed_too(tmp_path: Path) -> None:
+    config = small_config(data__eval="eval.parquet", eval__samples=1, replay__lease_timeout_s=60)
+    prompts = [EndlessPrompts().prompt(0)]
+    queue = ReplayQueue(config, EndlessPrompts(), TraceWriter(tmp_path / "trace.parquet"), prompts)
+    now_s = 0.0
+    queue.clock.now = lambda: now_s  # type: ignore[method-assign]
+    (lease,) = ask_queue(queue, 0, 0, 0, 1)[0]
+    assert lease.evaluation
+    for now_s in range(10, 200, 10):  # noqa: B007
+        ask_queue(queue, 0, 0, 0, working_on=[{"ticket": lease.ticket, "attempt": 0, "evaluation": True}])
+        queue.expire()
+    assert list(queue.evaluation.held()) == [(0, lease.ticket, 0)]
+    for now_s in range(200, 300, 10):  # noqa: B007
+        ask_queue(queue, 0, 0, 0)
+        queue.expire()
+    assert list(queue.evaluation.held()) == []
+
+
+def test_of_two_attempts_the_first_that_comes_is_trained_and_both_are_counted(tmp_path: Path) -> None:
+    run = Simulated(tmp_path, replay__lease_timeout_s=10)
+    leases = run.ask(2)
+    run.now_s = 11
+    run.queue.expire()
+    again = run.ask(2)
+    assert [(lease.ticket, lease.attempt) for lease in again] == [(0, 1), (1, 1)]
+    run.finish(leases[0])
+    assert run.queue.state.leased_by[0] == 1
+    run.finish(again[0], completion_tokens=(10, 20))
+    run.finish(again[0], completion_tokens=(10, 20))
+    run.finish(leases[0])
+    assert (run.queue.ledger.live[0].tokens, run.queue.state.duplicates) == (6, 2)
+    run.finish(leases[1])
+    assert run.queue.take(0, 1)[0] == "shard"
+    assert [group.meta["attempt"] for group in run.queue.take(0, 1)[1]] == [0, 0]
+    run.queue.commit(1, {})
+    run.finish(again[1], completion_tokens=(100, 200))  # its ticket is trained
+    run.finish(again[1], completion_tokens=(100, 200))
+    assert run.tokens == {"generated": 12 + 330, "trained": 12, "refunded": {}, "returned": 330, "in_flight": 0}
+    assert run.queue.state.duplicates == 3
+    assert run.queue.state.late == {}
+
+
+def test_a_group_whose_lease_was_taken_back_and_not_handed_out_again_is_used(tmp_path: Path) -> None:
+    run = Simulated(tmp_path, replay__lease_timeout_s=10)
+    (lease,) = run.ask(1)
+    run.now_s = 11
+    run.queue.expire()
+    assert run.queue.ledger.returned == [0]
+    run.finish(lease)
+    assert (run.queue.ledger.returned, run.queue.state.leased_by[0]) == ([], 0)
+    assert [lease.ticket for lease in run.ask(4)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("refunded", [True, False])
+def test_what_a_superseded_attempt_gives_back_is_counted_once(tmp_path: Path, refunded: bool) -> None:
+    run = Simulated(tmp_path, replay__lease_timeout_s=10)
+    (lease,) = run.ask(1)
+    run.now_s = 11
+    run.queue.expire()
+    (again,) = run.ask(1)
+    run.finish(lease, rewards=(1.0, 1.0) if refunded else (0.0, 1.0))
+    for _ in range(2):
+        run.queue.release(0, [{"ticket": again.ticket, "attempt": again.attempt, "tokens": 7}])
+    run.finish(again)
+    assert (run.tokens["generated"], run.tokens["returned"]) == (13, 7)
+    run.queue.ledger.check()
+
+
+def test_a_late_attempt_that_is_too_old_by_now_is_not_trained(tmp_path: Path) -> None:
+    run = Simulated(tmp_path, replay__groups_per_step=1, replay__lease_timeout_s=10, steps=10)
+    late, other = run.ask(2)
+    run.finish(other)
+    assert run.queue.take(0, 1)[0] == "shard"
+    run.queue.commit(1, {})
+    run.now_s = 11
+    run.queue.expire()
+    again, third = run.ask(2)
+    assert (again.ticket, again.attempt) == (late.ticket, 1)
+    run.finish(third, 1)
+    assert run.queue.take(0, 2)[0] == "shard"
+    run.queue.commit(2, {})
+    run.finish(late)  # version 0 at step 3 is older than the limit of 1 allows
+    assert (run.tokens["returned"], run.queue.ledger.is_current(late.ticket, 1)) == (6, True)
+    run.finish(again, 1)
+    assert run.queue.take(0, 3)[0] == "shard"
+
+
+def test_a_late_attempt_never_takes_the_place_that_another_group_needs() -> None:
+    ledger = Ledger(groups_per_step=1, max_staleness=1)
+    for _ in range(2):
+        ledger.lease(0)
+    ledger.finish(1, trajectories=1, tokens=1)
+    ledger.take([1])
+    ledger.commit()
+    ledger.give_back(0, tokens=0)
+    assert ledger.lease(1).number == 0
+    assert ledger.accepts(0, 0), "at version 1 it is as old as allowed"
+    ledger.lease(1)
+    ledger.finish(2, trajectories=1, tokens=1)
+    ledger.take([2])
+    assert not ledger.accepts(0, 0), "version 1 trains another group"
+    assert ledger.accepts(0, 1)
+    ledger.commit()
+    assert not ledger.accepts(0, 0)
