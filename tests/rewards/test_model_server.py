@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from asyncrl.errors import ProtocolError, RunError, StrangerError
 from asyncrl.offenders import MAX_BAD_MESSAGES
 from asyncrl.rewards.functions import Failed
 from asyncrl.rewards.model_requests import read_request
-from asyncrl.rewards.model_server import ModelServer, RewardModel
+from asyncrl.rewards.model_server import ModelServer, RewardModel, _Request
 from asyncrl.rewards.reward_model import _Client
 from asyncrl.sockets import bind_router, connect_dealer
 from tests.helpers.serving import serving
@@ -143,11 +144,19 @@ def test_requests_are_tokenized_in_portions(
 ) -> None:
     monkeypatch.setattr("asyncrl.rewards.model_server.RECEIVE_BYTES_AT_ONCE", 1000)
     rounds: list[int] = []
-    answer = server._answer
-    monkeypatch.setattr(server, "_answer", lambda requests: (rounds.append(len(requests)), answer(requests)))
+    answer, all_wait = server._answer, threading.Event()
+
+    def answer_when_all_wait(requests: list[_Request]) -> None:
+        assert all_wait.wait(20)
+        rounds.append(len(requests))
+        answer(requests)
+
+    monkeypatch.setattr(server, "_answer", answer_when_all_wait)
     peer = connect_dealer(f"ipc://{tmp_path}/model")
     for number in range(1, 13):
         peer.send_multipart([b"run", msgpack.packb(SOUND | {"id": number, "prompt": "1" * 500})])
+    time.sleep(0.5)
+    all_wait.set()
     for _ in range(12):
         assert peer.poll(20_000)
         peer.recv()
