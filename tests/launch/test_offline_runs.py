@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import stat
 from pathlib import Path
 
 import numpy as np
@@ -49,6 +51,15 @@ def test_results_get_a_folder_of_their_own(tmp_path: Path) -> None:
     (given / "config.yaml").write_text("")
     with pytest.raises(ConfigError, match="given: exists and is not an empty folder; give another one"):
         make_out(tmp_path, given)
+
+
+def test_only_the_owner_can_enter_the_folder_of_results(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        out = make_out(tmp_path, None)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(out.stat().st_mode) == 0o700
 
 
 def test_metrics_are_shown_beside_those_of_the_run(tmp_path: Path) -> None:

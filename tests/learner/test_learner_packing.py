@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from worlds import make_groups, make_trajectory
 
 from asyncrl.algorithms.advantages import grpo
 from asyncrl.errors import ConfigError, InvariantError
-from asyncrl.learner import attention
+from asyncrl.learner import attention, backend
 from asyncrl.learner.attention import find_firsts, make_layout, packed_attention
 from asyncrl.learner.batch import check_staleness, empty_micro_batch, make_batch, pack, pack_groups
 from asyncrl.types import Group
@@ -123,6 +124,26 @@ def test_packed_attention_is_attention_of_each_sequence(
     (expected * weights).sum().backward()
     for one, other in zip(packed, alone, strict=True):
         torch.testing.assert_close(one.grad, other.grad, atol=1e-12, rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("on_gpu", "dtype", "masked", "repeats"),
+    [
+        (False, torch.float32, True, False),
+        (True, torch.bfloat16, False, False),
+        (True, torch.float32, False, True),
+        (True, torch.bfloat16, True, True),
+    ],
+)
+def test_heads_are_repeated_where_a_gpu_would_hold_all_scores(
+    on_gpu: bool, dtype: torch.dtype, masked: bool, repeats: bool
+) -> None:
+    query: Any = SimpleNamespace(is_cuda=on_gpu, dtype=dtype)
+    assert attention.lacks_grouped_kernel(query, torch.ones(1) if masked else None) is repeats
+
+
+def test_cudnn_makes_no_plan_for_every_shape_of_attention() -> None:
+    assert backend.deepspeed and not torch.backends.cuda.cudnn_sdp_enabled()
 
 
 @pytest.mark.parametrize("window", [1, 2, 64, 65, 199, 200, None])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -58,6 +60,15 @@ def test_cells_run_seed_by_seed_and_only_once(sweep: Sweep) -> None:
     again = MadeRuns()
     assert run_cells(sweep, quiet(), again) == ([], False)
     assert again.names == []
+
+
+def test_only_the_owner_can_enter_the_folder_of_a_sweep(sweep: Sweep) -> None:
+    before = os.umask(0)
+    try:
+        run_cells(sweep, quiet(), MadeRuns())
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(sweep.folder.stat().st_mode) == 0o700
 
 
 def test_an_interrupted_sweep_goes_on(sweep: Sweep) -> None:

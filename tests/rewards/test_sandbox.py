@@ -122,7 +122,9 @@ HARM = {
 def test_what_could_do_harm_is_refused(what: str, tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     with subprocess.Popen(["sleep", "60"]) as victim, socket.create_server(("127.0.0.1", 0)) as server:
-        package = pytest.__file__
+        # Next to the standard library, where a virtual environment's own packages are not.
+        beside = Path(sys.base_prefix, "lib").glob("python*/*-packages/*/*.py")
+        package = str(next(beside, pytest.__file__))
         facts = {"victim": victim.pid, "port": server.getsockname()[1], "outside": outside, "package": package}
         statement = HARM[what].format(**facts)
         try:
