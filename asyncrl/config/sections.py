@@ -274,11 +274,12 @@ class CheckpointConfig(Section):
     """Checkpoints hold all that a run needs to go on: weights, optimizer, queue, prompt cursor, random states."""
 
     every_steps: int | None = Field(default=50, ge=1)
-    """Steps between two checkpoints; when not set, only those that `journal.max_bytes` asks for."""
+    """Steps between two checkpoints, of which the last is where training ends; when not set, only those that
+    `journal.max_bytes` asks for."""
     keep_last: int = Field(default=2, ge=1)
     """Newest checkpoints that stay; older ones are deleted."""
     keep_best: bool = True
-    """Also keep the checkpoint with the best reward: of its evaluation, else of the steps since the one before."""
+    """Also keep the checkpoint with the best reward: of its evaluation, else of the `every_steps` steps before it."""
     max_bytes: int | None = Field(default=None, ge=1 << 20)
     """Ceiling of `checkpoints/`; a checkpoint that does not fit beside the newest ends the run with an error."""
 

@@ -34,7 +34,7 @@ class Manifest:
 
     step: int
     reward: float | None
-    """Mean reward of the steps since the checkpoint before, or of its evaluation."""
+    """Mean reward of the steps before it, or of its evaluation."""
     evaluated: bool = False
     files: dict[str, Sum] = field(default_factory=dict[str, Sum])
 

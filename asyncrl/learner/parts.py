@@ -6,7 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -106,8 +106,13 @@ class PartWriter:
             raise error
         return error
 
-    def close(self) -> None:
-        self._executor.shutdown()
+    def ends(self, limit_s: float) -> bool:
+        """Whether no write is under way, or it ends within the limit."""
+        return self._running is None or not wait([self._running], limit_s).not_done
+
+    def close(self, *, wait: bool = True) -> None:
+        """Without `wait` a write under way goes on until the process ends."""
+        self._executor.shutdown(wait=wait)
 
 
 def _write(folder: Path, name: str, files: Files) -> None:

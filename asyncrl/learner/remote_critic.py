@@ -146,7 +146,7 @@ class CriticServer:
 
     def close(self) -> None:
         self._socket.close()
-        self._writer.close()
+        self._writer.close(wait=False)  # a part that the learner ranks wait for is written before they leave
 
     def _round(self) -> dict[int, tuple[bytes, Message]] | None:
         """One message of every learner rank; None when the process should stop. Raises RunError when a checkpoint

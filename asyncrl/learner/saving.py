@@ -46,9 +46,13 @@ class Checkpoints:
         self._cancelled = threading.Event()
         self._partial: Path | None = None
         """Where a checkpoint is under way."""
+        self._late = False
+        """It was not whole in time, and is not waited for any more."""
         self._evaluations: dict[int, float] = {}
         """Rewards of evaluated versions that no manifest has yet."""
         self._write_s: float | None = None
+        self.took_s = 0.0
+        """How long the last checkpoint took until it was whole, on rank 0."""
         self._whole: list[int] = []
 
     def path(self, step: int) -> Path:
@@ -87,6 +91,7 @@ class Checkpoints:
         Raises RunError on all ranks when the one before failed or `checkpoint.max_bytes` is too low.
         """
         self.finish()
+        begun_s = time.monotonic()
         path = self.path(step)
         unfinished = partial_folder(path)
         self._partial = unfinished
@@ -98,6 +103,7 @@ class Checkpoints:
         def complete() -> None:
             self._complete(step, unfinished, reward)
             self._write_s = time.monotonic() - started_s
+            self.took_s = time.monotonic() - begun_s
 
         self._writer.start(unfinished, files, then=complete if self.ranks.rank == 0 else None)
 
@@ -106,15 +112,23 @@ class Checkpoints:
         self._rate()
         return self._writer.failure()
 
-    def finish(self) -> None:
-        """Waits for the checkpoint under way; all ranks call it. Raises RunError on all ranks when it failed."""
+    def finish(self, limit_s: float | None = None) -> bool:
+        """Waits for the checkpoint under way; all ranks call it. False when it is not whole within the limit, and only
+        `close` may follow. Raises RunError on all ranks when it failed."""
+        self._late = limit_s is not None and self.ranks.any(not self._writer.ends(limit_s))
+        if self._late:
+            return False
         self.ranks.raise_together(self._writer.wait())
         self._partial = None
         self._rate()
+        return True
 
     def evaluated(self, version: int, reward: float) -> None:
-        """Takes note of the reward of an evaluated version, which then is the one of its checkpoint."""
-        self._evaluations[version] = reward
+        """Takes note of the reward of an evaluated version, which then is the one of its checkpoint, if it has one:
+        that was begun before any generator had the version."""
+        if version in self._whole or self._partial == partial_folder(self.path(version)):
+            self._evaluations[version] = reward
+            self._rate()
 
     def metrics(self) -> dict[str, float]:
         """How long the last checkpoint took to write, once it is whole; told once."""
@@ -122,10 +136,10 @@ class Checkpoints:
         return {} if write_s is None else {"checkpoint/write_s": write_s}
 
     def close(self) -> None:
-        """Gives up a checkpoint that is not whole."""
+        """Gives up a checkpoint that is not whole. The next start removes what is left of one that was late."""
         self._cancelled.set()
-        self._writer.close()
-        if self._partial is not None and self.ranks.rank == 0:
+        self._writer.close(wait=not self._late)
+        if self._partial is not None and self.ranks.rank == 0 and not self._late:
             shutil.rmtree(self._partial, ignore_errors=True)
 
     def _make_room(self, step: int, num_bytes: int) -> RunError | None:
@@ -195,6 +209,7 @@ class Checkpoints:
         (path / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(path)
         self._whole = [whole for whole in self._whole if whole != step]
+        self._evaluations.pop(step, None)
         log.info("checkpoint removed", path=str(path))
 
 

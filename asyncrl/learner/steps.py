@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,9 @@ from asyncrl.types import Shard
 
 log = structlog.get_logger()
 
+REWARD_STEPS = 50
+"""Steps that the reward of a checkpoint is the mean of where `checkpoint.every_steps` is not set."""
+
 
 @dataclass(slots=True)
 class Learner:
@@ -48,15 +52,22 @@ class Learner:
     """Steps that were committed before this start: up to this one they are trained again as they were."""
     checkpoint_due: bool = False
     """The next step that is new ends with a checkpoint."""
-    rewards: list[float] = field(default_factory=list[float])
-    """Of the steps since the last checkpoint."""
+    saved: int = 0
+    """Step of the newest checkpoint that was begun or loaded."""
+    rewards: deque[float] = field(init=False)
+    """Of the latest steps."""
+
+    def __post_init__(self) -> None:
+        self.saved = self.start
+        self.rewards = deque(maxlen=self.config.checkpoint.every_steps or REWARD_STEPS)
 
     @property
     def ranks(self) -> Ranks:
         return self.trainer.ranks
 
     def run(self, should_stop: Callable[[], bool]) -> None:
-        """Trains until the last step, or until the batches end or any rank should stop; then saves the model."""
+        """Trains until the last step, or until the batches end or any rank should stop; then saves the model, and a
+        checkpoint unless it should stop."""
         self.committed = self.batches.begin(self.start)
         if self.committed < self.start:
             raise RunError(
@@ -67,13 +78,16 @@ class Learner:
         if self.committed > self.start:
             log.info("learner catches up", from_step=self.start, to_step=self.committed)
         self._send(self.start)
-        for step in range(self.start + 1, self.config.steps + 1):
-            if self._agree(should_stop) or not self._train(step):
-                log.info("learner stops early", finished_steps=step - 1)
+        last, stopped = self.start, False
+        while last < self.config.steps:
+            stopped = self._agree(should_stop)
+            if stopped or not self._train(last + 1):
+                log.info("learner stops early", finished_steps=last)
                 break
-        if self.checkpoints is not None:
-            self.checkpoints.finish()
+            last += 1
         self._save_models()
+        if self.checkpoints is not None:
+            self._save_last(self.checkpoints, last, stopped=stopped)
         self.ranks.part()
         self._finish_sending()
         self._finish_evaluating(should_stop)
@@ -134,8 +148,25 @@ class Learner:
 
         assert self.checkpoints is not None
         self.checkpoints.save(step, snapshot, reward=fmean(self.rewards) if self.rewards else None)
-        self.rewards.clear()
+        self.saved = step
         return time.monotonic() - started_s
+
+    def _save_last(self, checkpoints: Checkpoints, step: int, *, stopped: bool) -> None:
+        """Saves a checkpoint of the step that training ended with, so that no step is trained again when the run goes
+        on. It may take half of what the launcher waits for; what is not written by then is given up."""
+        key = "progress_timeout_s" if step == self.config.steps else "stop_timeout_s"
+        limit_s = getattr(self.config.launch, key) / 2
+        deadline_s = time.monotonic() + limit_s
+        wanted = self.config.checkpoint.every_steps is not None and not stopped
+        in_time = checkpoints.finish(limit_s)
+        if wanted and in_time and step > self.saved and step >= self.committed:
+            in_time = not self.ranks.any(checkpoints.took_s > limit_s)
+            if in_time:
+                state = b"" if self.ranks.rank else self.batches.commit(step, {}, saving=True).state
+                self._save(step, state)
+                in_time = checkpoints.finish(max(deadline_s - time.monotonic(), 0.0))
+        if not in_time:
+            log.warning(f"no checkpoint of the last step: it takes longer than half of launch.{key}", step=step)
 
     def _save_models(self) -> None:
         """Writes the policy, and the critic where there is one."""
@@ -190,8 +221,7 @@ class Learner:
         self.checkpoint_due = self.checkpoint_due or committed.checkpoint_wanted
         if "reward/mean" in committed.metrics:
             self.rewards.append(committed.metrics["reward/mean"])
-        if self.checkpoints is not None and "eval/reward" in committed.metrics:
-            self.checkpoints.evaluated(int(committed.metrics["eval/version"]), committed.metrics["eval/reward"])
+        self._rate(committed.metrics)
         return committed
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
@@ -223,3 +253,9 @@ class Learner:
         if self.tracker is not None and self.config.data.eval_files:
             for step, metrics in self.batches.evaluations(should_stop):
                 self.tracker.log_evaluation(step, metrics)
+                self._rate(metrics)
+
+    def _rate(self, metrics: dict[str, float]) -> None:
+        """Gives a checkpoint the reward of its evaluation."""
+        if self.checkpoints is not None and "eval/reward" in metrics:
+            self.checkpoints.evaluated(int(metrics["eval/version"]), metrics["eval/reward"])

@@ -182,7 +182,7 @@ def test_run_learner_as_two_ranks(tiny_model: Path, two: Path) -> None:
 
 
 def test_a_checkpoint_of_two_ranks(two: Path) -> None:
-    assert [path.name for path in (two / "checkpoints").iterdir()] == ["step-000002"]
+    assert checkpoints_of(two) == ["step-000002", "step-000004"]
     checkpoint = two / "checkpoints" / "step-000002"
     assert sorted(str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if path.is_file()) == [
         "checkpoint.json", "model/config.json", "model/generation_config.json", "model/model.safetensors",
@@ -193,10 +193,15 @@ def test_a_checkpoint_of_two_ranks(two: Path) -> None:
     sent = load_file(two / "sent.safetensors")
     saved = load_file(checkpoint / "model" / "model.safetensors")
     assert all(torch.equal(weight, sent[f"2/{name}"]) for name, weight in saved.items())
+    last = two / "checkpoints" / "step-000004"
+    assert (last / "queue.msgpack").read_bytes() == b"the queue"
+    model = "model/model.safetensors"
+    assert (last / model).read_bytes() == (two / model).read_bytes()
 
 
 def test_two_ranks_restart(tiny_model: Path, two: Path, copied: Path, free_port: Callable[[], int]) -> None:
     (copied / "begin.json").write_text("3")
+    shutil.rmtree(copied / "checkpoints" / "step-000004")
     again = run_two(tiny_model, copied, free_port())
     assert [(copied / f"begun-{rank}").read_text() for rank in (0, 1)] == ["2", "2"]
     assert {name.partition("/")[0] for name in again} == {"3"}
@@ -219,8 +224,12 @@ def test_two_ranks_train_offline(
     assert (copied / "offline" / model).read_bytes() == (two / model).read_bytes()
     replayed, rows = read_rows(copied / "offline"), read_rows(two)[first:]
     assert [(row["step"], row["learner/loss"]) for row in replayed] == [(r["step"], r["learner/loss"]) for r in rows]
-    assert [path.name for path in (copied / "checkpoints").iterdir()] == ["step-000002"]
+    assert checkpoints_of(copied) == checkpoints_of(two)
     assert read_rows(copied) == read_rows(two)
+
+
+def checkpoints_of(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
 
 
 def read_rows(folder: Path) -> list[dict[str, float]]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
+import shutil
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import structlog
 import torch
 from torch import Tensor
 from worlds import CRITIC, make_config, make_groups, make_trainer
@@ -46,6 +49,8 @@ class Queue:
     wanted_at: int = 0
     """Step at whose commit the queue asks for a checkpoint."""
     begun: list[int] = field(default_factory=list[int])
+    stopped_at: int = 0
+    """The run is asked to stop before this step's batch."""
     killed_at: int = 0
     """The learner is killed when it would take this step's batch."""
     spoiled: tuple[int, ...] = ()
@@ -58,6 +63,8 @@ class Queue:
         return len(self.commits)
 
     def take(self, step: int) -> Shard | None:
+        if step == self.stopped_at:
+            return None
         if step == self.killed_at:
             raise KeyboardInterrupt
         while self.slow is not None and self.slow[0] == step and not self.slow[1].exists():
@@ -73,7 +80,7 @@ class Queue:
         again = step in self.commits
         own = self.commits.setdefault(step, {"reward/mean": step / 10})
         self.saving.append((step, saving, list(checkpoints)))
-        return Committed(own, b"" if again else f"queue at {step}".encode(), step == self.wanted_at and not again)
+        return Committed(own, f"queue at {step}".encode() if saving else b"", step == self.wanted_at and not again)
 
     def evaluations(self, should_stop: Callable[[], bool]) -> Iterable[tuple[int, dict[str, float]]]:
         return []
@@ -101,7 +108,11 @@ class World:
     run_dir: Path
     queue: Queue = field(default_factory=Queue)
 
-    def start(self, change: Callable[[Checkpoints], None] | None = None) -> tuple[Learner, Sender]:
+    def start(
+        self,
+        change: Callable[[Checkpoints], None] | None = None,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> tuple[Learner, Sender]:
         """One start of the learner, to its end."""
         sender = Sender()
         checkpoints = Checkpoints(self.config, self.run_dir / "checkpoints", self.ranks)
@@ -116,7 +127,7 @@ class World:
             learner = Learner(
                 self.config, trainer, self.queue, sender, trackers, self.run_dir, checkpoints, start
             )  # fmt: skip
-            learner.run(lambda: False)
+            learner.run(should_stop)
         finally:
             trackers.close()
             checkpoints.close()
@@ -127,6 +138,10 @@ class World:
         with pytest.raises(KeyboardInterrupt):
             self.start()
         self.queue.killed_at = 0
+
+    @property
+    def checkpoints(self) -> list[str]:
+        return sorted(path.name for path in (self.run_dir / "checkpoints").glob("*"))
 
     @property
     def rows(self) -> list[dict[str, float]]:
@@ -232,9 +247,11 @@ def test_a_run_whose_steps_are_all_committed_saves_its_model(world: Make, uninte
     one.start()
     trained = (one.run_dir / "model" / "model.safetensors").read_bytes()
     (one.run_dir / "model" / "model.safetensors").unlink()
+    shutil.rmtree(one.run_dir / "checkpoints" / "step-000006")
     learner, sender = one.start()
     assert one.queue.begun == [0, 4] and not sender.sent
     assert (one.run_dir / "model" / "model.safetensors").read_bytes() == trained
+    assert one.checkpoints == ["step-000004", "step-000006"]
     assert [row["step"] for row in one.rows] == [1, 2, 3, 4, 5, 6]
     same_end(learner, uninterrupted[0])
 
@@ -274,7 +291,104 @@ def test_a_checkpoint_that_catching_up_passes_is_made_up_for(world: Make) -> Non
     one.config = one.config.model_copy(update={"steps": 7})
     one.queue.saving.clear()
     one.start()
-    assert [(step, saving) for step, saving, _ in one.queue.saving] == [(s, s == 6) for s in range(1, 8)]
+    assert [(step, saving) for step, saving, _ in one.queue.saving] == [*((s, s == 6) for s in range(1, 8)), (7, True)]
+
+
+def test_a_finished_run_continues_with_its_last_step(world: Make) -> None:
+    one = world(every_steps=4)
+    one.start()
+    assert one.checkpoints == ["step-000004", "step-000006"]
+    queue = one.run_dir / "checkpoints" / "step-000006" / "queue.msgpack"
+    assert queue.read_bytes() == b"queue at 6"
+    one.config = one.config.model_copy(update={"steps": 8})
+    one.queue.saving.clear()
+    _, sender = one.start()
+    assert one.queue.begun == [0, 6] and list(sender.sent) == [6, 7]
+    assert one.queue.saving == [(7, False, [4, 6]), (8, False, [4, 6]), (8, True, [])]
+    assert one.checkpoints[-2:] == ["step-000006", "step-000008"]
+
+
+def test_a_run_that_was_asked_to_stop_continues_with_its_last_step(world: Make, uninterrupted: Any) -> None:
+    one = world(every_steps=4)
+    one.queue.stopped_at = 4
+    learner, _ = one.start()
+    assert one.checkpoints == ["step-000003"] and len(learner.rewards) == 3
+    manifest = json.loads((one.run_dir / "checkpoints" / "step-000003" / "checkpoint.json").read_text())
+    assert manifest["reward"] == pytest.approx(0.2)
+    one.start()  # stopped before it has trained anything
+    assert one.queue.saving[3:] == [(3, True, [])]
+    one.queue.stopped_at = 0
+    learner, sender = one.start()
+    assert one.queue.begun == [0, 3, 3] and list(sender.sent) == [3, 4, 5]
+    same_end(learner, uninterrupted[0])
+
+
+def test_a_learner_that_is_ended_saves_no_checkpoint(world: Make) -> None:
+    one = world(every_steps=4)
+    one.start(should_stop=lambda: len(one.queue.commits) == 3)
+    assert one.checkpoints == [] and (one.run_dir / "model" / "config.json").exists()
+
+
+def test_a_stop_before_learners_have_caught_up_saves_no_checkpoint(world: Make) -> None:
+    one = world(every_steps=4)
+    one.kill_at(4)
+    one.queue.stopped_at = 2
+    one.start()
+    assert one.queue.begun == [0, 0] and one.checkpoints == []
+
+
+def test_a_last_checkpoint_that_takes_too_long_is_given_up(world: Make, uninterrupted: Any) -> None:
+    one = world(every_steps=4)
+    launch = one.config.launch.model_copy(update={"stop_timeout_s": 0.2})
+    one.config = one.config.model_copy(update={"launch": launch})
+    go_on, written = threading.Event(), threading.Event()
+
+    def slow(checkpoints: Checkpoints) -> None:
+        save = checkpoints.save
+
+        def write(path: Path) -> None:
+            assert go_on.wait(60)
+            written.set()
+            raise OSError(f"{path}: its folder is gone")
+
+        checkpoints.save = lambda step, snapshot, **options: save(  # type: ignore[method-assign]
+            step, lambda folder: {"slow": Content(0, write)} | snapshot(folder), **options
+        )
+
+    one.queue.stopped_at = 3
+    with structlog.testing.capture_logs() as logs:
+        one.start(slow)
+    (entry,) = (entry for entry in logs if entry["log_level"] == "warning")
+    assert entry["event"] == "no checkpoint of the last step: it takes longer than half of launch.stop_timeout_s"
+    assert entry["step"] == 2 and one.checkpoints == ["step-000002.partial"]
+    assert (one.run_dir / "model" / "config.json").exists()
+    one.config = one.config.model_copy(update={"launch": launch.model_copy(update={"stop_timeout_s": 60.0})})
+    one.queue.stopped_at = 0
+    learner, _ = one.start()
+    assert one.queue.begun == [0, 0] and one.checkpoints == ["step-000004", "step-000006"]
+    same_end(learner, uninterrupted[0])
+    go_on.set()
+    assert written.wait(60)
+
+
+def test_a_last_checkpoint_that_would_take_too_long_is_not_begun(world: Make) -> None:
+    one = world(every_steps=2)
+    launch = one.config.launch.model_copy(update={"stop_timeout_s": 20.0})
+    one.config = one.config.model_copy(update={"launch": launch})
+    made: list[Checkpoints] = []
+
+    class Slow(Queue):
+        def take(self, step: int) -> Shard | None:
+            if step == 4:
+                made[0].finish()
+                made[0].took_s = 11.0
+            return super().take(step)
+
+    one.queue = Slow(stopped_at=4)
+    with structlog.testing.capture_logs() as logs:
+        one.start(made.append)
+    assert [entry["step"] for entry in logs if entry["log_level"] == "warning"] == [3]
+    assert one.checkpoints == ["step-000002"] and [saving for _, saving, _ in one.queue.saving] == [False, True, False]
 
 
 def test_a_full_disk_ends_the_run_at_the_next_step(world: Make, uninterrupted: Any) -> None:
