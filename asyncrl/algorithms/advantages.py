@@ -40,15 +40,25 @@ Reduce = Callable[[Tensor], Tensor]
 
 
 @torch.no_grad()
-def gae(rewards: Tensor, values: Tensor, seq: Tensor, *, gamma: float = 1.0, lam: float = 1.0) -> tuple[Tensor, Tensor]:
+def gae(
+    rewards: Tensor,
+    values: Tensor,
+    seq: Tensor,
+    *,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    bootstrap: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Generalized advantage estimation: (advantages [N], returns [N] = advantages + values), arXiv:1506.02438.
 
     A_t = d_t + gamma lam A_{t+1} with d_t = r_t + gamma V_{t+1} - V_t, from rewards [N], values [N] and `seq` [N].
-    A sequence ends with value 0. The advantages are not whitened.
+    `bootstrap` [S] is the value after the last token of each sequence number, 0 when None. The advantages are not
+    whitened.
     """
     ends = sequence_ends(seq)
+    last = 0.0 if bootstrap is None else bootstrap.double()[seq]
     precise = values.double()
-    deltas = rewards.double() + gamma * following(precise, ends) - precise
+    deltas = rewards.double() + gamma * following(precise, ends, last) - precise
     advantages = backward_recurrence(deltas, torch.full_like(deltas, gamma * lam), ends)
     return advantages.to(rewards.dtype), (advantages + precise).to(rewards.dtype)
 

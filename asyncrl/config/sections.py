@@ -206,9 +206,10 @@ class AlgorithmConfig(Section):
     nats are not trained (off-policy sequence mask, arXiv:2512.02556)."""
     whiten: bool = False
     """Standardize the advantages of all action tokens of the step."""
-    truncated: Literal["keep", "mask", "penalize"] = "keep"
+    truncated: Literal["keep", "mask", "penalize", "bootstrap"] = "keep"
     """Completions cut at the token limit are trained as they are, or not trained (their rewards still count in
-    their group), or trained with `truncated_penalty` subtracted from their reward."""
+    their group), or trained with `truncated_penalty` subtracted from their reward, or as if they continued with the
+    critic's value after their last token (gae and vtrace)."""
     truncated_penalty: float = Field(default=1.0, ge=0.0)
     """Reward that a truncated completion loses with `truncated: penalize`."""
     kl_reward_coef: float = Field(default=0.0, ge=0.0)

@@ -31,7 +31,9 @@ BOUND = "bound"
 """Keyword of a loss that takes a bound which `BOUNDS` solves over the whole batch."""
 REDUCE = "reduce"
 """Keyword of a function that adds up sums over the learner ranks."""
-HIDDEN = (CORRECTION, BOUND, REDUCE, "bootstrap")
+BOOTSTRAP = "bootstrap"
+"""Keyword of an advantage that takes the values [S] after the last tokens of sequences that were cut, 0 for others."""
+HIDDEN = (CORRECTION, BOUND, REDUCE, BOOTSTRAP)
 """Keyword-only arguments that are no options."""
 
 
@@ -40,7 +42,7 @@ class Algorithm:
     """What `algorithm` of the config asks for, as functions."""
 
     advantage: Callable[..., Any]
-    """Advantages, or advantages and returns, from named terms; takes `reduce`."""
+    """Advantages, or advantages and returns, from named terms; takes `reduce` and `bootstrap`."""
     per_sequence: bool
     """Whether it takes rewards of trajectories."""
     per_token: bool
@@ -104,6 +106,7 @@ def _called_by_name(function: Callable[..., Any], asked: list[str], options: Opt
 
     def call(*, reduce: Callable[[Tensor], Tensor], **terms: Tensor) -> Any:
         own = {REDUCE: reduce} if reduces else {}
+        own |= {name: terms[name] for name in (BOOTSTRAP,) if name in terms}
         return function(*(terms[name] for name in asked), **options, **own)
 
     return call
@@ -150,6 +153,11 @@ def check_algorithm(config: Config) -> tuple[Callable[..., Any], Callable[..., T
     _check_terms("algorithm.advantage", settings.advantage, advantage, ADVANTAGE_TERMS)
     _check_terms("algorithm.loss", settings.loss, loss, TERMS)
     _check_roles(config, _positional(advantage))
+    if settings.truncated == "bootstrap" and BOOTSTRAP not in inspect.signature(advantage).parameters:
+        raise ConfigError(
+            f"algorithm.truncated = 'bootstrap': algorithm.advantage = {settings.advantage!r} takes no value after the "
+            "last token; use gae or vtrace, or set algorithm.truncated to keep, mask or penalize"
+        )
     return advantage, loss
 
 

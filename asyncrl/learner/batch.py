@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -42,6 +43,13 @@ class MicroBatch:
     """[S]"""
     start: int = 0
     """Action tokens of the rank's batch before this micro-batch."""
+    ends: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    """int64 [C], positions of the last tokens of sequences that are valued after them, too."""
+
+    @property
+    def ended(self) -> Tensor:
+        """int64 [C], the sequences of `ends`."""
+        return torch.cumsum(self.position_ids == 0, dim=0)[self.ends] - 1
 
     @property
     def span(self) -> slice:
@@ -50,9 +58,9 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         tensors = {
-            field.name: value.to(device, non_blocking=True)
-            for field in fields(self)
-            if isinstance(value := getattr(self, field.name), Tensor)
+            own.name: value.to(device, non_blocking=True)
+            for own in fields(self)
+            if isinstance(value := getattr(self, own.name), Tensor)
         }
         return replace(self, layout=self.layout.to(device), **tensors)
 
@@ -90,6 +98,13 @@ class Batch:
             sequences += len(micro.names)
         return torch.cat([torch.empty(0, dtype=torch.int64), *parts])
 
+    @property
+    def ended(self) -> Tensor:
+        """int64 [C], the sequences that are valued after their last token, too."""
+        starts = [0, *accumulate(len(micro.names) for micro in self.micro_batches)]
+        parts = [micro.ended + start for micro, start in zip(self.micro_batches, starts, strict=False)]
+        return torch.cat([torch.empty(0, dtype=torch.int64), *parts])
+
     @cached_property
     def behavior_logprobs(self) -> Tensor:
         """float32 [N]"""
@@ -116,6 +131,8 @@ class _Rows:
     starts: Integers
     lengths: Integers
     names: list[Name]
+    ended: NDArray[np.bool_]
+    """Whether the trajectory is valued after its last token."""
 
 
 def check_staleness(groups: Sequence[Group], *, version: int, max_staleness: int) -> None:
@@ -138,11 +155,17 @@ def check_staleness(groups: Sequence[Group], *, version: int, max_staleness: int
 
 
 def make_batch(
-    groups: Sequence[Group], *, tokens_per_microbatch: int, minibatches: int = 1, skip_truncated: bool = False
+    groups: Sequence[Group],
+    *,
+    tokens_per_microbatch: int,
+    minibatches: int = 1,
+    skip_truncated: bool = False,
+    bootstrap_truncated: bool = False,
 ) -> Batch:
     """Packs the trajectories that have action tokens, whole groups to each mini-batch.
 
-    With `skip_truncated` trajectories cut at the token limit are not packed; their rewards stay.
+    With `skip_truncated` trajectories cut at the token limit are not packed; their rewards stay. With
+    `bootstrap_truncated` they are valued after their last token, too.
     Raises InvariantError for a trajectory without a reward, or whose first token is an action.
     """
     named = [((group.ticket, n), trajectory) for group in groups for n, trajectory in enumerate(group.trajectories)]
@@ -163,7 +186,7 @@ def make_batch(
     start = 0
     for number in range(minibatches):
         chosen = np.flatnonzero(trained & (owner.numpy() % minibatches == number))
-        rows = _concatenate([named[i] for i in chosen.tolist()])
+        rows = _concatenate([named[i] for i in chosen.tolist()], bootstrap_truncated)
         parts.append([])
         for packed in pack_groups(rows.lengths, owner.numpy()[chosen], tokens_per_microbatch):
             parts[-1].append(_micro_batch(rows, packed, start))
@@ -215,7 +238,7 @@ def pack(lengths: Integers, capacity: int) -> list[Integers]:
     return [np.sort(np.array(chosen, dtype=np.int64)) for chosen in members]
 
 
-def _concatenate(named: Sequence[tuple[Name, Trajectory]]) -> _Rows:
+def _concatenate(named: Sequence[tuple[Name, Trajectory]], bootstrap_truncated: bool) -> _Rows:
     trajectories = [trajectory for _, trajectory in named]
     lengths = np.array([len(t.tokens) for t in trajectories], dtype=np.int64)
     return _Rows(
@@ -226,6 +249,7 @@ def _concatenate(named: Sequence[tuple[Name, Trajectory]]) -> _Rows:
         starts=np.cumsum(lengths) - lengths,
         lengths=lengths,
         names=[name for name, _ in named],
+        ended=np.array([bootstrap_truncated and t.status == "truncated" for t in trajectories], dtype=np.bool_),
     )
 
 
@@ -262,4 +286,5 @@ def _micro_batch(rows: _Rows, members: Integers, start: int) -> MicroBatch:
         seq=torch.from_numpy(seq),
         names=names,
         start=start,
+        ends=torch.from_numpy((np.cumsum(lengths) - 1)[rows.ended[members]]),
     )

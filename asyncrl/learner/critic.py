@@ -1,8 +1,12 @@
-"""The critic: one value for the state before every action token, trained towards the returns."""
+"""The critic: one value for the state before every action token, trained towards the returns.
+
+Sequences that were cut may have one more, after their last token, which is never trained.
+"""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -29,7 +33,8 @@ class ValueFunction(Protocol):
     """A critic as a training step uses it: in the learner's own processes, or in processes of its own."""
 
     def values(self, batch: Batch, step: int) -> Tensor:
-        """Values [N] of the batch, float32, on the CPU. All ranks call it."""
+        """Values [N + C] of the batch, float32, on the CPU: before its action tokens, then after the last tokens of its
+        `ended` sequences. All ranks call it."""
         ...
 
     def train(self, returns: Tensor) -> None:
@@ -108,13 +113,15 @@ class Critic:
     def values(self, batch: Batch, step: int) -> Tensor:
         self._step = step
         self._minibatches = agree(batch, self.ranks, step)
-        parts = [
-            self.model.score(micro.to(self.ranks.device)).cpu()
-            for minibatch in self._minibatches
-            for micro in minibatch.micro_batches
-        ]
+        parts: list[Tensor] = []
+        ends: list[Tensor] = []
+        for micro in (micro for minibatch in self._minibatches for micro in minibatch.micro_batches):
+            valued = replace(micro, logit_index=torch.cat([micro.logit_index, micro.ends]))
+            values = self.model.score(valued.to(self.ranks.device)).cpu()
+            parts.append(values[: len(micro.logit_index)])
+            ends.append(values[len(micro.logit_index) :])
         self._values = torch.cat(parts)
-        return self._values
+        return torch.cat([self._values, *ends])
 
     def train(self, returns: Tensor) -> None:
         settings, clip = self.config.learner, self.config.critic.clip

@@ -14,10 +14,12 @@ ARRAYS_PER_ROW = 3
 
 
 def pack_row(micro: MicroBatch) -> list[Array]:
-    """Tokens, sequence lengths, and the positions whose hidden states are valued."""
+    """Tokens, sequence lengths, and the positions whose hidden states are valued: one before an action token is never
+    the last of its sequence, so that those are the `ends`."""
     starts = torch.nonzero(micro.position_ids == 0).flatten()
     lengths = torch.diff(starts, append=torch.tensor([len(micro.input_ids)]))
-    return [tensor.to(torch.int32).numpy() for tensor in (micro.input_ids, lengths, micro.logit_index)]
+    valued = torch.cat([micro.logit_index, micro.ends]).sort().values
+    return [tensor.to(torch.int32).numpy() for tensor in (micro.input_ids, lengths, valued)]
 
 
 def check_rows(message: Message, *, minibatches: int, vocabulary: int) -> None:
@@ -57,7 +59,7 @@ def _rows(arrays: list[Array]) -> list[list[Array]]:
 
 
 def _check_row(row: list[Array], sequences: int, vocabulary: int, where: str) -> None:
-    input_ids, lengths, logit_index = row
+    input_ids, lengths, valued = row
     size = len(input_ids)
     if not sequences or len(lengths) != sequences:
         raise ProtocolError(f"{where}: {sequences} names for {len(lengths)} sequences, expected at least one of each")
@@ -68,15 +70,17 @@ def _check_row(row: list[Array], sequences: int, vocabulary: int, where: str) ->
             f"{where}: tokens from {input_ids.min()} to {input_ids.max()}, the critic's vocabulary has {vocabulary}; "
             "set critic.path to a model with the tokens of model.path"
         )
-    if not len(logit_index):
+    if not len(valued):
         return
-    if logit_index[0] < 0 or logit_index[-1] >= size - 1 or np.any(logit_index[:-1] >= logit_index[1:]):
-        raise ProtocolError(f"{where}: valued positions must ascend from 0 and end before the last of {size} tokens")
+    if valued[0] < 0 or valued[-1] >= size or np.any(valued[:-1] >= valued[1:]):
+        raise ProtocolError(f"{where}: valued positions must ascend from 0 and be less than its {size} tokens")
 
 
 def _unpack(row: list[Array], names: list[list[int]]) -> MicroBatch:
-    input_ids, lengths, logit_index = (array.astype(np.int64) for array in row)
+    input_ids, lengths, valued = (array.astype(np.int64) for array in row)
     ends = np.cumsum(lengths)
+    is_last = np.isin(valued, ends - 1)
+    logit_index = valued[~is_last]
     positions = np.arange(len(input_ids)) - np.repeat(ends - lengths, lengths)
     nothing = torch.zeros(len(logit_index))
     return MicroBatch(
@@ -89,4 +93,5 @@ def _unpack(row: list[Array], names: list[list[int]]) -> MicroBatch:
         versions=nothing.long(),
         seq=torch.from_numpy(np.searchsorted(ends, logit_index, side="right")),
         names=[(ticket, number) for ticket, number in names],
+        ends=torch.from_numpy(valued[is_last]),
     )

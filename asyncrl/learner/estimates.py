@@ -24,6 +24,8 @@ class Scores:
     proximal_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
     values: Tensor | None = None
+    after: Tensor | None = None
+    """[C], values after the last tokens of the sequences that are `ended`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,9 @@ def _terms(algorithm: Algorithm, batch: Batch, scores: Scores, penalty: Tensor |
         raise InvariantError("a group came to the learner without the reward of its greedy completion")
     if scores.values is not None:
         terms["values"] = scores.values.double()
+    if scores.after is not None and len(scores.after):
+        terms["bootstrap"] = torch.zeros(batch.num_sequences, dtype=torch.float64)
+        terms["bootstrap"][batch.ended] = scores.after.double()
     if scores.proximal_logprobs is not None:
         terms["log_ratios"] = (scores.proximal_logprobs - batch.behavior_logprobs).double()
     return terms

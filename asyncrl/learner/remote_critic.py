@@ -123,7 +123,7 @@ class CriticServer:
         self._step = 0
         """Of the values that were given last."""
         self._spans: dict[int, list[slice]] = {}
-        """Of every learner rank: where the tokens of its micro-batches are in the joined batch."""
+        """Of every learner rank: where the action tokens of its micro-batches are in the joined batch."""
         self._socket = bind_router(endpoints.critics[critic.ranks.rank], "critic", keys=endpoints.keys)
 
     def serve(self) -> None:
@@ -212,7 +212,8 @@ class CriticServer:
         rows = {rank: unpack_rows(message) for rank, message in messages.items()}
         minibatches: list[list[MicroBatch]] = []
         self._spans = {rank: [] for rank in rows}
-        start = 0
+        ends: dict[int, list[slice]] = {rank: [] for rank in rows}
+        start = num_ends = 0
         for number in range(self.critic.config.learner.minibatches):
             minibatches.append([])
             for rank, own in rows.items():
@@ -220,11 +221,17 @@ class CriticServer:
                     minibatches[-1].append(replace(micro, start=start))
                     self._spans[rank].append(minibatches[-1][-1].span)
                     start += len(micro.targets)
+                    ends[rank].append(slice(num_ends, num_ends + len(micro.ends)))
+                    num_ends += len(micro.ends)
         none = torch.empty(0)
         (step,) = _agreed(messages, "step")
         self._step = step
-        values = self.critic.values(Batch(minibatches, none, none, none), step)
-        return {rank: ("values", {"step": step}, (_gather(values, self._spans[rank]),)) for rank in messages}
+        values, after = self.critic.values(Batch(minibatches, none, none, none), step).split([start, num_ends])
+        parts = {
+            rank: [*(values[span] for span in self._spans[rank]), *(after[span] for span in ends[rank])]
+            for rank in messages
+        }
+        return {rank: ("values", {"step": step}, (torch.cat([none, *own]).numpy(),)) for rank, own in parts.items()}
 
     def _train(self, messages: dict[int, Message]) -> dict[int, tuple[Any, ...]]:
         returns = torch.empty(sum(len(message.arrays[0]) for message in messages.values()))
@@ -296,7 +303,3 @@ def _agreed(messages: dict[int, Message], *names: str) -> tuple[Any, ...]:
     if len(said) > 1:
         raise InvariantError(f"the learner ranks ask the critic for different things: {sorted(said)}")
     return said.pop()
-
-
-def _gather(values: Tensor, spans: list[slice]) -> Array:
-    return torch.cat([torch.empty(0), *(values[span] for span in spans)]).numpy()

@@ -187,6 +187,7 @@ class Learner:
                 tokens_per_microbatch=self.config.learner.tokens_per_microbatch,
                 minibatches=self.config.learner.minibatches,
                 skip_truncated=self.config.algorithm.truncated == "mask",
+                bootstrap_truncated=self.config.algorithm.truncated == "bootstrap",
             )
         except InvariantError as broken:
             error = broken

@@ -145,10 +145,12 @@ class Trainer:
             self._reference = Reference(self.config, self.ranks)
         reference = self._reference if wants_reference else None
         micro_batches = [micro.to(self.ranks.device) for minibatch in minibatches for micro in minibatch.micro_batches]
+        values = self.critic.values(batch, step) if self.critic is not None else None
         return Scores(
             proximal_logprobs=self._join(self.policy.logprobs, micro_batches) if wants_proximal else None,
             ref_logprobs=self._join(reference.logprobs, micro_batches) if reference is not None else None,
-            values=self.critic.values(batch, step) if self.critic is not None else None,
+            values=None if values is None else values[: batch.num_tokens],
+            after=None if values is None else values[batch.num_tokens :],
         )
 
     @staticmethod

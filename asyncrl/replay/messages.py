@@ -234,7 +234,8 @@ class FinishedBody(TypedDict):
 
 @_CLOSED
 class ValueBody(TypedDict):
-    """Packed rows to be valued; the frames are tokens, sequence lengths and valued positions of each."""
+    """Packed rows to be valued; the frames are tokens, sequence lengths and valued positions of each. The answer has
+    the values of positions that are not the last of their sequence, then of those that are."""
 
     rank: Index
     step: Count

@@ -124,28 +124,35 @@ def test_products_that_overflow_stay_in_their_sequence() -> None:
     assert result[seq == 2].tolist() == [1.9375, 1.875, 1.75, 1.5, 1.0]
 
 
-def loop_gae(batch: Batch, gamma: float, lam: float) -> list[float]:
+def loop_gae(batch: Batch, gamma: float, lam: float, bootstrap: list[float]) -> list[float]:
     result: list[float] = []
     advantage = value = 0.0
     rows = list(zip(batch["rewards"], batch["values"], batch["seq"], strict=True))
     for t in reversed(range(len(rows))):
         reward, own, number = rows[t]
         if t + 1 == len(rows) or rows[t + 1][2] != number:
-            advantage = value = 0.0
+            advantage, value = 0.0, bootstrap[number]
         advantage = reward + gamma * value - own + gamma * lam * advantage
         value = own
         result.insert(0, advantage)
     return result
 
 
-@given(episodes, st.sampled_from([(1.0, 1.0), (0.99, 0.95), (0.9, 0.0)]))
-def test_gae(batch: Batch, options: tuple[float, float]) -> None:
+@given(
+    episodes,
+    st.lists(numbers(-2, 2), min_size=5, max_size=5),
+    st.sampled_from([(1.0, 1.0), (0.99, 0.95), (0.9, 0.0)]),
+)
+def test_gae(batch: Batch, bootstrap: list[float], options: tuple[float, float]) -> None:
     rewards, values, seq = double(batch["rewards"]), double(batch["values"]), torch.tensor(batch["seq"])
-    advantages, returns = adv.gae(rewards, values.requires_grad_(), seq, gamma=options[0], lam=options[1])
-    expected = double(loop_gae(batch, *options))
-    torch.testing.assert_close(advantages, expected, **CLOSE)
-    torch.testing.assert_close(returns, expected + values.detach(), **CLOSE)
-    assert not advantages.requires_grad and not returns.requires_grad
+    values.requires_grad_()
+    for last in (None, bootstrap):
+        given_last = None if last is None else double(last)
+        advantages, returns = adv.gae(rewards, values, seq, gamma=options[0], lam=options[1], bootstrap=given_last)
+        expected = double(loop_gae(batch, *options, last or [0.0] * 5))
+        torch.testing.assert_close(advantages, expected, **CLOSE)
+        torch.testing.assert_close(returns, expected + values.detach(), **CLOSE)
+        assert not advantages.requires_grad and not returns.requires_grad
 
 
 @given(episodes)
@@ -189,11 +196,13 @@ def test_vtrace(batch: Batch, bootstrap: list[float], clips: Clips) -> None:
         torch.testing.assert_close(swapped, (result[1], result[0]))
 
 
-@given(episodes, st.sampled_from([1.0, 0.9]))
-def test_vtrace_on_policy_gives_the_returns_of_gae(batch: Batch, gamma: float) -> None:
+@given(episodes, st.sampled_from([1.0, 0.9]), st.sampled_from([None, [2.0, -1.0, 0.5, 3.0, -0.25]]))
+def test_vtrace_on_policy_gives_the_returns_of_gae(batch: Batch, gamma: float, bootstrap: list[float] | None) -> None:
     rewards, values, seq = double(batch["rewards"]), double(batch["values"]), torch.tensor(batch["seq"])
-    targets, advantages = adv.vtrace(torch.zeros_like(rewards), rewards, values, seq, gamma=gamma)
-    torch.testing.assert_close((advantages, targets), adv.gae(rewards, values, seq, gamma=gamma), **CLOSE)
+    last = None if bootstrap is None else double(bootstrap)
+    targets, advantages = adv.vtrace(torch.zeros_like(rewards), rewards, values, seq, gamma=gamma, bootstrap=last)
+    expected = adv.gae(rewards, values, seq, gamma=gamma, bootstrap=last)
+    torch.testing.assert_close((advantages, targets), expected, **CLOSE)
 
 
 # --- whitening ---

@@ -20,7 +20,8 @@ from asyncrl.learner.critic import Critic, CriticModel, ValueHead
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.estimates import Estimates, Scores, estimate
 from asyncrl.learner.trainer import Trainer, token_losses
-from asyncrl.types import Group
+from asyncrl.learner.update import agree
+from asyncrl.types import Group, Trajectory
 
 GAE: dict[str, Any] = {"advantage": "gae", "advantage_options": {"gamma": 0.9, "lam": 0.8}, "loss": "ppo_clip"}
 
@@ -38,9 +39,11 @@ def by_name(batch: Batch, column: Tensor) -> dict[tuple[int, int], list[float]]:
     }
 
 
-def plain_gae(reward: float, values: list[float], penalties: list[float]) -> tuple[list[float], list[float]]:
+def plain_gae(
+    reward: float, values: list[float], penalties: list[float], last: float = 0.0
+) -> tuple[list[float], list[float]]:
     advantages: list[float] = []
-    following = next_value = 0.0
+    following, next_value = 0.0, last
     for t in reversed(range(len(values))):
         r = (reward if t == len(values) - 1 else 0.0) - penalties[t]
         following = r + 0.9 * next_value - values[t] + 0.9 * 0.8 * following
@@ -140,12 +143,65 @@ def test_values_are_those_of_the_state_before_each_action(one_rank: Ranks, tiny_
     values = by_name(batch, critic.values(batch, 1))
     for group in groups:
         for number, trajectory in enumerate(group.trajectories):
-            ids = torch.from_numpy(trajectory.tokens.astype(np.int64)).unsqueeze(0)
-            with torch.no_grad():
-                hidden = plain_body(critic)(input_ids=ids).last_hidden_state
-                expected = critic.model.network.head(hidden[0, :-1])
+            expected = critic.model.network.head(plain_hidden(critic, trajectory)[:-1])
             mask = torch.from_numpy(trajectory.action_mask[1:])
             assert values[(group.ticket, number)] == pytest.approx(expected[mask].tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("advantage", ["gae", "vtrace"])
+def test_a_truncated_trajectory_ends_with_the_value_after_its_last_token(
+    advantage: str, one_rank: Ranks, tiny_model: Path
+) -> None:
+    """Of two sequences in one row the first is cut."""
+    settings = GAE if advantage == "gae" else {"advantage": "vtrace", "loss": "ppo_clip"}
+    config = make_config(tiny_model, algorithm={**settings, "truncated": "bootstrap"})
+    trainer = make_trainer(config, one_rank)
+    critic = trainer.critic
+    assert isinstance(critic, Critic)
+    fill_head(critic.model)
+    groups = make_groups(1)
+    groups[0].trajectories = groups[0].trajectories[1:3]
+    cut, whole = groups[0].trajectories
+    cut.status = "truncated"
+    batch = pack_groups(config, groups)
+    (micro,) = batch.micro_batches
+    assert len(micro.names) == 2 and batch.ended.tolist() == [0]
+    scores = trainer._score(batch, agree(batch, one_rank, 1), 1)
+    assert scores.values is not None and scores.after is not None
+    torch.testing.assert_close(critic.values(pack_groups(make_config(tiny_model), groups), 1), scores.values)
+    hidden = plain_hidden(critic, cut)
+    (last,) = critic.model.network.head(hidden[-1:]).tolist()
+    assert scores.after.tolist() == pytest.approx([last], abs=1e-5) and abs(last) > 0.01
+    got = estimates_of(trainer, batch, scores)
+    values = by_name(batch, scores.values)
+    for number, trajectory, after in ((0, cut, last), (1, whole, 0.0)):
+        own = values[(10, number)]
+        assert got.returns is not None
+        if advantage == "gae":
+            advantages, returns = plain_gae(trajectory.reward, own, [0.0] * len(own), after)
+        else:
+            assert scores.proximal_logprobs is not None
+            log_ratios = by_name(batch, scores.proximal_logprobs - batch.behavior_logprobs)[(10, number)]
+            advantages, returns = plain_vtrace(trajectory.reward, own, log_ratios, after)
+        assert by_name(batch, got.advantages)[(10, number)] == pytest.approx(advantages, abs=1e-5)
+        assert by_name(batch, got.returns)[(10, number)] == pytest.approx(returns, abs=1e-5)
+    metrics = [make_trainer(config, one_rank).train(batch, step=1) for _ in range(2)]
+    assert metrics[0] == metrics[1]
+
+
+def plain_vtrace(
+    reward: float, values: list[float], log_ratios: list[float], last: float
+) -> tuple[list[float], list[float]]:
+    advantages: list[float] = []
+    targets: list[float] = []
+    target = next_value = last
+    for t in reversed(range(len(values))):
+        r, ratio = reward if t == len(values) - 1 else 0.0, min(1.0, float(np.exp(log_ratios[t])))
+        advantages.insert(0, ratio * (r + target - values[t]))
+        target = values[t] + ratio * (r + next_value - values[t]) + ratio * (target - next_value)
+        next_value = values[t]
+        targets.insert(0, target)
+    return advantages, targets
 
 
 def fill_head(model: CriticModel) -> None:
@@ -153,9 +209,16 @@ def fill_head(model: CriticModel) -> None:
         model.network.head.weight.normal_(generator=torch.Generator().manual_seed(0))
 
 
-def plain_body(critic: Critic) -> Any:
-    critic.model.model.set_attn_implementation("sdpa")
-    return critic.model.model.base_model
+@torch.no_grad()
+def plain_hidden(critic: Critic, trajectory: Trajectory) -> Tensor:
+    """Last hidden states of all tokens of the trajectory, by itself and without packing."""
+    model = critic.model.model
+    packed = model.config._attn_implementation
+    model.set_attn_implementation("sdpa")
+    ids = torch.from_numpy(trajectory.tokens.astype(np.int64)).unsqueeze(0)
+    hidden = model.base_model(input_ids=ids).last_hidden_state[0]
+    model.set_attn_implementation(packed)
+    return hidden
 
 
 def test_values_are_not_rounded_to_bfloat16() -> None:

@@ -16,6 +16,7 @@ from worlds import GAE_CONFIG, critic_endpoints, make_config, make_groups, pack_
 
 from asyncrl.endpoints import Endpoints
 from asyncrl.errors import InvariantError, PeerTimeoutError, RunError
+from asyncrl.learner.batch import Batch, Name
 from asyncrl.learner.critic import Critic
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.remote_critic import CriticServer, RemoteCritic, _agreed
@@ -39,8 +40,11 @@ def addresses(free_port: Callable[[], int]) -> Endpoints:
 def test_two_learner_ranks_and_one_critic_rank(
     addresses: Endpoints, one_rank: Ranks, tiny_model: Path, tmp_path: Path
 ) -> None:
-    config = make_config(tiny_model, **GAE_CONFIG, replay={"groups_per_step": 8}, launch={"learners": 2})
+    sections = GAE_CONFIG | {"algorithm": {**GAE_CONFIG["algorithm"], "truncated": "bootstrap"}}
+    config = make_config(tiny_model, **sections, replay={"groups_per_step": 8}, launch={"learners": 2})
     groups = make_groups()
+    for group, number in ((0, 1), (2, 0), (2, 3), (4, 2)):
+        groups[group].trajectories[number].status = "truncated"
     batches = [pack_groups(config, groups[:4]), pack_groups(config, groups[4:])]
     local = Critic(make_config(tiny_model, **GAE_CONFIG), one_rank)
     both = pack_groups(config, groups)
@@ -54,6 +58,11 @@ def test_two_learner_ranks_and_one_critic_rank(
             expected = local.values(both, step)
             returns = torch.linspace(-1, 1, both.num_tokens)
             named = {n: (v, r) for n, v, r in rows(both, expected, returns)}
+            after = values_after(both, expected)
+            for batch, own in zip(batches, values, strict=True):
+                own_after = values_after(batch, own)
+                assert own_after == pytest.approx({name: after[name] for name in own_after}, abs=1e-5, rel=1e-4)
+            assert sum(len(own) - batch.num_tokens for batch, own in zip(batches, values, strict=True)) == len(after)
             for batch, own in zip(batches, values, strict=True):
                 for name, value, _ in rows(batch, own, own):
                     torch.testing.assert_close(value, named[name][0], atol=1e-5, rtol=1e-4)
@@ -111,6 +120,12 @@ def rows(batch, *columns):  # type: ignore[no-untyped-def]
     for micro in batch.micro_batches:
         for number, name in enumerate(micro.names):
             yield name, *(column[micro.span][micro.seq == number] for column in columns)
+
+
+def values_after(batch: Batch, values: torch.Tensor) -> dict[Name, float]:
+    """The values after the last tokens of the trajectories that were cut."""
+    names = [name for micro in batch.micro_batches for name in micro.names]
+    return {names[seq]: value for seq, value in zip(batch.ended, values[batch.num_tokens :].tolist(), strict=True)}
 
 
 def test_an_error_of_the_critic_reaches_its_learners(
@@ -171,7 +186,7 @@ def refusal(peer: Connection, kind: str, body: Any, arrays: list[np.ndarray]) ->
         ([[TOKENS, [2**31 - 1] * 2, VALUED]], [NAMES], [1, 0], "row 0: lengths of at least 1"),
         ([[[], [], []]], [[]], [1, 0], "row 0: 0 names for 0 sequences"),
         ([[TOKENS, LENGTHS, VALUED]], [NAMES[:1]], [1, 0], "row 0: 1 names for 2 sequences"),
-        ([[TOKENS, LENGTHS, [4]]], [NAMES], [1, 0], "row 0: valued positions must ascend from 0"),
+        ([[TOKENS, LENGTHS, [5]]], [NAMES], [1, 0], "row 0: valued positions must ascend from 0"),
         ([[TOKENS, LENGTHS, [-1]]], [NAMES], [1, 0], "row 0: valued positions must ascend from 0"),
         ([[TOKENS, LENGTHS, [1] * 9]], [NAMES], [1, 0], "row 0: valued positions must ascend from 0"),
         ([[[1, 48], [2], [0]]], [[[1, 0]]], [1, 0], "row 0: tokens from 1 to 48, the critic's vocabulary has 48"),

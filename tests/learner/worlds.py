@@ -139,7 +139,12 @@ def make_groups(count: int = 6, *, seed: int = 0, version: int = 0) -> list[Grou
 
 def pack_groups(config: Config, groups: Sequence[Group]) -> Batch:
     settings = config.learner
-    return make_batch(groups, tokens_per_microbatch=settings.tokens_per_microbatch, minibatches=settings.minibatches)
+    return make_batch(
+        groups,
+        tokens_per_microbatch=settings.tokens_per_microbatch,
+        minibatches=settings.minibatches,
+        bootstrap_truncated=config.algorithm.truncated == "bootstrap",
+    )
 
 
 def make_trainer(config: Config, ranks: Ranks) -> Trainer:
