@@ -23,7 +23,7 @@ from asyncrl.launch.resume import changes, refuse_changes
 from asyncrl.launch.role import RoleSpec
 from asyncrl.launch.tensors import first_difference
 from asyncrl.observe.logs import configure_logs
-from asyncrl.observe.report import read_metrics
+from asyncrl.observe.report import OF_STEP, read_metrics
 from asyncrl.rewards.reward_model import uses_reward_model
 
 log = structlog.get_logger()
@@ -143,17 +143,18 @@ def watch(launcher: LocalLauncher, config: Config, out: Path, interrupts: Interr
 
 def show_metrics(console: Console, run_dir: Path, out: Path) -> None:
     """First and last values of the metrics that tell most, beside those of the run in the same steps."""
-    rows = [row for row in read_metrics(out / "metrics.jsonl") if "learner/loss" in row]
+    rows = [row for row in read_metrics(out / "metrics.jsonl") if OF_STEP in row]
     steps = {row["step"] for row in rows}
-    theirs = [row for row in read_metrics(run_dir / "metrics.jsonl") if row["step"] in steps and "learner/loss" in row]
-    console.print(f"{len(rows)} steps", highlight=False)
+    theirs = [row for row in read_metrics(run_dir / "metrics.jsonl") if row["step"] in steps and OF_STEP in row]
+    skipped = int(sum(row.get("learner/skipped_updates", 0) for row in rows))
+    console.print(f"{len(rows)} steps" + (f", {skipped} updates skipped" if skipped else ""), highlight=False)
     if not rows:
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("metric", "first", "last", "run first", "run last"):
         table.add_column(title, justify="left" if title == "metric" else "right", no_wrap=True)
     for name in SHOWN:
-        if name in rows[0]:
+        if any(name in row for row in rows):
             ends = [*(rows[i].get(name) for i in (0, -1)), *(theirs[i].get(name) for i in (0, -1) if theirs)]
             table.add_row(name, *("-" if value is None else f"{value:.6g}" for value in ends))
     console.print(table)

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 LATEST_STEPS = 20
 """That the table of staleness is of, in the mean."""
+OF_STEP = "learner/tokens"
+"""A metric of every step, and of nothing else."""
 SHOWN_ELSEWHERE = ("bottleneck", "ledger", "bias", "simulated_gains")
 """Parts of the summary with a place of their own on the page."""
 

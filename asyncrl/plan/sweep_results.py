@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from asyncrl.errors import DataError
 from asyncrl.files import read_json
-from asyncrl.observe.report import read_metrics
+from asyncrl.observe.report import OF_STEP, read_metrics
 from asyncrl.plan.sweep import Cell, status_of
 
 SMOOTHED_STEPS = 5
@@ -85,9 +85,7 @@ class SweepResults:
 def read_cell(cell: Cell) -> CellResult:
     """Of a run that has finished."""
     summary: dict[str, Any] = read_json(cell.run_dir / "summary.json")
-    rows = [
-        row for row in read_metrics(cell.run_dir / "metrics.jsonl") if "reward/mean" in row and "learner/loss" in row
-    ]
+    rows = [row for row in read_metrics(cell.run_dir / "metrics.jsonl") if "reward/mean" in row and OF_STEP in row]
     ess = [row["correction/ess"] for row in rows[len(rows) // 2 :] if "correction/ess" in row]
     return CellResult(
         max_staleness=cell.max_staleness,

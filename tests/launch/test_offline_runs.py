@@ -64,7 +64,10 @@ def test_only_the_owner_can_enter_the_folder_of_results(tmp_path: Path) -> None:
 
 def test_metrics_are_shown_beside_those_of_the_run(tmp_path: Path) -> None:
     for name, factor, steps in (("run", 1.0, 5), ("out", 2.0, 3)):
-        rows = [{"step": s, "learner/loss": factor * s, "correction/ess": 0.5} for s in range(1, steps + 1)]
+        rows = [
+            {"step": s, "learner/tokens": 9.0, "learner/loss": factor * s, "correction/ess": 0.5}
+            for s in range(1, steps + 1)
+        ]
         (tmp_path / name).mkdir()
         lines = [json.dumps(row) for row in [*rows, {"step": 3, "eval/reward": 1.0}]]
         (tmp_path / name / "metrics.jsonl").write_text("\n".join(lines) + "\n")
@@ -75,3 +78,18 @@ def test_metrics_are_shown_beside_those_of_the_run(tmp_path: Path) -> None:
     lines = [line.split() for line in text.splitlines()]
     assert ["learner/loss", "2", "6", "1", "3"] in lines
     assert ["correction/ess", "0.5", "0.5", "0.5", "0.5"] in lines
+
+
+def test_steps_whose_updates_were_skipped_are_shown(tmp_path: Path) -> None:
+    rows = [
+        {"step": 1, "learner/tokens": 9.0, "learner/skipped_updates": 2.0},
+        {"step": 2, "learner/tokens": 9.0, "learner/skipped_updates": 0.0, "learner/loss": 0.5},
+    ]
+    for name in ("run", "out"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    console = Console(file=io.StringIO(), width=120)
+    show_metrics(console, tmp_path / "run", tmp_path / "out")
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "2 steps, 2 updates skipped" in text
+    assert ["learner/loss", "-", "0.5", "-", "0.5"] in [line.split() for line in text.splitlines()]

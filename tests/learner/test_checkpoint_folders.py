@@ -97,6 +97,9 @@ def test_an_evaluation_is_the_better_judge(make: Make, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "checkpoints/step-000002/checkpoint.json").read_text())["reward"] == 0.3
     save(checkpoints, 3, rewards={3: 0.8})
     assert names(tmp_path) == ["step-000002", "step-000003"]
+    checkpoints.evaluated(1, 0.9)  # it is removed
+    checkpoints.evaluated(7, 0.9)  # it never was
+    assert checkpoints._evaluations == {}
     assert make().newest() == 3
 
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.plan.sweep import Sweep, parse_limits, run_cells, status_of
 from asyncrl.plan.sweep_report import print_results, write_sweep_report
-from asyncrl.plan.sweep_results import read_results, recommend, smoothed
+from asyncrl.plan.sweep_results import read_cell, read_results, recommend, smoothed
 from tests.helpers.replay import small_config
 from tests.plan.made_runs import make_run
 
@@ -124,6 +124,15 @@ def test_results_of_all_cells(sweep: Sweep, tmp_path: Path) -> None:
     page = (tmp_path / "sweep.html").read_text()
     assert "&lt;try&gt;" in page
     assert "Pareto front" in page
+
+
+def test_a_step_without_an_update_counts(sweep: Sweep) -> None:
+    run_cells(sweep, quiet(), MadeRuns())
+    file = sweep.cells[0].run_dir / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    del rows[3]["learner/loss"], rows[3]["correction/ess"]
+    file.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"step": 12, "eval/reward": 1.0}]))
+    assert read_cell(sweep.cells[0]).steps == list(range(1, 13))
 
 
 def test_a_partial_sweep_has_results_and_an_empty_one_none(sweep: Sweep) -> None:
