@@ -15,7 +15,9 @@ from typing import Any
 
 import psutil
 
+from asyncrl.launch.folder import read_endpoints
 from asyncrl.launch.zygote import Zygote
+from asyncrl.replay.client import LauncherClient
 from tests.helpers.preloaded import Command
 
 SMALL = [
@@ -41,8 +43,7 @@ class Launched:
         return self.folder / "runs" / self.run
 
     def events(self, role: str) -> list[dict[str, Any]]:
-        path = self.run_dir / "logs" / f"{role}.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+        return _read_lines(self.run_dir / "logs" / f"{role}.jsonl")
 
     def starts(self, role: str) -> list[int]:
         """Process ids of the role's starts in all launches of the run."""
@@ -53,8 +54,20 @@ class Launched:
         return self.starts(role)[-1]
 
     def rows(self) -> list[dict[str, float]]:
-        path = self.run_dir / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+        return _read_lines(self.run_dir / "metrics.jsonl")
+
+    def tokens(self) -> dict[int, int]:
+        """What each generator that is up has generated so far, by its index."""
+        client = LauncherClient(read_endpoints(self.run_dir), timeout_s=30.0)
+        try:
+            return {int(index): generator["tokens"] for index, generator in client.status()["generators"].items()}
+        finally:
+            client.close()
+
+    def await_tokens(self, generator: int) -> None:
+        """Returns when the generator has generated some from now on."""
+        before = self.tokens().get(generator, 0)
+        self.wait_until(lambda: self.tokens().get(generator, 0) > before, what=f"tokens of generator {generator}")
 
     def wait_until(self, condition: Callable[[], bool], *, what: str, timeout_s: float = 120.0) -> None:
         deadline_s = time.monotonic() + timeout_s
@@ -101,6 +114,12 @@ class Launched:
             if psutil.pid_exists(pid):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
+
+
+def _read_lines(path: Path) -> list[Any]:
+    """What the complete lines of a JSONL file hold; the last one may be in the middle of its write."""
+    lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def _runs(pid: int) -> bool:

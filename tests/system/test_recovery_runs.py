@@ -88,6 +88,7 @@ def scale(run: Launched, asyncrl: Asyncrl) -> None:
     kept = run.pid("generator-0")
     told = asyncrl("scale", "--run", run.run, "--generators", "2", timeout_s=190)
     assert "generators 1 -> 2: generator-1 is up after" in told
+    run.await_tokens(1)
     run.wait_for_step(len(run.rows()) + 3)
     told = asyncrl("scale", "--run", run.run, "--generators", "1", timeout_s=190)
     assert "generators 2 -> 1: generator-1 has left after" in told
