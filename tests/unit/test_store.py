@@ -92,7 +92,14 @@ def test_a_ring_ends_the_pause_of_every_caller_and_none_is_missed(address: str, 
         started = time.monotonic()
         client.await_ring(0.1)
         assert time.monotonic() - started >= 0.1, "it rang once"
+    timer = threading.Timer(0.1, server.ring)
+    timer.start()
+    for client in clients:
+        started = time.monotonic()
+        client.await_ring(20.0)
+        assert time.monotonic() - started < 10.0, "also while nobody asks"
         client.close()
+    timer.join()
 
 
 @pytest.mark.parametrize("what", ["answer", "ring"])
@@ -144,8 +151,12 @@ def test_it_holds_so_much_and_no_more(client: StoreClient, monkeypatch: pytest.M
     client.set("large", bytes(900))
     with pytest.raises(StoreError, match="the store is full: 1 keys, 905 bytes"):
         client.set("more", bytes(92))
-    with pytest.raises(StoreError, match="an answer of 1800 bytes is too large"):
-        client.peek(["large", "large"])
+    for ask in (client.peek, lambda keys: client.wait(keys, 10.0)):
+        with pytest.raises(StoreError, match="an answer of 1800 bytes is too large"):
+            ask(["large", "large"])
+    for _ in range(2):  # what was replaced or deleted takes no room
+        client.set("large", bytes(900))
+        client.delete("large")
     client.set("large", b"")
     for number in range(19):
         client.add(f"n{number}", 1)
@@ -153,8 +164,25 @@ def test_it_holds_so_much_and_no_more(client: StoreClient, monkeypatch: pytest.M
         client.add("one more", 1)
     with pytest.raises(StoreError, match="large holds b'', which is no number"):
         client.add("large", 1)
+    with pytest.raises(StoreError, match="2 keys where one is needed"):
+        client._ask("add", ["a", "b"], more=1)
     with pytest.raises(StoreError, match="a key of 600 characters"):
         Values().set("x" * 600, b"")
+    monkeypatch.setattr(module, "MAX_VALUE_BYTES", 100)
+    with pytest.raises(StoreError, match="a key of 1 characters with 101 bytes is too large"):
+        Values().set("x", bytes(101))
+
+
+def test_of_too_many_callers_the_one_longest_silent_is_forgotten(
+    address: str, server: StoreServer, client: StoreClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_CLIENTS", 1)
+    other = StoreClient(address, timeout_s=10.0)
+    server.ring()
+    other.await_ring(10.0)
+    assert not client._dealer.poll(100), "it is not rung for"
+    assert client.add("n", 1) == 1, "it is served when it asks"
+    other.close()
 
 
 RUBBISH = [
@@ -181,10 +209,15 @@ def test_rubbish_is_counted_and_not_answered_and_who_sends_much_of_it_is_cut_off
             stranger.send_multipart(frames)
         hello = {"number": 1, "what": "hello", "keys": [], "value": b"", "more": 0, "timeout_s": 0.0}
         stranger.send(msgpack.packb(hello))
+        deadline = time.monotonic() + 10.0
+        while server.offenders.bad_messages <= MAX_BAD_MESSAGES:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
         assert not stranger.poll(200)
     assert client.add("n", 1) == 1
     assert server.offenders.bad_messages == MAX_BAD_MESSAGES + 1
     assert {entry["event"] for entry in logs} == {"bad message to a store"}
+    assert [entry["total"] for entry in logs] == [1, 2, 4, 8, 16], "one line for each doubling"
     assert len(server.values) == 1
     stranger.close(linger=0)
 
@@ -218,9 +251,15 @@ def test_with_keys_a_stranger_gets_nothing_changes_nothing_and_is_counted(
     server = StoreServer("tcp://127.0.0.1:*", "weights", keys=str(keys))
     address = server._socket.getsockopt_string(zmq.LAST_ENDPOINT)
     with capture_logs() as logs:
-        for stranger in ("", str(others)):
-            with pytest.raises(StoreLostError):
-                StoreClient(address, keys=stranger, timeout_s=0.3)
+
+        def end_when_refused() -> None:
+            if logs:
+                raise StoreLostError("refused")
+
+        with pytest.raises(StoreLostError):
+            StoreClient(address, timeout_s=0.3)
+        with pytest.raises(StoreLostError):  # the connection may end before this is noticed
+            StoreClient(address, keys=str(others), timeout_s=20.0, check=end_when_refused)
     assert [entry["event"] for entry in logs] == ["a peer with a foreign key was refused"]
     client = StoreClient(address, keys=str(keys), timeout_s=10.0)
     assert client.peek(["x"]) == [None]
