@@ -1,0 +1,141 @@
+"""`python -m tests`, on small folders of tests: every part runs, and nothing that fails is hidden."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+PARTS = {
+    "others": "tests/unit/test_others.py",
+    "generator": "tests/generator/test_generator.py",
+    "learner": "tests/learner/test_learner.py",
+    "system": "tests/system/test_system.py",
+}
+CONFTEST = f"""
+import sys
+sys.path.insert(0, {str(REPOSITORY)!r})
+from tests.conftest import pytest_make_collect_report, pytest_runtest_makereport
+"""
+SETTINGS = "[pytest]\nmarkers =\n  slow: -\n  system: -\n"
+TEST = """
+import os, time
+from pathlib import Path
+import pytest
+
+def await_file(name):
+    deadline_s = time.monotonic() + 60
+    while not Path(name).exists():
+        assert time.monotonic() < deadline_s, name
+        time.sleep(0.01)
+
+{marks}
+def test():
+    Path("{part}.pid").write_text(str(os.getpid()))
+    {body}
+    Path("{part}").touch()
+"""
+
+
+def write_tests(folder: Path, *, mark: str = "", **bodies: str) -> None:
+    """One test for each part; it leaves a file of the part's name when its body passes."""
+    (folder / "conftest.py").write_text(CONFTEST)
+    (folder / "pytest.ini").write_text(SETTINGS)
+    (folder / "tests" / "weights").mkdir(parents=True)  # the other folder of the learner's part
+    for part, file in PARTS.items():
+        marks = [mark] if mark else []
+        marks += ["@pytest.mark.system"] if part == "system" else []
+        (folder / file).parent.mkdir(parents=True)
+        (folder / file).write_text(TEST.format(part=part, marks="\n".join(marks), body=bodies.get(part, "pass")))
+
+
+def start(folder: Path, *arguments: str, may_skip: bool = True) -> subprocess.Popen[str]:
+    environment = {**os.environ, "ASYNCRL_MAY_SKIP": "1" if may_skip else "0", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    return subprocess.Popen(
+        [sys.executable, str(REPOSITORY / "tests" / "__main__.py"), *arguments],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def run(folder: Path, *arguments: str, may_skip: bool = True) -> tuple[int, str, list[str]]:
+    """Exit code, output, and the parts whose tests passed."""
+    process = start(folder, *arguments, may_skip=may_skip)
+    output, _ = process.communicate(timeout=100)
+    return process.returncode, output, [part for part in PARTS if (folder / part).exists()]
+
+
+def test_parts_run_beside_one_another_and_the_system_tests_after_them(tmp_path: Path) -> None:
+    write_tests(
+        tmp_path,
+        others="await_file('learner')",
+        generator="await_file('others.pid')",
+        learner="assert Path('generator').exists()",
+        system="assert Path('others').exists() and Path('learner').exists()",
+    )
+    code, output, passed = run(tmp_path)
+    assert (code, passed) == (0, list(PARTS)), output
+    *lines, total = output.splitlines()[-5:]
+    assert [line.split()[0] for line in lines] == list(PARTS)
+    assert all("1 passed" in line for line in lines)
+    assert total.startswith("total ") and total.endswith(" s, passed")
+
+
+@pytest.mark.parametrize(
+    ("failing", "body"),
+    [
+        (["others"], "pytest.skip('not here')"),
+        (["generator", "system"], "assert False"),
+        (["learner"], "os._exit(3)"),
+    ],
+)
+def test_a_part_that_fails_hides_no_other(tmp_path: Path, failing: list[str], body: str) -> None:
+    write_tests(tmp_path, **dict.fromkeys(failing, body))
+    code, output, passed = run(tmp_path, may_skip=False)
+    assert (code, passed) == (1, [part for part in PARTS if part not in failing]), output
+    assert output.endswith(f" s, failed: {', '.join(failing)}\n")
+
+
+def test_a_skipped_test_fails_only_where_nothing_may_be_skipped(tmp_path: Path) -> None:
+    write_tests(tmp_path, generator="pytest.skip('not here')")
+    code, output, passed = run(tmp_path)
+    assert (code, passed) == (0, ["others", "learner", "system"]), output
+
+
+def test_slow_tests_run_in_all_and_a_part_may_have_none(tmp_path: Path) -> None:
+    write_tests(tmp_path)
+    (tmp_path / "tests" / "unit" / "test_slow.py").write_text(
+        "import pytest\nfrom pathlib import Path\n@pytest.mark.slow\ndef test():\n    Path('slow').touch()\n"
+    )
+    code, output, passed = run(tmp_path, "all")
+    assert (code, passed, (tmp_path / "slow").exists()) == (0, [], True), output
+    (tmp_path / "slow").unlink()
+    (tmp_path / PARTS["generator"]).unlink()
+    code, output, passed = run(tmp_path)
+    assert (code, passed, (tmp_path / "slow").exists()) == (1, ["others", "learner", "system"], False), output
+    assert output.endswith(" s, failed: generator\n"), "a part without tests has lost them"
+
+
+def test_an_interrupted_runner_leaves_no_part(tmp_path: Path) -> None:
+    write_tests(tmp_path, others="time.sleep(100)", generator="time.sleep(100)")
+    process = start(tmp_path)
+    pids = [tmp_path / f"{part}.pid" for part in ("others", "generator")]
+    deadline_s = time.monotonic() + 60
+    while not all(file.exists() and file.read_text() for file in pids):
+        assert process.poll() is None and time.monotonic() < deadline_s
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert output.endswith("interrupted\n")
+    assert not any(psutil.pid_exists(int(file.read_text())) for file in pids)
