@@ -185,7 +185,10 @@ def once() -> Callable[[], bool]:
     return lambda: next(answers)
 
 
-def test_learner_waiting_for_a_batch_outlives_its_timeout(served: ReplayQueue, endpoints: Endpoints) -> None:
+def test_learner_waiting_for_a_batch_outlives_its_timeout(
+    served: ReplayQueue, endpoints: Endpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "TAKE_ANSWER_S", 0.2)
     learner, launcher = LearnerClient(endpoints, 0, timeout_s=2.0), LauncherClient(endpoints)
     with ThreadPoolExecutor(1) as pool:
         taking = pool.submit(learner.take, 1)

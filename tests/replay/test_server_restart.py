@@ -253,23 +253,25 @@ def test_answers_without_sense_are_counted_and_end_at_the_deadline(
         peer.close()
 
 
+@pytest.mark.parametrize("kind", ["ask", "take"])
 def test_requests_without_an_answer_are_sent_again_less_and_less_often(
-    endpoints: Endpoints, monkeypatch: pytest.MonkeyPatch
+    endpoints: Endpoints, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.setattr(client_module, "RESEND_S", 0.1)
     router = bind_router(endpoints.replay, "replay")
-    generator, learner = GeneratorClient(endpoints, 0, timeout_s=1.3), LearnerClient(endpoints, 0, timeout_s=1.3)
+    generator, learner = GeneratorClient(endpoints, 0, timeout_s=1.4), LearnerClient(endpoints, 0, timeout_s=1.4)
     try:
-        generator.ask(0, 1, GeneratorStats())
-        with pytest.raises(PeerTimeoutError, match="did not answer 'take'"):
-            learner.take(1)
-        with pytest.raises(PeerTimeoutError, match="did not answer 'ask'"):
-            poll(generator, lambda _: False)
+        with pytest.raises(PeerTimeoutError, match=f"did not answer '{kind}'"):
+            if kind == "take":
+                learner.take(1)
+            else:
+                generator.ask(0, 1, GeneratorStats())
+                poll(generator, lambda _: False)
         kinds: list[str] = []
-        while router.poll(100):
+        while router.poll(5000 if len(kinds) < 2 else 200):
             kinds.append(msgpack.unpackb(router.recv_multipart()[1])["kind"])
-        assert kinds.count("take") == 4, "after 0.1, 0.2, 0.4 and not yet 0.8 s more"
-        assert 1 <= kinds.count("ask") <= 3
+        assert set(kinds) == {kind}
+        assert 2 <= len(kinds) <= 4, "at first, and 0.1, 0.3 and 0.7 s later, not yet 1.5 s; fewer on a busy machine"
     finally:
         generator.close(linger_s=0.0)
         learner.close()

