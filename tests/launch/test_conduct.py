@@ -20,7 +20,7 @@ from asyncrl.launch.run import Run
 from tests.helpers.replay import loopback_endpoints, small_config
 from tests.helpers.sockets import socket_address
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(240)
 
 REPLAY = str(Path(__file__).with_name("stand_in_replay.py"))
 UNTIL = "import os, sys, time\nwhile time.time() < {until_s} and not os.path.exists({stopped!r}): time.sleep(0.02)\n"

@@ -27,7 +27,7 @@ def test_checkpoint_stands_for_its_model(tmp_path: Path, monkeypatch: pytest.Mon
         use_folder(config, "nowhere")
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(240)
 def test_reward_model_listens_on_this_machine_whatever_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     served: list[Endpoints] = []
     up = threading.Event()

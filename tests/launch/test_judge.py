@@ -18,7 +18,7 @@ from asyncrl.plan import measured, tail
 from asyncrl.plan.verdict import Verdict
 from tests.plan.made_runs import append_log, make_run
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(240)
 
 STATUS: dict[str, Any] = {"step": 5, "generator_idle": 0.2, "learner_idle": 0.01}
 STEPS = 30

@@ -13,7 +13,7 @@ from rich.console import Console
 from asyncrl.launch.lasting import lasting
 from asyncrl.observe.live import LiveView
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(240)
 
 
 def test_a_terminal_that_was_closed_does_not_end_the_run() -> None:

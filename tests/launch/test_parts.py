@@ -9,7 +9,7 @@ from rich.console import Console
 
 from asyncrl.launch.parts import print_parts, tables
 
-pytestmark = pytest.mark.timeout(100)
+pytestmark = pytest.mark.timeout(240)
 
 
 def test_every_part_is_described_as_it_is_written() -> None:

@@ -18,7 +18,7 @@ from asyncrl.observe.report import read_metrics
 from tests.helpers.cli import asyncrl
 from tests.helpers.replay import loopback_endpoints, small_config
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from asyncrl.launch.folder import RunFolder
 from asyncrl.launch.scale import Change
 from tests.helpers.replay import loopback_endpoints, small_config
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(240)
 
 Heard = dict[str, tuple[float, int]]
 

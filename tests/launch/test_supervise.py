@@ -22,7 +22,7 @@ from asyncrl.launch.supervise import GRACE_S, Supervisor
 from asyncrl.launch.unit import SETTLED_S, Unit
 from tests.helpers.replay import loopback_endpoints, small_config
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(240)
 
 SLEEP = "import time; time.sleep(600)"
 
@@ -100,7 +100,7 @@ class Stage:
         return [role.process.pid for role in self.unit(name).processes]
 
     def await_end(self, name: str, rank: int = 0) -> None:
-        self.unit(name).processes[rank].process.wait(10)
+        self.unit(name).processes[rank].process.wait(30)
 
     def run_code(self, name: str, code: str) -> None:
         """Starts the one process of a unit anew with this code, and waits for its end."""
@@ -233,7 +233,7 @@ def test_process_that_does_not_die_is_named_and_left_behind(stage: Make, monkeyp
         assert one.queue.lost_generators == [1]
     finally:
         kill_group(stuck)
-        stuck.process.wait(10)
+        stuck.process.wait(30)
 
 
 def test_zero_restarts_end_the_run_at_the_first_death(stage: Make) -> None:
@@ -449,7 +449,7 @@ def test_learners_that_ended_well_have_ended(stage: Make) -> None:
     one.supervisor.restart(one.supervisor.learners, "test", one.now_s)
     one.tick()
     one.await_end("learner")
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + 30
     while not one.supervisor.learners_ended and time.monotonic() < deadline_s:
         time.sleep(0.01)
     one.tick()

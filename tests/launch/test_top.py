@@ -15,7 +15,7 @@ from asyncrl.launch.folder import RunFolder
 from asyncrl.launch.top import top
 from tests.helpers.replay import loopback_endpoints, small_config
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(240)
 
 STATUS: dict[str, Any] = {
     "step": 3, "reward": 0.5, "staleness_mean": 1.5, "staleness_max": 2, "tokens_per_s": 1234.0,

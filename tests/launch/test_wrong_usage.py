@@ -22,7 +22,7 @@ from asyncrl.launch.evaluate import check_out
 from tests.helpers.cli import asyncrl
 from tests.helpers.inputs import make_inputs
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(240)
 
 NOT_UTF8 = b"\xff\xfe is no text"
 ONE_LINE = re.compile(r"(importing [^\n]+ \.\.\.\n)*error: [^\n]+\n")

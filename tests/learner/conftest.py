@@ -44,6 +44,6 @@ def two_ranks(tiny_model: Path, free_port: Callable[[], int], tmp_path_factory: 
     from worlds import spawn
 
     out = tmp_path_factory.mktemp("two_ranks")
-    codes = spawn("two_ranks.py", tiny_model, out, free_port(), ranks=2, timeout_s=100)
+    codes = spawn("two_ranks.py", tiny_model, out, free_port(), ranks=2, timeout_s=220)
     assert codes == [0, 0], (out / "0.log").read_text()[-2000:] + (out / "1.log").read_text()[-2000:]
     return out

@@ -16,7 +16,7 @@ config = make_config(
     model,
     **GAE_CONFIG,
     replay={"groups_per_step": 8},
-    launch={"learners": learners, "start_timeout_s": 60, "progress_timeout_s": 30},
+    launch={"learners": learners, "start_timeout_s": 60, "progress_timeout_s": 120},
 )
 out = Path.cwd()
 run_critic(config, rank=0, endpoints=critic_endpoints(port), run_dir=out, out_dir=out, should_stop=lambda: False)

@@ -156,7 +156,7 @@ def test_truncated_trajectories_are_valued_after_their_last_token_when_asked(lea
 
 def run_two(model: Path, out: Path, port: int) -> dict[str, Tensor]:
     """Runs `run_two.py` and gives the weights it sent, by version and name."""
-    codes = spawn("run_two.py", model, out, port, ranks=2, timeout_s=90)
+    codes = spawn("run_two.py", model, out, port, ranks=2, timeout_s=220)
     assert codes == [0, 0], (out / "0.log").read_text()[-2000:] + (out / "1.log").read_text()[-2000:]
     sent = out / "sent.safetensors"
     return load_file(sent) if sent.exists() else {}

@@ -24,7 +24,7 @@ State = dict[str, Tensor]
 def two(tiny_model: Path, free_port: Callable[[], int], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with the results of `state_ranks.py`."""
     out = tmp_path_factory.mktemp("state_ranks")
-    codes = spawn("state_ranks.py", tiny_model, out, free_port(), ranks=2, timeout_s=100)
+    codes = spawn("state_ranks.py", tiny_model, out, free_port(), ranks=2, timeout_s=220)
     assert codes == [0, 0], (out / "0.log").read_text()[-2000:] + (out / "1.log").read_text()[-2000:]
     return out
 

@@ -94,7 +94,7 @@ def main(rank: int, port: int, model: Path, out: Path) -> None:
     head.CHUNK_BYTES = 4 * 48 * 7  # log-probs in chunks, more of them on rank 0
     errors: dict[str, Any] = {}
     try:
-        with connected(endpoints(port), rank, 2, start_timeout_s=60, timeout_s=30) as ranks:
+        with connected(endpoints(port), rank, 2, start_timeout_s=120, timeout_s=60) as ranks:
             for name, sections in RUNS.items():
                 train(name, make_config(model, **sections), ranks, out)
             errors = meet_errors(make_config(model, learner={"zero_stage": 2}), ranks)

@@ -88,7 +88,7 @@ def make_config(folder: Path, /, **sections: Any) -> Config:
         "generator": {"group_size": 4, "temperature": 0.7, "max_new_tokens": 20},
         "replay": {"groups_per_step": 6, "max_staleness": 2},
         "learner": {"lr": LR, "tokens_per_microbatch": 40, "weight_decay": 0.1},
-        "launch": {"start_timeout_s": 60, "progress_timeout_s": 30},
+        "launch": {"start_timeout_s": 60, "progress_timeout_s": 120},
         "steps": 3,
     }
     for name, section in sections.items():

@@ -62,7 +62,7 @@ def test_throughput_is_within_its_bounds(learner_token_s: float, generators: int
     assert synchronous.tokens_per_s < found.tokens_per_s
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(800)
 @pytest.mark.parametrize("schedules", [400, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_no_token_is_older_than_the_limit_in_random_runs(schedules: int) -> None:
     dice = np.random.default_rng(0)

@@ -29,7 +29,7 @@ from asyncrl.types import Lease
 from tests.helpers.replay import EndlessPrompts, kill_queue, loopback_endpoints, make_group, small_config
 
 T = TypeVar("T")
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.fixture

@@ -107,7 +107,7 @@ def submit(pool: RewardPool, key: object, completions: list[list[int]], prompt: 
     pool.submit(key, completions, prompt, ["completed"] * len(completions))
 
 
-def gather(pool: RewardPool, count: int, *, within_s: float = 60.0) -> dict[object, Scored]:
+def gather(pool: RewardPool, count: int, *, within_s: float = 150.0) -> dict[object, Scored]:
     found: dict[object, Scored] = {}
     deadline = time.monotonic() + within_s
     while len(found) < count:

@@ -15,7 +15,7 @@ import pytest
 from tests.helpers.runs import SMALL, Launched, check_ledger
 from tests.system.test_roles import make_reward_model
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 Start = Callable[..., Launched]
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.helpers.runs import SMALL, Launched, check_ledger
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 Start = Callable[..., Launched]
 Asyncrl = Callable[..., str]

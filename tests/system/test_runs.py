@@ -26,7 +26,7 @@ from asyncrl.stopwatch import ACTIVITIES
 from tests.helpers.preloaded import Command
 from tests.helpers.runs import SMALL, Launched, check_ledger
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 Start = Callable[..., Launched]
 Asyncrl = Callable[..., str]

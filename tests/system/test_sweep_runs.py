@@ -14,7 +14,7 @@ import pytest
 
 from tests.helpers.runs import SMALL
 
-pytestmark = [pytest.mark.system, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.system, pytest.mark.slow, pytest.mark.timeout(800)]
 
 
 def start(folder: Path) -> subprocess.Popen[str]:

@@ -217,7 +217,7 @@ try:
 except Interrupted:
     print("given up", time.time(), flush=True)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30.0)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100.0)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("given up")
     assert time.time() - float(done.stdout.split()[-1]) < 15.0

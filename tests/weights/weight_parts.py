@@ -93,13 +93,13 @@ def make_receiver(
 
 def joined(sender: WeightSender, count: int) -> WeightSender:
     """The sender, before its first version, when so many receivers are there."""
-    sender._roster.await_members(count, 30.0)
+    sender._roster.await_members(count, 60.0)
     assert len(sender._roster.present()) == count
     return sender
 
 
 def next_staged(receiver: WeightReceiver) -> StagedWeights:
-    deadline = time.monotonic() + 20.0
+    deadline = time.monotonic() + 60.0
     while (staged := receiver.staged()) is None:
         assert time.monotonic() < deadline, "nothing was staged"
         time.sleep(0.002)
@@ -162,7 +162,7 @@ class Process:
         self.process.stdin.write("".join(f"{line}\n" for line in lines))
         self.process.stdin.flush()
 
-    def next(self, timeout_s: float = 20.0) -> dict[str, Any]:
+    def next(self, timeout_s: float = 60.0) -> dict[str, Any]:
         return json.loads(self._lines.get(timeout=timeout_s))
 
     def signal(self, name: str) -> None:
