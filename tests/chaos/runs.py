@@ -95,7 +95,7 @@ class Chaos:
             if self.launched.process.poll() is not None:
                 return False
             assert time.monotonic() < deadline_s, f"step {step} was not made within {timeout_s:g} s, at {self.step}"
-            time.sleep(0.1)
+            time.sleep(0.02)
         return True
 
     def kill_all(self) -> None:

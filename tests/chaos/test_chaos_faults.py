@@ -46,7 +46,7 @@ def test_stopped_generator_does_not_stop_the_others(chaos: Make, figure: Callabl
         f"launch.heartbeat_timeout_s = {heartbeat_s:g}"
     )
     # A broadcast waits for it once; the batch after it may need prompts that it holds until it counts as dead.
-    assert longest_s < timeout_s + heartbeat_s + 5
+    assert longest_s < timeout_s + heartbeat_s + 10
 
 
 def test_full_disk_is_an_error_and_the_run_goes_on_afterwards(chaos: Make, demo_folder: Path, tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_flipped_bits_in_the_journal(chaos: Make, figure: Callable[[str], None],
     dice = random.Random(3)
     outcomes: list[str] = []
     for number in range(8 if full else 1):
-        steps = 16
+        steps = 24
         run = chaos(f"steps={steps}", "checkpoint.every_steps=4", name=f"flipped-{number}")
         run.start()
         assert run.wait_for_step(10)
@@ -106,7 +106,7 @@ def test_clock_jumps_between_two_launches(chaos: Make, jump_s: int) -> None:
     probe = subprocess.run([*prefix, "true"], capture_output=True, text=True, timeout=10, check=False)
     if probe.returncode:
         pytest.skip(f"no time namespaces here: {probe.stderr.strip()}")
-    steps = 12
+    steps = 20
     run = chaos(f"steps={steps}", name=f"clock{jump_s}")
     run.start()
     assert run.wait_for_step(4)

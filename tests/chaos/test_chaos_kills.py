@@ -30,7 +30,7 @@ def test_processes_killed_at_random(chaos: Make, figure: Callable[[str], None], 
     for number in range(kills):
         at = 2 + number * (steps - 10) // kills
         assert run.wait_for_step(at), "the run ended before all kills"
-        time.sleep(dice.uniform(0.0, 2.0))
+        time.sleep(dice.uniform(0.0, 2.0 if full else 0.3))
         roles = sorted((name, pid) for name, pid in run.roles().items() if name.startswith(KINDS[number % 3]))
         if not roles:  # it is down already
             continue
