@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +30,15 @@ STATUS: dict[str, Any] = {
 class ScriptedQueue:
     """Gives one status after the other, then is interrupted by Ctrl-C; None is silence."""
 
-    def __init__(self, *statuses: dict[str, Any] | None) -> None:
-        self.statuses = list(statuses)
+    def __init__(self, statuses: Iterable[dict[str, Any] | None]) -> None:
+        self.statuses = iter(statuses)
         self.closed = False
 
     def status(self) -> dict[str, Any]:
-        if not self.statuses:
-            raise KeyboardInterrupt
-        status = self.statuses.pop(0)
+        try:
+            status = next(self.statuses)
+        except StopIteration:
+            raise KeyboardInterrupt from None
         if status is None:
             raise PeerTimeoutError("no answer")
         return status
@@ -46,10 +49,17 @@ class ScriptedQueue:
 
 def test_it_shows_the_run_until_ctrl_c(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    queue = ScriptedQueue(STATUS | {"step": 0}, None, *[STATUS] * 100)
+    out = io.StringIO()
+
+    def until_it_is_judged() -> Iterator[dict[str, Any] | None]:
+        yield from (STATUS | {"step": 0}, None)
+        deadline_s = time.monotonic() + 60
+        while "learner-bound" not in out.getvalue() and time.monotonic() < deadline_s:
+            yield STATUS
+
+    queue = ScriptedQueue(until_it_is_judged())
     monkeypatch.setattr(top_module, "LauncherClient", lambda endpoints: queue)
     monkeypatch.setattr(top_module, "EVERY_S", 0.01)
-    out = io.StringIO()
     with RunFolder(small_config(run="one")) as folder:
         folder.begin(folder.config, loopback_endpoints(1))
         top(folder.path, Console(file=out, width=200))
