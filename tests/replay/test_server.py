@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import pytest
 import zmq
 
@@ -208,13 +209,15 @@ def test_rubbish_is_counted_and_hurts_nobody(served: ReplayQueue, endpoints: End
         rubbish.send_multipart(frames)
     rubbish.send_multipart(encode("another-run", "stop", {"text": "now"}))
     assert not rubbish.poll(300), "who does not know the run id gets no answer"
-    rubbish.send_multipart(encode(endpoints.run_id, "lost", {"generator": "first"}))
-    assert rubbish.poll(2000), "a bad message of the run is answered"
-    rubbish.recv_multipart()
+    told = [("lost", {"generator": "first"}, "lost: generator"), ("error", {"text": "no"}, "error is an answer, not a")]
+    for kind, body, text in told:
+        rubbish.send_multipart(encode(endpoints.run_id, kind, body))
+        assert rubbish.poll(10_000), "a bad message of the run is answered"
+        assert text in msgpack.unpackb(rubbish.recv_multipart()[0])["body"]["text"]
     rubbish.close()
     launcher = LauncherClient(endpoints)
     status = launcher.status()
-    assert (status["bad_messages"], status["done"]) == (5, False)
+    assert (status["bad_messages"], status["done"]) == (6, False)
     launcher.close()
 
 
@@ -254,7 +257,7 @@ def test_a_peer_of_bad_messages_is_cut_off_and_nobody_else(served: ReplayQueue, 
     bad, sound = ([bytes(frame) for frame in encode("test", kind, {})] for kind in ("lost", "status"))
     for _ in range(MAX_BAD_MESSAGES + 1):
         rubbish.send_multipart(bad)
-        assert rubbish.poll(2000), "a bad message is answered"
+        assert rubbish.poll(10_000), "a bad message is answered"
         rubbish.recv_multipart()
     for message in ([b"more rubbish"], sound):
         rubbish.send_multipart(message)

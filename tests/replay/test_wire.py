@@ -107,6 +107,7 @@ def frame_with(arrays: object, num_bytes: int) -> list[bytes]:
         ([b"\x01"], "header is int, expected a map"),
         (changed_header(v=9), "schema version 9, this process speaks 2"),
         (changed_header(run="other"), "the message does not have the id of this run"),
+        (changed_header(run="ru"), "the message does not have the id of this run"),
         (changed_header(run=["run"]), "the message does not have the id of this run"),
         (changed_header(kind="pickle"), "unknown kind 'pickle'"),
         (changed_header(seq="x"), "sequence number 'x' is not an integer"),
