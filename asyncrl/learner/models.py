@@ -64,6 +64,7 @@ def _load(
             dtype=getattr(torch, config.model.dtype),
             attn_implementation=PACKED,
             trust_remote_code=config.model.trust_remote_code,
+            use_safetensors=True,  # other formats are pickles
             output_loading_info=True,
             **options,
         )

@@ -56,7 +56,7 @@ class RewardModel:
         self.tokens_per_batch = tokens_per_batch
         self.tokenizer = load_tokenizer(path)
         model, info = AutoModelForSequenceClassification.from_pretrained(
-            path, dtype=getattr(torch, dtype), output_loading_info=True
+            path, dtype=getattr(torch, dtype), use_safetensors=True, output_loading_info=True
         )
         if info["missing_keys"]:
             raise ConfigError(

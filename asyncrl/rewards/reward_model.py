@@ -125,7 +125,9 @@ def check_model_folder(path: str) -> None:
     if labels != 1:
         raise ConfigError(f"{KEY}.path = {path!r}: its head has {labels} labels, a reward is 1 number; {WAY_OUT}")
     names = _weight_names(folder)
-    if names is not None and not any(part in HEADS for name in names for part in name.split(".")):
+    if names is None:
+        raise ConfigError(f"{KEY}.path = {path!r}: there is no model.safetensors; save it in that format; {WAY_OUT}")
+    if not any(part in HEADS for name in names for part in name.split(".")):
         raise ConfigError(
             f"{KEY}.path = {path!r}: its weights have no score head (such as score.weight), so scores would be "
             f"random; {WAY_OUT}"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from worlds import LR, make_config, make_groups, make_trainer, make_trajectory, pack_groups, record
@@ -245,6 +247,14 @@ def test_a_saved_model_gives_the_same_logits(one_rank: Ranks, tiny_model: Path, 
 def test_models_that_cannot_be_trained_are_refused(tiny_model: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model.path = '.*nowhere': the model cannot be loaded"):
         load_policy_model(make_config(tiny_model), str(tmp_path / "nowhere"))
+    pickled = tmp_path / "pickled"
+    shutil.copytree(tiny_model, pickled)
+    torch.save(load_file(pickled / "model.safetensors"), pickled / "pytorch_model.bin")
+    (pickled / "model.safetensors").unlink()
+    with pytest.raises(
+        ConfigError, match=r"algorithm.reference = '.*pickled': the model cannot be loaded: .*safetensors"
+    ):
+        load_policy_model(make_config(tiny_model), str(pickled), "algorithm.reference")
     from transformers import Gemma2Config
 
     capped = AutoModelForCausalLM.from_config(

@@ -211,6 +211,7 @@ def test_without_an_address_the_failure_says_so(model_folder: Path) -> None:
         (lambda folder: save_model(folder, kind=Qwen2ForCausalLM), "a Qwen2ForCausalLM; give a folder with"),
         (lambda folder: rename_kind(save_model(folder, kind=Qwen2ForCausalLM)), "its weights have no score head"),
         (lambda folder: folder, "there is no config.json; give a folder with"),
+        (lambda folder: pickle_weights(save_model(folder)), "there is no model.safetensors; save it in that format"),
     ],
 )
 def test_a_model_that_cannot_score_is_refused_before_the_start_and_at_load(
@@ -229,6 +230,15 @@ def rename_kind(folder: Path) -> Path:
     file = folder / "config.json"
     settings = json.loads(file.read_text())
     file.write_text(json.dumps(settings | {"architectures": ["Qwen2ForSequenceClassification"], "num_labels": 1}))
+    return folder
+
+
+def pickle_weights(folder: Path) -> Path:
+    """The format that transformers reads where there are no safetensors."""
+    from safetensors.torch import load_file
+
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
     return folder
 
 
