@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import structlog
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -26,10 +28,11 @@ class PromptCursor:
 
     def __init__(self, config: Config, *, limit_tokens: int) -> None:
         self.limit_tokens = limit_tokens
-        self._skipped: set[int] = set()
         self._build = PromptBuilder(config)
         self._files = config.data.train_files
         self._table = PromptTable(config)
+        self._skipped = np.zeros(sum(self._table.sizes), dtype=bool)
+        """True for each row that was skipped."""
         self._sampler = RowSampler(
             self._table.sizes, seed=config.seed, shuffle=config.data.shuffle, weights=config.data.weights
         )
@@ -45,7 +48,7 @@ class PromptCursor:
     @property
     def skipped_rows(self) -> int:
         """Distinct rows skipped so far."""
-        return len(self._skipped)
+        return int(np.count_nonzero(self._skipped))
 
     def __iter__(self) -> Iterator[Prompt]:
         return self
@@ -63,23 +66,39 @@ class PromptCursor:
         return self._build(self._table[row])
 
     def state_dict(self) -> dict[str, Any]:
-        return {"loader": self._loader.state_dict(), "skipped": sorted(self._skipped)}
+        return {"loader": self._loader.state_dict(), "skipped": _pack(self._skipped)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._skipped = set(state["skipped"])
+        """Raises ConfigError when the dataset is not the one of the state."""
         self._loader.load_state_dict(state["loader"])
         self._rows = iter(self._loader)
+        self._skipped = _unpack(state["skipped"], len(self._skipped))
 
     def _skip(self, row: dict[str, Any], num_tokens: int) -> None:
-        if row["row"] in self._skipped:
+        if self._skipped[row["row"]]:
             return
-        self._skipped.add(row["row"])
+        self._skipped[row["row"]] = True
         log.warning("prompt skipped", row=row["where"], tokens=num_tokens, limit_tokens=self.limit_tokens)
         number = self._sampler.pool_of(row["row"])
         pool = self._sampler.pools[number]
-        if len(self._skipped) >= pool.size and self._skipped.issuperset(range(pool.start, pool.start + pool.size)):
+        if self._skipped[pool.start : pool.start + pool.size].all():
             key = "data.train" if len(self._sampler.pools) == 1 else f"data.train: {self._files[number]}"
             raise too_long(key, pool.size, self.limit_tokens)
+
+
+def _pack(rows: np.ndarray) -> bytes:
+    """A compressed bitmap: at most about an eighth of a byte for each row of the data, far less when few are set."""
+    return zlib.compress(np.packbits(rows).tobytes(), level=1)
+
+
+def _unpack(packed: bytes | list[int], num_rows: int) -> np.ndarray:
+    """What `_pack` was given; also from the list of row numbers that older checkpoints and journals have."""
+    if isinstance(packed, list):
+        rows = np.zeros(num_rows, dtype=bool)
+        rows[packed] = True
+        return rows
+    bits = np.frombuffer(zlib.decompress(packed), dtype=np.uint8)
+    return np.unpackbits(bits, count=num_rows).astype(bool)
 
 
 def _as_it_is(row: Any) -> Any:

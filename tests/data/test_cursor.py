@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from itertools import islice
 
@@ -64,6 +63,19 @@ def test_long_prompts_are_skipped_and_counted_once(dataset: Write) -> None:
     assert cursor.skipped_rows == 1
 
 
+def test_what_was_skipped_is_saved_in_bytes_that_the_data_bounds(dataset: Write) -> None:
+    config = dataset([row(i, prompt="1234567" if i % 4 else "1=") for i in range(800)])
+    cursor = PromptCursor(config, limit_tokens=6)
+    rows(cursor, 201)  # one more than an epoch has
+    assert cursor.skipped_rows == 600
+    state = cursor.state_dict()
+    assert len(state["skipped"]) < 800 / 8
+    resumed = PromptCursor(config, limit_tokens=6)
+    for skipped in (state["skipped"], [i for i in range(800) if i % 4]):  # the list is the older form
+        resumed.load_state_dict(state | {"skipped": skipped})
+        assert resumed.state_dict() == state
+
+
 def test_only_long_prompts_end_in_an_error_not_in_a_loop(dataset: Write) -> None:
     cursor = PromptCursor(dataset([row(0), row(1)]), limit_tokens=3)
     with pytest.raises(ConfigError, match="all 2 prompts are longer than 3 tokens"):
@@ -95,7 +107,7 @@ def test_weighted_stream_resumes_exactly(dataset: Write, before: int, shuffle: b
     config = dataset(*files, data__weights=[0.5, 0.3, 0.2], data__shuffle=shuffle)
     cursor = PromptCursor(config, limit_tokens=10)
     rows(cursor, before)
-    state = json.loads(json.dumps(cursor.state_dict()))
+    state = msgpack.unpackb(msgpack.packb(cursor.state_dict()))
     resumed = PromptCursor(config, limit_tokens=10)
     resumed.load_state_dict(state)
     assert rows(resumed, 30) == rows(cursor, 30)
