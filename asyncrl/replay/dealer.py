@@ -41,7 +41,8 @@ class Dealer:
         return steps
 
     def take(self, rank: int, step: int, *, trained: bool) -> tuple[str, list[Finished]]:
-        """("shard", groups), ("wait", []) while the batch is not complete, or ("stop", []) when none will come.
+        """("shard", groups), ("wait", []) while it is not complete or the journal is read for it, or ("stop", [])
+        when none will come.
 
         Asked again for the same step, a rank gets the same groups, also for a step that is committed.
         """
@@ -49,6 +50,8 @@ class Dealer:
         self.state.measure.learners[rank] = self.durable.clock.now()
         if 0 < step <= self.state.ledger.steps:
             past = self.durable.past(step)
+            if not past.read(step):
+                return "wait", []
             self._check_ranks(past.shards(step), step)
             groups = past.groups(step, rank)
             self.progress += 1
@@ -76,7 +79,7 @@ class Dealer:
         if max(checkpoints, default=0) > step:
             raise ProtocolError(f"commit of step {step} with a checkpoint of step {max(checkpoints)}")
         if 0 < step <= self.state.ledger.steps:
-            own = self.state.committed if step == self.state.ledger.steps else self.durable.past(step).metrics(step)
+            own = self.state.committed if step == self.state.ledger.steps else self._committed(step)
             self.catching_up = {"step": step, "of": self.state.ledger.steps} if step < self.state.ledger.steps else None
         else:
             if self.state.step is None or step != self.state.step.number:
@@ -87,6 +90,11 @@ class Dealer:
         self.progress += 1
         state = self.durable.to_bytes(step) if saving else b""
         return {"metrics": own, "state": state, "checkpoint_wanted": self.durable.checkpoint_wanted()}
+
+    def _committed(self, step: int) -> dict[str, float]:
+        past = self.durable.past(step)
+        past.read(step, whole=True)  # its batch was taken before, so that this reads only when the queue died since
+        return past.metrics(step)
 
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.config.launch.learners:

@@ -84,6 +84,12 @@ class Segment:
                 f"{self.path}: row {row} of record batch {batch} has no readable body: {error}; {WITHOUT}"
             ) from None
 
+    def records(self, number: int, batch: int) -> Iterator[tuple[Location, Record]]:
+        """The records of a batch with their locations, `number` being that of the segment. Raises JournalError."""
+        records = self.read(batch)
+        for row in range(len(records)):
+            yield (number, batch, row), self.record(batch, row, records)
+
 
 def segment_path(folder: Path, number: int) -> Path:
     return folder / f"{number:08d}.arrow"
@@ -103,15 +109,20 @@ def read_journal(
 ) -> Iterator[tuple[Location, Record]]:
     """All records in order, from `first_segment` on or only of `segments`, with read-only views as arrays; changes
     nothing, and leaves out a torn tail. Raises JournalError."""
+    for number, segment in scan_journal(folder, first_segment=first_segment, segments=segments):
+        for index in range(len(segment.ends)):
+            yield from segment.records(number, index)
+
+
+def scan_journal(
+    folder: Path, *, first_segment: int = 0, segments: Collection[int] | None = None
+) -> Iterator[tuple[int, Segment]]:
+    """The segments with their numbers, oldest first, from `first_segment` on or only those of `segments`. Raises
+    JournalError."""
     numbers = segments_of(folder)
     for number in numbers:
-        if number < first_segment or (segments is not None and number not in segments):
-            continue
-        segment = scan_segment(folder, number, newest=number == numbers[-1])
-        for index in range(len(segment.ends)):
-            batch = segment.read(index)
-            for row in range(len(batch)):
-                yield (number, index, row), segment.record(index, row, batch)
+        if number >= first_segment and (segments is None or number in segments):
+            yield number, scan_segment(folder, number, newest=number == numbers[-1])
 
 
 class Loader:

@@ -20,8 +20,11 @@ from asyncrl.errors import ConfigError, PeerTimeoutError, RunError
 from asyncrl.keys import write_keys
 from asyncrl.launch.resources import reserve_ports
 from asyncrl.offenders import MAX_BAD_MESSAGES
+from asyncrl.replay import catchup as catchup_module
 from asyncrl.replay import server as server_module
 from asyncrl.replay.client import GeneratorClient, GeneratorStats, LauncherClient, LearnerClient, LeaseReply
+from asyncrl.replay.codec import pack_group
+from asyncrl.replay.connection import Connection
 from asyncrl.replay.journal import Flush, Journal
 from asyncrl.replay.ledger import State
 from asyncrl.replay.outbox import joined
@@ -31,7 +34,7 @@ from asyncrl.replay.server import ReplayServer, run_replay
 from asyncrl.replay.trace import TraceWriter
 from asyncrl.replay.wire import MAX_REQUEST_HEADER_BYTES, Message, encode
 from asyncrl.sockets import connect_dealer
-from tests.helpers.replay import EndlessPrompts, loopback_endpoints, make_group, small_config
+from tests.helpers.replay import EndlessPrompts, ask_queue, loopback_endpoints, make_group, small_config
 
 
 @pytest.fixture
@@ -199,6 +202,40 @@ def test_learner_waiting_for_a_batch_outlives_its_timeout(
         assert taking.result(timeout=5) is None
     learner.close()
     launcher.close()
+
+
+@pytest.mark.timeout(60)
+def test_others_are_answered_while_the_journal_is_read_for_a_learner(
+    endpoints: Endpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catchup_module, "READ_AT_ONCE_BYTES", 1)
+    config = small_config(steps=100, replay__groups_per_step=16)
+    journal = Journal(tmp_path / "journal", flush="os")
+    queue = ReplayQueue(config, EndlessPrompts(), TraceWriter(tmp_path / "trace.parquet"), journal=journal)
+    for step in (1, 2):
+        for lease in ask_queue(queue, 0, step - 1, 16)[0]:
+            queue.finish(*pack_group(make_group(lease, step - 1)))
+            queue.write()
+        assert queue.take(0, step)[0] == "shard"
+        queue.commit(step, {})
+    queue.write()
+    server, learner, launcher = ReplayServer(queue, endpoints), Connection(endpoints), Connection(endpoints)
+    learner.send("take", {"rank": 0, "step": 1})
+    while queue.durable._catchup is None:
+        server.serve(once())
+    launcher.send("status", {})
+    assert server._socket.poll(10_000)
+    server.serve(once())
+    status, between = launcher.receive(10.0), learner.receive(0.0)
+    assert status is not None and status.kind == "ok"
+    assert between is None or between.body["outcome"] == "wait"
+    while (answer := learner.receive(0.0)) is None or answer.body["outcome"] == "wait":
+        if answer is not None:
+            learner.send("take", {"rank": 0, "step": 1})
+        server.serve(once())
+    assert (answer.body["outcome"], len(answer.body["groups"])) == ("shard", 16)
+    for end in (learner, launcher, server, queue):
+        end.close()
 
 
 def test_rubbish_is_counted_and_hurts_nobody(served: ReplayQueue, endpoints: Endpoints) -> None:
