@@ -355,7 +355,8 @@ class LaunchConfig(Section):
     """Address that the roles listen on. On a loopback address ZeroMQ listens on unix sockets that only the user can
     reach; on another one on ports, encrypted (CURVE), while weights and collectives travel in clear."""
     port: int = Field(default=0, ge=0, le=65535)
-    """First of the ports that the roles use; 0 takes free ones. On a loopback address no ports are used."""
+    """First of the ports that the roles use; 0 takes free ones. On a loopback address no ports are used, and only 0 is
+    accepted."""
     pin_cores: bool = True
     """On CPU, give generators and learners cores of their own."""
     start_timeout_s: float = Field(default=180.0, gt=0.0)

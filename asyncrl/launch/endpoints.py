@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 
 from asyncrl.config import Config
 from asyncrl.endpoints import Endpoints
+from asyncrl.errors import ConfigError
 from asyncrl.keys import is_loopback, run_keys
 from asyncrl.launch.resources import check_host, reserve_ports
 from asyncrl.socket_folder import socket_folder
@@ -23,7 +24,7 @@ def run_endpoints(config: Config, *, reward_model: bool = False) -> Iterator[End
 
     With a loopback address as `launch.host` ZeroMQ listens on unix sockets in a folder that only this user can enter,
     with another one on its ports, encrypted with new keys. Raises ConfigError when the host cannot be listened on,
-    when a port is taken, and when there is no place for the sockets.
+    when a port is taken or set without effect, and when there is no place for the sockets.
     """
     host, first_port = config.launch.host, config.launch.port
     check_host(host)
@@ -33,6 +34,11 @@ def run_endpoints(config: Config, *, reward_model: bool = False) -> Iterator[End
     names += ["reward-model"] if reward_model else []
     with ExitStack() as stack:
         if is_loopback(host):
+            if first_port:
+                raise ConfigError(
+                    f"launch.port = {first_port}: has no effect with launch.host = {host}, where the roles listen on "
+                    "unix sockets; leave it out, or set launch.host to the address that others reach this machine at"
+                )
             folder, keys = str(stack.enter_context(socket_folder())), ""
             addresses = {name: f"{IPC}{folder}/{name}" for name in names}
         else:

@@ -9,6 +9,7 @@ import pytest
 
 from asyncrl import keys as keys_module
 from asyncrl.endpoints import Endpoints
+from asyncrl.errors import ConfigError
 from asyncrl.launch import endpoints as endpoints_module
 from asyncrl.launch.endpoints import run_endpoints
 from tests.helpers.replay import small_config
@@ -32,6 +33,12 @@ def test_on_one_machine_zeromq_listens_in_a_folder_of_the_owner(host: str) -> No
         assert all(address.startswith(f"ipc://{folder}/") for address in addresses)
         assert (endpoints.host, endpoints.keys) == (host, "")
     assert not folder.exists()
+
+
+def test_a_port_without_effect_is_refused() -> None:
+    refused = pytest.raises(ConfigError, match=r"launch.port = 5555: has no effect with launch.host = 127.0.0.1")
+    with refused, run_endpoints(small_config(launch__port=5555)):
+        pass
 
 
 def test_on_other_addresses_zeromq_listens_on_encrypted_ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
