@@ -1,17 +1,19 @@
 """The CURVE keys of a run whose sockets leave this machine: one pair for those that listen, one for those that call.
 
-They are made anew for each run, in a file that only its owner can read, outside the run's folder, and are removed at
-its end. Whoever has the file is part of the run.
+They are made anew for each run, in a file that only its owner can read, outside the run's folder. The launcher holds a
+lock on the file and removes it at the end; files that no launcher holds any more are removed by the next one. Whoever
+has the file is part of the run.
 """
 
 from __future__ import annotations
 
+import fcntl
 import ipaddress
 import json
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -39,12 +41,14 @@ class Keys:
 
 @contextmanager
 def run_keys(run_id: str) -> Iterator[Path]:
-    """A file with new keys, which exists during the block."""
-    path = write_keys(run_id)
+    """A file with new keys, which exists during the block; those of launchers that were killed are removed."""
+    _remove_abandoned()
+    path, lock = _write(run_id)
     try:
         yield path
     finally:
         path.unlink(missing_ok=True)
+        os.close(lock)
 
 
 def is_loopback(host: str) -> bool:
@@ -54,17 +58,34 @@ def is_loopback(host: str) -> bool:
 
 def write_keys(run_id: str) -> Path:
     """Makes keys and writes them to the run's key file, which only its owner can read at any time; gives the file."""
+    path, lock = _write(run_id)
+    os.close(lock)
+    return path
+
+
+def _write(run_id: str) -> tuple[Path, int]:
+    """A new key file and the descriptor that holds its lock. It gets its name when it is locked: before, another launch
+    would take it for an abandoned one."""
     folder = Path(FOLDER).expanduser()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder.chmod(0o700)
-    path = folder / f"{run_id}.json"
-    path.unlink(missing_ok=True)  # of a launcher that was killed
+    path, new = folder / f"{run_id}.json", folder / f"{run_id}.new"
+    new.unlink(missing_ok=True)  # of a launcher that was killed
     pairs = (*zmq.curve_keypair(), *zmq.curve_keypair())
     keys = Keys(*(key.decode() for key in pairs))
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, OWNER_ONLY)
-    with os.fdopen(file, "w") as stream:
-        json.dump(asdict(keys), stream)
-    return path
+    lock = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, OWNER_ONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.write(lock, json.dumps(asdict(keys)).encode())
+    new.replace(path)
+    return path, lock
+
+
+def _remove_abandoned() -> None:
+    """Removes key files that no process holds the lock of."""
+    for path in Path(FOLDER).expanduser().glob("*.json"):
+        with suppress(FileNotFoundError, BlockingIOError), path.open("rb") as file:  # removed since, or in use
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink(missing_ok=True)
 
 
 def read_keys(path: str) -> Keys:

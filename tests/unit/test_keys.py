@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import os
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -98,6 +101,24 @@ def test_key_file_is_the_owners_only_and_ends_with_the_run(folder: Path) -> None
     finally:
         os.umask(before)
     assert not path.exists()
+
+
+def test_key_files_of_launchers_that_were_killed_are_removed_and_no_others(folder: Path) -> None:
+    code = "import sys; from asyncrl import keys; keys.FOLDER = sys.argv[1]; k = keys.run_keys(sys.argv[2]); "
+    code += "k.__enter__(); print('up', flush=True); sys.stdin.read()"
+    with ExitStack() as stack:
+        launchers: list[subprocess.Popen[bytes]] = []
+        for name in ("killed", "goes-on"):
+            command = [sys.executable, "-c", code, str(folder), name]
+            one = stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+            stack.callback(one.kill)
+            assert one.stdout is not None and one.stdout.readline() == b"up\n"
+            launchers.append(one)
+        launchers[0].kill()
+        launchers[0].wait(10)
+        assert sorted(path.stem for path in folder.iterdir()) == ["goes-on", "killed"]
+        with run_keys("third"):
+            assert sorted(path.name for path in folder.iterdir()) == ["goes-on.json", "third.json"]
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o644])
