@@ -27,10 +27,13 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 import psutil
+import structlog
 from setproctitle import setproctitle
 
 from asyncrl.errors import AsyncrlError
 from asyncrl.processes import end_with_parent
+
+log = structlog.get_logger()
 
 PR_SET_CHILD_SUBREAPER = 36
 MESSAGE_BYTES = 128 << 10
@@ -38,6 +41,8 @@ MESSAGE_BYTES = 128 << 10
 READY_S = 180.0
 """Longest time for the imports, on a busy machine."""
 FORK_S = 20.0
+KILL_S = 10.0
+"""Deadline for the kernel to end a process."""
 POLL_S = 0.005
 PRELOADED = (
     "pyarrow.dataset",
@@ -154,11 +159,17 @@ class Zygote:
         self._socket.settimeout(timeout_s)
         answer = self._socket.recv(MESSAGE_BYTES)
         if not answer:
-            raise ZygoteError(f"it ended with code {self._process.wait()}")
+            raise ZygoteError(f"it ended with code {self._exit_code()}")
         told = json.loads(answer)
         if "error" in told:
             raise ZygoteError(told["error"])
         return told
+
+    def _exit_code(self) -> str:
+        try:
+            return str(self._process.wait(KILL_S))
+        except subprocess.TimeoutExpired:
+            return f"unknown: process {self.pid} closed its side and still runs after {KILL_S:g} s"
 
     def reap(self) -> None:
         """Waits for orphans that have ended: what a role leaves behind becomes a child of this process."""
@@ -183,7 +194,10 @@ class Zygote:
         self._adopt(-1)
         self._socket.close()
         self._process.send_signal(signal.SIGKILL)
-        self._process.wait()
+        try:
+            self._process.wait(KILL_S)
+        except subprocess.TimeoutExpired:
+            log.error("process does not die of SIGKILL", name="zygote", pid=self.pid, waited_s=KILL_S)
         self.reap()
 
 

@@ -41,6 +41,9 @@ OPEN_FILES = 32
 START_S = 5.0
 """Deadline for the interpreter to start, which does not count in the program's own time."""
 
+KILL_S = 5.0
+"""Deadline for the kernel to end a process."""
+
 Ended = Literal["exited", "out of time", "not started", "too many threads", "folder too large"]
 
 
@@ -70,7 +73,8 @@ def run_program(
     """Runs a program once, as a script on `stdin`, or as a module whose functions `cases` use.
 
     A case is {"call": function, "arguments": [...]}, {"evaluate": expression} or {"execute": statement}. All of it
-    ends within `within_s` seconds. Raises RunError when the program could not be confined, and so did not run.
+    ends within `within_s` seconds. Raises RunError when the program could not be confined, and so did not run, or when
+    the kernel does not end it.
     """
     with ExitStack() as stack:
         folder = tempfile.mkdtemp(prefix="asyncrl-sandbox-")
@@ -180,10 +184,14 @@ def _watch(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Whoever is in the process's group ends; its members cannot leave it, and can start nobody."""
+    """Whoever is in the process's group ends; its members cannot leave it, and can start nobody. Raises RunError when
+    the kernel does not end the process."""
     if process.returncode is None:
         os.killpg(process.pid, signal.SIGKILL)  # not waited for yet, so the number is still its own
-        process.wait()
+        try:
+            process.wait(KILL_S)
+        except subprocess.TimeoutExpired:
+            raise RunError(f"the sandbox's process {process.pid} did not end within {KILL_S:g} s of SIGKILL") from None
 
 
 def _num_threads(pid: int) -> int:

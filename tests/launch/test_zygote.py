@@ -12,7 +12,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from structlog.testing import capture_logs
 
+from asyncrl.launch import zygote as zygote_module
 from asyncrl.launch.local import LocalLauncher, RoleProcess
 from asyncrl.launch.resources import Share
 from asyncrl.launch.role import EXIT_CRASHED, RoleSpec
@@ -112,6 +114,18 @@ def test_one_that_cannot_fork_says_why(
             zygote.fork(["-c", "pass"], {}, file.fileno())
     finally:
         zygote.close()
+
+
+def test_one_that_does_not_die_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    zygote = Zygote("tests.launch.zygote_process")
+    os.kill(zygote.pid, signal.SIGSTOP)
+    with monkeypatch.context() as patched, capture_logs() as logs:
+        patched.setattr(zygote_module, "KILL_S", 0.1)
+        patched.setattr(zygote._process, "send_signal", lambda number: None)
+        zygote.close()
+    assert [(one["event"], one["pid"]) for one in logs] == [("process does not die of SIGKILL", zygote.pid)]
+    zygote._process.kill()
+    zygote._process.wait(10)
 
 
 def start_role(

@@ -289,6 +289,19 @@ def test_files_that_were_removed_and_are_still_held_count(held: str, then: str) 
     assert (outcome.ended, outcome.output) == ("folder too large", b"")
 
 
+def test_a_process_that_the_kernel_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(sandbox, "KILL_S", 0.1)
+            patched.setattr(os, "killpg", lambda group, number: None)
+            with pytest.raises(RunError, match=f"process {process.pid} did not end within 0.1 s of SIGKILL"):
+                sandbox._end(process)
+    finally:
+        process.kill()
+        process.communicate(timeout=10)
+
+
 def test_what_cannot_be_removed_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: str, **_: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", path)
