@@ -99,7 +99,8 @@ def _rows_of(steps: dict[int, _Step], rows: list[dict[str, float]], folder: Path
     missing = [name for name in COSTS if name not in rows[-1]]
     if missing:
         raise DataError(
-            f"{folder / 'metrics.jsonl'}: has no {missing[0]}; it is of an earlier version, run the job again"
+            f"{folder / 'metrics.jsonl'}: the last step has no {missing[0]}: the generators had not measured it yet; "
+            "let the job run longer, or run it again if an earlier version of asyncrl wrote this"
         )
     return rows
 

@@ -117,11 +117,11 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
         read_run(folder)
 
 
-def test_a_run_of_an_earlier_version_is_refused(tmp_path: Path) -> None:
+def test_a_run_without_the_costs_of_generation_is_refused(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "r")
     file = folder / "metrics.jsonl"
     file.write_text(file.read_text().replace("generator/request_s", "generator/other_s"))
-    with pytest.raises(DataError, match="has no generator/request_s; it is of an earlier version"):
+    with pytest.raises(DataError, match="has no generator/request_s: the generators had not measured it yet; let"):
         read_run(folder)
 
 
