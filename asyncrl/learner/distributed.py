@@ -16,7 +16,9 @@ from torch import Tensor
 from asyncrl.endpoints import Endpoints
 from asyncrl.errors import AsyncrlError, PeerTimeoutError, RunError
 from asyncrl.learner.backend import deepspeed
-from asyncrl.store import Store, StoreClient, StoreLostError, StoreServer
+from asyncrl.store import Store, StoreLostError
+from asyncrl.store_client import StoreClient
+from asyncrl.store_server import StoreServer
 from asyncrl.torch_store import TorchStore
 
 ERROR_BYTES = 2048

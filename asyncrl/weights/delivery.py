@@ -21,7 +21,7 @@ import torch
 from pydantic import TypeAdapter
 
 from asyncrl.errors import AsyncrlError, RunError
-from asyncrl.store import StoreServer
+from asyncrl.store_server import StoreServer
 from asyncrl.torch_store import TorchStore
 from asyncrl.weights.exchange import T
 from asyncrl.weights.group import Group, broadcast, retire, share

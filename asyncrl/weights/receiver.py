@@ -14,7 +14,8 @@ from pydantic import TypeAdapter
 
 from asyncrl.errors import AsyncrlError, ConfigError, ProtocolError, RunError
 from asyncrl.processes import at_once
-from asyncrl.store import StoreClient, StoreLostError
+from asyncrl.store import StoreLostError
+from asyncrl.store_client import StoreClient
 from asyncrl.torch_store import TorchStore
 from asyncrl.weights import transports
 from asyncrl.weights.exchange import BadMessage, Interrupted, Mailbox, T, Wait

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.errors import AsyncrlError, PeerTimeoutError, RunError
-from asyncrl.store import StoreServer
+from asyncrl.store_server import StoreServer
 from asyncrl.weights.delivery import Delivery, WeightSyncStats
 from asyncrl.weights.exchange import Interrupted, Mailbox, Wait
 from asyncrl.weights.packing import MIN_BUCKET_BYTES, Manifest, Pack

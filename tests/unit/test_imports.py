@@ -15,7 +15,7 @@ LEVELS = [
     {"types", "endpoints", "errors", "files", "processes", "stopwatch", "tokenizer", "redaction", "lags"},
     {"config", "keys", "sockets", "socket_folder", "offenders", "unpack", "user_code"},
     {"store"},
-    {"torch_store"},
+    {"store_client", "store_server", "torch_store"},
     {"algorithms"},
     {"rewards", "data", "replay", "weights", "observe"},
     {"generator", "learner", "plan"},

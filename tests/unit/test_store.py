@@ -20,7 +20,9 @@ from structlog.testing import capture_logs
 from asyncrl import store as module
 from asyncrl.keys import write_keys
 from asyncrl.offenders import MAX_BAD_MESSAGES
-from asyncrl.store import StoreClient, StoreError, StoreLostError, StoreServer, Values
+from asyncrl.store import StoreError, StoreLostError, Values
+from asyncrl.store_client import StoreClient
+from asyncrl.store_server import StoreServer
 
 
 @pytest.fixture
