@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 from asyncrl.config import check_options, did_you_mean
 from asyncrl.errors import ConfigError
+from asyncrl.redaction import MIN_SECRET_CHARACTERS, keep_secret
 from asyncrl.rewards.functions import SAMPLE_ARGUMENTS, RewardFunction, parameters_of
 from asyncrl.user_code import import_file, import_module
 
@@ -28,12 +30,17 @@ REWARDS: dict[str, str] = {
 }
 """Where each built-in reward lives; imported only when used."""
 
+VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
+"""In a text option of a user's own function: the value of this environment variable."""
+
 
 def load_reward(name: str, options: Mapping[str, Any] | None = None) -> RewardFunction:
     """The function named by a key of REWARDS, `module:function`, or `file.py:function`, with its options.
 
-    Modules are looked up on the Python path and in the working directory; a file may import its neighbors.
-    Raises ConfigError, which names what is missing, the error in the user's module, or the option that is wrong.
+    Modules are looked up on the Python path and in the working directory; a file may import its neighbors. Options of
+    a user's own function get the values of environment variables for `${NAME}`: only here, so that a secret is in no
+    file that a run writes. Raises ConfigError, which names what is missing, the error in the user's module, or the
+    option that is wrong.
     """
     where, colon, function_name = REWARDS.get(name, name).rpartition(":")
     if not colon:
@@ -51,8 +58,27 @@ def load_reward(name: str, options: Mapping[str, Any] | None = None) -> RewardFu
     if not callable(function):
         raise ConfigError(f"rewards: {name} is a {type(function).__name__}, not a function")
     parameters_of(name, function)
-    check_options(f"reward_options.{name}", name, function, options or {}, hidden=SAMPLE_ARGUMENTS)
-    return RewardFunction(name, function, options)
+    key, given = f"reward_options.{name}", dict(options or {})
+    if name not in REWARDS:
+        given = {option: _filled_in(f"{key}.{option}", value) for option, value in given.items()}
+    check_options(key, name, function, given, hidden=SAMPLE_ARGUMENTS)
+    return RewardFunction(name, function, given)
+
+
+def _filled_in(key: str, value: Any) -> Any:
+    """The option with environment variables filled in, whose values logs hide from now on. Raises ConfigError."""
+
+    def fill_in(match: re.Match[str]) -> str:
+        variable = match[1]
+        if variable not in os.environ:
+            raise ConfigError(
+                f"{key} = {value!r}: the environment has no {variable}; export {variable}=... before the command"
+            )
+        if len(os.environ[variable]) >= MIN_SECRET_CHARACTERS:
+            keep_secret(os.environ[variable])
+        return os.environ[variable]
+
+    return VARIABLE.sub(fill_in, value) if isinstance(value, str) else value
 
 
 def _import_module(spec: str, name: str) -> ModuleType:

@@ -9,7 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from asyncrl import redaction
+from asyncrl.config import Config
 from asyncrl.errors import ConfigError
+from asyncrl.rewards.checks import check_rewards
 from asyncrl.rewards.functions import CompletedGroup
 from asyncrl.rewards.load import REWARDS, load_reward
 from asyncrl.rewards.math_answer import math_answer
@@ -24,6 +27,11 @@ def rewards(spec: str, *completions: str, truth: str = "19") -> list[float]:
     scores = load_reward(spec)(group(*completions, truth=truth))
     assert [error for _, _, error in scores if error] == []
     return [reward for reward, _, _ in scores]
+
+
+def make_config(rewards: str, options: dict[str, dict[str, str]]) -> Config:
+    values = {"model": {"path": "m"}, "data": {"train": "d"}, "rewards": rewards, "reward_options": options}
+    return Config.model_validate(values)
 
 
 @pytest.fixture
@@ -247,6 +255,31 @@ def test_table_without_the_data_source_fails_the_trajectories() -> None:
     scores = RewardTable({"sums": "exact", "words": "exact"})(group("a", "b", source="gsm8k"))
     text = "no reward for data source 'gsm8k': rewards has sums, words; add it, or \"default\""
     assert scores == [(0.0, {}, text)] * 2
+
+
+def test_options_get_the_values_of_environment_variables(write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redaction, "_told", set[str]())
+    monkeypatch.setenv("JUDGE", "Rumpelstiltskin")
+    where = write(
+        """
+        def score(solution_str, *, header: str = "", retries: int = 0):
+            if solution_str == "raises":
+                raise RuntimeError(header)
+            return float(header == solution_str)
+        """
+    )
+    config = make_config(where, {where: {"header": "Bearer ${JUDGE}, $1"}})
+    table = RewardTable(config.rewards, config.reward_options)
+    (right, _, _), (wrong, _, _), (_, _, error) = table(group("Bearer Rumpelstiltskin, $1", "${JUDGE}", "raises"))
+    assert (right, wrong) == (1.0, 0.0)
+    assert error.endswith("RuntimeError: Bearer ***, $1")
+    assert "Rumpelstiltskin" not in config.to_yaml() and "Bearer ${JUDGE}, $1" in config.to_yaml()
+    with pytest.raises(ConfigError, match=r"mine.py:score.retries = '\*\*\*': input should be a valid integer"):
+        load_reward(where, {"retries": "${JUDGE}"})
+    monkeypatch.delenv("JUDGE")
+    with pytest.raises(ConfigError, match=r"header = 'Bearer \$\{JUDGE\}, \$1': the environment has no JUDGE; export"):
+        check_rewards(config)
+    assert load_reward("format", {"pattern": "${JUDGE}"}).options == {"pattern": "${JUDGE}"}, "a built-in reward"
 
 
 def test_no_error_text_has_a_secret(write, monkeypatch: pytest.MonkeyPatch) -> None:
