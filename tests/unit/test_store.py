@@ -178,7 +178,7 @@ def test_it_holds_so_much_and_no_more(client: StoreClient, monkeypatch: pytest.M
 def test_of_too_many_callers_the_one_longest_silent_is_forgotten(
     address: str, server: StoreServer, client: StoreClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MAX_CLIENTS", 1)
+    monkeypatch.setattr("asyncrl.store_server.MAX_CLIENTS", 1)
     other = StoreClient(address, timeout_s=10.0)
     server.ring()
     other.await_ring(10.0)
