@@ -55,6 +55,8 @@ class Queue:
     """The learner is killed when it would take this step's batch."""
     spoiled: tuple[int, ...] = ()
     """Steps whose batch has a reward that is no number, and so spoils the updates of policy and critic."""
+    evaluated: list[tuple[int, dict[str, float]]] = field(default_factory=list[tuple[int, dict[str, float]]])
+    """What the evaluations after the last step come to."""
     slow: tuple[int, Path] | None = None
     """A step whose batch is only there when this path is."""
 
@@ -83,7 +85,7 @@ class Queue:
         return Committed(own, f"queue at {step}".encode() if saving else b"", step == self.wanted_at and not again)
 
     def evaluations(self, should_stop: Callable[[], bool]) -> Iterable[tuple[int, dict[str, float]]]:
-        return []
+        return self.evaluated
 
     def close(self) -> None: ...
 
@@ -306,6 +308,19 @@ def test_a_finished_run_continues_with_its_last_step(world: Make) -> None:
     assert one.queue.begun == [0, 6] and list(sender.sent) == [6, 7]
     assert one.queue.saving == [(7, False, [4, 6]), (8, False, [4, 6]), (8, True, [])]
     assert one.checkpoints[-2:] == ["step-000006", "step-000008"]
+
+
+def test_the_last_checkpoint_gets_the_reward_of_its_evaluation(world: Make) -> None:
+    one = world(every_steps=4)
+    data = one.config.data.model_copy(update={"eval": "eval.parquet"})
+    one.config = one.config.model_copy(update={"data": data})
+    one.queue.evaluated = [
+        (6, {"eval/version": 4.0, "eval/reward": 0.7}),
+        (6, {"eval/version": 6.0, "eval/reward": 0.9}),
+    ]
+    one.start()
+    told = [json.loads(path.read_text()) for path in sorted(one.run_dir.glob("checkpoints/*/checkpoint.json"))]
+    assert [(one["step"], one["reward"], one["evaluated"]) for one in told] == [(4, 0.7, True), (6, 0.9, True)]
 
 
 def test_a_run_that_was_asked_to_stop_continues_with_its_last_step(world: Make, uninterrupted: Any) -> None:
