@@ -6,7 +6,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
+EXIT_DONE, EXIT_FAILED, EXIT_CONFIG, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 
 class Interrupts:

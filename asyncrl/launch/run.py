@@ -13,13 +13,13 @@ import structlog
 from rich.console import Console
 
 from asyncrl.config import Config
-from asyncrl.errors import DataError, PeerTimeoutError, RunError
+from asyncrl.errors import ConfigError, DataError, PeerTimeoutError, RunError
 from asyncrl.launch.checks import check_inputs, make_missing
 from asyncrl.launch.ending import show_end
 from asyncrl.launch.endpoints import run_endpoints
 from asyncrl.launch.fit import fit_memory
 from asyncrl.launch.folder import RunFolder
-from asyncrl.launch.interrupts import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, Interrupts
+from asyncrl.launch.interrupts import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, Interrupts
 from asyncrl.launch.judge import Judge
 from asyncrl.launch.lasting import lasting
 from asyncrl.launch.local import LAUNCHERS
@@ -47,13 +47,19 @@ FAILURE_GRACE_S = 2.0
 TRACE_S = 120.0
 """How long the replay process may take to complete the trace: a minute for some millions of groups."""
 
-STATUS_OF_EXIT = {EXIT_DONE: "finished", EXIT_FAILED: "failed", EXIT_INTERRUPTED: "stopped"}
+STATUS_OF_EXIT = {
+    EXIT_DONE: "finished",
+    EXIT_FAILED: "failed",
+    EXIT_CONFIG: "failed",
+    EXIT_INTERRUPTED: "stopped",
+}
 
 
 def launch(config: Config, console: Console, *, without_journal: bool = False) -> int:
     """Runs training as the config says and shows it on the console; gives the exit code.
 
-    0: all steps are done. 1: the run failed; the cause is printed and in `summary.json`. 130: it was interrupted.
+    0: all steps are done. 1: the run failed; the cause is printed and in `summary.json`. 2: it failed, and the cause is
+    a setting that only the roles could find wrong. 130: it was interrupted.
     `without_journal` resumes from the newest checkpoint alone. Raises ConfigError before anything starts when the
     config cannot work, or cannot go on with the run that there is.
     """
@@ -141,8 +147,8 @@ class Run:
             self._finish()
             if self._stop_since_s is not None:
                 code = EXIT_INTERRUPTED
-        except (RunError, PeerTimeoutError) as failure:
-            error, code = str(failure), EXIT_FAILED
+        except (ConfigError, RunError, PeerTimeoutError) as failure:
+            error, code = str(failure), EXIT_CONFIG if isinstance(failure, ConfigError) else EXIT_FAILED
             log.error("run failed", error=error)
         finally:
             self.summary = self._summarize(code, error)

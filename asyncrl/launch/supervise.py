@@ -15,7 +15,7 @@ from asyncrl.launch.fit import fit_memory
 from asyncrl.launch.local import LocalLauncher, RoleProcess
 from asyncrl.launch.resources import Plan, Share, plan_resources, refuse_joiner
 from asyncrl.launch.restarts import RestartHistory
-from asyncrl.launch.role import EXIT_SILENT_PEER, EXIT_TERMINATED, ROLES, RoleSpec
+from asyncrl.launch.role import EXIT_CONFIG, EXIT_SILENT_PEER, EXIT_TERMINATED, ROLES, RoleSpec
 from asyncrl.launch.unit import Unit
 from asyncrl.replay.client import LauncherClient
 
@@ -96,10 +96,11 @@ class Supervisor:
         return sorted(unit.name for unit in self._units.values() if unit.role != "reward_model" and not unit.up)
 
     def tick(self, now_s: float) -> None:
-        """Starts what is due and deals with what ended. Raises RunError with the cause when the run cannot go on."""
+        """Starts what is due and deals with what ended. Raises RunError with the cause when the run cannot go on, and
+        ConfigError when that is a setting."""
         for unit in list(self._units.values()):
             if role := unit.failed():
-                raise RunError(role.cause())
+                raise (ConfigError if role.code == EXIT_CONFIG else RunError)(role.cause())
         for unit in list(self._units.values()):
             self._look_at(unit, now_s)
             if unit.due_s is not None and now_s >= unit.due_s and unit.name in self._units:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from asyncrl.launch.interrupts import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, Interrupts
+from asyncrl.launch.interrupts import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, Interrupts
 from asyncrl.launch.local import LAUNCHERS, LocalLauncher
 from asyncrl.launch.resources import plan_resources
 from asyncrl.launch.role import RoleSpec
@@ -86,10 +86,12 @@ def test_run_finishes_though_every_role_dies_once(conduct: Conduct) -> None:
     assert "step 3/3" in output
 
 
-def test_final_error_ends_the_run(conduct: Conduct) -> None:
-    code, run, _ = conduct({"learner-1": [1]}, last_s=600)
-    assert code == EXIT_FAILED
-    assert run.summary["error"] == "learner-1 ended with code 1: it broke"
+@pytest.mark.parametrize("code", [EXIT_FAILED, EXIT_CONFIG])
+def test_final_error_ends_the_run(conduct: Conduct, code: int) -> None:
+    got, run, _ = conduct({"learner-1": [code]}, last_s=600)
+    assert got == code
+    assert run.summary["status"] == "failed"
+    assert run.summary["error"] == f"learner-1 ended with code {code}: it broke"
 
 
 def test_role_that_dies_again_and_again_ends_the_run(conduct: Conduct) -> None:
