@@ -42,9 +42,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granitemoe": _EXPERTS,
     "phimoe": _EXPERTS | {"router_jitter_noise": 0.5},
     "deepseek_v3": _EXPERTS
-    | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 32,
-       "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32, "head_dim": 16,
-       "num_key_value_heads": 2},
+    | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "topk_method": "noaux_tc", "first_k_dense_replace": 1,
+       "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32,
+       "head_dim": 16, "num_key_value_heads": 2},
     "gpt2": _GPT2,
     "gpt_bigcode": _GPT2,
     "gpt_neox": {},

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 from asyncrl.errors import ConfigError
 from asyncrl.generator.engine import Engine
 from asyncrl.generator.sent_weights import SentWeights
+from benchmarks.agreement import compare, sample_apart
 from benchmarks.families import save_family
-from benchmarks.models import compare_model
 
 OFTEN = ["gemma3_text", "mixtral"]
 SELDOM = ["llama", "mistral", "qwen2", "qwen3", "phi3", "qwen3_moe", "qwen2_moe", "opt"]
@@ -22,7 +22,7 @@ SELDOM = ["llama", "mistral", "qwen2", "qwen3", "phi3", "qwen3_moe", "qwen2_moe"
 
 @pytest.mark.parametrize("name", OFTEN)
 def test_engine_and_learner_agree_at_the_start_and_after_a_swap(name: str, tmp_path: Path) -> None:
-    found = compare_model(save_family(name, tmp_path), ["float32"])["float32"]
+    found = compare(save_family(name, tmp_path), "float32")
     assert found.start < 1e-4 and found.swapped < 1e-4
 
 
@@ -30,9 +30,16 @@ def test_engine_and_learner_agree_at_the_start_and_after_a_swap(name: str, tmp_p
 @pytest.mark.parametrize("name", SELDOM)
 def test_they_agree_in_bfloat16_within_the_rounding_of_the_format(name: str, tmp_path: Path) -> None:
     """Log-probs of some 4 nats, at 2^-8 an operation; the weights are far larger than those of trained models."""
-    found = compare_model(save_family(name, tmp_path), ["float32", "bfloat16"])
-    assert found["float32"].start < 1e-4 and found["float32"].swapped < 1e-4
-    assert found["bfloat16"].mean < 0.1
+    folder = save_family(name, tmp_path)
+    single = compare(folder, "float32")
+    assert single.start < 1e-4 and single.swapped < 1e-4
+    assert compare(folder, "bfloat16").mean < 0.1
+
+
+@pytest.mark.slow
+def test_families_that_the_engine_runs_by_classes_of_transformers_agree(tmp_path: Path) -> None:
+    found = compare(save_family("phi", tmp_path), "float32", sample_apart)
+    assert found.start < 1e-4 and found.swapped < 1e-4
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_neox", "llama"])

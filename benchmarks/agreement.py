@@ -1,0 +1,169 @@
+"""Log-probs of an engine and of the learner, of the same tokens under the same weights, for one tiny model."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from asyncrl.config import Config, load_config
+from asyncrl.errors import ConfigError
+from asyncrl.generator.engine import Completion, Engine
+from asyncrl.generator.sent_weights import SentWeights
+from asyncrl.learner.batch import make_batch
+from asyncrl.learner.models import load_policy_model
+from asyncrl.learner.policy import PolicyNetwork
+from asyncrl.types import Group, Trajectory
+from benchmarks.families import VOCABULARY
+
+NO_ENGINE = (ValueError, RuntimeError, NotImplementedError, AssertionError, AttributeError, KeyError, TypeError)
+"""What vLLM raises for models that it cannot run."""
+SAMPLING_S = 300.0
+"""Time for an engine to start, sample, and sample again with other weights."""
+PROMPTS = [[3 + (7 * i + 5 * j) % (VOCABULARY - 3) for j in range(4 + 3 * i)] for i in range(6)]
+
+
+class EngineError(Exception):
+    """Why there is nothing to compare with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Differences between the engine's log-probs of what it sampled and the learner's of the same tokens, in nats."""
+
+    start: float
+    """Largest, with the weights that both read from the folder."""
+    swapped: float
+    """Largest, with other weights that went from the learner into the running engine."""
+    mean: float
+    """The larger mean of the absolute differences, of both."""
+
+    def agrees(self, dtype: str) -> bool:
+        """True if they differ by no more than rounding. A router that chooses another expert for some token in bfloat16
+        makes the largest difference large, but not the mean."""
+        return max(self.start, self.swapped) < 1e-4 if dtype == "float32" else self.mean < 0.1
+
+
+def family_config(folder: Path, dtype: str) -> Config:
+    return load_config(
+        None,
+        {
+            "model.path": str(folder),
+            "model.dtype": dtype,
+            "data.train": "unused.parquet",
+            "generator.group_size": 2,
+            "generator.max_running_groups": 4,
+            "generator.max_new_tokens": 24,
+            "generator.max_model_tokens": 256,
+            "generator.kv_cache_bytes": 16 << 20,
+        },
+    )
+
+
+@torch.no_grad()
+def disturb(model: nn.Module) -> None:
+    """Changes every weight by a third of the usual."""
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+        parameter.add_(0.3 * noise * parameter.std().nan_to_num(0.1).clamp(min=0.05))
+
+
+def sample(folder: Path, dtype: str, disturbed: Path) -> list[list[Completion]]:
+    """What an engine over the folder's model says to PROMPTS: with the model's own weights, and after a swap to those
+    in the file `disturbed`. Raises ConfigError, or what vLLM raises, when it cannot run the model."""
+    config = family_config(folder, dtype)
+    engine = Engine(config, seed=1, sent=SentWeights(config))
+    try:
+        engine.use_own_weights(0)
+        before = complete(engine)
+        engine.swap(1, list(load_file(disturbed).items()))
+        return [before, complete(engine)]
+    finally:
+        engine.close()
+
+
+def sample_apart(folder: Path, dtype: str, disturbed: Path) -> list[list[Completion]]:
+    """As `sample`, by a process of its own, as a generator is: vLLM runs some families by transformers' own classes,
+    which it changes for the whole process. Raises EngineError when that process fails."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["vllm", "benchmarks.agreement"])
+    answers, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_answer, args=(sender, folder, dtype, disturbed))
+    process.start()
+    sender.close()
+    try:
+        if not answers.poll(SAMPLING_S):
+            raise EngineError(f"no answer within {SAMPLING_S:g} s")
+        answer = answers.recv()
+    except EOFError:
+        process.join(SAMPLING_S)
+        raise EngineError(f"the engine's process ended with {process.exitcode}") from None
+    finally:
+        process.kill()
+        process.join()
+    if isinstance(answer, str):
+        raise EngineError(answer)
+    return answer
+
+
+def _answer(sender: Connection, *arguments: Any) -> None:
+    try:
+        sender.send(sample(*arguments))
+    except (ConfigError, *NO_ENGINE) as error:
+        sender.send(f"{type(error).__name__}: {str(error).splitlines()[0]}")
+
+
+def complete(engine: Engine) -> list[Completion]:
+    for index, prompt in enumerate(PROMPTS):
+        engine.add(str(index), prompt)
+    done: dict[str, Completion] = {}
+    while engine.num_running:
+        done |= {completion.key: completion for completion in engine.step()}
+    return [done[str(index)] for index in range(len(PROMPTS))]
+
+
+@torch.no_grad()
+def differences(completions: list[Completion], network: PolicyNetwork) -> Tensor:
+    """Of the log-probs of all sampled tokens, nats; scored in packed rows of the network."""
+    trajectories = [trajectory(prompt, done) for prompt, done in zip(PROMPTS, completions, strict=True)]
+    (micro,) = make_batch([Group(0, 0, 0, 0, "", 0, 0, trajectories)], tokens_per_microbatch=10_000).micro_batches
+    return network(micro)[0] - micro.behavior_logprobs
+
+
+def trajectory(prompt: list[int], completion: Completion) -> Trajectory:
+    before = np.zeros(len(prompt))
+    return Trajectory(
+        tokens=np.array(prompt + completion.tokens, dtype=np.int32),
+        action_mask=np.concatenate([before, np.ones(len(completion.tokens))]).astype(bool),
+        behavior_logprobs=np.concatenate([before, completion.logprobs]).astype(np.float32),
+        versions=np.concatenate([before - 1, completion.versions]).astype(np.int32),
+        status=completion.status,
+    )
+
+
+def load(folder: Path, dtype: str) -> PolicyNetwork:
+    return PolicyNetwork(load_policy_model(family_config(folder, dtype), str(folder)), 1.0).eval()
+
+
+def compare(
+    folder: Path, dtype: str, sampler: Callable[[Path, str, Path], list[list[Completion]]] = sample
+) -> Comparison:
+    """Of the folder's model in this precision. Raises ConfigError, or what vLLM raises, when the model cannot be
+    used."""
+    start, other = load(folder, dtype), load(folder, dtype)
+    disturb(other.model)
+    disturbed = folder / "disturbed.weights"  # no *.safetensors, which would be taken for a part of the model
+    save_file({name: weight.detach().contiguous() for name, weight in other.model.named_parameters()}, disturbed)
+    before, swapped = sampler(folder, dtype, disturbed)
+    differ = differences(before, start), differences(swapped, other)
+    largest = [float(d.abs().max()) for d in differ]
+    return Comparison(*largest, max(float(d.abs().mean()) for d in differ))
