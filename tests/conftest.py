@@ -24,6 +24,8 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 RANDOM_TIMEOUT_S = 900
+LEFT_OUT = pytest.StashKey[int]()
+"""Tests of engines in bfloat16 that would die on this machine."""
 MAY_SKIP = os.environ.get("ASYNCRL_MAY_SKIP", "1") != "0"
 """Without it a skipped test is a failed one: what CI never ran, it must not report as passed."""
 
@@ -80,12 +82,12 @@ def _asks_for_gpus(config: pytest.Config) -> bool:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Refuses to mix vLLM and DeepSpeed, which each take torch's process group for themselves and would hang in one
-    process; leaves out what needs a GPU unless it was asked for; gives tests with many random inputs the time for
-    them."""
+    process; leaves out what needs a GPU unless it was asked for, and what this machine cannot run; gives tests with
+    many random inputs the time for them."""
     if not _asks_for_gpus(config):
-        left_out = [item for item in items if item.get_closest_marker("gpu")]
-        items[:] = [item for item in items if item not in left_out]
-        config.hook.pytest_deselected(items=left_out)
+        _leave_out(config, items, "gpu")
+    if any(item.get_closest_marker("bfloat16") for item in items) and _bfloat16_fault():
+        _leave_out(config, items, "bfloat16")
     areas = {item.path.parent.name for item in items}
     if {"generator", "learner"} <= areas:
         raise pytest.UsageError("run tests/generator in a process of its own, as `make test` does")
@@ -93,6 +95,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("hypothesis"):
                 item.add_marker(pytest.mark.timeout(RANDOM_TIMEOUT_S))
+
+
+def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
+    """Says what is left out that runs on other machines without being asked for."""
+    left_out = config.stash.get(LEFT_OUT, 0)
+    return [f"{left_out} tests of engines in bfloat16 are left out: {_bfloat16_fault()}"] if left_out else []
+
+
+def _leave_out(config: pytest.Config, items: list[pytest.Item], marker: str) -> None:
+    left_out = [item for item in items if item.get_closest_marker(marker)]
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=left_out)
+    if marker == "bfloat16":
+        config.stash[LEFT_OUT] = len(left_out)
+
+
+def _bfloat16_fault() -> str:
+    from asyncrl.generator.vllm_setup import bfloat16_fault
+
+    return bfloat16_fault()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -76,6 +76,7 @@ def build_engine(config: Config, seed: int) -> LLMEngine:
     if on_gpu:
         arguments["gpu_memory_utilization"] = float(os.environ.get(GPU_FRACTION, generator.gpu_memory_fraction))
     else:
+        check_cpu(config)
         _keep_weights_beside_packed()
         arguments["enforce_eager"] = True
         arguments["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
@@ -122,6 +123,30 @@ def check_engine_options(config: Config) -> None:
             raise ConfigError(
                 f"generator.engine_options.{name}: vllm.EngineArgs has no such option{did_you_mean(name, names)}"
             )
+
+
+def bfloat16_fault() -> str:
+    """Why an engine on this machine's CPU would die in bfloat16; empty if it would not.
+
+    Where the processor has AMX tiles, vLLM's attention uses them in bfloat16, and only there. It does not ask whether
+    the kernel lets a process use them: where it does not, the first such instruction is an illegal one.
+    """
+    import torch
+
+    if not torch.cpu._is_amx_tile_supported() or torch.cpu._init_amx():
+        return ""
+    return (
+        "the processor has AMX tiles, which the engine uses in bfloat16, but the kernel does not permit it (arch_prctl)"
+    )
+
+
+def check_cpu(config: Config) -> None:
+    """Raises ConfigError when an engine on this machine's CPU would die of `model.dtype`."""
+    if config.model.dtype == "bfloat16" and (fault := bfloat16_fault()):
+        raise ConfigError(
+            f"model.dtype = 'bfloat16': {fault}; use model.dtype=float32, or a kernel (Linux 5.16 or newer) and "
+            "container that permit it"
+        )
 
 
 def _keep_weights_beside_packed() -> None:

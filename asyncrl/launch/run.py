@@ -14,6 +14,7 @@ from rich.console import Console
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError, DataError, PeerTimeoutError, RunError
+from asyncrl.generator.vllm_setup import check_cpu
 from asyncrl.launch.checks import check_inputs, make_missing
 from asyncrl.launch.ending import show_end
 from asyncrl.launch.endpoints import run_endpoints
@@ -70,6 +71,8 @@ def launch(config: Config, console: Console, *, without_journal: bool = False) -
     make_missing(config, console)
     with preloaded(plan) as zygote:
         prompt_tokens = check_inputs(config, console)
+        if not plan.gpus:
+            check_cpu(config)
         plan = fit_memory(config, plan, reward_model=reward_model)
         if plan.gpus and config.model.dtype == "float32":
             console.print(

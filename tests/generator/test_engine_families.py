@@ -27,6 +27,7 @@ def test_engine_and_learner_agree_at_the_start_and_after_a_swap(name: str, tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.bfloat16
 @pytest.mark.parametrize("name", SELDOM)
 def test_they_agree_in_bfloat16_within_the_rounding_of_the_format(name: str, tmp_path: Path) -> None:
     """Log-probs of some 4 nats, at 2^-8 an operation; the weights are far larger than those of trained models."""

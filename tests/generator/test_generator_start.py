@@ -17,8 +17,9 @@ from asyncrl.config import load_config
 from asyncrl.config.passthrough import ENGINE_REFUSED
 from asyncrl.errors import ConfigError
 from asyncrl.generator import loop
+from asyncrl.generator.engine import Engine
 from asyncrl.generator.start import engine_seed, max_weight_bytes
-from asyncrl.generator.vllm_setup import check_engine_options
+from asyncrl.generator.vllm_setup import check_cpu, check_engine_options
 
 
 def test_the_ceiling_is_above_float32_whatever_the_precision_on_disk(tmp_path: Path) -> None:
@@ -87,6 +88,23 @@ def test_engine_options_must_be_ones_of_the_installed_vllm(model_path: str) -> N
     )
     with pytest.raises(ConfigError, match=rule):
         check_engine_options(small_config(model_path, generator__engine_options=options))
+
+
+def test_bfloat16_is_refused_where_the_engine_would_die_of_an_illegal_instruction(
+    model_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel has to permit AMX tiles, where the processor has them; only bfloat16 uses them."""
+    for tiles, permitted in ((False, False), (True, True), (True, False)):
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda tiles=tiles: tiles)
+        monkeypatch.setattr(torch.cpu, "_init_amx", lambda permitted=permitted: permitted)
+        check_cpu(small_config(model_path))
+        if not tiles or permitted:
+            check_cpu(small_config(model_path, model__dtype="bfloat16"))
+            continue
+        with pytest.raises(ConfigError, match=r"model.dtype = 'bfloat16': .*AMX tiles.*use model.dtype=float32"):
+            check_cpu(small_config(model_path, model__dtype="bfloat16"))
+        with pytest.raises(ConfigError, match="AMX"):
+            Engine(small_config(model_path, model__dtype="bfloat16"), seed=1)
 
 
 def test_refused_engine_options_are_ones_of_the_installed_vllm() -> None:
