@@ -16,6 +16,7 @@ from asyncrl.learner.backend import be_deterministic
 from asyncrl.learner.checkpoint import CHECKPOINTS
 from asyncrl.learner.critic import Critic, ValueFunction
 from asyncrl.learner.distributed import connected
+from asyncrl.learner.mismatch_check import MismatchCheck
 from asyncrl.learner.remote_critic import RemoteCritic
 from asyncrl.learner.saving import Checkpoints
 from asyncrl.learner.steps import Learner
@@ -43,6 +44,7 @@ def run_learner(
         if start:
             trainer.restore(checkpoints.path(start))
             log.info("checkpoint loaded", path=str(checkpoints.path(start)))
+        trainer.mismatch_check = MismatchCheck(config, trainer.ranks, trainer.policy.model.config.model_type)
         client = LearnerClient(endpoints, rank, timeout_s=launch.progress_timeout_s)
         parts.callback(client.close)
         sender = trackers = None

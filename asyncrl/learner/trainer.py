@@ -22,6 +22,7 @@ from asyncrl.learner.critic import ValueFunction
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.estimates import Estimates, Scores, estimate
 from asyncrl.learner.metrics import Tally
+from asyncrl.learner.mismatch_check import MismatchCheck
 from asyncrl.learner.parts import Files, bytes_file, model_files, tensors_file
 from asyncrl.learner.policy import Policy, Reference
 from asyncrl.learner.schedule import learning_rate
@@ -52,6 +53,8 @@ class Trainer:
         self.algorithm = algorithm
         self.policy = Policy(config, ranks)
         self.critic = critic
+        self.mismatch_check: MismatchCheck | None = None
+        """Set where engines of this run sample what is trained, and until it has concluded."""
         self._reference: Reference | None = None
         settings = config.algorithm
         self.kl_control: FixedKL | AdaptiveKL = FixedKL(settings.kl_reward_coef)
@@ -80,9 +83,11 @@ class Trainer:
         norms: list[float] = []
         skipped = 0
         total = self._tally(step)
-        for minibatch in minibatches * settings.epochs:
+        for number, minibatch in enumerate(minibatches * settings.epochs):
             tally = self._tally(step)
-            part = _PolicyPart(self, minibatch, estimates, bound, tally, step)
+            # Later ones are scored with weights that no engine has.
+            check = self.mismatch_check if number == 0 else None
+            part = _PolicyPart(self, minibatch, estimates, bound, tally, step, check)
             if step <= self.config.critic.warmup_steps and self.critic is not None:
                 part.look()
                 total.join(tally)
@@ -101,19 +106,20 @@ class Trainer:
             else:
                 norms.append(norm)
                 total.join(tally)
+        self._compare_with_engine(step)
         metrics = total.reduce(self.ranks, updates=self._updates - skipped)
-        metrics |= {
-            "learner/tokens": float(sum(minibatch.num_tokens for minibatch in minibatches)),
-            "learner/skipped_updates": float(skipped),
-        }
+        metrics["learner/tokens"] = float(sum(minibatch.num_tokens for minibatch in minibatches))
+        metrics["learner/skipped_updates"] = float(skipped)
         if skipped < self._updates:
-            metrics |= {
-                "learner/grad_norm": sum(norms) / max(len(norms), 1),
-                "learner/lr": sum(rates) / max(len(rates), 1),
-            }
+            metrics["learner/grad_norm"] = sum(norms) / max(len(norms), 1)
+            metrics["learner/lr"] = sum(rates) / max(len(rates), 1)
         metrics |= self._control_kl(estimates, sum(minibatch.num_sequences for minibatch in minibatches))
         metrics |= self.critic.finish() if self.critic is not None else {}
         return {name: value for name, value in metrics.items() if math.isfinite(value)}
+
+    def _compare_with_engine(self, step: int) -> None:
+        if self.mismatch_check is not None and self.mismatch_check.conclude(step):
+            self.mismatch_check = None
 
     def snapshot(self, folder: Path) -> Files:
         """What this rank writes of its state into the checkpoint in `folder`, copied to the CPU."""
@@ -198,6 +204,7 @@ class _PolicyPart:
     bound: Tensor | None
     tally: Tally
     step: int
+    check: MismatchCheck | None
 
     def __call__(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         logprobs, entropies = self.trainer.policy.forward(micro)
@@ -231,6 +238,8 @@ class _PolicyPart:
             token_gradient=losses.policy_gradient,
             masked=losses.masked,
         )
+        if self.check is not None:
+            self.check.add(micro, logprobs, version=self.step - 1)
         return losses
 
 

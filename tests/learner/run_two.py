@@ -1,6 +1,7 @@
 """`run_learner` as one of two ranks with ZeRO stage 3, with fakes for the replay queue and the weight sender.
 
-`begin.json` in the folder says how many steps were committed before, `offline.json` that it is `run_offline`.
+`begin.json` in the folder says how many steps were committed before, `offline.json` that it is `run_offline`, `exact`
+that the engine is said to compute with all digits. The log-probs of the trajectories are made up.
 """
 
 from __future__ import annotations
@@ -97,6 +98,7 @@ config = make_config(
     checkpoint={"every_steps": 2},
     deterministic=True,
     replay={"max_staleness": 0},
+    generator={} if (out / "exact").exists() else {"engine_options": {"quantization": "fp8"}},
     steps=9 if offline.exists() else STEPS,
 )
 options: dict[str, Any] = {"rank": rank, "endpoints": endpoints(port), "run_dir": out, "should_stop": lambda: False}

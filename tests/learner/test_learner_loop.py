@@ -191,6 +191,8 @@ def test_run_learner_as_two_ranks(tiny_model: Path, two: Path) -> None:
     rows = read_rows(two)
     assert [row["step"] for row in rows] == [1, 2, 3, 4] and all(row["replay/ready"] == 1.0 for row in rows)
     assert (two / "closed-0").exists() and (two / "closed-1").exists()
+    said = [(two / f"{rank}.log").read_text().count("engine computes a model of type qwen2") for rank in (0, 1)]
+    assert said == [1, 0]
 
 
 def test_a_checkpoint_of_two_ranks(two: Path) -> None:

@@ -1,17 +1,38 @@
-"""Whole runs of other models and number formats than the demo's."""
+"""Whole runs of other models and number formats than the demo's: what engine and learner compute alike trains, and the
+rest is refused."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from statistics import fmean
 
 import pytest
 
+from benchmarks.families import save_family
 from tests.helpers.runs import SMALL, Launched, check_ledger
 
 pytestmark = [pytest.mark.system, pytest.mark.slow, pytest.mark.timeout(300)]
 
 Start = Callable[..., Launched]
+
+
+@pytest.mark.parametrize("learners", [1, 2])
+def test_a_model_that_the_engine_computes_otherwise_is_refused_at_the_first_step(
+    launch: Start, tmp_path: Path, learners: int
+) -> None:
+    path = save_family("gpt_neox", tmp_path)
+    settings = [f"model.path={path}", "replay.no_signal=train", "--learners", str(learners)]
+    run = launch("--steps", "100", *SMALL, *settings)
+    code, output = run.end(timeout_s=200)
+    assert code == 2, output
+    summary = run.summary()
+    assert summary["status"] == "failed" and sum(summary["restarts"].values()) == 0
+    for part in ("ended with code 2", f"model.path = '{path}'", "a model of type gpt_neox otherwise than the learner",
+                 "nats on average, and rounding in float32 explains at most 0.02", "docs/models.md"):  # fmt: skip
+        assert part in summary["error"] and part in output
+    assert run.rows() == []
+    assert run.left_over() == []
 
 
 @pytest.mark.bfloat16
@@ -21,6 +42,8 @@ def test_the_demo_trains_in_bfloat16(launch: Start) -> None:
     assert code == 0, output
     rows = run.rows()
     assert len(rows) == 20
+    (said,) = [event for event in run.events("learner-0") if event["event"] == "engine and learner agree"]
+    assert said["step"] == 1 and 1e-4 < said["mean_difference_nats"] < 0.1, "rounding of bfloat16, and no more"
     assert fmean(row["correction/mismatch_kl"] for row in rows) < 0.05
     assert fmean(row["reward/mean"] for row in rows) > 0.15, "what the model could do before"
     check_ledger(run.summary())
