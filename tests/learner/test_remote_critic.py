@@ -75,7 +75,7 @@ def test_two_learner_ranks_and_one_critic_rank(
         assert (tmp_path / "critic" / "model.safetensors").exists()
         for rank in ranks:
             rank.close()
-        assert process.wait(timeout=20) == 0, (tmp_path / "run_critic.log").read_text()
+        assert process.wait(20) == 0, (tmp_path / "run_critic.log").read_text()
 
 
 def test_its_state_is_that_of_a_critic_in_the_learner(
@@ -110,7 +110,7 @@ def test_its_state_is_that_of_a_critic_in_the_learner(
         assert all(torch.equal(train(local, step), expected[step - 2]) for step in (2, 3))
         (tmp_path / "checkpoints" / "step-000002.partial").write_text("no folder")
         critic.snapshot(tmp_path / "checkpoints" / "step-000002.partial")
-        assert process.wait(timeout=20) == 1
+        assert process.wait(20) == 1
     log = (tmp_path / "run_critic.log").read_text()
     assert "step-000002.partial cannot be written: [Errno 20] Not a directory" in log
 
@@ -146,7 +146,7 @@ def test_an_error_of_the_critic_reaches_its_learners(
             RunError, match=r"critic rank 0 refused a message: step 2: 6 updates in a row are not finite.* critic.lr"
         ):
             critic.finish()
-        assert process.wait(timeout=20) == 1
+        assert process.wait(20) == 1
 
 
 @pytest.fixture

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
+import signal
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from asyncrl.config import Config
 from asyncrl.endpoints import Endpoints
+from asyncrl.launch.zygote import Forked, Zygote
 from asyncrl.learner.algorithm import make_algorithm
 from asyncrl.learner.batch import Batch, make_batch
 from asyncrl.learner.critic import Critic
@@ -206,47 +208,46 @@ def gradients_before_step(policy: TrainedModel) -> Iterator[dict[str, Tensor]]:
         yield gradients
 
 
+@functools.cache
+def _zygote() -> Zygote:
+    zygote = Zygote("tests.learner.ranks_zygote")
+    atexit.register(zygote.close)
+    return zygote
+
+
+def _start(script: str, arguments: Iterable[object], log: Path, folder: Path) -> Forked:
+    """A script of this folder as a process in `folder`, with what it prints in `log`."""
+    socket_address("any")  # the folder of this process's sockets is there from now on
+    command = [str(Path(__file__).parent / script), *map(str, arguments)]
+    with log.open("wb") as output:
+        process = _zygote().fork(command, {**os.environ, "PWD": str(folder)}, output.fileno())
+    process.stdin.close()
+    return process
+
+
+def _end(process: Forked) -> None:
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
 def spawn(script: str, model: Path, out: Path, port: int, *, ranks: int, timeout_s: float) -> list[int]:
     """Runs a script of this folder as so many ranks to the end; their exit codes. The output lies in `out`."""
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(Path(__file__).parent / script), str(rank), str(port), str(model), str(out)],
-            env=_environment(),
-            stdout=(out / f"{rank}.log").open("w"),
-            stderr=subprocess.STDOUT,
-        )
-        for rank in range(ranks)
-    ]
+    processes = [_start(script, (rank, port, model, out), out / f"{rank}.log", Path.cwd()) for rank in range(ranks)]
     try:
-        return [process.wait(timeout=timeout_s) for process in processes]
+        return [process.wait(timeout_s) for process in processes]
     finally:
         for process in processes:
-            process.kill()
-            process.wait()
+            _end(process)
 
 
 @contextmanager
-def running(script: str, model: Path, out: Path, port: int, learners: str = "2") -> Iterator[subprocess.Popen[bytes]]:
+def running(script: str, model: Path, out: Path, port: int, learners: str = "2") -> Iterator[Forked]:
     """A script of this folder as a process, ended at the end; its output is in `out`."""
-    with (out / script.replace(".py", ".log")).open("w") as log:
-        process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).parent / script), str(port), str(model), learners],
-            env=_environment(),
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            cwd=out,
-        )
-        try:
-            yield process
-        finally:
-            process.kill()
-            process.wait()
-
-
-def _environment() -> dict[str, str]:
-    """In which scripts of this folder find `tests.helpers` and the sockets of this process."""
-    socket_address("any")  # the folder is there from now on
-    return os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    process = _start(script, (port, model, learners), out / script.replace(".py", ".log"), out)
+    try:
+        yield process
+    finally:
+        _end(process)
 
 
 def endpoints(port: int) -> Endpoints:

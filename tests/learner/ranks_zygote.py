@@ -1,0 +1,24 @@
+"""The process that ranks of learners and critics are forked from: imports are done once in a session."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+
+from asyncrl.launch.zygote import main
+
+PRELOADED = ("asyncrl.learner.loop", "asyncrl.learner.remote_critic", "transformers.models.qwen2.modeling_qwen2")
+
+
+def run_script(arguments: list[str]) -> int:
+    """A script of this folder with its arguments, in the folder that PWD names."""
+    os.chdir(os.environ["PWD"])
+    sys.path.insert(0, os.path.dirname(arguments[0]))
+    sys.argv = arguments
+    runpy.run_path(arguments[0], run_name="__main__")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(run_script, PRELOADED))
