@@ -96,6 +96,7 @@ def test_free_ports_are_free_and_different() -> None:
     assert max(ports) < int(outgoing), "the kernel must not give them away before the roles listen there"
     for port in ports:
         with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as roles do: connections may linger there
             sock.bind(("127.0.0.1", port))
 
 
