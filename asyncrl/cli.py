@@ -56,8 +56,8 @@ def launch(
     ] = False,
 ) -> None:
     """Train. Exit code 0: done, 1: the run failed, 2: bad configuration or data, 130: interrupted."""
-    from asyncrl.launch.resume import config_of_run
     from asyncrl.launch.run import launch as launch_run
+    from asyncrl.launch.run_dir import config_of_run
 
     flags: dict[str, Any] = {
         "generators": generators, "learners": learners, "max_staleness": max_staleness, "steps": steps, "run": run,
@@ -80,7 +80,7 @@ def scale(
 ) -> None:
     """Change the number of generators of a run that is going on. Exit code 0: done, 1: it did not come about, 2: no
     such run."""
-    from asyncrl.launch.scale import scale as scale_run
+    from asyncrl.launch.commands.running import scale as scale_run
 
     scale_run(run, generators, Console())
 
@@ -99,7 +99,7 @@ def replay(
 ) -> None:
     """Train again on the batches of a run's journal, without generators. Exit code 0: done, 1: failed, or with
     unchanged settings the weights came out different, 2: bad configuration, 130: interrupted."""
-    from asyncrl.launch.offline import replay as replay_run
+    from asyncrl.launch.commands.retrain import replay as replay_run
 
     settings: dict[str, Any] = {"algorithm.loss": loss, "algorithm.loss_options": {}} if loss is not None else {}
     settings |= {"learner.lr": lr} if lr is not None else {}
@@ -120,7 +120,7 @@ def evaluate(
     out: Annotated[Path | None, typer.Option(help="JSON file to write the results to.")] = None,
 ) -> None:
     """Evaluate a model on data.eval. Exit code 0: done, 1: failed, 2: bad configuration, 130: interrupted."""
-    from asyncrl.launch.evaluate import evaluate as evaluate_model
+    from asyncrl.launch.commands.evaluate import evaluate as evaluate_model
 
     settings = dict(parse_override(text) for text in overrides or [])
     settings |= {"run": run} if run is not None else {}
@@ -130,7 +130,7 @@ def evaluate(
 @app.command()
 def ledger(folder: Annotated[Path, typer.Argument(help="Folder of the run, runs/NAME.")]) -> None:
     """Show where every group, trajectory and token of a run is. Exit code 0: they add up, 1: not, 2: no such run."""
-    from asyncrl.launch.ledger import show_ledger
+    from asyncrl.launch.commands.show_ledger import show_ledger
 
     raise typer.Exit(0 if show_ledger(folder, Console()) else 1)
 
@@ -138,7 +138,7 @@ def ledger(folder: Annotated[Path, typer.Argument(help="Folder of the run, runs/
 @app.command()
 def top(folder: Annotated[Path, typer.Argument(help="Folder of the run, runs/NAME.")]) -> None:
     """Watch a run that goes on from another terminal. Ctrl-C ends the view, not the run."""
-    from asyncrl.launch.top import top as show_top
+    from asyncrl.launch.commands.running import top as show_top
 
     show_top(folder, Console())
 
@@ -222,7 +222,7 @@ def sweep(
 ) -> None:
     """Train with several staleness limits and say which to take; again to go on. Exit code 0: done, 1: a training
     failed, 2: bad configuration, 130: interrupted."""
-    from asyncrl.plan.sweep import sweep as sweep_runs
+    from asyncrl.plan.sweep.cells import sweep as sweep_runs
 
     arguments = [*(overrides or []), *([f"steps={steps}"] if steps is not None else [])]
     raise typer.Exit(sweep_runs(name, config, arguments, max_staleness, seeds, Console()))
@@ -231,7 +231,7 @@ def sweep(
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
 def bench(context: typer.Context) -> None:
     """Measure the hot paths against their limits and against other systems; --help tells of the rows."""
-    from asyncrl.launch.bench import run_bench
+    from asyncrl.launch.commands.bench import run_bench
 
     raise typer.Exit(run_bench(context.args))
 
@@ -239,7 +239,7 @@ def bench(context: typer.Context) -> None:
 @app.command(name="list")
 def list_parts() -> None:
     """Print the parts that a config can name, with their options and defaults."""
-    from asyncrl.launch.parts import print_parts
+    from asyncrl.launch.registry import print_parts
 
     print_parts(Console())
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from asyncrl.config import Config, load_config
 from asyncrl.errors import ConfigError
-from asyncrl.generator.engine import Completion, Engine
-from asyncrl.generator.sent_weights import SentWeights
+from asyncrl.generator.vllm_backend.engine import Completion, Engine
+from asyncrl.generator.vllm_backend.sent_weights import SentWeights
 from asyncrl.learner.batch import make_batch
 from asyncrl.learner.models import load_policy_model
 from asyncrl.learner.policy import PolicyNetwork

@@ -60,7 +60,7 @@ def bare(core: int, settings: list[str], requests: int) -> float:
 def bare_process(settings: list[str], requests: int) -> None:
     """The other side, run by `bare`: prints its rate."""
     from asyncrl.config import load_config, parse_override
-    from asyncrl.generator.vllm_setup import ENVIRONMENT
+    from asyncrl.generator.vllm_backend.setup import ENVIRONMENT
 
     os.environ.update(ENVIRONMENT)
     from vllm import TokensPrompt

@@ -100,13 +100,13 @@ def advantages(groups: int) -> np.ndarray:
 
 def ours(model: str, groups: int, turns: Turns) -> None:
     from asyncrl.config import Config
-    from asyncrl.endpoints import Endpoints
-    from asyncrl.launch.resources import reserve_ports
+    from asyncrl.launch.placement import reserve_ports
     from asyncrl.learner.algorithm import make_algorithm
     from asyncrl.learner.batch import make_batch
     from asyncrl.learner.distributed import connected
     from asyncrl.learner.trainer import Trainer
     from asyncrl.types import NO_VERSION, Group, Trajectory
+    from asyncrl.wire.endpoints import Endpoints
 
     turns.wait()
     values: dict[str, Any] = {

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 
 from asyncrl.config import Config, load_config
-from asyncrl.endpoints import Endpoints
 from asyncrl.launch.endpoints import run_endpoints
-from asyncrl.processes import collect_seldom, end_with_parent
 from asyncrl.replay.client import GeneratorClient, GeneratorStats, LauncherClient, LearnerClient
 from asyncrl.types import NO_VERSION, Group, Lease, Prompt, Trajectory
+from asyncrl.util.processes import collect_seldom, end_with_parent
+from asyncrl.wire.endpoints import Endpoints
 
 GROUP_SIZE, PROMPT_TOKENS = 8, 32
 GROUPS_PER_STEP = 128
@@ -152,7 +152,7 @@ def learn(endpoints: Endpoints, version: Any) -> None:
 
 
 def hold_queue(config: Config, endpoints: Endpoints, folder: Path, journaled: bool) -> None:
-    from asyncrl.replay.journal import Journal
+    from asyncrl.replay.journal.writer import Journal
     from asyncrl.replay.queue import ReplayQueue
     from asyncrl.replay.server import run_replay
     from asyncrl.replay.trace import TraceWriter

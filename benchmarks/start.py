@@ -14,7 +14,7 @@ from benchmarks.frame import CannotRun, Limit, Round, Row, one_thread, output_of
 RUN = "bench-start"
 TIMEOUT_S = 240.0
 LOAD = """
-from asyncrl.generator.vllm_setup import ENVIRONMENT
+from asyncrl.generator.vllm_backend.setup import ENVIRONMENT
 import os, sys
 os.environ.update(ENVIRONMENT)
 from vllm import LLM

@@ -86,7 +86,7 @@ class Sides:
         return batch.num_tokens
 
     def _load_weights(self) -> None:
-        from asyncrl.generator.transfer import STAGING
+        from asyncrl.generator.vllm_backend.weight_transfer import STAGING
 
         STAGING["weights"] = list(self._trainer.policy.weights())
         for call, arguments in (
@@ -99,7 +99,7 @@ def make_llm(config: Config) -> LLM:
     from vllm import LLM
     from vllm.config import WeightTransferConfig
 
-    from asyncrl.generator.vllm_plugin import NAME, register
+    from asyncrl.generator.vllm_backend.plugin import NAME, register
 
     register()
     return LLM(
@@ -128,7 +128,7 @@ def all_prompts(config: Config) -> Iterator[list[int]]:
 
 
 def sampling(config: Config) -> Any:
-    from asyncrl.generator.vllm_setup import sampling_params
+    from asyncrl.generator.vllm_backend.setup import sampling_params
 
     return sampling_params(config, config.generator.temperature, config.generator.top_p)
 
@@ -165,12 +165,12 @@ def trajectory(output: RequestOutput) -> Any:
 
 def main() -> None:
     from asyncrl.config import load_config, parse_override
-    from asyncrl.generator.vllm_setup import ENVIRONMENT
+    from asyncrl.generator.vllm_backend.setup import ENVIRONMENT
 
     os.environ.update(ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "DS_ACCELERATOR": "cpu"})
-    from asyncrl.endpoints import Endpoints
-    from asyncrl.launch.resources import reserve_ports
+    from asyncrl.launch.placement import reserve_ports
     from asyncrl.learner.distributed import connected
+    from asyncrl.wire.endpoints import Endpoints
 
     config = load_config("demo", dict(parse_override(text) for text in sys.argv[1:]))
     endpoints = Endpoints("bench", "", "", learners=f"tcp://127.0.0.1:{reserve_ports(0, 1)[0]}")

@@ -17,7 +17,7 @@ from multiprocessing.queues import Queue
 from multiprocessing.synchronize import Barrier
 from statistics import median, quantiles
 
-from asyncrl.processes import leave_the_core, take_long_turns
+from asyncrl.util.processes import leave_the_core, take_long_turns
 from benchmarks.long_tail import MAX_TOKENS, prepare_long_tail, settings
 
 BLOCK_S = 0.8
@@ -30,14 +30,14 @@ BATCH, LENGTH_TOKENS = 64, 64
 def engine_step(model: str, running: int) -> Callable[[], None]:
     """A step of an engine in which so many sequences run."""
     from asyncrl.config import load_config, parse_override
-    from asyncrl.generator.vllm_setup import ENVIRONMENT
+    from asyncrl.generator.vllm_backend.setup import ENVIRONMENT
 
     os.environ.update(ENVIRONMENT)
     overrides = settings(model, steps=1, max_staleness=0, quick=False)
     config = load_config("demo", dict(parse_override(text) for text in overrides))
     from vllm import TokensPrompt
 
-    from asyncrl.generator.vllm_setup import build_engine, sampling_params
+    from asyncrl.generator.vllm_backend.setup import build_engine, sampling_params
     from benchmarks.synchronous import all_prompts
 
     leave_the_core()

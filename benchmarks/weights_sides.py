@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
-from asyncrl.weights.packing import Manifest
+from asyncrl.weights.buckets import Manifest
 from asyncrl.weights.receiver import WeightReceiver
 from asyncrl.weights.sender import WeightSender
 from asyncrl.weights.staging import StagedWeights
@@ -117,7 +117,7 @@ def _broadcast(data: Tensor) -> float:
 def swap(model: str, swaps: int) -> None:
     """An engine that decodes: seconds of a step, of a swap, and of copying as many bytes; medians."""
     from asyncrl.config import load_config
-    from asyncrl.generator.engine import Engine
+    from asyncrl.generator.vllm_backend.engine import Engine
 
     config = load_config("demo", {"model.path": model, "generator.max_new_tokens": 48})
     engine = Engine(config, seed=0)

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 from tests.helpers.examples import FEW, MANY, RANDOM
 
 if TYPE_CHECKING:
-    from asyncrl.launch.zygote import Zygote
+    from asyncrl.launch.fork_server import Zygote
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -33,7 +33,7 @@ MAY_SKIP = os.environ.get("ASYNCRL_MAY_SKIP", "1") != "0"
 @pytest.fixture(scope="session")
 def preloaded() -> Iterator[Zygote]:
     """The process that commands of asyncrl are forked from: imports are done once in a session."""
-    from asyncrl.launch.zygote import Zygote
+    from asyncrl.launch.fork_server import Zygote
 
     zygote = Zygote("tests.helpers.preloaded")
     yield zygote
@@ -112,7 +112,7 @@ def _leave_out(config: pytest.Config, items: list[pytest.Item], marker: str) -> 
 
 
 def _bfloat16_fault() -> str:
-    from asyncrl.generator.vllm_setup import bfloat16_fault
+    from asyncrl.generator.vllm_backend.setup import bfloat16_fault
 
     return bfloat16_fault()
 

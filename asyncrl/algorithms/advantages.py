@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asyncrl.algorithms.grouped import dr_grpo, group_sizes, grpo, maxrl, opo, remax, rloo
-from asyncrl.algorithms.scan import backward_recurrence, following, sequence_ends
-from asyncrl.algorithms.segments import at_most, safe_exp
+from asyncrl.algorithms.group_advantages import dr_grpo, group_sizes, grpo, maxrl, opo, remax, rloo
+from asyncrl.algorithms.segments import at_most, backward_recurrence, following, safe_exp, sequence_ends
 
 __all__ = [
     "ADVANTAGES",

@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 from pydantic import PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
 from asyncrl.errors import ConfigError
-from asyncrl.redaction import redact
+from asyncrl.util.redaction import redact
 
 
 def unknown_name(key: str, name: str, known: Iterable[str]) -> ConfigError:

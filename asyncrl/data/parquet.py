@@ -15,8 +15,8 @@ from asyncrl.config import Config, did_you_mean
 from asyncrl.data.files import column_path, first_missing, read_column, read_schema, read_table, to_table
 from asyncrl.data.values import chat_messages, ground_truth_text, missing, plain
 from asyncrl.errors import ConfigError, DataError
-from asyncrl.files import check_writable, read_json
 from asyncrl.types import MAX_NAME_CHARACTERS
+from asyncrl.util.files import check_writable, read_json
 
 Split = Literal["train", "eval"]
 WRITTEN_HERE = {b"asyncrl": b"dataset"}

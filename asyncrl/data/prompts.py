@@ -11,8 +11,8 @@ from jinja2 import TemplateError
 from asyncrl.config import Config
 from asyncrl.data.parquet import PromptTable, no_template
 from asyncrl.errors import ConfigError, DataError
-from asyncrl.tokenizer import load_tokenizer
 from asyncrl.types import Prompt
+from asyncrl.util.tokenizer import load_tokenizer
 
 log = structlog.get_logger()
 

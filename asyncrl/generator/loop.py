@@ -11,17 +11,15 @@ from typing import TYPE_CHECKING
 import structlog
 
 from asyncrl.config import Config
-from asyncrl.endpoints import Endpoints
 from asyncrl.errors import PeerTimeoutError
-from asyncrl.generator.costs import StepCosts
-from asyncrl.generator.engine import Completion, Engine
-from asyncrl.generator.groups import Running, make_evaluated, make_group, submit
-from asyncrl.generator.room import Asked, room
-from asyncrl.generator.start import engine_seed, max_weight_bytes, share_core
-from asyncrl.processes import leave_the_core, take_long_turns
+from asyncrl.generator.cost_model import StepCosts
+from asyncrl.generator.groups import Asked, Running, make_evaluated, make_group, room, submit
+from asyncrl.generator.role import engine_seed, max_weight_bytes, share_core
+from asyncrl.generator.vllm_backend.engine import Completion, Engine
 from asyncrl.replay.client import GeneratorClient, GeneratorStats, LeaseReply
-from asyncrl.stopwatch import Stopwatch
 from asyncrl.types import NO_VERSION, Lease
+from asyncrl.util.processes import Stopwatch, leave_the_core, take_long_turns
+from asyncrl.wire.endpoints import Endpoints
 
 if TYPE_CHECKING:
     from asyncrl.rewards.workers import RewardPool, Scored

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from asyncrl.config import Config
-from asyncrl.endpoints import Endpoints
 from asyncrl.errors import ConfigError
-from asyncrl.keys import is_loopback, run_keys
-from asyncrl.launch.resources import check_host, reserve_ports
-from asyncrl.socket_folder import socket_folder
-from asyncrl.sockets import IPC
+from asyncrl.launch.placement import check_host, reserve_ports
+from asyncrl.wire.curve_keys import is_loopback, run_keys
+from asyncrl.wire.endpoints import Endpoints
+from asyncrl.wire.socket_folder import socket_folder
+from asyncrl.wire.sockets import IPC
 
 RUN_ID_BYTES = 16
 """Random ones: who knows the run id is part of the run."""

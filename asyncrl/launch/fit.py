@@ -24,7 +24,7 @@ from asyncrl.launch.memory import (
     reward_model_parts,
     staging_parts,
 )
-from asyncrl.launch.resources import Plan, Share
+from asyncrl.launch.placement import Plan, Share
 
 log = structlog.get_logger()
 

@@ -14,11 +14,11 @@ from typing import IO
 
 import structlog
 
-from asyncrl.launch.resources import Share, network_environment
-from asyncrl.launch.role import EXIT_DISK_FULL, SHOW_STACKS, RoleSpec
-from asyncrl.launch.zygote import Forked, Zygote, ZygoteError
+from asyncrl.launch.fork_server import Forked, Zygote, ZygoteError
+from asyncrl.launch.placement import Share, network_environment
+from asyncrl.launch.worker import EXIT_DISK_FULL, SHOW_STACKS, RoleSpec
 from asyncrl.observe.logs import last_error
-from asyncrl.redaction import redact, redact_file
+from asyncrl.util.redaction import redact, redact_file
 
 log = structlog.get_logger()
 
@@ -146,7 +146,7 @@ class LocalLauncher:
 
     def command(self, spec: RoleSpec) -> list[str]:
         """What is run for the role; it reads its spec from standard input."""
-        return [sys.executable, "-m", "asyncrl.launch.role", spec.name, str(os.getpid())]
+        return [sys.executable, "-m", "asyncrl.launch.worker", spec.name, str(os.getpid())]
 
     def of(self, role: str) -> list[RoleProcess]:
         return [process for process in self.roles if process.spec.role == role]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config import Config
-from asyncrl.launch.tensors import stored_tensors
+from asyncrl.launch.commands.retrain import stored_tensors
 
 GIB = 1 << 30
 PROCESS_BYTES = 2 * GIB

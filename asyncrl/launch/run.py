@@ -14,22 +14,19 @@ from rich.console import Console
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError, DataError, PeerTimeoutError, RunError
-from asyncrl.generator.vllm_setup import check_cpu
-from asyncrl.launch.checks import check_inputs, make_missing
-from asyncrl.launch.ending import show_end
+from asyncrl.generator.vllm_backend.setup import check_cpu
+from asyncrl.launch.bottleneck import Judge
+from asyncrl.launch.console import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, Interrupts, lasting, show_end
 from asyncrl.launch.endpoints import run_endpoints
 from asyncrl.launch.fit import fit_memory
-from asyncrl.launch.folder import RunFolder
-from asyncrl.launch.interrupts import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, Interrupts
-from asyncrl.launch.judge import Judge
-from asyncrl.launch.lasting import lasting
+from asyncrl.launch.fork_server import Zygote
 from asyncrl.launch.local import LAUNCHERS
-from asyncrl.launch.progress import Progress
-from asyncrl.launch.resources import Plan, plan_resources
-from asyncrl.launch.resume import check_resume, discard_journal
-from asyncrl.launch.role import ROLES, RoleSpec
-from asyncrl.launch.supervise import Supervisor
-from asyncrl.launch.zygote import Zygote
+from asyncrl.launch.placement import Plan, plan_resources
+from asyncrl.launch.preflight import check_inputs, make_missing
+from asyncrl.launch.role_group import Progress
+from asyncrl.launch.run_dir import RunFolder, check_resume, discard_journal
+from asyncrl.launch.supervisor import Supervisor
+from asyncrl.launch.worker import ROLES, RoleSpec
 from asyncrl.observe.live import LiveView
 from asyncrl.observe.logs import configure_logs
 from asyncrl.observe.report import write_report

@@ -17,7 +17,7 @@ from asyncrl.algorithms.kl import Estimator
 from asyncrl.algorithms.losses import BOUNDS, LOSSES, PolicyTerms, aggregate
 from asyncrl.config import Config, CriticConfig, Options, check_options, did_you_mean_or_list
 from asyncrl.errors import ConfigError
-from asyncrl.user_code import import_module
+from asyncrl.util.user_code import import_module
 
 TERMS = [field.name for field in fields(PolicyTerms)] + ["old_logprobs"]
 """What a loss may name as its positional parameters."""

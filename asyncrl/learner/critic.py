@@ -18,15 +18,14 @@ from transformers import PreTrainedModel
 from asyncrl.algorithms.losses import value_loss
 from asyncrl.config import Config
 from asyncrl.learner.batch import Batch, MicroBatch
+from asyncrl.learner.checkpoint.files import Files, model_files
+from asyncrl.learner.checkpoint.hf_export import save_model
+from asyncrl.learner.checkpoint.zero_state import restore_state
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.engine import TrainedModel
 from asyncrl.learner.models import hidden_states, load_value_model
 from asyncrl.learner.packing_check import check_packing
-from asyncrl.learner.parts import Files, model_files
-from asyncrl.learner.pretrained import save_model
-from asyncrl.learner.schedule import learning_rate
-from asyncrl.learner.state import restore_state
-from asyncrl.learner.update import Minibatch, agree, update
+from asyncrl.learner.update import Minibatch, agree, learning_rate, update
 
 
 class ValueFunction(Protocol):

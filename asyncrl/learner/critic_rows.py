@@ -6,9 +6,9 @@ import numpy as np
 import torch
 
 from asyncrl.errors import ProtocolError
-from asyncrl.learner.attention import find_firsts, make_layout
 from asyncrl.learner.batch import MicroBatch
-from asyncrl.replay.wire import NAMES, Array, Message
+from asyncrl.learner.packed_attention import find_firsts, make_layout
+from asyncrl.wire.frames import NAMES, Array, Message
 
 ARRAYS_PER_ROW = 3
 

@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from asyncrl.endpoints import Endpoints
 from asyncrl.errors import AsyncrlError, PeerTimeoutError, RunError
-from asyncrl.learner.backend import deepspeed
-from asyncrl.store import Store, StoreLostError
-from asyncrl.store_client import StoreClient
-from asyncrl.store_server import StoreServer
-from asyncrl.torch_store import TorchStore
+from asyncrl.learner.deepspeed_import import deepspeed
+from asyncrl.wire.endpoints import Endpoints
+from asyncrl.wire.store import Store, StoreLostError
+from asyncrl.wire.store_client import StoreClient
+from asyncrl.wire.store_server import StoreServer
+from asyncrl.wire.torch_store import TorchStore
 
 ERROR_BYTES = 2048
 """Longest error text that ranks tell one another."""

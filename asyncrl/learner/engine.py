@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from asyncrl.config import Config
 from asyncrl.config.passthrough import merged
 from asyncrl.errors import InvariantError
-from asyncrl.learner.backend import BF16_Optimizer, ZeROOptimizer, deepspeed
 from asyncrl.learner.batch import MicroBatch
+from asyncrl.learner.deepspeed_import import BF16_Optimizer, ZeROOptimizer, deepspeed
 from asyncrl.learner.distributed import Ranks
 
 GATHER_ELEMENTS = 1 << 26

@@ -1,134 +1,302 @@
-"""A learner rank from start to end: on the batches of a run, or on those of its journal."""
+"""The learner's loop: take a batch, check it, step, commit, send the weights, save a checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
+from typing import Protocol
 
 import structlog
+import torch
+from torch import Tensor
 
 from asyncrl.config import Config
-from asyncrl.endpoints import Endpoints
-from asyncrl.errors import RunError
-from asyncrl.learner.algorithm import make_algorithm
-from asyncrl.learner.backend import be_deterministic
-from asyncrl.learner.checkpoint import CHECKPOINTS
-from asyncrl.learner.critic import Critic, ValueFunction
-from asyncrl.learner.distributed import connected
-from asyncrl.learner.mismatch_check import MismatchCheck
-from asyncrl.learner.remote_critic import RemoteCritic
-from asyncrl.learner.saving import Checkpoints
-from asyncrl.learner.steps import Learner
+from asyncrl.errors import AsyncrlError, InvariantError, PeerTimeoutError, RunError
+from asyncrl.learner.batch import Batch, check_staleness, make_batch
+from asyncrl.learner.checkpoint.files import Files, bytes_file
+from asyncrl.learner.checkpoint.hf_export import save_model
+from asyncrl.learner.checkpoint.manager import Checkpoints
+from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.trainer import Trainer
+from asyncrl.replay.client import Committed
+from asyncrl.types import Shard
+from asyncrl.util.processes import Stopwatch
+
+
+class Batches(Protocol):
+    """Where batches come from; `asyncrl.replay.client.LearnerClient`."""
+
+    def begin(self, step: int) -> int: ...
+    def take(self, step: int) -> Shard | None: ...
+    def commit(
+        self, step: int, metrics: dict[str, float], *, saving: bool = False, checkpoints: Sequence[int] = ()
+    ) -> Committed: ...
+    def evaluations(self, should_stop: Callable[[], bool]) -> Iterable[tuple[int, dict[str, float]]]: ...
+    def close(self) -> None: ...
+
+
+class SyncStats(Protocol):
+    """What was sent so far; `asyncrl.weights.sender.WeightSyncStats`."""
+
+    count: int
+    broadcast_s: float
+    wait_s: float
+    dropped: int
+
+
+class Sender(Protocol):
+    """Where weights go; `asyncrl.weights.sender.WeightSender`."""
+
+    @property
+    def stats(self) -> SyncStats: ...
+
+    def send(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None: ...
+    def wait(self) -> None: ...
+
+
+class Tracker(Protocol):
+    """Where metrics go; `asyncrl.observe.trackers.Trackers`."""
+
+    def log(self, step: int, metrics: dict[str, float]) -> None: ...
+    def log_evaluation(self, step: int, metrics: dict[str, float]) -> None: ...
+
 
 log = structlog.get_logger()
 
+REWARD_STEPS = 50
+"""Steps that the reward of a checkpoint is the mean of where `checkpoint.every_steps` is not set."""
 
-def run_learner(
-    config: Config, *, rank: int, endpoints: Endpoints, run_dir: Path, should_stop: Callable[[], bool]
-) -> None:
-    """One learner rank, from loading the model or the newest checkpoint to writing the model to `run_dir/model`.
 
-    Returns when all steps are done or the run is stopping. Raises an AsyncrlError when it cannot go on.
-    """
-    from asyncrl.observe.trackers import make_trackers
-    from asyncrl.replay.client import LearnerClient
-    from asyncrl.weights.packing import Manifest
-    from asyncrl.weights.sender import WeightSender
-    from asyncrl.weights.transports import transport_of
+@dataclass(slots=True)
+class Learner:
+    """The loop of one rank. Rank 0 has a sender and a tracker, the others have none."""
 
-    launch = config.launch
-    with _training(config, rank, endpoints, run_dir) as (trainer, checkpoints, parts):
-        start = checkpoints.newest()
-        if start:
-            trainer.restore(checkpoints.path(start))
-            log.info("checkpoint loaded", path=str(checkpoints.path(start)))
-        trainer.mismatch_check = MismatchCheck(config, trainer.ranks, trainer.policy.model.config.model_type)
-        client = LearnerClient(endpoints, rank, timeout_s=launch.progress_timeout_s)
-        parts.callback(client.close)
-        sender = trackers = None
-        if rank == 0:
-            trackers = make_trackers(config, run_dir)
-            parts.callback(trackers.close)
-            sender = WeightSender(
-                endpoints.weights,
-                Manifest.of(trainer.policy.shapes()),
-                expected_generators=launch.generators,
-                transport=transport_of(config),
-                bucket_bytes=config.weights.bucket_bytes,
-                timeout_s=config.weights.timeout_s,
-                start_timeout_s=launch.start_timeout_s,
-                device=str(trainer.ranks.device),
-                keys=endpoints.keys,
+    config: Config
+    trainer: Trainer
+    batches: Batches
+    sender: Sender | None
+    tracker: Tracker | None
+    run_dir: Path
+    checkpoints: Checkpoints | None = None
+    """None when no checkpoints are to be saved."""
+    start: int = 0
+    """Step of the checkpoint that the trainer comes from."""
+    watch: Stopwatch = field(default_factory=Stopwatch)
+    """The metrics of a step have the time since the commit before: keeping and sending are those of the step before."""
+    committed: int = 0
+    """Steps that were committed before this start: up to this one they are trained again as they were."""
+    checkpoint_due: bool = False
+    """The next step that is new ends with a checkpoint."""
+    saved: int = 0
+    """Step of the newest checkpoint that was begun or loaded."""
+    rewards: deque[float] = field(init=False)
+    """Of the latest steps."""
+
+    def __post_init__(self) -> None:
+        self.saved = self.start
+        self.rewards = deque(maxlen=self.config.checkpoint.every_steps or REWARD_STEPS)
+
+    @property
+    def ranks(self) -> Ranks:
+        return self.trainer.ranks
+
+    def run(self, should_stop: Callable[[], bool]) -> None:
+        """Trains until the last step, or until the batches end or any rank should stop; then saves the model, and a
+        checkpoint unless it should stop."""
+        self.committed = self.batches.begin(self.start)
+        if self.committed < self.start:
+            raise RunError(
+                f"the checkpoint is of step {self.start}, but the journal ends with step {self.committed}; move the "
+                f"checkpoints after step {self.committed} away, or go on without the journal: "
+                "`asyncrl launch --resume --discard-journal`"
             )
-            parts.callback(sender.close)
-        Learner(config, trainer, client, sender, trackers, run_dir, checkpoints, start).run(should_stop)
+        if self.committed > self.start:
+            log.info("learner catches up", from_step=self.start, to_step=self.committed)
+        self._send(self.start)
+        last, stopped = self.start, False
+        while last < self.config.steps:
+            stopped = self._agree(should_stop)
+            if stopped or not self._train(last + 1):
+                log.info("learner stops early", finished_steps=last)
+                break
+            last += 1
+        self._save_models()
+        if self.checkpoints is not None:
+            self._save_last(self.checkpoints, last, stopped=stopped)
+        self.ranks.part()
+        self._finish_sending()
+        self._finish_evaluating(should_stop)
 
+    def _agree(self, should_stop: Callable[[], bool]) -> bool:
+        """Whether to stop before the next step. What any rank knows of checkpoints all ranks learn here: that one is
+        due, and RunError when one failed."""
+        self.watch.turn("waiting")
+        error = self.checkpoints.failure() if self.checkpoints is not None else None
+        flags = torch.tensor([should_stop(), self.checkpoint_due, error is not None], dtype=torch.int64)
+        stop, due, failed = self.ranks.max(flags).tolist()
+        if failed:
+            self.ranks.raise_together(error)
+        self.checkpoint_due = bool(due)
+        return bool(stop)
 
-def run_offline(
-    config: Config,
-    *,
-    rank: int,
-    endpoints: Endpoints,
-    run_dir: Path,
-    out_dir: Path,
-    should_stop: Callable[[], bool],
-    start: int = 0,
-) -> None:
-    """One learner rank that trains on the batches in the journal of the run in `run_dir`, without generators.
+    def _train(self, step: int) -> bool:
+        """One step; false when there is no batch for it."""
+        shard = self.batches.take(step)
+        self.watch.turn("working")
+        if shard is None:
+            return False
+        metrics = self.trainer.train(self.prepare(shard, step), step=step)
+        self.watch.turn("writing")
+        lap = self.watch.lap()
+        metrics |= {
+            "learner/wait_s": lap["waiting"],
+            "learner/step_s": lap["working"],
+            "learner/sync_s": lap["syncing"],
+            "learner/write_s": lap["writing"],
+        }
+        saving = self._saves(step)
+        # Committed before it is sent: no generator may have a version that the replay queue does not know.
+        committed = self._commit(step, metrics, saving=saving)
+        self._send(step)
+        self.watch.turn("writing")
+        if saving:
+            metrics["checkpoint/save_s"] = self._save(step, committed.state)
+        self._log(step, metrics | committed.metrics)
+        return True
 
-    Starts from the model, or from the run's checkpoint of step `start`, and writes metrics and the model to
-    `out_dir`. Raises an AsyncrlError when it cannot go on.
-    """
-    from asyncrl.observe.trackers import make_trackers
-    from asyncrl.replay.offline import JournalBatches
+    def _saves(self, step: int) -> bool:
+        """Whether a checkpoint of this step follows. The queue's state of a step trained again is gone: the first new
+        one makes up for it."""
+        every = self.config.checkpoint.every_steps
+        due = self.checkpoint_due or (every is not None and step % every == 0)
+        saves = due and self.committed < step < self.config.steps and self.checkpoints is not None
+        self.checkpoint_due = due and not saves
+        return saves
 
-    with _training(config, rank, endpoints, run_dir) as (trainer, checkpoints, parts):
-        if start:
-            if not checkpoints.is_whole(start):
-                raise RunError(
-                    f"start = {start}: {checkpoints.path(start)} is no whole checkpoint; give the step of one that is, "
-                    "or 0 for the model that the run began with"
-                )
-            trainer.restore(checkpoints.path(start))
-        batches = JournalBatches(run_dir / "journal", rank)
-        parts.callback(batches.close)
-        trackers = None
-        if rank == 0:
-            trackers = make_trackers(config, out_dir)
-            parts.callback(trackers.close)
-        Learner(config, trainer, batches, None, trackers, out_dir, None, start).run(should_stop)
+    def _save(self, step: int, state: bytes) -> float:
+        """Starts the checkpoint of this step, the queue's state in it; how long that held this rank up."""
+        started_s = time.monotonic()
 
+        def snapshot(folder: Path) -> Files:
+            files = self.trainer.snapshot(folder)
+            return files | ({"queue.msgpack": bytes_file(state)} if self.ranks.rank == 0 else {})
 
-@contextmanager
-def _training(
-    config: Config, rank: int, endpoints: Endpoints, run_dir: Path
-) -> Iterator[tuple[Trainer, Checkpoints, ExitStack]]:
-    """The trainer of this rank among all, the checkpoints in `run_dir`, and what else is to be closed at the end."""
-    launch = config.launch
-    if config.deterministic:
-        be_deterministic()
-    algorithm = make_algorithm(config)
-    with (
-        connected(
-            endpoints,
-            rank,
-            launch.learners,
-            start_timeout_s=launch.start_timeout_s,
-            timeout_s=launch.progress_timeout_s,
-        ) as ranks,
-        ExitStack() as parts,
-    ):
-        critic: ValueFunction | None = None
-        others: tuple[str, ...] = ()
-        if algorithm.needs_critic and config.critic.ranks:
-            critic = RemoteCritic(config, rank, endpoints)
-            others = critic.parts
-            parts.callback(critic.close)
-        elif algorithm.needs_critic:
-            critic = Critic(config, ranks)
-        trainer = Trainer(config, ranks, algorithm, critic)
-        checkpoints = Checkpoints(config, run_dir / CHECKPOINTS, ranks, others=others)
-        parts.callback(checkpoints.close)
-        yield trainer, checkpoints, parts
+        assert self.checkpoints is not None
+        self.checkpoints.save(step, snapshot, reward=fmean(self.rewards) if self.rewards else None)
+        self.saved = step
+        return time.monotonic() - started_s
+
+    def _save_last(self, checkpoints: Checkpoints, step: int, *, stopped: bool) -> None:
+        """Saves a checkpoint of the step that training ended with, so that no step is trained again when the run goes
+        on. It may take half of what the launcher waits for; what is not written by then is given up."""
+        key = "progress_timeout_s" if step == self.config.steps else "stop_timeout_s"
+        limit_s = getattr(self.config.launch, key) / 2
+        deadline_s = time.monotonic() + limit_s
+        wanted = self.config.checkpoint.every_steps is not None and not stopped
+        in_time = checkpoints.finish(limit_s)
+        if wanted and in_time and step > self.saved and step >= self.committed:
+            in_time = not self.ranks.any(checkpoints.took_s > limit_s)
+            if in_time:
+                state = b"" if self.ranks.rank else self.batches.commit(step, {}, saving=True).state
+                self._save(step, state)
+                in_time = checkpoints.finish(max(deadline_s - time.monotonic(), 0.0))
+        if not in_time:
+            log.warning(f"no checkpoint of the last step: it takes longer than half of launch.{key}", step=step)
+
+    def _save_models(self) -> None:
+        """Writes the policy, and the critic where there is one."""
+        save_model(self.trainer.policy, self.run_dir / "model", tokenizer=self.config.model.path)
+        if self.trainer.critic is not None:
+            self.trainer.critic.save(self.run_dir / "critic")
+
+    def prepare(self, shard: Shard, step: int) -> Batch:
+        """The packed batch. An error of any rank is raised on all: none may wait for one that left."""
+        batch: Batch | None = None
+        error: AsyncrlError | None = None
+        try:
+            if shard.step != step:
+                raise InvariantError(f"step {step}: took the shard of step {shard.step}")
+            check_staleness(shard.groups, version=step - 1, max_staleness=self.config.replay.staleness_limit)
+            batch = make_batch(
+                shard.groups,
+                tokens_per_microbatch=self.config.learner.tokens_per_microbatch,
+                minibatches=self.config.learner.minibatches,
+                skip_truncated=self.config.algorithm.truncated == "mask",
+                bootstrap_truncated=self.config.algorithm.truncated == "bootstrap",
+            )
+        except InvariantError as broken:
+            error = broken
+        self.ranks.raise_together(error)
+        assert batch is not None
+        return batch
+
+    def _send(self, version: int) -> None:
+        """Hands the weights to the sender, which copies them and goes on in the background. Versions that were sent
+        before this start are not sent again, and the last one only to be evaluated."""
+        if version < self.committed or not (version < self.config.steps or self.config.evaluates(version)):
+            return
+        self.watch.turn("syncing")
+        if self.sender is not None:
+            self.sender.send(version, self.trainer.policy.weights())
+        else:
+            self.trainer.policy.join_gathering()
+
+    def _commit(self, step: int, metrics: dict[str, float], *, saving: bool) -> Committed:
+        if self.ranks.rank:
+            return Committed({})
+        if self.sender is not None:
+            metrics["weights/syncs"] = float(self.sender.stats.count)
+            metrics["weights/broadcast_s"] = self.sender.stats.broadcast_s
+            metrics["weights/wait_s"] = self.sender.stats.wait_s
+            metrics["weights/dropped"] = float(self.sender.stats.dropped)
+        kept: list[int] = []
+        if self.checkpoints is not None:
+            metrics |= self.checkpoints.metrics()
+            kept = self.checkpoints.recent
+        committed = self.batches.commit(step, metrics, saving=saving, checkpoints=kept)
+        self.checkpoint_due = self.checkpoint_due or committed.checkpoint_wanted
+        if "reward/mean" in committed.metrics:
+            self.rewards.append(committed.metrics["reward/mean"])
+        self._rate(committed.metrics)
+        return committed
+
+    def _log(self, step: int, metrics: dict[str, float]) -> None:
+        if self.ranks.rank:
+            return
+        if self.tracker is not None:
+            self.tracker.log(step, metrics)
+        log.info(
+            "step done",
+            step=step,
+            loss=round(metrics.get("learner/loss", math.nan), 6),
+            grad_norm=round(metrics.get("learner/grad_norm", math.nan), 6),
+            tokens=int(metrics["learner/tokens"]),
+            step_s=round(metrics["learner/step_s"], 3),
+            wait_s=round(metrics["learner/wait_s"], 3),
+        )
+
+    def _finish_sending(self) -> None:
+        """Waits for the last broadcast. Generators that already left at the end of the run are no failure."""
+        if self.sender is None:
+            return
+        try:
+            self.sender.wait()
+        except PeerTimeoutError as error:
+            log.warning("the last weights did not reach all generators", error=str(error))
+
+    def _finish_evaluating(self, should_stop: Callable[[], bool]) -> None:
+        """Records the evaluations that end after the last step."""
+        if self.tracker is not None and self.config.data.eval_files:
+            for step, metrics in self.batches.evaluations(should_stop):
+                self.tracker.log_evaluation(step, metrics)
+                self._rate(metrics)
+
+    def _rate(self, metrics: dict[str, float]) -> None:
+        """Gives a checkpoint the reward of its evaluation."""
+        if self.checkpoints is not None and "eval/reward" in metrics:
+            self.checkpoints.evaluated(int(metrics["eval/version"]), metrics["eval/reward"])

@@ -11,8 +11,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
-from asyncrl.learner.attention import PACKED
 from asyncrl.learner.batch import MicroBatch
+from asyncrl.learner.packed_attention import PACKED
 
 HEADS = ("score", "classifier")
 """Names that the head of a model for token classification may have."""

@@ -12,10 +12,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from asyncrl.errors import AsyncrlError, ConfigError
-from asyncrl.learner.attention import PACKED
 from asyncrl.learner.batch import MicroBatch, make_batch
 from asyncrl.learner.distributed import is_lost_rank
 from asyncrl.learner.models import UNFIT, WAY_OUT
+from asyncrl.learner.packed_attention import PACKED
 from asyncrl.types import NO_VERSION, Group, Trajectory
 
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}

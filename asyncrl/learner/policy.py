@@ -8,11 +8,11 @@ from transformers import PreTrainedModel
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
-from asyncrl.learner.backend import deepspeed
 from asyncrl.learner.batch import MicroBatch
+from asyncrl.learner.deepspeed_import import deepspeed
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.engine import TrainedModel, deepspeed_config
-from asyncrl.learner.head import LogprobHead
+from asyncrl.learner.logprob_head import LogprobHead
 from asyncrl.learner.models import hidden_states, load_policy_model
 from asyncrl.learner.packing_check import check_packing
 

@@ -16,19 +16,18 @@ import torch
 from torch import Tensor
 
 from asyncrl.config import Config
-from asyncrl.endpoints import Endpoints
 from asyncrl.errors import AsyncrlError, InvariantError, ProtocolError, StrangerError
-from asyncrl.learner.backend import be_deterministic
 from asyncrl.learner.batch import Batch, MicroBatch
-from asyncrl.learner.checkpoint import CHECKPOINTS, folder_name, partial_folder, step_of
+from asyncrl.learner.checkpoint.files import CHECKPOINTS, Files, PartWriter, folder_name, partial_folder, step_of
 from asyncrl.learner.critic import Critic
 from asyncrl.learner.critic_rows import check_returns, check_rows, pack_row, unpack_rows
+from asyncrl.learner.deepspeed_import import be_deterministic
 from asyncrl.learner.distributed import connected
-from asyncrl.learner.parts import Files, PartWriter
-from asyncrl.offenders import Offenders
 from asyncrl.replay.client import Connection
-from asyncrl.replay.wire import Array, Buffer, Message, decode, encode
-from asyncrl.sockets import bind_router
+from asyncrl.wire.bad_peers import Offenders
+from asyncrl.wire.endpoints import Endpoints
+from asyncrl.wire.frames import Array, Buffer, Message, decode, encode
+from asyncrl.wire.sockets import bind_router
 
 log = structlog.get_logger()
 

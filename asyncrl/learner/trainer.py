@@ -16,18 +16,17 @@ from asyncrl.algorithms.corrections import loglinear_proximal, opsm_mask
 from asyncrl.algorithms.kl import AdaptiveKL, FixedKL, kl_estimate
 from asyncrl.algorithms.losses import PolicyTerms
 from asyncrl.config import Config
+from asyncrl.learner.advantage_step import Estimates, Scores, estimate
 from asyncrl.learner.algorithm import Algorithm
 from asyncrl.learner.batch import Batch, MicroBatch
+from asyncrl.learner.checkpoint.files import Files, bytes_file, model_files, tensors_file
+from asyncrl.learner.checkpoint.zero_state import random_state, restore_random_state, restore_state
 from asyncrl.learner.critic import ValueFunction
 from asyncrl.learner.distributed import Ranks
-from asyncrl.learner.estimates import Estimates, Scores, estimate
 from asyncrl.learner.metrics import Tally
 from asyncrl.learner.mismatch_check import MismatchCheck
-from asyncrl.learner.parts import Files, bytes_file, model_files, tensors_file
 from asyncrl.learner.policy import Policy, Reference
-from asyncrl.learner.schedule import learning_rate
-from asyncrl.learner.state import random_state, restore_random_state, restore_state
-from asyncrl.learner.update import Minibatch, agree, broken_names, name_together, update
+from asyncrl.learner.update import Minibatch, agree, broken_names, learning_rate, name_together, update
 
 
 @dataclass(frozen=True, slots=True)

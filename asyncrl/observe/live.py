@@ -11,7 +11,7 @@ from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from asyncrl.lags import LAG_BUCKETS, LAG_METRICS
+from asyncrl.types import LAG_BUCKETS, LAG_METRICS
 
 PLAIN_EVERY_S = 5.0
 

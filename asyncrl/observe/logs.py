@@ -9,13 +9,13 @@ from typing import Any
 
 import structlog
 
-from asyncrl.redaction import redact
+from asyncrl.util.redaction import redact
 
 
 def configure_logs(run_dir: Path, role: str, level: str) -> Path:
     """Sends this process's events, and other libraries' warnings, to `logs/<role>.jsonl`; gives the file.
 
-    Secrets (asyncrl/redaction.py) show as ***."""
+    Secrets (asyncrl/util/redaction.py) show as ***."""
     path = run_dir / "logs" / f"{role}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(path)

@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 
 from asyncrl.config import Config, load_config
 from asyncrl.errors import DataError
-from asyncrl.files import read_json
 from asyncrl.observe.report import read_metrics
 from asyncrl.plan.tail import TraceTail, read_metrics_tail
 from asyncrl.plan.trace import read_trace
 from asyncrl.plan.workload import TURNS, EngineCost, LearnerCost, Lengths, Setup, SyncCost, Workload, slowdown
-from asyncrl.replay.measure import COSTS
+from asyncrl.replay.metrics import COSTS
+from asyncrl.util.files import read_json
 
 GROUPS_AT_MOST = 16384
 """Whose lengths are kept."""

@@ -11,11 +11,11 @@ from rich.console import Console
 from rich.table import Table
 
 from asyncrl.errors import ConfigError
-from asyncrl.lags import mean_lag
 from asyncrl.plan.measured import Measured, read_run
-from asyncrl.plan.search import Candidate, binds, search
 from asyncrl.plan.simulate import Prediction, simulate
+from asyncrl.plan.verdict import Candidate, binds, search
 from asyncrl.plan.workload import TURNS, EngineCost, LearnerCost, Lengths, Setup, SyncCost, Workload
+from asyncrl.types import mean_lag
 
 ROWS = 12
 """Of the table of a plan."""

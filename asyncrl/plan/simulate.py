@@ -14,10 +14,10 @@ from math import inf
 
 import numpy as np
 
-from asyncrl.lags import mean_lag
-from asyncrl.plan.engine import SimulatedEngine
+from asyncrl.plan.simulated_engine import SimulatedEngine
 from asyncrl.plan.workload import Setup, Workload, slowdown
 from asyncrl.replay.ledger import Ledger, State, wanted_groups
+from asyncrl.types import mean_lag
 
 DRAWN_AT_ONCE = 4096
 COUNTED = 256

@@ -8,13 +8,13 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from asyncrl.endpoints import Endpoints
 from asyncrl.errors import ProtocolError
 from asyncrl.replay.codec import pack_group, unpack_group, unpack_leases
-from asyncrl.replay.connection import BACK_OFF, Connection
-from asyncrl.replay.messages import EvaluatedBody
-from asyncrl.replay.wire import Arrays, Message
 from asyncrl.types import Group, Lease, Shard
+from asyncrl.wire.endpoints import Endpoints
+from asyncrl.wire.frames import Arrays, Message
+from asyncrl.wire.messages import EvaluatedBody
+from asyncrl.wire.rpc import BACK_OFF, Connection
 
 RESEND_S = 2.0
 """What is not answered by then is sent again, as it was: the replay queue may have died with it. Each time it waits

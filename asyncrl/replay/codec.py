@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from asyncrl.errors import ProtocolError
-from asyncrl.replay.bounds import MAX_REWARD
-from asyncrl.replay.messages import GroupMeta, LeaseMeta
-from asyncrl.replay.wire import NAMES, Array, Block, joined
 from asyncrl.types import NO_VERSION, Group, Lease, Prompt, Trajectory
+from asyncrl.wire.bounds import MAX_REWARD
+from asyncrl.wire.frames import NAMES, Array, Block, joined
+from asyncrl.wire.messages import GroupMeta, LeaseMeta
 
 
 def pack_group(group: Group) -> tuple[GroupMeta, Block]:

@@ -16,9 +16,9 @@ import structlog
 
 from asyncrl.config import Config
 from asyncrl.errors import ProtocolError
-from asyncrl.replay.messages import EvaluatedBody, ReleasedEvaluation
-from asyncrl.replay.scores import PromptScore, eval_metrics, score_table
+from asyncrl.replay.eval_scores import PromptScore, eval_metrics, score_table
 from asyncrl.types import Lease, Prompt
+from asyncrl.wire.messages import EvaluatedBody, ReleasedEvaluation
 
 log = structlog.get_logger()
 

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import zmq
 
-from asyncrl.replay.journal import SYNCED
+from asyncrl.replay.journal.writer import SYNCED
 from asyncrl.replay.queue import ReplayQueue
-from asyncrl.replay.wire import Arrays, encode
+from asyncrl.wire.frames import Arrays, encode
 
 URGENT = frozenset({"shard", "committed"})
 """Answers that a learner waits for."""

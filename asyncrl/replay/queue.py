@@ -13,13 +13,19 @@ import structlog
 
 from asyncrl.config import Config
 from asyncrl.errors import ProtocolError
+from asyncrl.replay.batcher import Dealer
 from asyncrl.replay.codec import check_group
-from asyncrl.replay.dealer import Dealer
-from asyncrl.replay.durable import DurableState
+from asyncrl.replay.eval_scores import eval_metrics
 from asyncrl.replay.evaluation import STRANDED
-from asyncrl.replay.held import Finished, Held, PromptSource
-from asyncrl.replay.journal import Journal
-from asyncrl.replay.messages import (
+from asyncrl.replay.journal.writer import Journal
+from asyncrl.replay.refunds import check_refunds, refund_reason
+from asyncrl.replay.sessions import Sessions
+from asyncrl.replay.store import DurableState
+from asyncrl.replay.tickets import Finished, Held, PromptSource
+from asyncrl.replay.trace import TraceWriter
+from asyncrl.types import NO_VERSION, Lease, Prompt
+from asyncrl.wire.frames import Array
+from asyncrl.wire.messages import (
     CommittedBody,
     EvaluatedBody,
     GroupMeta,
@@ -27,12 +33,6 @@ from asyncrl.replay.messages import (
     ReleasedEvaluation,
     ReleasedLease,
 )
-from asyncrl.replay.refunds import check_refunds, refund_reason
-from asyncrl.replay.scores import eval_metrics
-from asyncrl.replay.sessions import Sessions
-from asyncrl.replay.trace import TraceWriter
-from asyncrl.replay.wire import Array
-from asyncrl.types import NO_VERSION, Lease, Prompt
 
 log = structlog.get_logger()
 

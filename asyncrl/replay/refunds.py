@@ -5,7 +5,7 @@ from __future__ import annotations
 from asyncrl.config import Config
 from asyncrl.errors import RunError
 from asyncrl.replay.ledger import Ledger
-from asyncrl.replay.messages import GroupMeta
+from asyncrl.wire.messages import GroupMeta
 
 SAME_REWARD = 1e-6
 """Rewards of a group that differ by less carry no signal."""

@@ -10,17 +10,17 @@ from typing import Any
 import structlog
 import zmq
 
-from asyncrl.endpoints import Endpoints
 from asyncrl.errors import InvariantError, ProtocolError, StrangerError
-from asyncrl.offenders import Offenders
 from asyncrl.replay.codec import pack_leases
-from asyncrl.replay.held import Finished
+from asyncrl.replay.journal.records import FRAME_BYTES
 from asyncrl.replay.outbox import Outbox, Reply
 from asyncrl.replay.queue import ReplayQueue
-from asyncrl.replay.records import FRAME_BYTES
-from asyncrl.replay.wire import ALIGNMENT, MAX_REQUEST_HEADER_BYTES, Message, decode
-from asyncrl.sockets import MAX_FRAME_BYTES, bind_router
-from asyncrl.stopwatch import Stopwatch, fractions
+from asyncrl.replay.tickets import Finished
+from asyncrl.util.processes import Stopwatch, fractions
+from asyncrl.wire.bad_peers import Offenders
+from asyncrl.wire.endpoints import Endpoints
+from asyncrl.wire.frames import ALIGNMENT, MAX_REQUEST_HEADER_BYTES, Message, decode
+from asyncrl.wire.sockets import MAX_FRAME_BYTES, bind_router
 
 log = structlog.get_logger()
 

@@ -12,19 +12,19 @@ from typing import Any
 
 from asyncrl.config import Config
 from asyncrl.errors import JournalError
-from asyncrl.replay.ages import Ages
-from asyncrl.replay.coverage import Coverage
 from asyncrl.replay.evaluation import EvalBook
-from asyncrl.replay.held import Finished, Held, Load, PromptSource, Step
+from asyncrl.replay.journal.reader import Location
+from asyncrl.replay.journal.records import Record
+from asyncrl.replay.journal.retention import Coverage
 from asyncrl.replay.ledger import Ledger, State
-from asyncrl.replay.limit_control import LimitControl
-from asyncrl.replay.measure import RunMeasure
-from asyncrl.replay.records import Record
-from asyncrl.replay.rules import check_rules, rules_of
-from asyncrl.replay.segments import Location
+from asyncrl.replay.metrics import RunMeasure
+from asyncrl.replay.resume_check import check_rules, rules_of
+from asyncrl.replay.staleness_control import LimitControl
+from asyncrl.replay.stats import Ages
+from asyncrl.replay.tickets import Finished, Held, Load, PromptSource, Step
 from asyncrl.replay.trace import TraceWriter
-from asyncrl.replay.wire import Array
 from asyncrl.types import Lease, Prompt
+from asyncrl.wire.frames import Array
 
 MAX_LATE = 1024
 """Trained and refunded tickets of which it is remembered which attempts may still come; the oldest is forgotten."""

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import structlog
 
 from asyncrl.errors import RunError
-from asyncrl.replay.messages import GroupMeta
+from asyncrl.wire.messages import GroupMeta
 
 log = structlog.get_logger()
 

@@ -12,20 +12,20 @@ from typing import Any
 
 from asyncrl.config import check_options, did_you_mean
 from asyncrl.errors import ConfigError
-from asyncrl.redaction import MIN_SECRET_CHARACTERS, keep_secret
-from asyncrl.rewards.functions import SAMPLE_ARGUMENTS, RewardFunction, parameters_of
-from asyncrl.user_code import import_file, import_module
+from asyncrl.rewards.calling import SAMPLE_ARGUMENTS, RewardFunction, parameters_of
+from asyncrl.util.redaction import MIN_SECRET_CHARACTERS, keep_secret
+from asyncrl.util.user_code import import_file, import_module
 
 REWARDS: dict[str, str] = {
-    "exact": "asyncrl.rewards.text:exact",
-    "number": "asyncrl.rewards.text:number",
-    "gsm8k": "asyncrl.rewards.text:gsm8k",
-    "math": "asyncrl.rewards.math_answer:math_answer",
-    "choice": "asyncrl.rewards.text:choice",
-    "format": "asyncrl.rewards.text:matches_format",
-    "overlong": "asyncrl.rewards.length:overlong",
-    "truncated": "asyncrl.rewards.length:truncated",
-    "code": "asyncrl.rewards.code:code",
+    "exact": "asyncrl.rewards.builtin.text:exact",
+    "number": "asyncrl.rewards.builtin.text:number",
+    "gsm8k": "asyncrl.rewards.builtin.text:gsm8k",
+    "math": "asyncrl.rewards.builtin.math:math_answer",
+    "choice": "asyncrl.rewards.builtin.text:choice",
+    "format": "asyncrl.rewards.builtin.text:matches_format",
+    "overlong": "asyncrl.rewards.builtin.length:overlong",
+    "truncated": "asyncrl.rewards.builtin.length:truncated",
+    "code": "asyncrl.rewards.builtin.code:code",
     "reward_model": "asyncrl.rewards.reward_model:reward_model",
 }
 """Where each built-in reward lives; imported only when used."""

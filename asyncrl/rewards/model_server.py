@@ -14,14 +14,22 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from asyncrl.config import Config
-from asyncrl.endpoints import Endpoints
 from asyncrl.errors import ConfigError, ProtocolError, StrangerError
-from asyncrl.offenders import Offenders
-from asyncrl.rewards.functions import describe
-from asyncrl.rewards.model_requests import MAX_REQUEST_BYTES, UNREAD, ReplyBody, read_request
-from asyncrl.rewards.reward_model import KEY, NAME, WAY_OUT, check_model_folder
-from asyncrl.sockets import bind_router
-from asyncrl.tokenizer import load_tokenizer
+from asyncrl.rewards.calling import describe
+from asyncrl.rewards.reward_model import (
+    KEY,
+    MAX_REQUEST_BYTES,
+    NAME,
+    UNREAD,
+    WAY_OUT,
+    ReplyBody,
+    check_model_folder,
+    read_request,
+)
+from asyncrl.util.tokenizer import load_tokenizer
+from asyncrl.wire.bad_peers import Offenders
+from asyncrl.wire.endpoints import Endpoints
+from asyncrl.wire.sockets import bind_router
 
 log = structlog.get_logger()
 

@@ -7,29 +7,90 @@ Messages are msgpack, checked in model_requests. A request is the run id and {"i
 
 from __future__ import annotations
 
+import hmac
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import msgpack
 import zmq
+from pydantic import ConfigDict, FailFast, Field, TypeAdapter, with_config
+from typing_extensions import TypedDict
 
 from asyncrl.config import Config
-from asyncrl.endpoints import Endpoints
-from asyncrl.errors import ConfigError, PeerTimeoutError, ProtocolError, RunError
-from asyncrl.files import read_json, read_tensor_descriptions
-from asyncrl.rewards.functions import Failed, text_of
-from asyncrl.rewards.model_requests import (
-    MAX_REPLY_BYTES,
-    MAX_REQUEST_BYTES,
-    MAX_TIMEOUT_S,
-    UNREAD,
-    ReplyBody,
-    read_reply,
-)
+from asyncrl.errors import ConfigError, PeerTimeoutError, ProtocolError, RunError, StrangerError
+from asyncrl.rewards.calling import Failed, text_of
 from asyncrl.rewards.table import reward_names
-from asyncrl.sockets import connect_dealer
+from asyncrl.util.files import read_json, read_tensor_descriptions
+from asyncrl.wire.endpoints import Endpoints
+from asyncrl.wire.sockets import connect_dealer
+from asyncrl.wire.unpack import check, unpack
+
+MAX_REQUEST_BYTES = 1 << 26
+MAX_REPLY_BYTES = 1 << 26
+MAX_ITEMS = 1 << 16
+"""Completions of a request, and messages of a chat."""
+MAX_VALUES = 1 << 18
+"""In all lists and maps of a request."""
+MAX_TIMEOUT_S = 3600.0
+UNREAD = 0
+"""In the answer to a request that is refused, in place of its id."""
+
+
+Score = Annotated[float, Field(allow_inf_nan=False)]
+
+
+@with_config(ConfigDict(extra="forbid", strict=True))
+class RequestBody(TypedDict):
+    id: Annotated[int, Field(gt=UNREAD, le=1 << 62)]
+    """Of the request among those of its sender."""
+    prompt: str | list[dict[str, Any]]
+    """Text or messages."""
+    completions: Annotated[list[str], FailFast()]
+    timeout_s: Annotated[float, Field(ge=0.0, le=MAX_TIMEOUT_S, allow_inf_nan=False)]
+
+
+@with_config(ConfigDict(extra="forbid", strict=True))
+class ReplyBody(TypedDict):
+    id: Annotated[int, Field(ge=UNREAD, le=1 << 62)]
+    scores: Annotated[list[Score | None], FailFast()]
+    """Of each completion; None with an error."""
+    errors: Annotated[list[str], FailFast()]
+    """Of each completion; empty with a score."""
+    refusal: str
+    """Why the request was not read; empty with an id."""
+
+
+_REQUEST, _REPLY = TypeAdapter(RequestBody), TypeAdapter(ReplyBody)
+
+
+def read_request(frames: Sequence[memoryview], run_id: str) -> RequestBody:
+    """The request in a message, of which the first frame is the run id. Raises ProtocolError that says what does not
+    fit, and StrangerError, before anything is unpacked, without the run id."""
+    expected = run_id.encode()
+    if not frames or frames[0].nbytes != len(expected) or not hmac.compare_digest(bytes(frames[0]), expected):
+        raise StrangerError("the request does not have the id of this run")
+    if len(frames) != 2:
+        raise ProtocolError(f"request of {len(frames)} frames, expected two")
+    return check(_unpack(frames[1], "request", MAX_REQUEST_BYTES), _REQUEST, "request")
+
+
+def read_reply(frames: Sequence[memoryview]) -> ReplyBody:
+    """The reply in a message. Raises ProtocolError that says what does not fit."""
+    if len(frames) != 1:
+        raise ProtocolError(f"reply of {len(frames)} frames, expected one")
+    reply: ReplyBody = check(_unpack(frames[0], "reply", MAX_REPLY_BYTES), _REPLY, "reply")
+    if len(reply["scores"]) != len(reply["errors"]):
+        raise ProtocolError(f"reply: {len(reply['scores'])} scores and {len(reply['errors'])} errors")
+    return reply
+
+
+def _unpack(frame: memoryview, what: str, max_bytes: int) -> Any:
+    return unpack(
+        frame, what, max_bytes=max_bytes, max_values=MAX_VALUES, max_items=MAX_ITEMS, max_characters=max_bytes
+    )
+
 
 NAME = "reward_model"
 KEY = f"reward_options.{NAME}"

@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Iterable, Mapping
 from typing import cast
 
-from asyncrl.config import Options, Rewards, RewardSpec, did_you_mean
+from asyncrl.config import Config, Options, Rewards, RewardSpec, did_you_mean
 from asyncrl.errors import ConfigError
-from asyncrl.rewards.functions import CompletedGroup, RewardFunction, Score, failure
+from asyncrl.rewards.calling import CompletedGroup, RewardFunction, Score, failure
 from asyncrl.rewards.load import load_reward
+
+CHECKS: dict[str, str] = {
+    "format": "asyncrl.rewards.builtin.text:check_format",
+    "choice": "asyncrl.rewards.builtin.text:check_choice",
+    "overlong": "asyncrl.rewards.builtin.length:check_overlong",
+    "code": "asyncrl.rewards.builtin.code:check_code",
+    "reward_model": "asyncrl.rewards.reward_model:check_reward_model",
+}
+"""Where built-in rewards look at the config themselves: functions that take it and raise ConfigError."""
+
+
+def check_rewards(config: Config) -> None:
+    """Loads every function the config names with its options, and has built-in ones look for what they need.
+
+    Raises ConfigError. That every data source has a reward is checked by `table.check_sources`, with the data.
+    """
+    RewardTable(config.rewards, config.reward_options)
+    for name in reward_names(config.rewards):
+        if name in CHECKS:
+            module, _, function = CHECKS[name].partition(":")
+            getattr(importlib.import_module(module), function)(config)
 
 
 class RewardTable:

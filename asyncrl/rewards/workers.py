@@ -17,12 +17,12 @@ import structlog
 from pebble import ProcessExpired, ProcessPool
 
 from asyncrl.config import Config
-from asyncrl.endpoints import Endpoints
 from asyncrl.errors import RunError
-from asyncrl.rewards.functions import Score, describe, failure
-from asyncrl.rewards.scoring import PackedGroup, WorkerSpec, score_groups, start_worker
+from asyncrl.rewards.calling import Score, describe, failure
 from asyncrl.rewards.table import reward_for, show_spec
+from asyncrl.rewards.worker_main import PackedGroup, WorkerSpec, score_groups, start_worker
 from asyncrl.types import Prompt
+from asyncrl.wire.endpoints import Endpoints
 
 log = structlog.get_logger()
 

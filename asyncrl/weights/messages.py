@@ -10,7 +10,7 @@ from typing import Annotated
 from pydantic import ConfigDict, Field, TypeAdapter, with_config
 from typing_extensions import TypedDict
 
-from asyncrl.weights.packing import MIN_BUCKET_BYTES
+from asyncrl.weights.buckets import MIN_BUCKET_BYTES
 
 _CLOSED = with_config(ConfigDict(extra="forbid", strict=True))
 

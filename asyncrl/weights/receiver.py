@@ -13,17 +13,27 @@ import torch
 from pydantic import TypeAdapter
 
 from asyncrl.errors import AsyncrlError, ConfigError, ProtocolError, RunError
-from asyncrl.processes import at_once
-from asyncrl.store import StoreLostError
-from asyncrl.store_client import StoreClient
-from asyncrl.torch_store import TorchStore
+from asyncrl.util.processes import at_once
 from asyncrl.weights import transports
-from asyncrl.weights.exchange import BadMessage, Interrupted, Mailbox, T, Wait
-from asyncrl.weights.group import Group, broadcast, retire, share
+from asyncrl.weights.buckets import Manifest, buckets, empty_buffer
+from asyncrl.weights.mailbox import (
+    BadMessage,
+    GivenUp,
+    Interrupted,
+    Mailbox,
+    SessionLost,
+    T,
+    Turn,
+    Wait,
+    dropped_name,
+    raise_if_dropped,
+)
 from asyncrl.weights.messages import ABORT, GO, OFFER, SINCE, GoBody, MemberBody, OfferBody
-from asyncrl.weights.packing import Manifest, buckets, empty_buffer
 from asyncrl.weights.staging import StagedWeights, Staging
-from asyncrl.weights.turn import GivenUp, SessionLost, Turn, dropped_name, raise_if_dropped
+from asyncrl.weights.transports import Group, broadcast, retire, share
+from asyncrl.wire.store import StoreLostError
+from asyncrl.wire.store_client import StoreClient
+from asyncrl.wire.torch_store import TorchStore
 
 log = structlog.get_logger()
 

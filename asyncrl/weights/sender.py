@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from asyncrl.errors import AsyncrlError, PeerTimeoutError, RunError
-from asyncrl.store_server import StoreServer
-from asyncrl.weights.delivery import Delivery, WeightSyncStats
-from asyncrl.weights.exchange import Interrupted, Mailbox, Wait
-from asyncrl.weights.packing import MIN_BUCKET_BYTES, Manifest, Pack
-from asyncrl.weights.roster import Roster
+from asyncrl.weights.broadcast import Delivery, WeightSyncStats
+from asyncrl.weights.buckets import MIN_BUCKET_BYTES, Manifest, Pack
+from asyncrl.weights.mailbox import Interrupted, Mailbox, Wait
+from asyncrl.weights.membership import Roster
 from asyncrl.weights.transports import TRANSPORTS, choose_transport, device_name, use_own_stream, with_index
+from asyncrl.wire.store_server import StoreServer
 
 log = structlog.get_logger()
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from asyncrl.algorithms import advantages as adv
 from asyncrl.algorithms.advantages import ADVANTAGES
-from asyncrl.algorithms.scan import backward_recurrence, sequence_ends
+from asyncrl.algorithms.segments import backward_recurrence, sequence_ends
 
 GROUPED = ["grpo", "dr_grpo", "rloo", "opo", "maxrl"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.launch.zygote import Zygote
+from asyncrl.launch.fork_server import Zygote
 from tests.chaos.runs import Chaos
 
 FULL = bool(os.environ.get("CHAOS"))

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pyarrow.parquet as pq
 
-from asyncrl.launch.zygote import Zygote
+from asyncrl.launch.fork_server import Zygote
 from tests.helpers.preloaded import Command
 from tests.helpers.runs import SMALL, Launched, check_ledger
 
@@ -83,8 +83,8 @@ class Chaos:
                 arguments = " ".join(child.cmdline()).split()
             except psutil.NoSuchProcess:
                 continue
-            if "asyncrl.launch.role" in arguments:
-                found[arguments[arguments.index("asyncrl.launch.role") + 1]] = child.pid
+            if "asyncrl.launch.worker" in arguments:
+                found[arguments[arguments.index("asyncrl.launch.worker") + 1]] = child.pid
         return found
 
     def wait_for_step(self, step: int, *, timeout_s: float = 120.0) -> bool:

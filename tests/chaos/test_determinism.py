@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from asyncrl.launch.zygote import Zygote
+from asyncrl.launch.fork_server import Zygote
 from tests.chaos.runs import Chaos, check_complete
 from tests.helpers.preloaded import Command
 

@@ -16,9 +16,9 @@ from collections.abc import Callable
 
 import structlog
 
-from asyncrl.endpoints import Endpoints
 from asyncrl.errors import InvariantError, PeerTimeoutError, ProtocolError, RunError
 from asyncrl.replay.client import GeneratorClient, GeneratorStats, LearnerClient
+from asyncrl.wire.endpoints import Endpoints
 from tests.fuzz.frames import GROUP_SIZE, RUN_ID
 from tests.helpers.replay import loopback_endpoints, make_group
 

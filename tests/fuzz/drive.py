@@ -19,8 +19,8 @@ import msgpack
 import psutil
 import zmq
 
-from asyncrl.launch.resources import reserve_ports
-from asyncrl.replay.messages import ANSWERS
+from asyncrl.launch.placement import reserve_ports
+from asyncrl.wire.messages import ANSWERS
 from tests.fuzz import frames as sound
 from tests.fuzz.mutate import Frames, Mutator
 

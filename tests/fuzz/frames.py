@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from asyncrl.replay.codec import pack_group, pack_leases
-from asyncrl.replay.wire import Arrays, encode
 from asyncrl.types import Lease, Prompt
+from asyncrl.wire.frames import Arrays, encode
 from tests.helpers.replay import PROMPT_TOKENS, make_group
 
 RUN_ID = "fuzz"

@@ -11,7 +11,7 @@ from typing import Any
 import msgpack
 
 from asyncrl.errors import ProtocolError
-from asyncrl.replay.wire import decode
+from asyncrl.wire.frames import decode
 from tests.fuzz.frames import RUN_ID
 
 ENDING = frozenset({"shutdown", "stop", "scale"})

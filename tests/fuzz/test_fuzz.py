@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from asyncrl.errors import ProtocolError
 from asyncrl.replay.codec import check_group
-from asyncrl.replay.messages import ANSWERS, BODIES, WITH_ARRAYS
-from asyncrl.replay.wire import decode
+from asyncrl.wire.frames import decode
+from asyncrl.wire.messages import ANSWERS, BODIES, WITH_ARRAYS
 from tests.fuzz.drive import fuzz_clients, fuzz_server
 from tests.fuzz.frames import GROUP_SIZE, RUN_ID, answers, requests
 from tests.fuzz.mutate import ENDING, Mutator

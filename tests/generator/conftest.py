@@ -10,7 +10,7 @@ import torch
 from generator_model import save_tiny_model, small_config
 from transformers import Qwen2ForCausalLM
 
-from asyncrl.generator.engine import Engine
+from asyncrl.generator.vllm_backend.engine import Engine
 
 
 @pytest.fixture(scope="session")

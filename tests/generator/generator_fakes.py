@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from asyncrl.replay.client import GeneratorStats, LeaseReply
-from asyncrl.replay.messages import EvaluatedBody
 from asyncrl.rewards.workers import Scored
 from asyncrl.types import Group, Lease, Prompt
 from asyncrl.weights.staging import StagedWeights
+from asyncrl.wire.messages import EvaluatedBody
 
 
 def lease(ticket: int, tokens: Sequence[int] = (5, 6, 7), attempt: int = 0) -> Lease:

@@ -9,7 +9,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from asyncrl.config import Config, load_config
-from asyncrl.generator.engine import Completion, Engine
+from asyncrl.generator.vllm_backend.engine import Completion, Engine
 
 EOS = (1, 2)
 """Both end a completion; the second only through the generation config."""

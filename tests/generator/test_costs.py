@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from asyncrl.generator.costs import STEPS_AT_LEAST, StepCosts, non_negative
+from asyncrl.generator.cost_model import STEPS_AT_LEAST, StepCosts, non_negative
 
 
 def test_costs_are_found_again() -> None:

@@ -11,8 +11,8 @@ from generator_model import run_all, small_config, weights_of
 from transformers import Qwen2ForCausalLM
 
 from asyncrl.errors import InvariantError
-from asyncrl.generator.engine import Completion, Engine
 from asyncrl.generator.loop import GeneratorLoop
+from asyncrl.generator.vllm_backend.engine import Completion, Engine
 from asyncrl.replay.client import LeaseReply
 from asyncrl.types import NO_VERSION, Group, Lease
 

@@ -13,9 +13,9 @@ from generator_model import EOS, reference_logprobs, run_all, weights_of
 from transformers import Qwen2ForCausalLM
 
 from asyncrl.errors import ConfigError, InvariantError, RunError
-from asyncrl.generator import vllm_setup
-from asyncrl.generator.engine import Completion, Engine
-from asyncrl.generator.vllm_plugin import register
+from asyncrl.generator.vllm_backend import setup as vllm_setup
+from asyncrl.generator.vllm_backend.engine import Completion, Engine
+from asyncrl.generator.vllm_backend.plugin import register
 
 TOLERANCE = 1e-4
 DIFFERENT = 1e-2
@@ -69,7 +69,7 @@ def test_layers_are_made_anew_only_where_the_engine_gave_up_their_weights(
 ) -> None:
     from vllm.model_executor.layers import utils
 
-    from asyncrl.generator import transfer
+    from asyncrl.generator.vllm_backend import weight_transfer as transfer
 
     assert policies[0].config.tie_word_embeddings  # the head is not among the weights that are sent
     reloads: list[torch.nn.Module] = []

@@ -11,8 +11,8 @@ from generator_model import small_config, weights_of
 from transformers import AutoModelForCausalLM
 
 from asyncrl.errors import ConfigError
-from asyncrl.generator.engine import Engine
-from asyncrl.generator.sent_weights import SentWeights
+from asyncrl.generator.vllm_backend.engine import Engine
+from asyncrl.generator.vllm_backend.sent_weights import SentWeights
 from benchmarks.agreement import compare, sample_apart
 from benchmarks.families import save_family
 

@@ -17,9 +17,9 @@ from asyncrl.config import load_config
 from asyncrl.config.passthrough import ENGINE_REFUSED
 from asyncrl.errors import ConfigError
 from asyncrl.generator import loop
-from asyncrl.generator.engine import Engine
-from asyncrl.generator.start import engine_seed, max_weight_bytes
-from asyncrl.generator.vllm_setup import check_cpu, check_engine_options
+from asyncrl.generator.role import engine_seed, max_weight_bytes
+from asyncrl.generator.vllm_backend.engine import Engine
+from asyncrl.generator.vllm_backend.setup import check_cpu, check_engine_options
 
 
 def test_the_ceiling_is_above_float32_whatever_the_precision_on_disk(tmp_path: Path) -> None:

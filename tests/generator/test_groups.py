@@ -10,8 +10,8 @@ import pytest
 from generator_fakes import lease
 
 from asyncrl.errors import InvariantError
-from asyncrl.generator.engine import Completion
 from asyncrl.generator.groups import Running, make_evaluated, make_group
+from asyncrl.generator.vllm_backend.engine import Completion
 from asyncrl.rewards.workers import Scored
 from asyncrl.types import Status
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from generator_model import small_config
 
-from asyncrl.generator.room import room
+from asyncrl.generator.groups import room
 
 
 @pytest.mark.parametrize(("running", "groups"), [(0, 18), (16, 10), (31, 2), (32, 2), (33, 1), (35, 0), (36, 0)])

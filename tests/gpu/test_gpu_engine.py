@@ -10,7 +10,7 @@ import torch
 from generator_model import reference_logprobs, run_all, save_tiny_model, small_config, weights_of
 from transformers import Qwen2ForCausalLM
 
-from asyncrl.generator.engine import Engine
+from asyncrl.generator.vllm_backend.engine import Engine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 

@@ -15,8 +15,8 @@ from train_steps import CASES
 from worlds import make_config, make_model
 
 from asyncrl.launch.memory import PROCESS_BYTES, Shape, learner_parts
-from asyncrl.launch.resources import reserve_ports
-from asyncrl.learner.head import LogprobHead
+from asyncrl.launch.placement import reserve_ports
+from asyncrl.learner.logprob_head import LogprobHead
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

@@ -14,8 +14,8 @@ import torch
 from weight_parts import manifest_of, weights
 
 from asyncrl.launch.gpus import visible_gpus
-from asyncrl.launch.resources import reserve_ports
-from asyncrl.weights.packing import ROW_BYTES, checksum
+from asyncrl.launch.placement import reserve_ports
+from asyncrl.weights.buckets import ROW_BYTES, checksum
 from asyncrl.weights.sender import WeightSender
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(180)]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from asyncrl.replay.journal import Journal, Location, Record, read_journal
+from asyncrl.replay.journal.writer import Journal, Location, Record, read_journal
 
 
 def group_record(ticket: int, num_tokens: int, attempt: int = 0) -> Record:

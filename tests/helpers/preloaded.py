@@ -11,10 +11,16 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 
-from asyncrl.launch.zygote import PRELOADED, Forked, Zygote, main, serve
-from asyncrl.processes import end_with_parent
+from asyncrl.launch.fork_server import PRELOADED, Forked, Zygote, main, serve
+from asyncrl.util.processes import end_with_parent
 
-COMMANDS = ("asyncrl.cli", "asyncrl.launch.run", "asyncrl.launch.evaluate", "asyncrl.data.tiny_model", "plotly.io")
+COMMANDS = (
+    "asyncrl.cli",
+    "asyncrl.launch.run",
+    "asyncrl.launch.commands.evaluate",
+    "asyncrl.data.tiny_model",
+    "plotly.io",
+)
 
 
 class Command:
@@ -68,7 +74,8 @@ class OwnFork(Zygote):
 def run_command(arguments: list[str]) -> int:
     """`asyncrl` in this process, in the folder that PWD names."""
     from asyncrl import cli
-    from asyncrl.launch import role, run
+    from asyncrl.launch import run
+    from asyncrl.launch import worker as role
 
     os.chdir(os.environ["PWD"])
     sys.argv = ["asyncrl", *arguments[2:]]

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from asyncrl.config import Config, load_config
-from asyncrl.endpoints import Endpoints
-from asyncrl.replay.messages import LeaseName
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.types import NO_VERSION, Group, Lease, Prompt, Status, Trajectory
+from asyncrl.wire.endpoints import Endpoints
+from asyncrl.wire.messages import LeaseName
 
 PROMPT_TOKENS = 3
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import psutil
 
-from asyncrl.launch.folder import read_endpoints
-from asyncrl.launch.zygote import Zygote
+from asyncrl.launch.fork_server import Zygote
+from asyncrl.launch.run_dir import read_endpoints
 from asyncrl.replay.client import LauncherClient
 from tests.helpers.preloaded import Command
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import zmq
 
-from asyncrl.launch.role import read_spec
-from asyncrl.replay.wire import decode, encode
+from asyncrl.launch.worker import read_spec
+from asyncrl.wire.frames import decode, encode
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.launch.checks import check_architecture
+from asyncrl.launch.preflight import check_architecture
 
 
 @pytest.mark.parametrize(

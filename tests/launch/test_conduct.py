@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from asyncrl.launch.interrupts import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, Interrupts
+from asyncrl.launch.console import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, Interrupts
 from asyncrl.launch.local import LAUNCHERS, LocalLauncher
-from asyncrl.launch.resources import plan_resources
-from asyncrl.launch.role import RoleSpec
+from asyncrl.launch.placement import plan_resources
 from asyncrl.launch.run import Run
+from asyncrl.launch.worker import RoleSpec
 from tests.helpers.replay import loopback_endpoints, small_config
 from tests.helpers.sockets import socket_address
 

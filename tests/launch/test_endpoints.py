@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl import keys as keys_module
-from asyncrl.endpoints import Endpoints
 from asyncrl.errors import ConfigError
 from asyncrl.launch import endpoints as endpoints_module
 from asyncrl.launch.endpoints import run_endpoints
+from asyncrl.wire import curve_keys as keys_module
+from asyncrl.wire.endpoints import Endpoints
 from tests.helpers.replay import small_config
 
 WITH_ALL = small_config(launch__learners=2, critic__ranks=2, algorithm__advantage="gae")

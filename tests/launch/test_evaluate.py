@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.endpoints import Endpoints
 from asyncrl.errors import ConfigError
-from asyncrl.launch.evaluate import reward_model, use_folder
+from asyncrl.launch.commands.evaluate import reward_model, use_folder
+from asyncrl.wire.endpoints import Endpoints
 from tests.helpers.replay import small_config
 
 
@@ -37,7 +37,7 @@ def test_reward_model_listens_on_this_machine_whatever_the_host(monkeypatch: pyt
         up.wait(30)
 
     monkeypatch.setattr("asyncrl.rewards.model_server.run_reward_model", serve)
-    monkeypatch.setattr("asyncrl.launch.evaluate.await_reward_model", lambda *_, **__: None)
+    monkeypatch.setattr("asyncrl.launch.commands.evaluate.await_reward_model", lambda *_, **__: None)
     config = small_config(launch__host="192.0.2.7", launch__port=1)
     with reward_model(config, lambda: False) as endpoints:
         up.set()

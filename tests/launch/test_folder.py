@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl.config import load_config
 from asyncrl.errors import ConfigError
-from asyncrl.launch.folder import RunFolder
+from asyncrl.launch.run_dir import RunFolder
 from tests.helpers.replay import loopback_endpoints, small_config
 
 

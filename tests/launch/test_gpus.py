@@ -9,7 +9,7 @@ import pytest
 from asyncrl.errors import ConfigError
 from asyncrl.launch import gpus
 from asyncrl.launch.gpus import Gpu, visible_gpus
-from asyncrl.launch.resources import Plan, plan_resources, refuse_joiner
+from asyncrl.launch.placement import Plan, plan_resources, refuse_joiner
 from tests.helpers.replay import small_config
 
 

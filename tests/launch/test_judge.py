@@ -11,9 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from asyncrl.config import load_config
-from asyncrl.launch import judge as judge_module
-from asyncrl.launch.judge import Judge
-from asyncrl.launch.resources import plan_resources
+from asyncrl.launch import bottleneck as judge_module
+from asyncrl.launch.bottleneck import Judge
+from asyncrl.launch.placement import plan_resources
 from asyncrl.plan import measured, tail
 from asyncrl.plan.verdict import Verdict
 from tests.plan.made_runs import append_log, make_run

@@ -10,7 +10,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from asyncrl.launch.lasting import lasting
+from asyncrl.launch.console import lasting
 from asyncrl.observe.live import LiveView
 
 pytestmark = pytest.mark.timeout(240)
@@ -31,7 +31,7 @@ def test_a_terminal_that_was_closed_does_not_end_the_run() -> None:
 
 def test_a_pipe_that_nobody_reads_does_not_change_the_exit_code() -> None:
     code = (
-        "import sys\nfrom rich.console import Console\nfrom asyncrl.launch.lasting import lasting\n"
+        "import sys\nfrom rich.console import Console\nfrom asyncrl.launch.console import lasting\n"
         "console = lasting(Console())\nsys.stdin.readline()\n"
         "for _ in range(100): console.print('x' * 1000)\nsys.exit(7)"
     )

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from asyncrl.config import load_config
 from asyncrl.errors import ConfigError
-from asyncrl.launch.checks import EVAL_ROWS, make_missing
+from asyncrl.launch.preflight import EVAL_ROWS, make_missing
 
 
 def test_training_and_evaluation_files_are_made(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch import gpus
 from asyncrl.launch.fit import Models, find_changes, fit_memory, make_cards
 from asyncrl.launch.memory import GIB, Shape, engine_parts, item_bytes, longest_tokens, trained_parts
-from asyncrl.launch.resources import Plan, plan_resources
+from asyncrl.launch.placement import Plan, plan_resources
 
 QWEN2_05B = {
     "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,

@@ -14,8 +14,7 @@ from rich.console import Console
 from safetensors.numpy import save_file
 
 from asyncrl.errors import ConfigError, RunError
-from asyncrl.launch.offline import make_out, show_metrics
-from asyncrl.launch.tensors import first_difference
+from asyncrl.launch.commands.retrain import first_difference, make_out, show_metrics
 
 
 def save(folder: Path, **tensors: np.ndarray) -> Path:

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from asyncrl.launch.parts import print_parts, tables
+from asyncrl.launch.registry import print_parts, tables
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from asyncrl.errors import RunError
-from asyncrl.launch.progress import Progress
+from asyncrl.launch.role_group import Progress
 from tests.helpers.replay import small_config
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from asyncrl.errors import ConfigError
 from asyncrl.launch import gpus
-from asyncrl.launch.judge import generators_per_device
-from asyncrl.launch.resources import (
+from asyncrl.launch.bottleneck import generators_per_device
+from asyncrl.launch.placement import (
     check_host,
     network_environment,
     plan_resources,

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from asyncrl.launch.resources import Share
-from asyncrl.launch.restarts import RestartHistory
-from asyncrl.launch.role import RoleSpec
-from asyncrl.launch.unit import Unit
+from asyncrl.launch.placement import Share
+from asyncrl.launch.role_group import RestartHistory, Unit
+from asyncrl.launch.worker import RoleSpec
 from tests.helpers.replay import loopback_endpoints
 
 

@@ -11,9 +11,16 @@ import pytest
 
 from asyncrl.config import Config, load_config
 from asyncrl.errors import ConfigError
-from asyncrl.launch.folder import ATTEMPTS, RunFolder, goes_on, read_endpoints
-from asyncrl.launch.resume import check_resume, cut_metrics, discard_journal
-from asyncrl.learner.checkpoint import Manifest, sum_of, write_manifest
+from asyncrl.launch.run_dir import (
+    ATTEMPTS,
+    RunFolder,
+    check_resume,
+    cut_metrics,
+    discard_journal,
+    goes_on,
+    read_endpoints,
+)
+from asyncrl.learner.checkpoint.files import Manifest, sum_of, write_manifest
 from asyncrl.observe.report import read_metrics
 from tests.helpers.cli import asyncrl
 from tests.helpers.replay import loopback_endpoints, small_config

@@ -17,8 +17,8 @@ from structlog.testing import capture_logs
 
 from asyncrl import errors
 from asyncrl.launch.local import LocalLauncher
-from asyncrl.launch.resources import Share
-from asyncrl.launch.role import EXIT_TERMINATED, FINAL_CODES, RoleSpec, exit_code
+from asyncrl.launch.placement import Share
+from asyncrl.launch.worker import EXIT_TERMINATED, FINAL_CODES, RoleSpec, exit_code
 from asyncrl.observe.logs import last_error
 from tests.helpers.replay import loopback_endpoints, small_config
 
@@ -46,7 +46,7 @@ def test_crash_ends_the_process_with_its_code_and_the_cause_in_the_log(tmp_path:
     role = launcher.start(spec, Share(cpus, threads=1))
     shown = psutil.Process(role.process.pid).cmdline()
     assert launcher.wait([role], 60.0) == [] and role.code == 4
-    assert shown[1:] == ["-m", "asyncrl.launch.role", "unheard_of-0", str(os.getpid())], "every user can read these"
+    assert shown[1:] == ["-m", "asyncrl.launch.worker", "unheard_of-0", str(os.getpid())], "every user can read these"
     file = spec.logs / "unheard_of-0.jsonl"
     assert last_error(file) == "KeyError: 'unheard_of'"
     assert json.loads(file.read_text().splitlines()[0])["start"] == 2
@@ -81,7 +81,7 @@ def test_last_error_can_be_looked_for_from_an_offset(tmp_path: Path) -> None:
 
 WAITING = """
 import sys, time
-from asyncrl.launch import role
+from asyncrl.launch import worker as role
 
 def wait(config, spec, should_stop):
     print("here", flush=True)

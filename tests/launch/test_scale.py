@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from asyncrl.errors import PeerTimeoutError, RunError
-from asyncrl.launch.folder import RunFolder
-from asyncrl.launch.scale import Change
+from asyncrl.launch.commands.running import Change
+from asyncrl.launch.run_dir import RunFolder
 from tests.helpers.replay import loopback_endpoints, small_config
 
 pytestmark = pytest.mark.timeout(240)

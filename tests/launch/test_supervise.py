@@ -16,10 +16,10 @@ from asyncrl.config import Config
 from asyncrl.errors import PeerTimeoutError, RunError
 from asyncrl.launch import gpus, local
 from asyncrl.launch.local import LocalLauncher
-from asyncrl.launch.resources import plan_resources
-from asyncrl.launch.role import RoleSpec
-from asyncrl.launch.supervise import GRACE_S, Supervisor
-from asyncrl.launch.unit import SETTLED_S, Unit
+from asyncrl.launch.placement import plan_resources
+from asyncrl.launch.role_group import SETTLED_S, Unit
+from asyncrl.launch.supervisor import GRACE_S, Supervisor
+from asyncrl.launch.worker import RoleSpec
 from tests.helpers.replay import loopback_endpoints, small_config
 
 pytestmark = pytest.mark.timeout(240)

@@ -12,9 +12,9 @@ import pytest
 from rich.console import Console
 
 from asyncrl.errors import ConfigError, PeerTimeoutError
-from asyncrl.launch import top as top_module
-from asyncrl.launch.folder import RunFolder
-from asyncrl.launch.top import top
+from asyncrl.launch.commands import running as top_module
+from asyncrl.launch.commands.running import top
+from asyncrl.launch.run_dir import RunFolder
 from tests.helpers.replay import loopback_endpoints, small_config
 
 pytestmark = pytest.mark.timeout(240)

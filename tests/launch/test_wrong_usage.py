@@ -11,14 +11,14 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
-from asyncrl import user_code
 from asyncrl.config import load_config
 from asyncrl.data import tiny_model
 from asyncrl.data.tiny_model import make_tiny_model
 from asyncrl.errors import ConfigError
-from asyncrl.launch import checks
-from asyncrl.launch.checks import make_missing
-from asyncrl.launch.evaluate import check_out
+from asyncrl.launch import preflight as checks
+from asyncrl.launch.commands.evaluate import check_out
+from asyncrl.launch.preflight import make_missing
+from asyncrl.util import user_code
 from tests.helpers.cli import asyncrl
 from tests.helpers.inputs import make_inputs
 

@@ -14,11 +14,11 @@ import psutil
 import pytest
 from structlog.testing import capture_logs
 
-from asyncrl.launch import zygote as zygote_module
+from asyncrl.launch import fork_server as zygote_module
+from asyncrl.launch.fork_server import Zygote, ZygoteError
 from asyncrl.launch.local import LocalLauncher, RoleProcess
-from asyncrl.launch.resources import Share
-from asyncrl.launch.role import EXIT_CRASHED, RoleSpec
-from asyncrl.launch.zygote import Zygote, ZygoteError
+from asyncrl.launch.placement import Share
+from asyncrl.launch.worker import EXIT_CRASHED, RoleSpec
 from asyncrl.observe.logs import last_error
 from tests.helpers.replay import loopback_endpoints, small_config
 
@@ -179,10 +179,10 @@ def test_orphans_of_a_role_are_ended_with_its_group_and_leave_no_zombies(zygote:
 DIES_WITH_IT = """
 import os, sys, time
 from pathlib import Path
-from asyncrl.launch.zygote import Zygote
-from asyncrl.processes import end_with_parent
+from asyncrl.launch.fork_server import Zygote
+from asyncrl.util.processes import end_with_parent
 zygote = Zygote("tests.launch.zygote_process")
-code = f"from asyncrl.processes import end_with_parent; end_with_parent({os.getpid()}); import time; time.sleep(600)"
+code = f"from asyncrl.util.processes import end_with_parent; end_with_parent({os.getpid()}); import time; time.sleep(600)"
 child = zygote.fork(["-c", code], {}, 1)
 child.stdin.close()
 print(zygote.pid, child.pid, flush=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import sys
 
-from asyncrl.launch import role
-from asyncrl.launch.zygote import main
+from asyncrl.launch import worker as role
+from asyncrl.launch.fork_server import main
 
 
 def run(arguments: list[str]) -> int:

@@ -6,9 +6,9 @@ import os
 import runpy
 import sys
 
-from asyncrl.launch.zygote import main
+from asyncrl.launch.fork_server import main
 
-PRELOADED = ("asyncrl.learner.loop", "asyncrl.learner.remote_critic", "transformers.models.qwen2.modeling_qwen2")
+PRELOADED = ("asyncrl.learner.role", "asyncrl.learner.remote_critic", "transformers.models.qwen2.modeling_qwen2")
 
 
 def run_script(arguments: list[str]) -> int:

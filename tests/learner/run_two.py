@@ -20,10 +20,10 @@ from worlds import endpoints, make_config, make_groups
 
 import asyncrl.replay.client
 import asyncrl.weights.sender
-from asyncrl.learner.loop import run_learner, run_offline
+from asyncrl.learner.role import run_learner, run_offline
 from asyncrl.replay.client import Committed
 from asyncrl.types import Shard
-from asyncrl.weights.packing import Manifest
+from asyncrl.weights.buckets import Manifest
 
 rank, port, model, out = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4])
 
@@ -86,9 +86,9 @@ class JournalBatches(Client):
 STEPS = 4
 asyncrl.replay.client.LearnerClient = Client  # pyright: ignore[reportAttributeAccessIssue]
 asyncrl.weights.sender.WeightSender = Sender  # pyright: ignore[reportAttributeAccessIssue]
-offline_module: Any = ModuleType("asyncrl.replay.offline")
+offline_module: Any = ModuleType("asyncrl.replay.journal.history")
 offline_module.JournalBatches = JournalBatches
-sys.modules["asyncrl.replay.offline"] = offline_module
+sys.modules["asyncrl.replay.journal.history"] = offline_module
 torch.set_num_threads(1)
 offline = out / "offline.json"
 config = make_config(

@@ -22,10 +22,10 @@ import asyncrl.learner.engine as engine_module
 import asyncrl.learner.policy as policy_module
 from asyncrl.config import Config
 from asyncrl.errors import PeerTimeoutError, RunError
+from asyncrl.learner.checkpoint.files import Files, tensors_file
+from asyncrl.learner.checkpoint.manager import Checkpoints
+from asyncrl.learner.checkpoint.zero_state import collect_state, restore_state
 from asyncrl.learner.distributed import Ranks, connected
-from asyncrl.learner.parts import Files, tensors_file
-from asyncrl.learner.saving import Checkpoints
-from asyncrl.learner.state import collect_state, restore_state
 
 TIMEOUT_S, SHORT_S = 30.0, 1.5
 

@@ -14,10 +14,9 @@ import structlog
 from worlds import make_config
 
 from asyncrl.errors import PeerTimeoutError, RunError
-from asyncrl.learner.checkpoint import newest_checkpoint, sum_of
+from asyncrl.learner.checkpoint.files import Content, Files, await_parts, bytes_file, newest_checkpoint, sum_of
+from asyncrl.learner.checkpoint.manager import Checkpoints
 from asyncrl.learner.distributed import Ranks
-from asyncrl.learner.parts import Content, Files, await_parts, bytes_file
-from asyncrl.learner.saving import Checkpoints
 
 Make = Callable[..., Checkpoints]
 

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.lags import LAG_BUCKETS
-from asyncrl.learner.lags import LagTally, lag_metrics
+from asyncrl.learner.metrics import LagTally, lag_metrics
+from asyncrl.types import LAG_BUCKETS
 
 TOKENS = st.lists(
     st.tuples(st.integers(0, 40), st.floats(-3, 3), st.sampled_from([-1.0, 0.0, 2.0]), st.booleans(), st.booleans()),

@@ -18,7 +18,7 @@ from worlds import make_config, make_groups, make_trainer, spawn
 
 from asyncrl.errors import InvariantError, PeerTimeoutError
 from asyncrl.learner.distributed import Ranks
-from asyncrl.learner.steps import Learner
+from asyncrl.learner.loop import Learner
 from asyncrl.replay.client import Committed
 from asyncrl.types import Shard
 

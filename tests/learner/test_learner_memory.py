@@ -15,7 +15,7 @@ from worlds import make_config
 
 from asyncrl.config import Config
 from asyncrl.launch.memory import HEAD_BYTES, Shape, activation_bytes
-from asyncrl.learner import head
+from asyncrl.learner import logprob_head as head
 from asyncrl.learner.batch import make_batch
 from asyncrl.learner.models import hidden_states, load_policy_model
 from asyncrl.types import NO_VERSION, Group, Trajectory

@@ -15,7 +15,7 @@ from asyncrl.algorithms.losses import PolicyTerms, decoupled_ppo, ppo_clip
 from asyncrl.config import Config, LearnerConfig, load_config
 from asyncrl.errors import ConfigError
 from asyncrl.learner.algorithm import check_algorithm, make_algorithm
-from asyncrl.learner.schedule import learning_rate
+from asyncrl.learner.update import learning_rate
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 

@@ -16,9 +16,10 @@ from worlds import make_groups, make_trajectory
 
 from asyncrl.algorithms.advantages import grpo
 from asyncrl.errors import ConfigError, InvariantError
-from asyncrl.learner import attention, backend
-from asyncrl.learner.attention import find_firsts, make_layout, packed_attention
+from asyncrl.learner import deepspeed_import as backend
+from asyncrl.learner import packed_attention as attention
 from asyncrl.learner.batch import check_staleness, empty_micro_batch, make_batch, pack, pack_groups
+from asyncrl.learner.packed_attention import find_firsts, make_layout, packed_attention
 from asyncrl.types import Group
 from tests.helpers.examples import examples
 

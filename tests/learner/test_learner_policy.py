@@ -18,13 +18,13 @@ from asyncrl.algorithms.advantages import grpo
 from asyncrl.algorithms.losses import PolicyTerms
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError, RunError
-from asyncrl.learner import head
+from asyncrl.learner import logprob_head as head
 from asyncrl.learner.algorithm import make_algorithm
 from asyncrl.learner.batch import make_batch
+from asyncrl.learner.checkpoint.hf_export import save_model
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.models import load_policy_model
 from asyncrl.learner.policy import Policy
-from asyncrl.learner.pretrained import save_model
 from asyncrl.types import Group
 
 LOSSES: list[dict[str, Any]] = [

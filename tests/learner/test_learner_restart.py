@@ -21,11 +21,11 @@ from worlds import CRITIC, make_config, make_groups, make_trainer
 
 from asyncrl.config import Config
 from asyncrl.errors import RunError
+from asyncrl.learner.checkpoint.files import Content
+from asyncrl.learner.checkpoint.manager import Checkpoints
+from asyncrl.learner.checkpoint.zero_state import collect_state
 from asyncrl.learner.distributed import Ranks
-from asyncrl.learner.parts import Content
-from asyncrl.learner.saving import Checkpoints
-from asyncrl.learner.state import collect_state
-from asyncrl.learner.steps import Learner
+from asyncrl.learner.loop import Learner
 from asyncrl.observe.trackers import Trackers, make_trackers
 from asyncrl.replay.client import Committed
 from asyncrl.types import Shard

@@ -14,8 +14,15 @@ from torch import Tensor
 from worlds import STATE_RUNS, copy_weights, make_config, make_trainer, spawn, train_steps
 
 from asyncrl.errors import RunError
+from asyncrl.learner.checkpoint.zero_state import (
+    SKIPPED,
+    STEP,
+    collect_state,
+    random_state,
+    restore_random_state,
+    restore_state,
+)
 from asyncrl.learner.distributed import Ranks
-from asyncrl.learner.state import SKIPPED, STEP, collect_state, random_state, restore_random_state, restore_state
 
 State = dict[str, Tensor]
 

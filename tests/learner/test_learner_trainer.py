@@ -14,11 +14,11 @@ from worlds import copy_weights, make_config, make_groups, make_trainer, pack_gr
 
 from asyncrl.algorithms.kl import kl_estimate
 from asyncrl.errors import ConfigError, InvariantError
+from asyncrl.learner.advantage_step import Estimates, Scores, estimate
 from asyncrl.learner.algorithm import make_algorithm
 from asyncrl.learner.batch import Batch, make_batch
 from asyncrl.learner.critic import Critic, CriticModel, ValueHead
 from asyncrl.learner.distributed import Ranks
-from asyncrl.learner.estimates import Estimates, Scores, estimate
 from asyncrl.learner.trainer import Trainer, token_losses
 from asyncrl.learner.update import agree
 from asyncrl.types import Group, Trajectory

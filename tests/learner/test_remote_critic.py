@@ -14,17 +14,17 @@ import structlog
 import torch
 from worlds import GAE_CONFIG, critic_endpoints, make_config, make_groups, pack_groups, running
 
-from asyncrl.endpoints import Endpoints
 from asyncrl.errors import InvariantError, PeerTimeoutError, RunError
 from asyncrl.learner.batch import Batch, Name
+from asyncrl.learner.checkpoint.manager import Checkpoints
 from asyncrl.learner.critic import Critic
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.remote_critic import CriticServer, RemoteCritic, _agreed
-from asyncrl.learner.saving import Checkpoints
-from asyncrl.offenders import MAX_BAD_MESSAGES
-from asyncrl.replay.connection import Connection
-from asyncrl.replay.wire import Block, Message, encode
-from asyncrl.sockets import connect_dealer
+from asyncrl.wire.bad_peers import MAX_BAD_MESSAGES
+from asyncrl.wire.endpoints import Endpoints
+from asyncrl.wire.frames import Block, Message, encode
+from asyncrl.wire.rpc import Connection
+from asyncrl.wire.sockets import connect_dealer
 from tests.helpers.serving import serving
 
 

@@ -15,8 +15,8 @@ from worlds import CRITIC, copy_weights, make_config, make_groups, make_trainer,
 
 from asyncrl.errors import RunError
 from asyncrl.learner.batch import Batch
+from asyncrl.learner.checkpoint.zero_state import collect_state, restore_state
 from asyncrl.learner.distributed import Ranks
-from asyncrl.learner.state import collect_state, restore_state
 from asyncrl.learner.trainer import Trainer
 
 

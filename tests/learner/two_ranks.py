@@ -16,9 +16,9 @@ import asyncrl.learner.engine as engine_module
 import asyncrl.learner.policy as policy_module
 from asyncrl.config import Config
 from asyncrl.errors import AsyncrlError
-from asyncrl.learner import head
+from asyncrl.learner import logprob_head as head
 from asyncrl.learner.distributed import Ranks, connected
-from asyncrl.learner.steps import Learner
+from asyncrl.learner.loop import Learner
 from asyncrl.types import Shard
 
 RUNS: dict[str, dict[str, Any]] = {

@@ -19,8 +19,7 @@ from deepspeed.utils import safe_get_full_grad
 from torch import Tensor
 
 from asyncrl.config import Config
-from asyncrl.endpoints import Endpoints
-from asyncrl.launch.zygote import Forked, Zygote
+from asyncrl.launch.fork_server import Forked, Zygote
 from asyncrl.learner.algorithm import make_algorithm
 from asyncrl.learner.batch import Batch, make_batch
 from asyncrl.learner.critic import Critic
@@ -28,6 +27,7 @@ from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.engine import TrainedModel
 from asyncrl.learner.trainer import Trainer
 from asyncrl.types import NO_VERSION, Group, Trajectory
+from asyncrl.wire.endpoints import Endpoints
 from tests.helpers.sockets import socket_address
 
 VOCABULARY = 48

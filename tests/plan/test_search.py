@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from asyncrl.errors import ConfigError
-from asyncrl.plan.search import limits, search
 from asyncrl.plan.show import show_plan, show_simulation
+from asyncrl.plan.verdict import limits, search
 from asyncrl.plan.workload import EngineCost, LearnerCost, Lengths, Setup, Workload
 from tests.plan.made_runs import make_run
 

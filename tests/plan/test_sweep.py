@@ -15,9 +15,9 @@ import pytest
 from rich.console import Console
 
 from asyncrl.errors import ConfigError, DataError
-from asyncrl.plan.sweep import Sweep, parse_limits, run_cells, status_of
-from asyncrl.plan.sweep_report import print_results, write_sweep_report
-from asyncrl.plan.sweep_results import read_cell, read_results, recommend, smoothed
+from asyncrl.plan.sweep.cells import Sweep, parse_limits, run_cells, status_of
+from asyncrl.plan.sweep.report import print_results, write_sweep_report
+from asyncrl.plan.sweep.results import read_cell, read_results, recommend, smoothed
 from tests.helpers.replay import small_config
 from tests.plan.made_runs import make_run
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncrl.plan.search import predict
-from asyncrl.plan.verdict import Verdict, guess, judge, ordinal
+from asyncrl.plan.verdict import Verdict, guess, judge, ordinal, predict
 from asyncrl.plan.workload import EngineCost, LearnerCost, Lengths, Setup, SyncCost, Workload
 
 LENGTHS = Lengths.log_normal(mean_tokens=64, sigma=0.8, max_tokens=256, group_size=8)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from asyncrl.replay.journal import Journal
+from asyncrl.replay.journal.writer import Journal
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.server import run_replay
 from asyncrl.replay.trace import TraceWriter

@@ -6,8 +6,8 @@ from typing import Any, cast
 
 import pytest
 
-from asyncrl.replay.ages import Ages
-from asyncrl.replay.messages import GroupMeta
+from asyncrl.replay.stats import Ages
+from asyncrl.wire.messages import GroupMeta
 
 
 def meta(end_version: int, started_s: float, finished_s: float) -> GroupMeta:

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from asyncrl.errors import ProtocolError
+from asyncrl.replay.eval_scores import CORRECT, PromptScore, pass_at_k, pass_ks, score_table
 from asyncrl.replay.evaluation import EvalBook
-from asyncrl.replay.messages import EvaluatedBody
-from asyncrl.replay.scores import CORRECT, PromptScore, pass_at_k, pass_ks, score_table
 from asyncrl.types import Lease, Prompt
+from asyncrl.wire.messages import EvaluatedBody
 from tests.helpers.replay import small_config
 
 LEASE_S = 100.0

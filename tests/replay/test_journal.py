@@ -10,8 +10,8 @@ import pyarrow as pa
 import pytest
 
 from asyncrl.errors import InvariantError, JournalError
-from asyncrl.replay import journal as journal_module
-from asyncrl.replay.journal import Journal, Record, read_journal, segments_of
+from asyncrl.replay.journal import writer as journal_module
+from asyncrl.replay.journal.writer import Journal, Record, read_journal, segments_of
 from tests.helpers.journal import group_record, plain, records_of, write_batches
 
 RECORDS = [

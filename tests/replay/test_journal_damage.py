@@ -21,9 +21,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from asyncrl.errors import JournalError
-from asyncrl.replay.journal import Flush, Journal, Record, read_journal
-from asyncrl.replay.records import SCHEMA
-from asyncrl.replay.segments import ENTRY, HEADER, MARK_BYTES, mark, scan_segment
+from asyncrl.replay.journal.reader import ENTRY, HEADER, MARK_BYTES, mark, scan_segment
+from asyncrl.replay.journal.records import SCHEMA
+from asyncrl.replay.journal.writer import Flush, Journal, Record, read_journal
 from tests.helpers.examples import examples
 from tests.helpers.journal import group_record, kill_journal, plain, records_of, write_batches
 
@@ -216,7 +216,7 @@ FILL = """
     import sys, resource, signal
     from pathlib import Path
     from asyncrl.errors import JournalError
-    from asyncrl.replay.journal import Journal, Record
+    from asyncrl.replay.journal.writer import Journal, Record
     from tests.helpers.journal import group_record
     folder, limit, wait = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "wait"
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -279,7 +279,7 @@ def test_a_full_disk_ends_the_journal_with_a_whole_record(tmp_path: Path) -> Non
 ENDLESS = """
     import sys
     from pathlib import Path
-    from asyncrl.replay.journal import Journal, Record
+    from asyncrl.replay.journal.writer import Journal, Record
     from tests.helpers.journal import group_record
     journal = Journal(Path(sys.argv[1]), flush="step", segment_bytes=200_000)
     for ticket in range(10**9):

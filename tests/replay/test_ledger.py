@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.errors import InvariantError
-from asyncrl.replay.balance import balance
+from asyncrl.replay.batcher import balance
 from asyncrl.replay.ledger import Ledger, State
 from tests.helpers.examples import examples
 

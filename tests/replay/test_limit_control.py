@@ -6,7 +6,7 @@ import pytest
 
 from asyncrl.errors import ConfigError
 from asyncrl.replay.ledger import Ledger
-from asyncrl.replay.limit_control import LimitControl
+from asyncrl.replay.staleness_control import LimitControl
 from tests.helpers.replay import small_config
 
 

@@ -10,8 +10,8 @@ import pytest
 from asyncrl.errors import JournalError
 from asyncrl.replay.client import Committed
 from asyncrl.replay.codec import pack_group
-from asyncrl.replay.journal import Journal, Record
-from asyncrl.replay.offline import JournalBatches
+from asyncrl.replay.journal.history import JournalBatches
+from asyncrl.replay.journal.writer import Journal, Record
 from asyncrl.types import Group, Lease, Prompt
 from tests.helpers.replay import make_group
 

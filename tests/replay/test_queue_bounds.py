@@ -12,17 +12,17 @@ import msgpack
 import pytest
 
 from asyncrl.errors import ProtocolError
-from asyncrl.launch.resources import reserve_ports
-from asyncrl.replay.bounds import MAX_NUMBER, MAX_REWARD
+from asyncrl.launch.placement import reserve_ports
 from asyncrl.replay.codec import pack_group
-from asyncrl.replay.generator_state import GeneratorState
-from asyncrl.replay.measure import RunMeasure
-from asyncrl.replay.messages import GroupMeta
+from asyncrl.replay.metrics import RunMeasure
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.server import ReplayServer
 from asyncrl.replay.sessions import MAX_FORMER, Sessions
+from asyncrl.replay.stats import GeneratorState
 from asyncrl.replay.trace import TraceWriter
-from asyncrl.replay.wire import Array, decode, encode
+from asyncrl.wire.bounds import MAX_NUMBER, MAX_REWARD
+from asyncrl.wire.frames import Array, decode, encode
+from asyncrl.wire.messages import GroupMeta
 from tests.helpers.replay import PROMPT_TOKENS, EndlessPrompts, ask_queue, loopback_endpoints, make_group, small_config
 
 STATS = {

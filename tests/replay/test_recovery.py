@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError, ProtocolError, RunError
 from asyncrl.replay.codec import pack_group
-from asyncrl.replay.journal import Journal, read_journal, segments_of
+from asyncrl.replay.journal.writer import Journal, read_journal, segments_of
 from asyncrl.replay.ledger import State
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.trace import TraceWriter

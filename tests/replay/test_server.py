@@ -15,25 +15,25 @@ import msgpack
 import pytest
 import zmq
 
-from asyncrl.endpoints import Endpoints
 from asyncrl.errors import ConfigError, PeerTimeoutError, RunError
-from asyncrl.keys import write_keys
-from asyncrl.launch.resources import reserve_ports
-from asyncrl.offenders import MAX_BAD_MESSAGES
-from asyncrl.replay import catchup as catchup_module
+from asyncrl.launch.placement import reserve_ports
 from asyncrl.replay import server as server_module
 from asyncrl.replay.client import GeneratorClient, GeneratorStats, LauncherClient, LearnerClient, LeaseReply
 from asyncrl.replay.codec import pack_group
-from asyncrl.replay.connection import Connection
-from asyncrl.replay.journal import Flush, Journal
+from asyncrl.replay.journal import history as catchup_module
+from asyncrl.replay.journal.records import FRAME_BYTES
+from asyncrl.replay.journal.writer import Flush, Journal
 from asyncrl.replay.ledger import State
 from asyncrl.replay.outbox import joined
 from asyncrl.replay.queue import ReplayQueue
-from asyncrl.replay.records import FRAME_BYTES
 from asyncrl.replay.server import ReplayServer, run_replay
 from asyncrl.replay.trace import TraceWriter
-from asyncrl.replay.wire import MAX_REQUEST_HEADER_BYTES, Message, encode
-from asyncrl.sockets import connect_dealer
+from asyncrl.wire.bad_peers import MAX_BAD_MESSAGES
+from asyncrl.wire.curve_keys import write_keys
+from asyncrl.wire.endpoints import Endpoints
+from asyncrl.wire.frames import MAX_REQUEST_HEADER_BYTES, Message, encode
+from asyncrl.wire.rpc import Connection
+from asyncrl.wire.sockets import connect_dealer
 from tests.helpers.replay import EndlessPrompts, ask_queue, loopback_endpoints, make_group, small_config
 
 
@@ -307,7 +307,7 @@ def test_a_peer_of_bad_messages_is_cut_off_and_nobody_else(served: ReplayQueue, 
 
 
 def test_encrypted_queue_serves_who_has_the_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.keys.FOLDER", str(tmp_path / "keys"))
+    monkeypatch.setattr("asyncrl.wire.curve_keys.FOLDER", str(tmp_path / "keys"))
     bare = loopback_endpoints(reserve_ports(0, 1)[0])
     secured = replace(bare, keys=str(write_keys(bare.run_id)))
     queue = ReplayQueue(small_config(), EndlessPrompts(), TraceWriter(tmp_path / "trace.parquet"))

@@ -13,19 +13,19 @@ import pytest
 import zmq
 
 from asyncrl.config import Config
-from asyncrl.endpoints import Endpoints
 from asyncrl.errors import ConfigError, PeerTimeoutError, RunError
-from asyncrl.launch.resources import reserve_ports
+from asyncrl.launch.placement import reserve_ports
 from asyncrl.replay import client as client_module
 from asyncrl.replay.client import GeneratorClient, GeneratorStats, LauncherClient, LearnerClient, LeaseReply
 from asyncrl.replay.codec import pack_group
-from asyncrl.replay.journal import Journal
+from asyncrl.replay.journal.writer import Journal
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.server import ReplayServer
 from asyncrl.replay.trace import TraceWriter
-from asyncrl.replay.wire import Block, Message, encode
-from asyncrl.sockets import bind_router
 from asyncrl.types import Lease
+from asyncrl.wire.endpoints import Endpoints
+from asyncrl.wire.frames import Block, Message, encode
+from asyncrl.wire.sockets import bind_router
 from tests.helpers.replay import EndlessPrompts, kill_queue, loopback_endpoints, make_group, small_config
 
 T = TypeVar("T")

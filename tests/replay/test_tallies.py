@@ -16,10 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.errors import RunError
-from asyncrl.replay import clock as clock_module
-from asyncrl.replay.clock import RunClock
+from asyncrl.replay import store as clock_module
 from asyncrl.replay.codec import pack_group
-from asyncrl.replay.tallies import (
+from asyncrl.replay.stats import (
     CURVE_POINTS,
     Curve,
     ExactMean,
@@ -29,6 +28,7 @@ from asyncrl.replay.tallies import (
     completion_tokens,
     tokens_by_version,
 )
+from asyncrl.replay.store import RunClock
 from asyncrl.replay.trace import TraceWriter
 from asyncrl.types import Lease
 from tests.helpers.replay import EndlessPrompts, make_group

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from asyncrl.errors import ProtocolError
 from asyncrl.replay.codec import check_group, pack_group, pack_leases, unpack_group, unpack_leases
-from asyncrl.replay.wire import MAX_HEADER_BYTES, MAX_REQUEST_HEADER_BYTES, decode, encode
 from asyncrl.types import Lease, Prompt
+from asyncrl.wire.frames import MAX_HEADER_BYTES, MAX_REQUEST_HEADER_BYTES, decode, encode
 from tests.helpers.examples import examples
 from tests.helpers.replay import EndlessPrompts, make_group
 

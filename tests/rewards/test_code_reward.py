@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from asyncrl.rewards.code import extract_program, parse_tests, same_output
-from asyncrl.rewards.functions import CompletedGroup, Score
+from asyncrl.rewards.builtin.code import extract_program, parse_tests, same_output
+from asyncrl.rewards.calling import CompletedGroup, Score
 from asyncrl.rewards.load import load_reward
 from tests.helpers.kernel import why_not_confined
 

@@ -15,12 +15,11 @@ import zmq
 from test_reward_model import endpoints_at, save_model
 
 from asyncrl.errors import ProtocolError, RunError, StrangerError
-from asyncrl.offenders import MAX_BAD_MESSAGES
-from asyncrl.rewards.functions import Failed
-from asyncrl.rewards.model_requests import read_request
+from asyncrl.rewards.calling import Failed
 from asyncrl.rewards.model_server import ModelServer, RewardModel
-from asyncrl.rewards.reward_model import _Client
-from asyncrl.sockets import bind_router, connect_dealer
+from asyncrl.rewards.reward_model import _Client, read_request
+from asyncrl.wire.bad_peers import MAX_BAD_MESSAGES
+from asyncrl.wire.sockets import bind_router, connect_dealer
 from tests.helpers.serving import serving
 
 
@@ -84,7 +83,7 @@ def test_a_request_has_two_frames_and_an_upper_size(monkeypatch: pytest.MonkeyPa
     for frames in ([RUN], [RUN] * 3):
         with pytest.raises(ProtocolError, match=r"request of . frames, expected two"):
             read_request(frames, "run")
-    monkeypatch.setattr("asyncrl.rewards.model_requests.MAX_REQUEST_BYTES", 100)
+    monkeypatch.setattr("asyncrl.rewards.reward_model.MAX_REQUEST_BYTES", 100)
     with pytest.raises(ProtocolError, match="a request of 101 bytes, at most 100 are read"):
         read_request([RUN, memoryview(b"x" * 101)], "run")
 

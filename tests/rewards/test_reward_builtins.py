@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.rewards.functions import CompletedGroup
+from asyncrl.rewards.calling import CompletedGroup
 from asyncrl.rewards.load import load_reward
 
 

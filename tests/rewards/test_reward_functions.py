@@ -9,14 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from asyncrl import redaction
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
-from asyncrl.rewards.checks import check_rewards
-from asyncrl.rewards.functions import CompletedGroup
+from asyncrl.rewards.builtin.math import math_answer
+from asyncrl.rewards.calling import CompletedGroup
 from asyncrl.rewards.load import REWARDS, load_reward
-from asyncrl.rewards.math_answer import math_answer
-from asyncrl.rewards.table import RewardTable
+from asyncrl.rewards.table import RewardTable, check_rewards
+from asyncrl.util import redaction
 
 
 def group(*completions: str, truth: str = "19", source: str = "sums", **extra: object) -> CompletedGroup:

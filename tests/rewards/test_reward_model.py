@@ -17,14 +17,14 @@ from test_reward_pool import gather, make_config, prompt, save_tokenizer, submit
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
-from asyncrl.endpoints import Endpoints
 from asyncrl.errors import ConfigError, PeerTimeoutError
-from asyncrl.rewards.checks import check_rewards
-from asyncrl.rewards.functions import CompletedGroup
+from asyncrl.rewards.calling import CompletedGroup
 from asyncrl.rewards.load import load_reward
 from asyncrl.rewards.model_server import RewardModel, run_reward_model
 from asyncrl.rewards.reward_model import _Client, connect, uses_reward_model
+from asyncrl.rewards.table import check_rewards
 from asyncrl.rewards.workers import RewardPool
+from asyncrl.wire.endpoints import Endpoints
 
 LETTERS = ["<pad>", "<eos>", "<unk>", *"0123456789+=abcdefghijklmnopqrstuvwxyz: "]
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<eos>{% endfor %}"
@@ -267,7 +267,7 @@ def test_the_process_runs_by_itself_and_stops(model_folder: Path, tmp_path: Path
         sys.path.insert(0, {str(Path(__file__).parent)!r})
         from test_reward_pool import make_config
         from asyncrl.rewards.model_server import run_reward_model
-        from asyncrl.endpoints import Endpoints
+        from asyncrl.wire.endpoints import Endpoints
         config = make_config("reward_model", options={{"reward_model": {{"path": {str(model_folder)!r}}}}})
         stop = Path({str(tmp_path / "stop")!r})
         ends = Endpoints("run", "", "", "", reward_model="ipc://{tmp_path}/own")

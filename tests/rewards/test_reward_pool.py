@@ -19,11 +19,11 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
-from asyncrl.generator.engine import Completion
 from asyncrl.generator.groups import Running, make_group
+from asyncrl.generator.vllm_backend.engine import Completion
 from asyncrl.replay.codec import pack_group
 from asyncrl.replay.refunds import refund_reason
-from asyncrl.rewards.checks import check_rewards
+from asyncrl.rewards.table import check_rewards
 from asyncrl.rewards.workers import RewardPool, Scored
 from asyncrl.types import Lease, Prompt
 

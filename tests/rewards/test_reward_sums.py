@@ -9,7 +9,7 @@ import pytest
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
-from asyncrl.rewards.functions import CompletedGroup
+from asyncrl.rewards.calling import CompletedGroup
 from asyncrl.rewards.table import RewardTable, check_sources, reward_for, reward_names
 
 FUNCTIONS = """

@@ -19,8 +19,9 @@ import pytest
 import structlog
 
 from asyncrl.errors import ConfigError, RunError
-from asyncrl.rewards import confine, sandbox
-from asyncrl.rewards.sandbox import Limits, Outcome, check_sandbox, run_program
+from asyncrl.rewards.sandbox import confine
+from asyncrl.rewards.sandbox import run as sandbox
+from asyncrl.rewards.sandbox.run import Limits, Outcome, check_sandbox, run_program
 from tests.helpers.kernel import why_not_confined
 
 WHY_NOT = why_not_confined()
@@ -327,7 +328,9 @@ def test_output_and_folder_are_bounded_and_the_folder_is_removed(tmp_path: Path,
 
 
 def test_a_program_ends_with_its_worker(tmp_path: Path) -> None:
-    worker = "from asyncrl.rewards.sandbox import *\nrun_program('while 1: pass', limits=Limits(60.0), within_s=60.0)"
+    worker = (
+        "from asyncrl.rewards.sandbox.run import *\nrun_program('while 1: pass', limits=Limits(60.0), within_s=60.0)"
+    )
     env = {**os.environ, "TMPDIR": str(tmp_path)}
     with subprocess.Popen([sys.executable, "-c", worker], cwd=Path(__file__).parents[2], env=env) as parent:
         programs = []

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.endpoints import Endpoints
 from asyncrl.launch.endpoints import run_endpoints
-from asyncrl.sockets import bind_router
+from asyncrl.wire.endpoints import Endpoints
+from asyncrl.wire.sockets import bind_router
 from tests.helpers.replay import small_config
 
 SOCKETS = ["replay", "weights", "learners", "critic-0", "critic-ranks", "reward-model"]

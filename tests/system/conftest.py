@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.launch.zygote import Zygote
+from asyncrl.launch.fork_server import Zygote
 from tests.helpers.preloaded import Command
 from tests.helpers.runs import Launched, start_launch
 

@@ -20,9 +20,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.config import load_config
-from asyncrl.lags import LAG_BUCKETS
-from asyncrl.launch.zygote import Zygote
-from asyncrl.stopwatch import ACTIVITIES
+from asyncrl.launch.fork_server import Zygote
+from asyncrl.types import LAG_BUCKETS
+from asyncrl.util.processes import ACTIVITIES
 from tests.helpers.preloaded import Command
 from tests.helpers.runs import SMALL, Launched, check_ledger
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from asyncrl.config import Config, config_keys, load_config, models, parse_override, sections
+from asyncrl.config import Config, config_keys, load_config, parse_override, sections
+from asyncrl.config import config as models
 from asyncrl.errors import ConfigError
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))

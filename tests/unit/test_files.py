@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.files import replace_file
+from asyncrl.util.files import replace_file
 
 
 def test_a_file_is_replaced_with_what_is_left_of_a_killed_write_gone(tmp_path: Path) -> None:

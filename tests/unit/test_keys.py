@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 import zmq
 
-from asyncrl import keys as keys_module
 from asyncrl.errors import ConfigError
-from asyncrl.keys import Keys, read_keys, run_keys, write_keys
-from asyncrl.launch.resources import reserve_ports
-from asyncrl.redaction import redact
-from asyncrl.sockets import bind_router, connect_dealer
+from asyncrl.launch.placement import reserve_ports
+from asyncrl.util.redaction import redact
+from asyncrl.wire import curve_keys as keys_module
+from asyncrl.wire.curve_keys import Keys, read_keys, run_keys, write_keys
+from asyncrl.wire.sockets import bind_router, connect_dealer
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from asyncrl.config.sections import ModelConfig
-from asyncrl.tokenizer import load_tokenizer
+from asyncrl.util.tokenizer import load_tokenizer
 
 PACKAGE = Path(__file__).parents[2] / "asyncrl"
 MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}

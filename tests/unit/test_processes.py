@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from asyncrl.processes import TURN_S, at_once, leave_the_core, take_long_turns
+from asyncrl.util.processes import TURN_S, at_once, leave_the_core, take_long_turns
 
 SYS_SCHED_GETATTR = {"x86_64": 315, "aarch64": 275}
 KERNEL = tuple(int(number) for number in os.uname().release.split("-")[0].split(".")[:2])
@@ -80,6 +80,6 @@ def test_at_once_leaves_others_alone() -> None:
 
 
 def test_a_system_that_forbids_it_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.processes.SYS_SCHED_SETATTR", {os.uname().machine: 10_000})
+    monkeypatch.setattr("asyncrl.util.processes.SYS_SCHED_SETATTR", {os.uname().machine: 10_000})
     with pytest.raises(OSError, match="sched_setattr: Function not implemented"):
         in_thread(take_long_turns)

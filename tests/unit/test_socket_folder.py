@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.socket_folder import MAX_BASE_BYTES, MAX_SOCKET_NAME_BYTES, socket_folder
-from asyncrl.sockets import bind_router, connect_dealer
+from asyncrl.wire.socket_folder import MAX_BASE_BYTES, MAX_SOCKET_NAME_BYTES, socket_folder
+from asyncrl.wire.sockets import bind_router, connect_dealer
 
 HOLD = """
-from asyncrl.socket_folder import socket_folder
+from asyncrl.wire.socket_folder import socket_folder
 with socket_folder() as folder:
     print(folder, flush=True)
     input()
@@ -87,7 +87,7 @@ def test_a_path_too_long_for_sockets_is_passed_over(base: Path, monkeypatch: pyt
 
 def test_a_folder_where_others_can_rename_is_refused(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base.chmod(0o777)
-    monkeypatch.setattr("asyncrl.socket_folder.TEMPORARY", (base / "none",))
+    monkeypatch.setattr("asyncrl.wire.socket_folder.TEMPORARY", (base / "none",))
     with pytest.raises(ConfigError) as caught, socket_folder():
         pass
     assert f"{base} lets other users rename what is in it; {base / 'none'} cannot be used" in str(caught.value)

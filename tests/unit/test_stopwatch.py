@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from asyncrl import stopwatch
-from asyncrl.stopwatch import ACTIVITIES, Stopwatch, fractions
+from asyncrl.util import processes as stopwatch
+from asyncrl.util.processes import ACTIVITIES, Stopwatch, fractions
 
 
 class Clock:

@@ -17,12 +17,12 @@ import pytest
 import zmq
 from structlog.testing import capture_logs
 
-from asyncrl import store as module
-from asyncrl.keys import write_keys
-from asyncrl.offenders import MAX_BAD_MESSAGES
-from asyncrl.store import StoreError, StoreLostError, Values
-from asyncrl.store_client import StoreClient
-from asyncrl.store_server import StoreServer
+from asyncrl.wire import store as module
+from asyncrl.wire.bad_peers import MAX_BAD_MESSAGES
+from asyncrl.wire.curve_keys import write_keys
+from asyncrl.wire.store import StoreError, StoreLostError, Values
+from asyncrl.wire.store_client import StoreClient
+from asyncrl.wire.store_server import StoreServer
 
 
 @pytest.fixture
@@ -178,7 +178,7 @@ def test_it_holds_so_much_and_no_more(client: StoreClient, monkeypatch: pytest.M
 def test_of_too_many_callers_the_one_longest_silent_is_forgotten(
     address: str, server: StoreServer, client: StoreClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncrl.store_server.MAX_CLIENTS", 1)
+    monkeypatch.setattr("asyncrl.wire.store_server.MAX_CLIENTS", 1)
     other = StoreClient(address, timeout_s=10.0)
     server.ring()
     other.await_ring(10.0)
@@ -245,7 +245,7 @@ def test_another_user_of_the_machine_cannot_connect(address: str, server: StoreS
 def test_with_keys_a_stranger_gets_nothing_changes_nothing_and_is_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncrl.keys.FOLDER", str(tmp_path))
+    monkeypatch.setattr("asyncrl.wire.curve_keys.FOLDER", str(tmp_path))
     keys, others = (write_keys(name) for name in ("test", "other"))
     # What a stranger may know: which key the server shows.
     public = {"server_public": json.loads(keys.read_text())["server_public"]}

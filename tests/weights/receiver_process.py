@@ -16,7 +16,7 @@ import time
 import torch
 from weight_parts import described
 
-from asyncrl.weights import group
+from asyncrl.weights import transports as group
 from asyncrl.weights.receiver import WeightReceiver
 
 

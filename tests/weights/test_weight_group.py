@@ -6,12 +6,10 @@ import pytest
 import torch
 from weight_parts import on_each
 
-from asyncrl.store import Values
-from asyncrl.torch_store import TorchStore
-from asyncrl.weights.exchange import Interrupted, Mailbox
-from asyncrl.weights.group import Group, share
-from asyncrl.weights.transports import TRANSPORTS, Member
-from asyncrl.weights.turn import GivenUp, Turn
+from asyncrl.weights.mailbox import GivenUp, Interrupted, Mailbox, Turn
+from asyncrl.weights.transports import TRANSPORTS, Group, Member, share
+from asyncrl.wire.store import Values
+from asyncrl.wire.torch_store import TorchStore
 
 CPU = torch.device("cpu")
 

@@ -16,13 +16,22 @@ from weight_parts import joined, load_next, make_receiver, make_sender, manifest
 
 from asyncrl.config import load_config
 from asyncrl.errors import ConfigError, PeerTimeoutError
-from asyncrl.store import Values
-from asyncrl.torch_store import TorchStore
-from asyncrl.weights import delivery, sender, transports
-from asyncrl.weights.group import Group, broadcast, share
+from asyncrl.weights import broadcast as delivery
+from asyncrl.weights import sender, transports
 from asyncrl.weights.receiver import WeightReceiver
 from asyncrl.weights.sender import WeightSender
-from asyncrl.weights.transports import TRANSPORTS, Member, device_name, transport_of, with_index
+from asyncrl.weights.transports import (
+    TRANSPORTS,
+    Group,
+    Member,
+    broadcast,
+    device_name,
+    share,
+    transport_of,
+    with_index,
+)
+from asyncrl.wire.store import Values
+from asyncrl.wire.torch_store import TorchStore
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,7 @@ import torch
 from weight_parts import manifest_of
 
 from asyncrl.errors import ConfigError, InvariantError, ProtocolError, RunError
-from asyncrl.weights.packing import MAX_MANIFEST_BYTES, ROW_BYTES, Manifest, Pack, buckets, checksum
+from asyncrl.weights.buckets import MAX_MANIFEST_BYTES, ROW_BYTES, Manifest, Pack, buckets, checksum
 from asyncrl.weights.transports import choose_transport
 
 CPU = torch.device("cpu")

@@ -22,15 +22,16 @@ from weight_parts import (
 )
 
 from asyncrl.errors import RunError
-from asyncrl.store import Values
-from asyncrl.weights import delivery, transports
+from asyncrl.weights import broadcast as delivery
 from asyncrl.weights import sender as sender_module
-from asyncrl.weights.delivery import Delivery
-from asyncrl.weights.exchange import Mailbox
+from asyncrl.weights import transports
+from asyncrl.weights.broadcast import Delivery
+from asyncrl.weights.mailbox import Mailbox
+from asyncrl.weights.membership import MAX_UNREAD, Peer, Roster
 from asyncrl.weights.messages import READY
 from asyncrl.weights.receiver import WeightReceiver
-from asyncrl.weights.roster import MAX_UNREAD, Peer, Roster
 from asyncrl.weights.transports import TRANSPORTS
+from asyncrl.wire.store import Values
 
 SLACK_S = 8.0
 """What a busy machine may add to a deadline."""

@@ -13,8 +13,9 @@ from nccl_like import await_true
 from weight_parts import joined, load_next, make_receiver, make_sender, weights
 
 from asyncrl.errors import AsyncrlError
-from asyncrl.weights import delivery, transports
+from asyncrl.weights import broadcast as delivery
 from asyncrl.weights import receiver as receiver_module
+from asyncrl.weights import transports
 from asyncrl.weights.receiver import WeightReceiver
 
 

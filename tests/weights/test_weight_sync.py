@@ -196,10 +196,10 @@ def test_closing_is_quick_in_every_state(address: str, cleanup: list) -> None:
 def test_a_stuck_broadcast_does_not_hold_up_the_exit_of_the_process() -> None:
     code = """
 import threading, time, torch
-from asyncrl.store import Values
-from asyncrl.torch_store import TorchStore
-from asyncrl.weights.exchange import Interrupted
-from asyncrl.weights.group import broadcast
+from asyncrl.wire.store import Values
+from asyncrl.wire.torch_store import TorchStore
+from asyncrl.weights.mailbox import Interrupted
+from asyncrl.weights.transports import broadcast
 from asyncrl.weights.transports import TRANSPORTS, Member
 store = TorchStore(Values(), "", 60.0)
 groups = {}

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from asyncrl.weights.packing import Manifest
+from asyncrl.weights.buckets import Manifest
 from asyncrl.weights.receiver import WeightReceiver
 from asyncrl.weights.sender import WeightSender
 from asyncrl.weights.staging import StagedWeights

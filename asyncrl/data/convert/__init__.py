@@ -8,8 +8,7 @@ from typing import Any
 
 from asyncrl.config import unknown_name
 from asyncrl.data.convert import gsm8k, hellaswag, hh_rlhf, math
-from asyncrl.data.convert.converter import Converter, Example, SkippedError, Source
-from asyncrl.data.convert.reading import find_files, read_records
+from asyncrl.data.convert.converter import Converter, Example, SkippedError, Source, find_files, read_records
 from asyncrl.errors import ConfigError
 
 CONVERTERS = {

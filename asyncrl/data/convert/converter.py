@@ -2,10 +2,97 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gzip
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from asyncrl.errors import ConfigError, DataError
+
+
+def find_files(folder: Path, forms: Sequence[str], *, names: Sequence[str]) -> list[Path]:
+    """Files of the first form that the folder has, sorted with numbers in them as numbers.
+
+    A form is a glob pattern in which `{split}` stands for one of the names. Raises ConfigError with all that was
+    looked for.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"--from {folder}: no such folder; give the folder that the dataset was downloaded to")
+    patterns = list(dict.fromkeys(form.format(split=name) for form in forms for name in names))
+    for pattern in patterns:
+        files = sorted((file for file in folder.glob(pattern) if file.is_file()), key=_natural)
+        if files:
+            return files
+    raise ConfigError(
+        f"--from {folder}: no file of the split {names[0]!r} in it; looked for {', '.join(patterns)}. Give the folder "
+        "that holds them, or another --split"
+    )
+
+
+def read_records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(place for messages, record) of each row of a Parquet file, line of JSON lines, or of the one object in a .json.
+
+    Raises DataError for what is not a record.
+    """
+    if file.suffix == ".parquet":
+        yield from _parquet_records(file)
+    elif file.suffix == ".json":
+        yield str(file), _record(_read_text(file), str(file))
+    else:
+        for number, line in enumerate(_read_text(file).split("\n"), start=1):
+            if line.strip():
+                where = f"{file}, line {number}"
+                yield where, _record(line, where)
+
+
+def text_field(record: dict[str, Any], name: str, where: str) -> str:
+    """A string of the record. Raises DataError when it is missing or not a string."""
+    value = record.get(name)
+    if isinstance(value, str):
+        return value
+    if name not in record:
+        raise DataError(f"{where}: {name!r} is missing; the fields are {', '.join(record)}")
+    raise DataError(f"{where}: {name!r} = {value!r}; it must be a string")
+
+
+def _parquet_records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(file) as parquet:
+            number = 0
+            for batch in parquet.iter_batches():
+                for record in batch.to_pylist():
+                    yield f"{file}, row {number}", record
+                    number += 1
+    except (pa.ArrowInvalid, OSError) as error:
+        raise DataError(f"{file} is not a Parquet file: {error}") from None
+
+
+def _read_text(file: Path) -> str:
+    try:
+        content = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
+        return content.decode()
+    except (gzip.BadGzipFile, EOFError, UnicodeDecodeError) as error:
+        raise DataError(f"{file} cannot be read: {error}; download it again") from None
+
+
+def _record(text: str, where: str) -> dict[str, Any]:
+    try:
+        record = json.loads(text)
+    except ValueError as error:
+        raise DataError(f"{where}: not JSON: {error}") from None
+    if not isinstance(record, dict):
+        raise DataError(f"{where}: {type(record).__name__}; it must be a JSON object")
+    return record
+
+
+def _natural(file: Path) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", file.as_posix())]
 
 
 class SkippedError(Exception):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncrl.data.convert.converter import TRAIN_AND_TEST, Converter, Example, Source, ask
-from asyncrl.data.convert.reading import text_field
+from asyncrl.data.convert.converter import TRAIN_AND_TEST, Converter, Example, Source, ask, text_field
 from asyncrl.errors import DataError
 
 MARK = "####"

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from asyncrl.data.convert.converter import Converter, Example, SkippedError, Source, ask
-from asyncrl.data.convert.reading import text_field
+from asyncrl.data.convert.converter import Converter, Example, SkippedError, Source, ask, text_field
 from asyncrl.errors import DataError
 
 LETTERS = "ABCD"

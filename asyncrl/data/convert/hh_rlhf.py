@@ -8,8 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from asyncrl.data.convert.converter import TRAIN_AND_TEST, Converter, Example, SkippedError, Source
-from asyncrl.data.convert.reading import text_field
+from asyncrl.data.convert.converter import TRAIN_AND_TEST, Converter, Example, SkippedError, Source, text_field
 from asyncrl.errors import DataError
 
 TURN = re.compile(r"\n\n(Human|Assistant):")

@@ -9,8 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from asyncrl.data.convert.converter import TRAIN_AND_TEST, Converter, Example, SkippedError, Source, ask
-from asyncrl.data.convert.reading import text_field
+from asyncrl.data.convert.converter import TRAIN_AND_TEST, Converter, Example, SkippedError, Source, ask, text_field
 
 
 def example(record: dict[str, Any], source: Source) -> Example:

@@ -1,0 +1,253 @@
+"""A vLLM engine in this process: completions with versions and log-probs, weights swapped between two steps."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterable, Sequence
+from copy import copy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import structlog
+from numpy.typing import NDArray
+
+from asyncrl.config import Config
+from asyncrl.errors import AsyncrlError, ConfigError, InvariantError, RunError
+from asyncrl.generator.vllm_backend.sent_weights import SentWeights, Weights
+from asyncrl.generator.vllm_backend.setup import build_engine, sampling_params
+from asyncrl.types import NO_VERSION, Status
+
+if TYPE_CHECKING:
+    from vllm import CompletionOutput
+    from vllm.v1.engine import EngineCoreRequest
+
+log = structlog.get_logger()
+
+Sampling = Literal["training", "evaluation", "greedy"]
+"""How a completion is sampled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What the policy said to one prompt; all arrays are [tokens], the end-of-sequence token is among them."""
+
+    key: str
+    tokens: list[int]
+    logprobs: NDArray[np.float32]
+    """Nats, at the sampling temperature, under the weights that sampled the token."""
+    versions: NDArray[np.int32]
+    status: Status
+
+
+@dataclass(slots=True)
+class _Request:
+    id: str
+    """The engine's own."""
+    prompt: list[int]
+    kind: Sampling
+    seed: int | None
+
+
+class Engine:
+    """Continuous batching over prompts that come and go, with weights that change in flight.
+
+    Not thread-safe. There are no versions before the first `swap`: nothing can be added before it. With `deterministic`
+    a completion is a function of the weights, its prompt and its seed, bit for bit, whatever runs beside it.
+    """
+
+    def __init__(self, config: Config, *, seed: int, sent: SentWeights | None = None) -> None:
+        """`sent` describes what `swap` gets, where it is known already."""
+        self.version = NO_VERSION
+        self._config = config
+        self._requests: dict[str, _Request] = {}
+        self._last: tuple[list[int], Sampling, int, EngineCoreRequest] | None = None
+        """Prompt, kind, version and what was prepared of them."""
+        self._sent = sent or SentWeights(config)  # first: vLLM changes classes of transformers that it runs itself
+        self._engine = build_engine(config, seed)
+        generator, evaluation = config.generator, config.eval
+        self._cuts: dict[Sampling, tuple[float, float]] = {
+            "training": (generator.temperature, generator.top_p),
+            "evaluation": (evaluation.temperature, evaluation.top_p),
+            "greedy": (0.0, 1.0),
+        }
+        """Temperature and top_p."""
+        self._params = {kind: sampling_params(config, *cut) for kind, cut in self._cuts.items()}
+        self._warm_up()
+        gc.collect()
+        gc.freeze()  # the engine's many objects need not be looked at again
+
+    @property
+    def num_running(self) -> int:
+        return len(self._requests)
+
+    def add(
+        self,
+        key: str,
+        prompt: Sequence[int] | NDArray[np.int32],
+        *,
+        kind: Sampling = "training",
+        seed: int | None = None,
+    ) -> None:
+        """Starts a completion of `prompt` (token ids), sampled as section `generator` says, as `eval` says, or
+        greedily; with `deterministic` from a `seed` of its own. Raises RunError when the prompt does not fit the
+        window."""
+        if seed is not None and not self._config.deterministic:
+            raise InvariantError(f"request {key}: a seed of its own works with `deterministic` only")
+        if self.version == NO_VERSION:
+            raise InvariantError(f"request {key}: the engine has no version yet; swap weights in first")
+        if key in self._requests:
+            raise InvariantError(f"request {key}: the key is in use")
+        window = self._engine.model_config.max_model_len
+        if not 0 < len(prompt) < window:
+            raise RunError(
+                f"request {key}: a prompt of {len(prompt)} tokens does not fit the window of {window} tokens"
+            )
+        self._start(key, np.asarray(prompt).tolist(), kind, seed)
+
+    def _start(self, key: str, prompt: list[int], kind: Sampling, seed: int | None) -> None:
+        engine = self._engine
+        request = self._prepared(prompt, kind, seed)
+        request.request_id = key
+        engine.input_processor.assign_request_id(request)
+        engine.output_processor.add_request(request, None, None, 0)
+        engine.engine_core.add_request(request)
+        self._requests[key] = _Request(request.request_id, prompt, kind, seed)
+
+    def _prepared(self, prompt: list[int], kind: Sampling, seed: int | None) -> EngineCoreRequest:
+        """A request of no name yet. That of the last prompt is kept and copied: members of a group differ in nothing
+        but their name, and to check and prepare one is half of what it costs to add it."""
+        from vllm.inputs.engine import tokens_input
+
+        if seed is None and self._last is not None and self._last[:3] == (prompt, kind, self.version):
+            return copy(self._last[3])
+        params = self._params[kind] if seed is None else sampling_params(self._config, *self._cuts[kind], seed)
+        # A salt of the version keeps a cached prompt from being used under other weights.
+        salt = str(self.version) if self._config.generator.prefix_caching else None
+        engine = self._engine
+        request = engine.input_processor.process_inputs(
+            "", tokens_input(prompt, cache_salt=salt), params, supported_tasks=engine.get_supported_tasks()
+        )
+        self._last = (prompt, kind, self.version, copy(request)) if seed is None else None
+        return request
+
+    def _warm_up(self) -> None:
+        """The first steps load code, for longer than a running generator may be silent."""
+        from vllm.inputs.engine import tokens_input
+
+        for kind, params in self._params.items():
+            params = params.clone()
+            params.max_tokens = 2
+            self._engine.add_request(f"warm-up {kind}", tokens_input([0]), params)
+        while self._engine.has_unfinished_requests():
+            self._engine.step()
+
+    def step(self) -> list[Completion]:
+        """One decoding step of all requests; gives those that ended."""
+        completions: list[Completion] = []
+        for output in self._engine.step():
+            del self._requests[output.request_id]
+            completions.append(_completion(output.request_id, output.outputs[0]))  # type: ignore[union-attr]
+        return completions
+
+    def num_generated(self, key: str) -> int:
+        """Tokens sampled so far for a running request."""
+        state = self._engine.output_processor.request_states[self._requests[key].id]
+        assert state.detokenizer is not None
+        return state.detokenizer.num_output_tokens()
+
+    def abort(self, keys: Iterable[str]) -> None:
+        """Drops running requests."""
+        keys = list(keys)
+        self._engine.abort_request(keys)
+        for key in keys:
+            del self._requests[key]
+
+    def swap(self, version: int, tensors: Weights) -> float:
+        """Loads weights, as `TrainedModel.weights` names them, between two steps; gives how long that took, in ms.
+
+        Tokens sampled from here on carry `version`. Running requests go on, with their keys and values kept or
+        computed anew (`weights.kv_cache`); cached prompts are never used across versions. Raises RunError when
+        the weights are not those of the model, and ConfigError when the first ones cannot be loaded.
+        """
+        started = time.perf_counter()
+        self._check_fit(version, tensors)
+        self._load(tensors)
+        self._set_version(version)
+        if self._config.weights.kv_cache == "recompute":
+            self._engine.reset_prefix_cache(reset_running_requests=True)
+        elif self._config.generator.prefix_caching:
+            self._restart_untouched()
+        return (time.perf_counter() - started) * 1e3
+
+    def use_own_weights(self, version: int) -> None:
+        """Runs on the weights that lie in `model.path`, as `version`; instead of the first `swap`."""
+        if self.version != NO_VERSION:
+            raise InvariantError(f"engine: version {self.version} is loaded already, over the model's own weights")
+        self._set_version(version)
+
+    def _set_version(self, version: int) -> None:
+        self.version = version
+        self._engine.set_weight_version(str(version))
+
+    def _load(self, tensors: Weights) -> None:
+        from asyncrl.generator.vllm_backend.weight_transfer import STAGING
+
+        STAGING["weights"] = self._sent.to_checkpoint(tensors)
+        try:
+            self._engine.collective_rpc("start_weight_update")
+            self._engine.collective_rpc("update_weights", args=({"key": "weights"},))
+            self._engine.collective_rpc("finish_weight_update")
+        except (AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
+            if isinstance(error, AsyncrlError) or self.version != NO_VERSION:
+                raise
+            raise ConfigError(
+                f"model.path = {self._config.model.path!r}: the engine cannot load new weights of a model of type "
+                f"{self._sent.model_type} ({type(error).__name__}: {error}); use a family of the table in "
+                "docs/models.md"
+            ) from error
+        finally:
+            del STAGING["weights"]
+
+    def _restart_untouched(self) -> None:
+        """Requests that have not sampled a token yet start again, so that their prompt is of one version."""
+        untouched = [key for key in self._requests if self.num_generated(key) == 0]
+        requests = [self._requests[key] for key in untouched]
+        self.abort(untouched)
+        for key, request in zip(untouched, requests, strict=True):
+            self._start(key, request.prompt, request.kind, request.seed)
+
+    def _check_fit(self, version: int, tensors: Weights) -> None:
+        given, known = {name: tuple(tensor.shape) for name, tensor in tensors}, self._sent.shapes
+        if given == known:
+            return
+        faults = [f"{name} is missing" for name in known.keys() - given.keys()]
+        faults += [f"{name} is unknown" for name in given.keys() - known.keys()]
+        faults += [
+            f"{name} has shape {given[name]}, the model {shape}"
+            for name, shape in known.items()
+            if name in given and given[name] != shape
+        ]
+        shown = "; ".join(sorted(faults)[:5]) + ("; ..." if len(faults) > 5 else "")
+        raise RunError(f"weights of version {version} do not fit model.path = {self._config.model.path}: {shown}")
+
+    def close(self) -> None:
+        """Ends all requests and gives back the engine's memory and the process group that it made for itself."""
+        self.abort(list(self._requests))
+        self._engine.engine_core.shutdown()
+
+
+def _completion(key: str, output: CompletionOutput) -> Completion:
+    tokens = list(output.token_ids)
+    spans = output.weight_versions
+    if spans is None or output.logprobs is None:
+        raise InvariantError(f"request {key}: the engine returned no versions or log-probs")
+    versions = np.empty(len(tokens), dtype=np.int32)
+    for span in spans:
+        versions[span.start : span.end] = int(span.version)
+    logprobs = np.asarray(output.logprobs.logprobs, dtype=np.float32)  # type: ignore[union-attr]
+    if len(logprobs) != len(tokens):
+        raise InvariantError(f"request {key}: {len(tokens)} tokens with {len(logprobs)} log-probs")
+    status: Status = "completed" if output.finish_reason == "stop" else "truncated"
+    return Completion(key, tokens, logprobs, versions, status)

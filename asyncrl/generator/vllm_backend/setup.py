@@ -1,0 +1,182 @@
+"""What a vLLM engine is made with: environment, arguments and sampling."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import logging
+import os
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from asyncrl.config import Config
+from asyncrl.config.hints import did_you_mean
+from asyncrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+    from vllm import SamplingParams
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+ENVIRONMENT = {
+    # The engine core runs in this process and its steps are called one by one: a version is exact for every token.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    # Connections that the engine makes to itself stay on the machine.
+    "VLLM_HOST_IP": "127.0.0.1",
+}
+"""Set before vLLM is imported, unless the user's environment says else. Thread counts and cores are the launcher's
+(OMP_NUM_THREADS, affinity): inside one process vLLM keeps them."""
+
+GPU_FRACTION = "ASYNCRL_GPU_MEMORY_FRACTION"
+"""Variable with the share of the GPU's memory that the launcher's arithmetic leaves the engine."""
+
+CPU_KV_CACHE_BYTES = 1 << 30
+"""Key-value cache on a CPU when `generator.kv_cache_bytes` is not set."""
+
+
+def build_engine(config: Config, seed: int) -> LLMEngine:
+    """The engine over `model.path`, as sections `model` and `generator` say."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    preload = os.environ.get("LD_PRELOAD")
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    if config.deterministic and on_gpu:
+        os.environ["VLLM_BATCH_INVARIANT"] = "1"
+    from vllm import EngineArgs
+    from vllm.config import WeightTransferConfig
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    from asyncrl.generator.vllm_backend.plugin import NAME, register
+
+    register()
+    generator = config.generator
+    arguments: dict[str, Any] = {
+        "model": config.model.path,
+        "dtype": config.model.dtype,
+        "trust_remote_code": config.model.trust_remote_code,
+        "seed": seed,
+        "max_model_len": generator.max_model_tokens,
+        "max_num_seqs": generator.max_running_groups * generator.group_size,
+        "enable_prefix_caching": generator.prefix_caching,
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",  # not the sampling defaults that a model ships
+        "weight_transfer_config": WeightTransferConfig(backend=NAME),
+        "distributed_executor_backend": "uni",
+        "async_scheduling": False,  # a step that is already under way when weights change would blur versions
+        "disable_log_stats": True,
+    }
+    if on_gpu:
+        arguments["gpu_memory_utilization"] = float(os.environ.get(GPU_FRACTION, generator.gpu_memory_fraction))
+    else:
+        check_cpu(config)
+        _keep_weights_beside_packed()
+        arguments["enforce_eager"] = True
+        arguments["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
+        if config.deterministic:
+            # One at a time, since kernels for several sequences round differently. Prompts in one piece, since the
+            # sampler of a CPU cannot take back a draw for a piece that ends before the prompt does.
+            arguments |= {"max_num_seqs": 1, "enable_chunked_prefill": False}
+    if generator.kv_cache_bytes is not None:
+        arguments["kv_cache_memory_bytes"] = generator.kv_cache_bytes
+    arguments |= generator.engine_options
+    # Tokens of a step by default: on a GPU as many as for vLLM's `LLM`, which also has many prompts at once.
+    context = UsageContext.LLM_CLASS if on_gpu else UsageContext.ENGINE_CONTEXT
+    try:
+        vllm_config = EngineArgs(**arguments).create_engine_config(context)
+    except (TypeError, ValueError) as error:
+        if not generator.engine_options:
+            raise
+        raise ConfigError(f"generator.engine_options = {generator.engine_options}: vLLM refuses: {error}") from error
+    engine = LLMEngine.from_vllm_config(vllm_config, usage_context=context, disable_log_stats=True)
+    # It warns at every swap of layers without weights of their own; `Engine.swap` checks that nothing is missing.
+    logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
+    # vLLM sets it for children of its own; those of this process keep their allocator.
+    if preload is None:
+        os.environ.pop("LD_PRELOAD", None)
+    else:
+        os.environ["LD_PRELOAD"] = preload
+    return engine
+
+
+def check_engine_options(config: Config) -> None:
+    """Raises ConfigError for an option in `generator.engine_options` that the installed vLLM does not have. Reads the
+    source of `vllm.EngineArgs`, since vLLM takes seconds to import."""
+    if not config.generator.engine_options:
+        return
+    package = importlib.util.find_spec("vllm")
+    if package is None or package.origin is None:
+        raise ConfigError("generator.engine_options: vLLM is not installed; run `make setup`")
+    tree = ast.parse(Path(package.origin).with_name("engine").joinpath("arg_utils.py").read_text())
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "EngineArgs"]
+    fields = [node.target for one in classes for node in one.body if isinstance(node, ast.AnnAssign)]
+    names = [target.id for target in fields if isinstance(target, ast.Name)]
+    for name in config.generator.engine_options:
+        if name not in names:
+            raise ConfigError(
+                f"generator.engine_options.{name}: vllm.EngineArgs has no such option{did_you_mean(name, names)}"
+            )
+
+
+def bfloat16_fault() -> str:
+    """Why an engine on this machine's CPU would die in bfloat16; empty if it would not.
+
+    Where the processor has AMX tiles, vLLM's attention uses them in bfloat16, and only there. It does not ask whether
+    the kernel lets a process use them: where it does not, the first such instruction is an illegal one.
+    """
+    import torch
+
+    if not torch.cpu._is_amx_tile_supported() or torch.cpu._init_amx():
+        return ""
+    return (
+        "the processor has AMX tiles, which the engine uses in bfloat16, but the kernel does not permit it (arch_prctl)"
+    )
+
+
+def check_cpu(config: Config) -> None:
+    """Raises ConfigError when an engine on this machine's CPU would die of `model.dtype`."""
+    if config.model.dtype == "bfloat16" and (fault := bfloat16_fault()):
+        raise ConfigError(
+            f"model.dtype = 'bfloat16': {fault}; use model.dtype=float32, or a kernel (Linux 5.16 or newer) and "
+            "container that permit it"
+        )
+
+
+def _keep_weights_beside_packed() -> None:
+    """On a CPU vLLM runs on packed copies of the weights and gives up the weights themselves, so that new ones take a
+    reload layer by layer. Where they are kept, new ones are copied into them and packed again."""
+    from vllm.model_executor.layers import utils
+
+    pack = inspect.unwrap(utils.dispatch_cpu_unquantized_gemm)
+
+    @wraps(pack)
+    def pack_and_keep(layer: Module, remove_weight: bool) -> None:
+        pack(layer, remove_weight=False)
+
+    utils.dispatch_cpu_unquantized_gemm = pack_and_keep
+
+
+def sampling_params(config: Config, temperature: float, top_p: float, seed: int | None = None) -> SamplingParams:
+    """How completions are sampled, and what the engine gives of them."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    # In training top_p, top_k and penalties are neutral: log-probs are those of the full distribution.
+    return SamplingParams(
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        max_tokens=config.generator.max_new_tokens,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,  # requests share them, nothing changes them, and a deep copy for each is slow
+    )

@@ -1,0 +1,274 @@
+"""`asyncrl eval`: the policy in a folder on the prompts of `data.eval`, in this process and its reward workers."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import structlog
+from rich.console import Console
+from rich.table import Table
+
+from asyncrl.config import Config
+from asyncrl.errors import ConfigError
+from asyncrl.launch.console import EXIT_DONE, EXIT_INTERRUPTED, Interrupts
+from asyncrl.launch.endpoints import run_endpoints
+from asyncrl.launch.placement import LOOPBACK
+from asyncrl.launch.preflight import check_data_and_rewards, check_model
+from asyncrl.learner.checkpoint.files import MANIFEST
+from asyncrl.replay.eval_scores import PromptScore, pass_ks, score_table
+from asyncrl.rewards.reward_model import await_reward_model, uses_reward_model
+from asyncrl.types import Lease, Prompt
+from asyncrl.util.files import check_writable, read_json, replace_file
+from asyncrl.wire.endpoints import Endpoints
+from asyncrl.wire.messages import EvaluatedBody
+
+if TYPE_CHECKING:
+    from asyncrl.generator.groups import Running
+    from asyncrl.generator.vllm_backend.engine import Engine
+    from asyncrl.rewards.workers import RewardPool
+
+PROGRESS_EVERY_S = 5.0
+IDLE_S = 0.005
+"""Pause while only rewards are awaited."""
+RESULTS = {"model", "settings", "metrics", "prompts"}
+"""Keys that tell a file of results from another one."""
+
+
+def evaluate(config: Config, console: Console, *, model: str | None = None, out: Path | None = None) -> int:
+    """Evaluates the model in a folder, prints a table by data source and writes JSON to `out`; gives the exit code.
+
+    The folder is that of the run's trained model when it exists and none is given, else `model.path`. Raises
+    ConfigError when the config, the folder or the data cannot be used.
+    """
+    config = use_folder(config, model)
+    if out is not None:
+        check_out(out)
+    limit_tokens = check_evaluation(config, console)
+    quiet_logs()
+    interrupts = Interrupts()
+    with interrupts.caught():
+        from asyncrl.data.prompts import eval_prompts
+
+        prompts = eval_prompts(config, limit_tokens=limit_tokens)
+        console.print(f"evaluating {config.model.path} on {len(prompts)} prompts ...", highlight=False, soft_wrap=True)
+        results = evaluate_prompts(config, prompts, console, should_stop=lambda: interrupts.count > 0)
+    if len(results) < len(prompts):
+        console.print(f"interrupted after {len(results)} of {len(prompts)} prompts: nothing is written")
+        return EXIT_INTERRUPTED
+    scores = {result["ticket"]: PromptScore.of(result) for result in results}
+    metrics = score_table(scores.values())
+    print_table(console, metrics, config.eval.samples)
+    if out is not None:
+        write_json(out, config, metrics, [(prompts[index], scores[index]) for index in sorted(scores)])
+        console.print(f"written    {out}", highlight=False, soft_wrap=True)
+    return EXIT_DONE
+
+
+def use_folder(config: Config, model: str | None) -> Config:
+    """The config with the folder to evaluate as `model.path`: of a checkpoint its `model/`. Raises ConfigError when a
+    given one is missing."""
+    if model is not None and not Path(model).is_dir():
+        raise ConfigError(
+            f"--model {model}: no such folder; give one in Hugging Face format, such as a run's model/, or a "
+            "checkpoint, such as its checkpoints/step-000050"
+        )
+    if model is not None and (Path(model) / MANIFEST).is_file():
+        model = str(Path(model) / "model")
+    trained = config.run_dir / "model"
+    folder = model or (str(trained) if trained.is_dir() else config.model.path)
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": folder, "recipe": None})})
+
+
+def check_out(out: Path) -> None:
+    """Raises ConfigError unless results can be written there without replacing what is none."""
+    check_writable(out, "--out")
+    if not out.exists():
+        return
+    try:
+        ours = read_json(out).keys() >= RESULTS
+    except ConfigError:
+        ours = False
+    if not ours:
+        raise ConfigError(f"--out {out}: exists and holds no results of this command; give another file")
+
+
+def check_evaluation(config: Config, console: Console) -> int:
+    """Raises ConfigError for what can be known to be wrong before the engine starts; gives the prompt tokens that the
+    model's window leaves."""
+    if not config.data.eval_files:
+        raise ConfigError("data.eval: required, but not set; give Parquet files as data.eval=FILE or data.eval=[A,B]")
+    room = check_model(config)
+    # Training files are not looked at: they need not be there any more.
+    data = config.data.model_copy(update={"train": config.data.eval_files, "eval": None, "weights": None})
+    check_data_and_rewards(config.model_copy(update={"data": data}), console)
+    return room
+
+
+def evaluate_prompts(
+    config: Config, prompts: list[Prompt], console: Console, *, should_stop: Callable[[], bool]
+) -> list[EvaluatedBody]:
+    """Completes and scores all prompts, by ticket, which is the index of the prompt; fewer when it should stop."""
+    from asyncrl.generator.vllm_backend.engine import Engine
+    from asyncrl.rewards.workers import RewardPool
+
+    with ExitStack() as parts:
+        endpoints = parts.enter_context(reward_model(config, should_stop)) if uses_reward_model(config) else None
+        rewards = RewardPool(config, tokenizer_path=config.model.path, endpoints=endpoints)
+        parts.callback(rewards.close)
+        engine = Engine(config, seed=config.seed)
+        parts.callback(engine.close)
+        engine.use_own_weights(0)
+        work = Evaluator(config, engine, rewards, prompts)
+        with progress(console, len(prompts)) as show:
+            while len(work.results) < len(prompts) and not should_stop():
+                work.tick()
+                show(len(work.results))
+    return work.results
+
+
+@contextmanager
+def reward_model(config: Config, should_stop: Callable[[], bool]) -> Iterator[Endpoints]:
+    """Where a thread of this process serves the config's reward model."""
+    from asyncrl.rewards.model_server import run_reward_model
+
+    here = config.launch.model_copy(update={"host": LOOPBACK, "port": 0})
+    here = config.model_copy(update={"launch": here})
+    done = threading.Event()
+    with run_endpoints(here, reward_model=True) as endpoints, ThreadPoolExecutor(1) as pool:
+        serving = pool.submit(run_reward_model, config, endpoints=endpoints, should_stop=done.is_set)
+        try:
+            await_reward_model(
+                endpoints,
+                timeout_s=config.launch.start_timeout_s,
+                should_stop=lambda: should_stop() or serving.done(),
+            )
+            if serving.done():
+                serving.result()  # raises what kept it from serving
+            yield endpoints
+        finally:
+            done.set()
+
+
+class Evaluator:
+    """The prompts on their way through engine and reward workers."""
+
+    def __init__(self, config: Config, engine: Engine, rewards: RewardPool, prompts: list[Prompt]) -> None:
+        self.results: list[EvaluatedBody] = []
+        self._samples = config.eval.samples
+        self._slots = max(config.generator.max_running_groups * config.generator.group_size, self._samples)
+        self._engine = engine
+        self._rewards = rewards
+        self._waiting = iter([Lease(index, 0, prompt, evaluation=True) for index, prompt in enumerate(prompts)])
+        self._members: dict[str, tuple[Running, int]] = {}
+        self._scoring: dict[Any, Running] = {}
+
+    def tick(self) -> None:
+        """Fills the engine, lets it make a step, and takes the rewards that came."""
+        from asyncrl.generator.groups import submit
+
+        self._fill()
+        if self._engine.num_running:
+            for completion in self._engine.step():
+                running, index = self._members.pop(completion.key)
+                running.completions[index] = completion
+                if running.complete:
+                    self._scoring[running.key] = running
+                    submit(self._rewards, running)
+        else:
+            time.sleep(IDLE_S)
+        self._collect()
+
+    def _fill(self) -> None:
+        from asyncrl.generator.groups import Running
+
+        while self._engine.num_running + self._samples <= self._slots:
+            lease = next(self._waiting, None)
+            if lease is None:
+                return
+            running = Running(lease, self._samples, self._engine.version, time.monotonic())
+            for index, key in enumerate(running.engine_keys()):
+                self._members[key] = running, index
+                self._engine.add(key, lease.prompt.tokens, kind="evaluation")
+
+    def _collect(self) -> None:
+        from asyncrl.generator.groups import make_evaluated
+
+        for scored in self._rewards.collect():
+            self.results.append(make_evaluated(self._scoring.pop(scored.key), scored))
+
+
+@contextmanager
+def progress(console: Console, total: int) -> Iterator[Callable[[int], None]]:
+    """Shows how many prompts are done: a line that changes on a terminal, a line now and then elsewhere."""
+    last_s = time.monotonic()
+
+    def text(done: int) -> str:
+        return f"{done}/{total} prompts"
+
+    def print_line(done: int) -> None:
+        nonlocal last_s
+        if time.monotonic() - last_s >= PROGRESS_EVERY_S:
+            last_s = time.monotonic()
+            console.print(text(done), highlight=False)
+
+    if console.is_terminal:
+        with console.status(text(0)) as status:
+            yield lambda done: status.update(text(done))
+    else:
+        yield print_line
+
+
+def print_table(console: Console, metrics: dict[str, float], samples: int) -> None:
+    """One row for each data source, and one for all prompts."""
+    names = ["prompts", "reward", *(f"pass@{k}" for k in pass_ks(samples)), "completion_tokens", "truncated", "failed"]
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("data source", no_wrap=True)
+    for name in names:
+        table.add_column(name.removeprefix("completion_"), justify="right", no_wrap=True)
+    sources = [key.removesuffix("/prompts") for key in metrics if key.endswith("/prompts")]
+    for label, prefix in [*((source, f"{source}/") for source in sources), ("all", "")]:
+        table.add_row(label, *(_number(name, metrics[prefix + name]) for name in names))
+    console.print(table)
+
+
+def _number(name: str, value: float) -> str:
+    return f"{value:.0f}" if name in ("prompts", "failed") else f"{value:.4g}"
+
+
+def write_json(out: Path, config: Config, metrics: dict[str, float], scored: list[tuple[Prompt, PromptScore]]) -> None:
+    """Model, settings, metrics, and every prompt's rewards."""
+    rows = [
+        {"row": prompt.row, "data_source": score.data_source, "rewards": score.rewards, "status": score.status}
+        for prompt, score in scored
+    ]
+    report = {
+        "model": config.model.path,
+        "data": config.data.eval_files,
+        "settings": config.eval.model_dump(mode="json", exclude={"every_steps"})
+        | {"max_new_tokens": config.generator.max_new_tokens, "seed": config.seed},
+        "metrics": metrics,
+        "prompts": rows,
+    }
+    replace_file(out, json.dumps(report, indent=2) + "\n")
+
+
+def quiet_logs() -> None:
+    """Warnings go to standard error, those of libraries only when they are errors; there is no folder for a log."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    warnings.simplefilter("ignore")
+    logging.getLogger().setLevel(logging.ERROR)
+    structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger("warning"),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )

@@ -1,0 +1,220 @@
+"""`asyncrl replay`: the learner alone on the batches that a run's journal has, with its settings or others."""
+
+from __future__ import annotations
+
+import json
+import struct
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+from rich.console import Console
+from rich.table import Table
+
+from asyncrl.config import Config, load_config
+from asyncrl.errors import ConfigError, RunError
+from asyncrl.launch.console import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, Interrupts
+from asyncrl.launch.endpoints import run_endpoints
+from asyncrl.launch.local import LAUNCHERS, LocalLauncher
+from asyncrl.launch.placement import LOOPBACK, plan_resources
+from asyncrl.launch.preflight import check_model
+from asyncrl.launch.run_dir import changes, refuse_changes
+from asyncrl.launch.worker import RoleSpec
+from asyncrl.observe.logs import configure_logs
+from asyncrl.observe.report import OF_STEP, read_metrics
+from asyncrl.rewards.reward_model import uses_reward_model
+from asyncrl.util.files import first_free
+from asyncrl.wire.endpoints import Endpoints
+
+CHUNK_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Where a tensor lies in a safetensors file."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+    """Offsets in bytes from the start of the file."""
+
+
+def first_difference(ours: Path, theirs: Path) -> str:
+    """The first tensor, by name, that is not the same in both folders, and how; empty when all are."""
+    left, right = stored_tensors(ours), stored_tensors(theirs)
+    for name in sorted(left.keys() | right.keys()):
+        if name not in left or name not in right:
+            return f"{name} is only in {ours if name in left else theirs}"
+        one, other = left[name], right[name]
+        if (one.dtype, one.shape) != (other.dtype, other.shape):
+            return f"{name} is {one.dtype} {list(one.shape)} and {other.dtype} {list(other.shape)}"
+        if not _same_bytes(one, other):
+            return f"{name} has other values"
+    return ""
+
+
+def stored_tensors(folder: Path) -> dict[str, Stored]:
+    """All tensors of the folder's safetensors files. Raises RunError when there are none."""
+    tensors: dict[str, Stored] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb") as opened:
+            (header_bytes,) = struct.unpack("<Q", opened.read(8))
+            header = json.loads(opened.read(header_bytes))
+        for name, entry in header.items():
+            if name != "__metadata__":
+                begin, end = (8 + header_bytes + offset for offset in entry["data_offsets"])
+                tensors[name] = Stored(file, entry["dtype"], tuple(entry["shape"]), begin, end)
+    if not tensors:
+        raise RunError(f"{folder}: no weights in *.safetensors files there")
+    return tensors
+
+
+def _same_bytes(one: Stored, other: Stored) -> bool:
+    with one.file.open("rb") as first, other.file.open("rb") as second:
+        first.seek(one.begin)
+        second.seek(other.begin)
+        left = one.end - one.begin
+        while left > 0:
+            size = min(left, CHUNK_BYTES)
+            if first.read(size) != second.read(size):
+                return False
+            left -= size
+    return True
+
+
+log = structlog.get_logger()
+
+TICK_S = 0.1
+END_GRACE_S = 2.0
+FREE_SECTIONS = ("algorithm", "learner", "observe")
+FREE_KEYS = {"critic.lr", "critic.warmup_steps", "critic.clip", "steps"}
+FIXED_KEYS = {"learner.zero_stage"}
+SHOWN = ("learner/loss", "learner/grad_norm", "correction/ess", "correction/mismatch_kl", "kl/reference")
+"""Metrics whose first and last values are shown beside those of the run."""
+
+
+def replay(
+    run_dir: Path, settings: dict[str, Any], console: Console, *, out: Path | None = None, start_step: int = 0
+) -> int:
+    """Trains on the batches of the run in `run_dir` again, with `settings` (dotted keys) over its own, into `out`,
+    from the run's checkpoint of `start_step`, or with 0 from the model that the run began with.
+
+    Gives the exit code: 0; 1 when with unchanged settings the weights are not those of the run; 130 when interrupted.
+    Raises ConfigError for what cannot be replayed, and RunError when a role fails or makes no progress.
+    """
+    saved, config = read_configs(run_dir, settings)
+    changed = any(not key.startswith("observe.") for key in changes(saved, config))
+    out = make_out(run_dir, out)
+    (out / "config.yaml").write_text(config.to_yaml())
+    configure_logs(out, "launcher", config.observe.log_level)
+    interrupts = Interrupts()
+    launcher = LAUNCHERS[config.launch.cluster]()
+    with interrupts.caught():
+        console.print(f"training on the batches of {run_dir} into {out} ...", highlight=False, soft_wrap=True)
+        with run_endpoints(on_this_machine(config)) as endpoints:
+            try:
+                start(launcher, config, endpoints, run_dir, out, start_step)
+                watch(launcher, config, out, interrupts)
+            finally:
+                launcher.end(grace_s=END_GRACE_S)
+    if interrupts.count:
+        console.print(f"interrupted; what was trained so far is in {out}", highlight=False, soft_wrap=True)
+        return EXIT_INTERRUPTED
+    show_metrics(console, run_dir, out)
+    if changed or not (run_dir / "model").is_dir():
+        return EXIT_DONE
+    difference = first_difference(out / "model", run_dir / "model")
+    answer = f"no: {difference}" if difference else "yes"
+    console.print(f"weights identical to {run_dir / 'model'}: {answer}", highlight=False, soft_wrap=True)
+    return EXIT_FAILED if difference else EXIT_DONE
+
+
+def read_configs(run_dir: Path, settings: dict[str, Any]) -> tuple[Config, Config]:
+    """The config of the run, and the one with the settings over it. Raises ConfigError for settings that recorded
+    batches cannot follow, and without a journal."""
+    file = run_dir / "config.yaml"
+    if not file.is_file():
+        raise ConfigError(f"{run_dir}: not the folder of a run, config.yaml is missing; give runs/NAME")
+    if not (run_dir / "journal").is_dir():
+        raise ConfigError(f"{run_dir}: has no journal to train from")
+    saved, config = load_config(file), load_config(file, settings)
+    refuse_changes(
+        saved,
+        config,
+        lambda key: key in FREE_KEYS or (key.partition(".")[0] in FREE_SECTIONS and key not in FIXED_KEYS),
+        what=f"{run_dir}: what was generated cannot follow other settings",
+        way_out="only those of algorithm and learner (not learner.zero_stage), critic.lr, critic.warmup_steps, "
+        "critic.clip and steps can be others",
+    )
+    from asyncrl.learner.algorithm import check_algorithm
+
+    check_model(config)
+    check_algorithm(config)
+    return saved, config
+
+
+def make_out(run_dir: Path, out: Path | None) -> Path:
+    """A new folder for the results. Raises ConfigError when the one given is not empty."""
+    if out is None:
+        out = first_free(run_dir / "replays", "")
+    elif out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"--out {out}: exists and is not an empty folder; give another one")
+    out.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return out
+
+
+def on_this_machine(config: Config) -> Config:
+    """The config with everything on this machine, wherever the run listened."""
+    here = config.launch.model_copy(update={"host": LOOPBACK, "port": 0})
+    return config.model_copy(update={"launch": here})
+
+
+def start(launcher: LocalLauncher, config: Config, endpoints: Endpoints, run_dir: Path, out: Path, step: int) -> None:
+    """Starts the learner and critic ranks on the cores and GPUs that they had in the run."""
+    plan = plan_resources(config, reward_model=uses_reward_model(config))
+    for role in ("learner", "critic"):
+        for index, share in enumerate(plan.of(role)):
+            spec = RoleSpec(role, index, str(run_dir), endpoints, share.cpus, 0, offline=str(out), offline_step=step)
+            launcher.start(spec, share)
+
+
+def watch(launcher: LocalLauncher, config: Config, out: Path, interrupts: Interrupts) -> None:
+    """Returns when all learners have ended well, or it was interrupted. Raises RunError when a role fails or no step
+    ends for too long."""
+    launch = config.launch
+    file, size, since_s = out / "metrics.jsonl", 0, time.monotonic() + launch.start_timeout_s
+    while not interrupts.count and any(role.code is None for role in launcher.of("learner")):
+        if failed := next((role for role in launcher.roles if role.code not in (None, 0)), None):
+            raise RunError(failed.cause())
+        if file.exists() and file.stat().st_size > size:
+            size, since_s = file.stat().st_size, time.monotonic()
+        if time.monotonic() - since_s > launch.progress_timeout_s:
+            raise RunError(
+                f"no step ended within launch.progress_timeout_s = {launch.progress_timeout_s:g} s; see {out / 'logs'}"
+            )
+        time.sleep(TICK_S)
+    if failed := next((role for role in launcher.roles if role.code not in (None, 0)), None):
+        raise RunError(failed.cause())
+
+
+def show_metrics(console: Console, run_dir: Path, out: Path) -> None:
+    """First and last values of the metrics that tell most, beside those of the run in the same steps."""
+    rows = [row for row in read_metrics(out / "metrics.jsonl") if OF_STEP in row]
+    steps = {row["step"] for row in rows}
+    theirs = [row for row in read_metrics(run_dir / "metrics.jsonl") if row["step"] in steps and OF_STEP in row]
+    skipped = int(sum(row.get("learner/skipped_updates", 0) for row in rows))
+    console.print(f"{len(rows)} steps" + (f", {skipped} updates skipped" if skipped else ""), highlight=False)
+    if not rows:
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("metric", "first", "last", "run first", "run last"):
+        table.add_column(title, justify="left" if title == "metric" else "right", no_wrap=True)
+    for name in SHOWN:
+        if any(name in row for row in rows):
+            ends = [*(rows[i].get(name) for i in (0, -1)), *(theirs[i].get(name) for i in (0, -1) if theirs)]
+            table.add_row(name, *("-" if value is None else f"{value:.6g}" for value in ends))
+    console.print(table)

@@ -1,0 +1,144 @@
+"""`asyncrl ledger`: where every group, trajectory and token of a run is, and whether they add up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from asyncrl.config import load_config
+from asyncrl.errors import ConfigError
+from asyncrl.launch.run_dir import goes_on, read_endpoints
+from asyncrl.replay.client import LauncherClient
+from asyncrl.replay.journal.reader import Loader, read_journal, segments_of
+from asyncrl.replay.state import QueueState
+from asyncrl.replay.store import recover
+from asyncrl.types import Prompt
+from asyncrl.util.files import read_json
+
+UNITS = ("groups", "trajectories", "tokens")
+
+
+class UnknownPrompts:
+    """In place of a run's prompts, where only their number counts."""
+
+    skipped_rows = 0
+
+    def __next__(self) -> Prompt:
+        return self.prompt(-1)
+
+    def prompt(self, row: int) -> Prompt:
+        return Prompt(row, np.empty(0, dtype=np.int32), "", "")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Has no place to go to."""
+
+
+def read_ledger(run_dir: Path) -> tuple[dict[str, Any], str]:
+    """The run's `ledger`, `outcomes` and `bias`, as its summary has them, and where they are from: the run itself
+    while it goes on, its summary, or the journal of one that was killed.
+
+    Raises ConfigError when there is no run, or nothing of it to read, and JournalError when its journal is damaged.
+    """
+    if not (run_dir / "config.yaml").is_file():
+        raise ConfigError(f"{run_dir}: not the folder of a run, config.yaml is missing; give runs/NAME")
+    if goes_on(run_dir):
+        client = LauncherClient(read_endpoints(run_dir))
+        try:
+            return client.summary(), "the run, which goes on"
+        finally:
+            client.close()
+    file = run_dir / "summary.json"
+    if file.is_file() and "ledger" in (summary := read_json(file)):
+        return summary, f"{file} ({summary['status']})"
+    if not segments_of(run_dir / "journal"):
+        raise ConfigError(f"{run_dir}: neither a summary nor a journal; the run ended before its first lease")
+    return _recover(run_dir), f"{run_dir / 'journal'} (the run did not end by itself)"
+
+
+def _recover(run_dir: Path) -> dict[str, Any]:
+    journal = Loader(run_dir / "journal")
+    _, first = next(read_journal(journal.folder))
+    num_eval_prompts = first.body["queue"]["rules"]["number of evaluation prompts"]
+    prompts = UnknownPrompts()
+    state = QueueState(load_config(run_dir / "config.yaml"), prompts, None, [prompts.prompt(-1)] * num_eval_prompts)
+    recover(state, journal)
+    return state.measure.summary(state.ledger)
+
+
+def show_ledger(run_dir: Path, console: Console) -> bool:
+    """Prints the ledger; true when it adds up."""
+    summary, source = read_ledger(run_dir)
+    boxes = boxes_of(summary["ledger"])
+    table = Table(box=None, padding=(0, 3, 0, 0))
+    table.add_column()
+    for unit in UNITS:
+        table.add_column(unit, justify="right")
+    for name, counts in boxes.items():
+        table.add_row(name, *(f"{counts[unit]:,}" if unit in counts else "" for unit in UNITS))
+    console.print(f"from {source}", highlight=False, soft_wrap=True)
+    console.print(table)
+    wrong = list(differences(boxes))
+    for line in wrong:
+        console.print(line, style="bold red", highlight=False)
+    if not wrong:
+        console.print("generated = trained + refunded + returned + in flight: it adds up", style="green")
+    _show_outcomes(console, summary)
+    return not wrong
+
+
+def boxes_of(ledger: dict[str, Any]) -> dict[str, dict[str, int]]:
+    """Box -> unit -> count, "generated" first."""
+    trajectories, tokens = ledger["trajectories"], ledger["tokens"]
+    boxes = {
+        "generated": {
+            "groups": ledger["leased"],
+            "trajectories": trajectories["generated"],
+            "tokens": tokens["generated"],
+        },
+        "trained": {"groups": ledger["trained"], "trajectories": trajectories["trained"], "tokens": tokens["trained"]},
+    }
+    for reason, groups in ledger["refunded"].items():
+        counts = trajectories["refunded"][reason], tokens["refunded"][reason]
+        boxes[f"refunded ({reason})"] = dict(zip(UNITS, (groups, *counts), strict=True))
+    boxes["returned"] = {"trajectories": trajectories.get("returned", 0), "tokens": tokens["returned"]}
+    boxes["in flight"] = {
+        "groups": ledger["in_flight"],
+        "trajectories": trajectories["in_flight"],
+        "tokens": tokens["in_flight"],
+    }
+    return boxes
+
+
+def differences(boxes: dict[str, dict[str, int]]) -> Iterator[str]:
+    """A line for every unit whose boxes do not sum up to what was generated."""
+    for unit in UNITS:
+        generated = boxes["generated"][unit]
+        kept = sum(counts.get(unit, 0) for name, counts in boxes.items() if name != "generated")
+        if generated != kept:
+            yield f"{unit} do not add up: {generated:,} generated, {kept:,} in the boxes"
+
+
+def _show_outcomes(console: Console, summary: dict[str, Any]) -> None:
+    table = Table(box=None, padding=(0, 3, 0, 0))
+    for name in ("", "tokens of a trajectory", "reward", "failed rewards"):
+        table.add_column(name, justify="right" if name else "left")
+    for name, outcome in summary["outcomes"].items():
+        table.add_row(
+            name if name == "trained" else f"refunded ({name})",
+            f"{outcome['tokens_mean']:.1f} +- {outcome['tokens_std']:.1f}",
+            f"{outcome['reward_mean']:.3f} +- {outcome['reward_std']:.3f}",
+            f"{outcome['rewards_failed']:,}" if "rewards_failed" in outcome else "not counted",
+        )
+    console.print("", table)
+    for sentence in summary["bias"]:
+        console.print(f"bias: {sentence}", style="yellow", highlight=False, soft_wrap=True)
+    if not summary["bias"]:
+        console.print("no bias: refunded trajectories are about as long as trained ones", highlight=False)

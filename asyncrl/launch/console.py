@@ -1,0 +1,118 @@
+"""A console that outlives its terminal."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import IO, Any, cast
+
+import structlog
+from rich.console import Console
+
+EXIT_DONE, EXIT_FAILED, EXIT_CONFIG, EXIT_INTERRUPTED = 0, 1, 2, 130
+
+
+class Interrupts:
+    """Counts Ctrl-C and SIGTERM instead of raising in the middle of something."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    @contextmanager
+    def caught(self) -> Iterator[None]:
+        signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        before = {number: signal.signal(number, self._on_signal) for number in signals}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, *_: object) -> None:
+        self.count += 1
+
+
+log = structlog.get_logger()
+
+
+class LastingFile:
+    """A file whose writes are dropped once nobody reads them any more: the terminal was closed, the pipe has lost its
+    other end."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+        self._gone = False
+
+    def write(self, text: str) -> int:
+        try:
+            return len(text) if self._gone else self._file.write(text)
+        except OSError as error:
+            self._leave(error)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            if not self._gone:
+                self._file.flush()
+        except OSError as error:
+            self._leave(error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def _leave(self, error: OSError) -> None:
+        self._gone = True
+        # What is buffered is written when Python ends.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._file.fileno())
+        os.close(nowhere)
+        log.warning("nobody reads the console any more", error=str(error))
+
+
+def lasting(console: Console) -> Console:
+    """The console; what it prints when nobody reads it any more is dropped."""
+    console.file = cast(IO[str], LastingFile(console.file))
+    return console
+
+
+def show_end(console: Console, summary: dict[str, Any]) -> None:
+    """Prints how the run ended."""
+    style = {"finished": "green", "failed": "bold red", "stopped": "yellow"}[summary["status"]]
+    attempts = f" in {summary['attempts']} attempts" if summary["attempts"] > 1 else ""
+    console.print(f"[{style}]{summary['status']}[/] after {summary['wall_s']:.0f} s{attempts}", highlight=False)
+    if "error" in summary:
+        console.print(summary["error"], style="red", highlight=False, markup=False, soft_wrap=True)
+    if summary.get("reward_first") is not None:
+        console.print("\n".join(_lines(summary)), highlight=False, soft_wrap=True)
+
+
+def _lines(summary: dict[str, Any]) -> list[str]:
+    ledger, staleness, sync = summary["ledger"], summary["staleness"], summary["weight_sync"]
+    refunded = ", ".join(f"{n} refunded ({reason})" for reason, n in ledger["refunded"].items())
+    lines = [
+        f"reward     {summary['reward_first']:.3f} -> {summary['reward_last']:.3f} in {summary['steps']} steps",
+        f"throughput {summary['tokens_per_s']:,.0f} trained tokens/s, {summary['tokens_trained']:,} in all",
+        f"staleness  mean {staleness['mean']:.2f}, max {staleness['max']} (limit {staleness['limit']})",
+        f"weights    {sync['count']} broadcasts, engine stalled {sync['stall_ms_mean']:.1f} ms "
+        f"(max {sync['stall_ms_max']:.1f})",
+        f"ledger     {ledger['leased']} groups = {ledger['trained']} trained + "
+        + (f"{refunded} + " if refunded else "")
+        + f"{ledger['in_flight']} in flight",
+        f"bottleneck {summary['bottleneck']}",
+    ]
+    if evaluations := summary.get("eval"):
+        first, last = evaluations[0], evaluations[-1]
+        versions = f"(version {first['version']} -> {last['version']})"
+        lines.insert(1, f"eval       reward {first['reward']:.3f} -> {last['reward']:.3f} {versions}")
+    for dropped in summary.get("eval_dropped", []):
+        lines.append(f"eval       version {dropped['version']} dropped: {dropped['reason']}")
+    if skipped := summary.get("skipped_updates"):
+        lines.append(f"skipped    {skipped} updates whose loss or gradient was not finite; see logs/learner-0.jsonl")
+    if any(summary["restarts"].values()):
+        lines.append("restarts   " + ", ".join(f"{n} of {role}" for role, n in summary["restarts"].items() if n))
+    lines += [f"bias       {sentence}" for sentence in summary["bias"]]
+    if summary["skipped_rows"]:
+        lines.append(f"skipped    {summary['skipped_rows']} prompts that are too long for the model's window")
+    return lines

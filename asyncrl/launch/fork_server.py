@@ -1,0 +1,317 @@
+"""A process that has imported what all roles need and is forked for each of them: a role starts in milliseconds instead
+of after seconds of imports. For roles without GPUs only: CUDA does not survive a fork.
+
+Roles are forked twice, so that they become children of the launcher (a subreaper) and not of the zygote: the launcher
+waits for them, signals them and takes them along when it dies as if it had started them itself, and none of them needs
+the zygote.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import json
+import math
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+import psutil
+import structlog
+from setproctitle import setproctitle
+
+from asyncrl.errors import AsyncrlError
+from asyncrl.util.processes import end_with_parent
+
+log = structlog.get_logger()
+
+PR_SET_CHILD_SUBREAPER = 36
+MESSAGE_BYTES = 128 << 10
+"""Fits a Unix socket with default limits."""
+READY_S = 180.0
+"""Longest time for the imports, on a busy machine."""
+FORK_S = 20.0
+KILL_S = 10.0
+"""Deadline for the kernel to end a process."""
+POLL_S = 0.005
+PRELOADED = (
+    "pyarrow.dataset",
+    "asyncrl.replay.server",
+    "asyncrl.replay.queue",
+    "asyncrl.data.cursor",
+    "asyncrl.learner.role",
+    "asyncrl.learner.remote_critic",
+    "asyncrl.rewards.model_server",
+    "asyncrl.generator.loop",
+    "asyncrl.generator.vllm_backend.weight_transfer",
+    "vllm.v1.engine.llm_engine",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.model_executor.model_loader.default_loader",
+)
+"""Modules of all roles, and those that vLLM imports while it builds an engine."""
+ENVIRONMENT = {
+    # No thread may run when it forks: Arrow's allocator would start one.
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "NUMEXPR_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "CUDA_VISIBLE_DEVICES": "",
+    "DS_ACCELERATOR": "cpu",
+}
+"""Of the zygote itself; each role has its own after the fork."""
+
+
+class ZygoteError(AsyncrlError):
+    """The zygote cannot fork; roles have to be started in another way."""
+
+
+class Forked:
+    """A child process that a zygote forked, with what a launcher uses of subprocess.Popen."""
+
+    def __init__(self, pid: int, stdin: IO[bytes]) -> None:
+        self.pid = pid
+        self.stdin = stdin
+        self.returncode: int | None = None
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        """The exit code, negative for a signal. Raises subprocess.TimeoutExpired."""
+        deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while self.poll() is None:
+            if time.monotonic() >= deadline_s:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout_s or 0.0)
+            time.sleep(POLL_S)
+        return self.returncode or 0
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.returncode is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+
+class Zygote:
+    """The launcher's side. The two talk over a socket pair, which nobody else can open."""
+
+    _open = 0
+    """Zygotes of this process: while there is one, it adopts their orphans."""
+
+    def __init__(self, module: str = "asyncrl.launch.fork_server") -> None:
+        """Starts `module`, which calls `main`; returns at once, while it imports."""
+        self._adopt()
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process: subprocess.Popen[bytes] | Forked = subprocess.Popen(
+                [sys.executable, "-m", module, str(os.getpid())],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={**os.environ, **ENVIRONMENT},
+                process_group=0,
+            )
+        self._is_ready = self._closed = False
+        self._children = {self._process.pid}
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def fork(self, arguments: Sequence[str], environment: Mapping[str, str], output: int) -> Forked:
+        """A child of this process in a process group of its own, with these arguments and this environment, whose
+        output goes to the file descriptor `output`. It does nothing before its standard input is closed. Raises
+        ZygoteError when there is none."""
+        request = json.dumps({"arguments": list(arguments), "environment": dict(environment)}).encode()
+        read_end, write_end = os.pipe()
+        stdin = os.fdopen(write_end, "wb")
+        try:
+            if not self._is_ready:
+                self._receive(READY_S)
+                self._is_ready = True
+            socket.send_fds(self._socket, [request], [read_end, output])
+            pid = self._receive(FORK_S)["pid"]
+        except (OSError, ZygoteError) as error:
+            stdin.close()
+            raise ZygoteError(f"the process that roles are forked from cannot do so: {error}") from None
+        finally:
+            os.close(read_end)
+        self._children.add(pid)
+        return Forked(pid, stdin)
+
+    def _receive(self, timeout_s: float) -> dict[str, Any]:
+        self._socket.settimeout(timeout_s)
+        answer = self._socket.recv(MESSAGE_BYTES)
+        if not answer:
+            raise ZygoteError(f"it ended with code {self._exit_code()}")
+        told = json.loads(answer)
+        if "error" in told:
+            raise ZygoteError(told["error"])
+        return told
+
+    def _exit_code(self) -> str:
+        try:
+            return str(self._process.wait(KILL_S))
+        except subprocess.TimeoutExpired:
+            return f"unknown: process {self.pid} closed its side and still runs after {KILL_S:g} s"
+
+    def reap(self) -> None:
+        """Waits for orphans that have ended: what a role leaves behind becomes a child of this process."""
+        for child in psutil.Process().children():
+            with suppress(psutil.NoSuchProcess, ChildProcessError):
+                if child.pid not in self._children and child.status() == psutil.STATUS_ZOMBIE:
+                    os.waitpid(child.pid, os.WNOHANG)
+
+    @staticmethod
+    def _adopt(change: int = 1) -> None:
+        """Makes this process a subreaper with its first zygote, and an ordinary process after its last."""
+        Zygote._open += change
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.prctl(PR_SET_CHILD_SUBREAPER, int(Zygote._open > 0), 0, 0, 0):
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+    def close(self) -> None:
+        """Ends the zygote; roles go on."""
+        if self._closed:
+            return
+        self._closed = True
+        self._adopt(-1)
+        self._socket.close()
+        self._process.send_signal(signal.SIGKILL)
+        try:
+            self._process.wait(KILL_S)
+        except subprocess.TimeoutExpired:
+            log.error("process does not die of SIGKILL", name="zygote", pid=self.pid, waited_s=KILL_S)
+        self.reap()
+
+
+def main(run: Callable[[list[str]], int], preloaded: Sequence[str] = PRELOADED) -> int:
+    """Imports, then forks on request of the parent whose process id is the only argument, and runs `run` with the
+    requested arguments in each child; returns when the parent has closed its side."""
+    parent = int(sys.argv[1])
+    end_with_parent(parent)
+    own = socket.socket(fileno=os.dup(0))
+    _redirect(os.open(os.devnull, os.O_RDONLY), 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    setproctitle("asyncrl zygote")  # finds its place by the environment, which a child replaces
+    own.send(json.dumps(_preload(preloaded)).encode())
+    return serve(own, parent, run)
+
+
+def serve(own: socket.socket, parent: int, run: Callable[[list[str]], int]) -> int:
+    while True:
+        request, descriptors, _, _ = socket.recv_fds(own, MESSAGE_BYTES, 2)
+        if not request:
+            return 0
+        told = json.loads(request)
+        read_end, write_end = os.pipe()
+        intermediate = os.fork()
+        if not intermediate:
+            own.close()
+            os.close(read_end)
+            _fork_again(write_end, lambda: _be_child(told, descriptors, parent, run))  # noqa: B023
+        for descriptor in (*descriptors, write_end):
+            os.close(descriptor)
+        os.waitpid(intermediate, 0)  # from here on the child is one of the parent's
+        pid = int.from_bytes(os.read(read_end, 4))
+        os.close(read_end)
+        answer = {"pid": pid} if pid else {"error": "the system refuses another process"}
+        own.send(json.dumps(answer).encode())
+
+
+def _preload(modules: Sequence[str]) -> dict[str, Any]:
+    """Imports the modules; gives what the parent is to be told."""
+    try:
+        from asyncrl.generator.vllm_backend import setup as vllm_setup
+
+        for name, value in vllm_setup.ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        for module in modules:
+            importlib.import_module(module)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    if len(threads) > 1:
+        return {"error": f"imports have started threads, which do not survive a fork: {', '.join(threads)}"}
+    gc.collect()
+    gc.freeze()  # so that the collector leaves the pages shared
+    return {"ready": True}
+
+
+def _fork_again(told: int, run: Callable[[], NoReturn]) -> NoReturn:
+    try:
+        pid = os.fork()
+        if not pid:
+            os.close(told)
+            os.setpgid(0, 0)
+            run()
+        os.setpgid(pid, pid)
+        os.write(told, pid.to_bytes(4))
+    finally:
+        os._exit(0)  # without what Python does at an end
+
+
+def _be_child(
+    told: Mapping[str, Any], descriptors: Sequence[int], parent: int, run: Callable[[list[str]], int]
+) -> NoReturn:
+    code = 1
+    try:
+        _redirect(descriptors[0], 0)
+        os.dup2(descriptors[1], 1)
+        _redirect(descriptors[1], 2)
+        os.environ.clear()
+        os.environ.update(told["environment"])
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        setproctitle(" ".join([os.path.basename(sys.executable), *told["arguments"]]))
+        _settle(parent)
+        code = run(told["arguments"])
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _settle(parent: int) -> None:
+    """Sets what an import otherwise settles for each process: threads and seeds. Returns once the process that forked
+    this one has ended."""
+    import numpy as np
+    import torch
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    np.random.seed()
+    random.seed()
+    intermediate = os.getppid()
+    while os.getppid() == intermediate != parent:
+        time.sleep(0.0005)
+
+
+def _redirect(descriptor: int, to: int) -> None:
+    os.dup2(descriptor, to)
+    os.close(descriptor)
+
+
+if __name__ == "__main__":
+    from asyncrl.launch import worker as role
+
+    # Its arguments are those of `python -m asyncrl.launch.worker`.
+    sys.exit(main(lambda arguments: role.main(arguments[2:])))

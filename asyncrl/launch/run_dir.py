@@ -1,0 +1,269 @@
+"""The run's folder: one live run at a time; an earlier one of the same name goes on or is moved aside."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Self
+
+from asyncrl.config import Config, config_keys, load_config
+from asyncrl.errors import ConfigError
+from asyncrl.launch.worker import endpoints_of
+from asyncrl.observe.report import read_metrics
+from asyncrl.util.files import first_free, read_json, replace_file
+from asyncrl.util.redaction import redact
+from asyncrl.wire.endpoints import Endpoints
+
+ENDPOINTS = "endpoints.json"
+ATTEMPTS = "attempts.json"
+"""Seconds that each earlier launch of a resumed run took."""
+
+
+class RunFolder:
+    """Holds the lock on `runs/<name>` while the run goes on; use as a context manager.
+
+    Raises ConfigError when another launch holds it, or when the run cannot be resumed as `resume` says.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.path = config.run_dir
+        self.moved_to: Path | None = None
+        """Where the earlier run of this name went, if there was one that does not go on."""
+        self.earlier_s: list[float] = []
+        """Wall time of each earlier launch of this run."""
+        self._lock_path = lock_path(self.path)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._lock = self._lock_path.open("a+")
+        except OSError as error:
+            raise ConfigError(
+                f"run = {config.run!r}: {self.path.parent.absolute()} cannot hold the run's folder: {error.strerror}; "
+                "launch from a folder in which you may write"
+            ) from None
+
+    def __enter__(self) -> Self:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._lock.seek(0)
+            holder = self._lock.read().strip() or "unknown"
+            self._lock.close()
+            raise ConfigError(
+                f"run = {self.path.name!r}: a run of this name is going on (process {holder}); use another --run"
+            ) from None
+        self._lock.truncate(0)
+        self._lock.write(str(os.getpid()))
+        self._lock.flush()
+        try:
+            self._prepare()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _prepare(self) -> None:
+        if check_resume(self.config):
+            self.earlier_s = _attempts_s(self.path)
+        elif self.path.exists():
+            self.moved_to = first_free(self.path.parent, f"{self.path.name}.")
+            self.path.rename(self.moved_to)
+        self.path.mkdir(mode=0o700, exist_ok=True)  # prompts, completions and logs are the user's own
+
+    def __exit__(self, *_: object) -> None:
+        (self.path / ENDPOINTS).unlink(missing_ok=True)
+        self._lock_path.unlink(missing_ok=True)
+        self._lock.close()
+
+    def begin(self, config: Config, endpoints: Endpoints) -> None:
+        """Writes down what a launch is about to run, and where it can be reached; no summary tells of it yet."""
+        if self.earlier_s:
+            replace_file(self.path / ATTEMPTS, json.dumps(self.earlier_s) + "\n")
+        (self.path / "summary.json").unlink(missing_ok=True)
+        # A config that is used once more starts a new run, whatever started this one.
+        kept = config.model_copy(update={"resume": "never"}) if config.resume == "must" else config
+        replace_file(self.path / "config.yaml", kept.to_yaml())
+        replace_file(self.path / ENDPOINTS, json.dumps(asdict(endpoints), indent=2) + "\n", mode=0o600)
+
+    def sum_up(self, summary: dict[str, Any]) -> dict[str, Any]:
+        """The summary with the time of all launches of this run; secrets show as ***."""
+        return redact(summary) | {
+            "wall_s": summary["wall_s"] + sum(self.earlier_s),
+            "attempts": len(self.earlier_s) + 1,
+        }
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        """Replaces `summary.json` in one piece."""
+        replace_file(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
+
+
+def lock_path(run_dir: Path) -> Path:
+    return run_dir.parent / f".{run_dir.name}.lock"
+
+
+def goes_on(run_dir: Path) -> bool:
+    """True while a launcher holds the run's lock."""
+    try:
+        with lock_path(run_dir).open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
+def read_endpoints(run_dir: Path) -> Endpoints:
+    """Where the parts of a run that goes on can be reached. Raises ConfigError when there is none."""
+    if not run_dir.is_dir():
+        raise ConfigError(f"{run_dir}: there is no such run")
+    file = run_dir / ENDPOINTS
+    if not goes_on(run_dir) or not file.exists():
+        raise ConfigError(f"{run_dir}: this run is not going on; start it with asyncrl launch, or go on with --resume")
+    return endpoints_of(read_json(file))
+
+
+def _attempts_s(run_dir: Path) -> list[float]:
+    """Wall times of the earlier launches of a run; of one that was killed, up to the last thing it wrote."""
+    file = run_dir / ATTEMPTS
+    earlier_s: list[float] = read_json(file, kind=list) if file.exists() else []
+    summary = run_dir / "summary.json"
+    if summary.exists():
+        return [*earlier_s, read_json(summary)["wall_s"] - sum(earlier_s)]
+    began_s = (run_dir / "config.yaml").stat().st_mtime
+    written = [*run_dir.glob("logs/*.jsonl"), *run_dir.glob("metrics.jsonl")]
+    last_s = max((path.stat().st_mtime for path in written), default=began_s)
+    return [*earlier_s, max(0.0, last_s - began_s)]
+
+
+FREE_SECTIONS = ("launch", "observe", "weights", "checkpoint", "journal")
+FREE_KEYS = {
+    "steps", "resume", "run", "eval.every_steps",
+    "generator.max_running_groups", "generator.reward_workers", "generator.reward_timeout_s",
+    "generator.kv_cache_bytes", "generator.gpu_memory_fraction", "generator.engine_options",
+    "replay.lease_timeout_s", "replay.max_bytes", "replay.max_refunds_in_a_row",
+    "learner.tokens_per_microbatch", "learner.gradient_checkpointing", "learner.deepspeed_options",
+    "learner.lr", "critic.lr", "learner.max_grad_norm", "learner.max_skipped_updates",
+}  # fmt: skip
+"""Settings that may be others when a run is resumed. What is learned, and from what, must stay; how far an update goes
+may change, since it is the way out when updates are not finite. Then the steps since the newest checkpoint, which are
+trained again, come out otherwise than before. That is sound: tokens that were sampled meanwhile keep the log-probs of
+the policy that sampled them, and generators of a resumed run start with the new weights."""
+FIXED_KEYS = {"launch.learners"}
+"""Those of free sections that may not: journal and checkpoints are divided by learner ranks."""
+
+
+def free_in_resume(key: str) -> bool:
+    return key in FREE_KEYS or (key.partition(".")[0] in FREE_SECTIONS and key not in FIXED_KEYS)
+
+
+def changes(saved: Config, config: Config) -> dict[str, tuple[Any, Any]]:
+    """Dotted keys whose values differ, with both."""
+    pairs = {key: (_value(saved, key), _value(config, key)) for key in config_keys()}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def refuse_changes(saved: Config, config: Config, allowed: Callable[[str], bool], *, what: str, way_out: str) -> None:
+    """Raises ConfigError with every setting that differs and may not."""
+    wrong = {key: pair for key, pair in changes(saved, config).items() if not allowed(key)}
+    if wrong:
+        lines = [f"{key}: it was {before!r}, now {now!r}" for key, (before, now) in wrong.items()]
+        raise ConfigError(f"{what}:\n  " + "\n  ".join(lines) + f"\n{way_out}")
+
+
+def check_resume(config: Config) -> bool:
+    """True when the earlier run of this name goes on, false when a new one starts.
+
+    Raises ConfigError when `resume` is "must" and there is none that can, or when a setting differs that may not.
+    """
+    if config.resume == "never":
+        return False
+    must = config.resume == "must"
+    file = config.run_dir / "config.yaml"
+    if not file.is_file():
+        if must:
+            raise no_run(config.run)
+        return False
+    summary = _summary(config.run_dir)
+    if summary.get("status") == "finished" and summary.get("steps", 0) >= config.steps:
+        if must:
+            raise ConfigError(
+                f"run = {config.run!r}: it has finished its {summary['steps']} steps, there is nothing to resume; "
+                "raise --steps to train on"
+            )
+        return False
+    refuse_changes(
+        load_config(file),
+        config,
+        free_in_resume,
+        what=f"run = {config.run!r} cannot be resumed with other settings than it was started with",
+        way_out="leave them as they were, or start another run with --run NAME and without --resume",
+    )
+    return True
+
+
+def config_of_run(name: str) -> Path:
+    """The config that a run was started with. Raises ConfigError when there is no such run."""
+    file = Path("runs") / name / "config.yaml"
+    if not file.is_file():
+        raise no_run(name)
+    return file
+
+
+def no_run(name: str) -> ConfigError:
+    """The error for a run that does not exist."""
+    known = sorted(file.parent.name for file in Path("runs").glob("*/config.yaml"))
+    return ConfigError(
+        f"run = {name!r}: there is no such run to resume in runs/ (of {', '.join(known) or 'none'}); name one with "
+        "--run, or launch without --resume"
+    )
+
+
+def discard_journal(run_dir: Path) -> str:
+    """Moves the journal aside, with the metrics of the steps that are lost by it and the trace that has them, and gives
+    the file with the queue's state of the newest whole checkpoint. Raises ConfigError when there is none."""
+    from asyncrl.learner.checkpoint.files import newest_checkpoint
+
+    newest = newest_checkpoint(run_dir / "checkpoints")
+    if newest is None:
+        raise ConfigError(
+            f"--discard-journal: {run_dir / 'checkpoints'} has no whole checkpoint, so that nothing would be left to "
+            "resume; launch without --resume to start anew, which moves this run aside"
+        )
+    aside = first_free(run_dir, "journal.discarded-")
+    journal = run_dir / "journal"
+    if journal.exists():
+        journal.rename(aside)
+    aside.mkdir(exist_ok=True)
+    cut_metrics(run_dir / "metrics.jsonl", read_json(newest / "checkpoint.json")["step"], aside)
+    for trace in run_dir.glob("trace.*"):
+        shutil.copyfile(trace, aside / trace.name)
+    # The run goes on from it until its journal has a state, while newer checkpoints take the place of this one.
+    return str(shutil.copyfile(newest / "queue.msgpack", aside / "queue.msgpack"))
+
+
+def cut_metrics(file: Path, step: int, aside: Path) -> None:
+    """Moves the rows of later steps to a file of that name in `aside`."""
+    rows = read_metrics(file)
+    for path, kept in (
+        (aside / file.name, [row for row in rows if row["step"] > step]),
+        (file, [row for row in rows if row["step"] <= step]),
+    ):
+        replace_file(path, "".join(json.dumps(row) + "\n" for row in kept))
+
+
+def _summary(run_dir: Path) -> dict[str, Any]:
+    file = run_dir / "summary.json"
+    return read_json(file) if file.is_file() else {}
+
+
+def _value(config: Config, key: str) -> Any:
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value

@@ -1,0 +1,232 @@
+"""One role process: `python -m asyncrl.launch.worker NAME LAUNCHER`, started by a launcher.
+
+Its RoleSpec comes by standard input: the run id is a credential, and every user of the machine can read the arguments
+of a process.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import structlog
+from pydantic import TypeAdapter
+
+from asyncrl.config import Config, load_config
+from asyncrl.errors import AsyncrlError, ConfigError, DataError, PeerTimeoutError, is_disk_full
+from asyncrl.observe.logs import configure_logs
+from asyncrl.util.processes import collect_seldom, end_with_parent
+from asyncrl.wire.endpoints import Endpoints
+
+log = structlog.get_logger()
+
+SEGMENTS_AT_LEAST = 16
+"""Segments of the journal below its ceiling."""
+SHOW_STACKS = signal.SIGUSR1
+"""Has a role write where all its threads are to its `.out` file."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoleSpec:
+    """What a role process must know; its config is the run folder's `config.yaml`."""
+
+    role: str
+    index: int
+    run_dir: str
+    endpoints: Endpoints
+    cpus: tuple[int, ...]
+    prompt_tokens: int
+    """Longest prompt that fits the model's window."""
+    start: int = 0
+    """How often the role was started before in this run."""
+    checkpoint: str = ""
+    """File with the queue's state that the replay queue begins with when there is no journal; empty for none."""
+    offline: str = ""
+    """Folder of a training from the journal alone, with its own config and logs; empty in a run."""
+    offline_step: int = 0
+    """Of the checkpoint that such a training starts from; 0 for the model."""
+
+    @property
+    def home(self) -> Path:
+        """The folder with the role's `config.yaml` and `logs/`."""
+        return Path(self.offline or self.run_dir)
+
+    @property
+    def logs(self) -> Path:
+        return self.home / "logs"
+
+    @property
+    def name(self) -> str:
+        return self.role if self.role in ("replay", "reward_model") else f"{self.role}-{self.index}"
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        values = json.loads(text)
+        return cls(**values | {"endpoints": endpoints_of(values["endpoints"])})
+
+
+_ENDPOINTS = TypeAdapter(Endpoints)
+
+
+def endpoints_of(values: dict[str, Any]) -> Endpoints:
+    """Endpoints from their JSON object, which has lists for tuples."""
+    return _ENDPOINTS.validate_python(values)
+
+
+def run_replay_role(config: Config, spec: RoleSpec, should_stop: Callable[[], bool]) -> None:
+    from asyncrl.data.cursor import PromptCursor
+    from asyncrl.data.prompts import eval_prompts
+    from asyncrl.replay.journal.writer import SEGMENT_BYTES, Journal
+    from asyncrl.replay.queue import ReplayQueue
+    from asyncrl.replay.server import run_replay
+    from asyncrl.replay.trace import TraceWriter
+
+    run_dir, settings = Path(spec.run_dir), config.journal
+    prompts = PromptCursor(config, limit_tokens=spec.prompt_tokens)
+    evaluated = eval_prompts(config, limit_tokens=spec.prompt_tokens)
+    # A fraction of the ceiling, since only whole segments can go.
+    segment_bytes = min(SEGMENT_BYTES, settings.max_bytes // SEGMENTS_AT_LEAST)
+    journal = Journal(run_dir / "journal", flush=settings.flush, segment_bytes=segment_bytes)
+    trace = TraceWriter(run_dir / "trace.parquet")
+    checkpoint = Path(spec.checkpoint).read_bytes() if spec.checkpoint else b""
+    queue = ReplayQueue(config, prompts, trace, evaluated, journal, spec.endpoints.run_id, checkpoint)
+    tokens = config.generator.group_size * (spec.prompt_tokens + config.generator.max_new_tokens)
+    collect_seldom()
+    run_replay(queue, spec.endpoints, should_stop, max_group_tokens=tokens)
+
+
+def run_generator_role(config: Config, spec: RoleSpec, should_stop: Callable[[], bool]) -> None:
+    from asyncrl.generator.loop import run_generator
+
+    run_generator(
+        config,
+        index=spec.index,
+        endpoints=spec.endpoints,
+        run_dir=Path(spec.run_dir),
+        should_stop=should_stop,
+        start=spec.start,
+    )
+
+
+def run_learner_role(config: Config, spec: RoleSpec, should_stop: Callable[[], bool]) -> None:
+    from asyncrl.learner import role as loop
+
+    run_dir = Path(spec.run_dir)
+    if spec.offline:
+        loop.run_offline(
+            config,
+            rank=spec.index,
+            endpoints=spec.endpoints,
+            run_dir=run_dir,
+            out_dir=Path(spec.offline),
+            should_stop=should_stop,
+            start=spec.offline_step,
+        )
+    else:
+        loop.run_learner(config, rank=spec.index, endpoints=spec.endpoints, run_dir=run_dir, should_stop=should_stop)
+
+
+def run_critic_role(config: Config, spec: RoleSpec, should_stop: Callable[[], bool]) -> None:
+    from asyncrl.learner.remote_critic import run_critic
+
+    run_critic(
+        config,
+        rank=spec.index,
+        endpoints=spec.endpoints,
+        run_dir=Path(spec.run_dir),
+        out_dir=spec.home,
+        should_stop=should_stop,
+    )
+
+
+def run_reward_model_role(config: Config, spec: RoleSpec, should_stop: Callable[[], bool]) -> None:
+    from asyncrl.rewards.model_server import run_reward_model
+
+    run_reward_model(config, endpoints=spec.endpoints, should_stop=should_stop)
+
+
+ROLES: dict[str, Callable[[Config, RoleSpec, Callable[[], bool]], None]] = {
+    "reward_model": run_reward_model_role,
+    "replay": run_replay_role,
+    "generator": run_generator_role,
+    "learner": run_learner_role,
+    "critic": run_critic_role,
+}
+
+
+EXIT_FAILED, EXIT_CONFIG, EXIT_SILENT_PEER, EXIT_CRASHED, EXIT_DISK_FULL, EXIT_TERMINATED = 1, 2, 3, 4, 5, 6
+FINAL_CODES = (EXIT_FAILED, EXIT_CONFIG, EXIT_DISK_FULL)
+"""Exit codes of errors that a restart would only repeat."""
+
+
+def main(argv: list[str]) -> int:
+    """Runs the role of the spec on standard input, which is closed; arguments are the role's name, which is there for
+    lists of processes, and the launcher's process id. Returns the exit code of `run_role`."""
+    spec = read_spec()
+    return run_role(spec, int(argv[1]))
+
+
+def read_spec() -> RoleSpec:
+    """The spec on standard input, which is /dev/null afterwards. Raises ConfigError when there is none."""
+    text = sys.stdin.buffer.read()
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, sys.stdin.fileno())
+    os.close(nothing)
+    try:
+        return RoleSpec.from_json(text.decode())
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"no role spec on standard input ({error}); roles are started by asyncrl launch") from None
+
+
+def run_role(spec: RoleSpec, parent: int) -> int:
+    """Runs the role in this process, which ends with the process `parent`. Returns 0 when it ended as it should, else
+    one of the codes above, with the cause as the last error in its log."""
+    end_with_parent(parent)
+    os.sched_setaffinity(0, spec.cpus)
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.register(SHOW_STACKS)
+    config = load_config(spec.home / "config.yaml")
+    configure_logs(spec.home, spec.name, config.observe.log_level)
+    log.info("started", pid=os.getpid(), cpus=spec.cpus, start=spec.start)
+    try:
+        ROLES[spec.role](config, spec, stop.is_set)
+    except AsyncrlError as error:
+        log.error("failed", error=str(error), kind=type(error).__name__, exc_info=True)
+        return exit_code(error)
+    except Exception as error:  # the last line of defense: whatever it was, the log must say it
+        log.error("crashed", error=f"{type(error).__name__}: {error}", exc_info=True)
+        return EXIT_DISK_FULL if is_disk_full(error) else EXIT_CRASHED
+    if stop.is_set():
+        log.error("ended", error="it was told to stop by signal SIGTERM")
+        return EXIT_TERMINATED
+    log.info("ended")
+    return 0
+
+
+def exit_code(error: AsyncrlError) -> int:
+    """The code that tells the launcher whether a start anew may help."""
+    if is_disk_full(error):
+        return EXIT_DISK_FULL  # the log may not have been written
+    if isinstance(error, ConfigError | DataError):
+        return EXIT_CONFIG
+    return EXIT_SILENT_PEER if isinstance(error, PeerTimeoutError) else EXIT_FAILED
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

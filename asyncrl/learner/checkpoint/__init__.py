@@ -1,0 +1,1 @@
+"""Checkpoints of the learner, and the saved model."""

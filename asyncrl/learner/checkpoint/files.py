@@ -1,0 +1,263 @@
+"""A checkpoint on the disk: its manifest, and whether its files are as they were written."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import structlog
+import xxhash
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from asyncrl.errors import AsyncrlError, PeerTimeoutError, RunError
+from asyncrl.learner.checkpoint.hf_export import write_model
+from asyncrl.learner.checkpoint.zero_state import collect_state
+from asyncrl.learner.engine import TrainedModel
+from asyncrl.util.files import replace_file
+
+PARTS = ".parts"
+"""Folder in an unfinished checkpoint with the sums of each process that has written its part."""
+POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What is to be written at one path of a checkpoint: a file, or a folder of files."""
+
+    num_bytes: int
+    """Of its tensors or data."""
+    write: Callable[[Path], object]
+
+
+Files = dict[str, Content]
+"""Path in the checkpoint -> what it gets."""
+
+
+def tensors_file(tensors: dict[str, Tensor]) -> Content:
+    return Content(sum(tensor.nbytes for tensor in tensors.values()), partial(save_file, tensors))
+
+
+def bytes_file(data: bytes) -> Content:
+    return Content(len(data), lambda path: path.write_bytes(data))
+
+
+def model_files(trained: TrainedModel, name: str, *, tokenizer: str) -> Files:
+    """The model's training state in the folder `name`, and the model itself, with the tokenizer of the one at
+    `tokenizer`, in Hugging Face format: `model` for the policy, `NAME_model` for another. Copied to the CPU; all
+    ranks call it, and rank 0 gets the model."""
+    rank = trained.ranks.rank
+    files = {f"{name}/rank-{rank}.safetensors": tensors_file(collect_state(trained))}
+    weights = trained.collect_weights()
+    if rank == 0:
+        num_bytes = sum(weight.nbytes for weight in weights.values())
+        write = partial(write_model, model=trained.model, weights=weights, tokenizer=tokenizer)
+        files["model" if name == "policy" else f"{name}_model"] = Content(num_bytes, write)
+    return files
+
+
+class PartWriter:
+    """Writes the part of one process, a checkpoint at a time, in a thread of its own."""
+
+    def __init__(self, name: str) -> None:
+        """`name` tells this process from the others that write to the same checkpoint."""
+        self.name = name
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._running: Future[None] | None = None
+
+    @property
+    def busy(self) -> bool:
+        return self._running is not None and not self._running.done()
+
+    def start(self, folder: Path, files: Files, *, then: Callable[[], None] | None = None) -> None:
+        """Writes the files to `folder`, its sums last, then calls `then`. Call `wait` before the next."""
+        assert self._running is None
+
+        def work() -> None:
+            try:
+                _write(folder, self.name, files)
+                if then is not None:
+                    then()
+            except AsyncrlError:
+                raise
+            except (OSError, SafetensorError) as error:
+                raise RunError(
+                    f"the checkpoint {folder} cannot be written: {error}; make room (checkpoint.keep_last and "
+                    "checkpoint.keep_best say how many are kept), then go on with `asyncrl launch --resume`"
+                ) from error
+
+        self._running = self._executor.submit(work)
+
+    def failure(self) -> AsyncrlError | None:
+        """The error of the write that has ended, once. Raises what is none of the package's errors."""
+        return self.wait() if self._running is not None and self._running.done() else None
+
+    def wait(self) -> AsyncrlError | None:
+        """Waits for the write under way; its error."""
+        running, self._running = self._running, None
+        error = running.exception() if running is not None else None
+        if error is not None and not isinstance(error, AsyncrlError):
+            raise error
+        return error
+
+    def ends(self, limit_s: float) -> bool:
+        """Whether no write is under way, or it ends within the limit."""
+        return self._running is None or not wait([self._running], limit_s).not_done
+
+    def close(self, *, wait: bool = True) -> None:
+        """Without `wait` a write under way goes on until the process ends."""
+        self._executor.shutdown(wait=wait)
+
+
+def _write(folder: Path, name: str, files: Files) -> None:
+    sums: dict[str, Sum] = {}
+    for path, content in files.items():
+        target = folder / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        content.write(target)
+        written = [target] if target.is_file() else sorted(p for p in target.rglob("*") if p.is_file())
+        sums |= {str(file.relative_to(folder)): seal(file) for file in written}
+    (folder / PARTS).mkdir(parents=True, exist_ok=True)
+    replace_file(folder / PARTS / f"{name}.json", json.dumps(sums, indent=1))
+
+
+def await_parts(folder: Path, names: Iterable[str], *, timeout_s: float, cancelled: threading.Event) -> dict[str, Sum]:
+    """The sums of all files, by path, when all these processes have written their parts. Raises PeerTimeoutError
+    naming those that have not within the time, and RunError when `cancelled`."""
+    deadline_s = time.monotonic() + timeout_s
+    paths = [folder / PARTS / f"{name}.json" for name in names]
+    while missing := [path.stem for path in paths if not path.exists()]:
+        if cancelled.wait(POLL_S):
+            raise RunError(f"the checkpoint {folder} was given up: {', '.join(missing)} have not written their parts")
+        if time.monotonic() > deadline_s:
+            raise PeerTimeoutError(
+                f"the checkpoint {folder} lacks the parts of {', '.join(missing)} after {timeout_s:g} s "
+                "(launch.progress_timeout_s)"
+            )
+    return {path: entry for part in paths for path, entry in json.loads(part.read_text()).items()}
+
+
+log = structlog.get_logger()
+
+CHECKPOINTS = "checkpoints"
+"""Folder of the checkpoints in a run's folder."""
+MANIFEST = "checkpoint.json"
+PARTIAL = ".partial"
+"""At the end of a folder's name: the checkpoint in it is not whole yet."""
+UNREADABLE = (OSError, ValueError, TypeError)
+"""What reading a damaged manifest raises."""
+CHUNK_BYTES = 16 << 20
+
+Sum = dict[str, Any]
+"""`bytes` and `xxh3` (of 64 bits, hexadecimal) of a file."""
+
+
+@dataclass(slots=True)
+class Manifest:
+    """`checkpoint.json`: what the checkpoint is, and the sums of its other files."""
+
+    step: int
+    reward: float | None
+    """Mean reward of the steps before it, or of its evaluation."""
+    evaluated: bool = False
+    files: dict[str, Sum] = field(default_factory=dict[str, Sum])
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(int(entry["bytes"]) for entry in self.files.values())
+
+
+def folder_name(step: int) -> str:
+    return f"step-{step:06d}"
+
+
+def partial_folder(checkpoint: Path) -> Path:
+    """Where a checkpoint is written until it is complete."""
+    return checkpoint.with_name(f"{checkpoint.name}{PARTIAL}")
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step that the folder of a checkpoint is named after, complete or not."""
+    return int(checkpoint.name.removesuffix(PARTIAL).removeprefix("step-"))
+
+
+def read_manifest(path: Path) -> Manifest:
+    return Manifest(**json.loads((path / MANIFEST).read_text()))
+
+
+def has_manifest(path: Path) -> bool:
+    """Whether the checkpoint's manifest can be read."""
+    try:
+        read_manifest(path)
+    except UNREADABLE:
+        return False
+    return True
+
+
+def finished_steps(folder: Path) -> list[int]:
+    """Steps of the checkpoints in the folder that were finished, ascending; whether they are damaged is not looked
+    at."""
+    names = [path.parent.name.removeprefix("step-") for path in folder.glob(f"step-*/{MANIFEST}")]
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The newest checkpoint in the folder whose files are as they were written, if there is one. Those that are
+    damaged are named in the log."""
+    paths = [folder / folder_name(step) for step in reversed(finished_steps(folder))]
+    return next((path for path in paths if not is_damaged(path)), None)
+
+
+def is_damaged(path: Path, *, part: int = 0, parts: int = 1) -> bool:
+    """Whether a file of the checkpoint is not as it was written, which is named in the log; looks at the files of
+    one of so many parts."""
+    damage = _find_damage(path, part, parts)
+    if damage:
+        log.warning("a damaged checkpoint is not used", path=str(path), reason=damage)
+    return bool(damage)
+
+
+def _find_damage(path: Path, part: int, parts: int) -> str:
+    try:
+        files = read_manifest(path).files
+    except UNREADABLE as error:
+        return f"{path / MANIFEST}: {error}"
+    for name in sorted(files)[part::parts]:
+        try:
+            found = sum_of(path / name)
+        except OSError as error:
+            return f"{path / name}: {error}"
+        if found != files[name]:
+            return f"{path / name}: has {found}, but was written with {files[name]}"
+    return ""
+
+
+def seal(path: Path) -> Sum:
+    """Brings the file to the disk; gives its sum."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    return sum_of(path)
+
+
+def sum_of(path: Path) -> Sum:
+    digest = xxhash.xxh3_64()
+    num_bytes = 0
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+            num_bytes += len(chunk)
+    return {"bytes": num_bytes, "xxh3": digest.hexdigest()}
+
+
+def write_manifest(path: Path, manifest: Manifest) -> None:
+    """Makes the folder a whole checkpoint, or replaces what is said of it."""
+    replace_file(path / MANIFEST, json.dumps(asdict(manifest), indent=1))

@@ -1,0 +1,168 @@
+"""The training state of a model by parameter name, the same whatever the ZeRO stage and the number of ranks.
+
+Every rank holds a fragment of each parameter's float32 weights and of Adam's moments: all of it with stage 0, a piece
+of the flattened parameter otherwise. Parameters are dealt to the ranks round robin: each rank puts together, and
+writes, its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from asyncrl.errors import RunError
+from asyncrl.learner.deepspeed_import import BF16_Optimizer
+from asyncrl.learner.engine import TrainedModel
+
+KINDS = ("weight", "exp_avg", "exp_avg_sq")
+"""What is kept of each parameter, float32: the key of a tensor is one of these, a slash, and the parameter's name."""
+STEP = "step"
+"""Key of the number of updates, int64; in every file."""
+SKIPPED = "skipped"
+"""Key of the number of updates that were skipped in a row, int64; in every file, but for those of older checkpoints."""
+
+
+@torch.no_grad()
+def collect_state(trained: TrainedModel) -> dict[str, Tensor]:
+    """This rank's share of the training state, copied to the CPU. All ranks call it."""
+    ranks = trained.ranks
+    flats = _prepare(trained)
+    updates = max(int(trained.optimizer.state[flat]["step"]) for flat in flats)
+    share = {STEP: torch.tensor(updates), SKIPPED: torch.tensor(trained.skipped)}
+    for index, (name, parameter) in enumerate(trained.model.named_parameters()):
+        owner = index % ranks.count
+        for kind in KINDS:
+            full = _assemble(trained, parameter, kind, owner)
+            if ranks.rank == owner:
+                share[f"{kind}/{name}"] = full.to("cpu", copy=True)
+    return share
+
+
+@torch.no_grad()
+def restore_state(trained: TrainedModel, folder: Path) -> None:
+    """Takes over the state that any number of ranks wrote to `folder`. All ranks call it.
+
+    Raises RunError, the same on all ranks, when it is the state of another model.
+    """
+    flats = _prepare(trained)
+    with ExitStack() as opened:
+        files = [opened.enter_context(safe_open(path, "pt")) for path in sorted(folder.glob("rank-*.safetensors"))]
+        where = {key: file for file in files for key in file.keys()}  # noqa: SIM118 (it is no dict)
+        parameters = dict(trained.model.named_parameters())
+        _check_names(folder, set(where) - {STEP, SKIPPED}, parameters)
+        for name, parameter in parameters.items():
+            for kind in KINDS:
+                full = where[f"{kind}/{name}"].get_tensor(f"{kind}/{name}")
+                _check_shape(folder, name, full, parameter)
+                for fragment, start in _fragments(trained, parameter, kind):
+                    fragment.copy_(full.view(-1)[start : start + len(fragment)])
+        updates = where[STEP].get_tensor(STEP)
+        trained.skipped = int(where[SKIPPED].get_tensor(SKIPPED)) if SKIPPED in where else 0
+    for flat in flats:
+        trained.optimizer.state[flat]["step"].fill_(int(updates))
+    _refresh(trained)
+
+
+def random_state() -> dict[str, Tensor]:
+    """The states of this process's random number generators, uint8."""
+    states = {"cpu": torch.get_rng_state()}
+    return states | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
+
+
+def restore_random_state(states: dict[str, Tensor]) -> None:
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+def _prepare(trained: TrainedModel) -> list[Tensor]:
+    """The tensors that AdamW updates on this rank, with the state that it else makes in its first update."""
+    optimizer: Any = trained.engine.optimizer
+    if isinstance(optimizer, BF16_Optimizer):
+        flats: list[Tensor] = optimizer.fp32_groups_flat_partition
+    elif trained.partitioned:
+        flats = optimizer.fp32_partitioned_groups_flat
+    elif trained.sharded:
+        flats = optimizer.single_partition_of_fp32_groups
+    else:
+        flats = list(trained.network.parameters())
+    for flat in flats:
+        state = trained.optimizer.state[flat]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=flat.device)
+            state["exp_avg"] = torch.zeros_like(flat, memory_format=torch.preserve_format)
+            state["exp_avg_sq"] = torch.zeros_like(flat, memory_format=torch.preserve_format)
+    if trained.sharded and not trained.partitioned:
+        optimizer._lazy_init_hp_params_optimizer_state()
+    return flats
+
+
+def _fragments(trained: TrainedModel, parameter: Any, kind: str) -> Iterator[tuple[Tensor, int]]:
+    """This rank's fragment of the flattened parameter, float32, and where it starts; none if it has none."""
+    key = None if kind == "weight" else kind
+    optimizer: Any = trained.engine.optimizer
+    if trained.partitioned:
+        padded, _ = optimizer._get_fp32_opt_state_partition(parameter, release_swap_buffers=False, optim_state_key=key)
+        start = len(padded) * trained.ranks.rank
+        if start < parameter.ds_numel:
+            yield padded[: parameter.ds_numel - start], start
+    elif trained.sharded:
+        if (mapping := parameter._hp_mapping) is not None:
+            yield mapping.get_hp_fragment(key), mapping.lp_fragment_address.start
+    else:
+        tensor = parameter.detach() if key is None else trained.optimizer.state[parameter][key]
+        yield tensor.view(-1), 0
+
+
+def _assemble(trained: TrainedModel, parameter: Any, kind: str, owner: int) -> Tensor:
+    """On rank `owner`, the whole tensor; nothing of use on others."""
+    shape = parameter.ds_shape if trained.partitioned else parameter.shape
+    fragments = list(_fragments(trained, parameter, kind))
+    if not trained.sharded:
+        return fragments[0][0].view(shape)
+    full = torch.zeros(shape.numel(), dtype=torch.float32, device=trained.ranks.device)
+    for fragment, start in fragments:
+        full[start : start + len(fragment)] = fragment
+    if trained.ranks.count > 1:
+        # As bits, of which all but one rank has zeros, so that every value comes through, -0.0 too.
+        dist.reduce(full.view(torch.int32), owner)
+    return full.view(shape)
+
+
+def _refresh(trained: TrainedModel) -> None:
+    """The weights that the model computes with, from the float32 ones."""
+    optimizer: Any = trained.engine.optimizer
+    if trained.partitioned:
+        optimizer._partition_all_parameters()
+        for index in range(len(optimizer.fp32_partitioned_groups_flat)):
+            optimizer._reassign_or_swap_out_partitioned_parameters(index)
+        if optimizer.persistent_parameters:
+            optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+    elif trained.sharded:
+        optimizer.update_lp_params()
+
+
+def _check_names(folder: Path, keys: set[str], parameters: dict[str, nn.Parameter]) -> None:
+    wanted = {f"{kind}/{name}" for name in parameters for kind in KINDS}
+    if keys != wanted:
+        key = min(keys ^ wanted)
+        raise RunError(
+            f"{folder}: {'holds' if key in keys else 'lacks'} {key}, other than the model of this run; resume with the "
+            "model.path and critic.path that the run began with"
+        )
+
+
+def _check_shape(folder: Path, name: str, full: Tensor, parameter: Any) -> None:
+    shape = getattr(parameter, "ds_shape", parameter.shape)
+    if full.shape != shape:
+        raise RunError(
+            f"{folder}: {name} has shape {list(full.shape)}, but {list(shape)} in the model of this run; resume with "
+            "the model.path and critic.path that the run began with"
+        )

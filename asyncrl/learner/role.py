@@ -1,0 +1,134 @@
+"""A learner rank from start to end: on the batches of a run, or on those of its journal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import structlog
+
+from asyncrl.config import Config
+from asyncrl.errors import RunError
+from asyncrl.learner.algorithm import make_algorithm
+from asyncrl.learner.checkpoint.files import CHECKPOINTS
+from asyncrl.learner.checkpoint.manager import Checkpoints
+from asyncrl.learner.critic import Critic, ValueFunction
+from asyncrl.learner.deepspeed_import import be_deterministic
+from asyncrl.learner.distributed import connected
+from asyncrl.learner.loop import Learner
+from asyncrl.learner.mismatch_check import MismatchCheck
+from asyncrl.learner.remote_critic import RemoteCritic
+from asyncrl.learner.trainer import Trainer
+from asyncrl.wire.endpoints import Endpoints
+
+log = structlog.get_logger()
+
+
+def run_learner(
+    config: Config, *, rank: int, endpoints: Endpoints, run_dir: Path, should_stop: Callable[[], bool]
+) -> None:
+    """One learner rank, from loading the model or the newest checkpoint to writing the model to `run_dir/model`.
+
+    Returns when all steps are done or the run is stopping. Raises an AsyncrlError when it cannot go on.
+    """
+    from asyncrl.observe.trackers import make_trackers
+    from asyncrl.replay.client import LearnerClient
+    from asyncrl.weights.buckets import Manifest
+    from asyncrl.weights.sender import WeightSender
+    from asyncrl.weights.transports import transport_of
+
+    launch = config.launch
+    with _training(config, rank, endpoints, run_dir) as (trainer, checkpoints, parts):
+        start = checkpoints.newest()
+        if start:
+            trainer.restore(checkpoints.path(start))
+            log.info("checkpoint loaded", path=str(checkpoints.path(start)))
+        trainer.mismatch_check = MismatchCheck(config, trainer.ranks, trainer.policy.model.config.model_type)
+        client = LearnerClient(endpoints, rank, timeout_s=launch.progress_timeout_s)
+        parts.callback(client.close)
+        sender = trackers = None
+        if rank == 0:
+            trackers = make_trackers(config, run_dir)
+            parts.callback(trackers.close)
+            sender = WeightSender(
+                endpoints.weights,
+                Manifest.of(trainer.policy.shapes()),
+                expected_generators=launch.generators,
+                transport=transport_of(config),
+                bucket_bytes=config.weights.bucket_bytes,
+                timeout_s=config.weights.timeout_s,
+                start_timeout_s=launch.start_timeout_s,
+                device=str(trainer.ranks.device),
+                keys=endpoints.keys,
+            )
+            parts.callback(sender.close)
+        Learner(config, trainer, client, sender, trackers, run_dir, checkpoints, start).run(should_stop)
+
+
+def run_offline(
+    config: Config,
+    *,
+    rank: int,
+    endpoints: Endpoints,
+    run_dir: Path,
+    out_dir: Path,
+    should_stop: Callable[[], bool],
+    start: int = 0,
+) -> None:
+    """One learner rank that trains on the batches in the journal of the run in `run_dir`, without generators.
+
+    Starts from the model, or from the run's checkpoint of step `start`, and writes metrics and the model to
+    `out_dir`. Raises an AsyncrlError when it cannot go on.
+    """
+    from asyncrl.observe.trackers import make_trackers
+    from asyncrl.replay.journal.history import JournalBatches
+
+    with _training(config, rank, endpoints, run_dir) as (trainer, checkpoints, parts):
+        if start:
+            if not checkpoints.is_whole(start):
+                raise RunError(
+                    f"start = {start}: {checkpoints.path(start)} is no whole checkpoint; give the step of one that is, "
+                    "or 0 for the model that the run began with"
+                )
+            trainer.restore(checkpoints.path(start))
+        batches = JournalBatches(run_dir / "journal", rank)
+        parts.callback(batches.close)
+        trackers = None
+        if rank == 0:
+            trackers = make_trackers(config, out_dir)
+            parts.callback(trackers.close)
+        Learner(config, trainer, batches, None, trackers, out_dir, None, start).run(should_stop)
+
+
+@contextmanager
+def _training(
+    config: Config, rank: int, endpoints: Endpoints, run_dir: Path
+) -> Iterator[tuple[Trainer, Checkpoints, ExitStack]]:
+    """The trainer of this rank among all, the checkpoints in `run_dir`, and what else is to be closed at the end."""
+    launch = config.launch
+    if config.deterministic:
+        be_deterministic()
+    algorithm = make_algorithm(config)
+    with (
+        connected(
+            endpoints,
+            rank,
+            launch.learners,
+            start_timeout_s=launch.start_timeout_s,
+            timeout_s=launch.progress_timeout_s,
+        ) as ranks,
+        ExitStack() as parts,
+    ):
+        critic: ValueFunction | None = None
+        others: tuple[str, ...] = ()
+        if algorithm.needs_critic and config.critic.ranks:
+            critic = RemoteCritic(config, rank, endpoints)
+            others = critic.parts
+            parts.callback(critic.close)
+        elif algorithm.needs_critic:
+            critic = Critic(config, ranks)
+        trainer = Trainer(config, ranks, algorithm, critic)
+        checkpoints = Checkpoints(config, run_dir / CHECKPOINTS, ranks, others=others)
+        parts.callback(checkpoints.close)
+        yield trainer, checkpoints, parts

@@ -1,0 +1,178 @@
+"""`asyncrl sweep`: real trainings at several staleness limits, each with several seeds, one after the other.
+
+Every cell is a run of its own, in `runs/NAME-s2-seed0` and so on. What is finished is kept: the same command again goes
+on where it was interrupted, also in the middle of a cell.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from asyncrl.config import Config, load_config, parse_override
+from asyncrl.errors import ConfigError
+from asyncrl.util.files import read_json
+from asyncrl.util.processes import end_with_parent
+
+Run = Callable[[Sequence[str], Path], int]
+"""Runs `asyncrl launch` with these arguments, its output into the file, and gives its exit code."""
+
+END_S = 60.0
+"""How long a launch that was interrupted may take to end."""
+OF_THE_CELL = {"run", "seed", "resume"}
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    name: str
+    max_staleness: int
+    seed: int
+
+    @property
+    def run_dir(self) -> Path:
+        return Path("runs") / self.name
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """Raises ConfigError for limits or seeds that are none."""
+
+    name: str
+    config: str
+    settings: dict[str, Any]
+    """Dotted keys over those of the config, the same in all cells."""
+    overrides: tuple[str, ...]
+    """The same as arguments of `asyncrl launch`."""
+    limits: tuple[int, ...]
+    seeds: int
+
+    def __post_init__(self) -> None:
+        if not self.limits or min(self.limits) < 0 or len(set(self.limits)) < len(self.limits):
+            raise ConfigError(
+                f"--max-staleness {','.join(map(str, self.limits))}: give limits of 0 and more, each once, as in 0,1,2"
+            )
+        if self.seeds < 1:
+            raise ConfigError(f"--seeds {self.seeds}: at least 1 is needed; with 3 the results have an uncertainty")
+
+    @property
+    def cells(self) -> list[Cell]:
+        """Seed by seed, so that an interrupted sweep has all limits with the first seeds."""
+        first = load_config(self.config, self.settings).seed
+        return [
+            Cell(f"{self.name}-s{limit}-seed{seed}", limit, seed)
+            for seed in range(first, first + self.seeds)
+            for limit in self.limits
+        ]
+
+    @property
+    def folder(self) -> Path:
+        """Of the results of all cells together."""
+        return Path("sweeps") / self.name
+
+    def config_of(self, cell: Cell) -> Config:
+        own = {"run": cell.name, "seed": cell.seed, "replay.max_staleness": cell.max_staleness, "resume": "auto"}
+        return load_config(self.config, self.settings | own)
+
+    def arguments(self, cell: Cell) -> list[str]:
+        own = ["--run", cell.name, "--max-staleness", str(cell.max_staleness), f"seed={cell.seed}", "resume=auto"]
+        return ["launch", "--config", self.config, *self.overrides, *own]
+
+
+def sweep(name: str, config: str, overrides: Sequence[str], limits: str, seeds: int, console: Console) -> int:
+    """Runs what is missing of the sweep, and tells what came of all that has finished; gives the exit code.
+
+    0: all cells have finished. 1: some failed. 130: it was interrupted. Raises ConfigError before anything starts.
+    """
+    from asyncrl.plan.sweep.report import print_results, write_sweep_report
+    from asyncrl.plan.sweep.results import read_results
+
+    settings = dict(parse_override(text) for text in overrides)
+    one = Sweep(name, config, settings, tuple(overrides), parse_limits(limits), seeds)
+    failed, interrupted = run_cells(one, console, launch_in_process)
+    if any(status_of(cell) == "finished" for cell in one.cells):
+        results = read_results(one.cells)
+        results.write(one.folder / "sweep.json")
+        write_sweep_report(results, one.folder / "sweep.html", name=name)
+        print_results(results, console)
+        console.print(f"report {one.folder / 'sweep.html'}", highlight=False, soft_wrap=True)
+    if interrupted:
+        console.print("interrupted; the same command goes on", highlight=False)
+        return 130
+    return 1 if failed else 0
+
+
+def parse_limits(text: str) -> tuple[int, ...]:
+    """Numbers with commas between them. Raises ConfigError for anything else."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"--max-staleness {text}: give numbers with commas between them, as in 0,1,2,4,8") from None
+
+
+def check(sweep: Sweep) -> None:
+    """Raises ConfigError, before any cell starts, when one cannot be run, or one that there is had other settings."""
+    for cell in sweep.cells:
+        config, file = sweep.config_of(cell), cell.run_dir / "config.yaml"
+        if not file.is_file():
+            continue
+        found, wanted = (one.model_dump(mode="json", exclude=OF_THE_CELL) for one in (load_config(file), config))
+        if found != wanted:
+            changed = [name for name in wanted if found[name] != wanted[name]]
+            raise ConfigError(
+                f"{cell.run_dir}: is of a sweep with other settings ({', '.join(changed)}); give another --name, or "
+                "move its runs away"
+            )
+
+
+def status_of(cell: Cell) -> str:
+    """As in its summary; "missing" before there is one."""
+    file = cell.run_dir / "summary.json"
+    return read_json(file)["status"] if file.is_file() else "missing"
+
+
+def run_cells(sweep: Sweep, console: Console, run: Run) -> tuple[list[Cell], bool]:
+    """Runs what is not finished; gives the cells that failed, and whether it was interrupted."""
+    check(sweep)
+    sweep.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    failed: list[Cell] = []
+    cells = sweep.cells
+    for number, cell in enumerate(cells, start=1):
+        title = f"{number} of {len(cells)}  max_staleness {cell.max_staleness}, seed {cell.seed}"
+        if status_of(cell) == "finished":
+            console.print(f"{title}: finished before", highlight=False)
+            continue
+        console.print(f"{title}: runs/{cell.name} ...", highlight=False)
+        started_s = time.monotonic()
+        code = run(sweep.arguments(cell), sweep.folder / f"{cell.name}.log")
+        if code == 130:
+            return failed, True
+        if code:
+            failed.append(cell)
+        how = "finished" if not code else f"failed with exit code {code}, see {sweep.folder / cell.name}.log"
+        console.print(f"{title}: {how} after {time.monotonic() - started_s:.0f} s", highlight=False, soft_wrap=True)
+    return failed, False
+
+
+def launch_in_process(arguments: Sequence[str], log: Path) -> int:
+    """`asyncrl launch` as a process of its own; Ctrl-C reaches it, too, and gives 130 when it has ended."""
+    command = [sys.executable, "-m", "asyncrl.cli", *arguments]
+    with log.open("w") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out, preexec_fn=partial(end_with_parent, os.getpid()))
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            try:
+                process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            return 130

@@ -1,0 +1,173 @@
+"""What a sweep came to: throughput, reward and effective sample size by limit, and which limit to take."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.errors import DataError
+from asyncrl.observe.report import OF_STEP, read_metrics
+from asyncrl.plan.sweep.cells import Cell, status_of
+from asyncrl.util.files import read_json
+
+SMOOTHED_STEPS = 5
+"""Rewards are means over so many steps."""
+SAMPLES = 10_000
+"""Of the bootstrap."""
+
+
+@dataclass(frozen=True, slots=True)
+class CellResult:
+    max_staleness: int
+    seed: int
+    tokens_per_s: float
+    staleness_mean: float
+    ess: float
+    """Effective sample size of the importance weights, mean of the last half of the steps."""
+    reward: float
+    """Of the last tenth of the steps."""
+    steps: list[int]
+    seconds: list[float]
+    """From the first lease to the end of each step."""
+    rewards: list[float]
+    """Of each step, smoothed."""
+
+    def reward_at(self, seconds: float) -> float:
+        """The smoothed reward when so much time has passed."""
+        return float(np.interp(seconds, self.seconds, self.rewards))
+
+
+@dataclass(frozen=True, slots=True)
+class LimitResult:
+    """All seeds of one limit: means and their standard errors (NaN with one seed)."""
+
+    max_staleness: int
+    seeds: int
+    tokens_per_s: float
+    tokens_per_s_error: float
+    reward: float
+    reward_error: float
+    reward_in_time: float
+    """At the time at which the first cell of the sweep had ended."""
+    reward_in_time_error: float
+    ess: float
+    staleness_mean: float
+    pareto: bool
+    """No other limit has both more tokens/s and more reward."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recommendation:
+    max_staleness: int
+    sentence: str
+    best_fraction: dict[int, float]
+    """By limit: in what part of the bootstrap samples it has the highest reward in equal time."""
+
+
+@dataclass(frozen=True, slots=True)
+class SweepResults:
+    seconds: float
+    """The equal time in which rewards are compared."""
+    limits: list[LimitResult]
+    recommendation: Recommendation
+    cells: list[CellResult]
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+
+def read_cell(cell: Cell) -> CellResult:
+    """Of a run that has finished."""
+    summary: dict[str, Any] = read_json(cell.run_dir / "summary.json")
+    rows = [row for row in read_metrics(cell.run_dir / "metrics.jsonl") if "reward/mean" in row and OF_STEP in row]
+    ess = [row["correction/ess"] for row in rows[len(rows) // 2 :] if "correction/ess" in row]
+    return CellResult(
+        max_staleness=cell.max_staleness,
+        seed=cell.seed,
+        tokens_per_s=summary["tokens_per_s"],
+        staleness_mean=summary["staleness"]["mean"],
+        ess=float(np.mean(ess)) if ess else float("nan"),
+        reward=summary["reward_last"],
+        steps=[int(row["step"]) for row in rows],
+        seconds=[row["time/elapsed_s"] for row in rows],
+        rewards=smoothed([row["reward/mean"] for row in rows]),
+    )
+
+
+def smoothed(values: Sequence[float]) -> list[float]:
+    """Each value as the mean of the latest SMOOTHED_STEPS up to it."""
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    ends = np.arange(1, len(values) + 1)
+    begins = np.maximum(ends - SMOOTHED_STEPS, 0)
+    return ((sums[ends] - sums[begins]) / (ends - begins)).tolist()
+
+
+def read_results(cells: Sequence[Cell], *, seed: int = 0) -> SweepResults:
+    """Of the cells that are finished. Raises DataError when none is."""
+    found = [read_cell(cell) for cell in cells if status_of(cell) == "finished"]
+    if not found:
+        raise DataError("no cell of the sweep has finished; see its logs")
+    seconds = min(cell.seconds[-1] for cell in found)
+    limits = sorted({cell.max_staleness for cell in found})
+    by_limit = {limit: [cell for cell in found if cell.max_staleness == limit] for limit in limits}
+    results = [_limit_result(by_limit[limit], seconds) for limit in limits]
+    results = [_with_pareto(result, results) for result in results]
+    in_time = {limit: np.array([cell.reward_at(seconds) for cell in own]) for limit, own in by_limit.items()}
+    return SweepResults(seconds, results, recommend(in_time, seconds, seed=seed), found)
+
+
+def recommend(rewards: dict[int, NDArray[np.float64]], seconds: float, *, seed: int = 0) -> Recommendation:
+    """The limit with the highest mean of its rewards [seeds], and how sure that is.
+
+    Limits that the bootstrap over seeds cannot tell from the best, with 95 % of its samples, are named; the lowest of
+    them is the one to take: what is not better is not worth being staler.
+    """
+    dice = np.random.default_rng(seed)
+    limits = sorted(rewards)
+    samples = np.stack([
+        values[dice.integers(len(values), size=(SAMPLES, len(values)))].mean(1) for _, values in sorted(rewards.items())
+    ])  # fmt: skip
+    wins = np.bincount(samples.argmax(0), minlength=len(limits)) / SAMPLES
+    means = np.array([rewards[limit].mean() for limit in limits])
+    best = int(means.argmax())
+    one_seed = min(len(values) for values in rewards.values()) < 2
+    gaps = samples[best] - samples
+    alike = [i for i in range(len(limits)) if i != best and np.quantile(gaps[i], 0.05) <= 0.0]
+    chosen = best if one_seed else min([best, *alike], key=lambda index: limits[index])
+    low, high = np.quantile(samples[chosen], [0.025, 0.975])
+    what = f"max_staleness {limits[chosen]}: reward {means[chosen]:.3f}"
+    if one_seed:
+        sure = "one seed only, so that nothing says how sure this is: give --seeds 3"
+    else:
+        sure = f"95 % between {low:.3f} and {high:.3f}, the best of all in {wins[chosen]:.0%} of the bootstrap samples"
+    others = [limits[i] for i in [best, *alike] if i != chosen]
+    told = f"; {', '.join(map(str, sorted(others)))} cannot be told from it" if others and not one_seed else ""
+    sentence = f"{what} after {seconds:.0f} s ({sure}){told}"
+    fractions = {limit: float(wins[i]) for i, limit in enumerate(limits)}
+    return Recommendation(limits[chosen], sentence, fractions)
+
+
+def _limit_result(cells: list[CellResult], seconds: float) -> LimitResult:
+    def mean_and_error(values: list[float]) -> tuple[float, float]:
+        error = float(np.std(values, ddof=1) / len(values) ** 0.5) if len(values) > 1 else float("nan")
+        return float(np.mean(values)), error
+
+    rate, reward = mean_and_error([c.tokens_per_s for c in cells]), mean_and_error([c.reward for c in cells])
+    in_time = mean_and_error([cell.reward_at(seconds) for cell in cells])
+    ess, staleness = (float(np.mean([getattr(c, name) for c in cells])) for name in ("ess", "staleness_mean"))
+    return LimitResult(cells[0].max_staleness, len(cells), *rate, *reward, *in_time, ess, staleness, pareto=False)
+
+
+def _with_pareto(own: LimitResult, results: list[LimitResult]) -> LimitResult:
+    beaten = any(
+        other.tokens_per_s >= own.tokens_per_s and other.reward >= own.reward
+        and (other.tokens_per_s, other.reward) != (own.tokens_per_s, own.reward)
+        for other in results
+    )  # fmt: skip
+    return LimitResult(**asdict(own) | {"pareto": not beaten})

@@ -1,0 +1,89 @@
+"""What an evaluation comes to: rewards and pass@k, over all prompts and by data source."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+
+from asyncrl.types import Status
+from asyncrl.wire.messages import EvaluatedBody
+
+CORRECT = 1.0 - 1e-6
+"""A completion with at least this reward is correct."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScore:
+    """One evaluation prompt."""
+
+    data_source: str
+    rewards: list[float]
+    """Of each completion; 0 for a failed one."""
+    status: list[Status]
+    tokens: int
+    """Of all completions."""
+
+    @classmethod
+    def of(cls, result: EvaluatedBody) -> Self:
+        """What an evaluated prompt came to."""
+        return cls(result["data_source"], result["rewards"], result["status"], result["tokens"])
+
+    def state(self) -> list[Any]:
+        """What the score is made of, for msgpack."""
+        return [self.data_source, self.rewards, self.status, self.tokens]
+
+    @property
+    def num_correct(self) -> int:
+        return sum(
+            reward >= CORRECT and status != "failed" for reward, status in zip(self.rewards, self.status, strict=True)
+        )
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Unbiased estimate of the probability that one of k samples is correct: 1 - C(n - c, k) / C(n, k)
+    (arXiv:2107.03374 eq. 1)."""
+    return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
+
+
+def pass_ks(num_samples: int) -> list[int]:
+    """The k that are reported: 1, 2, 4, ... and the number of samples."""
+    return [*(1 << i for i in range(num_samples.bit_length()) if 1 << i < num_samples), num_samples]
+
+
+def score_table(scores: Iterable[PromptScore]) -> dict[str, float]:
+    """`reward`, `pass@k`, `completion_tokens` (mean), `truncated` (fraction of completions), `failed` (completions
+    whose reward could not be had; they count as reward 0 and not correct) and `prompts`; over all prompts, each with
+    the same weight, and again for each data source as `<data source>/<name>`."""
+    scores = list(scores)
+    table = _table(scores)
+    for source in sorted({score.data_source for score in scores}):
+        own = _table([score for score in scores if score.data_source == source])
+        table |= {f"{source}/{name}": value for name, value in own.items()}
+    return table
+
+
+def eval_metrics(result: dict[str, Any]) -> dict[str, float]:
+    """A result of an evaluation under the names that metrics have."""
+    return {f"eval/{name}": float(value) for name, value in result.items()}
+
+
+def _table(scores: Sequence[PromptScore]) -> dict[str, float]:
+    num_samples = len(scores[0].rewards)
+    completions = num_samples * len(scores)
+    status = [status for score in scores for status in score.status]
+    passes = {
+        f"pass@{k}": float(np.mean([pass_at_k(num_samples, score.num_correct, k) for score in scores]))
+        for k in pass_ks(num_samples)
+    }
+    return {
+        "reward": float(np.mean([score.rewards for score in scores])),
+        **passes,
+        "completion_tokens": sum(score.tokens for score in scores) / completions,
+        "truncated": status.count("truncated") / completions,
+        "failed": float(status.count("failed")),
+        "prompts": float(len(scores)),
+    }

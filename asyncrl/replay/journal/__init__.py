@@ -1,0 +1,1 @@
+"""The journal: records, segments, and what of them is kept."""

@@ -1,0 +1,236 @@
+"""Where a journal has the steps that were trained."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from asyncrl.errors import JournalError, ProtocolError
+from asyncrl.replay.client import Committed
+from asyncrl.replay.codec import unpack_group
+from asyncrl.replay.journal.reader import WAY_OUT, Loader, Segment, scan_journal
+from asyncrl.replay.journal.writer import Journal, Location, Record, segments_of
+from asyncrl.replay.tickets import Finished
+from asyncrl.types import Group, Shard
+from asyncrl.wire.messages import GroupMeta
+
+READ_AT_ONCE_BYTES = 64 << 20
+"""Of the journal, before others are answered."""
+
+
+class Catchup:
+    """The batches and metrics of the steps from `first` to `last`, which lie in these segments of the journal.
+
+    The journal is read as far as the step that is asked for. A step must be read before its methods are called; they
+    raise ProtocolError when the journal does not have it any more.
+    """
+
+    def __init__(self, journal: Journal, segments: Collection[int], *, first: int, last: int) -> None:
+        self.first, self.last = first, last
+        self._journal = journal
+        journal.write()
+        scanned = list(scan_journal(journal.folder, segments=segments))
+        there = ((number, segment) for number, segment in scanned if number in journal.segments)
+        self._trained = TrainedSteps(journal.folder, there)
+
+    def read(self, step: int, *, whole: bool = False) -> bool:
+        """Reads on to the step, or up to READ_AT_ONCE_BYTES unless it is to be read as a `whole`; False while there is
+        more to be read. Raises JournalError."""
+        return self._trained.read(step, max_bytes=math.inf if whole else READ_AT_ONCE_BYTES)
+
+    def shards(self, step: int) -> list[list[int]]:
+        """Tickets of each learner rank."""
+        return [[ticket for ticket, _ in shard] for shard in self._places(step)]
+
+    def groups(self, step: int, rank: int) -> list[Finished]:
+        """Those of a learner rank, in the order they were trained in."""
+        places = [place for _, place in self._places(step)[rank]]
+        # In the order of the journal, so that each record batch is read once.
+        records = {place: self._journal.load(place) for place in sorted(places)}
+        return [Finished.of_record(records[place].body, records[place].arrays) for place in places]
+
+    def metrics(self, step: int) -> dict[str, float]:
+        """What the queue's answer to the commit of the step was."""
+        metrics = self._trained.steps[step].metrics if step in self._trained.steps else None
+        if metrics is None:
+            raise self._gone(step)
+        return metrics
+
+    def _places(self, step: int) -> list[list[tuple[int, Location]]]:
+        trained, there = self._trained.steps.get(step), set(self._journal.segments)
+        if trained is None:
+            raise self._gone(step)
+        shards = [[(number, at) for number, at in shard if at and at[0] in there] for shard in trained.shards]
+        if [len(shard) for shard in shards] != [len(shard) for shard in trained.shards]:
+            raise self._gone(step)
+        return shards
+
+    def _gone(self, step: int) -> ProtocolError:
+        return ProtocolError(f"step {step} is not in the journal {self._journal.folder} any more; {WAY_OUT}")
+
+
+@dataclass(slots=True)
+class TrainedStep:
+    """Where the journal has one step."""
+
+    shards: list[list[tuple[int, Location | None]]]
+    """Ticket and place of the groups of each learner rank; no place when the journal does not have the group."""
+    metrics: dict[str, float] | None = None
+    """Of the replay side; None until the step is committed."""
+
+    @property
+    def is_whole(self) -> bool:
+        return self.metrics is not None and all(place is not None for shard in self.shards for _, place in shard)
+
+
+class TrainedSteps:
+    """The steps in these segments of the journal, as far as it was read. Of a ticket the last group before its step was
+    taken is the one that was trained: what came from a lease that was handed on is not recorded as a group."""
+
+    def __init__(self, folder: Path, segments: Iterable[tuple[int, Segment]]) -> None:
+        self.steps: dict[int, TrainedStep] = {}
+        self._folder = folder
+        self._segments = segments
+        self._groups: dict[int, Location] = {}
+        self._parts = self._read()
+
+    def read(self, step: int | None = None, *, max_bytes: float = math.inf) -> bool:
+        """Reads on until the step is whole, or to the end; False when it stops before, having read `max_bytes`. Raises
+        JournalError."""
+        while max_bytes > 0:
+            if step in self.steps and self.steps[step].metrics is not None:
+                return True
+            num_bytes = next(self._parts, None)
+            if num_bytes is None:
+                return True
+            max_bytes -= num_bytes
+        return False
+
+    def _read(self) -> Iterator[int]:
+        """Reads a record batch at a time; gives its bytes."""
+        for number, segment in self._segments:
+            for batch in range(len(segment.ends)):
+                for place, record in segment.records(number, batch):
+                    try:
+                        self._note(place, record)
+                    except (KeyError, TypeError) as error:
+                        raise unreadable(self._folder, place, record, error) from None
+                begin, end = segment.span(batch)
+                yield end - begin
+
+    def _note(self, place: Location, record: Record) -> None:
+        body: Any = record.body
+        match record.kind:
+            case "group":
+                self._groups[body["ticket"]] = place
+            case "take":
+                shards = [[(ticket, self._groups.get(ticket)) for ticket in shard] for shard in body["shards"]]
+                self.steps[body["step"]] = TrainedStep(shards)
+            case "commit" if body["step"] in self.steps:
+                self.steps[body["step"]].metrics = {name: body["metrics"][name] for name in body["own"]}
+            case _:
+                pass
+
+
+def trained_steps(folder: Path) -> dict[int, TrainedStep]:
+    """All steps in the journal, by one reading. Raises JournalError."""
+    trained = TrainedSteps(folder, scan_journal(folder))
+    trained.read()
+    return trained.steps
+
+
+def unreadable(folder: Path, place: Location, record: Record, error: Exception) -> JournalError:
+    """The error for a record that makes no sense."""
+    segment, batch, row = place
+    return JournalError(
+        f"{folder}: segment {segment}, record batch {batch}, row {row}: the {record.kind!r} there is not what the "
+        f"replay queue writes ({type(error).__name__}: {error}); was it written by another version of asyncrl?"
+    )
+
+
+class JournalBatches:
+    """What `LearnerClient` is to a learner rank, for steps that were trained before.
+
+    The folder is read once to find the steps; their groups are read when they are taken. Every method raises
+    JournalError when the journal is damaged.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.folder = folder
+        self.rank = rank
+        if not segments_of(folder):
+            raise JournalError(f"{folder}: there is no journal; give the folder of a run that was launched")
+        self._loader = Loader(folder)
+        self._steps = trained_steps(folder)
+        self.steps = max((step for step, one in self._steps.items() if one.metrics is not None), default=0)
+        """The last step that was committed."""
+
+    @property
+    def first(self) -> int:
+        """The first step from which on all are whole; one more than `steps` when none is."""
+        first = self.steps + 1
+        while first - 1 in self._steps and self._steps[first - 1].is_whole:
+            first -= 1
+        return first
+
+    def begin(self, step: int) -> int:
+        """Steps that can be trained again, by a learner that has trained `step` of them. Raises JournalError when the
+        next one is not there."""
+        if not self.steps:
+            raise JournalError(f"{self.folder}: no step was committed, so there is nothing to train again")
+        if step > self.steps:
+            raise JournalError(
+                f"{self.folder}: ends with step {self.steps}, and the learner has trained {step} steps; start from an "
+                "earlier checkpoint or from none"
+            )
+        if step + 1 < self.first:
+            there = f"the first one there is {self.first}" if self.first <= self.steps else "nor is any after it"
+            raise JournalError(
+                f"{self.folder}: step {step + 1} is not there any more, {there}; start from a checkpoint of step "
+                f"{self.first - 1} or later, or run with journal.keep=all to replay a run from its beginning"
+            )
+        return self.steps
+
+    def take(self, step: int) -> Shard | None:
+        """This rank's shard of the step, with the groups in the order they were trained in; None after the last."""
+        if step > self.steps:
+            return None
+        shards = self._step(step).shards
+        if self.rank >= len(shards):
+            raise JournalError(
+                f"{self.folder}: step {step} was dealt to {len(shards)} learner ranks, this is rank {self.rank}; "
+                f"set launch.learners={len(shards)}"
+            )
+        places = [(cast(Location, place), ticket) for ticket, place in shards[self.rank]]
+        groups = {ticket: self._group(place) for place, ticket in sorted(places)}
+        return Shard(step, [groups[ticket] for _, ticket in places])
+
+    def commit(
+        self, step: int, metrics: dict[str, float], *, saving: bool = False, checkpoints: Sequence[int] = ()
+    ) -> Committed:
+        """What the queue answered to the commit of the step; changes nothing. There is no state to save."""
+        return Committed(cast(dict[str, float], self._step(step).metrics))
+
+    def evaluations(self, should_stop: Callable[[], bool]) -> Iterator[tuple[int, dict[str, float]]]:
+        """None: nobody evaluates."""
+        return iter(())
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+    def _step(self, step: int) -> TrainedStep:
+        one = self._steps.get(step)
+        if one is None or not one.is_whole:
+            raise JournalError(f"{self.folder}: step {step} is not there; it has steps {self.first} to {self.steps}")
+        return one
+
+    def _group(self, place: Location) -> Group:
+        record = self._loader.load(place)
+        try:
+            meta = cast(GroupMeta, {name: record.body[name] for name in GroupMeta.__annotations__})
+            return unpack_group(meta, record.arrays)
+        except (ProtocolError, KeyError, TypeError, IndexError) as error:
+            raise unreadable(self.folder, place, record, error) from None

@@ -1,0 +1,195 @@
+"""Records of the journal as rows of Arrow record batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgpack
+import numpy as np
+import pyarrow as pa
+
+from asyncrl.errors import InvariantError
+from asyncrl.wire.frames import DTYPES, Array
+
+FRAMES = {
+    "tokens": DTYPES["i4"],
+    "action_mask": DTYPES["b1"],
+    "behavior_logprobs": DTYPES["f4"],
+    "versions": DTYPES["i4"],
+}
+"""The frames of a group, in their order. A mask is stored as bytes, so that it is read without a copy."""
+FRAME_BYTES = sum(dtype.itemsize for dtype in FRAMES.values())
+"""Of one token."""
+STORED = {name: np.dtype("u1") if dtype.kind == "b" else dtype for name, dtype in FRAMES.items()}
+SCHEMA = pa.schema(
+    [
+        pa.field("kind", pa.string(), nullable=False),
+        pa.field("body", pa.binary(), nullable=False),
+        pa.field("ticket", pa.int64()),
+        pa.field("attempt", pa.int32()),
+        *(pa.field(name, pa.list_(pa.from_numpy_dtype(dtype))) for name, dtype in STORED.items()),
+    ],
+    metadata={"asyncrl.journal": "2"},
+)
+"""One row is one record; ticket, attempt and frames are null unless it is a group."""
+KINDS, BODIES, TICKETS, ATTEMPTS, *LISTS = SCHEMA.types
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One event of the run."""
+
+    kind: str
+    body: Any
+    """What msgpack can hold; tuples come back as lists."""
+    arrays: list[Array] = field(default_factory=list[Array])
+    """The four frames of a group, or none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """The bytes of a record batch message, as buffers that follow one another."""
+
+    pieces: list[Any]
+    num_bytes: int
+
+
+class BatchPacker:
+    """Collects records and makes batches of them; frames become pieces of their own, and are not copied.
+
+    Arrow is given a buffer for each column of frames that has the right size and is never read: where Arrow writes
+    it, the frames are put.
+    """
+
+    def __init__(self) -> None:
+        self._pack = msgpack.Packer().pack
+        self._itemsizes = [dtype.itemsize for dtype in FRAMES.values()]
+        marks = np.zeros((len(STORED), 64), dtype=np.uint8)
+        self._marks = [(mark.ctypes.data, mark) for mark in marks]
+        self._nulls: dict[int, list[pa.Array]] = {}
+        """Columns of so many records, none of which is a group."""
+        self._sink = _Sink()
+        self._stream = pa.ipc.new_stream(pa.PythonFile(self._sink, mode="w"), SCHEMA)
+        # The schema comes before the first batch; segments have their own.
+        self._stream.write_batch(pa.RecordBatch.from_pylist([], schema=SCHEMA))
+        self._sink.take()
+        self._begin()
+
+    def __len__(self) -> int:
+        """Records collected."""
+        return len(self._kinds)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the bodies and frames collected."""
+        return self._body_bytes + FRAME_BYTES * self._ends[-1]
+
+    def add(self, record: Record) -> None:
+        """Raises TypeError for a body that msgpack cannot hold."""
+        body, frames = self._pack(record.body), record.arrays
+        ticket = attempt = None
+        length = 0
+        if frames:
+            ticket, attempt, length = record.body["ticket"], record.body["attempt"], frames[0].size
+            if [frame.nbytes for frame in frames] != [length * size for size in self._itemsizes]:
+                kinds = [f"{frame.dtype}{list(frame.shape)}" for frame in frames]
+                raise InvariantError(f"journal: a {record.kind} with frames {', '.join(kinds)}")
+            for column, frame in zip(self._frames, frames, strict=True):
+                column.append(frame if frame.flags.c_contiguous else np.ascontiguousarray(frame))
+        self._kinds.append(record.kind)
+        self._bodies.append(body)
+        self._tickets.append(ticket)
+        self._attempts.append(attempt)
+        self._ends.append(self._ends[-1] + length)
+        self._body_bytes += len(body)
+
+    def take(self) -> Packed:
+        """The batch of what was collected; collecting begins anew."""
+        columns = [pa.array(self._kinds, KINDS), pa.array(self._bodies, BODIES)]
+        columns += self._group_columns() if self._frames[0] else self._no_groups()
+        self._begin()
+        self._stream.write_batch(pa.RecordBatch.from_arrays(columns, schema=SCHEMA))
+        return self._sink.take()
+
+    def _group_columns(self) -> list[pa.Array]:
+        rows, length = len(self), self._ends[-1]
+        columns = [pa.array(self._tickets, TICKETS), pa.array(self._attempts, ATTEMPTS)]
+        validity = columns[0].buffers()[0]
+        offsets = pa.array(self._ends, pa.int32()).buffers()[1]
+        for (address, mark), size, frames, lists in zip(self._marks, self._itemsizes, self._frames, LISTS, strict=True):
+            values = pa.foreign_buffer(address, length * size, mark)
+            self._sink.frames[address] = frames
+            children = [pa.Array.from_buffers(lists.value_type, length, [None, values])]
+            columns.append(pa.Array.from_buffers(lists, rows, [validity, offsets], children=children))
+        return columns
+
+    def _no_groups(self) -> list[pa.Array]:
+        rows = len(self)
+        if rows not in self._nulls:
+            self._nulls[rows] = [pa.nulls(rows, kind) for kind in (TICKETS, ATTEMPTS, *LISTS)]
+        return self._nulls[rows]
+
+    def _begin(self) -> None:
+        self._kinds: list[str] = []
+        self._bodies: list[bytes] = []
+        self._tickets: list[int | None] = []
+        self._attempts: list[int | None] = []
+        self._frames: list[list[Array]] = [[] for _ in STORED]
+        self._ends = [0]
+        """Where the frames of each record end, in tokens; first where those of the first one begin."""
+        self._body_bytes = 0
+
+
+class _Sink:
+    """The file that Arrow writes to."""
+
+    closed = False
+
+    def __init__(self) -> None:
+        self.frames: dict[int, list[Array]] = {}
+        """What to put in place of the buffer at an address."""
+        self._pieces: list[Any] = []
+        self._begin = self._end = 0
+
+    def take(self) -> Packed:
+        """What was written since the last time."""
+        packed = Packed(self._pieces, self._end - self._begin)
+        self.frames, self._pieces, self._begin = {}, [], self._end
+        return packed
+
+    def write(self, data: Any) -> int:
+        frames = self.frames.get(data.address) if isinstance(data, pa.Buffer) else None
+        self._pieces += [data] if frames is None else frames
+        self._end += len(data)
+        return len(data)
+
+    def tell(self) -> int:
+        return self._end
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Batch:
+    """The records of one batch that was read; arrays are read-only views of its bytes."""
+
+    def __init__(self, batch: pa.RecordBatch) -> None:
+        self._kinds = batch.column("kind").to_pylist()
+        self._bodies = batch.column("body").to_pylist()
+        self._frames: list[tuple[Array, Array]] = []
+        for name, dtype in FRAMES.items():
+            lists = batch.column(name)
+            self._frames.append((lists.offsets.to_numpy(), lists.values.to_numpy().view(dtype)))
+        self._has_frames = batch.column("ticket").is_valid().to_numpy(zero_copy_only=False)
+
+    def __len__(self) -> int:
+        return len(self._kinds)
+
+    def record(self, row: int) -> Record:
+        """Raises ValueError or TypeError when the body is not msgpack with keys that a map can have."""
+        body = msgpack.unpackb(self._bodies[row], strict_map_key=False)
+        frames = self._frames if self._has_frames[row] else []
+        arrays = [values[offsets[row] : offsets[row + 1]] for offsets, values in frames]
+        return Record(self._kinds[row], body, arrays)

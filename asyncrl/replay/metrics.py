@@ -1,0 +1,319 @@
+"""What the replay queue measures of a run: reward, staleness, idle time and rates, from what passes through it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from asyncrl.config import Config
+from asyncrl.replay.ledger import Ledger, State
+from asyncrl.replay.stats import Ages, Curve, ExactMean, GeneratorState, Outcome, bias_alarms
+from asyncrl.types import mean_lag
+from asyncrl.util.processes import ACTIVITIES, fractions
+from asyncrl.wire.bounds import MAX_COUNT, MAX_NUMBER
+from asyncrl.wire.messages import GroupMeta
+
+RATE_WINDOW_S = 10.0
+LEARNER_TIMES = {
+    "waiting": "learner/wait_s", "working": "learner/step_s", "syncing": "learner/sync_s", "writing": "learner/write_s",
+}  # fmt: skip
+"""The learner's metric of each activity."""
+SKIPPED_UPDATES = ("learner/skipped_updates", "critic/skipped_updates")
+COSTS = ("generator/step_base_s", "generator/step_sequence_s", "generator/request_s", "generator/reward_s")
+"""Metrics of what generators say that an engine step costs, in their order there."""
+
+
+@dataclass(slots=True)
+class ScoredSince:
+    """Means over the trajectories that were scored since the last step: rewards, their parts, lengths. They do not
+    depend on the order in which groups came."""
+
+    means: dict[str, ExactMean] = field(default_factory=dict[str, ExactMean])
+
+    def add(self, meta: GroupMeta, completion: Sequence[int]) -> None:
+        self._count("reward/mean", meta["rewards"])
+        self._count(f"reward/{meta['data_source']}", meta["rewards"])
+        for name in {name for parts in meta["parts"] for name in parts}:
+            self._count(f"reward_part/{name}", [parts[name] for parts in meta["parts"] if name in parts])
+        self._count("completion/tokens", completion)
+        if meta["greedy_reward"] is not None:
+            self._count("reward/greedy", [meta["greedy_reward"]])
+        self._count("completion/truncated_fraction", [float(status == "truncated") for status in meta["status"]])
+
+    def count_failed(self, meta: GroupMeta) -> None:
+        """Counts the trajectories whose reward could not be had, of any group."""
+        self._count("reward/failed_fraction", [float(bool(error)) for error in meta["errors"]])
+
+    def take(self) -> dict[str, float]:
+        """The means, once; nothing is left of them here."""
+        means, self.means = self.means, {}
+        return {name: means[name].mean for name in sorted(means)}
+
+    def _count(self, name: str, values: Sequence[float]) -> None:
+        self.means.setdefault(name, ExactMean()).add(values)
+
+
+@dataclass(slots=True)
+class RunMeasure:
+    """Sums over the run. Rewards count every group that was scored, trained or without signal; staleness is in
+    learner steps and counts action tokens when they are trained. Times are the run's (`RunClock`)."""
+
+    config: Config
+    first_lease_s: float | None = None
+    last_step_s: float | None = None
+    generators: dict[int, GeneratorState] = field(default_factory=dict[int, GeneratorState])
+    learners: dict[int, float | None] = field(default_factory=dict[int, float | None])
+    """When each rank was heard, of those that have asked for a batch."""
+    step_rewards: Curve = field(default_factory=Curve)
+    scored_since: ScoredSince = field(default_factory=ScoredSince)
+    outcomes: dict[str, Outcome] = field(default_factory=dict[str, Outcome])
+    """By how they ended: "trained", or the reason of their refund."""
+    greedy_tokens: int = 0
+    """Tokens of the greedy completions of scored groups; they are in no box of the ledger."""
+    histogram: list[int] = field(default_factory=list[int])
+    ages: Ages = field(default_factory=Ages)
+    learner_wait_s: float = 0.0
+    learner_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(ACTIVITIES, 0.0))
+    """Seconds of learner rank 0, by activity."""
+    syncs: int = 0
+    """Versions that the learner of today has sent."""
+    skipped_updates: int = 0
+    """Updates of policy and critic that were skipped because they were not finite."""
+    syncs_before: int = 0
+    """Those of the learners before it."""
+    recent: deque[tuple[float, int]] = field(default_factory=deque[tuple[float, int]])
+    """When each of the latest steps ended, and its tokens."""
+    last_metrics: dict[str, float] = field(default_factory=dict[str, float])
+    """All of the last step, those of the learner among them."""
+
+    def heard(self, generator: int, session: str, version: int, stats: dict[str, Any], now_s: float) -> None:
+        self.generators.setdefault(generator, GeneratorState()).hear(session, version, stats, now_s)
+
+    def lost(self, generator: int) -> None:
+        """The generator is not up any more."""
+        if generator in self.generators:
+            self.generators[generator].heard_s = None
+
+    def leased(self, now_s: float) -> None:
+        if self.first_lease_s is None:
+            self.first_lease_s = now_s
+
+    def scored(self, meta: GroupMeta, completion: Sequence[int]) -> None:
+        """Counts a group that came back; `completion` has the action tokens of each trajectory."""
+        self.scored_since.count_failed(meta)
+        if "failed" not in meta["status"]:
+            self.scored_since.add(meta, completion)
+            self.greedy_tokens += meta["greedy_tokens"]
+
+    def ended(self, outcome: str, meta: GroupMeta, completion: Sequence[int]) -> None:
+        """Counts a group that was trained or refunded."""
+        self.outcomes.setdefault(outcome, Outcome()).add(meta, completion)
+
+    def committed(
+        self,
+        step: int,
+        groups: Sequence[dict[int, int]],
+        ages: Ages,
+        metrics: dict[str, float],
+        ledger: Ledger,
+        now_s: float,
+    ) -> dict[str, float]:
+        """Metrics of the step; `groups` has the action tokens of each trained group, by version, `ages` are theirs."""
+        counts = self._count_staleness(step - 1, groups)
+        tokens = int(counts.sum())
+        began_s = self.first_lease_s or 0.0
+        waited_s = metrics.get("learner/wait_s", 0.0) + metrics.get("learner/sync_s", 0.0)
+        if not waited_s >= 0.0:  # what a learner says may be anything, NaN too
+            waited_s = 0.0
+        self.learner_wait_s += min(waited_s, now_s - (self.last_step_s or began_s))
+        for name, metric in LEARNER_TIMES.items():
+            told_s = metrics.get(metric, 0.0)
+            self.learner_s[name] += min(told_s, MAX_NUMBER) if told_s >= 0.0 else 0.0
+        self.last_step_s = now_s
+        self._count_syncs(metrics.get("weights/syncs", 0.0))
+        for told in (metrics.get(name, 0.0) for name in SKIPPED_UPDATES):
+            self.skipped_updates += int(told) if 0 <= told <= MAX_COUNT else 0
+        self.recent.append((now_s, tokens))
+        while now_s - self.recent[0][0] >= RATE_WINDOW_S:
+            self.recent.popleft()
+        scored = self.scored_since.take()
+        reward, generator_s = scored.get("reward/mean", self.step_rewards.latest), self.generator_s
+        if reward is not None:
+            self.step_rewards.add(reward)
+        self.ages.join(ages)
+        lags = np.arange(len(counts))
+        own = {
+            "reward/mean": reward or 0.0,
+            "staleness/mean": float((counts * lags).sum() / max(tokens, 1)),
+            "staleness/max": float(lags[counts > 0].max(initial=0)),
+            **{f"staleness/{name}": mean for name, mean in ages.staleness.items()},
+            **{f"state/{name}_s": mean_s for name, mean_s in ages.states_s.items()},
+            "time/elapsed_s": now_s - began_s,
+            "throughput/trained_tokens_per_s": self.tokens_per_s(ledger),
+            "generator/idle_fraction": fractions(generator_s)["waiting"],
+            "generator/busy_s": sum(seconds for name, seconds in generator_s.items() if name != "waiting"),
+            "generator/tokens": float(sum(g.tokens for g in self.generators.values())),
+        }
+        return scored | self._costs() | own
+
+    def told(self) -> dict[str, Any]:
+        """What generators and learners have told of themselves, which no record of the journal repeats."""
+        generators = [[index, *generator.state()] for index, generator in self.generators.items()]
+        return {"generators": generators, "learners": sorted(self.learners)}
+
+    def load_told(self, told: dict[str, Any], now_s: float | None) -> None:
+        """Who was up counts as heard at `now_s`; nobody does when it is None."""
+        self.generators = {index: GeneratorState.of_state(values, now_s) for index, *values in told["generators"]}
+        self.learners = dict.fromkeys(told["learners"], now_s)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All but what is told, made of what msgpack can carry."""
+        return {
+            "first_lease_s": self.first_lease_s,
+            "last_step_s": self.last_step_s,
+            "step_rewards": self.step_rewards.state(),
+            "scored_since": {name: list(mean.values) for name, mean in self.scored_since.means.items()},
+            "outcomes": {name: outcome.state() for name, outcome in self.outcomes.items()},
+            "greedy_tokens": self.greedy_tokens,
+            "histogram": list(self.histogram),
+            "ages": self.ages.state(),
+            "learner_wait_s": self.learner_wait_s,
+            "learner_s": dict(self.learner_s),
+            "syncs": [self.syncs, self.syncs_before],
+            "last_metrics": dict(self.last_metrics),
+            "skipped_updates": self.skipped_updates,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step_rewards = Curve(*state["step_rewards"])
+        self.scored_since = ScoredSince({name: ExactMean(values) for name, values in state["scored_since"].items()})
+        self.outcomes = {name: Outcome.of_state(outcome) for name, outcome in state["outcomes"].items()}
+        for name in ("first_lease_s", "last_step_s", "greedy_tokens", "histogram", "last_metrics"):
+            setattr(self, name, state[name])
+        self.ages = Ages.of_state(state["ages"])
+        self.learner_wait_s, self.learner_s = state["learner_wait_s"], state["learner_s"]
+        self.syncs, self.syncs_before = state["syncs"]
+        self.skipped_updates = state.get("skipped_updates", 0)
+        self.recent.clear()
+
+    @property
+    def generator_idle(self) -> float:
+        """Fraction of the generators' time, up to when they last said so, in which they had nothing to generate."""
+        return fractions(self.generator_s)["waiting"]
+
+    @property
+    def generator_s(self) -> dict[str, float]:
+        """Seconds of all generators together, by activity."""
+        return {name: sum(getattr(g, f"{name}_s") for g in self.generators.values()) for name in ACTIVITIES}
+
+    @property
+    def stall_ms_mean(self) -> float:
+        """Of how long a weight swap held an engine."""
+        stall_ms = sum(g.stall_ms_sum for g in self.generators.values())
+        return stall_ms / max(sum(g.stalls for g in self.generators.values()), 1)
+
+    @property
+    def learner_idle(self) -> float:
+        """Fraction of the wall time, up to the last step, in which learner rank 0 waited for data or weights."""
+        return min(1.0, self.learner_wait_s / self.training_s) if self.training_s else 0.0
+
+    @property
+    def training_s(self) -> float:
+        """Seconds from the first lease to the last step."""
+        if self.first_lease_s is None or self.last_step_s is None:
+            return 0.0
+        return self.last_step_s - self.first_lease_s
+
+    def tokens_per_s(self, ledger: Ledger) -> float:
+        return ledger.trained.tokens / self.training_s if self.training_s else 0.0
+
+    def status(self, ledger: Ledger, now_s: float) -> dict[str, Any]:
+        tokens = sum(tokens for ended_s, tokens in self.recent if now_s - ended_s < RATE_WINDOW_S)
+        span_s = min(RATE_WINDOW_S, now_s - (now_s if self.first_lease_s is None else self.first_lease_s)) or 1.0
+        up = [(index, g, now_s - g.heard_s) for index, g in sorted(self.generators.items()) if g.heard_s is not None]
+        learners = {rank: now_s - heard_s for rank, heard_s in sorted(self.learners.items()) if heard_s is not None}
+        return {
+            "step": ledger.steps,
+            "reward": self.step_rewards.latest,
+            "staleness_mean": self.last_metrics.get("staleness/mean", 0.0),
+            "staleness_max": len(self.histogram) - 1 if self.histogram else 0,
+            "tokens_per_s": tokens / span_s,
+            "generator_idle": self.generator_idle,
+            "learner_idle": self.learner_idle,
+            "generators": {
+                str(index): {
+                    "version": g.version,
+                    "tokens": g.tokens,
+                    "idle": g.idle,
+                    "heard_ago_s": silent_s,
+                    "session": g.session,
+                }
+                for index, g, silent_s in up
+            },
+            "learners": {str(rank): silent_s for rank, silent_s in learners.items()},
+            "heard": [f"generator-{index}" for index, _, _ in up] + [f"learner-{rank}" for rank in learners],
+            "leased": ledger.count(State.LEASED),
+            "finished": ledger.count(State.FINISHED),
+            "trained": ledger.trained.groups,
+            "refunded": {reason: amount.groups for reason, amount in ledger.refunded.items()},
+            "metrics": self.last_metrics,
+        }
+
+    def summary(self, ledger: Ledger) -> dict[str, Any]:
+        return {
+            "steps": ledger.steps,
+            "policy_version": ledger.steps,
+            "reward_first": self.step_rewards.first_tenth(),
+            "reward_last": self.step_rewards.last_tenth(),
+            "tokens_generated": ledger.generated.tokens,
+            "greedy_tokens": self.greedy_tokens,
+            "tokens_trained": ledger.trained.tokens,
+            "tokens_per_s": self.tokens_per_s(ledger),
+            "skipped_updates": self.skipped_updates,
+            "staleness": {
+                "limit": self.config.replay.staleness_limit,
+                "max": len(self.histogram) - 1 if self.histogram else 0,
+                "mean": mean_lag(self.histogram),
+                **self.ages.staleness,
+                "histogram": self.histogram,
+            },
+            "idle": {"generator": self.generator_idle, "learner": self.learner_idle},
+            "time": {"generator": fractions(self.generator_s), "learner": fractions(self.learner_s)},
+            "states_s": self.ages.states_s,
+            "weight_sync": {
+                "count": self.syncs + self.syncs_before,
+                "stall_ms_mean": self.stall_ms_mean,
+                "stall_ms_max": max((g.stall_ms_max for g in self.generators.values()), default=0.0),
+            },
+            "rewards_failed": sum(g.rewards_failed for g in self.generators.values()),
+            "ledger": ledger.summary(),
+            "outcomes": {name: outcome.summary() for name, outcome in sorted(self.outcomes.items())},
+            "bias": bias_alarms(self.outcomes),
+        }
+
+    def _costs(self) -> dict[str, float]:
+        """Means over the generators that know what their engine costs; none when no one does."""
+        known = [g.costs for g in self.generators.values() if len(g.costs) == len(COSTS)]
+        costs = {name: sum(column) / len(column) for name, column in zip(COSTS, zip(*known, strict=True), strict=False)}
+        return costs | ({"weights/stall_ms": self.stall_ms_mean} if known else {})
+
+    def _count_syncs(self, told: float) -> None:
+        """Takes in how many versions the learner has sent since its start; what it says may be anything."""
+        syncs = int(told) if 0 <= told <= MAX_COUNT else self.syncs
+        if syncs < self.syncs:
+            self.syncs_before += self.syncs
+        self.syncs = syncs
+
+    def _count_staleness(self, version: int, groups: Sequence[dict[int, int]]) -> np.ndarray:
+        """Action tokens by staleness at `version`, [max staleness of the batch + 1]; also added to the histogram."""
+        counts = np.zeros(1 + max((version - v for group in groups for v in group), default=-1), dtype=np.int64)
+        for sampled, tokens in (pair for group in groups for pair in group.items()):
+            counts[version - sampled] += tokens
+        self.histogram.extend([0] * (len(counts) - len(self.histogram)))
+        for lag, count in enumerate(counts.tolist()):
+            self.histogram[lag] += count
+        return counts

@@ -1,0 +1,306 @@
+"""Sums that stay small however long the run is, and whose state goes into the journal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import Any, Self
+
+import numpy as np
+
+from asyncrl.types import NO_VERSION
+from asyncrl.util.processes import ACTIVITIES, fractions
+from asyncrl.wire.bounds import MAX_NUMBER
+from asyncrl.wire.frames import Array
+from asyncrl.wire.messages import GroupMeta
+
+STATES = ("leased", "finished", "taken")
+"""Generating, in the queue, with the learner."""
+
+
+@dataclass(slots=True)
+class Ages:
+    """Sums over groups that were trained."""
+
+    groups: int = 0
+    tokens: int = 0
+    in_flight: int = 0
+    """Learner steps from the version that sampled a token to the newest of its group, summed over action tokens."""
+    in_queue: int = 0
+    """Those from the newest version of the group to the one that it was trained at."""
+    seconds: list[float] = field(default_factory=lambda: [0.0] * len(STATES))
+    """In each state."""
+
+    def add(
+        self, meta: GroupMeta, by_version: dict[int, int], *, taken_s: float, trained_s: float, train_version: int
+    ) -> None:
+        """Counts a group, with its action tokens by version."""
+        tokens, newest = sum(by_version.values()), meta["end_version"]
+        self.groups += 1
+        self.tokens += tokens
+        self.in_flight += sum((newest - version) * count for version, count in by_version.items())
+        self.in_queue += (train_version - newest) * tokens
+        ends_s = meta["started_s"], meta["finished_s"], taken_s, trained_s
+        for index, _ in enumerate(STATES):
+            self.seconds[index] += ends_s[index + 1] - ends_s[index]
+
+    def join(self, other: Ages) -> None:
+        """Takes in the sums of other groups."""
+        self.groups += other.groups
+        self.tokens += other.tokens
+        self.in_flight += other.in_flight
+        self.in_queue += other.in_queue
+        self.seconds = [mine + its for mine, its in zip(self.seconds, other.seconds, strict=True)]
+
+    @property
+    def staleness(self) -> dict[str, float]:
+        """Means over action tokens, in learner steps; they add up to that of the staleness."""
+        tokens = max(self.tokens, 1)
+        return {"in_flight": self.in_flight / tokens, "in_queue": self.in_queue / tokens}
+
+    @property
+    def states_s(self) -> dict[str, float]:
+        """Mean seconds of a group in each state."""
+        return {name: seconds / max(self.groups, 1) for name, seconds in zip(STATES, self.seconds, strict=True)}
+
+    def state(self) -> list[float]:
+        return [self.groups, self.tokens, self.in_flight, self.in_queue, *self.seconds]
+
+    @classmethod
+    def of_state(cls, values: list[float]) -> Self:
+        groups, tokens, in_flight, in_queue, *seconds = values
+        return cls(int(groups), int(tokens), int(in_flight), int(in_queue), seconds)
+
+
+CURVE_POINTS = 4096
+BIAS_FRACTION = 0.2
+"""Mean lengths that differ by less raise no alarm,"""
+BIAS_ERRORS = 3.0
+"""nor by fewer standard errors."""
+
+
+@dataclass(slots=True)
+class ExactMean:
+    """A mean that is the same in whatever order the values came: they are kept, and summed without rounding."""
+
+    values: list[float] = field(default_factory=list[float])
+
+    def add(self, values: Iterable[float]) -> None:
+        self.values.extend(values)
+
+    @property
+    def mean(self) -> float:
+        not_finite = sum(value for value in self.values if not math.isfinite(value))
+        return (math.fsum(filter(math.isfinite, self.values)) + not_finite) / len(self.values)
+
+
+@dataclass(slots=True)
+class Curve:
+    """A series as at most CURVE_POINTS sums of neighbors, for its beginning, its end and its latest value."""
+
+    stride: int = 1
+    """Values in a point."""
+    points: list[list[float]] = field(default_factory=list[list[float]])
+    """Sum and count."""
+    latest: float | None = None
+
+    def add(self, value: float) -> None:
+        self.latest = value
+        if self.points and self.points[-1][1] < self.stride:
+            self.points[-1][0] += value
+            self.points[-1][1] += 1
+            return
+        self.points.append([value, 1])
+        if len(self.points) > CURVE_POINTS:
+            self.stride *= 2
+            pairs = [self.points[i : i + 2] for i in range(0, len(self.points), 2)]
+            self.points = [[sum(one[0] for one in pair), sum(one[1] for one in pair)] for pair in pairs]
+
+    def first_tenth(self) -> float | None:
+        """Mean of the first tenth of the values, at least one; None when there is none."""
+        return self._tenth(self.points)
+
+    def last_tenth(self) -> float | None:
+        return self._tenth(self.points[::-1])
+
+    def state(self) -> list[Any]:
+        return [self.stride, [list(point) for point in self.points], self.latest]
+
+    def _tenth(self, points: list[list[float]]) -> float | None:
+        wanted = max(1, int(sum(count for _, count in points)) // 10)
+        total = counted = 0.0
+        for point_sum, count in points:
+            if counted >= wanted:
+                break
+            total, counted = total + point_sum, counted + count
+        return total / counted if counted else None
+
+
+@dataclass(slots=True)
+class Moments:
+    """Count, mean and variance of numbers that come a few at a time (Chan, Golub and LeVeque 1983)."""
+
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0
+    """Sum of the squared distances from the mean."""
+
+    def add(self, values: Sequence[float]) -> None:
+        if values:
+            mean = sum(values) / len(values)
+            squares = sum((value - mean) ** 2 for value in values)
+            both = self.merged(Moments(len(values), mean, squares))
+            self.count, self.mean, self.squares = both.count, both.mean, both.squares
+
+    def merged(self, other: Moments) -> Moments:
+        """Of the numbers of both."""
+        count = self.count + other.count
+        if not count:
+            return Moments()
+        distance = other.mean - self.mean
+        squares = self.squares + other.squares + distance**2 * self.count * other.count / count
+        return Moments(count, self.mean + distance * other.count / count, squares)
+
+    @property
+    def variance(self) -> float:
+        return self.squares / (self.count - 1) if self.count > 1 else 0.0
+
+    def state(self) -> list[float]:
+        return [self.count, self.mean, self.squares]
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Trajectories that ended in one way: their completion tokens and rewards."""
+
+    tokens: Moments = field(default_factory=Moments)
+    rewards: Moments = field(default_factory=Moments)
+    """Of the trajectories whose reward could be had."""
+
+    def add(self, meta: GroupMeta, completion: Sequence[int]) -> None:
+        """`completion` has the action tokens of each trajectory."""
+        self.tokens.add(completion)
+        pairs = zip(meta["rewards"], meta["errors"], strict=True)
+        self.rewards.add([reward for reward, error in pairs if not error])
+
+    def state(self) -> list[list[float]]:
+        return [self.tokens.state(), self.rewards.state()]
+
+    @classmethod
+    def of_state(cls, state: list[list[float]]) -> Self:
+        tokens, rewards = state
+        return cls(Moments(int(tokens[0]), *tokens[1:]), Moments(int(rewards[0]), *rewards[1:]))
+
+    def summary(self) -> dict[str, float]:
+        return {
+            "trajectories": self.tokens.count,
+            "tokens_mean": self.tokens.mean,
+            "tokens_std": math.sqrt(self.tokens.variance),
+            "reward_mean": self.rewards.mean,
+            "reward_std": math.sqrt(self.rewards.variance),
+            "rewards_failed": self.tokens.count - self.rewards.count,
+        }
+
+
+def completion_tokens(meta: GroupMeta, action_mask: Array) -> list[int]:
+    """Action tokens of each trajectory of a group."""
+    ends = list(accumulate(meta["lengths"]))
+    return [int(np.count_nonzero(action_mask[begin:end])) for begin, end in pairwise([0, *ends])]
+
+
+def tokens_by_version(versions: Array, action_mask: Array) -> dict[int, int]:
+    """Action tokens of a group by the policy version that sampled them, oldest first."""
+    newest = int(versions.max())
+    if newest == NO_VERSION:
+        return {}
+    oldest = int(versions.view(np.uint32).min())  # as which NO_VERSION is the largest number
+    if oldest == newest:
+        return {oldest: int(np.count_nonzero(action_mask))}
+    counts = np.bincount(versions[action_mask] - oldest)
+    return {oldest + lag: count for lag, count in enumerate(counts.tolist()) if count}
+
+
+def bias_alarms(outcomes: dict[str, Outcome]) -> list[str]:
+    """A sentence when refunded trajectories are of another length than trained ones.
+
+    Refunds that depend on length change what the policy learns from: if long completions are refunded more often,
+    only short ones are ever reinforced, and the policy drifts to short answers with no metric of the loss showing it.
+    """
+    trained = outcomes.get("trained", Outcome()).tokens
+    refunded = Moments()
+    for outcome in (outcome for name, outcome in outcomes.items() if name != "trained"):
+        refunded = refunded.merged(outcome.tokens)
+    if min(trained.count, refunded.count) < 2 or not trained.mean:
+        return []
+    difference = refunded.mean - trained.mean
+    error = math.sqrt(trained.variance / trained.count + refunded.variance / refunded.count)
+    if abs(difference) <= max(BIAS_FRACTION * trained.mean, BIAS_ERRORS * error):
+        return []
+    longer = "longer" if difference > 0 else "shorter"
+    reasons = ", ".join(sorted(name for name in outcomes if name != "trained"))
+    return [
+        f"refunded trajectories ({reasons}) are {abs(difference) / trained.mean:.0%} {longer} than trained ones: "
+        f"{refunded.mean:.1f} tokens against {trained.mean:.1f} in the mean, so that training sees too few "
+        f"{'long' if difference > 0 else 'short'} completions"
+    ]
+
+
+TIMES = tuple(f"{name}_s" for name in ACTIVITIES)
+SUMS = ("tokens", *TIMES, "rewards_failed")
+
+
+@dataclass(slots=True)
+class GeneratorState:
+    """What a generator has told of itself, summed over its sessions."""
+
+    session: str = ""
+    heard_s: float | None = None
+    """None while it is not up."""
+    version: int = NO_VERSION
+    tokens: int = 0
+    waiting_s: float = 0.0
+    working_s: float = 0.0
+    syncing_s: float = 0.0
+    writing_s: float = 0.0
+    rewards_failed: int = 0
+    before: list[float] = field(default_factory=lambda: [0] * len(SUMS))
+    """The sums when the session began."""
+    stalls: int = 0
+    stall_ms_sum: float = 0.0
+    stall_ms_max: float = 0.0
+    costs: list[float] = field(default_factory=list[float])
+    """Of its latest steps, as `client.GeneratorStats` has them; empty while not known."""
+
+    def hear(self, session: str, version: int, stats: dict[str, Any], now_s: float) -> None:
+        if session != self.session:
+            self.session, self.before = session, [getattr(self, name) for name in SUMS]
+        self.heard_s, self.version, self.costs = now_s, version, stats["costs"]
+        for name, before in zip(SUMS, self.before, strict=True):
+            setattr(self, name, min(before + stats[name], MAX_NUMBER))
+        for stall_ms in stats["stall_ms"]:
+            self.stalls += 1
+            self.stall_ms_sum += stall_ms
+            self.stall_ms_max = max(self.stall_ms_max, stall_ms)
+
+    @property
+    def idle(self) -> float:
+        return fractions(self.seconds)["waiting"]
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Of every activity."""
+        return {name: getattr(self, f"{name}_s") for name in ACTIVITIES}
+
+    def state(self) -> list[Any]:
+        """Made of what msgpack can carry; of when it was heard only whether it is up."""
+        sums = [getattr(self, name) for name in SUMS]
+        stalls = [self.stalls, self.stall_ms_sum, self.stall_ms_max]
+        return [self.session, self.heard_s is not None, self.version, *sums, list(self.before), *stalls, self.costs]
+
+    @classmethod
+    def of_state(cls, values: list[Any], now_s: float | None) -> Self:
+        """Who was up counts as heard at `now_s`; nobody does when it is None."""
+        session, up, *others = values
+        return cls(session, now_s if up else None, *others)

@@ -1,0 +1,319 @@
+"""The queue's state and the journal that it can be had from again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import msgpack
+import structlog
+
+from asyncrl.config import Config
+from asyncrl.errors import JournalError, ProtocolError, RunError
+from asyncrl.replay.journal.history import Catchup
+from asyncrl.replay.journal.reader import WITHOUT, Loader, Location, segments_of
+from asyncrl.replay.journal.writer import Journal, Record, read_journal
+from asyncrl.replay.ledger import State
+from asyncrl.replay.state import QueueState
+from asyncrl.replay.tickets import PromptSource
+from asyncrl.replay.trace import TraceWriter
+from asyncrl.types import Prompt
+from asyncrl.wire.frames import Array
+
+
+class RunClock:
+    """Seconds since the run's origin; never goes back, and does not see the wall clock.
+
+    A process that takes over within one launch keeps `origin_s`, since the machine's monotonic clock is the same. A
+    later launch goes on from the seconds that had passed (`elapsed_s`): time in which nothing ran does not count.
+    """
+
+    def __init__(self, *, origin_s: float | None = None, elapsed_s: float = 0.0) -> None:
+        self.origin_s = time.monotonic() - elapsed_s if origin_s is None else origin_s
+        """Of the run, on the machine's monotonic clock."""
+        self._latest_s = elapsed_s
+
+    def now(self) -> float:
+        self._latest_s = max(self._latest_s, time.monotonic() - self.origin_s)
+        return self._latest_s
+
+    def span(self, started_s: float, finished_s: float) -> tuple[float, float]:
+        """A beginning and an end on a machine's monotonic clock as seconds of the run.
+
+        Both are between 0 and now and in order, also when they come from a machine whose clock is another."""
+        now_s = self.now()
+        start_s = min(max(0.0, started_s - self.origin_s), now_s)
+        return start_s, min(max(start_s, finished_s - self.origin_s), now_s)
+
+
+log = structlog.get_logger()
+
+
+@dataclass(slots=True)
+class Recovered:
+    """What the journal says of the process that wrote it last."""
+
+    run_id: str
+    origin_s: float
+    at_s: float
+    """When the last record was made, in seconds of the run."""
+    segment: int
+    """That the last record is in."""
+
+
+def snapshot(state: QueueState, clock: RunClock, run_id: str) -> dict[str, Any]:
+    """Body of a "state" record, and what a checkpoint keeps of the queue."""
+    return {
+        "run_id": run_id,
+        "origin_s": clock.origin_s,
+        "at_s": clock.now(),
+        "told": state.told(),
+        "queue": state.state_dict(),
+    }
+
+
+def recover(state: QueueState, journal: Journal | Loader, *, until_step: int | None = None) -> Recovered | None:
+    """Brings a new state to where the journal ends, or to right after the commit of a step; None when the journal is
+    empty. A Loader changes nothing of it. Raises JournalError when it is damaged."""
+    found = _newest_state(journal, until_step)
+    if found is None:
+        return None
+    segment, body = found
+    state.load_state_dict(body["queue"], load=journal.load, now_s=body["at_s"])
+    state.load_told(body["told"], body["at_s"])
+    recovered = Recovered(body["run_id"], body["origin_s"], body["at_s"], segment)
+    for location, record in read_journal(journal.folder, first_segment=segment):
+        if record.kind != "state":
+            # A view would keep the whole batch in memory.
+            own = Record(record.kind, record.body, [array.copy() for array in record.arrays])
+            state.apply(own, location)
+        recovered.segment = location[0]
+        recovered.at_s = max(recovered.at_s, record.body.get("at_s", 0.0))
+        if record.kind == "commit" and record.body["step"] == until_step:
+            return recovered
+    if until_step is not None:
+        raise JournalError(f"{journal.folder}: step {until_step} is not in it any more; {WITHOUT}")
+    return recovered
+
+
+def state_after(state: QueueState, journal: Journal, step: int) -> dict[str, Any]:
+    """`QueueState.state_dict` as it was right after the commit of an earlier step that the journal still has."""
+    place = state.prompts.state_dict()
+    then = QueueState(state.config, state.prompts, None, state.eval_prompts)
+    try:
+        recover(then, journal, until_step=step)
+        return then.state_dict()
+    finally:
+        state.prompts.load_state_dict(place)
+
+
+def load_checkpoint(state: QueueState, data: bytes) -> float:
+    """Goes on from the queue's part of a checkpoint, with every ticket taken back; gives the run's seconds then.
+
+    Raises RunError when it cannot be read, ConfigError when the run's settings do not fit it.
+    """
+    try:
+        body = msgpack.unpackb(data, strict_map_key=False)
+        queue, told, at_s = body["queue"], body["told"], float(body["at_s"])
+    except (ValueError, KeyError, TypeError, msgpack.exceptions.UnpackException) as error:
+        raise RunError(
+            f"queue.msgpack of the checkpoint cannot be read ({type(error).__name__}: {error}); remove that checkpoint "
+            "to resume from the one before"
+        ) from None
+    state.load_state_dict(queue, load=None, now_s=at_s)
+    state.load_told(told, None)
+    log.info("queue resumed from a checkpoint", step=state.ledger.steps, tickets_taken_back=len(state.ledger.live))
+    return at_s
+
+
+def _newest_state(journal: Journal | Loader, until_step: int | None) -> tuple[int, dict[str, Any]] | None:
+    """The last segment that has a record, or that was begun before the step was committed, and the state in it."""
+    if isinstance(journal, Journal):
+        journal.write()
+    for segment in reversed(segments_of(journal.folder)):
+        first = next(read_journal(journal.folder, first_segment=segment), None)
+        if first is None or first[0][0] != segment:
+            continue
+        record = first[1]
+        if record.kind != "state":
+            raise JournalError(f"{journal.folder}: segment {segment} begins with a {record.kind!r}; {WITHOUT}")
+        if until_step is None or record.body["queue"]["ledger"]["steps"] < until_step:
+            return segment, record.body
+    return None
+
+
+WANTED_PART = 16
+"""A checkpoint is asked for again when the journal has grown by this part of its ceiling."""
+
+
+class DurableState:
+    """A QueueState, every change of which is a record of the journal. Without a journal it lives in memory only.
+
+    With a journal that has records it goes on from them: within the launch that wrote them as if it had never ended,
+    in another one with all leases taken back. `checkpoint` is where to begin when the journal is empty.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        prompts: PromptSource,
+        trace: TraceWriter,
+        eval_prompts: Sequence[Prompt],
+        journal: Journal | None,
+        run_id: str,
+        checkpoint: bytes,
+    ) -> None:
+        self.config = config
+        self.trace = trace
+        self.journal = journal
+        self.run_id = run_id
+        self.clock = RunClock()
+        self.state = QueueState(config, prompts, trace, eval_prompts)
+        self._catchup: Catchup | None = None
+        self._covered_step: int | None = None
+        """Segments that only earlier steps need may be dropped, since a commit said so that is not written yet."""
+        self._written_step: int | None = None
+        """The same, of a commit that is written; they are dropped when it is synced."""
+        self._wanted_bytes = 0
+        """Size of the journal when a checkpoint was last asked for."""
+        self._open(checkpoint)
+
+    @property
+    def above_ceiling(self) -> bool:
+        return self.journal is not None and self.journal.num_bytes >= self.config.journal.max_bytes
+
+    def append(self, kind: str, body: Any, arrays: list[Array] | None = None) -> Location | None:
+        """Adds a record of what has been applied already."""
+        return None if self.journal is None else self.journal.append(Record(kind, body, arrays or []))
+
+    def happen(self, kind: str, body: Any, arrays: list[Array] | None = None) -> None:
+        """Adds a record and applies it."""
+        self.state.apply(Record(kind, body, arrays or []), self.append(kind, body, arrays))
+
+    def commit(self, step: int, metrics: dict[str, float], checkpoints: Sequence[int]) -> dict[str, float]:
+        """Commits the step in progress; what only steps before all of the checkpoints need may go."""
+        at_s, told, evaluates = self.clock.now(), self.state.told(), self.config.evaluates(step)
+        own = self.state.commit(step, metrics, at_s, evaluates=evaluates)
+        body = {"step": step, "metrics": metrics | own, "own": list(own), "measure": told, "at_s": at_s}
+        # What is evaluated may be set otherwise when the run is resumed.
+        body["evaluates"] = evaluates
+        self.state.coverage.note(self.append("commit", body), step)
+        self._catchup = None
+        if checkpoints and self.config.journal.keep == "needed":
+            self._covered_step = min(checkpoints)
+        self.trace.flush()
+        return own
+
+    def write(self, *, wait: bool = True) -> None:
+        """Writes the records to the disk; without `wait` that may go on in the background until `synced`, and what is
+        written meanwhile is synced with a later write. Raises JournalError when that cannot be."""
+        if self.journal is None:
+            return
+        begins = self.synced
+        if begins:
+            self._tidy(self.journal)
+        self.journal.write(wait=wait)
+        if begins or wait:
+            self._written_step, self._covered_step = self._covered_step, None
+        if self.synced:
+            self._tidy(self.journal)
+
+    @property
+    def synced(self) -> bool:
+        """What was written before the last sync began is as safe as `journal.flush` asks for. Raises JournalError when
+        it cannot be."""
+        return self.journal is None or self.journal.synced
+
+    def _tidy(self, journal: Journal) -> None:
+        """Drops segments that are not needed any more, and begins another one when the current one is full."""
+        if self._written_step is not None:
+            # Before another segment begins: the state in the current one was synced with the commit.
+            journal.drop(self.state.coverage.covered(self._written_step))
+            self.state.coverage.keep(journal.segments)
+            self._written_step = None
+        if journal.full:
+            self._begin_segment()
+
+    def past(self, step: int) -> Catchup:
+        """The batches and metrics of this step, which is committed, and of those after it."""
+        if self.journal is None:
+            raise ProtocolError(f"step {step} is committed, and there is no journal to have it from again")
+        if self._catchup is None or not self._catchup.first <= step <= self._catchup.last:
+            segments = self.state.coverage.of_steps_from(step)
+            self._catchup = Catchup(self.journal, segments, first=step, last=self.state.ledger.steps)
+        return self._catchup
+
+    def to_bytes(self, step: int) -> bytes:
+        """What a checkpoint of the step keeps of the queue."""
+        body = snapshot(self.state, self.clock, self.run_id)
+        if step < self.state.ledger.steps and self.journal is not None:
+            body["queue"] = state_after(self.state, self.journal, step)
+        return cast(bytes, msgpack.packb(body))
+
+    def checkpoint_wanted(self) -> bool:
+        """True when the journal grows towards its ceiling and a checkpoint may let go of some of it."""
+        settings = self.config.journal
+        if self.journal is None or settings.keep == "all":
+            return False
+        size = self.journal.num_bytes
+        self._wanted_bytes = min(self._wanted_bytes, size)
+        wanted = size > settings.max_bytes / 2 and size - self._wanted_bytes > settings.max_bytes / WANTED_PART
+        if wanted:
+            self._wanted_bytes = size
+        return wanted
+
+    def status(self) -> dict[str, int] | None:
+        return self.journal and {"bytes": self.journal.num_bytes, "segments": len(self.journal.segments)}
+
+    def close(self) -> None:
+        """Writes what is left, completes the trace and closes the journal."""
+        try:
+            self.state.trace_in_flight()
+            self.trace.close()
+        finally:
+            if self.journal is not None:
+                self.journal.close()
+
+    def _open(self, checkpoint: bytes) -> None:
+        found = None if self.journal is None else recover(self.state, self.journal)
+        if found is not None and found.run_id == self.run_id:
+            self.clock = RunClock(origin_s=found.origin_s, elapsed_s=found.at_s)
+            self.state.wake(self.clock.now(), same_launch=True)
+        elif found is not None:
+            self.clock = RunClock(elapsed_s=found.at_s)
+            self._take_leases_back()
+            self.state.wake(self.clock.now(), same_launch=False)
+        elif checkpoint:
+            self.clock = RunClock(elapsed_s=load_checkpoint(self.state, checkpoint))
+            ledger = self.state.ledger
+            self.trace.forget(ledger.live, issued=ledger.issued, step=ledger.steps)
+            self.state.wake(self.clock.now(), same_launch=False)
+        if self.journal is not None:
+            self.state.coverage.keep(self.journal.segments)
+        if self.journal is not None and (
+            found is None or found.run_id != self.run_id or found.segment != self.journal.current
+        ):
+            self._begin_segment()
+
+    def _take_leases_back(self) -> None:
+        for ticket in list(self.state.ledger.live.values()):
+            if ticket.state is State.LEASED:
+                self.give_back(ticket.number, ticket.attempt)
+        for _, number, attempt in list(self.state.evaluation.held()):
+            self.give_back(number, attempt, evaluation=True)
+
+    def give_back(self, number: int, attempt: int, *, tokens: int | None = None, evaluation: bool = False) -> None:
+        """Takes a lease back. `tokens` are those that are lost by it; None when its generator did not say, and the
+        group may still come."""
+        body = {"ticket": number, "attempt": attempt, "evaluation": evaluation}
+        self.happen("return", body | {"tokens": tokens or 0, "told": tokens is not None})
+
+    def _begin_segment(self) -> None:
+        assert self.journal is not None
+        self.trace.flush()
+        self.journal.rotate()
+        self.state.coverage.begin(self.journal.current, self.state.ledger.steps)
+        self.append("state", snapshot(self.state, self.clock, self.run_id))
+        self.journal.write()

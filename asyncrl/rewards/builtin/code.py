@@ -1,0 +1,233 @@
+"""The reward for programs: test cases, run in the sandbox."""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import re
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from asyncrl.config import Config
+from asyncrl.errors import ConfigError
+from asyncrl.rewards.calling import text_of
+from asyncrl.rewards.sandbox.inside import plain
+from asyncrl.rewards.sandbox.run import Limits, check_sandbox, run_program
+
+FORMS = (
+    '{"inputs": [...], "outputs": [...]} with "fn_name" or without, {"assert_case": ["assert ...", ...]}, '
+    'or ["assert ...", ...]'
+)
+MIN_MEMORY_BYTES = 64 << 20
+RELATIVE_ERROR = 1e-6
+"""By which a decimal number that a program gives may differ from the expected one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tests:
+    """Either inputs of a script with the outputs they must give, or cases of a module with their values."""
+
+    inputs: list[str]
+    cases: list[dict[str, Any]]
+    expected: list[Any]
+    is_call: bool = False
+
+
+def code(
+    completions: list[Any],
+    ground_truth: list[str],
+    time_left_s: float,
+    *,
+    partial: bool = False,
+    time_limit_s: float = 2.0,
+    memory_bytes: int = 1 << 30,
+) -> list[dict[str, float]]:
+    """1 when the program in the completion passes all its test cases, else 0; with `partial`, the share it passes.
+
+    The program is the last ```python block, or the whole text: Python with the standard library, run in the sandbox.
+    The ground truth is JSON, one of:
+    - {"inputs": [...], "outputs": [...]}: text on standard input, and what must be printed. Spaces at the ends of
+      lines do not count, and decimal numbers may differ by 1e-6 of their size.
+    - the same with "fn_name": arguments of that function (or method of a class Solution), and its value. Arguments
+      are a list, or text with one JSON value on each line; a value may be JSON text or the only element of a list.
+    - {"assert_case": [...]} or a list: "assert" statements.
+
+    A program has `time_limit_s` for each case, and for all together an equal share of the time that the group has
+    left before generator.reward_timeout_s; one that takes longer fails. Parts: "passed", share of the cases (up to
+    the first that fails unless `partial`), and "out_of_time".
+
+    Outputs are compared outside of the program's process, and so is f(...) in `assert f(...) == literal`: it cannot
+    see or forge those. Other assert statements run where the program can reach them, so one written for it could
+    make them pass (by values that claim to equal everything, or by searching the harness's memory for its nonce).
+    Raises ValueError when the ground truth is none of these forms.
+    """
+    tests = [parse_tests(truth) for truth in ground_truth]
+    deadline_s = time.monotonic() + time_left_s
+    limits = Limits(time_s=time_limit_s, memory_bytes=memory_bytes)
+    scores: list[dict[str, float]] = []
+    for number, (completion, test) in enumerate(zip(completions, tests, strict=True)):
+        share_s = (deadline_s - time.monotonic()) / (len(completions) - number)
+        run = _run_script if test.inputs else _run_module
+        passed, out_of_time = run(extract_program(text_of(completion)), test, limits, share_s, partial)
+        score = passed if partial else float(passed == 1.0)
+        scores.append({"score": score, "passed": passed, "out_of_time": float(out_of_time)})
+    return scores
+
+
+def check_code(config: Config) -> None:
+    """Raises ConfigError when a limit is out of range, or this machine cannot confine a program."""
+    options, timeout_s = config.reward_options.get("code", {}), config.generator.reward_timeout_s
+    time_limit_s, memory_bytes = options.get("time_limit_s", 2.0), options.get("memory_bytes", 1 << 30)
+    if not isinstance(time_limit_s, int | float) or not 0 < time_limit_s <= timeout_s:
+        raise ConfigError(
+            f"reward_options.code.time_limit_s = {time_limit_s!r}: must be above 0 and not above "
+            f"generator.reward_timeout_s = {timeout_s:g}, which bounds the whole group"
+        )
+    if not isinstance(memory_bytes, int) or memory_bytes < MIN_MEMORY_BYTES:
+        raise ConfigError(
+            f"reward_options.code.memory_bytes = {memory_bytes!r}: must be at least {MIN_MEMORY_BYTES}, "
+            "which the interpreter needs"
+        )
+    check_sandbox()
+
+
+def extract_program(text: str) -> str:
+    """The last block fenced as Python, or else the last fenced block, or else the whole text."""
+    for fence in (r"```(?:python3?|py)[ \t]*\n", r"```[ \t]*\n"):
+        blocks = re.findall(rf"{fence}(.*?)(?:```|\Z)", text, re.DOTALL | re.IGNORECASE)
+        if blocks:
+            return blocks[-1]
+    return text
+
+
+def parse_tests(ground_truth: str) -> Tests:
+    """The test cases of a ground truth. Raises ValueError that says what does not fit."""
+    try:
+        truth = json.loads(ground_truth)
+    except ValueError:
+        raise ValueError(f"the ground truth {ground_truth[:80]!r} is not JSON; test cases are {FORMS}") from None
+    asserts = truth.get("assert_case") if isinstance(truth, dict) else truth
+    if isinstance(asserts, list) and asserts and all(isinstance(one, str) for one in asserts):
+        cases, expected = zip(*map(_parse_assert, asserts), strict=True)
+        return Tests([], list(cases), list(expected))
+    inputs, outputs = (truth.get(key) if isinstance(truth, dict) else None for key in ("inputs", "outputs"))
+    if not isinstance(inputs, list) or not isinstance(outputs, list) or not inputs or len(inputs) != len(outputs):
+        raise ValueError(f"the ground truth {ground_truth[:80]!r} has no test cases, or not as many outputs: {FORMS}")
+    name = truth.get("fn_name")
+    if name is None:
+        return Tests([_lines(one) for one in inputs], [], [_lines(one) for one in outputs])
+    return Tests([], [{"call": name, "arguments": _arguments(one)} for one in inputs], outputs, is_call=True)
+
+
+def same_output(output: str, expected: str) -> bool:
+    """Whether two outputs are the same but for spaces at line ends, empty lines at the end, and rounding."""
+    ours, theirs = ([line.split() for line in text.rstrip().split("\n")] for text in (output, expected))
+    return len(ours) == len(theirs) and all(
+        len(a) == len(b) and all(map(_same_word, a, b)) for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def _run_script(source: str, test: Tests, limits: Limits, share_s: float, partial: bool) -> tuple[float, bool]:
+    """Share of the inputs with the right output, and whether a time limit ended the program."""
+    deadline_s = time.monotonic() + share_s
+    passed, out_of_time = 0, False
+    for stdin, expected in zip(test.inputs, test.expected, strict=True):
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0:
+            out_of_time = True
+            break
+        outcome = run_program(source, stdin=stdin, limits=limits, within_s=left_s)
+        ended_well = outcome.ended == "exited" and outcome.exit_code == 0
+        right = ended_well and same_output(outcome.output.decode(errors="replace"), expected)
+        passed += right
+        out_of_time |= outcome.ended == "out of time"
+        if not right and not partial:
+            break
+    return passed / len(test.inputs), out_of_time
+
+
+def _run_module(source: str, test: Tests, limits: Limits, share_s: float, partial: bool) -> tuple[float, bool]:
+    """The same for cases, which one process runs in turn; its end is the end of the later ones too."""
+    outcome = run_program(source, cases=test.cases, limits=limits, within_s=share_s)
+    is_right = _same_value if test.is_call else _equal
+    right = [
+        number in outcome.values and is_right(outcome.values[number], expected)
+        for number, expected in enumerate(test.expected)
+    ]
+    passed = sum(right) if partial or all(right) else right.index(False)
+    return passed / len(right), outcome.ended == "out of time"
+
+
+def _parse_assert(statement: str) -> tuple[dict[str, Any], Any]:
+    """A case and its value: the side of == that is not a literal where there is such a one, or the statement."""
+    try:
+        match ast.parse(statement).body:
+            case [ast.Assert(test=ast.Compare(left=left, ops=[ast.Eq()], comparators=[right]))]:
+                return {"evaluate": ast.unparse(left)}, plain(ast.literal_eval(right))
+    except SyntaxError:
+        raise ValueError(f"the test case {statement[:80]!r} is not Python") from None
+    except ValueError:  # no literal
+        pass
+    return {"execute": statement}, True
+
+
+def _arguments(value: Any) -> list[Any]:
+    if isinstance(value, str):
+        return [_from_json(line) for line in value.split("\n")]
+    return value if isinstance(value, list) else [value]
+
+
+def _from_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _lines(value: Any) -> str:
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _equal(value: Any, expected: Any) -> bool:
+    return value == expected
+
+
+def _same_value(value: Any, expected: Any) -> bool:
+    """Whether a plain value is the expected one: as it stands, as JSON text, or as the only element of a list."""
+    choices = [expected]
+    if isinstance(expected, str):
+        choices.append(_from_json(expected))
+    if isinstance(expected, list) and len(expected) == 1:
+        choices.append(expected[0])
+    return any(_close(value, plain(one)) for one in choices)
+
+
+def _close(value: Any, expected: Any) -> bool:
+    """Equal plain forms, but for rounding, and for tuples, which JSON has not."""
+    if isinstance(value, dict) and isinstance(expected, dict) and len(value) == 1:
+        ((kind, items),), ((wanted_kind, wanted),) = value.items(), expected.items()
+        same_kind = kind == wanted_kind or (kind, wanted_kind) == ("tuple", "list")
+        return same_kind and isinstance(items, list) and _close(items, wanted)
+    if isinstance(value, list) and isinstance(expected, list):
+        return len(value) == len(expected) and all(map(_close, value, expected))
+    if isinstance(value, float) or isinstance(expected, float):
+        return _is_near(value, expected)
+    return value == expected
+
+
+def _same_word(word: str, expected: str) -> bool:
+    if word == expected:
+        return True
+    if not re.search(r"\d", word) or not re.search(r"[.eE]", word + expected):  # whole numbers are exact
+        return False
+    try:
+        return _is_near(float(word), float(expected))
+    except ValueError:
+        return False
+
+
+def _is_near(value: Any, expected: Any) -> bool:
+    numbers = isinstance(value, int | float) and isinstance(expected, int | float)
+    return numbers and math.isclose(value, expected, rel_tol=RELATIVE_ERROR, abs_tol=RELATIVE_ERROR)

@@ -1,0 +1,211 @@
+"""Calls of reward functions, in either of their two forms, that never raise.
+
+A reward function has one of two signatures:
+
+    compute_score(data_source, solution_str, ground_truth, extra_info, *, option=...)
+        -> float | {"score": float, part: float, ...}
+    reward(completions, **columns, *, option=...) -> list[float | None]
+
+The first (that of verl) sees one completion, and may leave out arguments it does not need. The second (that of TRL)
+sees the completions of one prompt. Its columns are lists as long: prompts, completion_ids, statuses ("completed" or
+"truncated"), ground_truth (also under the name of its column in the data), data_source, every key of extra_info and
+every other column of the data. Two more are single numbers: max_new_tokens, and time_left_s until the group is given
+up. Prompts and completions are message lists when the data's prompt is one, as in TRL, and plain text otherwise.
+None says that the function does not apply: where several rewards are added up, it is left out of that sum.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncrl.errors import ConfigError
+from asyncrl.util.redaction import describe, redact
+
+FORMS = "compute_score(data_source, solution_str, ground_truth, extra_info) or reward(completions, **columns)"
+
+SAMPLE_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+
+Message = dict[str, Any]
+"""One message of a chat: "role", "content"."""
+
+Score = tuple[float | None, dict[str, float], str]
+"""Reward (None: does not apply), its named parts, and why there is none ("" when there is one, or none applies)."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompletedGroup:
+    """What a reward function may look at: the completions of one prompt."""
+
+    prompt: str
+    completions: list[str]
+    completion_ids: list[list[int]]
+    ground_truth: str
+    data_source: str
+    extra_info: dict[str, Any] = field(default_factory=dict)
+    ground_truth_name: str = "ground_truth"
+    """Name of the data's column with the ground truth."""
+    chat: list[Message] | None = None
+    """The prompt's messages; None when it is plain text."""
+    columns: dict[str, Any] = field(default_factory=dict)
+    """The row's other columns."""
+    statuses: list[str] = field(default_factory=list)
+    """ "completed" or "truncated", of each completion."""
+    max_new_tokens: int = 0
+    deadline_s: float = math.inf
+    """When the scores must be there, on the monotonic clock."""
+
+    def to_columns(self) -> dict[str, Any]:
+        """The keyword arguments of a function of the second form."""
+        size = len(self.completions)
+        prompt = self.prompt if self.chat is None else self.chat
+        completions: list[Any] = self.completions
+        if self.chat is not None:
+            completions = [[{"role": "assistant", "content": text}] for text in self.completions]
+        columns: dict[str, Any] = {key: [value] * size for key, value in (self.extra_info | self.columns).items()}
+        return columns | {
+            "prompts": [prompt] * size,
+            "completions": completions,
+            "completion_ids": self.completion_ids,
+            "statuses": self.statuses or ["completed"] * size,
+            self.ground_truth_name: [self.ground_truth] * size,
+            "ground_truth": [self.ground_truth] * size,
+            "data_source": [self.data_source] * size,
+            "max_new_tokens": self.max_new_tokens,
+            "time_left_s": self.deadline_s - time.monotonic(),
+        }
+
+
+class RewardFunction:
+    """A loaded reward function; calling it never raises: what goes wrong is the error text of the scores."""
+
+    def __init__(self, name: str, function: Callable[..., Any], options: Mapping[str, Any] | None = None) -> None:
+        """`options` are checked already. Raises ConfigError when the signature is neither of the two forms."""
+        self.name = name
+        self.function = function
+        self.options = dict(options or {})
+        parameters = list(parameters_of(name, function).values())
+        self._takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+        self._names = {p.name for p in named} - self.options.keys()
+        self._required = {p.name for p in named if p.default is p.empty} - self.options.keys()
+        self.scores_groups = "completions" in self._names
+        """Form: True for `reward(completions, **columns)`."""
+        if not self.scores_groups:
+            self._check_sample_form(parameters)
+
+    def __call__(self, group: CompletedGroup) -> list[Score]:
+        if self.scores_groups:
+            return self._score_group(group)
+        return [self._score_sample(group, text) for text in group.completions]
+
+    def _check_sample_form(self, parameters: list[inspect.Parameter]) -> None:
+        if "solution_str" not in self._names:
+            raise ConfigError(
+                f"rewards: {self.name} has the arguments ({', '.join(p.name for p in parameters)}): a reward is {FORMS}"
+            )
+        unknown = [p.name for p in parameters if p.name in self._required and p.name not in SAMPLE_ARGUMENTS]
+        if unknown:
+            raise ConfigError(
+                f"rewards: {self.name} needs {', '.join(unknown)}, which a reward is not given: "
+                f"give it a default, or read it from extra_info; a reward is {FORMS}"
+            )
+
+    def _score_sample(self, group: CompletedGroup, text: str) -> Score:
+        given = {
+            "data_source": group.data_source,
+            "solution_str": text,
+            "ground_truth": group.ground_truth,
+            "extra_info": group.extra_info,
+        }
+        try:
+            return self._read(self.function(**self._accepted(given)), group)
+        except Exception as error:  # the user's code: what it raises fails its trajectory, never the run
+            return self._failed(group, f"raised {describe(error)}")
+
+    def _score_group(self, group: CompletedGroup) -> list[Score]:
+        size = len(group.completions)
+        columns = group.to_columns()
+        missing = sorted(self._required - columns.keys())
+        if missing:
+            known = ", ".join(sorted(columns))
+            return [self._failed(group, f"needs {', '.join(missing)}, which the data does not have ({known})")] * size
+        try:
+            values = self.function(**self._accepted(columns))
+        except Exception as error:  # the user's code: what it raises fails its trajectories, never the run
+            return [self._failed(group, f"raised {describe(error)}")] * size
+        if not isinstance(values, Iterable) or isinstance(values, str | bytes | Mapping):
+            return [self._failed(group, f"returned {_shown(values)}, not a list of {size} numbers")] * size
+        values = list(values)
+        if len(values) != size:
+            return [self._failed(group, f"returned {len(values)} values for {size} completions")] * size
+        return [self._read(value, group) for value in values]
+
+    def _accepted(self, given: dict[str, Any]) -> dict[str, Any]:
+        accepted = given if self._takes_any else {name: given[name] for name in self._names if name in given}
+        return accepted | self.options
+
+    def _read(self, value: Any, group: CompletedGroup) -> Score:
+        parts: dict[str, float] = {}
+        if isinstance(value, Failed):
+            return self._failed(group, value.cause)
+        if isinstance(value, Mapping):
+            if "score" not in value:
+                return self._failed(group, f'returned a dict without "score" (keys: {", ".join(map(str, value))})')
+            numbers = {str(key): to_number(part) for key, part in value.items() if key != "score"}
+            parts = {key: part for key, part in numbers.items() if part is not None}
+            value = value["score"]
+        if value is None:
+            return None, parts, ""
+        reward = to_number(value)
+        if reward is None:
+            return self._failed(group, f"returned {_shown(value)}, not a finite number")
+        return reward, parts, ""
+
+    def _failed(self, group: CompletedGroup, cause: str) -> Score:
+        return 0.0, {}, failure(self.name, group.data_source, cause)
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """What a function may return in place of one score: this one completion has no reward."""
+
+    cause: str
+
+
+def parameters_of(name: str, function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a reward function. Raises ConfigError when they cannot be read."""
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        raise ConfigError(f"rewards: the signature of {name} cannot be read: a reward is {FORMS}") from None
+
+
+def text_of(completion: Any) -> str:
+    """The text of a completion in either of its forms, a string or a list of messages."""
+    return completion if isinstance(completion, str) else "".join(message["content"] for message in completion)
+
+
+def failure(name: str, data_source: str, cause: str) -> str:
+    """The error text of a trajectory without a reward; secrets show as ***."""
+    return redact(f"reward {name} on data source {data_source!r}: {cause}")
+
+
+def to_number(value: Any) -> float | None:
+    """A finite float, or None for anything else (text included)."""
+    if isinstance(value, str | bytes):
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _shown(value: Any) -> str:
+    text = redact(repr(value))
+    return f"{text if len(text) <= 80 else text[:77] + '...'} ({type(value).__name__})"

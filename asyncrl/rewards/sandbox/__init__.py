@@ -1,0 +1,1 @@
+"""Where the code of completions runs."""

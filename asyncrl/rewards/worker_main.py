@@ -1,0 +1,123 @@
+"""What runs inside a reward worker: a process with the user's functions, a tokenizer, and nothing heavy."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from asyncrl.config import Options, Rewards
+from asyncrl.errors import ConfigError
+from asyncrl.rewards import reward_model
+from asyncrl.rewards.calling import CompletedGroup, Message, Score
+from asyncrl.rewards.table import RewardTable
+from asyncrl.util.processes import end_with_parent, use_helper_cpus
+from asyncrl.util.redaction import redact
+from asyncrl.wire.endpoints import Endpoints
+
+_TIME_SHARE = 0.9
+"""Share of the time limit that functions are told of; the rest is for the way back."""
+
+
+class PackedGroup(NamedTuple):
+    """A group on its way to a worker."""
+
+    completion_ids: list[list[int]]
+    """Action tokens of each completion."""
+    statuses: list[str]
+    prompt: bytes
+    """Tokens as int32."""
+    ground_truth: str
+    data_source: str
+    extra_info: dict[str, Any]
+    chat: list[Message] | None
+    columns: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """What a worker must know."""
+
+    rewards: Rewards
+    options: dict[str, Options]
+    ground_truth_name: str
+    tokenizer_path: str
+    trust_remote_code: bool
+    max_new_tokens: int
+    timeout_s: float
+    endpoints: Endpoints | None
+
+
+_Decoder = Callable[[list[list[int]]], list[str]]
+_Scorer = Callable[[PackedGroup], list[Score]]
+_scorer: _Scorer | None = None
+
+
+def start_worker(parent: int, spec: WorkerSpec) -> None:
+    """Makes this process a reward worker: it ends with `parent`, uses one thread, and has the functions loaded.
+
+    Never raises: a function that cannot be loaded is the error of every group it is asked to score.
+    """
+    global _scorer
+    end_with_parent(parent)
+    use_helper_cpus()
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"):
+        os.environ[name] = "1"
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    try:
+        decode = _load_decoder(spec.tokenizer_path, spec.trust_remote_code)
+        reward_model.connect(spec.endpoints)
+        _scorer = _make_scorer(RewardTable(spec.rewards, spec.options), spec, decode)
+    except ConfigError as error:
+        message = redact(str(error))
+        _scorer = lambda group: [(0.0, {}, message)] * len(group.completion_ids)  # noqa: E731
+
+
+def score_groups(groups: list[PackedGroup]) -> tuple[float, list[list[Score]]]:
+    """Seconds spent, and the scores of every group."""
+    assert _scorer is not None  # start_worker ran in this process
+    started = time.perf_counter()
+    scores = [_scorer(group) for group in groups]
+    return time.perf_counter() - started, scores
+
+
+def _make_scorer(table: RewardTable, spec: WorkerSpec, decode: _Decoder) -> _Scorer:
+    def score(packed: PackedGroup) -> list[Score]:
+        deadline_s = time.monotonic() + _TIME_SHARE * spec.timeout_s
+        prompt_text, *completions = decode([memoryview(packed.prompt).cast("i").tolist(), *packed.completion_ids])
+        return table(
+            CompletedGroup(
+                prompt=prompt_text,
+                completions=completions,
+                completion_ids=packed.completion_ids,
+                ground_truth=packed.ground_truth,
+                data_source=packed.data_source,
+                extra_info=packed.extra_info,
+                ground_truth_name=spec.ground_truth_name,
+                chat=packed.chat,
+                columns=packed.columns,
+                statuses=packed.statuses,
+                max_new_tokens=spec.max_new_tokens,
+                deadline_s=deadline_s,
+            )
+        )
+
+    return score
+
+
+def _load_decoder(path: str, trust_remote_code: bool) -> _Decoder:
+    """Token ids to text, special tokens left out."""
+    file = Path(path) / "tokenizer.json"
+    if file.is_file():
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_file(str(file))
+        return lambda ids: tokenizer.decode_batch(ids, skip_special_tokens=True)
+    # A tokenizer without that file exists in Python only; transformers takes seconds and memory in every worker.
+    from asyncrl.util.tokenizer import load_tokenizer
+
+    slow = load_tokenizer(path, trust_remote_code=trust_remote_code)
+    return lambda ids: [slow.decode(one, skip_special_tokens=True) for one in ids]

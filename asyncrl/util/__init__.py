@@ -1,0 +1,1 @@
+"""Files, processes and other helpers that know nothing of training."""

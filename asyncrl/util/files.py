@@ -1,0 +1,93 @@
+"""Files that a reader, a kill or a power loss finds whole: the former or the new one; and what the user named."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from asyncrl.errors import ConfigError
+
+MAX_TENSOR_HEADER_BYTES = 100_000_000
+"""Of a safetensors file, as in the format's own library."""
+
+
+def replace_file(path: Path, content: str | bytes, *, mode: int = 0o666) -> None:
+    """Writes the file in one piece and to the disk; a new file has this mode, less the umask. Raises OSError."""
+    temporary = path.with_name(f".{path.name}.new")
+    temporary.unlink(missing_ok=True)
+    try:
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Brings the names in the folder to the disk. Raises OSError."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def check_writable(path: Path, key: str) -> None:
+    """Raises ConfigError unless the file can be created or replaced; makes its folder."""
+    if path.is_dir():
+        raise ConfigError(f"{key} {path}: is a folder; give the name of a file")
+    probe = path.with_name(f".{path.name}.{os.getpid()}.probe")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        probe.touch(exist_ok=False)
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"{key} {path}: cannot be written: {error.strerror}; give another place, or make its folder writable"
+        ) from None
+
+
+def read_json(path: Path, key: str = "", *, kind: type = dict) -> Any:
+    """The object, or the list, in a JSON file. Raises ConfigError, which names the file and the config key that led to
+    it."""
+    named = f"{key}: {path}" if key else f"{path}"
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{named}: cannot be read: {error.strerror}") from None
+    except ValueError as error:  # not UTF-8, or not JSON
+        raise ConfigError(f"{named}: not JSON: {error}; it may be half written or damaged, write it again") from None
+    if not isinstance(value, kind):
+        expected = {dict: "object", list: "array"}[kind]
+        raise ConfigError(f"{named}: expected a JSON {expected}, found {type(value).__name__}")
+    return value
+
+
+def read_tensor_descriptions(path: Path) -> dict[str, Any]:
+    """The dtype and shape of each tensor in a safetensors file, from its header. Raises ConfigError for a file that is
+    no such file, before memory is taken for what it claims."""
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > min(MAX_TENSOR_HEADER_BYTES, path.stat().st_size):
+                raise ValueError(f"a header of {length} bytes in a file of {path.stat().st_size}")
+            header = json.loads(file.read(length))
+        if not isinstance(header, dict):
+            raise TypeError(f"its header is {type(header).__name__}")
+    except (OSError, ValueError, TypeError, RecursionError, struct.error) as error:
+        raise ConfigError(
+            f"{path}: not a whole safetensors file ({type(error).__name__}: {error}); save or download the model anew"
+        ) from None
+    return {str(name): value for name, value in header.items() if name != "__metadata__"}
+
+
+def first_free(folder: Path, prefix: str) -> Path:
+    """The first of `prefix`1, `prefix`2 and so on that is not in the folder."""
+    return next(path for number in count(1) if not (path := folder / f"{prefix}{number}").exists())

@@ -1,0 +1,125 @@
+"""One end of a connection to the replay queue, or to another peer that speaks its wire."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import structlog
+import zmq
+
+from asyncrl.errors import PeerTimeoutError, ProtocolError, RunError
+from asyncrl.wire.endpoints import Endpoints
+from asyncrl.wire.frames import MAX_HEADER_BYTES, Arrays, Message, decode, encode
+from asyncrl.wire.messages import ANSWERS
+from asyncrl.wire.sockets import connect_dealer
+
+log = structlog.get_logger()
+
+T = TypeVar("T")
+BACK_OFF = 2.0
+
+
+class Connection:
+    """A DEALER socket that speaks the wire, with numbered requests; to the replay queue unless told otherwise.
+
+    What comes and cannot be read is counted in `bad_messages`, logged and left aside.
+    """
+
+    def __init__(
+        self, endpoints: Endpoints, address: str = "", peer: str = "the replay queue", *, resend_s: float = math.inf
+    ) -> None:
+        self.endpoints = endpoints
+        self.address = address or endpoints.replay
+        self.peer = peer
+        self.resend_s = resend_s
+        """A request that is not answered by then is sent again, each time after BACK_OFF times as long; only for a
+        peer to whom that makes no difference."""
+        self.bad_messages = 0
+        self._seq = 0
+        self._socket = connect_dealer(self.address, keys=endpoints.keys)
+
+    def send(self, kind: str, body: Any, arrays: Sequence[Arrays] = (), *, seq: int | None = None) -> int:
+        """Sends a request under the next number, or again under the one it had; gives the number."""
+        if seq is None:
+            self._seq += 1
+            seq = self._seq
+        frames = encode(self.endpoints.run_id, kind, body, seq=seq, arrays=arrays)
+        try:
+            self._socket.send_multipart(frames, zmq.DONTWAIT, copy=False)
+        except zmq.Again:  # the peer has been away for long, and as much as there may be waits for it
+            log.warning("message not sent, too many wait", kind=kind, peer=self.peer)
+        return seq
+
+    def receive(self, timeout_s: float) -> Message | None:
+        """The next message that can be read within the time, or None; also one of kind "error"."""
+        deadline_s = time.monotonic() + timeout_s
+        while self._socket.poll(max(0, math.ceil(1000 * (deadline_s - time.monotonic())))):
+            frames = self._socket.recv_multipart(copy=False)
+            try:
+                return decode(
+                    self.endpoints.run_id, [frame.buffer for frame in frames], max_header_bytes=MAX_HEADER_BYTES
+                )
+            except ProtocolError as error:
+                self.ignore(error)
+        return None
+
+    def ignore(self, error: ProtocolError) -> None:
+        """Counts and logs a message of the peer that makes no sense."""
+        self.bad_messages += 1
+        log.warning("bad answer", peer=self.peer, error=str(error), total=self.bad_messages)
+
+    def check(self, message: Message) -> None:
+        """Raises RunError when the message is an error."""
+        if message.kind == "error":
+            raise RunError(f"{self.peer} refused a message: {message.body['text']}")
+
+    def request(self, kind: str, body: Any, arrays: Sequence[Arrays] = (), *, timeout_s: float) -> Message:
+        """Sends and waits for the answer. Raises PeerTimeoutError, and RunError when the peer refuses."""
+        return self.await_answer(kind, self.send(kind, body, arrays), timeout_s=timeout_s, again=(body, arrays))
+
+    def await_answer(
+        self, kind: str, seq: int, *, timeout_s: float, again: tuple[Any, Sequence[Arrays]] | None = None
+    ) -> Message:
+        """The answer to the request `seq` of that kind. Raises PeerTimeoutError, and RunError when the peer refuses."""
+        return self._await(kind, seq, lambda message: message, timeout_s=timeout_s, again=again)
+
+    def call(self, kind: str, body: Any, read: Callable[[Message], T], *, timeout_s: float) -> T:
+        """What `read` makes of the answer; one for which that raises ProtocolError is left aside, and the request
+        goes on. Raises PeerTimeoutError, and RunError when the peer refuses."""
+        return self._await(kind, self.send(kind, body), read, timeout_s=timeout_s, again=(body, ()))
+
+    def silent(self, kind: str, timeout_s: float) -> PeerTimeoutError:
+        return PeerTimeoutError(f"{self.peer} at {self.address} did not answer {kind!r} within {timeout_s:g} s")
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _await(
+        self,
+        kind: str,
+        seq: int,
+        read: Callable[[Message], T],
+        *,
+        timeout_s: float,
+        again: tuple[Any, Sequence[Arrays]] | None,
+    ) -> T:
+        resend_s, sent_s = self.resend_s, time.monotonic()
+        deadline_s = sent_s + timeout_s
+        while (now_s := time.monotonic()) < deadline_s:
+            if again is not None and now_s - sent_s >= resend_s:
+                resend_s, sent_s = BACK_OFF * resend_s, now_s
+                self.send(kind, *again, seq=seq)
+            message = self.receive(min(deadline_s, sent_s + resend_s) - now_s)
+            if message is None or message.seq not in (seq, 0):
+                continue  # 0: the peer could not even read the number
+            self.check(message)
+            try:
+                if message.kind != ANSWERS[kind]:
+                    raise ProtocolError(f"{message.kind!r} as the answer to {kind!r}")
+                return read(message)
+            except ProtocolError as error:
+                self.ignore(error)
+        raise self.silent(kind, timeout_s)
