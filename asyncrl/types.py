@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 
 from asyncrl.errors import InvariantError
 
-LAG_BOUNDS = (0, 1, 2, 4, 8, 16)
+STALENESS_BOUNDS = (0, 1, 2, 4, 8, 16)
 """Highest staleness of each bucket but the last."""
-LAG_BUCKETS = ("0", "1", "2", "3-4", "5-8", "9-16", "17+")
-"""Names of the buckets, as in the metrics `lag/NAME/...`."""
-LAG_METRICS = {
+STALENESS_BUCKETS = ("0", "1", "2", "3-4", "5-8", "9-16", "17+")
+"""Names of the buckets, as in the metrics `staleness/NAME/...`."""
+STALENESS_METRICS = {
     "tokens_fraction": "share of the tokens",
     "ratio_mean": "importance ratio, mean",
     "ratio_max": "importance ratio, max",
@@ -33,9 +33,9 @@ LAG_METRICS = {
 """Metrics of each bucket, and what they are."""
 
 
-def mean_lag(histogram: Sequence[int]) -> float:
+def mean_staleness(histogram: Sequence[int]) -> float:
     """Of tokens by staleness; 0 when there are none."""
-    return sum(lag * tokens for lag, tokens in enumerate(histogram)) / max(sum(histogram), 1)
+    return sum(staleness * tokens for staleness, tokens in enumerate(histogram)) / max(sum(histogram), 1)
 
 
 Status = Literal["completed", "truncated", "failed"]

@@ -37,7 +37,7 @@ Step = dict[str, float]
 def ours(quick: bool) -> list[Step]:
     shutil.rmtree(Path("runs") / RUN, ignore_errors=True)
     # The schedule of the learning rate is that of all steps: a quick run is cut, and not shorter.
-    with launched(RUN, [f"steps={STEPS}", "replay.no_signal=train"]) as process:
+    with launched(RUN, [f"steps={STEPS}", "replay.zero_variance=train"]) as process:
         until_s = time.monotonic() + TIMEOUT_S
         while len(steps := our_steps()) < STEPS and not enough(steps, quick):
             if process.poll() or time.monotonic() > until_s:

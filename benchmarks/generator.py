@@ -31,7 +31,7 @@ TIMEOUT_S = 400.0
 def overrides(model: str, steps: int) -> list[str]:
     return [
         f"model.path={model}", f"steps={steps}", "learner.lr=1e-12", "replay.max_staleness=1000",
-        "replay.no_signal=train", "replay.groups_per_step=64", "generator.max_new_tokens=48",
+        "replay.zero_variance=train", "replay.groups_per_step=64", "generator.max_new_tokens=48",
         f"generator.max_running_groups={RUNNING_GROUPS}", f"generator.group_size={GROUP_SIZE}",
     ]  # fmt: skip
 

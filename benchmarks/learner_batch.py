@@ -103,7 +103,7 @@ def ours(model: str, groups: int, turns: Turns) -> None:
     from asyncrl.launch.placement import reserve_ports
     from asyncrl.learner.algorithm import make_algorithm
     from asyncrl.learner.batch import make_batch
-    from asyncrl.learner.distributed import connected
+    from asyncrl.learner.distributed import process_group
     from asyncrl.learner.trainer import Trainer
     from asyncrl.types import NO_VERSION, Group, Trajectory
     from asyncrl.wire.endpoints import Endpoints
@@ -129,7 +129,7 @@ def ours(model: str, groups: int, turns: Turns) -> None:
         Group(number, 0, 0, number, "bench", 0, 0, [trajectory(float(reward)) for reward in all_rewards[number]])
         for number in range(groups)
     ]
-    with connected(endpoints, 0, 1, start_timeout_s=60, timeout_s=60) as ranks:
+    with process_group(endpoints, 0, 1, start_timeout_s=60, timeout_s=60) as ranks:
         trainer = Trainer(config, ranks, make_algorithm(config))
         while True:
             turns.begin()

@@ -20,7 +20,7 @@ from asyncrl.config import Config, load_config
 from asyncrl.launch.endpoints import run_endpoints
 from asyncrl.replay.client import GeneratorClient, GeneratorStats, LauncherClient, LearnerClient
 from asyncrl.types import NO_VERSION, Group, Lease, Prompt, Trajectory
-from asyncrl.util.processes import collect_seldom, end_with_parent
+from asyncrl.util.processes import end_with_parent, tune_gc
 from asyncrl.wire.endpoints import Endpoints
 
 GROUP_SIZE, PROMPT_TOKENS = 8, 32
@@ -159,7 +159,7 @@ def hold_queue(config: Config, endpoints: Endpoints, folder: Path, journaled: bo
 
     journal = Journal(folder / "journal", flush=config.journal.flush) if journaled else None
     queue = ReplayQueue(config, MadeUpPrompts(), TraceWriter(folder / "trace.parquet"), journal=journal)
-    collect_seldom()
+    tune_gc()
     run_replay(queue, endpoints, lambda: False)
 
 

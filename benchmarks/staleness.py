@@ -49,7 +49,7 @@ def run(name: str, staleness: int, arguments: argparse.Namespace) -> dict[str, A
     label = f"staleness-{name.split()[0]}-{len(name.split())}-{staleness}"
     command = [
         sys.executable, "-m", "asyncrl.cli", "launch", "--run", label, "--steps", str(arguments.steps),
-        "--max-staleness", str(staleness), f"replay.held_steps={staleness}", "data.eval=demo/arithmetic.parquet",
+        "--max-staleness", str(staleness), f"replay.min_staleness={staleness}", "data.eval=demo/arithmetic.parquet",
         *LOSSES[name], *arguments.overrides,
     ]  # fmt: skip
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)

@@ -169,12 +169,12 @@ def main() -> None:
 
     os.environ.update(ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "DS_ACCELERATOR": "cpu"})
     from asyncrl.launch.placement import reserve_ports
-    from asyncrl.learner.distributed import connected
+    from asyncrl.learner.distributed import process_group
     from asyncrl.wire.endpoints import Endpoints
 
     config = load_config("demo", dict(parse_override(text) for text in sys.argv[1:]))
     endpoints = Endpoints("bench", "", "", learners=f"tcp://127.0.0.1:{reserve_ports(0, 1)[0]}")
-    with connected(endpoints, 0, 1, start_timeout_s=60, timeout_s=60) as ranks:
+    with process_group(endpoints, 0, 1, start_timeout_s=60, timeout_s=60) as ranks:
         sides = Sides(config, ranks)
         for side, amount in told():
             answer(getattr(sides, side)(amount))

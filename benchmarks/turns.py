@@ -17,7 +17,7 @@ from multiprocessing.queues import Queue
 from multiprocessing.synchronize import Barrier
 from statistics import median, quantiles
 
-from asyncrl.util.processes import leave_the_core, take_long_turns
+from asyncrl.util.processes import set_time_slice, use_batch_scheduling
 from benchmarks.long_tail import MAX_TOKENS, prepare_long_tail, settings
 
 BLOCK_S = 0.8
@@ -40,7 +40,7 @@ def engine_step(model: str, running: int) -> Callable[[], None]:
     from asyncrl.generator.vllm_backend.setup import build_engine, sampling_params
     from benchmarks.synchronous import all_prompts
 
-    leave_the_core()
+    use_batch_scheduling()
     engine, prompts, begun = build_engine(config, 0), all_prompts(config), 0
     sampling = sampling_params(config, 1.0, 1.0).clone()
     sampling.ignore_eos, sampling.max_tokens = True, MAX_TOKENS
@@ -54,7 +54,7 @@ def engine_step(model: str, running: int) -> Callable[[], None]:
 
     for _ in range(50):
         step()
-    take_long_turns()
+    set_time_slice()
     return step
 
 

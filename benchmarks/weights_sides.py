@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
-from asyncrl.weights.buckets import Manifest
+from asyncrl.weights.buckets import WeightManifest
 from asyncrl.weights.receiver import WeightReceiver
 from asyncrl.weights.sender import WeightSender
 from asyncrl.weights.staging import StagedWeights
@@ -52,7 +52,7 @@ def send(address: str, receivers: int, num_bytes: int, pairs: int, device: torch
     size = num_bytes // TENSORS // 4 * 4
     weights = [(f"layer-{i}", data[i * size : (i + 1) * size].view(torch.float32)) for i in range(TENSORS)]
     sender = WeightSender(
-        address, Manifest.of((name, tensor.dtype, tensor.shape) for name, tensor in weights),
+        address, WeightManifest.of((name, tensor.dtype, tensor.shape) for name, tensor in weights),
         expected_generators=receivers, transport="auto", bucket_bytes=BUCKET_BYTES, timeout_s=TIMEOUT_S,
         device=str(device),
     )  # fmt: skip

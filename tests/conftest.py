@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 from tests.helpers.examples import FEW, MANY, RANDOM
 
 if TYPE_CHECKING:
-    from asyncrl.launch.fork_server import Zygote
+    from asyncrl.launch.fork_server import ForkServer
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -31,17 +31,19 @@ MAY_SKIP = os.environ.get("ASYNCRL_MAY_SKIP", "1") != "0"
 
 
 @pytest.fixture(scope="session")
-def preloaded() -> Iterator[Zygote]:
+def preloaded() -> Iterator[ForkServer]:
     """The process that commands of asyncrl are forked from: imports are done once in a session."""
-    from asyncrl.launch.fork_server import Zygote
+    from asyncrl.launch.fork_server import ForkServer
 
-    zygote = Zygote("tests.helpers.preloaded")
-    yield zygote
-    zygote.close()
+    fork_server = ForkServer("tests.helpers.preloaded")
+    yield fork_server
+    fork_server.close()
 
 
 @pytest.fixture(scope="session")
-def demo_folder(preloaded: Zygote, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+def demo_folder(
+    preloaded: ForkServer, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Path:
     """A folder with the demo's data and model, made while the other process imports."""
     from tests.helpers.demo import make_demo
 

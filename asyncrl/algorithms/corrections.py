@@ -130,11 +130,11 @@ def loglinear_proximal(logprobs: Tensor, behavior_logprobs: Tensor, versions: Te
 
     alpha = (v_prox - v_mu) / (v_theta - v_mu) held within [0, 1], with `versions` [N] (int64) as v_mu. `version` is
     that of the learner's weights before the update, so v_prox = version, and the policy that the update makes is
-    v_theta = version + 1: alpha = lag / (lag + 1) with lag = version - versions. A token that the proximal policy
-    itself sampled (lag 0) keeps its behavior log-prob, and with its age the proximal policy nears the current one.
+    v_theta = version + 1: alpha = staleness / (staleness + 1) with staleness = version - versions. A token that the proximal policy
+    itself sampled (staleness 0) keeps its behavior log-prob, and with its age the proximal policy nears the current one.
     """
-    lag = (version - versions).clamp(min=0).to(logprobs.dtype)
-    return torch.lerp(behavior_logprobs, logprobs, lag / (lag + 1))
+    staleness = (version - versions).clamp(min=0).to(logprobs.dtype)
+    return torch.lerp(behavior_logprobs, logprobs, staleness / (staleness + 1))
 
 
 def _weights(log_ratios: Tensor, seq: Tensor, level: Level) -> Tensor:

@@ -107,9 +107,9 @@ class Config(Section):
         return self.algorithm.advantage == "remax"
 
     @property
-    def refunds_no_signal(self) -> bool:
+    def refunds_zero_variance(self) -> bool:
         """Whether a group whose rewards are all equal gives its place to another prompt."""
-        choice = self.replay.no_signal
+        choice = self.replay.zero_variance
         return choice == "refund" or (choice == "auto" and self.algorithm.advantage not in UNGROUPED)
 
     def evaluates(self, version: int) -> bool:

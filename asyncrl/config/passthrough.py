@@ -24,7 +24,7 @@ ENGINE_REFUSED = {
     "max_model_len": "it is generator.max_model_tokens",
     "max_num_seqs": "it is generator.max_running_groups times generator.group_size",
     "enable_prefix_caching": "it is generator.prefix_caching",
-    "gpu_memory_utilization": "it is computed from generator.gpu_memory_fraction and the other roles on the GPU",
+    "gpu_memory_utilization": "it is computed from generator.gpu_memory_utilization and the other roles on the GPU",
     "kv_cache_memory_bytes": "it is generator.kv_cache_bytes",
     "disable_log_stats": _OF_THE_RUN,
     "weight_transfer_config": _OF_THE_RUN,

@@ -100,7 +100,7 @@ class GeneratorConfig(Section):
     """Window of the engine, prompt and completion; the model's own when not set."""
     kv_cache_bytes: int | None = Field(default=None, ge=1 << 20)
     """Key-value cache of each engine; when not set, 1 GiB on a CPU and the engine's own choice on a GPU."""
-    gpu_memory_fraction: float = Field(default=0.9, gt=0.0, le=1.0)
+    gpu_memory_utilization: float = Field(default=0.9, gt=0.0, le=1.0)
     """Share of a GPU's memory that its roles use together where one is an engine. The engine gets what the others and
     the weights staged beside it leave, by arithmetic. Not used on a CPU."""
     prefix_caching: bool = False
@@ -140,12 +140,12 @@ class ReplayConfig(Section):
     """Lowest and highest limit of `max_staleness: auto`, which starts with the lowest."""
     auto_ess: float = Field(default=0.9, gt=0.0, lt=1.0)
     """`max_staleness: auto` keeps the effective sample size of tokens of every staleness above this."""
-    held_steps: int = Field(default=0, ge=0)
+    min_staleness: int = Field(default=0, ge=0)
     """Batches that must lie finished in the queue before another is trained. Holding `max_staleness` of them forces
     tokens to be that old, to study corrections at a known staleness."""
     order: Literal["ready", "ticket"] = "ready"
     """ready: finished groups may pass a slow one as long as the bound holds for all; ticket: strictly in order."""
-    no_signal: Literal["auto", "refund", "train"] = "auto"
+    zero_variance: Literal["auto", "refund", "train"] = "auto"
     """What happens to a group whose rewards are all equal: its place is given to another prompt, or it is trained.
     auto refunds it where the advantage compares within the group, and would be 0."""
     failed: Literal["zero", "refund"] = "zero"
@@ -177,9 +177,9 @@ class ReplayConfig(Section):
                 f"auto_bounds = [{low}, {high}]: must be a limit of at least 0 and a higher one; for one that stays "
                 "set max_staleness to it"
             )
-        if self.held_steps > self.first_limit:
+        if self.min_staleness > self.first_limit:
             raise ValueError(
-                f"held_steps = {self.held_steps}: no more than replay.max_staleness = {self.max_staleness} batches are "
+                f"min_staleness = {self.min_staleness}: no more than replay.max_staleness = {self.max_staleness} batches are "
                 "ever generated ahead, so that the learner would wait forever; use at most that, and none with auto"
             )
         return self
@@ -201,7 +201,7 @@ class AlgorithmConfig(Section):
     proximal: Literal["recompute", "loglinear"] = "recompute"
     """The proximal policy: the learner's weights before the step, or an interpolation by token age that needs no
     forward pass (arXiv:2512.06547)."""
-    opsm_delta: float | None = Field(default=None, gt=0.0)
+    offpolicy_mask_delta: float | None = Field(default=None, gt=0.0)
     """Trajectories of negative advantage whose mean log ratio against the behavior policy is below minus this many
     nats are not trained (off-policy sequence mask, arXiv:2512.02556)."""
     whiten: bool = False

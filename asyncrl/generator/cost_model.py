@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 STEPS_KEPT = 512
 """The latest ones, of each doubling of the sequences that run: costs change with the lengths of what runs, and what a
 step of few sequences costs is known for as long as there was any."""
-STEPS_AT_LEAST = 32
+MIN_STEPS = 32
 
 
 @dataclass(slots=True)
@@ -43,9 +43,9 @@ class StepCosts:
 
     def solve(self) -> list[float]:
         """Seconds of a step, of each sequence in it, and of each sequence once, none negative; empty before
-        STEPS_AT_LEAST steps."""
+        MIN_STEPS steps."""
         steps = [step for alike in self._steps.values() for step in alike]
-        if len(steps) < STEPS_AT_LEAST:
+        if len(steps) < MIN_STEPS:
             return []
         seconds, running, changed = np.array(steps).T
         base_s, sequence_s, change_s = non_negative(np.stack([np.ones_like(running), running, changed], 1), seconds)

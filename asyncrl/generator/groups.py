@@ -29,7 +29,7 @@ class Asked:
     evaluations: int = 0
 
 
-def room(config: Config, *, running: int, evaluating: int | None, denied: bool) -> tuple[int, int]:
+def free_capacity(config: Config, *, running: int, evaluating: int | None, denied: bool) -> tuple[int, int]:
     """Groups and evaluation prompts that there is room for beside so many running completions.
 
     `evaluating` of them are of evaluation prompts; None when none are wanted. Evaluation gets half of the engine, or

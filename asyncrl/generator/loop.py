@@ -13,12 +13,12 @@ import structlog
 from asyncrl.config import Config
 from asyncrl.errors import PeerTimeoutError
 from asyncrl.generator.cost_model import StepCosts
-from asyncrl.generator.groups import Asked, Running, make_evaluated, make_group, room, submit
-from asyncrl.generator.role import engine_seed, max_weight_bytes, share_core
+from asyncrl.generator.groups import Asked, Running, free_capacity, make_evaluated, make_group, submit
+from asyncrl.generator.role import engine_seed, max_weight_bytes, try_batch_scheduling
 from asyncrl.generator.vllm_backend.engine import Completion, Engine
 from asyncrl.replay.client import GeneratorClient, GeneratorStats, LeaseReply
 from asyncrl.types import NO_VERSION, Lease
-from asyncrl.util.processes import Stopwatch, leave_the_core, take_long_turns
+from asyncrl.util.processes import Stopwatch, set_time_slice, use_batch_scheduling
 from asyncrl.wire.endpoints import Endpoints
 
 if TYPE_CHECKING:
@@ -112,17 +112,17 @@ class GeneratorLoop:
     def tick(self) -> None:
         """One engine step with what goes before and after it."""
         busy = self.engine.num_running > 0
-        self._watch.turn("syncing")
+        self._watch.switch("syncing")
         self._swap_staged()
-        self._watch.turn("working" if busy else "waiting")
+        self._watch.switch("working" if busy else "waiting")
         spent_s = self._exchange(0.0 if busy else _IDLE_S)
         running, began_s = self.engine.num_running, time.monotonic()
         if running:
-            self._watch.turn("working")
+            self._watch.switch("working")
             for completion in self.engine.step():
                 self._end(completion)
         if self.scoring:
-            self._watch.turn("writing")
+            self._watch.switch("writing")
             for scored in self.rewards.collect():
                 self._finish(scored)
         if running:
@@ -237,7 +237,7 @@ class GeneratorLoop:
         if self.engine.version == NO_VERSION or self._leave_s is not None:
             return 0, 0
         evaluating = self._evaluating if self._pinned else None
-        return room(self.config, running=self.engine.num_running, evaluating=evaluating, denied=self._denied)
+        return free_capacity(self.config, running=self.engine.num_running, evaluating=evaluating, denied=self._denied)
 
     def _start(self, lease: Lease, now_s: float) -> None:
         size = self.config.eval.samples if lease.evaluation else self.config.generator.group_size
@@ -306,7 +306,7 @@ def run_generator(
         stack.callback(rewards.close)
         on_gpu = torch.cuda.is_available()
         if not on_gpu:
-            share_core(leave_the_core)
+            try_batch_scheduling(use_batch_scheduling)
         receiver = WeightReceiver(
             endpoints.weights,
             rank=index + 1,
@@ -323,7 +323,7 @@ def run_generator(
         stack.callback(engine.close)
         receiver.engine_is_up()
         if not on_gpu:
-            share_core(take_long_turns)
+            try_batch_scheduling(set_time_slice)
         log.info("engine is up", generator=index)
         if endpoints.reward_model:
             await_reward_model(endpoints, timeout_s=config.launch.start_timeout_s, should_stop=should_stop)

@@ -37,7 +37,7 @@ def max_weight_bytes(model_path: str) -> int:
     return int(elements * _BYTES_PER_ELEMENT * _MARGIN) + _LEAST_BYTES
 
 
-def share_core(how: Callable[[], None]) -> None:
+def try_batch_scheduling(how: Callable[[], None]) -> None:
     """Does `processes.leave_the_core` or `take_long_turns`; where the system forbids that, the log says the cost."""
     try:
         how()

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from asyncrl.config import Config
-from asyncrl.launch.placement import Plan
+from asyncrl.launch.placement import Placement
 from asyncrl.plan.measured import RecentRun
 from asyncrl.plan.verdict import verdict_of
 
@@ -16,10 +16,10 @@ EVERY_S = 60.0
 """A verdict is simulated: that takes a second or two of a core."""
 
 
-class Judge:
+class BottleneckMonitor:
     """Looks at the folder of one run, in a thread of its own: who asks has roles to supervise."""
 
-    def __init__(self, config: Config, plan: Plan, *, first_s: float = EVERY_S) -> None:
+    def __init__(self, config: Config, plan: Placement, *, first_s: float = EVERY_S) -> None:
         """The first verdict comes after `first_s`."""
         self._max_staleness = config.replay.staleness_limit
         self.generators_per_device = generators_per_device(plan)
@@ -28,7 +28,7 @@ class Judge:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="judge")
         self._begun: Future[dict[str, Any]] | None = None
 
-    def look(self, status: dict[str, Any]) -> str:
+    def update(self, status: dict[str, Any]) -> str:
         """A sentence on a run that goes on, once there is a new one, else empty. Never waits for it."""
         if self._begun is not None and self._begun.done():
             begun, self._begun = self._begun, None
@@ -38,7 +38,7 @@ class Judge:
             self._begun = self._thread.submit(self._judge, status["generator_idle"], status["learner_idle"])
         return ""
 
-    def sum_up(self, summary: dict[str, Any]) -> dict[str, Any]:
+    def summary(self, summary: dict[str, Any]) -> dict[str, Any]:
         """The part of the summary of a run that has ended; empty when it did not get so far."""
         idle = summary.get("idle")
         if idle is None:
@@ -59,7 +59,7 @@ class Judge:
         }
 
 
-def generators_per_device(plan: Plan) -> int:
+def generators_per_device(plan: Placement) -> int:
     """Generators that take turns on the core, or the GPU, that has most of them."""
     places = Counter(share.gpus or share.cpus for share in plan.generators)
     return max(count if plan.generators[0].gpus else -(-count // len(place)) for place, count in places.items())

@@ -37,7 +37,7 @@ class Interrupts:
 log = structlog.get_logger()
 
 
-class LastingFile:
+class PipeSafeFile:
     """A file whose writes are dropped once nobody reads them any more: the terminal was closed, the pipe has lost its
     other end."""
 
@@ -71,9 +71,9 @@ class LastingFile:
         log.warning("nobody reads the console any more", error=str(error))
 
 
-def lasting(console: Console) -> Console:
+def ignore_broken_pipe(console: Console) -> Console:
     """The console; what it prints when nobody reads it any more is dropped."""
-    console.file = cast(IO[str], LastingFile(console.file))
+    console.file = cast(IO[str], PipeSafeFile(console.file))
     return console
 
 

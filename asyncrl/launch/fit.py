@@ -24,12 +24,12 @@ from asyncrl.launch.memory import (
     reward_model_parts,
     staging_parts,
 )
-from asyncrl.launch.placement import Plan, Share
+from asyncrl.launch.placement import Placement, RoleResources
 
 log = structlog.get_logger()
 
 TRAINED_FRACTION = 0.95
-"""Of a GPU without an engine, what the sums may reach. Where there is one, it is `generator.gpu_memory_fraction`."""
+"""Of a GPU without an engine, what the sums may reach. Where there is one, it is `generator.gpu_memory_utilization`."""
 REWARD_MODEL = {"dtype": "float32", "tokens_per_batch": 16384, "device": "auto"}
 """Options of the reward model, with their defaults, that its memory depends on."""
 
@@ -102,11 +102,11 @@ class Card:
         )
 
 
-def fit_memory(config: Config, plan: Plan, *, reward_model: bool) -> Plan:
+def fit_memory(config: Config, plan: Placement, *, reward_model: bool) -> Placement:
     """The plan with the share of its GPU that each engine may take.
 
     Raises ConfigError with the sums, and the keys that would help, when a GPU is too small. Where the memory of the
-    GPUs or the sizes of a model are not known, engines on one GPU divide `generator.gpu_memory_fraction`.
+    GPUs or the sizes of a model are not known, engines on one GPU divide `generator.gpu_memory_utilization`.
     """
     if not plan.gpus:
         return plan
@@ -122,7 +122,7 @@ def fit_memory(config: Config, plan: Plan, *, reward_model: bool) -> Plan:
     return _with_fractions(config, plan, models, cards)
 
 
-def make_cards(config: Config, plan: Plan, models: Models) -> list[Card]:
+def make_cards(config: Config, plan: Placement, models: Models) -> list[Card]:
     """Every GPU of the plan with the needs of its roles."""
     by_gpu: dict[str, list[Need]] = {gpu.name: [] for gpu in plan.gpus}
     for gpu, need in _needs(config, plan, models):
@@ -131,12 +131,12 @@ def make_cards(config: Config, plan: Plan, models: Models) -> list[Card]:
     cards: list[Card] = []
     for gpu in plan.gpus:
         memory_bytes = gpu.memory_bytes or 0
-        fraction = config.generator.gpu_memory_fraction if gpu.name in engines else TRAINED_FRACTION
+        fraction = config.generator.gpu_memory_utilization if gpu.name in engines else TRAINED_FRACTION
         cards.append(Card(gpu.name, memory_bytes, by_gpu[gpu.name], round(fraction * memory_bytes)))
     return [card for card in cards if card.needs]
 
 
-def _needs(config: Config, plan: Plan, models: Models) -> Iterator[tuple[str, Need]]:
+def _needs(config: Config, plan: Placement, models: Models) -> Iterator[tuple[str, Need]]:
     inside = models.critic if not config.critic.ranks else None
     for rank, share in enumerate(plan.learners):
         packs = rank == 0 and _by_nccl(config, plan)
@@ -154,11 +154,11 @@ def _needs(config: Config, plan: Plan, models: Models) -> Iterator[tuple[str, Ne
         yield plan.reward_model.gpus[0], Need("reward_model", parts)
 
 
-def _by_nccl(config: Config, plan: Plan) -> bool:
+def _by_nccl(config: Config, plan: Placement) -> bool:
     return plan.sends_between_gpus and config.weights.transport != "gloo"
 
 
-def _with_fractions(config: Config, plan: Plan, models: Models, cards: list[Card]) -> Plan:
+def _with_fractions(config: Config, plan: Placement, models: Models, cards: list[Card]) -> Placement:
     """Each engine gets an equal part of what its GPU's other roles leave, without the weights staged beside it."""
     beside = sum(staging_parts(config, models.policy, on_gpu=_by_nccl(config, plan)).values())
     least = sum(engine_parts(config, models.policy).values())
@@ -175,17 +175,17 @@ def _with_fractions(config: Config, plan: Plan, models: Models, cards: list[Card
     return _set_fractions(plan, lambda share: fractions[share.gpus[0]])
 
 
-def _divided(config: Config, plan: Plan) -> Plan:
+def _divided(config: Config, plan: Placement) -> Placement:
     counts = {share.gpus: sum(share.gpus == other.gpus for other in plan.generators) for share in plan.generators}
-    return _set_fractions(plan, lambda share: config.generator.gpu_memory_fraction / counts[share.gpus])
+    return _set_fractions(plan, lambda share: config.generator.gpu_memory_utilization / counts[share.gpus])
 
 
-def _set_fractions(plan: Plan, fraction: Callable[[Share], float]) -> Plan:
-    generators = tuple(replace(share, gpu_memory_fraction=fraction(share)) for share in plan.generators)
+def _set_fractions(plan: Placement, fraction: Callable[[RoleResources], float]) -> Placement:
+    generators = tuple(replace(share, gpu_memory_utilization=fraction(share)) for share in plan.generators)
     return replace(plan, generators=generators)
 
 
-def _refusal(config: Config, plan: Plan, models: Models, short: list[Card]) -> str:
+def _refusal(config: Config, plan: Placement, models: Models, short: list[Card]) -> str:
     lines = "\n  ".join(map(str, short))
     changes = find_changes(config, plan, models)
     way_out = (
@@ -196,7 +196,7 @@ def _refusal(config: Config, plan: Plan, models: Models, short: list[Card]) -> s
     return f"by arithmetic the run does not fit its GPUs:\n  {lines}\n{way_out}"
 
 
-def find_changes(config: Config, plan: Plan, models: Models) -> list[str]:
+def find_changes(config: Config, plan: Placement, models: Models) -> list[str]:
     """Overrides with which the same plan fits, as few as trying them in turn finds; empty when they are not enough."""
     tried: list[tuple[str, Any]] = []
     for change in _candidates(config, plan):
@@ -213,7 +213,7 @@ def find_changes(config: Config, plan: Plan, models: Models) -> list[str]:
     return [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in last.items()]
 
 
-def _candidates(config: Config, plan: Plan) -> Iterator[tuple[str, Any]]:
+def _candidates(config: Config, plan: Placement) -> Iterator[tuple[str, Any]]:
     """Settings that take less memory, the cheapest first."""
     if config.model.dtype != "bfloat16":
         yield "model.dtype", "bfloat16"
@@ -232,7 +232,7 @@ def _candidates(config: Config, plan: Plan) -> Iterator[tuple[str, Any]]:
         yield "weights.transport", "gloo"
 
 
-def _fits(config: Config, plan: Plan, models: Models, changes: list[tuple[str, Any]]) -> bool:
+def _fits(config: Config, plan: Placement, models: Models, changes: list[tuple[str, Any]]) -> bool:
     for key, value in changes:
         section, _, name = key.partition(".")
         config = config.model_copy(update={section: getattr(config, section).model_copy(update={name: value})})

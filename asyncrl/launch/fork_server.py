@@ -1,9 +1,9 @@
 """A process that has imported what all roles need and is forked for each of them: a role starts in milliseconds instead
 of after seconds of imports. For roles without GPUs only: CUDA does not survive a fork.
 
-Roles are forked twice, so that they become children of the launcher (a subreaper) and not of the zygote: the launcher
+Roles are forked twice, so that they become children of the launcher (a subreaper) and not of the fork_server: the launcher
 waits for them, signals them and takes them along when it dies as if it had started them itself, and none of them needs
-the zygote.
+the fork_server.
 """
 
 from __future__ import annotations
@@ -70,15 +70,15 @@ ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     "DS_ACCELERATOR": "cpu",
 }
-"""Of the zygote itself; each role has its own after the fork."""
+"""Of the fork_server itself; each role has its own after the fork."""
 
 
-class ZygoteError(AsyncrlError):
-    """The zygote cannot fork; roles have to be started in another way."""
+class ForkServerError(AsyncrlError):
+    """The fork_server cannot fork; roles have to be started in another way."""
 
 
 class Forked:
-    """A child process that a zygote forked, with what a launcher uses of subprocess.Popen."""
+    """A child process that a fork_server forked, with what a launcher uses of subprocess.Popen."""
 
     def __init__(self, pid: int, stdin: IO[bytes]) -> None:
         self.pid = pid
@@ -108,7 +108,7 @@ class Forked:
         self.send_signal(signal.SIGTERM)
 
 
-class Zygote:
+class ForkServer:
     """The launcher's side. The two talk over a socket pair, which nobody else can open."""
 
     _open = 0
@@ -147,9 +147,9 @@ class Zygote:
                 self._is_ready = True
             socket.send_fds(self._socket, [request], [read_end, output])
             pid = self._receive(FORK_S)["pid"]
-        except (OSError, ZygoteError) as error:
+        except (OSError, ForkServerError) as error:
             stdin.close()
-            raise ZygoteError(f"the process that roles are forked from cannot do so: {error}") from None
+            raise ForkServerError(f"the process that roles are forked from cannot do so: {error}") from None
         finally:
             os.close(read_end)
         self._children.add(pid)
@@ -159,10 +159,10 @@ class Zygote:
         self._socket.settimeout(timeout_s)
         answer = self._socket.recv(MESSAGE_BYTES)
         if not answer:
-            raise ZygoteError(f"it ended with code {self._exit_code()}")
+            raise ForkServerError(f"it ended with code {self._exit_code()}")
         told = json.loads(answer)
         if "error" in told:
-            raise ZygoteError(told["error"])
+            raise ForkServerError(told["error"])
         return told
 
     def _exit_code(self) -> str:
@@ -180,14 +180,14 @@ class Zygote:
 
     @staticmethod
     def _adopt(change: int = 1) -> None:
-        """Makes this process a subreaper with its first zygote, and an ordinary process after its last."""
-        Zygote._open += change
+        """Makes this process a subreaper with its first fork_server, and an ordinary process after its last."""
+        ForkServer._open += change
         libc = ctypes.CDLL(None, use_errno=True)
-        if libc.prctl(PR_SET_CHILD_SUBREAPER, int(Zygote._open > 0), 0, 0, 0):
+        if libc.prctl(PR_SET_CHILD_SUBREAPER, int(ForkServer._open > 0), 0, 0, 0):
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
     def close(self) -> None:
-        """Ends the zygote; roles go on."""
+        """Ends the fork_server; roles go on."""
         if self._closed:
             return
         self._closed = True
@@ -197,7 +197,7 @@ class Zygote:
         try:
             self._process.wait(KILL_S)
         except subprocess.TimeoutExpired:
-            log.error("process does not die of SIGKILL", name="zygote", pid=self.pid, waited_s=KILL_S)
+            log.error("process does not die of SIGKILL", name="fork_server", pid=self.pid, waited_s=KILL_S)
         self.reap()
 
 
@@ -209,7 +209,7 @@ def main(run: Callable[[list[str]], int], preloaded: Sequence[str] = PRELOADED) 
     own = socket.socket(fileno=os.dup(0))
     _redirect(os.open(os.devnull, os.O_RDONLY), 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    setproctitle("asyncrl zygote")  # finds its place by the environment, which a child replaces
+    setproctitle("asyncrl fork_server")  # finds its place by the environment, which a child replaces
     own.send(json.dumps(_preload(preloaded)).encode())
     return serve(own, parent, run)
 

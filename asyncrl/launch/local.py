@@ -14,8 +14,8 @@ from typing import IO
 
 import structlog
 
-from asyncrl.launch.fork_server import Forked, Zygote, ZygoteError
-from asyncrl.launch.placement import Share, network_environment
+from asyncrl.launch.fork_server import Forked, ForkServer, ForkServerError
+from asyncrl.launch.placement import RoleResources, network_environment
 from asyncrl.launch.worker import EXIT_DISK_FULL, SHOW_STACKS, RoleSpec
 from asyncrl.observe.logs import last_error
 from asyncrl.util.redaction import redact, redact_file
@@ -102,10 +102,10 @@ class LocalLauncher:
 
     def __init__(self) -> None:
         self.roles: list[RoleProcess] = []
-        self.zygote: Zygote | None = None
+        self.fork_server: ForkServer | None = None
         """Roles without GPUs are forked from it; where there is none, each does its own imports."""
 
-    def start(self, spec: RoleSpec, share: Share) -> RoleProcess:
+    def start(self, spec: RoleSpec, share: RoleResources) -> RoleProcess:
         log_file, path = spec.logs / f"{spec.name}.jsonl", spec.logs / f"{spec.name}.out"
         path.parent.mkdir(parents=True, exist_ok=True)
         output = path.open("ab")
@@ -132,16 +132,18 @@ class LocalLauncher:
         log.info("role started", name=spec.name, start=spec.start, pid=process.pid, cpus=share.cpus, gpus=share.gpus)
         return role
 
-    def _fork(self, spec: RoleSpec, share: Share, environment: dict[str, str], output: IO[bytes]) -> Forked | None:
-        """The role forked from the zygote; None where it has to be started otherwise."""
-        if self.zygote is None or share.gpus:
+    def _fork(
+        self, spec: RoleSpec, share: RoleResources, environment: dict[str, str], output: IO[bytes]
+    ) -> Forked | None:
+        """The role forked from the fork_server; None where it has to be started otherwise."""
+        if self.fork_server is None or share.gpus:
             return None
         try:
-            return self.zygote.fork(self.command(spec)[1:], environment, output.fileno())
-        except ZygoteError as error:
+            return self.fork_server.fork(self.command(spec)[1:], environment, output.fileno())
+        except ForkServerError as error:
             log.warning("roles are started with imports of their own from here on", error=str(error))
-            self.zygote.close()
-            self.zygote = None
+            self.fork_server.close()
+            self.fork_server = None
             return None
 
     def command(self, spec: RoleSpec) -> list[str]:
@@ -182,8 +184,8 @@ class LocalLauncher:
                 role.output.close()
                 log.error("process does not die of SIGKILL", name=role.name, pid=role.process.pid, waited_s=KILL_S)
             self.roles.remove(role)
-        if self.zygote is not None:
-            self.zygote.reap()
+        if self.fork_server is not None:
+            self.fork_server.reap()
         return immortal
 
     def end(self, *, grace_s: float) -> list[RoleProcess]:

@@ -24,7 +24,7 @@ OWN_PORTS = range(20000, 32000)
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class RoleResources:
     """What one role process may use."""
 
     cpus: tuple[int, ...]
@@ -33,7 +33,7 @@ class Share:
     """Entries of CUDA_VISIBLE_DEVICES, as this process was given them."""
     helper_cpus: tuple[int, ...] = ()
     """Cores of the role's own helper processes; those of the role itself when empty."""
-    gpu_memory_fraction: float | None = None
+    gpu_memory_utilization: float | None = None
     """Of the GPU's memory, what the engine of a generator may take."""
 
     def environment(self) -> dict[str, str]:
@@ -43,22 +43,22 @@ class Share:
         environment: dict[str, str] = dict.fromkeys(names, threads)
         environment["ASYNCRL_HELPER_CPUS"] = ",".join(map(str, self.helper_cpus or self.cpus))
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus)
-        if self.gpu_memory_fraction is not None:
-            environment[GPU_FRACTION] = f"{self.gpu_memory_fraction:.4f}"
+        if self.gpu_memory_utilization is not None:
+            environment[GPU_FRACTION] = f"{self.gpu_memory_utilization:.4f}"
         if not self.gpus:
             environment["DS_ACCELERATOR"] = "cpu"
         return environment
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Placement:
     """Shares by role and index."""
 
-    generators: tuple[Share, ...]
-    learners: tuple[Share, ...]
-    replay: Share
-    critics: tuple[Share, ...] = ()
-    reward_model: Share | None = None
+    generators: tuple[RoleResources, ...]
+    learners: tuple[RoleResources, ...]
+    replay: RoleResources
+    critics: tuple[RoleResources, ...] = ()
+    reward_model: RoleResources | None = None
     gpus: tuple[Gpu, ...] = ()
     """Of the machine, as far as the run may use them."""
 
@@ -68,7 +68,7 @@ class Plan:
         gpus = [gpu for share in (self.learners[0], *self.generators) for gpu in share.gpus]
         return len(set(gpus)) == len(gpus) == 1 + len(self.generators)
 
-    def of(self, role: str) -> tuple[Share, ...]:
+    def of(self, role: str) -> tuple[RoleResources, ...]:
         """One share for every process of the role."""
         return {
             "replay": (self.replay,),
@@ -79,7 +79,7 @@ class Plan:
         }[role]
 
 
-def plan_resources(config: Config, *, reward_model: bool = False) -> Plan:
+def place_roles(config: Config, *, reward_model: bool = False) -> Placement:
     """Splits this machine between the roles: GPUs one each as far as they go, cores by number of processes.
 
     Critics and the reward model count with the learners: they share their cores. Raises ConfigError when the ranks of
@@ -90,27 +90,27 @@ def plan_resources(config: Config, *, reward_model: bool = False) -> Plan:
     num_generators, num_critics = config.launch.generators, config.critic.ranks
     num_trained = config.launch.learners + num_critics + int(reward_model)
     cpus = sorted(os.sched_getaffinity(0))
-    replay = Share(tuple(cpus), threads=1)
+    replay = RoleResources(tuple(cpus), threads=1)
     if config.launch.pin_cores and len(cpus) >= 2:
         wanted = round(len(cpus) * num_generators / (num_generators + num_trained))
         cut = min(max(wanted, 1), len(cpus) - 1)
         # The replay queue and the reward workers run beside the learners: an engine keeps its core to itself.
         beside = tuple(cpus[cut:])
-        replay = Share(beside, threads=1)
+        replay = RoleResources(beside, threads=1)
         generators = [replace(share, helper_cpus=beside) for share in _deal(cpus[:cut], num_generators)]
         trained = _deal(cpus[cut:], num_trained)
     else:
         threads = max(1, len(cpus) // (num_generators + num_trained))
-        generators = [Share(tuple(cpus), threads)] * num_generators
-        trained = [Share(tuple(cpus), threads)] * num_trained
+        generators = [RoleResources(tuple(cpus), threads)] * num_generators
+        trained = [RoleResources(tuple(cpus), threads)] * num_trained
     learners = trained[: config.launch.learners]
     critics = trained[config.launch.learners : config.launch.learners + num_critics]
-    plan = Plan(tuple(generators), tuple(learners), replay, tuple(critics), trained[-1] if reward_model else None)
+    plan = Placement(tuple(generators), tuple(learners), replay, tuple(critics), trained[-1] if reward_model else None)
     _check_transport(config, plan, num_gpus=0)
     return plan
 
 
-def _plan_gpus(config: Config, gpus: Sequence[Gpu], *, reward_model: bool) -> Plan:
+def _plan_gpus(config: Config, gpus: Sequence[Gpu], *, reward_model: bool) -> Placement:
     """Learner and critic ranks take the first GPUs, generators and the reward model the others.
 
     Where GPUs are fewer than roles, generators share among themselves before they share with what is trained.
@@ -132,11 +132,11 @@ def _plan_gpus(config: Config, gpus: Sequence[Gpu], *, reward_model: bool) -> Pl
     places = left[:-1] if reward_model and len(left) > num_generators else left
     cpus = tuple(sorted(os.sched_getaffinity(0)))
     threads = max(1, len(cpus) // (num_generators + len(trained) + int(reward_model)))
-    shares = [Share(cpus, threads, (gpu.name,)) for gpu in gpus]
-    plan = Plan(
+    shares = [RoleResources(cpus, threads, (gpu.name,)) for gpu in gpus]
+    plan = Placement(
         generators=tuple(shares[places[index % len(places)]] for index in range(num_generators)),
         learners=tuple(shares[card] for card in trained[:num_learners]),
-        replay=Share(cpus, threads=1),
+        replay=RoleResources(cpus, threads=1),
         critics=tuple(shares[card] for card in trained[num_learners:]),
         reward_model=shares[left[-1]] if reward_model else None,
         gpus=tuple(gpus),
@@ -145,7 +145,7 @@ def _plan_gpus(config: Config, gpus: Sequence[Gpu], *, reward_model: bool) -> Pl
     return plan
 
 
-def refuse_joiner(config: Config, running: Plan, wanted: Plan, index: int) -> str:
+def refuse_joiner(config: Config, running: Placement, wanted: Placement, index: int) -> str:
     """Why generator `index` cannot join a run that began with the plan `running`; empty when it can.
 
     NCCL takes one process for each GPU, and engines have taken the memory of theirs, unless `generator.kv_cache_bytes`
@@ -167,7 +167,7 @@ def refuse_joiner(config: Config, running: Plan, wanted: Plan, index: int) -> st
     return ""
 
 
-def _check_transport(config: Config, plan: Plan, *, num_gpus: int) -> None:
+def _check_transport(config: Config, plan: Placement, *, num_gpus: int) -> None:
     if config.weights.transport == "nccl" and not plan.sends_between_gpus:
         raise ConfigError(
             "weights.transport = 'nccl': needs a GPU of its own for learner rank 0 and for each of "
@@ -249,9 +249,9 @@ def _taken(host: str, port: int) -> str:
     return ""
 
 
-def _deal(cpus: Sequence[int], count: int) -> list[Share]:
+def _deal(cpus: Sequence[int], count: int) -> list[RoleResources]:
     """Cores of `count` equal processes: cores of their own while there are enough, else all share all."""
     each = len(cpus) // count
     if each == 0:
-        return [Share(tuple(cpus), threads=1)] * count
-    return [Share(tuple(cpus[index * each : (index + 1) * each]), threads=each) for index in range(count)]
+        return [RoleResources(tuple(cpus), threads=1)] * count
+    return [RoleResources(tuple(cpus[index * each : (index + 1) * each]), threads=each) for index in range(count)]

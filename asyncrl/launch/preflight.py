@@ -31,7 +31,7 @@ UNTRAINED_SETTINGS = ("attn_logit_softcapping", "final_logit_softcapping", "logi
 """Model settings that change attention scores, or logits after the output layer."""
 
 
-def make_missing(config: Config, console: Console) -> None:
+def run_recipes(config: Config, console: Console) -> None:
     """Makes the data and the model that have a recipe and do not exist yet."""
     if config.data.recipe:
         for key, files in (("data.train", config.data.train_files), ("data.eval", config.data.eval_files)):

@@ -10,7 +10,7 @@ from typing import Any
 from asyncrl.config import Config
 from asyncrl.errors import RunError
 from asyncrl.launch.local import LocalLauncher, RoleProcess
-from asyncrl.launch.placement import Share
+from asyncrl.launch.placement import RoleResources
 from asyncrl.launch.worker import FINAL_CODES, RoleSpec
 
 BACK_OFF_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
@@ -51,7 +51,7 @@ class Progress:
 
     def __init__(self, config: Config, now_s: float) -> None:
         self._config = config
-        self._batch_groups = (config.replay.held_steps + 1) * config.replay.groups_per_step
+        self._batch_groups = (config.replay.min_staleness + 1) * config.replay.groups_per_step
         """Finished groups that make a batch."""
         self._seen: tuple[Any, ...] = ()
         self._since_s = now_s
@@ -107,22 +107,22 @@ UNHEARD = ("reward_model",)
 
 
 @dataclass(slots=True)
-class Unit:
+class RoleGroup:
     """A generator, the replay queue, the reward model, or all learner and critic ranks."""
 
     name: str
-    members: list[tuple[RoleSpec, Share]]
+    members: list[tuple[RoleSpec, RoleResources]]
     history: RestartHistory
     processes: list[RoleProcess] = field(default_factory=list[RoleProcess])
     starts: int = 0
     started_s: float = 0.0
-    due_s: float | None = 0.0
+    restart_at_s: float | None = 0.0
     """When it is to be started; None while it is."""
-    up: bool = False
+    healthy: bool = False
     """It was heard since its start."""
-    worked: bool = False
+    made_progress: bool = False
     """It did since its start what it is there for."""
-    heard_s: float = 0.0
+    last_heartbeat_s: float = 0.0
     session: str = ""
     """What the replay queue calls the start of the generator that it heard last."""
     former_session: str = ""
@@ -131,9 +131,9 @@ class Unit:
     """A start of it has worked."""
     former_reason: str = ""
     """Why its start before this one fell, without its numbers."""
-    fell_s: float | None = None
+    died_s: float | None = None
     """When a process of it was first seen to have died."""
-    leaving_s: float | None = None
+    draining_since_s: float | None = None
     """Since when it is not wanted any more."""
 
     @property
@@ -147,14 +147,18 @@ class Unit:
     @property
     def running(self) -> bool:
         """It has processes, and all are alive."""
-        return self.due_s is None and bool(self.processes) and all(process.code is None for process in self.processes)
+        return (
+            self.restart_at_s is None
+            and bool(self.processes)
+            and all(process.code is None for process in self.processes)
+        )
 
     def start(self, launcher: LocalLauncher, now_s: float) -> None:
         self.processes = [launcher.start(replace(spec, start=self.starts), share) for spec, share in self.members]
         self.starts += 1
         self.started_s = now_s
-        self.due_s = self.fell_s = None
-        self.up = self.worked = False
+        self.restart_at_s = self.died_s = None
+        self.healthy = self.made_progress = False
         self.former_session = self.session
 
     def ended(self, codes: tuple[int, ...] = ()) -> RoleProcess | None:
@@ -185,4 +189,4 @@ class Unit:
         return self.history.next(now_s, settled=settled)
 
     def _works(self, now_s: float) -> bool:
-        return self.worked or (self.role in UNHEARD and now_s - self.started_s > SETTLED_S)
+        return self.made_progress or (self.role in UNHEARD and now_s - self.started_s > SETTLED_S)

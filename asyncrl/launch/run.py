@@ -15,14 +15,22 @@ from rich.console import Console
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError, DataError, PeerTimeoutError, RunError
 from asyncrl.generator.vllm_backend.setup import check_cpu
-from asyncrl.launch.bottleneck import Judge
-from asyncrl.launch.console import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, Interrupts, lasting, show_end
+from asyncrl.launch.bottleneck import BottleneckMonitor
+from asyncrl.launch.console import (
+    EXIT_CONFIG,
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    Interrupts,
+    ignore_broken_pipe,
+    show_end,
+)
 from asyncrl.launch.endpoints import run_endpoints
 from asyncrl.launch.fit import fit_memory
-from asyncrl.launch.fork_server import Zygote
+from asyncrl.launch.fork_server import ForkServer
 from asyncrl.launch.local import LAUNCHERS
-from asyncrl.launch.placement import Plan, plan_resources
-from asyncrl.launch.preflight import check_inputs, make_missing
+from asyncrl.launch.placement import Placement, place_roles
+from asyncrl.launch.preflight import check_inputs, run_recipes
 from asyncrl.launch.role_group import Progress
 from asyncrl.launch.run_dir import RunFolder, check_resume, discard_journal
 from asyncrl.launch.supervisor import Supervisor
@@ -30,7 +38,7 @@ from asyncrl.launch.worker import ROLES, RoleSpec
 from asyncrl.observe.live import LiveView
 from asyncrl.observe.logs import configure_logs
 from asyncrl.observe.report import write_report
-from asyncrl.plan.measured import GROUPS_AT_MOST
+from asyncrl.plan.measured import MAX_GROUPS
 from asyncrl.plan.tail import TraceTail
 from asyncrl.replay.client import LauncherClient
 from asyncrl.rewards.reward_model import uses_reward_model
@@ -61,12 +69,12 @@ def launch(config: Config, console: Console, *, without_journal: bool = False) -
     `without_journal` resumes from the newest checkpoint alone. Raises ConfigError before anything starts when the
     config cannot work, or cannot go on with the run that there is.
     """
-    console = lasting(console)
+    console = ignore_broken_pipe(console)
     check_resume(config)
     reward_model = uses_reward_model(config)
-    plan = plan_resources(config, reward_model=reward_model)
-    make_missing(config, console)
-    with preloaded(plan) as zygote:
+    plan = place_roles(config, reward_model=reward_model)
+    run_recipes(config, console)
+    with preloaded(plan) as fork_server:
         prompt_tokens = check_inputs(config, console)
         if not plan.gpus:
             check_cpu(config)
@@ -89,9 +97,9 @@ def launch(config: Config, console: Console, *, without_journal: bool = False) -
                 console.print(f"the earlier run of this name is now {folder.moved_to}", highlight=False)
             spec = RoleSpec("", 0, str(folder.path), endpoints, (), prompt_tokens, checkpoint=checkpoint)
             run = Run(config, plan, spec, console, interrupts)
-            run.processes.zygote = zygote
-            code = run.conduct()
-            summary = folder.sum_up(run.summary) | run.judge.sum_up(run.summary)
+            run.processes.fork_server = fork_server
+            code = run.run()
+            summary = folder.summary(run.summary) | run.judge.summary(run.summary)
             show_end(console, summary)
             folder.write_summary(summary)
             report = write_report(folder.path, summary, trace_of(folder.path))
@@ -100,22 +108,22 @@ def launch(config: Config, console: Console, *, without_journal: bool = False) -
 
 
 @contextmanager
-def preloaded(plan: Plan) -> Iterator[Zygote | None]:
+def preloaded(plan: Placement) -> Iterator[ForkServer | None]:
     """A process to fork the roles of this plan from; None where one of them has a GPU."""
     if any(share.gpus for role in ROLES for share in plan.of(role)):
         yield None
         return
-    zygote = Zygote()
+    fork_server = ForkServer()
     try:
-        yield zygote
+        yield fork_server
     finally:
-        zygote.close()
+        fork_server.close()
 
 
 def trace_of(run_dir: Path) -> pa.Table | None:
     """The newest part of the run's trace; None when there is none that can be read."""
     try:
-        return TraceTail(run_dir, rows=GROUPS_AT_MOST).read()
+        return TraceTail(run_dir, rows=MAX_GROUPS).read()
     except DataError as error:
         log.warning("no timeline in the report", error=str(error))
         return None
@@ -124,7 +132,9 @@ def trace_of(run_dir: Path) -> pa.Table | None:
 class Run:
     """A run in progress: its roles, its replay queue as the launcher sees it, and how it ended."""
 
-    def __init__(self, config: Config, plan: Plan, spec: RoleSpec, console: Console, interrupts: Interrupts) -> None:
+    def __init__(
+        self, config: Config, plan: Placement, spec: RoleSpec, console: Console, interrupts: Interrupts
+    ) -> None:
         self.config = config
         self.console = console
         self.interrupts = interrupts
@@ -134,11 +144,11 @@ class Run:
         self.summary: dict[str, Any] = {}
         self.started_s = time.monotonic()
         self.progress = Progress(config, self.started_s)
-        self.judge = Judge(config, plan)
+        self.judge = BottleneckMonitor(config, plan)
         self._stop_since_s: float | None = None
         self._stop_told = False
 
-    def conduct(self) -> int:
+    def run(self) -> int:
         """Starts everything, watches until the end, stops everything; gives the exit code."""
         error = ""
         code = EXIT_DONE
@@ -186,7 +196,7 @@ class Run:
         if status is None:
             return
         learners = self.supervisor.learners
-        if learners.due_s is None and not self.supervisor.learners_ended:
+        if learners.restart_at_s is None and not self.supervisor.learners_ended:
             reason = self.progress.check(
                 status,
                 learners_started_s=learners.started_s,
@@ -195,7 +205,7 @@ class Run:
             )
             if reason:
                 self.supervisor.restart(learners, reason, time.monotonic(), hangs=True)
-        if sentence := self.judge.look(status):
+        if sentence := self.judge.update(status):
             view.judge(sentence)
         if status["step"] > 0:
             view.update(status, restarts=sum(self.supervisor.restarts.values()))
@@ -206,7 +216,7 @@ class Run:
             return None
         try:
             status = self.client.status()
-            self.supervisor.hear(status, time.monotonic())
+            self.supervisor.update(status, time.monotonic())
         except PeerTimeoutError as error:
             log.warning("no status", error=str(error))
             self.supervisor.miss(time.monotonic())

@@ -15,7 +15,7 @@ from asyncrl.config import Config, config_keys, load_config
 from asyncrl.errors import ConfigError
 from asyncrl.launch.worker import endpoints_of
 from asyncrl.observe.report import read_metrics
-from asyncrl.util.files import first_free, read_json, replace_file
+from asyncrl.util.files import next_free_path, read_json, replace_file
 from asyncrl.util.redaction import redact
 from asyncrl.wire.endpoints import Endpoints
 
@@ -71,7 +71,7 @@ class RunFolder:
         if check_resume(self.config):
             self.earlier_s = _attempts_s(self.path)
         elif self.path.exists():
-            self.moved_to = first_free(self.path.parent, f"{self.path.name}.")
+            self.moved_to = next_free_path(self.path.parent, f"{self.path.name}.")
             self.path.rename(self.moved_to)
         self.path.mkdir(mode=0o700, exist_ok=True)  # prompts, completions and logs are the user's own
 
@@ -90,7 +90,7 @@ class RunFolder:
         replace_file(self.path / "config.yaml", kept.to_yaml())
         replace_file(self.path / ENDPOINTS, json.dumps(asdict(endpoints), indent=2) + "\n", mode=0o600)
 
-    def sum_up(self, summary: dict[str, Any]) -> dict[str, Any]:
+    def summary(self, summary: dict[str, Any]) -> dict[str, Any]:
         """The summary with the time of all launches of this run; secrets show as ***."""
         return redact(summary) | {
             "wall_s": summary["wall_s"] + sum(self.earlier_s),
@@ -106,7 +106,7 @@ def lock_path(run_dir: Path) -> Path:
     return run_dir.parent / f".{run_dir.name}.lock"
 
 
-def goes_on(run_dir: Path) -> bool:
+def is_running(run_dir: Path) -> bool:
     """True while a launcher holds the run's lock."""
     try:
         with lock_path(run_dir).open() as lock:
@@ -123,7 +123,7 @@ def read_endpoints(run_dir: Path) -> Endpoints:
     if not run_dir.is_dir():
         raise ConfigError(f"{run_dir}: there is no such run")
     file = run_dir / ENDPOINTS
-    if not goes_on(run_dir) or not file.exists():
+    if not is_running(run_dir) or not file.exists():
         raise ConfigError(f"{run_dir}: this run is not going on; start it with asyncrl launch, or go on with --resume")
     return endpoints_of(read_json(file))
 
@@ -145,7 +145,7 @@ FREE_SECTIONS = ("launch", "observe", "weights", "checkpoint", "journal")
 FREE_KEYS = {
     "steps", "resume", "run", "eval.every_steps",
     "generator.max_running_groups", "generator.reward_workers", "generator.reward_timeout_s",
-    "generator.kv_cache_bytes", "generator.gpu_memory_fraction", "generator.engine_options",
+    "generator.kv_cache_bytes", "generator.gpu_memory_utilization", "generator.engine_options",
     "replay.lease_timeout_s", "replay.max_bytes", "replay.max_refunds_in_a_row",
     "learner.tokens_per_microbatch", "learner.gradient_checkpointing", "learner.deepspeed_options",
     "learner.lr", "critic.lr", "learner.max_grad_norm", "learner.max_skipped_updates",
@@ -235,7 +235,7 @@ def discard_journal(run_dir: Path) -> str:
             f"--discard-journal: {run_dir / 'checkpoints'} has no whole checkpoint, so that nothing would be left to "
             "resume; launch without --resume to start anew, which moves this run aside"
         )
-    aside = first_free(run_dir, "journal.discarded-")
+    aside = next_free_path(run_dir, "journal.discarded-")
     journal = run_dir / "journal"
     if journal.exists():
         journal.rename(aside)

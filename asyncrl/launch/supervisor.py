@@ -13,8 +13,8 @@ from asyncrl.config import Config
 from asyncrl.errors import ConfigError, PeerTimeoutError, RunError
 from asyncrl.launch.fit import fit_memory
 from asyncrl.launch.local import LocalLauncher, RoleProcess
-from asyncrl.launch.placement import Plan, Share, plan_resources, refuse_joiner
-from asyncrl.launch.role_group import RestartHistory, Unit
+from asyncrl.launch.placement import Placement, RoleResources, place_roles, refuse_joiner
+from asyncrl.launch.role_group import RestartHistory, RoleGroup
 from asyncrl.launch.worker import EXIT_CONFIG, EXIT_SILENT_PEER, EXIT_TERMINATED, ROLES, RoleSpec
 from asyncrl.replay.client import LauncherClient
 
@@ -40,7 +40,7 @@ class Supervisor:
     def __init__(
         self,
         config: Config,
-        plan: Plan,
+        plan: Placement,
         spec: RoleSpec,
         launcher: LocalLauncher,
         client: LauncherClient,
@@ -58,7 +58,7 @@ class Supervisor:
         self._client = client
         self._spec = spec
         self._say = say
-        self._units: dict[str, Unit] = {}
+        self._units: dict[str, RoleGroup] = {}
         self._lost: set[int] = set()
         """Generators whose death the replay queue has not been told."""
         self._step: int | None = None
@@ -68,22 +68,22 @@ class Supervisor:
                 self._add(role, index, share)
 
     @property
-    def learners(self) -> Unit:
+    def learners(self) -> RoleGroup:
         return self._units["learner"]
 
     @property
-    def replay(self) -> Unit:
+    def replay(self) -> RoleGroup:
         return self._units["replay"]
 
     @property
-    def generators(self) -> list[Unit]:
+    def generators(self) -> list[RoleGroup]:
         return [unit for unit in self._units.values() if unit.role == "generator"]
 
     @property
     def learners_ended(self) -> bool:
         """All learner ranks ended well."""
         ranks = [role for role in self.learners.processes if role.spec.role == "learner"]
-        return self.learners.due_s is None and all(role.code == 0 for role in ranks)
+        return self.learners.restart_at_s is None and all(role.code == 0 for role in ranks)
 
     @property
     def alive(self) -> list[RoleProcess]:
@@ -92,7 +92,7 @@ class Supervisor:
     @property
     def missing(self) -> list[str]:
         """Units that should be up and are not."""
-        return sorted(unit.name for unit in self._units.values() if unit.role != "reward_model" and not unit.up)
+        return sorted(unit.name for unit in self._units.values() if unit.role != "reward_model" and not unit.healthy)
 
     def tick(self, now_s: float) -> None:
         """Starts what is due and deals with what ended. Raises RunError with the cause when the run cannot go on, and
@@ -102,14 +102,14 @@ class Supervisor:
                 raise (ConfigError if role.code == EXIT_CONFIG else RunError)(role.cause())
         for unit in list(self._units.values()):
             self._look_at(unit, now_s)
-            if unit.due_s is not None and now_s >= unit.due_s and unit.name in self._units:
+            if unit.restart_at_s is not None and now_s >= unit.restart_at_s and unit.name in self._units:
                 unit.start(self._launcher, now_s)
 
-    def hear(self, status: dict[str, Any], now_s: float) -> None:
+    def update(self, status: dict[str, Any], now_s: float) -> None:
         """Takes in a status of the replay queue: who was heard, what is wanted. Raises RunError as `tick` does, and
         PeerTimeoutError when the queue falls silent meanwhile."""
-        self.replay.up = self.replay.worked = True
-        self.replay.heard_s = now_s
+        self.replay.healthy = self.replay.made_progress = True
+        self.replay.last_heartbeat_s = now_s
         if self.answering_s is None:
             self.answering_s = now_s
         self.ending = self.ending or status["done"]
@@ -126,7 +126,7 @@ class Supervisor:
         """Nothing is left to generate: generators that end are not missed, those that are not up yet are ended."""
         self.ending = True
         for unit in self.generators:
-            if not unit.up:
+            if not unit.healthy:
                 self._forget(unit)
 
     def end_hanging(self) -> None:
@@ -141,12 +141,16 @@ class Supervisor:
         self.answering_s = None
         if not unit.running:
             return
-        name, since_s = ("heartbeat_timeout_s", unit.heard_s) if unit.up else ("start_timeout_s", unit.started_s)
+        name, since_s = (
+            ("heartbeat_timeout_s", unit.last_heartbeat_s) if unit.healthy else ("start_timeout_s", unit.started_s)
+        )
         limit_s = getattr(launch, name)
         if now_s - since_s > limit_s:
             self.restart(unit, f"replay did not answer within launch.{name} = {limit_s:g} s", now_s, hangs=True)
 
-    def restart(self, unit: Unit, reason: str, now_s: float, *, hangs: bool = False, by_chance: bool = False) -> None:
+    def restart(
+        self, unit: RoleGroup, reason: str, now_s: float, *, hangs: bool = False, by_chance: bool = False
+    ) -> None:
         """Ends what is left of a unit and has it started again after its pause. Raises RunError with the reason when
         it was restarted too often, or never worked and fell for this reason the time before, too, unless that may be
         by chance."""
@@ -161,7 +165,7 @@ class Supervisor:
         delay_s = unit.delay_s(now_s)
         if delay_s is None:
             raise RunError(reason + self._too_often())
-        unit.due_s = now_s + delay_s
+        unit.restart_at_s = now_s + delay_s
         self.restarts[unit.role] += 1
         log.warning("role restarts", name=unit.name, reason=reason, restart=unit.history.total, delay_s=delay_s)
         self._say(f"{reason}; restart {unit.history.total} in {delay_s:g} s")
@@ -175,7 +179,7 @@ class Supervisor:
             f"{launch.restart_window_s:g} s, or without ever working (launch.max_restarts)"
         )
 
-    def _add(self, role: str, index: int, share: Share) -> None:
+    def _add(self, role: str, index: int, share: RoleResources) -> None:
         checkpoint = self._spec.checkpoint if role == "replay" else ""
         spec = replace(self._spec, role=role, index=index, cpus=share.cpus, checkpoint=checkpoint)
         name = "learner" if role in TOGETHER else spec.name
@@ -184,46 +188,46 @@ class Supervisor:
             return
         launch = self.config.launch
         history = RestartHistory(max_restarts=launch.max_restarts, window_s=launch.restart_window_s)
-        self._units[name] = Unit(name, [(spec, share)], history)
+        self._units[name] = RoleGroup(name, [(spec, share)], history)
 
-    def _look_at(self, unit: Unit, now_s: float) -> None:
+    def _look_at(self, unit: RoleGroup, now_s: float) -> None:
         role = unit.ended((0,) if self._may_end(unit) else ())
         if role is not None and not self._is_clear(unit, role, now_s):
             return
-        if self.ending and unit.due_s is not None and unit.role in NOT_MISSED:
+        if self.ending and unit.restart_at_s is not None and unit.role in NOT_MISSED:
             self._forget(unit)
         elif role is not None and self.ending and unit.role in NOT_MISSED:
             log.warning("role died at the end of the run", name=unit.name, cause=role.cause())
             self._forget(unit)
-        elif role is not None and unit.leaving_s is not None:
+        elif role is not None and unit.draining_since_s is not None:
             log.warning("generator died instead of leaving", name=unit.name, cause=role.cause())
             self._forget(unit)
         elif role is not None:
             self.restart(unit, role.cause(), now_s, by_chance=role.code in BY_CHANCE)
-        elif unit.leaving_s is not None and unit.ended() is not None:
+        elif unit.draining_since_s is not None and unit.ended() is not None:
             self._say(f"{unit.name} has left")
             self._forget(unit)
 
-    def _is_clear(self, unit: Unit, role: RoleProcess, now_s: float) -> bool:
+    def _is_clear(self, unit: RoleGroup, role: RoleProcess, now_s: float) -> bool:
         """False while something may still tell what the end of the process means."""
-        if unit.fell_s is None:
-            unit.fell_s = now_s
+        if unit.died_s is None:
+            unit.died_s = now_s
         if unit.role == "learner":
-            return now_s - unit.fell_s >= GRACE_S
+            return now_s - unit.died_s >= GRACE_S
         if unit.role == "generator" and role.code == 0:
-            return self.replay.heard_s > unit.fell_s  # a status says whether it was told to leave
+            return self.replay.last_heartbeat_s > unit.died_s  # a status says whether it was told to leave
         return True
 
-    def _may_end(self, unit: Unit) -> bool:
+    def _may_end(self, unit: RoleGroup) -> bool:
         if unit.role == "generator":
-            return self.ending or unit.leaving_s is not None
+            return self.ending or unit.draining_since_s is not None
         return unit.role == "learner"
 
-    def _kill(self, unit: Unit, *, show_stacks: bool = False) -> None:
+    def _kill(self, unit: RoleGroup, *, show_stacks: bool = False) -> None:
         for role in unit.kill(self._launcher, show_stacks=show_stacks):
             self._say(f"{role.name} (process {role.process.pid}) does not die of SIGKILL and is left behind")
 
-    def _forget(self, unit: Unit) -> None:
+    def _forget(self, unit: RoleGroup) -> None:
         self._kill(unit)
         del self._units[unit.name]
         if unit.role == "generator" and not self.ending:
@@ -233,7 +237,7 @@ class Supervisor:
     def _tell_lost(self, index: int) -> None:
         """Has the leases of a dead generator given out again; later, when the replay queue is not there."""
         unit = self._units.get(f"generator-{index}")
-        if unit is not None and unit.up and unit.processes:
+        if unit is not None and unit.healthy and unit.processes:
             self._lost.discard(index)  # the queue has seen by its new session that the old one is gone
         elif self.answering_s is not None and self.replay.running:
             try:
@@ -258,12 +262,12 @@ class Supervisor:
             self._join(joiners, wanted)
         for unit in self.generators:
             if unit.index < wanted:
-                unit.leaving_s = None
-            elif unit.due_s is not None:
+                unit.draining_since_s = None
+            elif unit.restart_at_s is not None:
                 self._forget(unit)
-            elif unit.leaving_s is None:
-                unit.leaving_s = now_s
-            elif now_s - unit.leaving_s > 2 * self.config.launch.stop_timeout_s:
+            elif unit.draining_since_s is None:
+                unit.draining_since_s = now_s
+            elif now_s - unit.draining_since_s > 2 * self.config.launch.stop_timeout_s:
                 log.warning("generator did not leave in time and was killed", name=unit.name)
                 self._forget(unit)
 
@@ -273,7 +277,7 @@ class Supervisor:
         try:
             config = self.config.model_copy(update={"launch": launch})
             reward_model = self._plan.reward_model is not None
-            plan = fit_memory(config, plan_resources(config, reward_model=reward_model), reward_model=reward_model)
+            plan = fit_memory(config, place_roles(config, reward_model=reward_model), reward_model=reward_model)
         except ConfigError as error:
             self._say(f"no more generators: {error}")
             self._client.scale(min(joiners))
@@ -285,36 +289,36 @@ class Supervisor:
                 return
             self._add("generator", index, plan.generators[index])
 
-    def _hear_generator(self, unit: Unit, told: dict[str, Any] | None, now_s: float) -> None:
-        if not unit.running or unit.leaving_s is not None or self.answering_s is None:
+    def _hear_generator(self, unit: RoleGroup, told: dict[str, Any] | None, now_s: float) -> None:
+        if not unit.running or unit.draining_since_s is not None or self.answering_s is None:
             return
         heard_s = now_s - told["heard_ago_s"] if told else 0.0
         # A replay queue that was restarted takes those for heard now that it knew before.
         if told and heard_s > unit.started_s and told["session"] not in ("", unit.former_session):
-            unit.up = unit.worked = True
-            unit.heard_s, unit.session = heard_s, told["session"]
+            unit.healthy = unit.made_progress = True
+            unit.last_heartbeat_s, unit.session = heard_s, told["session"]
         if self.ending:
             return  # nobody is missed
         # While the replay queue was away nobody could be heard.
-        if unit.up:
-            name, since_s = "heartbeat_timeout_s", max(unit.heard_s, self.answering_s)
+        if unit.healthy:
+            name, since_s = "heartbeat_timeout_s", max(unit.last_heartbeat_s, self.answering_s)
         else:
             name, since_s = "start_timeout_s", max(unit.started_s, self.answering_s)
         self._check_silence(unit, name, since_s, now_s)
 
     def _hear_learners(self, status: dict[str, Any], now_s: float) -> None:
         unit = self.learners
-        unit.worked = unit.worked or (self._step is not None and status["step"] > self._step)
+        unit.made_progress = unit.made_progress or (self._step is not None and status["step"] > self._step)
         self._step = status["step"]
-        if unit.up or not unit.running or self.answering_s is None:
+        if unit.healthy or not unit.running or self.answering_s is None:
             return
         heard_s = {int(rank): now_s - ago_s for rank, ago_s in status["learners"].items()}
         ranks = range(self.config.launch.learners)
-        unit.up = all(heard_s.get(rank, unit.started_s) > unit.started_s for rank in ranks)
-        if not unit.up:
+        unit.healthy = all(heard_s.get(rank, unit.started_s) > unit.started_s for rank in ranks)
+        if not unit.healthy:
             self._check_silence(unit, "start_timeout_s", max(unit.started_s, self.answering_s), now_s)
 
-    def _check_silence(self, unit: Unit, name: str, since_s: float, now_s: float) -> None:
+    def _check_silence(self, unit: RoleGroup, name: str, since_s: float, now_s: float) -> None:
         limit_s = getattr(self.config.launch, name)
         if now_s - since_s > limit_s:
             self.restart(unit, f"{unit.name} was not heard for launch.{name} = {limit_s:g} s", now_s, hangs=True)

@@ -23,12 +23,12 @@ from pydantic import TypeAdapter
 from asyncrl.config import Config, load_config
 from asyncrl.errors import AsyncrlError, ConfigError, DataError, PeerTimeoutError, is_disk_full
 from asyncrl.observe.logs import configure_logs
-from asyncrl.util.processes import collect_seldom, end_with_parent
+from asyncrl.util.processes import end_with_parent, tune_gc
 from asyncrl.wire.endpoints import Endpoints
 
 log = structlog.get_logger()
 
-SEGMENTS_AT_LEAST = 16
+MIN_SEGMENTS = 16
 """Segments of the journal below its ceiling."""
 SHOW_STACKS = signal.SIGUSR1
 """Has a role write where all its threads are to its `.out` file."""
@@ -96,13 +96,13 @@ def run_replay_role(config: Config, spec: RoleSpec, should_stop: Callable[[], bo
     prompts = PromptCursor(config, limit_tokens=spec.prompt_tokens)
     evaluated = eval_prompts(config, limit_tokens=spec.prompt_tokens)
     # A fraction of the ceiling, since only whole segments can go.
-    segment_bytes = min(SEGMENT_BYTES, settings.max_bytes // SEGMENTS_AT_LEAST)
+    segment_bytes = min(SEGMENT_BYTES, settings.max_bytes // MIN_SEGMENTS)
     journal = Journal(run_dir / "journal", flush=settings.flush, segment_bytes=segment_bytes)
     trace = TraceWriter(run_dir / "trace.parquet")
     checkpoint = Path(spec.checkpoint).read_bytes() if spec.checkpoint else b""
     queue = ReplayQueue(config, prompts, trace, evaluated, journal, spec.endpoints.run_id, checkpoint)
     tokens = config.generator.group_size * (spec.prompt_tokens + config.generator.max_new_tokens)
-    collect_seldom()
+    tune_gc()
     run_replay(queue, spec.endpoints, should_stop, max_group_tokens=tokens)
 
 

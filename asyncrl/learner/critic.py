@@ -25,7 +25,7 @@ from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.engine import TrainedModel
 from asyncrl.learner.models import hidden_states, load_value_model
 from asyncrl.learner.packing_check import check_packing
-from asyncrl.learner.update import Minibatch, agree, learning_rate, update
+from asyncrl.learner.update import Minibatch, learning_rate, sync_microbatches, update
 
 
 class ValueFunction(Protocol):
@@ -111,7 +111,7 @@ class Critic:
 
     def values(self, batch: Batch, step: int) -> Tensor:
         self._step = step
-        self._minibatches = agree(batch, self.ranks, step)
+        self._minibatches = sync_microbatches(batch, self.ranks, step)
         parts: list[Tensor] = []
         ends: list[Tensor] = []
         for micro in (micro for minibatch in self._minibatches for micro in minibatch.micro_batches):

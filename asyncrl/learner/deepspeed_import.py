@@ -18,7 +18,7 @@ import deepspeed
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
-__all__ = ["BF16_Optimizer", "ZeROOptimizer", "be_deterministic", "deepspeed"]
+__all__ = ["BF16_Optimizer", "ZeROOptimizer", "deepspeed", "enable_determinism"]
 
 # cuDNN builds a plan for every new shape of attention, and packed rows have new shapes nearly every time. Read from
 # torch's sources, not measured on a GPU yet.
@@ -30,7 +30,7 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
 
 
-def be_deterministic() -> None:
+def enable_determinism() -> None:
     """From now on this process computes the same from the same; call it before it uses a GPU."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)

@@ -45,7 +45,7 @@ class Ranks:
     def any(self, flag: bool) -> bool:
         return bool(self.max(torch.tensor([int(flag)])))
 
-    def part(self) -> None:
+    def barrier(self) -> None:
         """Returns when all ranks are done with what they do together."""
         self.any(False)
 
@@ -57,7 +57,7 @@ class Ranks:
         dist.all_gather(parts, values.to(self.device))
         return torch.stack(parts).cpu()
 
-    def raise_together(self, error: AsyncrlError | None) -> None:
+    def raise_on_all_ranks(self, error: AsyncrlError | None) -> None:
         """Raises on all ranks when any of them has an error: its own, or the first other's, as a PeerTimeoutError if
         it is one and else as a RunError."""
         first = self.count - int(self.max(torch.tensor([0 if error is None else self.count - self.rank])))
@@ -87,7 +87,7 @@ def _mark(error: AsyncrlError | None) -> str:
 
 
 @contextmanager
-def connected(
+def process_group(
     endpoints: Endpoints, rank: int, count: int, *, start_timeout_s: float, timeout_s: float, what: str = "learner"
 ) -> Iterator[Ranks]:
     """The learner ranks (or what else the ranks are), connected; each collective then has the deadline `timeout_s`.

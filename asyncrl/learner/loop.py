@@ -128,30 +128,30 @@ class Learner:
         self._save_models()
         if self.checkpoints is not None:
             self._save_last(self.checkpoints, last, stopped=stopped)
-        self.ranks.part()
+        self.ranks.barrier()
         self._finish_sending()
         self._finish_evaluating(should_stop)
 
     def _agree(self, should_stop: Callable[[], bool]) -> bool:
         """Whether to stop before the next step. What any rank knows of checkpoints all ranks learn here: that one is
         due, and RunError when one failed."""
-        self.watch.turn("waiting")
+        self.watch.switch("waiting")
         error = self.checkpoints.failure() if self.checkpoints is not None else None
         flags = torch.tensor([should_stop(), self.checkpoint_due, error is not None], dtype=torch.int64)
         stop, due, failed = self.ranks.max(flags).tolist()
         if failed:
-            self.ranks.raise_together(error)
+            self.ranks.raise_on_all_ranks(error)
         self.checkpoint_due = bool(due)
         return bool(stop)
 
     def _train(self, step: int) -> bool:
         """One step; false when there is no batch for it."""
         shard = self.batches.take(step)
-        self.watch.turn("working")
+        self.watch.switch("working")
         if shard is None:
             return False
         metrics = self.trainer.train(self.prepare(shard, step), step=step)
-        self.watch.turn("writing")
+        self.watch.switch("writing")
         lap = self.watch.lap()
         metrics |= {
             "learner/wait_s": lap["waiting"],
@@ -163,7 +163,7 @@ class Learner:
         # Committed before it is sent: no generator may have a version that the replay queue does not know.
         committed = self._commit(step, metrics, saving=saving)
         self._send(step)
-        self.watch.turn("writing")
+        self.watch.switch("writing")
         if saving:
             metrics["checkpoint/save_s"] = self._save(step, committed.state)
         self._log(step, metrics | committed.metrics)
@@ -231,7 +231,7 @@ class Learner:
             )
         except InvariantError as broken:
             error = broken
-        self.ranks.raise_together(error)
+        self.ranks.raise_on_all_ranks(error)
         assert batch is not None
         return batch
 
@@ -240,7 +240,7 @@ class Learner:
         before this start are not sent again, and the last one only to be evaluated."""
         if version < self.committed or not (version < self.config.steps or self.config.evaluates(version)):
             return
-        self.watch.turn("syncing")
+        self.watch.switch("syncing")
         if self.sender is not None:
             self.sender.send(version, self.trainer.policy.weights())
         else:
@@ -250,7 +250,7 @@ class Learner:
         if self.ranks.rank:
             return Committed({})
         if self.sender is not None:
-            metrics["weights/syncs"] = float(self.sender.stats.count)
+            metrics["weights/broadcasts"] = float(self.sender.stats.count)
             metrics["weights/broadcast_s"] = self.sender.stats.broadcast_s
             metrics["weights/wait_s"] = self.sender.stats.wait_s
             metrics["weights/dropped"] = float(self.sender.stats.dropped)

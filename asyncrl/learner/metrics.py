@@ -17,7 +17,7 @@ from asyncrl.algorithms.corrections import (
 )
 from asyncrl.learner.batch import MicroBatch
 from asyncrl.learner.distributed import Ranks
-from asyncrl.types import LAG_BOUNDS, LAG_BUCKETS
+from asyncrl.types import STALENESS_BOUNDS, STALENESS_BUCKETS
 
 SUMS = (
     "tokens", "ratio", "squares", "kl", "positive", "negative", "clip_positive", "clip_negative", "mask_positive",
@@ -26,51 +26,53 @@ SUMS = (
 
 
 def empty_sums() -> Tensor:
-    return torch.zeros(len(SUMS), len(LAG_BUCKETS), dtype=torch.float64)
+    return torch.zeros(len(SUMS), len(STALENESS_BUCKETS), dtype=torch.float64)
 
 
 @dataclass(slots=True)
-class LagTally:
-    """Sums over the action tokens of each bucket of `LAG_BUCKETS`, on the CPU."""
+class StalenessMetrics:
+    """Sums over the action tokens of each bucket of `STALENESS_BUCKETS`, on the CPU."""
 
     sums: Tensor = field(default_factory=empty_sums)
-    """[len(SUMS), len(LAG_BUCKETS)] float64."""
-    largest: Tensor = field(default_factory=lambda: torch.zeros(len(LAG_BUCKETS), dtype=torch.float64))
-    """[len(LAG_BUCKETS)]: the largest ratio."""
+    """[len(SUMS), len(STALENESS_BUCKETS)] float64."""
+    largest: Tensor = field(default_factory=lambda: torch.zeros(len(STALENESS_BUCKETS), dtype=torch.float64))
+    """[len(STALENESS_BUCKETS)]: the largest ratio."""
 
     @torch.no_grad()
-    def add(self, lags: Tensor, log_ratios: Tensor, advantages: Tensor, *, clipped: Tensor, masked: Tensor) -> None:
+    def add(
+        self, staleness: Tensor, log_ratios: Tensor, advantages: Tensor, *, clipped: Tensor, masked: Tensor
+    ) -> None:
         """Counts tokens [N]: log ratios of current and behavior policy in nats, and which of those with an advantage
         got no gradient, by clipping or by a mask of the correction."""
-        if not len(lags):
+        if not len(staleness):
             return
         ratios = safe_exp(log_ratios.double())
         positive, negative = advantages > 0, advantages < 0
-        bucket = torch.bucketize(lags, torch.tensor(LAG_BOUNDS, device=lags.device))
+        bucket = torch.bucketize(staleness, torch.tensor(STALENESS_BOUNDS, device=staleness.device))
         columns = (
             torch.ones_like(ratios), ratios, ratios.square(), mismatch_kl(log_ratios), positive, negative,
             clipped & positive, clipped & negative, masked & positive, masked & negative,
         )  # fmt: skip
         table = torch.stack([column.double() for column in columns])
         self.sums += torch.zeros_like(self.sums, device=table.device).index_add(1, bucket, table).cpu()
-        largest = torch.zeros(len(LAG_BUCKETS), dtype=torch.float64, device=ratios.device)
+        largest = torch.zeros(len(STALENESS_BUCKETS), dtype=torch.float64, device=ratios.device)
         largest.scatter_reduce_(0, bucket, ratios, reduce="amax")
         self.largest = torch.maximum(self.largest, largest.cpu())
 
-    def join(self, other: LagTally) -> None:
+    def join(self, other: StalenessMetrics) -> None:
         """Adds what another one has counted."""
         self.sums += other.sums
         self.largest = torch.maximum(self.largest, other.largest)
 
 
-def lag_metrics(sums: Tensor, largest: Tensor) -> dict[str, float]:
-    """Metrics `lag/BUCKET/NAME` of the buckets that have tokens, from sums and largest ratios as of `LagTally`; a mean
+def staleness_metrics(sums: Tensor, largest: Tensor) -> dict[str, float]:
+    """Metrics `staleness/BUCKET/NAME` of the buckets that have tokens, from sums and largest ratios as of `LagTally`; a mean
     over nothing is left out."""
     rows = dict(zip(SUMS, sums, strict=True))
     total = rows["tokens"].sum()
     sizes = ess_from_moments(torch.stack([rows["ratio"], rows["squares"], rows["tokens"]]))
     metrics: dict[str, float] = {}
-    for index, bucket in enumerate(LAG_BUCKETS):
+    for index, bucket in enumerate(STALENESS_BUCKETS):
         s = {name: float(row[index]) for name, row in rows.items()}
         if not s["tokens"]:
             continue
@@ -84,7 +86,7 @@ def lag_metrics(sums: Tensor, largest: Tensor) -> dict[str, float]:
         for sign in ("positive", "negative"):
             if s[sign]:
                 found |= {f"{what}_{sign}": s[f"{what}_{sign}"] / s[sign] for what in ("clip", "mask")}
-        metrics |= {f"lag/{bucket}/{name}": value for name, value in found.items()}
+        metrics |= {f"staleness/{bucket}/{name}": value for name, value in found.items()}
     return metrics
 
 
@@ -93,7 +95,7 @@ CAPPED = 1e-4
 
 
 @dataclass(slots=True)
-class Tally:
+class StepMetrics:
     """Sums over the action tokens seen so far. Ratios are of the current against the behavior policy."""
 
     version: int
@@ -103,7 +105,7 @@ class Tally:
     device: torch.device
     sums: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     staleness_max: Tensor | None = None
-    lags: LagTally = field(default_factory=LagTally)
+    staleness: StalenessMetrics = field(default_factory=StalenessMetrics)
 
     def add(
         self,
@@ -153,20 +155,20 @@ class Tally:
             value = value.double().to(self.device)
             self.sums[name] = self.sums[name] + value if name in self.sums else value
         self._keep_max(staleness.max() if len(staleness) else torch.tensor(0, device=self.device))
-        self.lags.add(staleness, log_ratios, advantages, clipped=cut & ~masked, masked=cut & masked)
+        self.staleness.add(staleness, log_ratios, advantages, clipped=cut & ~masked, masked=cut & masked)
 
     def ess(self, ranks: Ranks) -> float:
         """Effective sample size of the importance weights of all tokens or sequences so far, over all ranks."""
         moments = torch.stack([self.sums[f"ess_{name}"] for name in ("total", "squares", "count")])
         return float(ess_from_moments(ranks.sum(moments)))
 
-    def join(self, other: Tally) -> None:
+    def join(self, other: StepMetrics) -> None:
         """Adds what another one has counted."""
         for name, value in other.sums.items():
             self.sums[name] = self.sums[name] + value if name in self.sums else value
         if other.staleness_max is not None:
             self._keep_max(other.staleness_max)
-        self.lags.join(other.lags)
+        self.staleness.join(other.staleness)
 
     def reduce(self, ranks: Ranks, *, updates: int) -> dict[str, float]:
         """Metrics of the step over all ranks, which all call this; a mean over nothing is left out.
@@ -188,14 +190,14 @@ class Tally:
             ("correction/capped_fraction", s["capped"], s["signal"]),
             ("correction/ess", s["ess_total"] ** 2, s["ess_count"] * s["ess_squares"]),
             ("correction/ess_capped", s["ess_capped_total"] ** 2, s["ess_count"] * s["ess_capped_squares"]),
-            ("correction/mismatch_kl", s["kl"], s["tokens"]),
-            ("correction/mismatch_kl_lag0", s["fresh_kl"], s["fresh"]),
+            ("correction/behavior_kl", s["kl"], s["tokens"]),
+            ("correction/mismatch_kl", s["fresh_kl"], s["fresh"]),
             ("staleness/mean", s["staleness"], s["tokens"]),
         ):
             if count:
                 metrics[name] = total / count
-        return metrics | lag_metrics(
-            ranks.gather(self.lags.sums).sum(dim=0), ranks.gather(self.lags.largest).max(dim=0).values
+        return metrics | staleness_metrics(
+            ranks.gather(self.staleness.sums).sum(dim=0), ranks.gather(self.staleness.largest).max(dim=0).values
         )
 
     def _keep_max(self, highest: Tensor) -> None:

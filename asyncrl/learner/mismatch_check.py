@@ -81,6 +81,6 @@ class MismatchCheck:
         if first:
             log.warning(
                 f"{said}; expected with generator.engine_options {', '.join(self._rounds)}, and left to the correction "
-                "(correction/mismatch_kl_lag0, correction/ess)"
+                "(correction/mismatch_kl, correction/ess)"
             )
         return True

@@ -21,10 +21,10 @@ from asyncrl.learner.batch import Batch, MicroBatch
 from asyncrl.learner.checkpoint.files import CHECKPOINTS, Files, PartWriter, folder_name, partial_folder, step_of
 from asyncrl.learner.critic import Critic
 from asyncrl.learner.critic_rows import check_returns, check_rows, pack_row, unpack_rows
-from asyncrl.learner.deepspeed_import import be_deterministic
-from asyncrl.learner.distributed import connected
+from asyncrl.learner.deepspeed_import import enable_determinism
+from asyncrl.learner.distributed import process_group
 from asyncrl.replay.client import Connection
-from asyncrl.wire.bad_peers import Offenders
+from asyncrl.wire.bad_peers import BadPeers
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.frames import Array, Buffer, Message, decode, encode
 from asyncrl.wire.sockets import bind_router
@@ -116,7 +116,7 @@ class CriticServer:
         self.should_stop = should_stop
         self._writer = PartWriter(critic_part(critic.ranks.rank))
         self._run_id = endpoints.run_id
-        self._offenders = Offenders()
+        self._bad_peers = BadPeers()
         self._peers: dict[int, bytes] = {}
         """The connection of every learner rank."""
         self._step = 0
@@ -167,7 +167,7 @@ class CriticServer:
     def _accept(self, identity: bytes, frames: list[Buffer]) -> Message | None:
         """The request in the frames; None for a bad one, which is answered with an error unless it is a stranger's, and
         for what comes from a peer that was cut off."""
-        if self._offenders.ignores(identity):
+        if self._bad_peers.ignores(identity):
             return None
         seq = 0
         try:
@@ -175,8 +175,8 @@ class CriticServer:
             seq = message.seq
             self._check(identity, message)
         except ProtocolError as error:
-            cut_off = self._offenders.note(identity)
-            log.warning("bad message to the critic", error=str(error), total=self._offenders.bad_messages)
+            cut_off = self._bad_peers.note(identity)
+            log.warning("bad message to the critic", error=str(error), total=self._bad_peers.bad_messages)
             if cut_off:
                 log.error("a peer of the critic was cut off for its bad messages", peer=identity.hex())
             if not isinstance(error, StrangerError):
@@ -276,8 +276,8 @@ def run_critic(
     launch, count = config.launch, config.critic.ranks
     own = replace(endpoints, learners=endpoints.critic_ranks)
     if config.deterministic:
-        be_deterministic()
-    with connected(
+        enable_determinism()
+    with process_group(
         own, rank, count, start_timeout_s=launch.start_timeout_s, timeout_s=launch.progress_timeout_s, what="critic"
     ) as ranks:
         learners = [learner for learner in range(launch.learners) if learner % count == rank]

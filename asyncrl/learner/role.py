@@ -14,8 +14,8 @@ from asyncrl.learner.algorithm import make_algorithm
 from asyncrl.learner.checkpoint.files import CHECKPOINTS
 from asyncrl.learner.checkpoint.manager import Checkpoints
 from asyncrl.learner.critic import Critic, ValueFunction
-from asyncrl.learner.deepspeed_import import be_deterministic
-from asyncrl.learner.distributed import connected
+from asyncrl.learner.deepspeed_import import enable_determinism
+from asyncrl.learner.distributed import process_group
 from asyncrl.learner.loop import Learner
 from asyncrl.learner.mismatch_check import MismatchCheck
 from asyncrl.learner.remote_critic import RemoteCritic
@@ -34,7 +34,7 @@ def run_learner(
     """
     from asyncrl.observe.trackers import make_trackers
     from asyncrl.replay.client import LearnerClient
-    from asyncrl.weights.buckets import Manifest
+    from asyncrl.weights.buckets import WeightManifest
     from asyncrl.weights.sender import WeightSender
     from asyncrl.weights.transports import transport_of
 
@@ -53,7 +53,7 @@ def run_learner(
             parts.callback(trackers.close)
             sender = WeightSender(
                 endpoints.weights,
-                Manifest.of(trainer.policy.shapes()),
+                WeightManifest.of(trainer.policy.shapes()),
                 expected_generators=launch.generators,
                 transport=transport_of(config),
                 bucket_bytes=config.weights.bucket_bytes,
@@ -108,10 +108,10 @@ def _training(
     """The trainer of this rank among all, the checkpoints in `run_dir`, and what else is to be closed at the end."""
     launch = config.launch
     if config.deterministic:
-        be_deterministic()
+        enable_determinism()
     algorithm = make_algorithm(config)
     with (
-        connected(
+        process_group(
             endpoints,
             rank,
             launch.learners,

@@ -23,10 +23,10 @@ from asyncrl.learner.checkpoint.files import Files, bytes_file, model_files, ten
 from asyncrl.learner.checkpoint.zero_state import random_state, restore_random_state, restore_state
 from asyncrl.learner.critic import ValueFunction
 from asyncrl.learner.distributed import Ranks
-from asyncrl.learner.metrics import Tally
+from asyncrl.learner.metrics import StepMetrics
 from asyncrl.learner.mismatch_check import MismatchCheck
 from asyncrl.learner.policy import Policy, Reference
-from asyncrl.learner.update import Minibatch, agree, broken_names, learning_rate, name_together, update
+from asyncrl.learner.update import Minibatch, broken_names, learning_rate, name_together, sync_microbatches, update
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Trainer:
         `learner.max_skipped_updates` in a row.
         """
         settings = self.config.learner
-        minibatches = agree(batch, self.ranks, step)
+        minibatches = sync_microbatches(batch, self.ranks, step)
         scores = self._score(batch, minibatches, step)
         estimates = estimate(self.algorithm, batch, scores, self.ranks, kl_coef=self.kl_control.coef)
         if self.critic is not None:
@@ -92,7 +92,7 @@ class Trainer:
                 total.join(tally)
                 continue
 
-            def lr(tally: Tally = tally) -> float:
+            def lr(tally: StepMetrics = tally) -> float:
                 scale = tally.ess(self.ranks) ** 0.5 if settings.ess_scaled_lr else 1.0
                 rates.append(scale * learning_rate(step, settings, steps=self.config.steps))
                 return rates[-1]
@@ -170,9 +170,9 @@ class Trainer:
         log_ratios = estimates.proximal_logprobs - batch.behavior_logprobs
         return self.algorithm.bound(log_ratios, estimates.advantages, reduce=self.ranks.sum)
 
-    def _tally(self, step: int) -> Tally:
+    def _tally(self, step: int) -> StepMetrics:
         algorithm = self.algorithm
-        return Tally(step - 1, algorithm.correction_level, algorithm.correction_cap, self.ranks.device)
+        return StepMetrics(step - 1, algorithm.correction_level, algorithm.correction_cap, self.ranks.device)
 
     def _find_culprits(self, batch: Batch, scores: Scores) -> str:
         """The trajectories of all ranks whose own log-probs or values are not finite, as text. Advantages spread them
@@ -201,7 +201,7 @@ class _PolicyPart:
     minibatch: Minibatch
     estimates: Estimates
     bound: Tensor | None
-    tally: Tally
+    tally: StepMetrics
     step: int
     check: MismatchCheck | None
 
@@ -269,8 +269,10 @@ def token_losses(
         seq=micro.seq,
     )
     token_loss, masked = algorithm.loss(terms, bound=bound), algorithm.masks(terms)
-    if settings.opsm_delta is not None:
-        kept = opsm_mask(logprobs, micro.behavior_logprobs, estimates.advantages, micro.seq, delta=settings.opsm_delta)
+    if settings.offpolicy_mask_delta is not None:
+        kept = opsm_mask(
+            logprobs, micro.behavior_logprobs, estimates.advantages, micro.seq, delta=settings.offpolicy_mask_delta
+        )
         token_loss, masked = token_loss * kept, masked | (kept == 0)
     loss = algorithm.aggregate(token_loss, micro.seq, **counts)
     (policy_gradient,) = torch.autograd.grad(token_loss.sum(), leaf, retain_graph=True)

@@ -59,7 +59,7 @@ Part = Callable[[MicroBatch], tuple[Tensor, Tensor]]
 update's loss with respect to that."""
 
 
-def agree(batch: Batch, ranks: Ranks, step: int) -> list[Minibatch]:
+def sync_microbatches(batch: Batch, ranks: Ranks, step: int) -> list[Minibatch]:
     """The mini-batches with the counts of all ranks; ranks with fewer micro-batches get empty ones.
 
     All ranks call it. Raises RunError when there is no action token in a mini-batch.

@@ -11,7 +11,7 @@ from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from asyncrl.types import LAG_BUCKETS, LAG_METRICS
+from asyncrl.types import STALENESS_BUCKETS, STALENESS_METRICS
 
 PLAIN_EVERY_S = 5.0
 
@@ -85,7 +85,7 @@ class LiveView:
 
     def _staleness(self, status: dict[str, Any]) -> str:
         """Of trained tokens; beside the hard bound, the limit that groups are admitted by when it is lower."""
-        admitted = int(status["metrics"].get("replay/admitted_staleness", self._max_staleness))
+        admitted = int(status["metrics"].get("replay/staleness_limit", self._max_staleness))
         now = f", {admitted} admitted" if admitted < self._max_staleness else ""
         return f"{status['staleness_mean']:.2f} (max {status['staleness_max']} of {self._max_staleness}{now})"
 
@@ -117,7 +117,7 @@ class LiveView:
             roles.add_column(title, justify="left" if title == "generator" else "right")
         for index, g in status["generators"].items():
             roles.add_row(index, str(g["version"]), str(g["leased"]), f"{g['tokens']:,}", f"{g['idle']:.0%}")
-        parts = [self._progress, main, "", roles, *_lags(metrics)]
+        parts = [self._progress, main, "", roles, *_staleness_table(metrics)]
         if self._verdict:
             parts += ["", f"[bold]{self._verdict}"]
         return Panel(Group(*parts), title=f"asyncrl · {self._run}", border_style="blue")
@@ -141,9 +141,9 @@ LAG_COLUMNS = {"tokens": "tokens_fraction", "ratio": "ratio_mean", "max": "ratio
 """Title of each column, and the metric in it."""
 
 
-def _lags(metrics: dict[str, float]) -> list[Any]:
+def _staleness_table(metrics: dict[str, float]) -> list[Any]:
     """The off-policy metrics of the last step by staleness."""
-    buckets = [bucket for bucket in LAG_BUCKETS if f"lag/{bucket}/ess" in metrics]
+    buckets = [bucket for bucket in STALENESS_BUCKETS if f"staleness/{bucket}/ess" in metrics]
     if not buckets:
         return []
     table = Table(box=None, pad_edge=False, header_style="dim")
@@ -151,7 +151,7 @@ def _lags(metrics: dict[str, float]) -> list[Any]:
     for title in (*LAG_COLUMNS, "clipped +/-", "masked +/-"):
         table.add_column(title, justify="right")
     for bucket in buckets:
-        own = {name: metrics.get(f"lag/{bucket}/{name}", float("nan")) for name in LAG_METRICS}
+        own = {name: metrics.get(f"staleness/{bucket}/{name}", float("nan")) for name in STALENESS_METRICS}
         cells = [
             f"{own[name]:.0%}" if name == "tokens_fraction" else f"{own[name]:.3g}" for name in LAG_COLUMNS.values()
         ]

@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.observe.timeline import timeline
-from asyncrl.types import LAG_BUCKETS, LAG_METRICS
+from asyncrl.types import STALENESS_BUCKETS, STALENESS_METRICS
 from asyncrl.util.redaction import redact
 
 if TYPE_CHECKING:
@@ -24,18 +24,18 @@ CURVES: dict[str, list[str]] = {
     "Staleness by where tokens got old": ["staleness/in_flight", "staleness/in_queue"],
     "Trained tokens per second": ["throughput/trained_tokens_per_s"],
     "Seconds of a step, from the second on": ["learner/step_s", "learner/wait_s", "learner/sync_s"],
-    "Seconds of a group in each state": ["state/leased_s", "state/finished_s", "state/taken_s"],
+    "Seconds of a group in each state": ["group/generate_s", "group/queue_s", "group/train_s"],
     "Gradient norm": ["learner/grad_norm"],
     "Entropy (nats)": ["learner/entropy"],
     "Idle fraction of the generators": ["generator/idle_fraction"],
     "Effective sample size of the importance weights": ["correction/ess", "correction/ess_capped"],
-    "Distance of current and behavior policy (nats)": ["correction/mismatch_kl", "correction/mismatch_kl_lag0"],
+    "Distance of current and behavior policy (nats)": ["correction/behavior_kl", "correction/mismatch_kl"],
     "Fraction of tokens clipped, capped": ["learner/clip_fraction", "correction/capped_fraction"],
     "Tokens of a completion": ["completion/tokens"],
     "Fraction of completions truncated": ["completion/truncated_fraction"],
     "Critic: explained variance of the returns": ["critic/explained_variance"],
     "Divergence from the reference policy (nats)": ["kl/reference"],
-    "Staleness limit in force": ["replay/admitted_staleness"],
+    "Staleness limit in force": ["replay/staleness_limit"],
 }
 """Title of each picture, and the metrics drawn in it; one whose metrics the run does not have is left out."""
 
@@ -133,7 +133,7 @@ def write_report(run_dir: Path, summary: dict[str, Any], trace: pa.Table | None 
     sections = {
         "Curves": pictures(rows, summary).to_html(full_html=False, include_plotlyjs=True),
         "Timeline": "" if chart is None else chart.to_html(full_html=False, include_plotlyjs=False),
-        f"By staleness, mean of the last {LATEST_STEPS} steps": _lags(rows[-LATEST_STEPS:]),
+        f"By staleness, mean of the last {LATEST_STEPS} steps": _staleness_table(rows[-LATEST_STEPS:]),
         "Ledger": _ledger(summary.get("ledger"), summary.get("bias", [])),
         "Simulated changes": _gains(summary.get("simulated_gains", {})),
         "Summary": _table(([key, _text(value)] for key, value in summary.items() if key not in SHOWN_ELSEWHERE), ()),
@@ -149,16 +149,18 @@ def write_report(run_dir: Path, summary: dict[str, Any], trace: pa.Table | None 
     return path
 
 
-def _lags(rows: Sequence[dict[str, float]]) -> str:
+def _staleness_table(rows: Sequence[dict[str, float]]) -> str:
     """Off-policy metrics by staleness."""
     lines: list[list[str]] = []
-    for bucket in LAG_BUCKETS:
-        columns = [[row[key] for row in rows if (key := f"lag/{bucket}/{name}") in row] for name in LAG_METRICS]
+    for bucket in STALENESS_BUCKETS:
+        columns = [
+            [row[key] for row in rows if (key := f"staleness/{bucket}/{name}") in row] for name in STALENESS_METRICS
+        ]
         if any(columns):
             share = sum(columns[0]) / len(rows)  # a step without such tokens counts
             means = [f"{fmean(values):.4g}" if values else "-" for values in columns[1:]]
             lines.append([bucket, f"{share:.4g}", *means])
-    return _table(lines, ("staleness", *LAG_METRICS.values())) if lines else ""
+    return _table(lines, ("staleness", *STALENESS_METRICS.values())) if lines else ""
 
 
 def _ledger(ledger: dict[str, Any] | None, bias: Sequence[str]) -> str:

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 STEPS = 4
 """Shown; from the middle of the trace, where the run is in its stride."""
-GROUPS_AT_MOST = 600
-LANES_AT_MOST = 64
+MAX_GROUPS = 600
+MAX_LANES = 64
 """Of groups side by side in one generator."""
 
 
@@ -83,16 +83,16 @@ def _add_generators(
     shown = sorted(rows, key=lambda row: (row[0], row[2]))
     bars: dict[str, list[tuple[float, float, float, str]]] = {}
     for generator in sorted({row[0] for row in shown}):
-        own = [row for row in shown if row[0] == generator][:GROUPS_AT_MOST]
+        own = [row for row in shown if row[0] == generator][:MAX_GROUPS]
         lanes = _lanes([(row[2], row[3]) for row in own])
-        labels[top + min(max(lanes), LANES_AT_MOST) / 2] = f"generator {generator}"
+        labels[top + min(max(lanes), MAX_LANES) / 2] = f"generator {generator}"
         for row, lane in zip(own, lanes, strict=True):
-            if lane < LANES_AT_MOST:
+            if lane < MAX_LANES:
                 _, ticket, started_s, finished_s, start, train, outcome = row
                 kind = f"staleness {train - start}" if outcome == "trained" else f"{outcome}".replace("_", " ")
                 text = f"group {ticket}, {finished_s - started_s:.2f} s, {kind}"
                 bars.setdefault(kind, []).append((started_s, finished_s - started_s, top + lane, text))
-        top += min(max(lanes) + 1, LANES_AT_MOST) + 2
+        top += min(max(lanes) + 1, MAX_LANES) + 2
     for kind, found in sorted(bars.items()):
         bases, widths, heights, texts = zip(*found, strict=True)
         figure.add_trace(

@@ -19,12 +19,12 @@ from asyncrl.plan.workload import TURNS, EngineCost, LearnerCost, Lengths, Setup
 from asyncrl.replay.metrics import COSTS
 from asyncrl.util.files import read_json
 
-GROUPS_AT_MOST = 16384
+MAX_GROUPS = 16384
 """Whose lengths are kept."""
-STEPS_AT_LEAST = 3
+MIN_STEPS = 3
 WARM_STEPS = 2
 """First steps whose times are left out, where there are others: what is compiled or allocated once is in them."""
-SPREAD_AT_LEAST = 0.1
+MIN_SPREAD = 0.1
 """Of the tokens of the steps, relative to their mean: below it the time of a step is all counted by its tokens."""
 
 
@@ -45,7 +45,7 @@ def read_run(path: Path, *, generators_per_device: int | None = None, turns: flo
     """From the folder of a run, or the `trace.parquet` in it; the run may go on. How many of its generators took turns
     on a device is in the summary of one that has ended, unless it is given; `turns` is the workload's.
 
-    Raises DataError when something of it is missing, is not whole, or tells of fewer than STEPS_AT_LEAST steps.
+    Raises DataError when something of it is missing, is not whole, or tells of fewer than MIN_STEPS steps.
     """
     folder = path if path.is_dir() else path.parent
     trace = read_trace(path)
@@ -68,7 +68,7 @@ class RecentRun:
     def __init__(self, config: Config, *, generators_per_device: int) -> None:
         self._config = config
         self._generators_per_device = generators_per_device
-        groups = max(GROUPS_AT_MOST, 2 * STEPS_AT_LEAST * config.replay.groups_per_step)
+        groups = max(MAX_GROUPS, 2 * MIN_STEPS * config.replay.groups_per_step)
         self._trace = TraceTail(config.run_dir, rows=groups)
 
     def read(self) -> tuple[Workload, Setup]:
@@ -92,10 +92,8 @@ def _is_evaluation(row: dict[str, float]) -> bool:
 def _rows_of(steps: dict[int, _Step], rows: list[dict[str, float]], folder: Path) -> list[dict[str, float]]:
     """The rows of metrics of these steps. Raises DataError when they do not tell enough."""
     rows = [row for row in rows if row["step"] in steps and not _is_evaluation(row)]
-    if len(rows) < STEPS_AT_LEAST:
-        raise DataError(
-            f"{folder}: tells of {len(rows)} steps, at least {STEPS_AT_LEAST} are needed; let it run longer"
-        )
+    if len(rows) < MIN_STEPS:
+        raise DataError(f"{folder}: tells of {len(rows)} steps, at least {MIN_STEPS} are needed; let it run longer")
     missing = [name for name in COSTS if name not in rows[-1]]
     if missing:
         raise DataError(
@@ -192,7 +190,7 @@ def _setup(config: Config, steps: int, generators_per_device: int) -> Setup:
 
 def _lengths(trace: pa.Table, group_size: int) -> Lengths:
     """Of groups from all of the trace."""
-    trace = trace.take(np.arange(0, len(trace), -(-len(trace) // GROUPS_AT_MOST)))
+    trace = trace.take(np.arange(0, len(trace), -(-len(trace) // MAX_GROUPS)))
     offsets = trace.column("completion_tokens").combine_chunks().offsets.to_numpy()
     whole = trace.filter(np.diff(offsets) == group_size)
     completions = whole.column("completion_tokens").combine_chunks().values.to_numpy().reshape(-1, group_size)
@@ -202,13 +200,13 @@ def _lengths(trace: pa.Table, group_size: int) -> Lengths:
 
 
 def _learner_cost(rows: list[dict[str, float]], steps: dict[int, _Step], learners: int) -> LearnerCost:
-    rows = rows[WARM_STEPS:] if len(rows) >= WARM_STEPS + STEPS_AT_LEAST else rows
+    rows = rows[WARM_STEPS:] if len(rows) >= WARM_STEPS + MIN_STEPS else rows
     tokens = np.array([steps[int(row["step"])].tokens / learners for row in rows])
     step_s = np.array([row["learner/step_s"] for row in rows])
     write_s = float(np.mean([row["learner/write_s"] for row in rows]))
     span_s = float(np.mean([steps[int(row["step"])].span_s for row in rows]))
     base_s, token_s = 0.0, float(step_s.sum() / tokens.sum())
-    if tokens.std() > SPREAD_AT_LEAST * tokens.mean():
+    if tokens.std() > MIN_SPREAD * tokens.mean():
         slope = float(np.cov(tokens, step_s, bias=True)[0, 1] / tokens.var())
         token_s = min(max(slope, 0.0), token_s)
         base_s = float(step_s.mean() - token_s * tokens.mean())
@@ -217,7 +215,7 @@ def _learner_cost(rows: list[dict[str, float]], steps: dict[int, _Step], learner
 
 def _sync_cost(rows: list[dict[str, float]]) -> SyncCost:
     last = rows[-1]
-    syncs, sync_s = max(last.get("weights/syncs", 0.0), 1.0), [row["learner/sync_s"] for row in rows[1:]]
+    syncs, sync_s = max(last.get("weights/broadcasts", 0.0), 1.0), [row["learner/sync_s"] for row in rows[1:]]
     waited_s = last.get("weights/wait_s", 0.0) / syncs
     return SyncCost(
         broadcast_s=last.get("weights/broadcast_s", 0.0) / syncs,

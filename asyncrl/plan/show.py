@@ -15,16 +15,16 @@ from asyncrl.plan.measured import Measured, read_run
 from asyncrl.plan.simulate import Prediction, simulate
 from asyncrl.plan.verdict import Candidate, binds, search
 from asyncrl.plan.workload import TURNS, EngineCost, LearnerCost, Lengths, Setup, SyncCost, Workload
-from asyncrl.types import mean_lag
+from asyncrl.types import mean_staleness
 
 ROWS = 12
 """Of the table of a plan."""
-TOKENS_AT_MOST = 2.0**27
+MAX_TOKENS = 2.0**27
 """Of a completion or prompt: lengths of a group and their sums are numbers of 32 bits."""
 RANGES = {
-    "mean_tokens": (1.0, TOKENS_AT_MOST),
-    "max_tokens": (1.0, TOKENS_AT_MOST),
-    "prompt_tokens": (0.0, TOKENS_AT_MOST),
+    "mean_tokens": (1.0, MAX_TOKENS),
+    "max_tokens": (1.0, MAX_TOKENS),
+    "prompt_tokens": (0.0, MAX_TOKENS),
     "sigma": (0.0, 10.0),
     "refunded_fraction": (0.0, 1.0),
 }
@@ -81,7 +81,7 @@ def made_up(numbers: dict[str, float], changes: dict[str, int]) -> tuple[Workloa
     lengths = Lengths.log_normal(
         mean_tokens=n["mean_tokens"],
         sigma=n.get("sigma", 1.0),
-        max_tokens=round(n.get("max_tokens", min(8 * n["mean_tokens"], TOKENS_AT_MOST))),
+        max_tokens=round(n.get("max_tokens", min(8 * n["mean_tokens"], MAX_TOKENS))),
         group_size=changes.get("group_size", setup.group_size),
         prompt_tokens=round(n.get("prompt_tokens", 0)),
         refunded_fraction=n.get("refunded_fraction", 0.0),
@@ -117,7 +117,7 @@ def _print_prediction(console: Console, found: Prediction, measured: Measured | 
         ("trained tokens/s", ",.0f", found.tokens_per_s, measured.tokens_per_s if measured else 0.0),
         ("generators idle", ".1%", found.generator_idle, measured.generator_idle if measured else 0.0),
         ("learners idle", ".1%", found.learner_idle, measured.learner_idle if measured else 0.0),
-        ("staleness, mean", ".2f", found.staleness_mean, mean_lag(histogram)),
+        ("staleness, mean", ".2f", found.staleness_mean, mean_staleness(histogram)),
         ("staleness, max", ".0f", found.staleness_max, max(len(histogram) - 1, 0)),
     ]
     for name, form, simulated, real in lines:
@@ -130,7 +130,7 @@ def _print_prediction(console: Console, found: Prediction, measured: Measured | 
     console.print(title, highlight=False, soft_wrap=True)
     console.print(table)
     total = max(sum(found.staleness), 1)
-    shares = ", ".join(f"{lag}: {tokens / total:.1%}" for lag, tokens in enumerate(found.staleness))
+    shares = ", ".join(f"{staleness}: {tokens / total:.1%}" for staleness, tokens in enumerate(found.staleness))
     console.print(f"tokens by staleness  {shares}", highlight=False, soft_wrap=True)
     console.print(f"what binds           {binds(found)}", highlight=False)
 

@@ -17,7 +17,7 @@ import numpy as np
 from asyncrl.plan.simulated_engine import SimulatedEngine
 from asyncrl.plan.workload import Setup, Workload, slowdown
 from asyncrl.replay.ledger import Ledger, State, wanted_groups
-from asyncrl.types import mean_lag
+from asyncrl.types import mean_staleness
 
 DRAWN_AT_ONCE = 4096
 COUNTED = 256
@@ -50,11 +50,11 @@ class Prediction:
 
     @property
     def staleness_mean(self) -> float:
-        return mean_lag(self.staleness)
+        return mean_staleness(self.staleness)
 
     @property
     def staleness_max(self) -> int:
-        return max((lag for lag, tokens in enumerate(self.staleness) if tokens), default=0)
+        return max((staleness for staleness, tokens in enumerate(self.staleness) if tokens), default=0)
 
 
 def simulate(workload: Workload, setup: Setup, *, seed: int = 0) -> Prediction:
@@ -94,7 +94,7 @@ class _Simulation:
         """Generators that have room and got too few leases, in their order."""
         self._groups: dict[int, _Group] = {}
         self._wanted = wanted_groups(setup.max_running_groups)
-        self._share = self._ledger.share(setup.generators)
+        self._share = self._ledger.per_generator_limit(setup.generators)
         self._events: list[tuple[float, int, str, int, int]] = []
         self._order = count()
         self._now_s = 0.0
@@ -147,7 +147,7 @@ class _Simulation:
         engine, ledger, version = self._engines[generator], self._ledger, self._engines[generator].version
         engine.advance(self._now_s)
         room = self._wanted - -(-len(engine) // self._setup.group_size)
-        given = min(room, self._share - self._held[generator], ledger.room(version))
+        given = min(room, self._share - self._held[generator], ledger.capacity(version))
         for _ in range(given):
             number = ledger.lease(version).number
             engine.add(number, self._draw(number, generator))
@@ -295,7 +295,7 @@ class _Simulation:
             generated_tokens_per_s=(ledger.generated.tokens + self._scoring_tokens) / wall_s,
             generator_idle=idle_s / (wall_s * len(self._engines)),
             learner_idle=self._waited_s / wall_s,
-            staleness=[self._histogram[lag] for lag in range(max(self._histogram, default=-1) + 1)],
+            staleness=[self._histogram[staleness] for staleness in range(max(self._histogram, default=-1) + 1)],
             tokens_in_flight=float(np.mean(self._in_flight)),
             groups_in_flight=(self._lived_s + unfinished_s) / wall_s,
             life_s=self._lived_s / (ledger.trained.groups + refunded),

@@ -13,7 +13,7 @@ from asyncrl.plan.measured import RecentRun
 from asyncrl.plan.simulate import Prediction, simulate
 from asyncrl.plan.workload import Setup, Workload
 
-SEQUENCES, STEPS_AT_LEAST, STEPS_AT_MOST = 20_000, 8, 200
+SEQUENCES, MIN_STEPS, MAX_STEPS = 20_000, 8, 200
 """That are simulated for one prediction."""
 AS_GOOD = 0.02
 """Of the best throughput: of setups that are so near it, the one with the lowest staleness limit is the best."""
@@ -31,7 +31,7 @@ class Candidate:
 def predict(workload: Workload, setup: Setup) -> Prediction:
     """With as many steps as tell enough, however many the setup has."""
     steps = SEQUENCES // (setup.groups_per_step * setup.group_size)
-    steps = min(max(steps, STEPS_AT_LEAST + 2 * setup.max_staleness), STEPS_AT_MOST)
+    steps = min(max(steps, MIN_STEPS + 2 * setup.max_staleness), MAX_STEPS)
     return simulate(workload, replace(setup, steps=steps))
 
 
@@ -94,7 +94,7 @@ log = structlog.get_logger()
 
 Bound = Literal["generator", "learner", "staleness", "balanced"]
 
-GAIN_AT_LEAST = 0.03
+MIN_GAIN = 0.03
 """A change that gives less is not worth naming."""
 ABOUT_AS_MUCH = 0.9
 """Of the largest gain: a higher staleness limit that gives so much comes first, since it costs no device."""
@@ -134,7 +134,7 @@ def judge(workload: Workload, setup: Setup, *, generator_idle: float, learner_id
     if free.gain >= ABOUT_AS_MUCH * best.gain:
         best = free
     idle = _idle(generator_idle, learner_idle)
-    if best.gain < GAIN_AT_LEAST:
+    if best.gain < MIN_GAIN:
         return Verdict("balanced", f"balanced: {idle}; no single change would give 3 % more (simulated)", changes)
     waits = {
         "generator": f"the learner waited {learner_idle:.0%} of the time",

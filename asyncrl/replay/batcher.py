@@ -8,15 +8,15 @@ from asyncrl.config import Config
 from asyncrl.errors import InvariantError, ProtocolError
 from asyncrl.replay.journal.reader import WAY_OUT
 from asyncrl.replay.ledger import State
-from asyncrl.replay.store import DurableState
-from asyncrl.replay.tickets import Finished
+from asyncrl.replay.store import Store
+from asyncrl.replay.tickets import FinishedGroup
 from asyncrl.wire.messages import CommittedBody
 
 
-class Dealer:
+class Batcher:
     """Deals batches to learner ranks and ends them as trained."""
 
-    def __init__(self, config: Config, durable: DurableState) -> None:
+    def __init__(self, config: Config, durable: Store) -> None:
         self.config = config
         self.durable = durable
         self.state = durable.state
@@ -39,7 +39,7 @@ class Dealer:
         self.catching_up = {"step": step, "of": steps} if step < steps else None
         return steps
 
-    def take(self, rank: int, step: int, *, trained: bool) -> tuple[str, list[Finished]]:
+    def next_shard(self, rank: int, step: int, *, trained: bool) -> tuple[str, list[FinishedGroup]]:
         """("shard", groups), ("wait", []) while it is not complete or the journal is read for it, or ("stop", [])
         when none will come.
 
@@ -48,7 +48,7 @@ class Dealer:
         self._check_rank(rank)
         self.state.measure.learners[rank] = self.durable.clock.now()
         if 0 < step <= self.state.ledger.steps:
-            past = self.durable.past(step)
+            past = self.durable.history(step)
             if not past.read(step):
                 return "wait", []
             self._check_ranks(past.shards(step), step)
@@ -68,7 +68,7 @@ class Dealer:
         self.progress += 1
         self._check_ranks(batch.shards, step)
         held = [self.state.held[number] for number in batch.shards[rank]]
-        return "shard", [Finished(one.finished, one.arrays) for one in held]
+        return "shard", [FinishedGroup(one.finished, one.arrays) for one in held]
 
     def commit(
         self, step: int, metrics: dict[str, float], *, saving: bool = False, checkpoints: Sequence[int] = ()
@@ -87,11 +87,11 @@ class Dealer:
                 )
             own = self.durable.commit(step, metrics, checkpoints)
         self.progress += 1
-        state = self.durable.to_bytes(step) if saving else b""
+        state = self.durable.snapshot(step) if saving else b""
         return {"metrics": own, "state": state, "checkpoint_wanted": self.durable.checkpoint_wanted()}
 
     def _committed(self, step: int) -> dict[str, float]:
-        past = self.durable.past(step)
+        past = self.durable.history(step)
         past.read(step, whole=True)  # its batch was taken before, so that this reads only when the queue died since
         return past.metrics(step)
 
@@ -109,14 +109,14 @@ class Dealer:
     def _compose(self, step: int) -> None:
         """Deals the batch of the step, if it is complete."""
         settings = self.config.replay
-        if self.state.ledger.count(State.FINISHED) < (settings.held_steps + 1) * settings.groups_per_step:
+        if self.state.ledger.count(State.FINISHED) < (settings.min_staleness + 1) * settings.groups_per_step:
             return
         numbers = self.state.ledger.select()
         if numbers is None:
             return
         costs = [sum(self.state.held[number].finished["lengths"]) for number in numbers]
         shards = [[numbers[index] for index in shard] for shard in balance(costs, self.config.launch.learners)]
-        self.durable.happen("take", {"step": step, "shards": shards, "at_s": self.durable.clock.now()})
+        self.durable.apply_and_log("take", {"step": step, "shards": shards, "at_s": self.durable.clock.now()})
 
 
 def balance(costs: Sequence[int], parts: int) -> list[list[int]]:

@@ -101,7 +101,7 @@ class EvalBook:
             self._running[version] = Evaluation(version, self._issued, deque(tickets))
             self._issued += len(tickets)
 
-    def heard(self, generator: int, version: int, now_s: float) -> None:
+    def heartbeat(self, generator: int, version: int, now_s: float) -> None:
         """The generator is up and has `version` loaded."""
         self._heard[generator] = (version, now_s)
 
@@ -109,7 +109,7 @@ class EvalBook:
         self, generator: int, version: int, num_prompts: int, now_s: float, *, session: str = "", number: int = -1
     ) -> list[Lease]:
         """Up to so many prompts for a generator that has `version` loaded; `number` is of the ask in its session."""
-        self.heard(generator, version, now_s)
+        self.heartbeat(generator, version, now_s)
         evaluation = self._running.get(version)
         leases: list[Lease] = []
         while evaluation is not None and evaluation.open and len(leases) < num_prompts:
@@ -232,11 +232,11 @@ class EvalBook:
         """The result that follows so many others of those that `next_metrics` has not given out."""
         return self._unreported[after] if after < len(self._unreported) else None
 
-    def told(self) -> list[list[int]]:
+    def reported_stats(self) -> list[list[int]]:
         """Generator and version of each that was heard."""
         return [[generator, version] for generator, (version, _) in self._heard.items()]
 
-    def load_told(self, told: Sequence[Sequence[int]], now_s: float | None) -> None:
+    def load_reported_stats(self, told: Sequence[Sequence[int]], now_s: float | None) -> None:
         """They count as heard at `now_s`; nobody does when it is None."""
         self._heard = {} if now_s is None else {generator: (version, now_s) for generator, version in told}
 

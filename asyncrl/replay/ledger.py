@@ -80,7 +80,7 @@ class Ledger:
     max_staleness: int
     in_order: bool = False
     """Take strictly by ticket number instead of by earliest deadline among the finished."""
-    admitted: int = -1
+    admission_limit: int = -1
     """The limit that groups are admitted by now, at most `max_staleness`, and that when it is negative. It may change
     at any time: a lower one lets fewer groups start than the bound would."""
 
@@ -103,14 +103,14 @@ class Ledger:
     """Live tickets of each state, by the version that they started at."""
 
     def __post_init__(self) -> None:
-        self.admitted = self.max_staleness if self.admitted < 0 else self.admitted
+        self.admission_limit = self.max_staleness if self.admission_limit < 0 else self.admission_limit
 
     def state_dict(self) -> dict[str, Any]:
         """All but the settings, made of what msgpack can carry."""
         return {
             "issued": self.issued,
             "steps": self.steps,
-            "admitted": self.admitted,
+            "admitted": self.admission_limit,
             "live": [
                 [t.number, t.state.value, t.attempt, t.start_version, t.trajectories, t.tokens]
                 for t in self.live.values()
@@ -131,7 +131,7 @@ class Ledger:
         self.trained, self.generated = Amount(*state["trained"]), Amount(*state["generated"])
         self.refunded = {reason: Amount(*values) for reason, values in state["refunded"].items()}
         self.issued, self.steps, self.returned = state["issued"], state["steps"], list(state["returned"])
-        self.admitted = state["admitted"]
+        self.admission_limit = state["admitted"]
         self.returned_tokens = state["returned_tokens"]
         self.returned_trajectories = state["returned_trajectories"]
 
@@ -143,13 +143,13 @@ class Ledger:
         """The last learner version that may train on the ticket."""
         return ticket.start_version + self.max_staleness
 
-    def room(self, version: int) -> int:
+    def capacity(self, version: int) -> int:
         """Groups that a generator with `version` loaded may start now."""
-        return max(0, (version + self.admitted + 1) * self.groups_per_step - self.charged)
+        return max(0, (version + self.admission_limit + 1) * self.groups_per_step - self.charged)
 
-    def share(self, generators: int) -> int:
+    def per_generator_limit(self, generators: int) -> int:
         """Groups that each of so many generators may hold of those that are admitted."""
-        return -(-(self.admitted + 1) * self.groups_per_step // generators)
+        return -(-(self.admission_limit + 1) * self.groups_per_step // generators)
 
     def lease(self, version: int) -> Ticket:
         """Charges a new ticket, or leases again one that was returned; call only while `can_lease(version)`."""
@@ -171,7 +171,7 @@ class Ledger:
         """True while a generator with `version` loaded may start a group. A returned ticket is charged already."""
         if self.returned:
             return self.charged <= (version + self.max_staleness + 1) * self.groups_per_step
-        return self.room(version) > 0
+        return self.capacity(version) > 0
 
     def is_current(self, number: int, attempt: int) -> bool:
         """True while this attempt holds the lease of the ticket."""
@@ -220,13 +220,13 @@ class Ledger:
         self._leave(ticket)
         self.refunded.setdefault(reason, Amount()).add(trajectories=ticket.trajectories, tokens=ticket.tokens)
 
-    def give_back(self, number: int, *, tokens: int) -> None:
+    def return_lease(self, number: int, *, tokens: int) -> None:
         """Ends an attempt unfinished; the ticket will be leased again."""
         self._move(self._expect(number, State.LEASED), State.RETURNED)
         self.returned.append(number)
-        self.lose(tokens)
+        self.count_lost(tokens)
 
-    def discard(self, number: int) -> None:
+    def revoke(self, number: int) -> None:
         """Takes a finished or taken group back whose data is gone; the ticket will be leased again."""
         ticket = self.live[number]
         if ticket.state not in (State.FINISHED, State.TAKEN):
@@ -237,7 +237,7 @@ class Ledger:
         ticket.trajectories = ticket.tokens = 0
         self.returned.append(number)
 
-    def lose(self, tokens: int) -> None:
+    def count_lost(self, tokens: int) -> None:
         """Counts tokens of an attempt whose group is not used."""
         self.generated.tokens += tokens
         self.returned_tokens += tokens

@@ -11,8 +11,15 @@ import numpy as np
 
 from asyncrl.config import Config
 from asyncrl.replay.ledger import Ledger, State
-from asyncrl.replay.stats import Ages, Curve, ExactMean, GeneratorState, Outcome, bias_alarms
-from asyncrl.types import mean_lag
+from asyncrl.replay.stats import (
+    DownsampledSeries,
+    ExactMean,
+    GeneratorState,
+    OutcomeStats,
+    StalenessBreakdown,
+    bias_alarms,
+)
+from asyncrl.types import mean_staleness
 from asyncrl.util.processes import ACTIVITIES, fractions
 from asyncrl.wire.bounds import MAX_COUNT, MAX_NUMBER
 from asyncrl.wire.messages import GroupMeta
@@ -28,7 +35,7 @@ COSTS = ("generator/step_base_s", "generator/step_sequence_s", "generator/reques
 
 
 @dataclass(slots=True)
-class ScoredSince:
+class RewardsSinceStep:
     """Means over the trajectories that were scored since the last step: rewards, their parts, lengths. They do not
     depend on the order in which groups came."""
 
@@ -58,7 +65,7 @@ class ScoredSince:
 
 
 @dataclass(slots=True)
-class RunMeasure:
+class RunMetrics:
     """Sums over the run. Rewards count every group that was scored, trained or without signal; staleness is in
     learner steps and counts action tokens when they are trained. Times are the run's (`RunClock`)."""
 
@@ -68,14 +75,14 @@ class RunMeasure:
     generators: dict[int, GeneratorState] = field(default_factory=dict[int, GeneratorState])
     learners: dict[int, float | None] = field(default_factory=dict[int, float | None])
     """When each rank was heard, of those that have asked for a batch."""
-    step_rewards: Curve = field(default_factory=Curve)
-    scored_since: ScoredSince = field(default_factory=ScoredSince)
-    outcomes: dict[str, Outcome] = field(default_factory=dict[str, Outcome])
+    step_rewards: DownsampledSeries = field(default_factory=DownsampledSeries)
+    scored_since: RewardsSinceStep = field(default_factory=RewardsSinceStep)
+    outcomes: dict[str, OutcomeStats] = field(default_factory=dict[str, OutcomeStats])
     """By how they ended: "trained", or the reason of their refund."""
     greedy_tokens: int = 0
     """Tokens of the greedy completions of scored groups; they are in no box of the ledger."""
     histogram: list[int] = field(default_factory=list[int])
-    ages: Ages = field(default_factory=Ages)
+    ages: StalenessBreakdown = field(default_factory=StalenessBreakdown)
     learner_wait_s: float = 0.0
     learner_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(ACTIVITIES, 0.0))
     """Seconds of learner rank 0, by activity."""
@@ -90,13 +97,13 @@ class RunMeasure:
     last_metrics: dict[str, float] = field(default_factory=dict[str, float])
     """All of the last step, those of the learner among them."""
 
-    def heard(self, generator: int, session: str, version: int, stats: dict[str, Any], now_s: float) -> None:
-        self.generators.setdefault(generator, GeneratorState()).hear(session, version, stats, now_s)
+    def heartbeat(self, generator: int, session: str, version: int, stats: dict[str, Any], now_s: float) -> None:
+        self.generators.setdefault(generator, GeneratorState()).heartbeat(session, version, stats, now_s)
 
     def lost(self, generator: int) -> None:
         """The generator is not up any more."""
         if generator in self.generators:
-            self.generators[generator].heard_s = None
+            self.generators[generator].last_heartbeat_s = None
 
     def leased(self, now_s: float) -> None:
         if self.first_lease_s is None:
@@ -111,13 +118,13 @@ class RunMeasure:
 
     def ended(self, outcome: str, meta: GroupMeta, completion: Sequence[int]) -> None:
         """Counts a group that was trained or refunded."""
-        self.outcomes.setdefault(outcome, Outcome()).add(meta, completion)
+        self.outcomes.setdefault(outcome, OutcomeStats()).add(meta, completion)
 
     def committed(
         self,
         step: int,
         groups: Sequence[dict[int, int]],
-        ages: Ages,
+        ages: StalenessBreakdown,
         metrics: dict[str, float],
         ledger: Ledger,
         now_s: float,
@@ -134,7 +141,7 @@ class RunMeasure:
             told_s = metrics.get(metric, 0.0)
             self.learner_s[name] += min(told_s, MAX_NUMBER) if told_s >= 0.0 else 0.0
         self.last_step_s = now_s
-        self._count_syncs(metrics.get("weights/syncs", 0.0))
+        self._count_syncs(metrics.get("weights/broadcasts", 0.0))
         for told in (metrics.get(name, 0.0) for name in SKIPPED_UPDATES):
             self.skipped_updates += int(told) if 0 <= told <= MAX_COUNT else 0
         self.recent.append((now_s, tokens))
@@ -145,11 +152,11 @@ class RunMeasure:
         if reward is not None:
             self.step_rewards.add(reward)
         self.ages.join(ages)
-        lags = np.arange(len(counts))
+        staleness = np.arange(len(counts))
         own = {
             "reward/mean": reward or 0.0,
-            "staleness/mean": float((counts * lags).sum() / max(tokens, 1)),
-            "staleness/max": float(lags[counts > 0].max(initial=0)),
+            "staleness/mean": float((counts * staleness).sum() / max(tokens, 1)),
+            "staleness/max": float(staleness[counts > 0].max(initial=0)),
             **{f"staleness/{name}": mean for name, mean in ages.staleness.items()},
             **{f"state/{name}_s": mean_s for name, mean_s in ages.states_s.items()},
             "time/elapsed_s": now_s - began_s,
@@ -160,12 +167,12 @@ class RunMeasure:
         }
         return scored | self._costs() | own
 
-    def told(self) -> dict[str, Any]:
+    def reported_stats(self) -> dict[str, Any]:
         """What generators and learners have told of themselves, which no record of the journal repeats."""
         generators = [[index, *generator.state()] for index, generator in self.generators.items()]
         return {"generators": generators, "learners": sorted(self.learners)}
 
-    def load_told(self, told: dict[str, Any], now_s: float | None) -> None:
+    def load_reported_stats(self, told: dict[str, Any], now_s: float | None) -> None:
         """Who was up counts as heard at `now_s`; nobody does when it is None."""
         self.generators = {index: GeneratorState.of_state(values, now_s) for index, *values in told["generators"]}
         self.learners = dict.fromkeys(told["learners"], now_s)
@@ -189,12 +196,14 @@ class RunMeasure:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.step_rewards = Curve(*state["step_rewards"])
-        self.scored_since = ScoredSince({name: ExactMean(values) for name, values in state["scored_since"].items()})
-        self.outcomes = {name: Outcome.of_state(outcome) for name, outcome in state["outcomes"].items()}
+        self.step_rewards = DownsampledSeries(*state["step_rewards"])
+        self.scored_since = RewardsSinceStep(
+            {name: ExactMean(values) for name, values in state["scored_since"].items()}
+        )
+        self.outcomes = {name: OutcomeStats.of_state(outcome) for name, outcome in state["outcomes"].items()}
         for name in ("first_lease_s", "last_step_s", "greedy_tokens", "histogram", "last_metrics"):
             setattr(self, name, state[name])
-        self.ages = Ages.of_state(state["ages"])
+        self.ages = StalenessBreakdown.of_state(state["ages"])
         self.learner_wait_s, self.learner_s = state["learner_wait_s"], state["learner_s"]
         self.syncs, self.syncs_before = state["syncs"]
         self.skipped_updates = state.get("skipped_updates", 0)
@@ -234,7 +243,11 @@ class RunMeasure:
     def status(self, ledger: Ledger, now_s: float) -> dict[str, Any]:
         tokens = sum(tokens for ended_s, tokens in self.recent if now_s - ended_s < RATE_WINDOW_S)
         span_s = min(RATE_WINDOW_S, now_s - (now_s if self.first_lease_s is None else self.first_lease_s)) or 1.0
-        up = [(index, g, now_s - g.heard_s) for index, g in sorted(self.generators.items()) if g.heard_s is not None]
+        up = [
+            (index, g, now_s - g.last_heartbeat_s)
+            for index, g in sorted(self.generators.items())
+            if g.last_heartbeat_s is not None
+        ]
         learners = {rank: now_s - heard_s for rank, heard_s in sorted(self.learners.items()) if heard_s is not None}
         return {
             "step": ledger.steps,
@@ -277,7 +290,7 @@ class RunMeasure:
             "staleness": {
                 "limit": self.config.replay.staleness_limit,
                 "max": len(self.histogram) - 1 if self.histogram else 0,
-                "mean": mean_lag(self.histogram),
+                "mean": mean_staleness(self.histogram),
                 **self.ages.staleness,
                 "histogram": self.histogram,
             },
@@ -314,6 +327,6 @@ class RunMeasure:
         for sampled, tokens in (pair for group in groups for pair in group.items()):
             counts[version - sampled] += tokens
         self.histogram.extend([0] * (len(counts) - len(self.histogram)))
-        for lag, count in enumerate(counts.tolist()):
-            self.histogram[lag] += count
+        for staleness, count in enumerate(counts.tolist()):
+            self.histogram[staleness] += count
         return counts

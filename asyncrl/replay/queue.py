@@ -13,15 +13,15 @@ import structlog
 
 from asyncrl.config import Config
 from asyncrl.errors import ProtocolError
-from asyncrl.replay.batcher import Dealer
+from asyncrl.replay.batcher import Batcher
 from asyncrl.replay.codec import check_group
 from asyncrl.replay.eval_scores import eval_metrics
 from asyncrl.replay.evaluation import STRANDED
 from asyncrl.replay.journal.writer import Journal
 from asyncrl.replay.refunds import check_refunds, refund_reason
 from asyncrl.replay.sessions import Sessions
-from asyncrl.replay.store import DurableState
-from asyncrl.replay.tickets import Finished, Held, PromptSource
+from asyncrl.replay.store import Store
+from asyncrl.replay.tickets import FinishedGroup, PromptSource, TicketEntry
 from asyncrl.replay.trace import TraceWriter
 from asyncrl.types import NO_VERSION, Lease, Prompt
 from asyncrl.wire.frames import Array
@@ -55,11 +55,11 @@ class ReplayQueue:
         checkpoint: bytes = b"",
     ) -> None:
         self.config = config
-        self.durable = DurableState(config, prompts, trace, eval_prompts, journal, run_id, checkpoint)
+        self.durable = Store(config, prompts, trace, eval_prompts, journal, run_id, checkpoint)
         self.state, self.clock = self.durable.state, self.durable.clock
         self.ledger, self.evaluation, self.measure = self.state.ledger, self.state.evaluation, self.state.measure
         self.sessions = Sessions(self.state)
-        self.dealer = Dealer(config, self.durable)
+        self.batcher = Batcher(config, self.durable)
         self.write, self.close = self.durable.write, self.durable.close
         self._next_expiry_s = 0.0
         """No lease expires before it."""
@@ -70,13 +70,13 @@ class ReplayQueue:
         return self.durable.synced
 
     @property
-    def held(self) -> dict[int, Held]:
+    def held(self) -> dict[int, TicketEntry]:
         return self.state.held
 
     @property
     def share(self) -> int:
         """Leases that one generator may hold, so that the first to ask does not leave the others idle."""
-        return self.ledger.share(self.state.generators_wanted)
+        return self.ledger.per_generator_limit(self.state.generators_wanted)
 
     @property
     def trained(self) -> bool:
@@ -110,17 +110,17 @@ class ReplayQueue:
                 f"generator {generator} claims version {version}, the learner is at {self.ledger.steps}"
             )
         now_s = self.clock.now()
-        heard = self.sessions.hear(generator, session, number)
+        heard = self.sessions.heartbeat(generator, session, number)
         if heard == "former session":
             return [], "session"
         self._renew(generator, working_on, now_s)
         if heard == "again":
-            self.measure.heard(generator, session, version, stats | {"stall_ms": []}, now_s)
+            self.measure.heartbeat(generator, session, version, stats | {"stall_ms": []}, now_s)
             return self.sessions.leases(generator, session, number), ""
         if heard == "new session":
             self._give_back_all(self.sessions.others(generator, session))
-        self.measure.heard(generator, session, version, stats, now_s)
-        self.evaluation.heard(generator, version, now_s)
+        self.measure.heartbeat(generator, session, version, stats, now_s)
+        self.evaluation.heartbeat(generator, version, now_s)
         if version == NO_VERSION:
             return [], ""
         if self.leaves(generator, session):
@@ -170,7 +170,7 @@ class ReplayQueue:
         started_s, finished_s = self.clock.span(meta["started_s"], meta["finished_s"])
         reason = refund_reason(self.config, meta)
         body = {**meta, "started_s": started_s, "finished_s": finished_s, "refunded": reason}
-        self.durable.happen("group", body, arrays)
+        self.durable.apply_and_log("group", body, arrays)
         errors = [error for error in meta["errors"] if error]
         if reason == "failed" or errors:
             event = "group failed" if reason == "failed" else "rewards failed"
@@ -180,7 +180,7 @@ class ReplayQueue:
     def evaluated(self, result: EvaluatedBody) -> None:
         """Counts an evaluated prompt, of several attempts the first that arrives."""
         if self.evaluation.wants(result):
-            self.durable.happen("evaluated", result)
+            self.durable.apply_and_log("evaluated", result)
 
     def release(
         self, generator: int, leases: Sequence[ReleasedLease], evaluations: Sequence[ReleasedEvaluation] = ()
@@ -189,14 +189,14 @@ class ReplayQueue:
         for lease in leases:
             number, attempt, tokens = lease["ticket"], lease["attempt"], lease["tokens"]
             if self.ledger.is_current(number, attempt):
-                self.durable.give_back(number, attempt, tokens=tokens)
+                self.durable.return_leases(number, attempt, tokens=tokens)
                 log.info("lease returned", ticket=number, attempt=attempt, generator=generator, tokens=tokens)
             elif self.state.awaits(number, attempt):
                 self._lose(number, attempt, tokens)
         leased = {(ticket, attempt) for _, ticket, attempt in self.evaluation.held()}
         for lease in evaluations:
             if (lease["ticket"], lease["attempt"]) in leased:
-                self.durable.give_back(lease["ticket"], lease["attempt"], evaluation=True)
+                self.durable.return_leases(lease["ticket"], lease["attempt"], evaluation=True)
 
     def lost(self, generator: int) -> None:
         """The generator's process has ended: its leases go back at once."""
@@ -210,16 +210,16 @@ class ReplayQueue:
                 f"scale to {generators} generators: at least 1 is needed; Ctrl-C in its terminal ends a run"
             )
         if generators != self.state.generators_wanted:
-            self.durable.happen("scale", {"generators": generators})
+            self.durable.apply_and_log("scale", {"generators": generators})
 
     def expire(self, now_s: float | None = None) -> None:
         """Takes back leases that were not renewed for `replay.lease_timeout_s`, at a time of the run's clock or now."""
         now_s = self.clock.now() if now_s is None else now_s
         limit_s = self.config.replay.lease_timeout_s
         for lease in self.evaluation.expired(now_s):
-            self.durable.give_back(lease["ticket"], lease["attempt"], evaluation=True)
+            self.durable.return_leases(lease["ticket"], lease["attempt"], evaluation=True)
         for version in self.evaluation.stranded(now_s):
-            self.durable.happen("drop", {"version": version, "reason": STRANDED})
+            self.durable.apply_and_log("drop", {"version": version, "reason": STRANDED})
         if now_s <= self._next_expiry_s:
             return
         oldest_s = now_s
@@ -227,7 +227,7 @@ class ReplayQueue:
             if not self.ledger.is_current(number, held.attempt):
                 continue
             if now_s - held.renewed_s > limit_s:
-                self.durable.give_back(number, held.attempt)
+                self.durable.return_leases(number, held.attempt)
                 log.warning("lease expired", ticket=number, generator=held.generator, limit_s=limit_s)
             else:
                 oldest_s = min(oldest_s, held.renewed_s)
@@ -236,15 +236,15 @@ class ReplayQueue:
     # --- learners
 
     def begin(self, rank: int, step: int) -> int:
-        return self.dealer.begin(rank, step)
+        return self.batcher.begin(rank, step)
 
-    def take(self, rank: int, step: int) -> tuple[str, list[Finished]]:
-        return self.dealer.take(rank, step, trained=self.trained)
+    def take(self, rank: int, step: int) -> tuple[str, list[FinishedGroup]]:
+        return self.batcher.next_shard(rank, step, trained=self.trained)
 
     def commit(
         self, step: int, metrics: dict[str, float], *, saving: bool = False, checkpoints: Sequence[int] = ()
     ) -> CommittedBody:
-        return self.dealer.commit(step, metrics, saving=saving, checkpoints=checkpoints)
+        return self.batcher.commit(step, metrics, saving=saving, checkpoints=checkpoints)
 
     def next_evaluation(self, after: int) -> tuple[str, int, dict[str, float]]:
         """("ended", step, metrics) of the evaluation after so many of those that no commit has reported, ("wait", 0,
@@ -258,7 +258,7 @@ class ReplayQueue:
 
     def stop(self, reason: str) -> None:
         if not self.state.stop_reason:
-            self.durable.happen("stop", {"reason": reason})
+            self.durable.apply_and_log("stop", {"reason": reason})
             log.info("stopping", reason=reason)
 
     def status(self) -> dict[str, Any]:
@@ -270,10 +270,10 @@ class ReplayQueue:
             "done": self.done,
             "duplicates": self.state.duplicates,
             "eval": self.evaluation.status(),
-            "taken": self.state.step is not None or self.dealer.catching_up is not None,
-            "progress": self.dealer.progress,
+            "taken": self.state.step is not None or self.batcher.catching_up is not None,
+            "progress": self.batcher.progress,
             "generators_wanted": self.state.generators_wanted,
-            "catching_up": self.dealer.catching_up,
+            "catching_up": self.batcher.catching_up,
             "journal": self.durable.status(),
         }
 
@@ -295,7 +295,7 @@ class ReplayQueue:
         if self.state.leased_by[generator] >= self.share:
             return "share"
         settings = self.config.replay
-        if self.ledger.returned or len(self.ledger.live) < (settings.held_steps + 1) * settings.groups_per_step:
+        if self.ledger.returned or len(self.ledger.live) < (settings.min_staleness + 1) * settings.groups_per_step:
             return ""
         if self.state.held_bytes >= settings.max_bytes:
             return "bytes"
@@ -303,7 +303,7 @@ class ReplayQueue:
 
     def _give_back_all(self, leases: Sequence[Lease]) -> None:
         for lease in leases:
-            self.durable.give_back(lease.ticket, lease.attempt, evaluation=lease.evaluation)
+            self.durable.return_leases(lease.ticket, lease.attempt, evaluation=lease.evaluation)
             log.info("lease of a lost session returned", ticket=lease.ticket, evaluation=lease.evaluation)
 
     def _renew(self, generator: int, leases: Sequence[LeaseName], now_s: float) -> None:
@@ -323,7 +323,7 @@ class ReplayQueue:
 
     def _lose(self, number: int, attempt: int, tokens: int) -> None:
         """Counts the tokens of an attempt that came, or was given back, too late to be used."""
-        self.durable.happen("lose", {"ticket": number, "attempt": attempt, "tokens": tokens})
+        self.durable.apply_and_log("lose", {"ticket": number, "attempt": attempt, "tokens": tokens})
         log.warning(
             "an attempt is not used: another one was, or its tokens are too old", ticket=number, attempt=attempt
         )

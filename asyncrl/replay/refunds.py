@@ -17,8 +17,8 @@ def refund_reason(config: Config, meta: GroupMeta) -> str:
         return "failed"
     if config.algorithm.truncated == "mask" and set(meta["status"]) == {"truncated"}:
         return "truncated"
-    if config.refunds_no_signal and max(meta["rewards"]) - min(meta["rewards"]) < SAME_REWARD:
-        return "no_signal"
+    if config.refunds_zero_variance and max(meta["rewards"]) - min(meta["rewards"]) < SAME_REWARD:
+        return "zero_variance"
     return ""
 
 
@@ -29,6 +29,6 @@ def check_refunds(config: Config, ledger: Ledger, refunds_in_a_row: int) -> None
         counts = {name: amount.groups for name, amount in ledger.refunded.items()}
         raise RunError(
             f"the last {limit} groups gave no training signal (refunded so far: {counts}): rewards are all equal or "
-            "failing; look at the reward function and the difficulty of the data, or set replay.no_signal=train or a "
+            "failing; look at the reward function and the difficulty of the data, or set replay.zero_variance=train or a "
             "higher replay.max_refunds_in_a_row"
         )

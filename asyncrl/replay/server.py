@@ -15,9 +15,9 @@ from asyncrl.replay.codec import pack_leases
 from asyncrl.replay.journal.records import FRAME_BYTES
 from asyncrl.replay.outbox import Outbox, Reply
 from asyncrl.replay.queue import ReplayQueue
-from asyncrl.replay.tickets import Finished
+from asyncrl.replay.tickets import FinishedGroup
 from asyncrl.util.processes import Stopwatch, fractions
-from asyncrl.wire.bad_peers import Offenders
+from asyncrl.wire.bad_peers import BadPeers
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.frames import ALIGNMENT, MAX_REQUEST_HEADER_BYTES, Message, decode
 from asyncrl.wire.sockets import MAX_FRAME_BYTES, bind_router
@@ -48,7 +48,7 @@ class ReplayServer:
         self.queue = queue
         self.run_id = endpoints.run_id
         self.errors: Counter[str] = Counter()
-        self.offenders = Offenders()
+        self.bad_peers = BadPeers()
         self.shut = False
         self._watch = Stopwatch()
         self._waiting: dict[tuple[int, int], tuple[bytes, Message, float]] = {}
@@ -58,15 +58,15 @@ class ReplayServer:
     def serve(self, should_stop: Callable[[], bool]) -> None:
         """Answers until it is told to shut down or `should_stop()`."""
         while not (self.shut or should_stop()):
-            self._watch.turn("syncing" if self._outbox.syncing else "waiting")
+            self._watch.switch("syncing" if self._outbox.syncing else "waiting")
             patience_s = SYNC_LOOK_S if self._outbox.syncing else TICK_S
             ready = self._socket.poll(round(patience_s * 1000))
-            self._watch.turn("working")
+            self._watch.switch("working")
             if ready:
                 self._receive()
             self._answer_waiting()
             self.queue.expire()
-            self._watch.turn("writing")
+            self._watch.switch("writing")
             self._outbox.flush()
         self._outbox.flush(wait=True)
 
@@ -86,7 +86,7 @@ class ReplayServer:
 
     def _handle(self, identity: bytes, frames: list[zmq.Frame]) -> None:
         seq = 0
-        if self.offenders.ignores(identity):
+        if self.bad_peers.ignores(identity):
             self.errors["ignored"] += 1
             return
         try:
@@ -101,7 +101,7 @@ class ReplayServer:
         except (ProtocolError, InvariantError) as error:
             self.errors[type(error).__name__] += 1
             log.warning("bad message", error=str(error), total=self.errors.total())
-            if self.offenders.note(identity):
+            if self.bad_peers.note(identity):
                 log.error("a peer was cut off for its bad messages", peer=identity.hex())
             if not isinstance(error, StrangerError):
                 self._outbox.add(identity, seq, ("error", {"text": str(error)}, []))
@@ -161,7 +161,7 @@ class ReplayServer:
             "leave": queue.leaves(body["generator"], body["session"]),
             "reason": reason,
             "evaluations_left": queue.evaluation.left(body["version"]),
-            "progress": queue.dealer.progress,
+            "progress": queue.batcher.progress,
             "pause_s": queue.state.generators_wanted / DENIED_ASKS_PER_S,
         }
         return "leases", answer, [prompts]
@@ -194,7 +194,7 @@ class ReplayServer:
         outcome, groups = self.queue.take(message.body["rank"], message.body["step"])
         return None if outcome == "wait" else self._shard(outcome, message, groups)
 
-    def _shard(self, outcome: str, message: Message, groups: list[Finished]) -> Reply:
+    def _shard(self, outcome: str, message: Message, groups: list[FinishedGroup]) -> Reply:
         metas = [group.meta for group in groups]
         body = {"step": message.body["step"], "outcome": outcome, "groups": metas}
         return "shard", body, [group.arrays for group in groups]
@@ -223,7 +223,7 @@ class ReplayServer:
         return "ok", summary | self._refused(), []
 
     def _refused(self) -> dict[str, int]:
-        return {"bad_messages": self.errors.total(), "cut_off": self.offenders.cut_off}
+        return {"bad_messages": self.errors.total(), "cut_off": self.bad_peers.cut_off}
 
     def _stop(self, message: Message) -> Reply:
         self.queue.stop(message.body["text"])

@@ -27,7 +27,7 @@ class Sessions:
             if asked:
                 self._latest[generator] = max(asked, key=lambda one: one[1])
 
-    def hear(self, generator: int, session: str, number: int) -> Heard:
+    def heartbeat(self, generator: int, session: str, number: int) -> Heard:
         """What an ask is, by its session and its number in that."""
         if session in self._former:
             return "former session"

@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from asyncrl.config import Config
-from asyncrl.types import LAG_BUCKETS
+from asyncrl.types import STALENESS_BUCKETS
 
 SMOOTHING = 0.3
 """Weight of the latest step in the mean of a bucket's sample size."""
-TOKENS_AT_LEAST = 0.01
+MIN_TOKENS = 0.01
 """Share of the tokens of a step that a bucket must have to count in it."""
 
 
 @dataclass(slots=True)
-class LimitControl:
+class StalenessController:
     """Lowers the limit when the tokens of some staleness are worth too little, and raises it while all are worth
     enough and the limit is what binds. After a change it waits until that can be seen: the groups that were admitted
     before are trained by then. A function of the metrics of the steps alone.
@@ -38,9 +38,9 @@ class LimitControl:
 
     def next(self, limit: int, metrics: Mapping[str, float]) -> int:
         """The limit from now on, after a step with these metrics."""
-        for bucket in LAG_BUCKETS:
-            size = metrics.get(f"lag/{bucket}/ess")
-            if size is not None and metrics[f"lag/{bucket}/tokens_fraction"] >= TOKENS_AT_LEAST:
+        for bucket in STALENESS_BUCKETS:
+            size = metrics.get(f"staleness/{bucket}/ess")
+            if size is not None and metrics[f"staleness/{bucket}/tokens_fraction"] >= MIN_TOKENS:
                 before = self.sizes.get(bucket, size)
                 self.sizes[bucket] = before + SMOOTHING * (size - before)
         self.waited_steps += 1

@@ -17,11 +17,11 @@ from asyncrl.replay.journal.reader import Location
 from asyncrl.replay.journal.records import Record
 from asyncrl.replay.journal.retention import Coverage
 from asyncrl.replay.ledger import Ledger, State
-from asyncrl.replay.metrics import RunMeasure
+from asyncrl.replay.metrics import RunMetrics
 from asyncrl.replay.resume_check import check_rules, rules_of
-from asyncrl.replay.staleness_control import LimitControl
-from asyncrl.replay.stats import Ages
-from asyncrl.replay.tickets import Finished, Held, Load, PromptSource, Step
+from asyncrl.replay.staleness_control import StalenessController
+from asyncrl.replay.stats import StalenessBreakdown
+from asyncrl.replay.tickets import FinishedGroup, Load, PromptSource, TakenStep, TicketEntry
 from asyncrl.replay.trace import TraceWriter
 from asyncrl.types import Lease, Prompt
 from asyncrl.wire.frames import Array
@@ -41,20 +41,20 @@ class QueueState:
         self.trace = trace
         self.eval_prompts = eval_prompts
         self.evaluation = EvalBook(config, eval_prompts)
-        self.measure = RunMeasure(config)
+        self.measure = RunMetrics(config)
         self.ledger = Ledger(
             groups_per_step=config.replay.groups_per_step,
             max_staleness=config.replay.staleness_limit,
-            admitted=config.replay.first_limit,
+            admission_limit=config.replay.first_limit,
             in_order=config.replay.order == "ticket",
         )
-        self.limit_control = LimitControl.of(config)
+        self.limit_control = StalenessController.of(config)
         """Moves the admitted staleness; None when that stays."""
-        self.held: dict[int, Held] = {}
+        self.held: dict[int, TicketEntry] = {}
         self.held_bytes = 0
         self.leased_by: Counter[int] = Counter()
         """Unfinished leases of each generator."""
-        self.step: Step | None = None
+        self.step: TakenStep | None = None
         self.stop_reason = ""
         self.generators_wanted = config.launch.generators
         self.refunds_in_a_row = 0
@@ -81,7 +81,7 @@ class QueueState:
         prompt = next(self.prompts) if before is None else before.prompt
         counted = [] if before is None else before.counted
         self.leased_by[generator] += 1
-        self.held[ticket.number] = Held(prompt, at_s, generator, ticket.attempt, session, number, counted)
+        self.held[ticket.number] = TicketEntry(prompt, at_s, generator, ticket.attempt, session, number, counted)
         self.measure.leased(at_s)
         return Lease(ticket.number, ticket.attempt, prompt)
 
@@ -112,7 +112,7 @@ class QueueState:
             self.evaluation.release([{"ticket": number, "attempt": attempt}])
         else:
             held = self.held[number]
-            self.ledger.give_back(number, tokens=body["tokens"])
+            self.ledger.return_lease(number, tokens=body["tokens"])
             self.leased_by[held.generator] -= 1
             if body["told"]:
                 held.counted.append(attempt)
@@ -120,7 +120,7 @@ class QueueState:
     # --- groups
 
     def _group(self, body: Any, arrays: list[Array], location: Location | None) -> None:
-        group, reason = Finished.of_record(body, arrays), body["refunded"]
+        group, reason = FinishedGroup.of_record(body, arrays), body["refunded"]
         number, meta = group.meta["ticket"], group.meta
         held = self.held[number]
         held.keep(group, location)
@@ -140,7 +140,7 @@ class QueueState:
         self.measure.ended(reason, meta, held.completion)
         self._trace(held, reason)
 
-    def _end(self, number: int, held: Held) -> None:
+    def _end(self, number: int, held: TicketEntry) -> None:
         """The ticket is trained or refunded; what other attempts of it generated can still be counted."""
         if held.awaited:
             self.late[number] = held.awaited
@@ -154,7 +154,7 @@ class QueueState:
 
     def _lose(self, body: Any, *_: object) -> None:
         number, attempt = body["ticket"], body["attempt"]
-        self.ledger.lose(body["tokens"])
+        self.ledger.count_lost(body["tokens"])
         if number in self.held:
             self.held[number].counted.append(attempt)
             return
@@ -176,13 +176,13 @@ class QueueState:
         self.ledger.take(numbers)
         for number in numbers:
             self.held[number].taken_s = body["at_s"]
-        self.step = Step(body["step"], shards)
+        self.step = TakenStep(body["step"], shards)
         self.coverage.note(location, body["step"])
 
     def commit(self, step: int, metrics: dict[str, float], at_s: float, *, evaluates: bool) -> dict[str, float]:
         """Ends the step in progress: its groups are trained, and its version is evaluated if that is due. Gives the
         step's metrics of this side, with those of an evaluation that ended."""
-        numbers, ages = self.ledger.commit(), Ages()
+        numbers, ages = self.ledger.commit(), StalenessBreakdown()
         groups = [self.held.pop(number) for number in numbers]
         for number, held in zip(numbers, groups, strict=True):
             self._end(number, held)
@@ -197,7 +197,7 @@ class QueueState:
             "replay/finished_groups": float(self.ledger.count(State.FINISHED)),
             "replay/leased_groups": float(self.ledger.count(State.LEASED)),
             "replay/held_bytes": float(self.held_bytes),
-            "replay/admitted_staleness": float(self.ledger.admitted),
+            "replay/staleness_limit": float(self.ledger.admission_limit),
             "replay/refunded_groups": float(sum(a.groups for a in self.ledger.refunded.values())),
         }
         self.evaluation.committed(step, due=evaluates)
@@ -206,11 +206,13 @@ class QueueState:
         self.committed = queue | measured | self.evaluation.next_metrics()
         self.measure.last_metrics = metrics | self.committed
         if self.limit_control is not None:
-            self.ledger.admitted = self.limit_control.next(self.ledger.admitted, self.measure.last_metrics)
+            self.ledger.admission_limit = self.limit_control.next(
+                self.ledger.admission_limit, self.measure.last_metrics
+            )
         return self.committed
 
     def _commit(self, body: Any, _: Sequence[Array], location: Location | None) -> None:
-        self.load_told(body["measure"], body["at_s"])
+        self.load_reported_stats(body["measure"], body["at_s"])
         self.commit(body["step"], body["metrics"], body["at_s"], evaluates=body["evaluates"])
         self.coverage.note(location, body["step"])
 
@@ -229,7 +231,9 @@ class QueueState:
             if held.meta is not None:
                 self._trace(held, "in_flight")
 
-    def _trace(self, held: Held, outcome: str, *, trained_s: float = float("nan"), train_version: int = -1) -> None:
+    def _trace(
+        self, held: TicketEntry, outcome: str, *, trained_s: float = float("nan"), train_version: int = -1
+    ) -> None:
         if self.trace is not None:
             self.trace.add(
                 held.finished,
@@ -242,19 +246,19 @@ class QueueState:
 
     # --- as a whole
 
-    def told(self) -> dict[str, Any]:
+    def reported_stats(self) -> dict[str, Any]:
         """What generators and learners have told of themselves: no function of the records before, so that every
         commit writes it down."""
         return {
-            "measure": self.measure.told(),
-            "evaluation": self.evaluation.told(),
+            "measure": self.measure.reported_stats(),
+            "evaluation": self.evaluation.reported_stats(),
             "duplicates": self.duplicates,
         }
 
-    def load_told(self, told: dict[str, Any], now_s: float | None) -> None:
+    def load_reported_stats(self, told: dict[str, Any], now_s: float | None) -> None:
         """Who was up counts as heard at `now_s`; nobody does when it is None."""
-        self.measure.load_told(told["measure"], now_s)
-        self.evaluation.load_told(told["evaluation"], now_s)
+        self.measure.load_reported_stats(told["measure"], now_s)
+        self.evaluation.load_reported_stats(told["evaluation"], now_s)
         self.duplicates = told["duplicates"]
 
     def wake(self, now_s: float, *, same_launch: bool) -> None:
@@ -265,7 +269,7 @@ class QueueState:
         for held in self.held.values():
             held.renewed_s = now_s
         self.evaluation.wake(now_s)
-        self.load_told(self.told(), now_s if same_launch else None)
+        self.load_reported_stats(self.reported_stats(), now_s if same_launch else None)
         if not same_launch:
             self.stop_reason, self.generators_wanted = "", self.config.launch.generators
 
@@ -305,9 +309,9 @@ class QueueState:
             self.limit_control.load_state(state["limit_control"])
         self.late = {number: attempts for number, *attempts in state["late"]}
         self.coverage = Coverage(*(dict(pairs) for pairs in state["coverage"]))
-        self.step = None if state["step"] is None else Step(*state["step"])
+        self.step = None if state["step"] is None else TakenStep(*state["step"])
         self.held = {
-            number: Held.of_state(values, self.prompts.prompt(row), load, now_s)
+            number: TicketEntry.of_state(values, self.prompts.prompt(row), load, now_s)
             for number, row, *values in state["held"]
         }
         if load is None:
@@ -320,9 +324,9 @@ class QueueState:
         """Takes every ticket back; what was finished is lost."""
         for ticket in self.ledger.live.values():
             if ticket.state is State.LEASED:
-                self.ledger.give_back(ticket.number, tokens=0)
+                self.ledger.return_lease(ticket.number, tokens=0)
             elif ticket.state is not State.RETURNED:
-                self.ledger.discard(ticket.number)
+                self.ledger.revoke(ticket.number)
         self.step, self.coverage = None, Coverage()
         self.evaluation.release([{"ticket": t, "attempt": attempt} for _, t, attempt in list(self.evaluation.held())])
 

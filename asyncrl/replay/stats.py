@@ -21,7 +21,7 @@ STATES = ("leased", "finished", "taken")
 
 
 @dataclass(slots=True)
-class Ages:
+class StalenessBreakdown:
     """Sums over groups that were trained."""
 
     groups: int = 0
@@ -46,7 +46,7 @@ class Ages:
         for index, _ in enumerate(STATES):
             self.seconds[index] += ends_s[index + 1] - ends_s[index]
 
-    def join(self, other: Ages) -> None:
+    def join(self, other: StalenessBreakdown) -> None:
         """Takes in the sums of other groups."""
         self.groups += other.groups
         self.tokens += other.tokens
@@ -97,7 +97,7 @@ class ExactMean:
 
 
 @dataclass(slots=True)
-class Curve:
+class DownsampledSeries:
     """A series as at most CURVE_POINTS sums of neighbors, for its beginning, its end and its latest value."""
 
     stride: int = 1
@@ -139,7 +139,7 @@ class Curve:
 
 
 @dataclass(slots=True)
-class Moments:
+class RunningMoments:
     """Count, mean and variance of numbers that come a few at a time (Chan, Golub and LeVeque 1983)."""
 
     count: int = 0
@@ -151,17 +151,17 @@ class Moments:
         if values:
             mean = sum(values) / len(values)
             squares = sum((value - mean) ** 2 for value in values)
-            both = self.merged(Moments(len(values), mean, squares))
+            both = self.merged(RunningMoments(len(values), mean, squares))
             self.count, self.mean, self.squares = both.count, both.mean, both.squares
 
-    def merged(self, other: Moments) -> Moments:
+    def merged(self, other: RunningMoments) -> RunningMoments:
         """Of the numbers of both."""
         count = self.count + other.count
         if not count:
-            return Moments()
+            return RunningMoments()
         distance = other.mean - self.mean
         squares = self.squares + other.squares + distance**2 * self.count * other.count / count
-        return Moments(count, self.mean + distance * other.count / count, squares)
+        return RunningMoments(count, self.mean + distance * other.count / count, squares)
 
     @property
     def variance(self) -> float:
@@ -172,11 +172,11 @@ class Moments:
 
 
 @dataclass(slots=True)
-class Outcome:
+class OutcomeStats:
     """Trajectories that ended in one way: their completion tokens and rewards."""
 
-    tokens: Moments = field(default_factory=Moments)
-    rewards: Moments = field(default_factory=Moments)
+    tokens: RunningMoments = field(default_factory=RunningMoments)
+    rewards: RunningMoments = field(default_factory=RunningMoments)
     """Of the trajectories whose reward could be had."""
 
     def add(self, meta: GroupMeta, completion: Sequence[int]) -> None:
@@ -191,7 +191,7 @@ class Outcome:
     @classmethod
     def of_state(cls, state: list[list[float]]) -> Self:
         tokens, rewards = state
-        return cls(Moments(int(tokens[0]), *tokens[1:]), Moments(int(rewards[0]), *rewards[1:]))
+        return cls(RunningMoments(int(tokens[0]), *tokens[1:]), RunningMoments(int(rewards[0]), *rewards[1:]))
 
     def summary(self) -> dict[str, float]:
         return {
@@ -219,17 +219,17 @@ def tokens_by_version(versions: Array, action_mask: Array) -> dict[int, int]:
     if oldest == newest:
         return {oldest: int(np.count_nonzero(action_mask))}
     counts = np.bincount(versions[action_mask] - oldest)
-    return {oldest + lag: count for lag, count in enumerate(counts.tolist()) if count}
+    return {oldest + staleness: count for staleness, count in enumerate(counts.tolist()) if count}
 
 
-def bias_alarms(outcomes: dict[str, Outcome]) -> list[str]:
+def bias_alarms(outcomes: dict[str, OutcomeStats]) -> list[str]:
     """A sentence when refunded trajectories are of another length than trained ones.
 
     Refunds that depend on length change what the policy learns from: if long completions are refunded more often,
     only short ones are ever reinforced, and the policy drifts to short answers with no metric of the loss showing it.
     """
-    trained = outcomes.get("trained", Outcome()).tokens
-    refunded = Moments()
+    trained = outcomes.get("trained", OutcomeStats()).tokens
+    refunded = RunningMoments()
     for outcome in (outcome for name, outcome in outcomes.items() if name != "trained"):
         refunded = refunded.merged(outcome.tokens)
     if min(trained.count, refunded.count) < 2 or not trained.mean:
@@ -256,7 +256,7 @@ class GeneratorState:
     """What a generator has told of itself, summed over its sessions."""
 
     session: str = ""
-    heard_s: float | None = None
+    last_heartbeat_s: float | None = None
     """None while it is not up."""
     version: int = NO_VERSION
     tokens: int = 0
@@ -273,10 +273,10 @@ class GeneratorState:
     costs: list[float] = field(default_factory=list[float])
     """Of its latest steps, as `client.GeneratorStats` has them; empty while not known."""
 
-    def hear(self, session: str, version: int, stats: dict[str, Any], now_s: float) -> None:
+    def heartbeat(self, session: str, version: int, stats: dict[str, Any], now_s: float) -> None:
         if session != self.session:
             self.session, self.before = session, [getattr(self, name) for name in SUMS]
-        self.heard_s, self.version, self.costs = now_s, version, stats["costs"]
+        self.last_heartbeat_s, self.version, self.costs = now_s, version, stats["costs"]
         for name, before in zip(SUMS, self.before, strict=True):
             setattr(self, name, min(before + stats[name], MAX_NUMBER))
         for stall_ms in stats["stall_ms"]:
@@ -297,7 +297,15 @@ class GeneratorState:
         """Made of what msgpack can carry; of when it was heard only whether it is up."""
         sums = [getattr(self, name) for name in SUMS]
         stalls = [self.stalls, self.stall_ms_sum, self.stall_ms_max]
-        return [self.session, self.heard_s is not None, self.version, *sums, list(self.before), *stalls, self.costs]
+        return [
+            self.session,
+            self.last_heartbeat_s is not None,
+            self.version,
+            *sums,
+            list(self.before),
+            *stalls,
+            self.costs,
+        ]
 
     @classmethod
     def of_state(cls, values: list[Any], now_s: float | None) -> Self:

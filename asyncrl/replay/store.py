@@ -12,7 +12,7 @@ import structlog
 
 from asyncrl.config import Config
 from asyncrl.errors import JournalError, ProtocolError, RunError
-from asyncrl.replay.journal.history import Catchup
+from asyncrl.replay.journal.history import History
 from asyncrl.replay.journal.reader import WITHOUT, Loader, Location, segments_of
 from asyncrl.replay.journal.writer import Journal, Record, read_journal
 from asyncrl.replay.ledger import State
@@ -69,7 +69,7 @@ def snapshot(state: QueueState, clock: RunClock, run_id: str) -> dict[str, Any]:
         "run_id": run_id,
         "origin_s": clock.origin_s,
         "at_s": clock.now(),
-        "told": state.told(),
+        "told": state.reported_stats(),
         "queue": state.state_dict(),
     }
 
@@ -82,7 +82,7 @@ def recover(state: QueueState, journal: Journal | Loader, *, until_step: int | N
         return None
     segment, body = found
     state.load_state_dict(body["queue"], load=journal.load, now_s=body["at_s"])
-    state.load_told(body["told"], body["at_s"])
+    state.load_reported_stats(body["told"], body["at_s"])
     recovered = Recovered(body["run_id"], body["origin_s"], body["at_s"], segment)
     for location, record in read_journal(journal.folder, first_segment=segment):
         if record.kind != "state":
@@ -123,7 +123,7 @@ def load_checkpoint(state: QueueState, data: bytes) -> float:
             "to resume from the one before"
         ) from None
     state.load_state_dict(queue, load=None, now_s=at_s)
-    state.load_told(told, None)
+    state.load_reported_stats(told, None)
     log.info("queue resumed from a checkpoint", step=state.ledger.steps, tickets_taken_back=len(state.ledger.live))
     return at_s
 
@@ -148,7 +148,7 @@ WANTED_PART = 16
 """A checkpoint is asked for again when the journal has grown by this part of its ceiling."""
 
 
-class DurableState:
+class Store:
     """A QueueState, every change of which is a record of the journal. Without a journal it lives in memory only.
 
     With a journal that has records it goes on from them: within the launch that wrote them as if it had never ended,
@@ -171,7 +171,7 @@ class DurableState:
         self.run_id = run_id
         self.clock = RunClock()
         self.state = QueueState(config, prompts, trace, eval_prompts)
-        self._catchup: Catchup | None = None
+        self._catchup: History | None = None
         self._covered_step: int | None = None
         """Segments that only earlier steps need may be dropped, since a commit said so that is not written yet."""
         self._written_step: int | None = None
@@ -188,20 +188,20 @@ class DurableState:
         """Adds a record of what has been applied already."""
         return None if self.journal is None else self.journal.append(Record(kind, body, arrays or []))
 
-    def happen(self, kind: str, body: Any, arrays: list[Array] | None = None) -> None:
+    def apply_and_log(self, kind: str, body: Any, arrays: list[Array] | None = None) -> None:
         """Adds a record and applies it."""
         self.state.apply(Record(kind, body, arrays or []), self.append(kind, body, arrays))
 
     def commit(self, step: int, metrics: dict[str, float], checkpoints: Sequence[int]) -> dict[str, float]:
         """Commits the step in progress; what only steps before all of the checkpoints need may go."""
-        at_s, told, evaluates = self.clock.now(), self.state.told(), self.config.evaluates(step)
+        at_s, told, evaluates = self.clock.now(), self.state.reported_stats(), self.config.evaluates(step)
         own = self.state.commit(step, metrics, at_s, evaluates=evaluates)
         body = {"step": step, "metrics": metrics | own, "own": list(own), "measure": told, "at_s": at_s}
         # What is evaluated may be set otherwise when the run is resumed.
         body["evaluates"] = evaluates
         self.state.coverage.note(self.append("commit", body), step)
         self._catchup = None
-        if checkpoints and self.config.journal.keep == "needed":
+        if checkpoints and self.config.journal.retention == "needed":
             self._covered_step = min(checkpoints)
         self.trace.flush()
         return own
@@ -213,12 +213,12 @@ class DurableState:
             return
         begins = self.synced
         if begins:
-            self._tidy(self.journal)
+            self._compact(self.journal)
         self.journal.write(wait=wait)
         if begins or wait:
             self._written_step, self._covered_step = self._covered_step, None
         if self.synced:
-            self._tidy(self.journal)
+            self._compact(self.journal)
 
     @property
     def synced(self) -> bool:
@@ -226,7 +226,7 @@ class DurableState:
         it cannot be."""
         return self.journal is None or self.journal.synced
 
-    def _tidy(self, journal: Journal) -> None:
+    def _compact(self, journal: Journal) -> None:
         """Drops segments that are not needed any more, and begins another one when the current one is full."""
         if self._written_step is not None:
             # Before another segment begins: the state in the current one was synced with the commit.
@@ -236,16 +236,16 @@ class DurableState:
         if journal.full:
             self._begin_segment()
 
-    def past(self, step: int) -> Catchup:
+    def history(self, step: int) -> History:
         """The batches and metrics of this step, which is committed, and of those after it."""
         if self.journal is None:
             raise ProtocolError(f"step {step} is committed, and there is no journal to have it from again")
         if self._catchup is None or not self._catchup.first <= step <= self._catchup.last:
             segments = self.state.coverage.of_steps_from(step)
-            self._catchup = Catchup(self.journal, segments, first=step, last=self.state.ledger.steps)
+            self._catchup = History(self.journal, segments, first=step, last=self.state.ledger.steps)
         return self._catchup
 
-    def to_bytes(self, step: int) -> bytes:
+    def snapshot(self, step: int) -> bytes:
         """What a checkpoint of the step keeps of the queue."""
         body = snapshot(self.state, self.clock, self.run_id)
         if step < self.state.ledger.steps and self.journal is not None:
@@ -300,15 +300,15 @@ class DurableState:
     def _take_leases_back(self) -> None:
         for ticket in list(self.state.ledger.live.values()):
             if ticket.state is State.LEASED:
-                self.give_back(ticket.number, ticket.attempt)
+                self.return_leases(ticket.number, ticket.attempt)
         for _, number, attempt in list(self.state.evaluation.held()):
-            self.give_back(number, attempt, evaluation=True)
+            self.return_leases(number, attempt, evaluation=True)
 
-    def give_back(self, number: int, attempt: int, *, tokens: int | None = None, evaluation: bool = False) -> None:
+    def return_leases(self, number: int, attempt: int, *, tokens: int | None = None, evaluation: bool = False) -> None:
         """Takes a lease back. `tokens` are those that are lost by it; None when its generator did not say, and the
         group may still come."""
         body = {"ticket": number, "attempt": attempt, "evaluation": evaluation}
-        self.happen("return", body | {"tokens": tokens or 0, "told": tokens is not None})
+        self.apply_and_log("return", body | {"tokens": tokens or 0, "told": tokens is not None})
 
     def _begin_segment(self) -> None:
         assert self.journal is not None

@@ -22,7 +22,7 @@ MAX_AWAITED = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class FinishedGroup:
     """A finished group as it goes to a learner."""
 
     meta: GroupMeta
@@ -36,7 +36,7 @@ class Finished:
 
 
 @dataclass(slots=True)
-class Held:
+class TicketEntry:
     """A ticket's data while it is leased, and its frames once it is finished. Times are the run's."""
 
     prompt: Prompt
@@ -73,7 +73,7 @@ class Held:
             raise InvariantError("replay: a group without data counts as finished")
         return self.meta
 
-    def keep(self, group: Finished, location: Location | None) -> None:
+    def keep(self, group: FinishedGroup, location: Location | None) -> None:
         """Takes the finished group in."""
         _, mask, _, versions = group.arrays
         self.meta, self.arrays, self.location = group.meta, group.arrays, location
@@ -107,13 +107,13 @@ class Held:
         held = cls(prompt, now_s, generator, attempt, session, number, list(counted))
         if load is not None and location is not None:
             record = load(tuple(location))
-            held.keep(Finished.of_record(record.body, record.arrays), tuple(location))
+            held.keep(FinishedGroup.of_record(record.body, record.arrays), tuple(location))
             held.taken_s = taken_s
         return held
 
 
 @dataclass(slots=True)
-class Step:
+class TakenStep:
     """The batch of the step in progress: tickets of each learner rank."""
 
     number: int

@@ -27,7 +27,7 @@ from asyncrl.rewards.reward_model import (
     read_request,
 )
 from asyncrl.util.tokenizer import load_tokenizer
-from asyncrl.wire.bad_peers import Offenders
+from asyncrl.wire.bad_peers import BadPeers
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.sockets import bind_router
 
@@ -137,7 +137,7 @@ class ModelServer:
     def __init__(self, model: RewardModel, endpoints: Endpoints) -> None:
         self.model = model
         self._run_id = endpoints.run_id
-        self._offenders = Offenders()
+        self._bad_peers = BadPeers()
         # Twice of what is read, so that what is a little too large gets an answer.
         self._socket = bind_router(
             endpoints.reward_model, "reward model", keys=endpoints.keys, max_frame_bytes=2 * MAX_REQUEST_BYTES
@@ -168,13 +168,13 @@ class ModelServer:
     def _accept(self, sender: bytes, frames: list[memoryview]) -> _Request | None:
         """The request in the frames; None for a bad one, which is answered with an error unless it is a stranger's, and
         for what comes from a peer that was cut off."""
-        if self._offenders.ignores(sender):
+        if self._bad_peers.ignores(sender):
             return None
         try:
             body = read_request(frames, self._run_id)
         except ProtocolError as error:
-            cut_off = self._offenders.note(sender)
-            log.warning("bad request to the reward model", error=str(error), total=self._offenders.bad_messages)
+            cut_off = self._bad_peers.note(sender)
+            log.warning("bad request to the reward model", error=str(error), total=self._bad_peers.bad_messages)
             if cut_off:
                 log.error("a peer of the reward model was cut off for its bad messages", peer=sender.hex())
             if not isinstance(error, StrangerError):

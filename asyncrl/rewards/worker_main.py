@@ -14,7 +14,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.rewards import reward_model
 from asyncrl.rewards.calling import CompletedGroup, Message, Score
 from asyncrl.rewards.table import RewardTable
-from asyncrl.util.processes import end_with_parent, use_helper_cpus
+from asyncrl.util.processes import end_with_parent, pin_helper_cpus
 from asyncrl.util.redaction import redact
 from asyncrl.wire.endpoints import Endpoints
 
@@ -63,7 +63,7 @@ def start_worker(parent: int, spec: WorkerSpec) -> None:
     """
     global _scorer
     end_with_parent(parent)
-    use_helper_cpus()
+    pin_helper_cpus()
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"):
         os.environ[name] = "1"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

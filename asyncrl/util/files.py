@@ -88,6 +88,6 @@ def read_tensor_descriptions(path: Path) -> dict[str, Any]:
     return {str(name): value for name, value in header.items() if name != "__metadata__"}
 
 
-def first_free(folder: Path, prefix: str) -> Path:
+def next_free_path(folder: Path, prefix: str) -> Path:
     """The first of `prefix`1, `prefix`2 and so on that is not in the folder."""
     return next(path for number in count(1) if not (path := folder / f"{prefix}{number}").exists())

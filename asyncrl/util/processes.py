@@ -27,7 +27,7 @@ class Stopwatch:
         self._activity: Activity = "waiting"
         self._since_s = time.monotonic()
 
-    def turn(self, activity: Activity) -> None:
+    def switch(self, activity: Activity) -> None:
         """Goes over to another activity."""
         self._count()
         self._activity = activity
@@ -71,33 +71,33 @@ def end_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def collect_seldom() -> None:
+def tune_gc() -> None:
     """Looks for unreachable cycles once in NEW_OBJECTS, and not among what is there already: for a process that makes
     many objects and hardly any cycles."""
     gc.freeze()
     gc.set_threshold(NEW_OBJECTS)
 
 
-def use_helper_cpus() -> None:
+def pin_helper_cpus() -> None:
     """Moves this process to the cores that the launcher names for the helpers of its role, where it names some."""
     cpus = os.environ.get("ASYNCRL_HELPER_CPUS")
     if cpus:
         os.sched_setaffinity(0, {int(cpu) for cpu in cpus.split(",")})
 
 
-def leave_the_core() -> None:
+def use_batch_scheduling() -> None:
     """From here on the calling thread, and those that it starts, wait for the end of a turn when they wake up while
     another process computes on their core. Raises OSError where the system forbids that."""
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
-def take_long_turns() -> None:
+def set_time_slice() -> None:
     """`leave_the_core`, and the calling thread keeps the core for TURN_S when it has it: processes that compute on one
     core otherwise change places every two or three ms, and find the caches filled by another each time.
 
     Raises OSError where the system forbids that. Linux before 6.12 and other processors leave the turns as they are.
     """
-    leave_the_core()
+    use_batch_scheduling()
     number = SYS_SCHED_SETATTR.get(os.uname().machine)
     if number is None:
         return
@@ -109,7 +109,7 @@ def take_long_turns() -> None:
 
 
 @contextmanager
-def at_once() -> Iterator[None]:
+def normal_priority() -> Iterator[None]:
     """In it a thread that was told to `leave_the_core` takes it as soon as it wakes up, and so do threads that it
     starts."""
     policy = os.sched_getscheduler(0)

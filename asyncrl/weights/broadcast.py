@@ -21,11 +21,11 @@ import torch
 from pydantic import TypeAdapter
 
 from asyncrl.errors import AsyncrlError, RunError
-from asyncrl.weights.buckets import Pack
+from asyncrl.weights.buckets import WeightBuffer
 from asyncrl.weights.mailbox import T
-from asyncrl.weights.membership import Peer, Roster
+from asyncrl.weights.membership import Membership, Peer
 from asyncrl.weights.messages import READY, RECEIVED, ReadyBody
-from asyncrl.weights.transports import TRANSPORTS, Group, Member, broadcast, device_name, retire, share
+from asyncrl.weights.transports import TRANSPORTS, Member, ProcessGroup, abandon, broadcast, device_name, share
 from asyncrl.wire.store_server import StoreServer
 from asyncrl.wire.torch_store import TorchStore
 
@@ -54,14 +54,14 @@ class Delivery:
     """The sender's part in all rounds: rank 0 of every group. `check` is called all the time and may raise."""
 
     store: StoreServer
-    roster: Roster
+    membership: Membership
     stats: WeightSyncStats
     bucket_bytes: int
     timeout_s: float
     device: torch.device
     check: Callable[[], None]
     transport: str = "gloo"
-    group: Group | None = None
+    group: ProcessGroup | None = None
     group_ids: list[str] = field(default_factory=list[str])
     group_number: int = 0
     failures: int = 0
@@ -78,31 +78,31 @@ class Delivery:
         """Names of the generators in the current round, for messages."""
         return ", ".join(peer.name for peer in self.offered) or "no generator"
 
-    def deliver(self, version: int, pack: Pack) -> None:
+    def deliver(self, version: int, pack: WeightBuffer) -> None:
         """Rounds until no generator is behind. Raises RunError when the transport does not work, or the learner does
         not fill the pack."""
         started = time.monotonic()
         self.failures = 0
         while behind := [
-            peer for peer in self._acceptable(self.roster.present()) if peer.up and peer.version != version
+            peer for peer in self._acceptable(self.membership.present()) if peer.up and peer.version != version
         ]:
             self._round(version, pack, behind)
-        if self.counted != version and self.roster.known:
+        if self.counted != version and self.membership.known:
             self.counted = version
             self.stats.count += 1
             self.stats.bytes += pack.buffer.numel()
             self.stats.broadcast_s += time.monotonic() - started
 
-    def _round(self, version: int, pack: Pack, behind: Sequence[Peer]) -> None:
+    def _round(self, version: int, pack: WeightBuffer, behind: Sequence[Peer]) -> None:
         weights = f"version {version} of the weights"
         self.tidy()
         self.offered = list(behind)
         for peer in behind:
             peer.offers += 1
         offer = {"version": version, "transport": self.transport, "bucket_bytes": self.bucket_bytes}
-        self.roster.tell(behind, "offer", offer)
+        self.membership.tell(behind, "offer", offer)
         ready = self._answers(behind, "ready", READY, f"become ready to receive {weights}", self.timeout_s)
-        there = {peer.id for peer in self.roster.present()}  # who was ready early may have left since
+        there = {peer.id for peer in self.membership.present()}  # who was ready early may have left since
         peers = [peer for peer, answer in ready if peer.id in there and self._loaded_right(peer, answer)]
         if not peers:
             return
@@ -132,7 +132,7 @@ class Delivery:
         self, peers: Sequence[Peer], what: str, kind: TypeAdapter[T], phase: str, timeout_s: float
     ) -> list[tuple[Peer, T]]:
         """Each peer with its answer. Those that did not do `phase` in time, or sent something else, are dropped."""
-        answers, failed = self.roster.collect(peers, what, kind, timeout_s)
+        answers, failed = self.membership.collect(peers, what, kind, timeout_s)
         for peer, why in failed:
             self._drop(peer, f"{peer.name} did not {phase} {why}")
         return answers
@@ -157,7 +157,7 @@ class Delivery:
 
     def _drop(self, peer: Peer, reason: str, level: int = logging.WARNING) -> None:
         log.log(level, "a generator is dropped", generator=peer.rank - 1, reason=reason)
-        self.roster.drop(peer, reason)
+        self.membership.drop(peer, reason)
         self.stats.dropped += 1
 
     def _go(self, peers: Sequence[Peer]) -> None:
@@ -168,17 +168,17 @@ class Delivery:
             self.group_ids = ids
             self.group_number += 1
         for position, peer in enumerate(peers, start=1):
-            self.roster.tell([peer], "go", {"group": self.group_number, "rank": position, "size": len(peers) + 1})
-        self.roster.wake()
+            self.membership.tell([peer], "go", {"group": self.group_number, "rank": position, "size": len(peers) + 1})
+        self.membership.wake()
 
-    def _connected(self, size: int) -> Group:
+    def _connected(self, size: int) -> ProcessGroup:
         if self.group is None:
             member = Member(0, size, self.device, self.timeout_s)
             store = TorchStore(self.store.values, f"group/{self.group_number}/", self.timeout_s)
             self.group = TRANSPORTS[self.transport].connect(store, member)
         return self.group
 
-    def _broadcast(self, group: Group, pack: Pack) -> list[int]:
+    def _broadcast(self, group: ProcessGroup, pack: WeightBuffer) -> list[int]:
         """Checksums of what everyone has, by rank."""
         self.group = None  # a group that failed is not used again
         parts = pack.buckets(timeout_s=self.timeout_s, check=self.check)
@@ -192,7 +192,7 @@ class Delivery:
         """Ends a broadcast that failed; who does not even answer to that is dropped. Raises RunError when it was
         nobody's fault too often."""
         reason = str(error).splitlines()[0]
-        self.roster.tell(peers, "abort", {"reason": reason})
+        self.membership.tell(peers, "abort", {"reason": reason})
         answers = self._answers(peers, "received", RECEIVED, f"{phase} ({reason}), no answer", patience_s)
         told = "; ".join(f"{peer.name}: {answer.get('error', 'received all')}" for peer, answer in answers)
         log.info("a broadcast of weights failed", reason=reason, alive=told)
@@ -222,11 +222,11 @@ class Delivery:
 
     def tidy(self) -> None:
         """Removes the messages of the last round."""
-        self.roster.forget(self.offered)
+        self.membership.forget(self.offered)
         self.offered = []
 
     def drop_group(self) -> None:
         if self.group is not None:
-            retire(self.group)
+            abandon(self.group)
         self.group = None
         self.store.values.delete_all("group/")

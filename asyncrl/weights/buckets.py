@@ -46,13 +46,13 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class WeightManifest:
     """Names, shapes and dtypes of all weights in the order of the buffer."""
 
     entries: tuple[Entry, ...]
 
     @classmethod
-    def of(cls, weights: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> Manifest:
+    def of(cls, weights: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> WeightManifest:
         entries: list[Entry] = []
         offset = 0
         for name, dtype, shape in weights:
@@ -76,7 +76,7 @@ class Manifest:
         return json.dumps({"weights": rows, "bytes": self.num_bytes})
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> Manifest:
+    def from_json(cls, text: str | bytes) -> WeightManifest:
         """Reads and checks a manifest. Raises ProtocolError when it is too long, malformed or does not add up."""
         if len(text) > MAX_MANIFEST_BYTES:
             raise ProtocolError(f"manifest of the weights: {len(text)} bytes, at most {MAX_MANIFEST_BYTES} are read")
@@ -96,11 +96,11 @@ class Manifest:
         return manifest
 
 
-class Pack:
+class WeightBuffer:
     """A copy of the weights in one buffer; the learner may go on changing the originals. One thread fills it, and
     another takes the buckets as they become full."""
 
-    def __init__(self, manifest: Manifest, device: torch.device, *, pinned: bool, bucket_bytes: int) -> None:
+    def __init__(self, manifest: WeightManifest, device: torch.device, *, pinned: bool, bucket_bytes: int) -> None:
         self.manifest = manifest
         self.buffer = empty_buffer(manifest.num_bytes, device, pinned=pinned).zero_()
         self._buckets = buckets(self.buffer, bucket_bytes)

@@ -14,7 +14,7 @@ from asyncrl.wire.store import Store
 from asyncrl.wire.unpack import MAX_PROBLEM_CHARACTERS
 
 
-class GivenUp(Exception):
+class RoundAborted(Exception):
     """The round came to nothing; another offer may follow."""
 
 
@@ -22,7 +22,7 @@ class SessionLost(Exception):
     """The sender dropped this receiver or is silent: it has to join again."""
 
 
-class Turn:
+class Round:
     """The messages of one offer to one incarnation."""
 
     def __init__(self, mail: Mailbox, incarnation: str, number: int) -> None:
@@ -54,9 +54,9 @@ class Turn:
             [name, f"offer/{self.incarnation}/{self.number + 1}", dropped_name(self.incarnation)]
         )
         if abort is not None:
-            raise GivenUp(parse(name, abort, ABORT)["reason"])
+            raise RoundAborted(parse(name, abort, ABORT)["reason"])
         if offer is not None:
-            raise GivenUp("another offer came")
+            raise RoundAborted("another offer came")
         raise_if_dropped(self.mail, self.incarnation, dropped)
 
 

@@ -53,7 +53,7 @@ class Peer:
         return f"{what}/{self.id}/{self.offers + later}"
 
 
-class Roster:
+class Membership:
     """Generators that are there, by rank. `check` is called all the time while something is awaited and may raise to
     give up; `ring` tells all of them to look for messages."""
 

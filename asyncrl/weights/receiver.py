@@ -13,24 +13,24 @@ import torch
 from pydantic import TypeAdapter
 
 from asyncrl.errors import AsyncrlError, ConfigError, ProtocolError, RunError
-from asyncrl.util.processes import at_once
+from asyncrl.util.processes import normal_priority
 from asyncrl.weights import transports
-from asyncrl.weights.buckets import Manifest, buckets, empty_buffer
+from asyncrl.weights.buckets import WeightManifest, buckets, empty_buffer
 from asyncrl.weights.mailbox import (
     BadMessage,
-    GivenUp,
     Interrupted,
     Mailbox,
+    Round,
+    RoundAborted,
     SessionLost,
     T,
-    Turn,
     Wait,
     dropped_name,
     raise_if_dropped,
 )
 from asyncrl.weights.messages import ABORT, GO, OFFER, SINCE, GoBody, MemberBody, OfferBody
 from asyncrl.weights.staging import StagedWeights, Staging
-from asyncrl.weights.transports import Group, broadcast, retire, share
+from asyncrl.weights.transports import ProcessGroup, abandon, broadcast, share
 from asyncrl.wire.store import StoreLostError
 from asyncrl.wire.store_client import StoreClient
 from asyncrl.wire.torch_store import TorchStore
@@ -82,9 +82,9 @@ class WeightReceiver:
         self._device = transports.with_index(device)
         self._keys = keys
         self._store: StoreClient | None = None
-        self._manifest: Manifest | None = None
+        self._manifest: WeightManifest | None = None
         self._buffer = torch.empty(0)
-        self._group: Group | None = None
+        self._group: ProcessGroup | None = None
         self._group_number = 0
         self._staging = Staging(keeps)
         self._phase, self._warned = "start", False
@@ -185,7 +185,7 @@ class WeightReceiver:
         self._stop.wait(_REJOIN_S)
 
     def _serve(self, mail: Mailbox, store: StoreClient, incarnation: str) -> None:
-        turn, told = Turn(mail, incarnation, 1), False
+        turn, told = Round(mail, incarnation, 1), False
         while True:
             if not told and self._engine_up.is_set():
                 transports.use_own_stream(self._device)
@@ -203,14 +203,14 @@ class WeightReceiver:
                 self._pause(store, _IDLE_POLL_S if turn.ready else _LOCAL_POLL_S)
                 continue
             try:
-                with at_once():  # the sender waits
+                with normal_priority():  # the sender waits
                     self._receive(turn, store, offer)
-            except GivenUp as error:
+            except RoundAborted as error:
                 log.info("weights not received", version=offer["version"], reason=str(error))
                 turn.answer({"error": str(error)})
-            turn = Turn(mail, incarnation, turn.number + 1)
+            turn = Round(mail, incarnation, turn.number + 1)
 
-    def _receive(self, turn: Turn, store: StoreClient, offer: OfferBody) -> None:
+    def _receive(self, turn: Round, store: StoreClient, offer: OfferBody) -> None:
         """One round, from an offer to complete staging. Raises GivenUp when the sender or the transport ends it."""
         version = offer["version"]
         manifest = self._prepare(turn.mail, offer)
@@ -224,30 +224,30 @@ class WeightReceiver:
             check = self._checker(turn)
             checksum = broadcast(group, parts, sends=False, timeout_s=self._timeout_s, check=check)
         except (RuntimeError, TimeoutError) as error:
-            raise GivenUp(str(error).splitlines()[0]) from None
+            raise RoundAborted(str(error).splitlines()[0]) from None
         turn.answer({"checksum": checksum})
         if self._sent(turn, store, group, checksum) == checksum:
             tensors = manifest.views(self._buffer)
             self._staging.put(StagedWeights(version, checksum, tensors, turn.incarnation))
         self._group = group
 
-    def _sent(self, turn: Turn, store: StoreClient, group: Group, checksum: int) -> int:
+    def _sent(self, turn: Round, store: StoreClient, group: ProcessGroup, checksum: int) -> int:
         """The sender's checksum, for this receiver's own."""
         device, check = self._buffer.device, self._checker(turn)
         try:
             return share(group, checksum, device=device, timeout_s=self._timeout_s, check=check)[0]
         except (RuntimeError, TimeoutError):  # the sender may know of this, or not
             abort = self._await(turn, store, "abort", ABORT, "say what became of a version", self._timeout_s)
-            raise GivenUp(abort["reason"]) from None
+            raise RoundAborted(abort["reason"]) from None
 
-    def _say_ready(self, turn: Turn) -> None:
+    def _say_ready(self, turn: Round) -> None:
         if not turn.ready:
             turn.ready = True
             loaded = self._staging.loaded
             here = loaded is not None and loaded["session"] == turn.incarnation
             turn.put("ready", {"loaded": loaded if here else None})
 
-    def _await_staging(self, turn: Turn) -> None:
+    def _await_staging(self, turn: Round) -> None:
         """Returns when the next version may be written to staging."""
         wait, told_s, check = Wait(), time.monotonic(), self._checker(turn)
         while not self._staging.reclaim():
@@ -258,12 +258,12 @@ class WeightReceiver:
             wait.look()
             self._stop.wait(wait.pause_s)  # for the engine of this process: nothing rings
 
-    def _prepare(self, mail: Mailbox, offer: OfferBody) -> Manifest:
+    def _prepare(self, mail: Mailbox, offer: OfferBody) -> WeightManifest:
         name = offer["transport"]
         if name not in transports.TRANSPORTS or self._transport not in ("auto", name):
             raise ConfigError(f"weights.transport: the learner sends by {name!r}, here it is {self._transport!r}")
         if self._manifest is None:
-            manifest = Manifest.from_json(mail.look(["manifest"])[0] or b"")
+            manifest = WeightManifest.from_json(mail.look(["manifest"])[0] or b"")
             if manifest.num_bytes > self._max_bytes:
                 raise ProtocolError(
                     f"manifest of the weights: {manifest.num_bytes} bytes described, where the model of this generator "
@@ -275,7 +275,7 @@ class WeightReceiver:
             self._manifest = manifest
         return self._manifest
 
-    def _connected(self, store: StoreClient, offer: OfferBody, go: GoBody) -> Group:
+    def _connected(self, store: StoreClient, offer: OfferBody, go: GoBody) -> ProcessGroup:
         """The group to receive from, which is this round's only: one that failed is not used again."""
         if self._group is None or self._group_number != go["group"]:
             self._drop_group()
@@ -286,7 +286,7 @@ class WeightReceiver:
         group, self._group = self._group, None
         return group
 
-    def _checker(self, turn: Turn) -> Callable[[], None]:
+    def _checker(self, turn: Round) -> Callable[[], None]:
         looked = time.monotonic()
 
         def check() -> None:
@@ -300,7 +300,7 @@ class WeightReceiver:
 
     def _drop_group(self) -> None:
         if self._group is not None:
-            retire(self._group)
+            abandon(self._group)
         self._group = None
 
     def _raise_if_closed(self) -> None:
@@ -313,7 +313,7 @@ class WeightReceiver:
         self._raise_if_closed()
 
     def _await(
-        self, turn: Turn, store: StoreClient, what: str, kind: TypeAdapter[T], phase: str, timeout_s: float
+        self, turn: Round, store: StoreClient, what: str, kind: TypeAdapter[T], phase: str, timeout_s: float
     ) -> T:
         self._phase = phase
         wait, asked_for = Wait(), None

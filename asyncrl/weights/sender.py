@@ -16,9 +16,9 @@ from torch import Tensor
 
 from asyncrl.errors import AsyncrlError, PeerTimeoutError, RunError
 from asyncrl.weights.broadcast import Delivery, WeightSyncStats
-from asyncrl.weights.buckets import MIN_BUCKET_BYTES, Manifest, Pack
+from asyncrl.weights.buckets import MIN_BUCKET_BYTES, WeightBuffer, WeightManifest
 from asyncrl.weights.mailbox import Interrupted, Mailbox, Wait
-from asyncrl.weights.membership import Roster
+from asyncrl.weights.membership import Membership
 from asyncrl.weights.transports import TRANSPORTS, choose_transport, device_name, use_own_stream, with_index
 from asyncrl.wire.store_server import StoreServer
 
@@ -42,7 +42,7 @@ class WeightSender:
     def __init__(
         self,
         store_address: str,
-        manifest: Manifest,
+        manifest: WeightManifest,
         *,
         expected_generators: int,
         transport: str,
@@ -66,17 +66,17 @@ class WeightSender:
         self._store = StoreServer(store_address, "weights", keys=keys)
         self._mail = Mailbox(self._store.values)
         self._mail.store.set("manifest", manifest.to_json())
-        self._roster = Roster(self._mail, self._raise_if_stopping, self._store.ring)
+        self._membership = Membership(self._mail, self._raise_if_stopping, self._store.ring)
         self._delivery = Delivery(
             store=self._store,
-            roster=self._roster,
+            membership=self._membership,
             stats=self.stats,
             bucket_bytes=max(bucket_bytes, MIN_BUCKET_BYTES),
             timeout_s=timeout_s,
             device=self._device,
             check=self._raise_if_stopping,
         )
-        self._pack: Pack | None = None
+        self._pack: WeightBuffer | None = None
         self._version = 0
         self._error: Exception | None = None
         self._looks = 0
@@ -136,26 +136,26 @@ class WeightSender:
         if self._thread.is_alive():  # inside a call of the transport that ends at its own deadline
             return
         self._mail.put("closed", {})
-        self._roster.wake()
+        self._membership.wake()
         deadline = time.monotonic() + 0.5
-        while time.monotonic() < deadline and self._roster.present():
+        while time.monotonic() < deadline and self._membership.present():
             time.sleep(0.005)
         self._delivery.drop_group()
         self._store.close()
-        del self._roster, self._mail, self._delivery
+        del self._membership, self._mail, self._delivery
 
-    def _make_pack(self) -> Pack:
+    def _make_pack(self) -> WeightBuffer:
         self._delivery.transport = transport = self._choose_transport()
         device = self._device if TRANSPORTS[transport].on_device else torch.device("cpu")
         pinned = self._device.type == "cuda"
-        return Pack(self._manifest, device, pinned=pinned, bucket_bytes=self._delivery.bucket_bytes)
+        return WeightBuffer(self._manifest, device, pinned=pinned, bucket_bytes=self._delivery.bucket_bytes)
 
     def _choose_transport(self) -> str:
         here = device_name(self._device)
         if self._transport != "auto" or self._device.type != "cuda":
             return choose_transport(self._transport, [here])
-        self._roster.await_members(self._expected_generators, self._start_timeout_s)
-        devices = [peer.device for peer in self._roster.present()]
+        self._membership.await_members(self._expected_generators, self._start_timeout_s)
+        devices = [peer.device for peer in self._membership.present()]
         return choose_transport("auto", [here, *devices] if devices else ["cpu"])
 
     # --- the background thread

@@ -35,7 +35,7 @@ _LOOK_S = 0.02
 _WORD = 1 << 64
 
 
-class Ranks(Protocol):
+class Collective(Protocol):
     """The part of a c10d process group that is used."""
 
     def broadcast(self, tensors: list[Tensor], opts: BroadcastOptions, /) -> Work: ...
@@ -46,10 +46,10 @@ class Ranks(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ProcessGroup:
     """One process of a group that its transport connected."""
 
-    ranks: Ranks
+    ranks: Collective
     size: int
     ends: Callable[[Work, float], bool]
     """Waits so many seconds at most; whether the work is done. Raises RuntimeError when it failed."""
@@ -65,7 +65,7 @@ class Group:
 
 
 def broadcast(
-    group: Group, parts: Iterable[Tensor], *, sends: bool, timeout_s: float, check: Callable[[], None]
+    group: ProcessGroup, parts: Iterable[Tensor], *, sends: bool, timeout_s: float, check: Callable[[], None]
 ) -> int:
     """Copies rank 0's bytes into everyone's `parts` and gives the checksum of what is there now.
 
@@ -90,12 +90,14 @@ def broadcast(
                 total += checksum(part, offset)
                 offset += part.numel()
     except BaseException:
-        retire(group, [work for work, _ in works])
+        abandon(group, [work for work, _ in works])
         raise
     return total % _WORD
 
 
-def share(group: Group, number: int, *, device: torch.device, timeout_s: float, check: Callable[[], None]) -> list[int]:
+def share(
+    group: ProcessGroup, number: int, *, device: torch.device, timeout_s: float, check: Callable[[], None]
+) -> list[int]:
     """Everyone's number (of 64 bits), by rank. Raises as `broadcast` does."""
     own = torch.tensor([number - _WORD if number >= _WORD // 2 else number], device=device)
     all_of = [torch.empty_like(own) for _ in range(group.size)]
@@ -104,12 +106,12 @@ def share(group: Group, number: int, *, device: torch.device, timeout_s: float, 
         works.append(group.ranks.allgather([all_of], [own]))
         _await(group, works[0], timeout_s, check)
     except BaseException:
-        retire(group, works)
+        abandon(group, works)
         raise
     return [int(one) % _WORD for one in all_of]
 
 
-def _await(group: Group, work: Work, timeout_s: float, check: Callable[[], None]) -> None:
+def _await(group: ProcessGroup, work: Work, timeout_s: float, check: Callable[[], None]) -> None:
     wait = Wait()
     while not group.ends(work, _LOOK_S):
         check()
@@ -117,7 +119,7 @@ def _await(group: Group, work: Work, timeout_s: float, check: Callable[[], None]
             raise TimeoutError(f"a bucket was not through within {timeout_s:g} s")
 
 
-def retire(group: Group, works: Sequence[Work] = ()) -> None:
+def abandon(group: ProcessGroup, works: Sequence[Work] = ()) -> None:
     """Ends a group without waiting for operations that may be stuck in it.
 
     The destructor of a group joins its threads. A daemon thread holds the group until its operations ended by
@@ -128,7 +130,7 @@ def retire(group: Group, works: Sequence[Work] = ()) -> None:
     threading.Thread(target=_hold, args=(group, list(works)), name="weights-retired", daemon=True).start()
 
 
-def _hold(group: Group, works: list[Work]) -> None:
+def _hold(group: ProcessGroup, works: list[Work]) -> None:
     while not all(work.is_completed() for work in works):
         time.sleep(0.1)
     del group
@@ -147,7 +149,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    connect: Callable[[Store, Member], Group]
+    connect: Callable[[Store, Member], ProcessGroup]
     """Makes the group; blocks until all members called it. Raises RuntimeError at the member's deadline."""
     on_device: bool
     """Whether the bytes travel from and to the memory of the accelerator, or host memory."""
@@ -155,10 +157,10 @@ class Transport:
     """One sentence about it, for `asyncrl list`."""
 
 
-def _gloo(store: Store, member: Member) -> Group:
+def _gloo(store: Store, member: Member) -> ProcessGroup:
     timeout = timedelta(seconds=member.timeout_s)
     ranks = ProcessGroupGloo(store, member.rank, member.size, timeout)
-    return Group(cast(Ranks, ranks), member.size, _gloo_ends, store)
+    return ProcessGroup(cast(Collective, ranks), member.size, _gloo_ends, store)
 
 
 def _gloo_ends(work: Work, seconds: float) -> bool:
@@ -171,7 +173,7 @@ def _gloo_ends(work: Work, seconds: float) -> bool:
     return True
 
 
-def _nccl(store: Store, member: Member) -> Group:
+def _nccl(store: Store, member: Member) -> ProcessGroup:
     from torch._C._distributed_c10d import ProcessGroupNCCL  # only CUDA builds of torch have it
 
     torch.cuda.set_device(member.device)
@@ -180,7 +182,7 @@ def _nccl(store: Store, member: Member) -> Group:
     options.config.blocking = 0  # a blocking communicator that waits for a dead member cannot be aborted
     with _environment(_NCCL_VARIABLES | {"TORCH_NCCL_NONBLOCKING_TIMEOUT": str(math.ceil(member.timeout_s))}):
         ranks = ProcessGroupNCCL(store, member.rank, member.size, options)
-        group = Group(cast(Ranks, ranks), member.size, _nccl_ends, store)
+        group = ProcessGroup(cast(Collective, ranks), member.size, _nccl_ends, store)
         # NCCL connects in the first collective.
         share(group, 0, device=member.device, timeout_s=member.timeout_s, check=lambda: None)
     return group

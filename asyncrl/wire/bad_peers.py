@@ -10,7 +10,7 @@ MAX_PEERS = 4096
 """Peers remembered; the one longest silent is forgotten first."""
 
 
-class Offenders:
+class BadPeers:
     """Counts the bad messages of every peer; its memory is bounded whatever the peers do."""
 
     def __init__(self, *, max_bad_messages: int = MAX_BAD_MESSAGES, max_peers: int = MAX_PEERS) -> None:

@@ -14,7 +14,7 @@ import structlog
 import zmq
 
 from asyncrl.errors import ProtocolError
-from asyncrl.wire.bad_peers import Offenders
+from asyncrl.wire.bad_peers import BadPeers
 from asyncrl.wire.sockets import bind_router
 from asyncrl.wire.store import (
     LOOK_S,
@@ -50,7 +50,7 @@ class StoreServer:
     def __init__(self, address: str, what: str, *, keys: str = "") -> None:
         """`what` the store is for is named in messages. With a file of `keys` only who has the run's keys is let in.
         Raises ConfigError when the address is taken."""
-        self.offenders = Offenders()
+        self.bad_peers = BadPeers()
         self._what = what
         self._socket = bind_router(address, what, keys=keys, max_frame_bytes=REQUEST_BYTES)
         self._clients: dict[bytes, None] = {}
@@ -106,7 +106,7 @@ class StoreServer:
         self._socket.close()
 
     def _hear(self, peer: bytes, frames: list[bytes]) -> None:
-        if self.offenders.ignores(peer):
+        if self.bad_peers.ignores(peer):
             return
         try:
             if len(frames) != 1:
@@ -124,8 +124,8 @@ class StoreServer:
                 "request",
             )
         except ProtocolError as error:
-            self.offenders.note(peer)
-            total = self.offenders.bad_messages
+            self.bad_peers.note(peer)
+            total = self.bad_peers.bad_messages
             if total.bit_count() == 1:  # one line for each doubling
                 log.warning("bad message to a store", store=self._what, error=str(error), total=total)
             return

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.launch.fork_server import Zygote
+from asyncrl.launch.fork_server import ForkServer
 from tests.chaos.runs import Chaos
 
 FULL = bool(os.environ.get("CHAOS"))
@@ -37,7 +37,7 @@ def full() -> bool:
 
 
 @pytest.fixture
-def chaos(demo_folder: Path, preloaded: Zygote, request: pytest.FixtureRequest) -> Iterator[Callable[..., Chaos]]:
+def chaos(demo_folder: Path, preloaded: ForkServer, request: pytest.FixtureRequest) -> Iterator[Callable[..., Chaos]]:
     """Makes runs of the demo that things happen to; whatever is left of them is ended."""
     made: list[Chaos] = []
 

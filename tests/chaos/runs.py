@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pyarrow.parquet as pq
 
-from asyncrl.launch.fork_server import Zygote
+from asyncrl.launch.fork_server import ForkServer
 from tests.helpers.preloaded import Command
 from tests.helpers.runs import SMALL, Launched, check_ledger
 
@@ -31,7 +31,9 @@ PATIENT = [
 class Chaos:
     """One run of the demo through several launches."""
 
-    def __init__(self, folder: Path, name: str, settings: tuple[str, ...], preloaded: Zygote, seen_from: Path) -> None:
+    def __init__(
+        self, folder: Path, name: str, settings: tuple[str, ...], preloaded: ForkServer, seen_from: Path
+    ) -> None:
         """`seen_from` is where the run's own / is to be found."""
         self.folder = folder
         self.seen_at = seen_from / folder.relative_to("/")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from asyncrl.launch.fork_server import Zygote
+from asyncrl.launch.fork_server import ForkServer
 from tests.chaos.runs import Chaos, check_complete
 from tests.helpers.preloaded import Command
 
@@ -60,7 +60,7 @@ def test_same_seed_same_run_and_resume_changes_nothing(chaos: Make, full: bool) 
         assert same(weights(other.run_dir / "model"), weights(first.run_dir / "model")), other.name
 
 
-def offline(preloaded: Zygote, folder: Path, *arguments: str) -> str:
+def offline(preloaded: ForkServer, folder: Path, *arguments: str) -> str:
     """What `asyncrl replay` prints when it ends well."""
     command = Command(preloaded, folder, ["replay", *arguments])
     output, _ = command.communicate(timeout=200)
@@ -69,9 +69,9 @@ def offline(preloaded: Zygote, folder: Path, *arguments: str) -> str:
 
 
 def test_a_deterministic_run_and_its_journal_alone_give_the_same_weights(
-    chaos: Make, preloaded: Zygote, demo_folder: Path
+    chaos: Make, preloaded: ForkServer, demo_folder: Path
 ) -> None:
-    settings = ["deterministic=true", "replay.max_staleness=0", "steps=4", "journal.keep=all"]
+    settings = ["deterministic=true", "replay.max_staleness=0", "steps=4", "journal.retention=all"]
     run = chaos(*settings, name="deterministic")
     run.start()
     check_complete(run, run.finish(timeout_s=200), 4)
@@ -81,8 +81,8 @@ def test_a_deterministic_run_and_its_journal_alone_give_the_same_weights(
 
 
 @pytest.mark.slow
-def test_journal_alone_gives_the_same_weights(chaos: Make, preloaded: Zygote, demo_folder: Path) -> None:
-    run = chaos(f"steps={STEPS}", "launch.learners=2", "journal.keep=all", name="recorded")
+def test_journal_alone_gives_the_same_weights(chaos: Make, preloaded: ForkServer, demo_folder: Path) -> None:
+    run = chaos(f"steps={STEPS}", "launch.learners=2", "journal.retention=all", name="recorded")
     run.start()
     run.finish(timeout_s=200)
     output = offline(preloaded, demo_folder, str(run.run_dir), "--out", "again")

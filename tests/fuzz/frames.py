@@ -24,7 +24,7 @@ STATS = {
     "rewards_failed": 1,
     "costs": [0.01, 1e-4, 2e-3, 0.1],
 }
-METRICS = {"learner/loss": 0.25, "learner/wait_s": 0.1, "weights/syncs": 3.0}
+METRICS = {"learner/loss": 0.25, "learner/wait_s": 0.1, "weights/broadcasts": 3.0}
 
 
 def frames_of(kind: str, body: Any, arrays: Sequence[Arrays] = (), *, seq: int = 1) -> list[bytes]:

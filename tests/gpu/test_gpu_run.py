@@ -46,4 +46,4 @@ def test_the_demo_trains_on_gpus(
     shares = {event["name"]: event["gpus"] for event in run.events("launcher") if event["event"] == "role started"}
     assert shares["learner-0"] == [names[0]] and shares["generator-0"] == [names[-1]]
     rows = run.rows()
-    assert max(abs(row["lag/0/kl"]) for row in rows if "lag/0/kl" in row) < 0.01
+    assert max(abs(row["staleness/0/kl"]) for row in rows if "staleness/0/kl" in row) < 0.01

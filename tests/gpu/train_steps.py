@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "learner"))
 from safetensors.torch import save_file
 from worlds import CRITIC, endpoints, make_config, make_groups, record
 
-from asyncrl.learner.distributed import connected
+from asyncrl.learner.distributed import process_group
 
 CASES: dict[str, dict[str, Any]] = {
     **{f"zero{stage}": {"learner": {"zero_stage": stage}} for stage in range(4)},
@@ -29,7 +29,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 def main() -> None:
     port, model, out, case = int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
-    with connected(endpoints(port), 0, 1, start_timeout_s=60, timeout_s=60) as ranks:
+    with process_group(endpoints(port), 0, 1, start_timeout_s=60, timeout_s=60) as ranks:
         tensors, scalars = record(make_config(model, **CASES[case]), ranks, make_groups())
     save_file(tensors, out.with_suffix(".safetensors"))
     out.with_suffix(".json").write_text(json.dumps(scalars | {"device": str(ranks.device)}))

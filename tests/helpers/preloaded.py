@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 
-from asyncrl.launch.fork_server import PRELOADED, Forked, Zygote, main, serve
+from asyncrl.launch.fork_server import PRELOADED, Forked, ForkServer, main, serve
 from asyncrl.util.processes import end_with_parent
 
 COMMANDS = (
@@ -26,11 +26,11 @@ COMMANDS = (
 class Command:
     """A forked `asyncrl` command, with what tests use of subprocess.Popen; both outputs go to one file."""
 
-    def __init__(self, zygote: Zygote, folder: Path, arguments: list[str]) -> None:
-        self.zygote = zygote
+    def __init__(self, fork_server: ForkServer, folder: Path, arguments: list[str]) -> None:
+        self.fork_server = fork_server
         self._output = tempfile.TemporaryFile()  # noqa: SIM115
         environment = {**os.environ, "PWD": str(folder)}
-        self._child = zygote.fork(["-m", "asyncrl.cli", *arguments], environment, self._output.fileno())
+        self._child = fork_server.fork(["-m", "asyncrl.cli", *arguments], environment, self._output.fileno())
         self._child.stdin.close()
         self.pid = self._child.pid
         self.poll, self.wait, self.send_signal = self._child.poll, self._child.wait, self._child.send_signal
@@ -52,8 +52,8 @@ class Command:
         return self.output(), None
 
 
-class OwnFork(Zygote):
-    """A zygote forked from this process, which has the imports already, and not started."""
+class OwnFork(ForkServer):
+    """A fork_server forked from this process, which has the imports already, and not started."""
 
     def __init__(self, run: Callable[[list[str]], int]) -> None:
         self._adopt()

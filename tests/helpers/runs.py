@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from asyncrl.launch.fork_server import Zygote
+from asyncrl.launch.fork_server import ForkServer
 from asyncrl.launch.run_dir import read_endpoints
 from asyncrl.replay.client import LauncherClient
 from tests.helpers.preloaded import Command
@@ -129,7 +129,7 @@ def _runs(pid: int) -> bool:
         return False
 
 
-def start_launch(folder: Path, run: str, *arguments: str, preloaded: Zygote | None) -> Launched:
+def start_launch(folder: Path, run: str, *arguments: str, preloaded: ForkServer | None) -> Launched:
     """`asyncrl launch` on the demo in `folder`, or on with a run there, with plain output. Forked from a preloaded
     process, or a process of its own."""
     how = [] if "--resume" in arguments else ["--config", "demo"]

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from asyncrl.launch.console import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, Interrupts
 from asyncrl.launch.local import LAUNCHERS, LocalLauncher
-from asyncrl.launch.placement import plan_resources
+from asyncrl.launch.placement import place_roles
 from asyncrl.launch.run import Run
 from asyncrl.launch.worker import RoleSpec
 from tests.helpers.replay import loopback_endpoints, small_config
@@ -67,8 +67,8 @@ def conduct(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Conduct:
         out = io.StringIO()
         caught = Interrupts()
         caught.count = interrupts
-        run = Run(config, plan_resources(config), spec, Console(file=out, width=200), caught)
-        code = run.conduct()
+        run = Run(config, place_roles(config), spec, Console(file=out, width=200), caught)
+        code = run.run()
         assert all(role.code is not None for role in run.processes.roles)
         return code, run, out.getvalue()
 

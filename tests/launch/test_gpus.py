@@ -9,7 +9,7 @@ import pytest
 from asyncrl.errors import ConfigError
 from asyncrl.launch import gpus
 from asyncrl.launch.gpus import Gpu, visible_gpus
-from asyncrl.launch.placement import Plan, plan_resources, refuse_joiner
+from asyncrl.launch.placement import Placement, place_roles, refuse_joiner
 from tests.helpers.replay import small_config
 
 
@@ -39,7 +39,7 @@ def show(monkeypatch: pytest.MonkeyPatch, visible: str) -> None:
 def test_roles_get_the_gpus_that_the_user_gave(monkeypatch: pytest.MonkeyPatch, visible: str, names: list[str]) -> None:
     show(monkeypatch, visible)
     assert [gpu.name for gpu in visible_gpus()] == names
-    plan = plan_resources(small_config())
+    plan = place_roles(small_config())
     given = [share.environment()["CUDA_VISIBLE_DEVICES"] for share in (*plan.learners, *plan.generators)]
     assert given == ([names[0], names[-1]] if names else ["", ""])
 
@@ -90,7 +90,7 @@ def test_nvidia_smi_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     assert gpus._listed_gpus() is None
 
 
-def places(plan: Plan) -> dict[str, str]:
+def places(plan: Placement) -> dict[str, str]:
     """GPUs by role."""
     roles = ("learner", "critic", "generator", "reward_model")
     return {role: ",".join(gpu for share in plan.of(role) for gpu in share.gpus) for role in roles if plan.of(role)}
@@ -122,7 +122,7 @@ def test_generators_share_among_themselves_before_they_share_with_learners(
     config = small_config(
         launch__generators=generators, launch__learners=learners, critic__ranks=critics, replay__groups_per_step=12
     )
-    plan = plan_resources(config, reward_model=reward_model)
+    plan = place_roles(config, reward_model=reward_model)
     assert places(plan) == expected
     assert "DS_ACCELERATOR" not in plan.learners[0].environment()
 
@@ -131,22 +131,22 @@ def test_ranks_that_would_share_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatc
     show(monkeypatch, "4,5")
     rule = r"4 ranks are more than the 2 GPUs there are \(CUDA_VISIBLE_DEVICES=4,5\); use launch.learners=2 or fewer"
     with pytest.raises(ConfigError, match=f"launch.learners = 4: .* NCCL, .*{rule}, or set CUDA"):
-        plan_resources(small_config(launch__learners=4, replay__groups_per_step=4))
+        place_roles(small_config(launch__learners=4, replay__groups_per_step=4))
     show(monkeypatch, "4")
     config = small_config(launch__learners=2, critic__ranks=2, replay__groups_per_step=4)
     with pytest.raises(ConfigError, match=r"launch\.learners = 2: "):
-        plan_resources(config)
+        place_roles(config)
 
 
 def test_nccl_needs_a_gpu_for_each_that_sends_or_receives_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     show(monkeypatch, "0,1,2")
-    assert plan_resources(small_config(launch__generators=2, weights__transport="nccl")).sends_between_gpus
+    assert place_roles(small_config(launch__generators=2, weights__transport="nccl")).sends_between_gpus
     # Whom weights do not reach may share.
-    assert plan_resources(small_config(launch__generators=2, weights__transport="nccl"), reward_model=True)
+    assert place_roles(small_config(launch__generators=2, weights__transport="nccl"), reward_model=True)
     rule = "needs a GPU of its own for learner rank 0 and for each of 3 generators, .* this machine has 3;"
     with pytest.raises(ConfigError, match=rule):
-        plan_resources(small_config(launch__generators=3, weights__transport="nccl"))
-    assert not plan_resources(small_config(launch__generators=3)).sends_between_gpus
+        place_roles(small_config(launch__generators=3, weights__transport="nccl"))
+    assert not place_roles(small_config(launch__generators=3)).sends_between_gpus
 
 
 @pytest.mark.parametrize(
@@ -165,6 +165,6 @@ def test_a_generator_joins_only_where_there_is_a_gpu_for_it(
 ) -> None:
     show(monkeypatch, visible)
     config = small_config(launch__generators=first, **settings)
-    wanted = plan_resources(small_config(launch__generators=2, **settings))
-    said = refuse_joiner(config, plan_resources(config), wanted, 1)
+    wanted = place_roles(small_config(launch__generators=2, **settings))
+    said = refuse_joiner(config, place_roles(config), wanted, 1)
     assert said.startswith(reason) and bool(said) == bool(reason)

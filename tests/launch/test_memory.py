@@ -14,7 +14,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch import gpus
 from asyncrl.launch.fit import Models, find_changes, fit_memory, make_cards
 from asyncrl.launch.memory import GIB, Shape, engine_parts, item_bytes, longest_tokens, trained_parts
-from asyncrl.launch.placement import Plan, plan_resources
+from asyncrl.launch.placement import Placement, place_roles
 
 QWEN2_05B = {
     "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
@@ -71,11 +71,11 @@ def models_of(config: Config, settings: dict[str, Any], parameters: int) -> Mode
     return Models(shape, reference, critic, shape if config.rewards == "reward_model" else None)
 
 
-def fitted(monkeypatch: pytest.MonkeyPatch, config: Config, count: int, mib: int, models: Models) -> Plan:
+def fitted(monkeypatch: pytest.MonkeyPatch, config: Config, count: int, mib: int, models: Models) -> Placement:
     show(monkeypatch, count, mib)
     reward_model = models.reward_model is not None
     monkeypatch.setattr(Models, "read", lambda *_, **__: models)
-    return fit_memory(config, plan_resources(config, reward_model=reward_model), reward_model=reward_model)
+    return fit_memory(config, place_roles(config, reward_model=reward_model), reward_model=reward_model)
 
 
 @pytest.mark.parametrize("mib", [MIB_80GB, MIB_141GB], ids=["80 GB", "141 GB"])
@@ -88,7 +88,7 @@ def test_every_preset_fits_by_arithmetic(monkeypatch: pytest.MonkeyPatch, name: 
     cards = make_cards(config, plan, models)
     print("\n".join(map(str, cards)))
     assert len(cards) == count, "a GPU of the preset is not used"
-    cache_bytes = [_cache_bytes(config, share.gpu_memory_fraction, mib << 20, models) for share in plan.generators]
+    cache_bytes = [_cache_bytes(config, share.gpu_memory_utilization, mib << 20, models) for share in plan.generators]
     group_bytes = config.generator.group_size * longest_tokens(config) * token_bytes(config, models)
     assert min(cache_bytes) > group_bytes, "an engine has no room for the keys and values of a group"
 
@@ -139,13 +139,13 @@ def test_a_run_that_cannot_fit_is_refused_with_the_sum_and_the_keys_that_help(mo
     assert "activations of 8192 tokens 51." in lines[1] and "weights to send 14.2" in lines[1]
     assert lines[-1] == "with learner.gradient_checkpointing=true it would fit"
     config = load_config(None, settings | {"learner.gradient_checkpointing": True})
-    assert fitted(monkeypatch, config, 5, MIB_80GB, Models(SEVEN)).generators[0].gpu_memory_fraction
+    assert fitted(monkeypatch, config, 5, MIB_80GB, Models(SEVEN)).generators[0].gpu_memory_utilization
     config = load_config(None, SETTINGS | {"launch.learners": 1, "learner.zero_stage": 0})
     with pytest.raises(ConfigError, match="no setting of these keys is enough: take more ranks"):
         fitted(monkeypatch, config, 2, MIB_141GB, Models(SEVEN))
     config = load_config(None, settings | {"learner.zero_stage": 2, "learner.tokens_per_microbatch": 32768})
     show(monkeypatch, 5, MIB_80GB)
-    found = find_changes(config, plan_resources(config), Models(SEVEN))
+    found = find_changes(config, place_roles(config), Models(SEVEN))
     assert found == ["learner.tokens_per_microbatch=16384", "learner.gradient_checkpointing=true"]
 
 
@@ -154,13 +154,13 @@ def test_an_engine_gets_what_staging_and_the_other_roles_leave(monkeypatch: pyte
     alone = load_config(None, SETTINGS | {"launch.learners": 4, "launch.generators": 1})
     (share,) = fitted(monkeypatch, alone, 5, MIB_80GB, Models(SEVEN)).generators
     staged = 2 * SEVEN.parameters + GIB
-    assert (share.gpu_memory_fraction or 0) * total == pytest.approx(0.9 * total - staged)
-    assert share.environment()["ASYNCRL_GPU_MEMORY_FRACTION"] == f"{share.gpu_memory_fraction:.4f}"
+    assert (share.gpu_memory_utilization or 0) * total == pytest.approx(0.9 * total - staged)
+    assert share.environment()["ASYNCRL_GPU_MEMORY_FRACTION"] == f"{share.gpu_memory_utilization:.4f}"
 
     # Two generators on one GPU have the half each, with gloo and so without staging on it.
     two = load_config(None, SETTINGS | {"launch.learners": 4, "launch.generators": 2})
     plan = fitted(monkeypatch, two, 5, MIB_80GB, Models(SEVEN))
-    fractions = [share.gpu_memory_fraction or 0 for share in plan.generators]
+    fractions = [share.gpu_memory_utilization or 0 for share in plan.generators]
     assert fractions[0] == fractions[1]
     assert fractions[0] * total == pytest.approx(0.45 * total - GIB - 2 * SEVEN.vocabulary * SEVEN.hidden)
 
@@ -169,24 +169,24 @@ def test_an_engine_gets_what_staging_and_the_other_roles_leave(monkeypatch: pyte
     assert small is not None
     one = load_config(None, {"model.path": "m", "data.train": "d", "generator.kv_cache_bytes": 64 << 20})
     (share,) = fitted(monkeypatch, one, 1, MIB_80GB, Models(small)).generators
-    needed = (share.gpu_memory_fraction or 0) * total
+    needed = (share.gpu_memory_utilization or 0) * total
     assert needed == pytest.approx(sum(engine_parts(one, small).values()))
     assert 2 * GIB < needed < 4 * GIB
     free = load_config(None, {"model.path": "m", "data.train": "d"})
     plan = fitted(monkeypatch, free, 1, MIB_80GB, Models(small))
     (learner,) = [need for card in make_cards(free, plan, Models(small)) for need in card.needs if need.name[0] == "l"]
     left = 0.9 * total - learner.num_bytes - GIB - 4 * small.vocabulary * small.hidden
-    assert (plan.generators[0].gpu_memory_fraction or 0) * total == pytest.approx(left)
+    assert (plan.generators[0].gpu_memory_utilization or 0) * total == pytest.approx(left)
 
 
 def test_where_memory_is_not_known_engines_on_one_gpu_divide_the_fraction(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus, "_listed_gpus", lambda: None)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     config = load_config(None, SETTINGS | {"launch.learners": 1, "launch.generators": 3})
-    plan = fit_memory(config, plan_resources(config), reward_model=False)
-    assert [share.gpu_memory_fraction for share in plan.generators] == [0.45, 0.9, 0.45]
+    plan = fit_memory(config, place_roles(config), reward_model=False)
+    assert [share.gpu_memory_utilization for share in plan.generators] == [0.45, 0.9, 0.45]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    plan = plan_resources(config)
+    plan = place_roles(config)
     assert fit_memory(config, plan, reward_model=False) is plan
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from asyncrl.launch.placement import Share
-from asyncrl.launch.role_group import RestartHistory, Unit
+from asyncrl.launch.placement import RoleResources
+from asyncrl.launch.role_group import RestartHistory, RoleGroup
 from asyncrl.launch.worker import RoleSpec
 from tests.helpers.replay import loopback_endpoints
 
@@ -36,7 +36,9 @@ def test_zero_restarts_nothing() -> None:
 
 def test_a_reward_model_that_served_long_begins_anew() -> None:
     spec = RoleSpec("reward_model", 0, "runs/run", loopback_endpoints(1), (0,), 8)
-    unit = Unit("reward_model", [(spec, Share((0,), threads=1))], RestartHistory(max_restarts=3, window_s=600))
+    unit = RoleGroup(
+        "reward_model", [(spec, RoleResources((0,), threads=1))], RestartHistory(max_restarts=3, window_s=600)
+    )
     for day in range(12):
         unit.started_s = 86_400.0 * day
         assert unit.delay_s(unit.started_s + 80_000.0) == 0

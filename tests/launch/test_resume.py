@@ -17,10 +17,10 @@ from asyncrl.launch.run_dir import (
     check_resume,
     cut_metrics,
     discard_journal,
-    goes_on,
+    is_running,
     read_endpoints,
 )
-from asyncrl.learner.checkpoint.files import Manifest, sum_of, write_manifest
+from asyncrl.learner.checkpoint.files import CheckpointManifest, sum_of, write_manifest
 from asyncrl.observe.report import read_metrics
 from tests.helpers.cli import asyncrl
 from tests.helpers.replay import loopback_endpoints, small_config
@@ -39,7 +39,7 @@ def attempt(config: Config, status: str = "", *, steps: int = 1, wall_s: float =
         folder.begin(config, loopback_endpoints(1))
         (folder.path / "journal").mkdir(exist_ok=True)
         if status:
-            folder.write_summary(folder.sum_up({"status": status, "steps": steps, "wall_s": wall_s}))
+            folder.write_summary(folder.summary({"status": status, "steps": steps, "wall_s": wall_s}))
     return folder
 
 
@@ -58,7 +58,7 @@ def test_run_goes_on_in_its_folder_with_the_time_of_all_launches() -> None:
         assert not (folder.path / "summary.json").exists()
         assert json.loads((folder.path / ATTEMPTS).read_text()) == [10.0, 5.0]
         assert load_config(folder.path / "config.yaml").launch.generators == 3
-        summary = folder.sum_up({"wall_s": 1.0})
+        summary = folder.summary({"wall_s": 1.0})
         assert (summary["wall_s"], summary["attempts"]) == (16.0, 3)
 
 
@@ -155,7 +155,7 @@ def test_a_discarded_journal_leaves_what_the_run_goes_on_from(tmp_path: Path) ->
     (run_dir / "metrics.jsonl").write_text('{"step": 3}\n')
     (checkpoint / "queue.msgpack").write_bytes(b"queue")
     files = {"queue.msgpack": sum_of(checkpoint / "queue.msgpack")}
-    write_manifest(checkpoint, Manifest(step=2, reward=None, files=files))
+    write_manifest(checkpoint, CheckpointManifest(step=2, reward=None, files=files))
     state = Path(discard_journal(run_dir))
     shutil.rmtree(checkpoint)  # a newer one took its place, and then the replay queue dies
     assert state.read_bytes() == b"queue"
@@ -176,7 +176,7 @@ def test_endpoints_are_there_for_their_owner_while_the_run_goes_on() -> None:
         kept = file.read_text()
     assert not file.exists()
     file.write_text(kept)  # as a killed launcher leaves it
-    assert not goes_on(folder.path)
+    assert not is_running(folder.path)
     with pytest.raises(ConfigError, match="runs/one: this run is not going on"):
         read_endpoints(folder.path)
 

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from asyncrl.errors import PeerTimeoutError, RunError
-from asyncrl.launch.commands.running import Change
+from asyncrl.launch.commands.running import ScaleChange
 from asyncrl.launch.run_dir import RunFolder
 from tests.helpers.replay import loopback_endpoints, small_config
 
@@ -52,7 +52,7 @@ def change(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wanted: int, queue: 
     with RunFolder(small_config(run="one", **settings)) as folder:
         folder.begin(folder.config, loopback_endpoints(1))
         console = Console(file=out, width=200)
-        Change(folder.path, queue, wanted, console).await_all()  # type: ignore[arg-type]
+        ScaleChange(folder.path, queue, wanted, console).await_all()  # type: ignore[arg-type]
     return out.getvalue()
 
 
@@ -91,6 +91,6 @@ def test_run_that_ends_meanwhile_is_an_error(monkeypatch: pytest.MonkeyPatch, tm
     with RunFolder(small_config(run="one")) as folder:
         folder.begin(folder.config, loopback_endpoints(1))
         queue = ScriptedQueue(status(2, TWO), status(3, TWO))
-        waiting = Change(folder.path, queue, 3, Console(quiet=True))  # type: ignore[arg-type]
+        waiting = ScaleChange(folder.path, queue, 3, Console(quiet=True))  # type: ignore[arg-type]
     with pytest.raises(RunError, match="generators 2 -> 3: the run ended meanwhile, without generator-2"):
         waiting.await_all()

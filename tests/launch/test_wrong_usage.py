@@ -17,7 +17,7 @@ from asyncrl.data.tiny_model import make_tiny_model
 from asyncrl.errors import ConfigError
 from asyncrl.launch import preflight as checks
 from asyncrl.launch.commands.evaluate import check_out
-from asyncrl.launch.preflight import make_missing
+from asyncrl.launch.preflight import run_recipes
 from asyncrl.util import user_code
 from tests.helpers.cli import asyncrl
 from tests.helpers.inputs import make_inputs
@@ -200,7 +200,7 @@ def test_a_recipe_that_takes_too_long(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(checks, "RECIPE_S", 0.3)
     values = {"data.train": "d", "model.recipe": "tiny-model", "model.path": str(tmp_path / "model")}
     with pytest.raises(ConfigError, match=r"making tiny-model in .* took longer than 0\.3 s; make it with `asyncrl da"):
-        make_missing(load_config(None, values), Console(quiet=True))
+        run_recipes(load_config(None, values), Console(quiet=True))
     assert list(tmp_path.iterdir()) == []
 
 

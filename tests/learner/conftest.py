@@ -32,9 +32,9 @@ def one_rank(free_port: Callable[[], int]) -> Iterator[object]:
     """The connection of a single learner rank in this process."""
     from worlds import endpoints
 
-    from asyncrl.learner.distributed import connected
+    from asyncrl.learner.distributed import process_group
 
-    with connected(endpoints(free_port()), 0, 1, start_timeout_s=20, timeout_s=20) as ranks:
+    with process_group(endpoints(free_port()), 0, 1, start_timeout_s=20, timeout_s=20) as ranks:
         yield ranks
 
 

@@ -23,7 +23,7 @@ import asyncrl.weights.sender
 from asyncrl.learner.role import run_learner, run_offline
 from asyncrl.replay.client import Committed
 from asyncrl.types import Shard
-from asyncrl.weights.buckets import Manifest
+from asyncrl.weights.buckets import WeightManifest
 
 rank, port, model, out = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4])
 
@@ -53,7 +53,7 @@ class Client:
 
 
 class Sender:
-    def __init__(self, address: str, manifest: Manifest, **options: Any) -> None:
+    def __init__(self, address: str, manifest: WeightManifest, **options: Any) -> None:
         assert rank == 0 and options["expected_generators"] == 1 and options["transport"] == "gloo"
         self.expected = [(entry.name, entry.dtype, entry.shape) for entry in manifest.entries]
         self.sent: dict[str, Tensor] = {}

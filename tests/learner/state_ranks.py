@@ -25,7 +25,7 @@ from asyncrl.errors import PeerTimeoutError, RunError
 from asyncrl.learner.checkpoint.files import Files, tensors_file
 from asyncrl.learner.checkpoint.manager import Checkpoints
 from asyncrl.learner.checkpoint.zero_state import collect_state, restore_state
-from asyncrl.learner.distributed import Ranks, connected
+from asyncrl.learner.distributed import Ranks, process_group
 
 TIMEOUT_S, SHORT_S = 30.0, 1.5
 
@@ -65,7 +65,7 @@ def fail_to_write(ranks: Ranks, config: Config, out: Path) -> str:
     checkpoints.save(50, snapshot, reward=None)
     try:
         while True:
-            ranks.raise_together(checkpoints.failure())
+            ranks.raise_on_all_ranks(checkpoints.failure())
             time.sleep(0.05)
     except RunError as error:
         checkpoints.close()
@@ -84,7 +84,7 @@ def main(rank: int, port: int, model: Path, out: Path) -> None:
     engine_module.deepspeed_config = policy_module.deepspeed_config = partition_more
     hung: dict[str, Any] = {}
     try:
-        with connected(endpoints(port), rank, 2, start_timeout_s=60, timeout_s=TIMEOUT_S) as ranks:
+        with process_group(endpoints(port), rank, 2, start_timeout_s=60, timeout_s=TIMEOUT_S) as ranks:
             for name, sections in STATE_RUNS.items():
                 halve(name, make_config(model, **sections), ranks, out)
             text = fail_to_write(ranks, make_config(model), out)
@@ -101,10 +101,10 @@ def wait_for_a_rank_that_hangs(ranks: Ranks, out: Path, hung: dict[str, Any]) ->
     """Rank 1 stops in front of a collective. Its deadline is that of `connected`, made shorter for the test."""
     if ranks.rank == 1:
         (out / "pid").write_text(str(os.getpid()))
-        ranks.part()
+        ranks.barrier()
         os.kill(os.getpid(), signal.SIGSTOP)
         os._exit(0)
-    ranks.part()
+    ranks.barrier()
     group = distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
     hung |= {"timeout_s": group.options._timeout.total_seconds(), "since_s": time.monotonic()}
     distributed_c10d._set_pg_timeout(timedelta(seconds=SHORT_S))

@@ -121,15 +121,15 @@ def test_metrics_mean_what_they_say(one_rank: Ranks, tiny_model: Path) -> None:
     groups = make_groups(4, version=3)
     batch = make_batch(groups, tokens_per_microbatch=60)
     of_sequence = grpo(batch.rewards, batch.group).float()
-    columns: dict[str, list[Tensor]] = {name: [] for name in ("ratio", "advantage", "lag", "entropy")}
+    columns: dict[str, list[Tensor]] = {name: [] for name in ("ratio", "advantage", "staleness", "entropy")}
     with torch.no_grad():
         for micro in batch.micro_batches:
             logprobs, entropies = policy.network(micro)
             columns["ratio"].append((logprobs - micro.behavior_logprobs).double())
             columns["advantage"].append(of_sequence[batch.seq[micro.span]])
-            columns["lag"].append(3 - micro.versions)
+            columns["staleness"].append(3 - micro.versions)
             columns["entropy"].append(entropies)
-    log_ratio, advantage, lag, entropy = (torch.cat(parts) for parts in columns.values())
+    log_ratio, advantage, staleness, entropy = (torch.cat(parts) for parts in columns.values())
     ratio, signal = log_ratio.exp(), advantage != 0
     kl, capped = ratio - 1 - log_ratio, ratio.clamp(max=2.0)
     metrics = trainer.train(batch, step=4)
@@ -142,16 +142,16 @@ def test_metrics_mean_what_they_say(one_rank: Ranks, tiny_model: Path) -> None:
         "correction/capped_fraction": (ratio[signal] > 2.0).double().mean(),
         "correction/ess": ratio.sum() ** 2 / (len(ratio) * ratio.square().sum()),
         "correction/ess_capped": capped.sum() ** 2 / (len(ratio) * capped.square().sum()),
-        "correction/mismatch_kl": kl.mean(),
-        "correction/mismatch_kl_lag0": kl[lag == 0].mean(),
-        "staleness/mean": lag.double().mean(),
-        "staleness/max": lag.max(),
+        "correction/behavior_kl": kl.mean(),
+        "correction/mismatch_kl": kl[staleness == 0].mean(),
+        "staleness/mean": staleness.double().mean(),
+        "staleness/max": staleness.max(),
     }
-    assert 0 < int((lag == 0).sum()) < len(lag) and not signal.all()
+    assert 0 < int((staleness == 0).sum()) < len(staleness) and not signal.all()
     for name, value in expected.items():
         assert metrics.pop(name) == pytest.approx(float(value), rel=1e-5), name
     for bucket in (0, 1):
-        own, chosen = ratio[lag == bucket], lag == bucket
+        own, chosen = ratio[staleness == bucket], staleness == bucket
         ess = own.sum() ** 2 / (len(own) * own.square().sum())
         expected = {
             "tokens_fraction": chosen.double().mean(), "ratio_mean": own.mean(), "ratio_max": own.max(),
@@ -159,7 +159,7 @@ def test_metrics_mean_what_they_say(one_rank: Ranks, tiny_model: Path) -> None:
             "mask_negative": 0.0,
         }  # fmt: skip
         for name, value in expected.items():
-            assert metrics.pop(f"lag/{bucket}/{name}") == pytest.approx(float(value), rel=1e-5), name
+            assert metrics.pop(f"staleness/{bucket}/{name}") == pytest.approx(float(value), rel=1e-5), name
     assert set(metrics) == {"learner/loss", "learner/grad_norm", "learner/skipped_updates"}
 
 
@@ -181,7 +181,7 @@ def test_the_divergence_of_an_engine_that_matches_is_not_lost_in_rounding(one_ra
     metrics = trainer.train(make_batch(groups, tokens_per_microbatch=60), step=1)
     expected = float((difference.expm1() - difference).mean())
     assert expected == pytest.approx(5e-9, rel=0.02)
-    assert metrics["correction/mismatch_kl"] == pytest.approx(expected, rel=0.02)
+    assert metrics["correction/behavior_kl"] == pytest.approx(expected, rel=0.02)
 
 
 def test_masked_tokens_are_told_from_clipped_ones(one_rank: Ranks, tiny_model: Path) -> None:
@@ -200,8 +200,8 @@ def test_masked_tokens_are_told_from_clipped_ones(one_rank: Ranks, tiny_model: P
     metrics = trainer.train(batch, step=4)
     for name, masked in expected.items():
         assert 0 < sum(masked) < len(masked)
-        assert metrics[f"lag/0/{name}"] == pytest.approx(sum(masked) / len(masked)), name
-    assert metrics["lag/0/clip_positive"] == metrics["lag/0/clip_negative"] == 0.0
+        assert metrics[f"staleness/0/{name}"] == pytest.approx(sum(masked) / len(masked)), name
+    assert metrics["staleness/0/clip_positive"] == metrics["staleness/0/clip_negative"] == 0.0
 
 
 def test_means_over_nothing_are_left_out(one_rank: Ranks, tiny_model: Path) -> None:
@@ -211,7 +211,7 @@ def test_means_over_nothing_are_left_out(one_rank: Ranks, tiny_model: Path) -> N
         trajectory.reward = 1.0
     metrics = make_trainer(config, one_rank).train(pack_groups(config, groups), step=2)
     assert metrics["learner/loss"] == metrics["learner/grad_norm"] == 0.0
-    absent = {"learner/clip_fraction", "correction/weight_mean", "correction/mismatch_kl_lag0"}
+    absent = {"learner/clip_fraction", "correction/weight_mean", "correction/mismatch_kl"}
     assert not absent & set(metrics)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from worlds import CRITIC, LR, MAX_GRAD_NORMS, SKIPS, endpoints, make_config, make_groups, record
 
 from asyncrl.errors import PeerTimeoutError, RunError
-from asyncrl.learner.distributed import Ranks, connected
+from asyncrl.learner.distributed import Ranks, process_group
 
 FLOAT32 = ["zero0", "zero1", "zero2", "zero3"]
 BFLOAT16 = ["bfloat16-zero0", "bfloat16-zero3"]
@@ -131,12 +131,12 @@ def test_ranks_that_do_not_come_up_are_named(free_port: Callable[[], int], monke
         monkeypatch.setenv(name, os.environ.get(name, "0"))  # put back for the tests that follow
     with (
         pytest.raises(PeerTimeoutError, match=r"learner ranks \[1, 2\] of 3 did not come up within 0.5 s"),
-        connected(endpoints(free_port()), 0, 3, start_timeout_s=0.5, timeout_s=5),
+        process_group(endpoints(free_port()), 0, 3, start_timeout_s=0.5, timeout_s=5),
     ):
         pass
     with (
         pytest.raises(PeerTimeoutError, match=r"learner rank 1: no rendezvous within 0.5 s: nobody answered at ipc:"),
-        connected(endpoints(free_port()), 1, 2, start_timeout_s=0.5, timeout_s=5),
+        process_group(endpoints(free_port()), 1, 2, start_timeout_s=0.5, timeout_s=5),
     ):
         pass
 
@@ -144,8 +144,8 @@ def test_ranks_that_do_not_come_up_are_named(free_port: Callable[[], int], monke
 def test_one_rank_raises_its_own_error_and_counts_alone(one_rank: Ranks) -> None:
     error = RunError("this one")
     with pytest.raises(RunError) as raised:
-        one_rank.raise_together(error)
+        one_rank.raise_on_all_ranks(error)
     assert raised.value is error
-    one_rank.raise_together(None)
+    one_rank.raise_on_all_ranks(None)
     assert one_rank.any(True) and not one_rank.any(False)
     assert one_rank.gather(torch.tensor([3, 4])).tolist() == [[3, 4]]

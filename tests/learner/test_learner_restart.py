@@ -21,7 +21,7 @@ from worlds import CRITIC, make_config, make_groups, make_trainer
 
 from asyncrl.config import Config
 from asyncrl.errors import RunError
-from asyncrl.learner.checkpoint.files import Content
+from asyncrl.learner.checkpoint.files import PartContent
 from asyncrl.learner.checkpoint.manager import Checkpoints
 from asyncrl.learner.checkpoint.zero_state import collect_state
 from asyncrl.learner.distributed import Ranks
@@ -367,7 +367,7 @@ def test_a_last_checkpoint_that_takes_too_long_is_given_up(world: Make, uninterr
             raise OSError(f"{path}: its folder is gone")
 
         checkpoints.save = lambda step, snapshot, **options: save(  # type: ignore[method-assign]
-            step, lambda folder: {"slow": Content(0, write)} | snapshot(folder), **options
+            step, lambda folder: {"slow": PartContent(0, write)} | snapshot(folder), **options
         )
 
     one.queue.stopped_at = 3
@@ -416,7 +416,7 @@ def test_a_full_disk_ends_the_run_at_the_next_step(world: Make, uninterrupted: A
             def write(path: Path) -> None:
                 raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-            broken = {"first": Content(0, write)} if step == 4 else {}
+            broken = {"first": PartContent(0, write)} if step == 4 else {}
             save(step, lambda folder: broken | snapshot(folder), **options)
 
         checkpoints.save = fail  # type: ignore[method-assign]

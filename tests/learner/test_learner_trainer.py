@@ -20,7 +20,7 @@ from asyncrl.learner.batch import Batch, make_batch
 from asyncrl.learner.critic import Critic, CriticModel, ValueHead
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.trainer import Trainer, token_losses
-from asyncrl.learner.update import agree
+from asyncrl.learner.update import sync_microbatches
 from asyncrl.types import Group, Trajectory
 
 GAE: dict[str, Any] = {"advantage": "gae", "advantage_options": {"gamma": 0.9, "lam": 0.8}, "loss": "ppo_clip"}
@@ -166,7 +166,7 @@ def test_a_truncated_trajectory_ends_with_the_value_after_its_last_token(
     batch = pack_groups(config, groups)
     (micro,) = batch.micro_batches
     assert len(micro.names) == 2 and batch.ended.tolist() == [0]
-    scores = trainer._score(batch, agree(batch, one_rank, 1), 1)
+    scores = trainer._score(batch, sync_microbatches(batch, one_rank, 1), 1)
     assert scores.values is not None and scores.after is not None
     torch.testing.assert_close(critic.values(pack_groups(make_config(tiny_model), groups), 1), scores.values)
     hidden = plain_hidden(critic, cut)
@@ -399,7 +399,7 @@ def test_every_advantage_trains(advantage: str, one_rank: Ranks, tiny_model: Pat
     assert ("critic/loss" in metrics) == (advantage in ("gae", "vtrace"))
 
 
-@pytest.mark.parametrize("settings", [{"proximal": "loglinear"}, {"opsm_delta": 0.1}])
+@pytest.mark.parametrize("settings", [{"proximal": "loglinear"}, {"offpolicy_mask_delta": 0.1}])
 def test_options_of_the_correction_train(settings: dict[str, Any], one_rank: Ranks, tiny_model: Path) -> None:
     config = make_config(tiny_model, algorithm=settings, learner={"minibatches": 2})
     metrics = make_trainer(config, one_rank).train(pack_groups(config, groups_of(config)), step=1)

@@ -17,7 +17,7 @@ import asyncrl.learner.policy as policy_module
 from asyncrl.config import Config
 from asyncrl.errors import AsyncrlError
 from asyncrl.learner import logprob_head as head
-from asyncrl.learner.distributed import Ranks, connected
+from asyncrl.learner.distributed import Ranks, process_group
 from asyncrl.learner.loop import Learner
 from asyncrl.types import Shard
 
@@ -94,7 +94,7 @@ def main(rank: int, port: int, model: Path, out: Path) -> None:
     head.CHUNK_BYTES = 4 * 48 * 7  # log-probs in chunks, more of them on rank 0
     errors: dict[str, Any] = {}
     try:
-        with connected(endpoints(port), rank, 2, start_timeout_s=120, timeout_s=60) as ranks:
+        with process_group(endpoints(port), rank, 2, start_timeout_s=120, timeout_s=60) as ranks:
             for name, sections in RUNS.items():
                 train(name, make_config(model, **sections), ranks, out)
             errors = meet_errors(make_config(model, learner={"zero_stage": 2}), ranks)

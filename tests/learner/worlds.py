@@ -19,7 +19,7 @@ from deepspeed.utils import safe_get_full_grad
 from torch import Tensor
 
 from asyncrl.config import Config
-from asyncrl.launch.fork_server import Forked, Zygote
+from asyncrl.launch.fork_server import Forked, ForkServer
 from asyncrl.learner.algorithm import make_algorithm
 from asyncrl.learner.batch import Batch, make_batch
 from asyncrl.learner.critic import Critic
@@ -209,10 +209,10 @@ def gradients_before_step(policy: TrainedModel) -> Iterator[dict[str, Tensor]]:
 
 
 @functools.cache
-def _zygote() -> Zygote:
-    zygote = Zygote("tests.learner.ranks_zygote")
-    atexit.register(zygote.close)
-    return zygote
+def _fork_server() -> ForkServer:
+    fork_server = ForkServer("tests.learner.ranks_fork_server")
+    atexit.register(fork_server.close)
+    return fork_server
 
 
 def _start(script: str, arguments: Iterable[object], log: Path, folder: Path) -> Forked:
@@ -220,7 +220,7 @@ def _start(script: str, arguments: Iterable[object], log: Path, folder: Path) ->
     socket_address("any")  # the folder of this process's sockets is there from now on
     command = [str(Path(__file__).parent / script), *map(str, arguments)]
     with log.open("wb") as output:
-        process = _zygote().fork(command, {**os.environ, "PWD": str(folder)}, output.fileno())
+        process = _fork_server().fork(command, {**os.environ, "PWD": str(folder)}, output.fileno())
     process.stdin.close()
     return process
 

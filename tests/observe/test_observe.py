@@ -23,7 +23,7 @@ from tests.helpers.replay import small_config
 STATUS = {
     "step": 3, "reward": 0.5, "staleness_mean": 1.5, "staleness_max": 2, "tokens_per_s": 1234.0,
     "generator_idle": 0.1, "learner_idle": 0.02, "leased": 4, "finished": 5, "trained": 6,
-    "refunded": {"no_signal": 7}, "metrics": {"learner/entropy": 0.7, "learner/grad_norm": 0.3},
+    "refunded": {"zero_variance": 7}, "metrics": {"learner/entropy": 0.7, "learner/grad_norm": 0.3},
     "generators": {"0": {"version": 2, "leased": 4, "tokens": 99, "idle": 0.1}},
     "eval": {"prompts_done": 0, "last": None, "running": []},
     "generators_wanted": 1, "catching_up": None,
@@ -74,7 +74,7 @@ def test_plain_view_prints_lines() -> None:
 def test_a_limit_that_moves_stands_beside_the_hard_bound() -> None:
     out = io.StringIO()
     with LiveView(Console(file=out, width=200), run="r", steps=3, max_staleness=4) as view:
-        view.update(STATUS | {"metrics": STATUS["metrics"] | {"replay/admitted_staleness": 3.0}})
+        view.update(STATUS | {"metrics": STATUS["metrics"] | {"replay/staleness_limit": 3.0}})
     assert "staleness 1.50 (max 2 of 4, 3 admitted)" in out.getvalue()
 
 
@@ -112,24 +112,24 @@ def test_terminal_view_shows_both_sides() -> None:
         view.phase("starting")
         view.update(STATUS)
         view._live.refresh()  # type: ignore[union-attr]
-    for part in ("3/3", "0.500", "1,234", "7 no_signal", "generator", "99"):
+    for part in ("3/3", "0.500", "1,234", "7 zero_variance", "generator", "99"):
         assert part in out.getvalue()
 
 
 LAGS = {
-    "lag/0/tokens_fraction": 0.75, "lag/0/ratio_mean": 1.0, "lag/0/ratio_max": 1.0, "lag/0/kl": 0.0, "lag/0/ess": 1.0,
-    "lag/0/clip_positive": 0.0, "lag/0/mask_positive": 0.0,
-    "lag/3-4/tokens_fraction": 0.25, "lag/3-4/ratio_mean": 1.25, "lag/3-4/ratio_max": 3.5, "lag/3-4/kl": 0.125,
-    "lag/3-4/ess": 0.625, "lag/3-4/clip_positive": 0.5, "lag/3-4/clip_negative": 0.25, "lag/3-4/mask_positive": 0.125,
-    "lag/3-4/mask_negative": 0.0,
+    "staleness/0/tokens_fraction": 0.75, "staleness/0/ratio_mean": 1.0, "staleness/0/ratio_max": 1.0, "staleness/0/kl": 0.0, "staleness/0/ess": 1.0,
+    "staleness/0/clip_positive": 0.0, "staleness/0/mask_positive": 0.0,
+    "staleness/3-4/tokens_fraction": 0.25, "staleness/3-4/ratio_mean": 1.25, "staleness/3-4/ratio_max": 3.5, "staleness/3-4/kl": 0.125,
+    "staleness/3-4/ess": 0.625, "staleness/3-4/clip_positive": 0.5, "staleness/3-4/clip_negative": 0.25, "staleness/3-4/mask_positive": 0.125,
+    "staleness/3-4/mask_negative": 0.0,
 }  # fmt: skip
 
 
 def test_terminal_view_shows_staleness_by_bucket_states_and_verdict() -> None:
     out = io.StringIO()
     metrics = LAGS | {
-        "staleness/in_flight": 0.25, "staleness/in_queue": 1.25, "state/leased_s": 2.5, "state/finished_s": 0.5,
-        "state/taken_s": 0.125,
+        "staleness/in_flight": 0.25, "staleness/in_queue": 1.25, "group/generate_s": 2.5, "group/queue_s": 0.5,
+        "group/train_s": 0.125,
     }  # fmt: skip
     view = LiveView(Console(file=out, force_terminal=True, width=160), run="r", steps=3, max_staleness=4)
     with view:
@@ -154,15 +154,15 @@ def test_report_shows_staleness_ledger_gains_timeline_and_configuration(tmp_path
     rows = [{"step": step, "reward/mean": 0.5, **LAGS} for step in (1, 2, 3)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "config.yaml").write_text("replay: {max_staleness: 4}\n")
-    counts = {"generated": 9, "trained": 6, "refunded": {"no_signal": 2}, "returned": 0, "in_flight": 1}
-    ledger = {"leased": 5, "trained": 3, "refunded": {"no_signal": 1}, "in_flight": 1, "trajectories": counts}
+    counts = {"generated": 9, "trained": 6, "refunded": {"zero_variance": 2}, "returned": 0, "in_flight": 1}
+    ledger = {"leased": 5, "trained": 3, "refunded": {"zero_variance": 1}, "in_flight": 1, "trajectories": counts}
     summary = {
         "bottleneck": "learner-bound", "simulated_gains": {"a second learner": 0.41, "a second generator": 0.0},
         "ledger": ledger | {"tokens": {**counts, "generated": 12345}}, "bias": ["too <short>"],
     }  # fmt: skip
     page = write_report(tmp_path, summary, make_trace()).read_text()
     for part in (
-        "<td>0.625</td>", "importance ratio, max", "refunded (no_signal)", "12,345", "too &lt;short&gt;", "+41.0%",
+        "<td>0.625</td>", "importance ratio, max", "refunded (zero_variance)", "12,345", "too &lt;short&gt;", "+41.0%",
         "Timeline", "generator 1", "optimizer step", "replay: {max_staleness: 4}",
     ):  # fmt: skip
         assert part in page, part
@@ -174,7 +174,7 @@ def make_trace(groups: int = 12) -> pa.Table:
     steps = [number // 2 for number in range(groups)]
     return pa.table({
         "ticket": list(range(groups)), "generator": [number % 2 for number in range(groups)],
-        "outcome": ["trained"] * (groups - 2) + ["no_signal", "in_flight"],
+        "outcome": ["trained"] * (groups - 2) + ["zero_variance", "in_flight"],
         "start_version": [max(step - 1, 0) for step in steps], "train_version": [*steps[:-2], -1, -1],
         "started_s": [float(step) for step in steps], "finished_s": [step + 1.5 for step in steps],
         "taken_s": [step + 1.75 for step in steps], "trained_s": [step + 2.5 for step in steps],

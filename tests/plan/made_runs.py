@@ -63,7 +63,7 @@ def append_log(folder: Path, rows: pa.Table, *, rows_per_message: int = 1000) ->
 def _row(ticket: int, completion: list[int], trained: bool, step: int, taken_s: float, now_s: float) -> dict[str, Any]:
     return {
         "ticket": ticket, "attempt": 0, "generator": ticket % 2, "row": ticket, "data_source": "test",
-        "outcome": "trained" if trained else "no_signal", "start_version": max(step - 2, 0), "end_version": step - 1,
+        "outcome": "trained" if trained else "zero_variance", "start_version": max(step - 2, 0), "end_version": step - 1,
         "train_version": step - 1 if trained else -1, "started_s": taken_s - 0.5, "finished_s": taken_s - 0.1,
         "taken_s": taken_s if trained else float("nan"), "trained_s": now_s if trained else float("nan"),
         "prompt_tokens": [PROMPT_TOKENS] * len(completion), "completion_tokens": completion,
@@ -74,7 +74,7 @@ def _row(ticket: int, completion: list[int], trained: bool, step: int, taken_s: 
 def _metrics(step: int, tokens: int, step_s: float, now_s: float, reward: float) -> dict[str, Any]:
     return {
         "step": step, "learner/loss": 0.1, "learner/tokens": tokens, "learner/step_s": step_s, "learner/wait_s": 0.1,
-        "learner/sync_s": SYNC.hold_s, "learner/write_s": WRITE_S, "weights/syncs": float(step),
+        "learner/sync_s": SYNC.hold_s, "learner/write_s": WRITE_S, "weights/broadcasts": float(step),
         "weights/broadcast_s": step * SYNC.broadcast_s, "weights/wait_s": 0.0, "weights/stall_ms": SYNC.swap_s * 1e3,
         "generator/step_base_s": ENGINE.base_s, "generator/step_sequence_s": ENGINE.sequence_s,
         "generator/request_s": ENGINE.request_s, "generator/reward_s": REWARD_S, "generator/idle_fraction": 0.25,

@@ -122,7 +122,7 @@ def test_recent_steps_tell_the_same_job_as_all(folder: Path, monkeypatch: pytest
     )  # fmt: skip
     assert workload.learner == all_of_it.workload.learner
     assert np.array_equal(workload.lengths.completions, all_of_it.workload.lengths.completions)
-    monkeypatch.setattr("asyncrl.plan.measured.GROUPS_AT_MOST", 42)
+    monkeypatch.setattr("asyncrl.plan.measured.MAX_GROUPS", 42)
     workload, setup = RecentRun(load_config(path / "config.yaml"), generators_per_device=1).read()
     assert setup.steps == 8, "42 groups are 8 whole steps of 4, with the refunded ones, and a part of one"
     assert len(workload.lengths.completions) == 42

@@ -207,7 +207,7 @@ def test_a_late_attempt_never_takes_the_place_that_another_group_needs() -> None
     ledger.finish(1, trajectories=1, tokens=1)
     ledger.take([1])
     ledger.commit()
-    ledger.give_back(0, tokens=0)
+    ledger.return_lease(0, tokens=0)
     assert ledger.lease(1).number == 0
     assert ledger.accepts(0, 0), "at version 1 it is as old as allowed"
     ledger.lease(1)

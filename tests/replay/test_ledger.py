@@ -1,4 +1,4 @@
-"""Admission and ledger under random schedules of generators, failures and lags."""
+"""Admission and ledger under random schedules of generators, failures and staleness."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EVENTS = st.lists(
 
 
 class Simulation:
-    """Generators that lag behind the learner, groups that end in any order, and a ledger that must hold."""
+    """Generators that staleness behind the learner, groups that end in any order, and a ledger that must hold."""
 
     def __init__(self, ledger: Ledger, generators: int) -> None:
         self.ledger = ledger
@@ -53,15 +53,15 @@ class Simulation:
         number = self.leased(pick)
         if number is not None:
             self.ledger.finish(number, trajectories=4, tokens=10 + pick)
-            self.ledger.refund(number, "no_signal")
+            self.ledger.refund(number, "zero_variance")
 
     def give_back(self, pick: int) -> None:
         number = self.leased(pick)
         if number is not None:
-            self.ledger.give_back(number, tokens=pick)
+            self.ledger.return_lease(number, tokens=pick)
 
     def lose(self, pick: int) -> None:
-        self.ledger.lose(pick)
+        self.ledger.count_lost(pick)
 
     def late(self, pick: int) -> None:
         """A group of an earlier attempt arrives, as old as any of its ticket may be."""
@@ -122,7 +122,7 @@ def test_any_schedule_keeps_bound_balance_and_progress(
 
 def test_synchronous_limit_admits_exactly_one_batch() -> None:
     ledger = Ledger(groups_per_step=3, max_staleness=0)
-    assert ledger.room(0) == 3
+    assert ledger.capacity(0) == 3
     for _ in range(3):
         ledger.lease(0)
     assert not ledger.can_lease(0)
@@ -155,7 +155,7 @@ def test_a_group_that_is_older_than_its_lease_has_an_earlier_deadline() -> None:
     ledger.finish(1, trajectories=1, tokens=1)
     ledger.take([1])
     ledger.commit()
-    ledger.give_back(0, tokens=0)
+    ledger.return_lease(0, tokens=0)
     ledger.lease(1)
     ledger.finish(0, trajectories=1, tokens=1, start_version=0)
     assert ledger.deadline(ledger.live[0]) == 2
@@ -176,19 +176,19 @@ def test_refund_gives_the_place_back() -> None:
     ledger = Ledger(groups_per_step=1, max_staleness=0)
     number = ledger.lease(0).number
     ledger.finish(number, trajectories=2, tokens=7)
-    assert ledger.room(0) == 0
-    ledger.refund(number, "no_signal")
-    assert ledger.room(0) == 1
-    assert ledger.summary()["refunded"] == {"no_signal": 1}
+    assert ledger.capacity(0) == 0
+    ledger.refund(number, "zero_variance")
+    assert ledger.capacity(0) == 1
+    assert ledger.summary()["refunded"] == {"zero_variance": 1}
     assert ledger.summary()["tokens"] == {
-        "generated": 7, "trained": 0, "refunded": {"no_signal": 7}, "returned": 0, "in_flight": 0,
+        "generated": 7, "trained": 0, "refunded": {"zero_variance": 7}, "returned": 0, "in_flight": 0,
     }  # fmt: skip
 
 
 def test_returned_ticket_keeps_its_number_and_counts_an_attempt() -> None:
     ledger = Ledger(groups_per_step=1, max_staleness=0)
     first = ledger.lease(0)
-    ledger.give_back(first.number, tokens=5)
+    ledger.return_lease(first.number, tokens=5)
     again = ledger.lease(0)
     assert (again.number, again.attempt) == (first.number, 1)
     assert not ledger.is_current(first.number, 0)

@@ -81,12 +81,12 @@ def test_group_without_signal_is_refunded_and_replaced(tmp_path: Path) -> None:
     finish(queue, second)
     finish(queue, replacement)
     assert train(queue, 1) == [1, 2]
-    assert queue.summary()["ledger"]["refunded"] == {"no_signal": 1}
+    assert queue.summary()["ledger"]["refunded"] == {"zero_variance": 1}
     assert queue.summary()["reward_first"] == pytest.approx(4 / 6), "scored groups count, trained or not"
 
 
 def test_group_without_signal_is_trained_when_so_configured(tmp_path: Path) -> None:
-    queue = make_queue(tmp_path, replay__no_signal="train")
+    queue = make_queue(tmp_path, replay__zero_variance="train")
     for lease in ask(queue):
         finish(queue, lease, rewards=(1.0, 1.0))
     assert train(queue, 1) == [0, 1]
@@ -121,7 +121,7 @@ def test_endless_refunds_end_the_run_with_the_reason(tmp_path: Path) -> None:
     queue = make_queue(tmp_path, replay__max_refunds_in_a_row=2)
     first, second = ask(queue, num_groups=2)
     finish(queue, first, rewards=(0.0, 0.0))
-    with pytest.raises(RunError, match=r"the last 2 groups gave no training signal .*no_signal.: 2"):
+    with pytest.raises(RunError, match=r"the last 2 groups gave no training signal .*zero_variance.: 2"):
         finish(queue, second, rewards=(0.0, 0.0))
 
 
@@ -207,7 +207,7 @@ def test_generators_share_what_may_start(tmp_path: Path) -> None:
 
 
 def test_held_batches_force_the_staleness(tmp_path: Path) -> None:
-    queue = make_queue(tmp_path, replay__max_staleness=1, replay__held_steps=1, algorithm__advantage="gae")
+    queue = make_queue(tmp_path, replay__max_staleness=1, replay__min_staleness=1, algorithm__advantage="gae")
     leases = ask(queue, num_groups=4)
     for lease in leases[:3]:
         finish(queue, lease)

@@ -14,7 +14,7 @@ import pytest
 from asyncrl.errors import ProtocolError
 from asyncrl.launch.placement import reserve_ports
 from asyncrl.replay.codec import pack_group
-from asyncrl.replay.metrics import RunMeasure
+from asyncrl.replay.metrics import RunMetrics
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.server import ReplayServer
 from asyncrl.replay.sessions import MAX_FORMER, Sessions
@@ -52,7 +52,7 @@ def train_one(queue: ReplayQueue, metrics: dict[str, float], rewards: tuple[floa
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e308, -1.0])
 def test_metrics_may_be_any_number(queue: ReplayQueue, value: float) -> None:
-    names = ("weights/syncs", "learner/wait_s", "learner/sync_s", "learner/skipped_updates")
+    names = ("weights/broadcasts", "learner/wait_s", "learner/sync_s", "learner/skipped_updates")
     train_one(queue, dict.fromkeys(names, value))
     summary = queue.summary()
     assert summary["weight_sync"]["count"] == summary["skipped_updates"] == 0
@@ -63,14 +63,14 @@ def test_metrics_may_be_any_number(queue: ReplayQueue, value: float) -> None:
 
 def test_versions_that_an_earlier_learner_sent_count(queue: ReplayQueue) -> None:
     for syncs in (1.0, 2.0, 1.0):
-        train_one(queue, {"weights/syncs": syncs})
+        train_one(queue, {"weights/broadcasts": syncs})
     assert queue.summary()["weight_sync"]["count"] == 3
 
 
 def test_skipped_updates_of_policy_and_critic_are_counted(queue: ReplayQueue) -> None:
     train_one(queue, {"learner/skipped_updates": 2.0, "critic/skipped_updates": 1.0})
     train_one(queue, {"learner/skipped_updates": 1.0})
-    again = RunMeasure(small_config())
+    again = RunMetrics(small_config())
     again.load_state_dict(queue.measure.state_dict())
     summary = queue.summary()
     assert summary["skipped_updates"] == again.skipped_updates == 4
@@ -131,7 +131,7 @@ def test_checkpoints_of_the_future_are_refused(queue: ReplayQueue) -> None:
 def test_sums_over_sessions_stay_in_the_wire(queue: ReplayQueue) -> None:
     state = GeneratorState()
     for number in range(8):
-        state.hear(str(number), 0, STATS, 0.0)
+        state.heartbeat(str(number), 0, STATS, 0.0)
     assert state.tokens == MAX_NUMBER
     msgpack.packb(state.tokens)
 
@@ -139,7 +139,7 @@ def test_sums_over_sessions_stay_in_the_wire(queue: ReplayQueue) -> None:
 def test_former_sessions_are_forgotten_in_the_end(queue: ReplayQueue) -> None:
     sessions = Sessions(queue.state)
     for number in range(MAX_FORMER + 10):
-        sessions.hear(0, str(number), 0)
+        sessions.heartbeat(0, str(number), 0)
     assert (sessions.is_former("8"), sessions.is_former("9")) == (False, True)
 
 

@@ -150,7 +150,7 @@ class Run:
             return
         version = self.versions[lease.ticket, lease.attempt]
         self.sent.append((lease, version))
-        self._send(lease, version, no_signal=pick == 7)
+        self._send(lease, version, zero_variance=pick == 7)
 
     def late(self, pick: int) -> None:
         """A group of a session that is over arrives."""
@@ -168,8 +168,8 @@ class Run:
         if waits and in_time:
             assert self.queue.held[lease.ticket].finished["attempt"] == lease.attempt, "the first that came is not used"
 
-    def _send(self, lease: Lease, version: int, *, no_signal: bool = False) -> None:
-        rewards = (1.0, 1.0) if no_signal else (0.0, 1.0)
+    def _send(self, lease: Lease, version: int, *, zero_variance: bool = False) -> None:
+        rewards = (1.0, 1.0) if zero_variance else (0.0, 1.0)
         tokens = (1 + lease.ticket % 5, 4 + lease.attempt)
         self.generated.setdefault((lease.ticket, lease.attempt), sum(tokens))
         finish(self.queue, lease, version, rewards=rewards, completion_tokens=tokens)
@@ -577,7 +577,7 @@ def test_prompts_that_came_back_are_handed_out_at_the_ceiling(tmp_path: Path, ho
 
 @pytest.mark.parametrize("ceiling", ["journal__max_bytes", "replay__max_bytes"])
 def test_batches_that_are_held_back_are_filled_at_the_ceiling(tmp_path: Path, ceiling: str) -> None:
-    config = small_config(steps=100, replay__max_staleness=2, replay__held_steps=1, **{ceiling: 1 << 20})
+    config = small_config(steps=100, replay__max_staleness=2, replay__min_staleness=1, **{ceiling: 1 << 20})
     queue = open_queue(tmp_path, config)
     for step in range(1, 30):
         while queue.take(0, step)[0] == "wait":
@@ -612,7 +612,7 @@ def test_the_trace_of_a_run_without_its_journal_is_of_the_line_that_goes_on(tmp_
     queue = open_queue(tmp_path, config)
     train(queue, 1)
     leases = ask_queue(queue, 0, 1, 100)[0]
-    saved = queue.durable.to_bytes(1)
+    saved = queue.durable.snapshot(1)
     for lease in leases:
         finish(queue, lease, 1)
     for step in (2, 3):
@@ -639,19 +639,19 @@ def test_the_trace_of_a_run_without_its_journal_is_of_the_line_that_goes_on(tmp_
 def test_a_limit_that_moves_goes_on_from_the_journal(tmp_path: Path) -> None:
     config = small_config(replay__max_staleness="auto", replay__auto_bounds=[0, 3], steps=20)
     queue = open_queue(tmp_path, config)
-    told = {"lag/0/ess": 1.0, "lag/0/tokens_fraction": 1.0}
+    told = {"staleness/0/ess": 1.0, "staleness/0/tokens_fraction": 1.0}
     limits: list[float] = []
     for step in range(1, 6):
         for lease in ask_queue(queue, 0, step - 1, 100)[0]:
             finish(queue, lease, step - 1)
         queue.take(0, step)
-        limits.append(queue.commit(step, told)["metrics"]["replay/admitted_staleness"])
+        limits.append(queue.commit(step, told)["metrics"]["replay/staleness_limit"])
         queue.write()
     assert (limits[0], queue.ledger.max_staleness) == (0, 3)
-    assert queue.ledger.admitted > 0
+    assert queue.ledger.admission_limit > 0
     assert len(ask_queue(queue, 0, 5, 100)[0]) > 2, "more than one batch may start"
     queue.write()
     kill_queue(queue)
     again = open_queue(tmp_path, config)
-    assert again.ledger.admitted == queue.ledger.admitted
+    assert again.ledger.admission_limit == queue.ledger.admission_limit
     assert again.state.state_dict() == queue.state.state_dict()

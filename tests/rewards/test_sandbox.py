@@ -21,14 +21,14 @@ import structlog
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.rewards.sandbox import confine
 from asyncrl.rewards.sandbox import run as sandbox
-from asyncrl.rewards.sandbox.run import Limits, Outcome, check_sandbox, run_program
+from asyncrl.rewards.sandbox.run import Limits, ProgramOutcome, check_sandbox, run_program
 from tests.helpers.kernel import why_not_confined
 
 WHY_NOT = why_not_confined()
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
 
-def run(source: str, *, time_s: float = 2.0, stdin: str = "", cases: list | None = None) -> Outcome:
+def run(source: str, *, time_s: float = 2.0, stdin: str = "", cases: list | None = None) -> ProgramOutcome:
     return run_program(source, limits=Limits(time_s=time_s), within_s=20.0, stdin=stdin, cases=cases)
 
 
@@ -57,7 +57,7 @@ def attempt_outside(statement: str, folder: Path) -> str:
 
 def test_a_good_program_reads_and_prints() -> None:
     outcome = run("import sys, collections\nprint(sum(map(int, sys.stdin)))\nprint('ü')", stdin="1\n2\n3")
-    assert outcome == Outcome("exited", 0, "6\nü\n".encode(), {})
+    assert outcome == ProgramOutcome("exited", 0, "6\nü\n".encode(), {})
 
 
 def test_a_good_program_may_use_its_folder_threads_and_deep_recursion() -> None:

@@ -7,13 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.launch.fork_server import Zygote
+from asyncrl.launch.fork_server import ForkServer
 from tests.helpers.preloaded import Command
 from tests.helpers.runs import Launched, start_launch
 
 
 @pytest.fixture
-def launch(demo_folder: Path, preloaded: Zygote, request: pytest.FixtureRequest) -> Iterator[Callable[..., Launched]]:
+def launch(
+    demo_folder: Path, preloaded: ForkServer, request: pytest.FixtureRequest
+) -> Iterator[Callable[..., Launched]]:
     """Starts launches named after the test; whatever is left of them is ended."""
     started: list[Launched] = []
 
@@ -29,7 +31,7 @@ def launch(demo_folder: Path, preloaded: Zygote, request: pytest.FixtureRequest)
 
 
 @pytest.fixture
-def asyncrl(demo_folder: Path, preloaded: Zygote) -> Callable[..., str]:
+def asyncrl(demo_folder: Path, preloaded: ForkServer) -> Callable[..., str]:
     """Runs a command to its end, which must be a good one, and gives what it prints."""
 
     def run(*arguments: str, timeout_s: float = 100.0) -> str:

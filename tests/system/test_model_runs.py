@@ -22,7 +22,7 @@ def test_a_model_that_the_engine_computes_otherwise_is_refused_at_the_first_step
     launch: Start, tmp_path: Path, learners: int
 ) -> None:
     path = save_family("gpt_neox", tmp_path)
-    settings = [f"model.path={path}", "replay.no_signal=train", "--learners", str(learners)]
+    settings = [f"model.path={path}", "replay.zero_variance=train", "--learners", str(learners)]
     run = launch("--steps", "100", *SMALL, *settings)
     code, output = run.end(timeout_s=200)
     assert code == 2, output
@@ -44,6 +44,6 @@ def test_the_demo_trains_in_bfloat16(launch: Start) -> None:
     assert len(rows) == 20
     (said,) = [event for event in run.events("learner-0") if event["event"] == "engine and learner agree"]
     assert said["step"] == 1 and 1e-4 < said["mean_difference_nats"] < 0.1, "rounding of bfloat16, and no more"
-    assert fmean(row["correction/mismatch_kl"] for row in rows) < 0.05
+    assert fmean(row["correction/behavior_kl"] for row in rows) < 0.05
     assert fmean(row["reward/mean"] for row in rows) > 0.15, "what the model could do before"
     check_ledger(run.summary())

@@ -20,8 +20,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.config import load_config
-from asyncrl.launch.fork_server import Zygote
-from asyncrl.types import LAG_BUCKETS
+from asyncrl.launch.fork_server import ForkServer
+from asyncrl.types import STALENESS_BUCKETS
 from asyncrl.util.processes import ACTIVITIES
 from tests.helpers.preloaded import Command
 from tests.helpers.runs import SMALL, Launched, check_ledger
@@ -156,8 +156,8 @@ def check_folder(run: Launched, *, steps: int, max_staleness: int) -> dict[str, 
 def check_diagnostics(run: Launched, summary: dict[str, Any]) -> None:
     """What the run tells of staleness and costs."""
     last = trained(run)[-1]
-    assert any(f"lag/{bucket}/ess" in last for bucket in LAG_BUCKETS)
-    for name in ("state/leased_s", "replay/admitted_staleness", "generator/request_s"):
+    assert any(f"staleness/{bucket}/ess" in last for bucket in STALENESS_BUCKETS)
+    for name in ("group/generate_s", "replay/staleness_limit", "generator/request_s"):
         assert name in last
     assert last["staleness/in_flight"] + last["staleness/in_queue"] == pytest.approx(last["staleness/mean"])
     split = summary["staleness"]
@@ -244,7 +244,7 @@ def check_commands(run: Launched, asyncrl: Asyncrl, last_pass: float) -> None:
 def watch(run: Launched) -> None:
     """`asyncrl top` shows a step of the run, and ends with Ctrl-C."""
     assert isinstance(run.process, Command)
-    view = Command(run.process.zygote, run.folder, ["top", str(run.run_dir)])
+    view = Command(run.process.fork_server, run.folder, ["top", str(run.run_dir)])
     try:
         shows_step = re.compile(r"^step +\d+/", re.MULTILINE)
         run.wait_until(lambda: bool(shows_step.search(view.output())), what="a step in the view", timeout_s=20)
@@ -255,7 +255,7 @@ def watch(run: Launched) -> None:
 
 
 def test_interrupted_eval_ends_its_workers_and_writes_nothing(
-    demo_folder: Path, preloaded: Zygote, tmp_path: Path
+    demo_folder: Path, preloaded: ForkServer, tmp_path: Path
 ) -> None:
     out = tmp_path / "eval.json"
     arguments = ["eval", "--config", "demo", *EVALUATION, "eval.max_prompts=5000", "eval.samples=64", "--out", str(out)]

@@ -69,8 +69,8 @@ def test_overrides_are_yaml() -> None:
             "critic.ranks = 2: each serves at least one of the learner ranks, of which there are 1",
         ),
         (
-            {"replay.held_steps": 3},
-            "replay.held_steps = 3: no more than replay.max_staleness = 2 batches are ever generated ahead",
+            {"replay.min_staleness": 3},
+            "replay.min_staleness = 3: no more than replay.max_staleness = 2 batches are ever generated ahead",
         ),
         (
             {"generator.engine_options": {"block_size": 32, "tensor_parallel_size": 2}},
@@ -160,14 +160,14 @@ def test_presets_are_short_and_run_on_the_demo() -> None:
     [
         ({}, True),
         ({"algorithm.advantage": "gae"}, False),
-        ({"algorithm.advantage": "gae", "replay.no_signal": "refund"}, True),
-        ({"replay.no_signal": "train"}, False),
+        ({"algorithm.advantage": "gae", "replay.zero_variance": "refund"}, True),
+        ({"replay.zero_variance": "train"}, False),
     ],
 )
 def test_groups_without_signal_are_refunded_where_they_would_have_none(
     overrides: dict[str, object], refunds: bool
 ) -> None:
-    assert load_config(None, {**NEEDED, **overrides}).refunds_no_signal is refunds
+    assert load_config(None, {**NEEDED, **overrides}).refunds_zero_variance is refunds
 
 
 def test_every_key_is_documented_where_it_is_defined() -> None:

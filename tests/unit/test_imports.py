@@ -12,8 +12,8 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "asyncrl"
 
 LEVELS = [
-    {"types", "endpoints", "errors", "files", "processes", "stopwatch", "tokenizer", "redaction", "lags"},
-    {"config", "keys", "sockets", "socket_folder", "offenders", "unpack", "user_code"},
+    {"types", "endpoints", "errors", "files", "processes", "stopwatch", "tokenizer", "redaction", "staleness"},
+    {"config", "keys", "sockets", "socket_folder", "bad_peers", "unpack", "user_code"},
     {"store"},
     {"store_client", "store_server", "torch_store"},
     {"algorithms"},

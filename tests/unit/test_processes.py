@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from asyncrl.util.processes import TURN_S, at_once, leave_the_core, take_long_turns
+from asyncrl.util.processes import TURN_S, normal_priority, set_time_slice, use_batch_scheduling
 
 SYS_SCHED_GETATTR = {"x86_64": 315, "aarch64": 275}
 KERNEL = tuple(int(number) for number in os.uname().release.split("-")[0].split(".")[:2])
@@ -41,7 +41,7 @@ def turn_s() -> float:
 
 def test_threads_leave_the_core_with_those_that_they_start() -> None:
     def check() -> None:
-        leave_the_core()
+        use_batch_scheduling()
         policies = [os.sched_getscheduler(0)]
         in_thread(lambda: policies.append(os.sched_getscheduler(0)))
         assert policies == [os.SCHED_BATCH, os.SCHED_BATCH]
@@ -54,7 +54,7 @@ def test_threads_leave_the_core_with_those_that_they_start() -> None:
 def test_long_turns_are_the_threads_own() -> None:
     def check() -> None:
         before_s = turn_s()
-        take_long_turns()
+        set_time_slice()
         assert (os.sched_getscheduler(0), turn_s()) == (os.SCHED_BATCH, TURN_S)
         assert before_s != TURN_S
 
@@ -64,8 +64,8 @@ def test_long_turns_are_the_threads_own() -> None:
 
 def test_at_once_lasts_as_long_as_it_is_needed() -> None:
     def check() -> None:
-        leave_the_core()
-        with pytest.raises(KeyError), at_once():
+        use_batch_scheduling()
+        with pytest.raises(KeyError), normal_priority():
             assert os.sched_getscheduler(0) == os.SCHED_OTHER
             raise KeyError
         assert os.sched_getscheduler(0) == os.SCHED_BATCH
@@ -74,7 +74,7 @@ def test_at_once_lasts_as_long_as_it_is_needed() -> None:
 
 
 def test_at_once_leaves_others_alone() -> None:
-    with at_once():
+    with normal_priority():
         assert os.sched_getscheduler(0) == os.SCHED_OTHER
     assert os.sched_getscheduler(0) == os.SCHED_OTHER
 
@@ -82,4 +82,4 @@ def test_at_once_leaves_others_alone() -> None:
 def test_a_system_that_forbids_it_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncrl.util.processes.SYS_SCHED_SETATTR", {os.uname().machine: 10_000})
     with pytest.raises(OSError, match="sched_setattr: Function not implemented"):
-        in_thread(take_long_turns)
+        in_thread(set_time_slice)

@@ -117,9 +117,9 @@ def test_a_listener_is_not_pushed_aside_and_one_that_died_is_replaced(base: Path
     with pytest.raises(ConfigError, match=f"replay address {address}: .* another process listens there"):
         bind_router(address, "replay")
     first.close()
-    dealer = connect_dealer(address, linger_s=0.0)
-    dealer.send(b"hello")
+    batcher = connect_dealer(address, linger_s=0.0)
+    batcher.send(b"hello")
     second = bind_router(address, "replay")
     assert second.poll(5000), "callers find the new one"
-    dealer.close()
+    batcher.close()
     second.close()

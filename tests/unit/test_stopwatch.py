@@ -21,11 +21,11 @@ def test_all_time_is_in_one_activity(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stopwatch, "time", clock)
     watch = Stopwatch()
     clock.now_s += 1.0
-    watch.turn("working")
+    watch.switch("working")
     clock.now_s += 5.0
     assert watch.lap() == {"waiting": 1.0, "working": 5.0, "syncing": 0.0, "writing": 0.0}
     clock.now_s += 2.0
-    watch.turn("syncing")
+    watch.switch("syncing")
     clock.now_s += 2.0
     assert watch.lap() == {"waiting": 0.0, "working": 2.0, "syncing": 2.0, "writing": 0.0}
     assert watch.seconds() == {"waiting": 1.0, "working": 7.0, "syncing": 2.0, "writing": 0.0}
@@ -40,7 +40,7 @@ def test_fractions_of_no_time_are_none() -> None:
 def test_a_real_clock_adds_up() -> None:
     before_s, watch, made_s = time.monotonic(), Stopwatch(), time.monotonic()
     for activity in ACTIVITIES * 50:
-        watch.turn(activity)
+        watch.switch(activity)
         time.sleep(0.0002)
     asked_s = time.monotonic()
     parts = fractions(watch.seconds())

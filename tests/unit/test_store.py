@@ -182,7 +182,7 @@ def test_of_too_many_callers_the_one_longest_silent_is_forgotten(
     other = StoreClient(address, timeout_s=10.0)
     server.ring()
     other.await_ring(10.0)
-    assert not client._dealer.poll(100), "it is not rung for"
+    assert not client._batcher.poll(100), "it is not rung for"
     assert client.add("n", 1) == 1, "it is served when it asks"
     other.close()
 
@@ -212,12 +212,12 @@ def test_rubbish_is_counted_and_not_answered_and_who_sends_much_of_it_is_cut_off
         hello = {"number": 1, "what": "hello", "keys": [], "value": b"", "more": 0, "timeout_s": 0.0}
         stranger.send(msgpack.packb(hello))
         deadline = time.monotonic() + 10.0
-        while server.offenders.bad_messages <= MAX_BAD_MESSAGES:
+        while server.bad_peers.bad_messages <= MAX_BAD_MESSAGES:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         assert not stranger.poll(200)
     assert client.add("n", 1) == 1
-    assert server.offenders.bad_messages == MAX_BAD_MESSAGES + 1
+    assert server.bad_peers.bad_messages == MAX_BAD_MESSAGES + 1
     assert {entry["event"] for entry in logs} == {"bad message to a store"}
     assert [entry["total"] for entry in logs] == [1, 2, 4, 8, 16], "one line for each doubling"
     assert len(server.values) == 1

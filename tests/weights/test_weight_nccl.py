@@ -22,8 +22,8 @@ from asyncrl.weights.receiver import WeightReceiver
 from asyncrl.weights.sender import WeightSender
 from asyncrl.weights.transports import (
     TRANSPORTS,
-    Group,
     Member,
+    ProcessGroup,
     broadcast,
     device_name,
     share,
@@ -36,7 +36,7 @@ from asyncrl.wire.torch_store import TorchStore
 CPU = torch.device("cpu")
 
 
-def connect(rank: int, store: TorchStore, timeout_s: float = 20.0) -> Group:
+def connect(rank: int, store: TorchStore, timeout_s: float = 20.0) -> ProcessGroup:
     return TRANSPORTS["nccl"].connect(store, Member(rank, 2, CPU, timeout_s))
 
 
@@ -104,7 +104,7 @@ def test_an_error_of_nccl_in_a_generator_is_a_failed_round_and_not_a_learner_tha
     receive = broadcast
     fails = [True]
 
-    def fail_once(group: Group, parts: list, *, sends: bool, **options) -> int:
+    def fail_once(group: ProcessGroup, parts: list, *, sends: bool, **options) -> int:
         if fails and not sends:
             fails.clear()
             raise DistBackendError("NCCL error: remote process exited\nmore")

@@ -114,5 +114,5 @@ def test_a_receiver_that_is_closed_before_its_engine_is_up_leaves(address: str, 
     joined(sender, 1)
     started = time.monotonic()
     receiver.close()
-    await_true(lambda: not sender._roster.present(), "it is still there")
+    await_true(lambda: not sender._membership.present(), "it is still there")
     assert time.monotonic() - started < 5.0

@@ -282,7 +282,7 @@ def test_the_store_does_not_grow_with_versions_or_generators_that_come_and_go(ad
             load_next(receiver, version)
         sender.wait()
         passing.close()
-        while len(sender._roster.present()) > 1:
+        while len(sender._membership.present()) > 1:
             time.sleep(0.01)
         sizes.append(len(sender._store.values))
     assert max(sizes) - min(sizes) <= 2, sizes

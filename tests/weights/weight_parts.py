@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from asyncrl.weights.buckets import Manifest
+from asyncrl.weights.buckets import WeightManifest
 from asyncrl.weights.receiver import WeightReceiver
 from asyncrl.weights.sender import WeightSender
 from asyncrl.weights.staging import StagedWeights
@@ -49,8 +49,8 @@ def described(tensors: list[tuple[str, torch.Tensor]]) -> list[list[Any]]:
     ]
 
 
-def manifest_of(tensors: list[tuple[str, torch.Tensor]]) -> Manifest:
-    return Manifest.of((name, tensor.dtype, tensor.shape) for name, tensor in tensors)
+def manifest_of(tensors: list[tuple[str, torch.Tensor]]) -> WeightManifest:
+    return WeightManifest.of((name, tensor.dtype, tensor.shape) for name, tensor in tensors)
 
 
 def make_sender(address: str, cleanup: list, *, timeout_s: float = 20.0) -> WeightSender:
@@ -93,8 +93,8 @@ def make_receiver(
 
 def joined(sender: WeightSender, count: int) -> WeightSender:
     """The sender, before its first version, when so many receivers are there."""
-    sender._roster.await_members(count, 60.0)
-    assert len(sender._roster.present()) == count
+    sender._membership.await_members(count, 60.0)
+    assert len(sender._membership.present()) == count
     return sender
 
 

@@ -74,7 +74,7 @@ def build_engine(config: Config, seed: int) -> LLMEngine:
         "disable_log_stats": True,
     }
     if on_gpu:
-        arguments["gpu_memory_utilization"] = float(os.environ.get(GPU_FRACTION, generator.gpu_memory_fraction))
+        arguments["gpu_memory_utilization"] = float(os.environ.get(GPU_FRACTION, generator.gpu_memory_utilization))
     else:
         check_cpu(config)
         _keep_weights_beside_packed()

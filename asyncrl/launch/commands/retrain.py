@@ -18,14 +18,14 @@ from asyncrl.errors import ConfigError, RunError
 from asyncrl.launch.console import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, Interrupts
 from asyncrl.launch.endpoints import run_endpoints
 from asyncrl.launch.local import LAUNCHERS, LocalLauncher
-from asyncrl.launch.placement import LOOPBACK, plan_resources
+from asyncrl.launch.placement import LOOPBACK, place_roles
 from asyncrl.launch.preflight import check_model
 from asyncrl.launch.run_dir import changes, refuse_changes
 from asyncrl.launch.worker import RoleSpec
 from asyncrl.observe.logs import configure_logs
 from asyncrl.observe.report import OF_STEP, read_metrics
 from asyncrl.rewards.reward_model import uses_reward_model
-from asyncrl.util.files import first_free
+from asyncrl.util.files import next_free_path
 from asyncrl.wire.endpoints import Endpoints
 
 CHUNK_BYTES = 16 << 20
@@ -93,7 +93,7 @@ END_GRACE_S = 2.0
 FREE_SECTIONS = ("algorithm", "learner", "observe")
 FREE_KEYS = {"critic.lr", "critic.warmup_steps", "critic.clip", "steps"}
 FIXED_KEYS = {"learner.zero_stage"}
-SHOWN = ("learner/loss", "learner/grad_norm", "correction/ess", "correction/mismatch_kl", "kl/reference")
+SHOWN = ("learner/loss", "learner/grad_norm", "correction/ess", "correction/behavior_kl", "kl/reference")
 """Metrics whose first and last values are shown beside those of the run."""
 
 
@@ -160,7 +160,7 @@ def read_configs(run_dir: Path, settings: dict[str, Any]) -> tuple[Config, Confi
 def make_out(run_dir: Path, out: Path | None) -> Path:
     """A new folder for the results. Raises ConfigError when the one given is not empty."""
     if out is None:
-        out = first_free(run_dir / "replays", "")
+        out = next_free_path(run_dir / "replays", "")
     elif out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"--out {out}: exists and is not an empty folder; give another one")
     out.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -175,7 +175,7 @@ def on_this_machine(config: Config) -> Config:
 
 def start(launcher: LocalLauncher, config: Config, endpoints: Endpoints, run_dir: Path, out: Path, step: int) -> None:
     """Starts the learner and critic ranks on the cores and GPUs that they had in the run."""
-    plan = plan_resources(config, reward_model=uses_reward_model(config))
+    plan = place_roles(config, reward_model=uses_reward_model(config))
     for role in ("learner", "critic"):
         for index, share in enumerate(plan.of(role)):
             spec = RoleSpec(role, index, str(run_dir), endpoints, share.cpus, 0, offline=str(out), offline_step=step)

@@ -10,9 +10,9 @@ from rich.console import Console
 
 from asyncrl.config import MAX_GENERATORS, load_config, too_many_generators
 from asyncrl.errors import ConfigError, PeerTimeoutError, RunError
-from asyncrl.launch.bottleneck import Judge
-from asyncrl.launch.placement import plan_resources
-from asyncrl.launch.run_dir import goes_on, read_endpoints
+from asyncrl.launch.bottleneck import BottleneckMonitor
+from asyncrl.launch.placement import place_roles
+from asyncrl.launch.run_dir import is_running, read_endpoints
 from asyncrl.observe.live import LiveView
 from asyncrl.replay.client import LauncherClient
 from asyncrl.rewards.reward_model import uses_reward_model
@@ -33,12 +33,12 @@ def scale(run: str, generators: int, console: Console) -> None:
     run_dir = Path("runs") / run
     client = LauncherClient(read_endpoints(run_dir))
     try:
-        Change(run_dir, client, generators, console).await_all()
+        ScaleChange(run_dir, client, generators, console).await_all()
     finally:
         client.close()
 
 
-class Change:
+class ScaleChange:
     """The generators that are to join or to leave, until they have."""
 
     def __init__(self, run_dir: Path, client: LauncherClient, wanted: int, console: Console) -> None:
@@ -87,7 +87,7 @@ class Change:
 
     def _check(self) -> None:
         names = ", ".join(f"generator-{index}" for index in sorted(self.joiners | self.leavers))
-        if not goes_on(self._run_dir):
+        if not is_running(self._run_dir):
             raise RunError(f"{self.title}: the run ended meanwhile, without {names}")
         if time.monotonic() - self._started_s > self._timeout_s:
             state = "up" if self.joiners else "gone"
@@ -111,19 +111,19 @@ def top(run_dir: Path, console: Console) -> None:
     """Shows the run until it ends, or Ctrl-C; asks and changes nothing. Raises ConfigError when it is not going on."""
     client = LauncherClient(read_endpoints(run_dir))
     config = load_config(run_dir / "config.yaml")
-    judge = Judge(config, plan_resources(config, reward_model=uses_reward_model(config)), first_s=0.0)
+    judge = BottleneckMonitor(config, place_roles(config, reward_model=uses_reward_model(config)), first_s=0.0)
     view = LiveView(console, run=run_dir.name, steps=config.steps, max_staleness=config.replay.staleness_limit)
     try:
         with view:
             view.phase("waiting for the first step ...")
-            while goes_on(run_dir):
+            while is_running(run_dir):
                 try:
                     status = client.status()
                 except PeerTimeoutError:
                     view.phase("the replay queue does not answer; it may be starting ...")
                     continue
                 if status["step"]:
-                    if sentence := judge.look(status):
+                    if sentence := judge.update(status):
                         view.judge(sentence)
                     view.update(status)
                 time.sleep(EVERY_S)

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from asyncrl.config import load_config
 from asyncrl.errors import ConfigError
-from asyncrl.launch.run_dir import goes_on, read_endpoints
+from asyncrl.launch.run_dir import is_running, read_endpoints
 from asyncrl.replay.client import LauncherClient
 from asyncrl.replay.journal.reader import Loader, read_journal, segments_of
 from asyncrl.replay.state import QueueState
@@ -49,7 +49,7 @@ def read_ledger(run_dir: Path) -> tuple[dict[str, Any], str]:
     """
     if not (run_dir / "config.yaml").is_file():
         raise ConfigError(f"{run_dir}: not the folder of a run, config.yaml is missing; give runs/NAME")
-    if goes_on(run_dir):
+    if is_running(run_dir):
         client = LauncherClient(read_endpoints(run_dir))
         try:
             return client.summary(), "the run, which goes on"

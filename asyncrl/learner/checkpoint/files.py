@@ -31,7 +31,7 @@ POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Content:
+class PartContent:
     """What is to be written at one path of a checkpoint: a file, or a folder of files."""
 
     num_bytes: int
@@ -39,16 +39,16 @@ class Content:
     write: Callable[[Path], object]
 
 
-Files = dict[str, Content]
+Files = dict[str, PartContent]
 """Path in the checkpoint -> what it gets."""
 
 
-def tensors_file(tensors: dict[str, Tensor]) -> Content:
-    return Content(sum(tensor.nbytes for tensor in tensors.values()), partial(save_file, tensors))
+def tensors_file(tensors: dict[str, Tensor]) -> PartContent:
+    return PartContent(sum(tensor.nbytes for tensor in tensors.values()), partial(save_file, tensors))
 
 
-def bytes_file(data: bytes) -> Content:
-    return Content(len(data), lambda path: path.write_bytes(data))
+def bytes_file(data: bytes) -> PartContent:
+    return PartContent(len(data), lambda path: path.write_bytes(data))
 
 
 def model_files(trained: TrainedModel, name: str, *, tokenizer: str) -> Files:
@@ -61,7 +61,7 @@ def model_files(trained: TrainedModel, name: str, *, tokenizer: str) -> Files:
     if rank == 0:
         num_bytes = sum(weight.nbytes for weight in weights.values())
         write = partial(write_model, model=trained.model, weights=weights, tokenizer=tokenizer)
-        files["model" if name == "policy" else f"{name}_model"] = Content(num_bytes, write)
+        files["model" if name == "policy" else f"{name}_model"] = PartContent(num_bytes, write)
     return files
 
 
@@ -162,7 +162,7 @@ Sum = dict[str, Any]
 
 
 @dataclass(slots=True)
-class Manifest:
+class CheckpointManifest:
     """`checkpoint.json`: what the checkpoint is, and the sums of its other files."""
 
     step: int
@@ -190,8 +190,8 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removesuffix(PARTIAL).removeprefix("step-"))
 
 
-def read_manifest(path: Path) -> Manifest:
-    return Manifest(**json.loads((path / MANIFEST).read_text()))
+def read_manifest(path: Path) -> CheckpointManifest:
+    return CheckpointManifest(**json.loads((path / MANIFEST).read_text()))
 
 
 def has_manifest(path: Path) -> bool:
@@ -258,6 +258,6 @@ def sum_of(path: Path) -> Sum:
     return {"bytes": num_bytes, "xxh3": digest.hexdigest()}
 
 
-def write_manifest(path: Path, manifest: Manifest) -> None:
+def write_manifest(path: Path, manifest: CheckpointManifest) -> None:
     """Makes the folder a whole checkpoint, or replaces what is said of it."""
     replace_file(path / MANIFEST, json.dumps(asdict(manifest), indent=1))

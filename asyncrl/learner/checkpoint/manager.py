@@ -17,8 +17,8 @@ from asyncrl.learner.checkpoint.files import (
     MANIFEST,
     PARTIAL,
     PARTS,
+    CheckpointManifest,
     Files,
-    Manifest,
     PartWriter,
     await_parts,
     finished_steps,
@@ -100,7 +100,7 @@ class Checkpoints:
         self._partial = unfinished
         files = snapshot(unfinished)
         num_bytes = self.ranks.sum(torch.tensor([sum(content.num_bytes for content in files.values())]))
-        self.ranks.raise_together(self._make_room(step, int(num_bytes)))
+        self.ranks.raise_on_all_ranks(self._make_room(step, int(num_bytes)))
         started_s = time.monotonic()
 
         def complete() -> None:
@@ -121,7 +121,7 @@ class Checkpoints:
         self._late = limit_s is not None and self.ranks.any(not self._writer.ends(limit_s))
         if self._late:
             return False
-        self.ranks.raise_together(self._writer.wait())
+        self.ranks.raise_on_all_ranks(self._writer.wait())
         self._partial = None
         self._rate()
         return True
@@ -167,7 +167,7 @@ class Checkpoints:
     def _complete(self, step: int, unfinished: Path, reward: float | None) -> None:
         """Makes the checkpoint whole when all parts are there, and removes those that are not kept any more."""
         files = await_parts(unfinished, self._names, timeout_s=self._timeout_s, cancelled=self._cancelled)
-        manifest = Manifest(step, reward, files=files)
+        manifest = CheckpointManifest(step, reward, files=files)
         if error := self._make_room(step, manifest.num_bytes):
             raise error
         shutil.rmtree(unfinished / PARTS)

@@ -13,7 +13,7 @@ from asyncrl.replay.client import Committed
 from asyncrl.replay.codec import unpack_group
 from asyncrl.replay.journal.reader import WAY_OUT, Loader, Segment, scan_journal
 from asyncrl.replay.journal.writer import Journal, Location, Record, segments_of
-from asyncrl.replay.tickets import Finished
+from asyncrl.replay.tickets import FinishedGroup
 from asyncrl.types import Group, Shard
 from asyncrl.wire.messages import GroupMeta
 
@@ -21,7 +21,7 @@ READ_AT_ONCE_BYTES = 64 << 20
 """Of the journal, before others are answered."""
 
 
-class Catchup:
+class History:
     """The batches and metrics of the steps from `first` to `last`, which lie in these segments of the journal.
 
     The journal is read as far as the step that is asked for. A step must be read before its methods are called; they
@@ -45,12 +45,12 @@ class Catchup:
         """Tickets of each learner rank."""
         return [[ticket for ticket, _ in shard] for shard in self._places(step)]
 
-    def groups(self, step: int, rank: int) -> list[Finished]:
+    def groups(self, step: int, rank: int) -> list[FinishedGroup]:
         """Those of a learner rank, in the order they were trained in."""
         places = [place for _, place in self._places(step)[rank]]
         # In the order of the journal, so that each record batch is read once.
         records = {place: self._journal.load(place) for place in sorted(places)}
-        return [Finished.of_record(records[place].body, records[place].arrays) for place in places]
+        return [FinishedGroup.of_record(records[place].body, records[place].arrays) for place in places]
 
     def metrics(self, step: int) -> dict[str, float]:
         """What the queue's answer to the commit of the step was."""
@@ -190,7 +190,7 @@ class JournalBatches:
             there = f"the first one there is {self.first}" if self.first <= self.steps else "nor is any after it"
             raise JournalError(
                 f"{self.folder}: step {step + 1} is not there any more, {there}; start from a checkpoint of step "
-                f"{self.first - 1} or later, or run with journal.keep=all to replay a run from its beginning"
+                f"{self.first - 1} or later, or run with journal.retention=all to replay a run from its beginning"
             )
         return self.steps
 

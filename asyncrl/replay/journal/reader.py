@@ -23,7 +23,7 @@ import pyarrow as pa
 import xxhash
 
 from asyncrl.errors import JournalError
-from asyncrl.replay.journal.records import SCHEMA, Batch, Record
+from asyncrl.replay.journal.records import SCHEMA, JournalBatch, Record
 
 Location = tuple[int, int, int]
 """Segment, batch, row."""
@@ -55,7 +55,7 @@ class Segment:
     def span(self, batch: int) -> tuple[int, int]:
         return self.ends[batch - 1] if batch else 0, self.ends[batch]
 
-    def read(self, batch: int) -> Batch:
+    def read(self, batch: int) -> JournalBatch:
         """Raises JournalError unless the batch is there, whole and readable."""
         if not 0 <= batch < len(self.ends):
             raise JournalError(f"{self.path}: there is no record batch {batch}, it has {len(self.ends)}; {WITHOUT}")
@@ -69,11 +69,11 @@ class Segment:
         try:
             table = pa.ipc.read_record_batch(pa.py_buffer(message), SCHEMA)
             table.validate(full=True)
-            return Batch(table)
+            return JournalBatch(table)
         except (pa.ArrowException, ValueError, OSError) as error:
             raise JournalError(f"{where} are no batch of records: {error}; {WITHOUT}") from None
 
-    def record(self, batch: int, row: int, records: Batch) -> Record:
+    def record(self, batch: int, row: int, records: JournalBatch) -> Record:
         """One row of what `read` gave for the batch. Raises JournalError."""
         if not 0 <= row < len(records):
             raise JournalError(f"{self.path}: record batch {batch} has {len(records)} rows, not row {row}; {WITHOUT}")
@@ -131,7 +131,7 @@ class Loader:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._segments: dict[int, Segment] = {}
-        self._last: tuple[int, int, Batch] | None = None
+        self._last: tuple[int, int, JournalBatch] | None = None
 
     def load(self, location: Location, *, segment: Segment | None = None) -> Record:
         """The record, with arrays of its own; a `segment` that still grows is given by its writer. Raises JournalError

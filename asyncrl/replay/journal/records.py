@@ -172,7 +172,7 @@ class _Sink:
     def close(self) -> None: ...
 
 
-class Batch:
+class JournalBatch:
     """The records of one batch that was read; arrays are read-only views of its bytes."""
 
     def __init__(self, batch: pa.RecordBatch) -> None:

@@ -58,7 +58,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ProgramOutcome:
     ended: Ended
     exit_code: int
     """Negative: ended by that signal."""
@@ -69,7 +69,7 @@ class Outcome:
 
 def run_program(
     source: str, *, limits: Limits, within_s: float, stdin: str = "", cases: list[dict[str, Any]] | None = None
-) -> Outcome:
+) -> ProgramOutcome:
     """Runs a program once, as a script on `stdin`, or as a module whose functions `cases` use.
 
     A case is {"call": function, "arguments": [...]}, {"evaluate": expression} or {"execute": statement}. All of it
@@ -92,7 +92,7 @@ def run_program(
         _check_confined(ready, ended)
         output.seek(0)
         values = _values(result, nonce, limits.file_bytes)
-        return Outcome(ended, process.returncode, output.read(limits.file_bytes), values)
+        return ProgramOutcome(ended, process.returncode, output.read(limits.file_bytes), values)
 
 
 def check_sandbox() -> None:

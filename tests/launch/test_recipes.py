@@ -10,16 +10,16 @@ from rich.console import Console
 
 from asyncrl.config import load_config
 from asyncrl.errors import ConfigError
-from asyncrl.launch.preflight import EVAL_ROWS, make_missing
+from asyncrl.launch.preflight import EVAL_ROWS, run_recipes
 
 
 def test_training_and_evaluation_files_are_made(tmp_path: Path) -> None:
     train, held = tmp_path / "train.parquet", tmp_path / "eval.parquet"
     values = {"model.path": "m", "data.recipe": "arithmetic", "data.train": str(train)}
-    make_missing(load_config(None, values), Console(quiet=True))
+    run_recipes(load_config(None, values), Console(quiet=True))
     assert pq.read_metadata(train).num_rows == 400
     made = train.stat().st_mtime_ns
-    make_missing(load_config(None, values | {"data.eval": str(held)}), Console(quiet=True))
+    run_recipes(load_config(None, values | {"data.eval": str(held)}), Console(quiet=True))
     assert pq.read_metadata(held).num_rows == EVAL_ROWS
     assert train.stat().st_mtime_ns == made
 
@@ -27,7 +27,7 @@ def test_training_and_evaluation_files_are_made(tmp_path: Path) -> None:
 def test_a_recipe_makes_one_file(tmp_path: Path) -> None:
     files = [str(tmp_path / "a.parquet"), str(tmp_path / "b.parquet")]
     with pytest.raises(ConfigError, match=r"data.recipe = 'arithmetic': makes one file, data.train names several"):
-        make_missing(
+        run_recipes(
             load_config(None, {"model.path": "m", "data.recipe": "arithmetic", "data.train": files}),
             Console(quiet=True),
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from asyncrl.generator.cost_model import STEPS_AT_LEAST, StepCosts, non_negative
+from asyncrl.generator.cost_model import MIN_STEPS, StepCosts, non_negative
 
 
 def test_costs_are_found_again() -> None:
@@ -29,7 +29,7 @@ def test_steps_of_few_sequences_are_not_forgotten() -> None:
 
 def test_nothing_is_known_of_few_steps() -> None:
     costs = StepCosts()
-    for _ in range(STEPS_AT_LEAST - 1):
+    for _ in range(MIN_STEPS - 1):
         costs.step(0.1, running=1, changed=0)
     assert costs.solve() == []
     costs.step(0.1, running=1, changed=0)

@@ -10,7 +10,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from asyncrl.launch.console import lasting
+from asyncrl.launch.console import ignore_broken_pipe
 from asyncrl.observe.live import LiveView
 
 pytestmark = pytest.mark.timeout(240)
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(240)
 def test_a_terminal_that_was_closed_does_not_end_the_run() -> None:
     master, slave = pty.openpty()
     with os.fdopen(slave, "w") as file:
-        console = lasting(Console(file=file, force_terminal=True, width=100))
+        console = ignore_broken_pipe(Console(file=file, force_terminal=True, width=100))
         console.print("before")
         assert b"before" in os.read(master, 1000)
         os.close(master)

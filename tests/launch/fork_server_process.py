@@ -1,4 +1,4 @@
-"""A zygote that imports torch, and what ZYGOTE_IMPORTS names, and whose children are roles or run Python code."""
+"""A fork_server that imports torch, and what FORK_SERVER_IMPORTS names, and whose children are roles or run Python code."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ def run(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    more = os.environ.get("ZYGOTE_IMPORTS")
+    more = os.environ.get("FORK_SERVER_IMPORTS")
     sys.exit(main(run, ["torch", *([more] if more else [])]))

@@ -9,7 +9,7 @@ import torch
 from weight_parts import manifest_of
 
 from asyncrl.errors import ConfigError, InvariantError, ProtocolError, RunError
-from asyncrl.weights.buckets import MAX_MANIFEST_BYTES, ROW_BYTES, Manifest, Pack, buckets, checksum
+from asyncrl.weights.buckets import MAX_MANIFEST_BYTES, ROW_BYTES, WeightBuffer, WeightManifest, buckets, checksum
 from asyncrl.weights.transports import choose_transport
 
 CPU = torch.device("cpu")
@@ -37,9 +37,9 @@ def total(buffer: torch.Tensor, bucket_bytes: int) -> int:
 
 def test_pack_keeps_every_byte() -> None:
     weights = mixed_weights()
-    pack = Pack(manifest_of(weights), CPU, pinned=False, bucket_bytes=1 << 20)
+    pack = WeightBuffer(manifest_of(weights), CPU, pinned=False, bucket_bytes=1 << 20)
     pack.fill(weights)
-    manifest = Manifest.from_json(pack.manifest.to_json())
+    manifest = WeightManifest.from_json(pack.manifest.to_json())
     assert manifest == pack.manifest
     assert pack.buffer.numel() % ROW_BYTES == 0
     for (name, tensor), (packed_name, packed) in zip(weights, manifest.views(pack.buffer), strict=True):
@@ -49,7 +49,7 @@ def test_pack_keeps_every_byte() -> None:
 
 def test_pack_is_a_copy() -> None:
     weights = mixed_weights()
-    pack = Pack(manifest_of(weights), CPU, pinned=False, bucket_bytes=1 << 20)
+    pack = WeightBuffer(manifest_of(weights), CPU, pinned=False, bucket_bytes=1 << 20)
     pack.fill(weights)
     before = weights[0][1].clone()
     weights[0][1].fill_(9.0)
@@ -59,7 +59,7 @@ def test_pack_is_a_copy() -> None:
 @pytest.mark.parametrize("bucket_bytes", [1, ROW_BYTES, 3 * ROW_BYTES + 5, 1 << 20])
 def test_buckets_cover_the_buffer_and_do_not_change_the_checksum(bucket_bytes: int) -> None:
     weights = mixed_weights()
-    pack = Pack(manifest_of(weights), CPU, pinned=False, bucket_bytes=1 << 20)
+    pack = WeightBuffer(manifest_of(weights), CPU, pinned=False, bucket_bytes=1 << 20)
     pack.fill(weights)
     parts = buckets(pack.buffer, bucket_bytes)
     assert torch.equal(torch.cat(parts), pack.buffer)
@@ -89,7 +89,7 @@ def test_checksum_notices_a_flipped_bit_and_exchanged_rows() -> None:
     ],
 )
 def test_other_weights_than_the_first_are_refused(change, message: str) -> None:
-    pack = Pack(manifest_of(mixed_weights()), CPU, pinned=False, bucket_bytes=1 << 20)
+    pack = WeightBuffer(manifest_of(mixed_weights()), CPU, pinned=False, bucket_bytes=1 << 20)
     with pytest.raises(InvariantError, match=message):
         pack.fill(change(mixed_weights()))
 
@@ -108,13 +108,13 @@ def test_other_weights_than_the_first_are_refused(change, message: str) -> None:
 )
 def test_a_manifest_that_does_not_add_up_is_refused(text: str) -> None:
     with pytest.raises(ProtocolError, match="manifest"):
-        Manifest.from_json(text)
+        WeightManifest.from_json(text)
 
 
 def test_a_manifest_that_is_too_long_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json, "loads", lambda text: pytest.fail("it is parsed"))
     with pytest.raises(ProtocolError, match=f"{MAX_MANIFEST_BYTES + 1} bytes, at most {MAX_MANIFEST_BYTES} are read"):
-        Manifest.from_json(b" " * (MAX_MANIFEST_BYTES + 1))
+        WeightManifest.from_json(b" " * (MAX_MANIFEST_BYTES + 1))
 
 
 def test_transport_is_nccl_only_where_every_process_has_a_gpu_of_its_own() -> None:
@@ -131,7 +131,7 @@ def test_transport_is_nccl_only_where_every_process_has_a_gpu_of_its_own() -> No
 
 def test_buckets_come_as_they_are_filled() -> None:
     weights = [("a", torch.arange(ROW_BYTES, dtype=torch.int32)), ("b", torch.ones(ROW_BYTES, dtype=torch.int32))]
-    pack = Pack(manifest_of(weights), CPU, pinned=False, bucket_bytes=ROW_BYTES)
+    pack = WeightBuffer(manifest_of(weights), CPU, pinned=False, bucket_bytes=ROW_BYTES)
     seen: list[int] = []
 
     def filled():
@@ -146,7 +146,7 @@ def test_buckets_come_as_they_are_filled() -> None:
 
 
 def test_a_copy_that_fails_or_takes_too_long_ends_the_broadcast() -> None:
-    pack = Pack(manifest_of(mixed_weights()), CPU, pinned=False, bucket_bytes=ROW_BYTES)
+    pack = WeightBuffer(manifest_of(mixed_weights()), CPU, pinned=False, bucket_bytes=ROW_BYTES)
     with pytest.raises(RunError, match=r"the learner did not copy a bucket of them within 0\.05 s"):
         next(pack.buckets(timeout_s=0.05, check=lambda: None))
     with pytest.raises(InvariantError):

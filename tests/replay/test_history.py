@@ -45,7 +45,7 @@ SEGMENTS = [
         Record("lease", {"tickets": [[1, 0], [1, 1]]}),
         Record("lose", {"tokens": 3}),
         record(group(1, 1)),
-        record(group(2, 0, tokens=9), refunded="no_signal"),
+        record(group(2, 0, tokens=9), refunded="zero_variance"),
         take(1, [[3, 0], [1]]),
     ],
     [Record("state", {}), commit(1), record(group(4)), record(group(6))],

@@ -72,5 +72,5 @@ def test_summary_has_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HUB_TOKEN", "hf_0123456789")
     with RunFolder(small_config(run="one")) as folder:
         told = {"error": "learner-0: hf_0123456789 is refused", "wall_s": 2.0, "eval": [{"reward": 0.5}], "x": None}
-        summary = folder.sum_up(told)
+        summary = folder.summary(told)
     assert summary == told | {"error": "learner-0: *** is refused", "attempts": 1}

@@ -15,7 +15,7 @@ from asyncrl.launch.bottleneck import generators_per_device
 from asyncrl.launch.placement import (
     check_host,
     network_environment,
-    plan_resources,
+    place_roles,
     reserve_ports,
 )
 from tests.helpers.replay import small_config
@@ -30,13 +30,13 @@ def four_cores_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_generators_and_learners_get_cores_of_their_own() -> None:
-    plan = plan_resources(small_config(launch__generators=3))
+    plan = place_roles(small_config(launch__generators=3))
     assert [share.cpus for share in plan.generators] == [(0,), (1,), (2,)]
     assert [share.cpus for share in plan.learners] == [(3,)]
 
 
 def test_one_of_each_splits_the_machine() -> None:
-    plan = plan_resources(small_config())
+    plan = place_roles(small_config())
     (generator,), (learner,) = plan.generators, plan.learners
     assert (generator.cpus, generator.threads) == ((0, 1), 2)
     assert (learner.cpus, learner.threads) == ((2, 3), 2)
@@ -47,7 +47,7 @@ def test_one_of_each_splits_the_machine() -> None:
 
 
 def test_more_roles_than_cores_share_with_one_thread_each() -> None:
-    plan = plan_resources(small_config(launch__generators=8, launch__learners=4, replay__groups_per_step=4))
+    plan = place_roles(small_config(launch__generators=8, launch__learners=4, replay__groups_per_step=4))
     assert {share.threads for share in plan.generators + plan.learners} == {1}
     generators = {cpu for share in plan.generators for cpu in share.cpus}
     learners = {cpu for share in plan.learners for cpu in share.cpus}
@@ -56,22 +56,22 @@ def test_more_roles_than_cores_share_with_one_thread_each() -> None:
 
 
 def test_generators_that_take_turns_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert generators_per_device(plan_resources(small_config(launch__generators=3))) == 1
-    assert generators_per_device(plan_resources(small_config(launch__pin_cores=False, launch__generators=3))) == 1
+    assert generators_per_device(place_roles(small_config(launch__generators=3))) == 1
+    assert generators_per_device(place_roles(small_config(launch__pin_cores=False, launch__generators=3))) == 1
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    assert generators_per_device(plan_resources(small_config(launch__generators=3))) == 3
+    assert generators_per_device(place_roles(small_config(launch__generators=3))) == 3
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
-    assert generators_per_device(plan_resources(small_config(launch__generators=3))) == 2
+    assert generators_per_device(place_roles(small_config(launch__generators=3))) == 2
 
 
 def test_unpinned_roles_may_use_every_core() -> None:
-    plan = plan_resources(small_config(launch__pin_cores=False))
+    plan = place_roles(small_config(launch__pin_cores=False))
     assert {share.cpus for share in plan.generators + plan.learners} == {(0, 1, 2, 3)}
 
 
 def test_critics_and_the_reward_model_share_with_the_learners() -> None:
     config = small_config(launch__learners=2, critic__ranks=1, algorithm__advantage="gae", replay__groups_per_step=4)
-    plan = plan_resources(config, reward_model=True)
+    plan = place_roles(config, reward_model=True)
     assert [len(plan.of(role)) for role in ("generator", "learner", "critic", "reward_model")] == [1, 2, 1, 1]
     learners = {cpu for share in plan.learners for cpu in share.cpus}
     assert {cpu for share in (*plan.critics, plan.reward_model) if share for cpu in share.cpus} <= learners | {1, 2, 3}

@@ -38,15 +38,15 @@ def echo() -> Iterator[tuple[zmq.Socket[bytes], str, Path]]:
     router.close()
 
 
-def reaches(router: zmq.Socket[bytes], dealer: zmq.Socket[bytes], timeout_ms: int) -> bool:
+def reaches(router: zmq.Socket[bytes], batcher: zmq.Socket[bytes], timeout_ms: int) -> bool:
     try:
-        dealer.send(b"hello", zmq.DONTWAIT)
+        batcher.send(b"hello", zmq.DONTWAIT)
     except zmq.Again:  # ZeroMQ gives up on a listener that refused it
         return False
     if not router.poll(timeout_ms):
         return False
     router.send_multipart(router.recv_multipart())
-    return bool(dealer.poll(10_000)) and dealer.recv() == b"hello"
+    return bool(batcher.poll(10_000)) and batcher.recv() == b"hello"
 
 
 def test_only_the_runs_own_key_is_let_in(echo: tuple[zmq.Socket[bytes], str, Path], tmp_path: Path) -> None:
@@ -70,12 +70,12 @@ def test_a_listener_takes_frames_of_its_size_and_no_larger_ones(encrypted: bool)
     address = f"tcp://127.0.0.1:{reserve_ports(0, 1)[0]}"
     router = bind_router(address, "frames", keys=keys, max_frame_bytes=100_000)
     for size, comes in ((100_000, True), (101_000, False)):
-        dealer = connect_dealer(address, keys=keys, linger_s=0.0)
-        dealer.send(bytes(size))
+        batcher = connect_dealer(address, keys=keys, linger_s=0.0)
+        batcher.send(bytes(size))
         assert bool(router.poll(5000 if comes else 500)) is comes
         if comes:
             router.recv_multipart()
-        dealer.close()
+        batcher.close()
     router.close()
 
 

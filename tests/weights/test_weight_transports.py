@@ -6,15 +6,15 @@ import pytest
 import torch
 from weight_parts import on_each
 
-from asyncrl.weights.mailbox import GivenUp, Interrupted, Mailbox, Turn
-from asyncrl.weights.transports import TRANSPORTS, Group, Member, share
+from asyncrl.weights.mailbox import Interrupted, Mailbox, Round, RoundAborted
+from asyncrl.weights.transports import TRANSPORTS, Member, ProcessGroup, share
 from asyncrl.wire.store import Values
 from asyncrl.wire.torch_store import TorchStore
 
 CPU = torch.device("cpu")
 
 
-def two() -> list[Group]:
+def two() -> list[ProcessGroup]:
     store = TorchStore(Values(), "", 20.0)
     return on_each(lambda rank: TRANSPORTS["gloo"].connect(store, Member(rank, 2, CPU, 20.0)))
 
@@ -57,8 +57,8 @@ def test_work_that_ends_just_after_the_time_is_over_has_not_failed() -> None:
 
 def test_a_turn_is_over_when_the_next_offer_is_there() -> None:
     mail = Mailbox(Values())
-    turn = Turn(mail, "ab", 1)
+    turn = Round(mail, "ab", 1)
     turn.raise_if_over()
     mail.put("offer/ab/2", {})
-    with pytest.raises(GivenUp, match="another offer"):
+    with pytest.raises(RoundAborted, match="another offer"):
         turn.raise_if_over()

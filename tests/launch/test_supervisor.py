@@ -16,8 +16,8 @@ from asyncrl.config import Config
 from asyncrl.errors import PeerTimeoutError, RunError
 from asyncrl.launch import gpus, local
 from asyncrl.launch.local import LocalLauncher
-from asyncrl.launch.placement import plan_resources
-from asyncrl.launch.role_group import SETTLED_S, Unit
+from asyncrl.launch.placement import place_roles
+from asyncrl.launch.role_group import SETTLED_S, RoleGroup
 from asyncrl.launch.supervisor import GRACE_S, Supervisor
 from asyncrl.launch.worker import RoleSpec
 from tests.helpers.replay import loopback_endpoints, small_config
@@ -63,12 +63,12 @@ class Stage:
         self.launcher, self.queue, self.said = StandIns(), ScriptedQueue(), list[str]()
         self.now_s = 1000.0
         spec = RoleSpec("", 0, str(folder), loopback_endpoints(1), (), 8)
-        plan = plan_resources(config)
+        plan = place_roles(config)
         self.supervisor = Supervisor(config, plan, spec, self.launcher, self.queue, say=self.said.append)  # type: ignore[arg-type]
         self.supervisor.tick(self.now_s)
 
     def status(self, **told: Any) -> dict[str, Any]:
-        generators = self.heard(**{unit.name: 0.0 for unit in self.supervisor.generators if unit.due_s is None})
+        generators = self.heard(**{unit.name: 0.0 for unit in self.supervisor.generators if unit.restart_at_s is None})
         status = {
             "done": False, "generators_wanted": self.config.launch.generators, "generators": generators,
             "learners": dict.fromkeys(map(str, range(self.config.launch.learners)), 0.0), "step": 0,
@@ -86,13 +86,13 @@ class Stage:
 
     def hear(self, after_s: float = 1.0, **told: Any) -> None:
         self.now_s += after_s
-        self.supervisor.hear(self.status(**told), self.now_s)
+        self.supervisor.update(self.status(**told), self.now_s)
 
     def tick(self, after_s: float = 0.1) -> None:
         self.now_s += after_s
         self.supervisor.tick(self.now_s)
 
-    def unit(self, name: str) -> Unit:
+    def unit(self, name: str) -> RoleGroup:
         units = [self.supervisor.learners, self.supervisor.replay, *self.supervisor.generators]
         return next(unit for unit in units if unit.name == name)
 

@@ -17,7 +17,7 @@ from structlog.testing import capture_logs
 
 from asyncrl import errors
 from asyncrl.launch.local import LocalLauncher
-from asyncrl.launch.placement import Share
+from asyncrl.launch.placement import RoleResources
 from asyncrl.launch.worker import EXIT_TERMINATED, FINAL_CODES, RoleSpec, exit_code
 from asyncrl.observe.logs import last_error
 from tests.helpers.replay import loopback_endpoints, small_config
@@ -43,7 +43,7 @@ def test_crash_ends_the_process_with_its_code_and_the_cause_in_the_log(tmp_path:
     cpus = tuple(os.sched_getaffinity(0))
     spec = RoleSpec("unheard_of", 0, str(tmp_path), loopback_endpoints(1, "run-1a2b3c4d"), cpus, 8, start=2)
     launcher = LocalLauncher()
-    role = launcher.start(spec, Share(cpus, threads=1))
+    role = launcher.start(spec, RoleResources(cpus, threads=1))
     shown = psutil.Process(role.process.pid).cmdline()
     assert launcher.wait([role], 60.0) == [] and role.code == 4
     assert shown[1:] == ["-m", "asyncrl.launch.worker", "unheard_of-0", str(os.getpid())], "every user can read these"
@@ -113,7 +113,7 @@ def test_output_that_cannot_be_cleaned_of_secrets_is_named(tmp_path: Path, monke
     spec = RoleSpec("learner", 0, str(tmp_path), loopback_endpoints(1), (), 8)
     launcher = LocalLauncher()
     monkeypatch.setattr(launcher, "command", lambda _: ["printf", "%s", "\\xff a tell-nobody\nof-this"])
-    share = Share((0,), threads=1)
+    share = RoleResources((0,), threads=1)
 
     def ended() -> tuple[bytes, list[MutableMapping[str, Any]]]:
         role = launcher.start(spec, share)
@@ -136,7 +136,7 @@ def test_roles_have_groups_of_their_own_in_the_launchers_session(
     launcher = LocalLauncher()
     monkeypatch.setattr(launcher, "command", lambda _: ["sleep", "60"])
     spec = RoleSpec("learner", 0, str(tmp_path), loopback_endpoints(1), (), 8)
-    role = launcher.start(spec, Share((0,), threads=1))
+    role = launcher.start(spec, RoleResources((0,), threads=1))
     try:
         assert os.getpgid(role.process.pid) == role.process.pid, "Ctrl-C in a terminal would reach it"
         assert os.getsid(role.process.pid) == os.getsid(0), "it may get next to nothing of a core that others use"

@@ -27,7 +27,7 @@ from asyncrl.weights import sender as sender_module
 from asyncrl.weights import transports
 from asyncrl.weights.broadcast import Delivery
 from asyncrl.weights.mailbox import Mailbox
-from asyncrl.weights.membership import MAX_UNREAD, Peer, Roster
+from asyncrl.weights.membership import MAX_UNREAD, Membership, Peer
 from asyncrl.weights.messages import READY
 from asyncrl.weights.receiver import WeightReceiver
 from asyncrl.weights.transports import TRANSPORTS
@@ -212,9 +212,9 @@ def announce(mail: Mailbox, message: object) -> int:
     return number
 
 
-def make_roster() -> tuple[Mailbox, Roster]:
+def make_roster() -> tuple[Mailbox, Membership]:
     mail = Mailbox(Values())
-    return mail, Roster(mail, check=lambda: None, ring=lambda: None)
+    return mail, Membership(mail, check=lambda: None, ring=lambda: None)
 
 
 MEMBER = {"id": "ab", "rank": 1, "device": "cpu"}
@@ -229,40 +229,40 @@ RUBBISH_MEMBERS = [
 
 @pytest.mark.parametrize("message", [*RUBBISH, *RUBBISH_MEMBERS])
 def test_a_rubbish_announcement_is_counted_and_left_aside(message: object) -> None:
-    mail, roster = make_roster()
+    mail, membership = make_roster()
     number = announce(mail, message)
     announce(mail, MEMBER)
     with capture_logs() as logs:
-        assert [peer.id for peer in roster.present()] == [peer.id for peer in roster.present()] == ["ab"]
+        assert [peer.id for peer in membership.present()] == [peer.id for peer in membership.present()] == ["ab"]
     assert [entry["event"] for entry in logs] == ["bad announcement of a generator"]
     assert logs[0]["error"].startswith("member/1")
-    assert (roster.bad_messages, mail.has(f"member/{number}")) == (1, False)
+    assert (membership.bad_messages, mail.has(f"member/{number}")) == (1, False)
 
 
 def test_a_rubbish_counter_of_announcements_takes_neither_memory_nor_time() -> None:
-    mail, roster = make_roster()
+    mail, membership = make_roster()
     started = time.monotonic()
     with capture_logs() as logs:
         for more in (1 << 33, MAX_UNREAD // 2 + 1, MAX_UNREAD // 2 + 1, -(1 << 34), 1 << 35):
             mail.count("members", more)
-            assert roster.present() == []
-            assert len(roster._unread) <= MAX_UNREAD
+            assert membership.present() == []
+            assert len(membership._unread) <= MAX_UNREAD
         announce(mail, MEMBER)
-        assert [peer.id for peer in roster.present()] == ["ab"]
+        assert [peer.id for peer in membership.present()] == ["ab"]
     assert time.monotonic() - started < 5.0
     assert [entry["event"] for entry in logs] == ["more generators than can be are counted in the weights' store"]
 
 
 @pytest.mark.parametrize("message", RUBBISH)
 def test_a_rubbish_answer_is_told_apart_from_none(message: object) -> None:
-    mail, roster = make_roster()
+    mail, membership = make_roster()
     peers = [Peer(rank, str(rank), "cpu", rank) for rank in (1, 2, 3)]
     for peer in peers:
         announce(mail, {"id": peer.id, "rank": peer.rank, "device": peer.device})
     mail.store.set(peers[0].key("ready"), message if isinstance(message, str) else json.dumps(message))
     mail.store.set(peers[1].key("holding"), "rubbish")
     mail.put(peers[2].key("ready"), {"loaded": None})
-    answers, failed = roster.collect(peers, "ready", READY, 0.05)
+    answers, failed = membership.collect(peers, "ready", READY, 0.05)
     assert answers == [(peers[2], {"loaded": None})]
     (bad, why), (late, time_out) = failed
     assert (bad, late, time_out) == (peers[0], peers[1], "within 0.05 s")

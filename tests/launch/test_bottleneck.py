@@ -12,8 +12,8 @@ import pytest
 
 from asyncrl.config import load_config
 from asyncrl.launch import bottleneck as judge_module
-from asyncrl.launch.bottleneck import Judge
-from asyncrl.launch.placement import plan_resources
+from asyncrl.launch.bottleneck import BottleneckMonitor
+from asyncrl.launch.placement import place_roles
 from asyncrl.plan import measured, tail
 from asyncrl.plan.verdict import Verdict
 from tests.plan.made_runs import append_log, make_run
@@ -24,15 +24,15 @@ STATUS: dict[str, Any] = {"step": 5, "generator_idle": 0.2, "learner_idle": 0.01
 STEPS = 30
 
 
-def judge_of(folder: Path) -> Judge:
+def judge_of(folder: Path) -> BottleneckMonitor:
     config = load_config(folder / "config.yaml")
-    return Judge(config, plan_resources(config), first_s=0.0)
+    return BottleneckMonitor(config, place_roles(config), first_s=0.0)
 
 
-def verdict(judge: Judge) -> str:
+def verdict(judge: BottleneckMonitor) -> str:
     judge._next_s = 0.0
     deadline_s = time.monotonic() + 30
-    while not (sentence := judge.look(STATUS)):
+    while not (sentence := judge.update(STATUS)):
         assert time.monotonic() < deadline_s
         time.sleep(0.005)
     return sentence
@@ -45,7 +45,7 @@ def bytes_read() -> int:
 
 def test_work_and_memory_do_not_grow_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(measured, "GROUPS_AT_MOST", 100)
+    monkeypatch.setattr(measured, "MAX_GROUPS", 100)
     monkeypatch.setattr(tail, "METRICS_BYTES", 20_000)
     looks: list[list[int]] = []
     for factor in (1, 100):
@@ -77,9 +77,9 @@ def test_who_asks_does_not_wait_for_the_simulation(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(judge_module, "verdict_of", simulate)
     judge = judge_of(make_run(Path("runs/r")))
-    assert judge.look(STATUS | {"step": 0}) == "" and threads == [], "there is nothing to judge before the first step"
-    assert [judge.look(STATUS) for _ in range(3)] == ["", "", ""]
+    assert judge.update(STATUS | {"step": 0}) == "" and threads == [], "there is nothing to judge before the first step"
+    assert [judge.update(STATUS) for _ in range(3)] == ["", "", ""]
     goes_on.set()
     assert verdict(judge) == "balanced"
-    assert judge.look(STATUS) == "", "the next one is due in a minute"
+    assert judge.update(STATUS) == "", "the next one is due in a minute"
     assert threads == ["judge_0"]

@@ -10,47 +10,49 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.learner.metrics import LagTally, lag_metrics
-from asyncrl.types import LAG_BUCKETS
+from asyncrl.learner.metrics import StalenessMetrics, staleness_metrics
+from asyncrl.types import STALENESS_BUCKETS
 
 TOKENS = st.lists(
     st.tuples(st.integers(0, 40), st.floats(-3, 3), st.sampled_from([-1.0, 0.0, 2.0]), st.booleans(), st.booleans()),
     min_size=1,
     max_size=60,
 )
-"""(lag, log ratio, advantage, cut, masked)."""
+"""(staleness, log ratio, advantage, cut, masked)."""
 Token = tuple[int, float, float, bool, bool]
 
 
 NAMES = ["0", "1", "2", *["3-4"] * 2, *["5-8"] * 4, *["9-16"] * 8]
-"""Bucket of each lag up to 16; older tokens are in "17+"."""
+"""Bucket of each staleness up to 16; older tokens are in "17+"."""
 
 
-def bucket_of(lag: int) -> str:
-    return NAMES[lag] if lag < len(NAMES) else "17+"
+def bucket_of(staleness: int) -> str:
+    return NAMES[staleness] if staleness < len(NAMES) else "17+"
 
 
-def tally(tokens: Sequence[Token]) -> LagTally:
-    made = LagTally()
-    lags, ratios, advantages, cut, masked = (torch.tensor(column) for column in zip(*tokens, strict=True))
-    made.add(lags, ratios, advantages, clipped=cut & ~masked, masked=cut & masked)
+def tally(tokens: Sequence[Token]) -> StalenessMetrics:
+    made = StalenessMetrics()
+    staleness, ratios, advantages, cut, masked = (torch.tensor(column) for column in zip(*tokens, strict=True))
+    made.add(staleness, ratios, advantages, clipped=cut & ~masked, masked=cut & masked)
     return made
 
 
-@pytest.mark.parametrize("lag", [*range(19), 1000])
-def test_a_token_is_in_the_bucket_that_is_named_after_its_lag(lag: int) -> None:
-    made = tally([(lag, 0.5, 1.0, False, False)])
-    assert {name.split("/")[1] for name in lag_metrics(made.sums, made.largest)} == {bucket_of(lag)}
-    assert bucket_of(lag) in LAG_BUCKETS
+@pytest.mark.parametrize("staleness", [*range(19), 1000])
+def test_a_token_is_in_the_bucket_that_is_named_after_its_lag(staleness: int) -> None:
+    made = tally([(staleness, 0.5, 1.0, False, False)])
+    assert {name.split("/")[1] for name in staleness_metrics(made.sums, made.largest)} == {bucket_of(staleness)}
+    assert bucket_of(staleness) in STALENESS_BUCKETS
 
 
 @given(TOKENS)
 def test_metrics_by_staleness(tokens: list[Token]) -> None:
     made = tally(tokens)
-    metrics = lag_metrics(made.sums, made.largest)
-    for bucket in LAG_BUCKETS:
+    metrics = staleness_metrics(made.sums, made.largest)
+    for bucket in STALENESS_BUCKETS:
         own = [token for token in tokens if bucket_of(token[0]) == bucket]
-        found = {name.rpartition("/")[2]: value for name, value in metrics.items() if name.startswith(f"lag/{bucket}/")}
+        found = {
+            name.rpartition("/")[2]: value for name, value in metrics.items() if name.startswith(f"staleness/{bucket}/")
+        }
         if not own:
             assert not found
             continue
@@ -72,17 +74,17 @@ def test_metrics_by_staleness(tokens: list[Token]) -> None:
 
 @given(TOKENS, st.integers(0, 60))
 def test_parts_add_up(tokens: list[Token], cut: int) -> None:
-    whole, parts = tally(tokens), LagTally()
+    whole, parts = tally(tokens), StalenessMetrics()
     for part in (tokens[:cut], tokens[cut:]):
         if part:
             own = tally(part)
             parts.sums += own.sums
             parts.largest = torch.maximum(parts.largest, own.largest)
-    assert lag_metrics(parts.sums, parts.largest) == pytest.approx(lag_metrics(whole.sums, whole.largest))
+    assert staleness_metrics(parts.sums, parts.largest) == pytest.approx(staleness_metrics(whole.sums, whole.largest))
 
 
 def test_no_tokens_leave_nothing() -> None:
     empty = torch.zeros(0)
-    made = LagTally()
+    made = StalenessMetrics()
     made.add(empty.long(), empty, empty, clipped=empty.bool(), masked=empty.bool())
-    assert lag_metrics(made.sums, made.largest) == {}
+    assert staleness_metrics(made.sums, made.largest) == {}

@@ -20,10 +20,10 @@ from asyncrl.replay import store as clock_module
 from asyncrl.replay.codec import pack_group
 from asyncrl.replay.stats import (
     CURVE_POINTS,
-    Curve,
+    DownsampledSeries,
     ExactMean,
-    Moments,
-    Outcome,
+    OutcomeStats,
+    RunningMoments,
     bias_alarms,
     completion_tokens,
     tokens_by_version,
@@ -58,7 +58,7 @@ def test_a_value_that_is_not_finite_shows_in_the_mean() -> None:
 
 @pytest.mark.parametrize("length", [1, 5, 30, CURVE_POINTS, CURVE_POINTS + 1, 100_003])
 def test_curve_stays_small_and_knows_its_ends(length: int) -> None:
-    curve = Curve()
+    curve = DownsampledSeries()
     values = np.linspace(0.0, 1.0, length)
     for value in values.tolist():
         curve.add(value)
@@ -68,12 +68,12 @@ def test_curve_stays_small_and_knows_its_ends(length: int) -> None:
     assert curve.first_tenth() == pytest.approx(values[:tenth].mean(), abs=tolerance)
     assert curve.last_tenth() == pytest.approx(values[-tenth:].mean(), abs=tolerance)
     assert curve.latest == values[-1]
-    assert Curve(*msgpack.unpackb(msgpack.packb(curve.state()))) == curve
+    assert DownsampledSeries(*msgpack.unpackb(msgpack.packb(curve.state()))) == curve
 
 
 @given(first=FLOATS, second=FLOATS)
 def test_moments_are_those_of_all_numbers(first: list[float], second: list[float]) -> None:
-    one, other = Moments(), Moments()
+    one, other = RunningMoments(), RunningMoments()
     one.add(first)
     other.add(second)
     for moments, values in ((one, first), (one.merged(other), first + second)):
@@ -82,8 +82,8 @@ def test_moments_are_those_of_all_numbers(first: list[float], second: list[float
         assert moments.variance == pytest.approx(expected, rel=1e-6, abs=1e-3)
 
 
-def outcome(lengths: list[int]) -> Outcome:
-    found = Outcome()
+def outcome(lengths: list[int]) -> OutcomeStats:
+    found = OutcomeStats()
     for start in range(0, len(lengths), 2):
         lease = Lease(start, 0, EndlessPrompts().prompt(0))
         meta, arrays = pack_group(make_group(lease, 0, completion_tokens=lengths[start : start + 2]))
@@ -94,9 +94,11 @@ def outcome(lengths: list[int]) -> Outcome:
 def test_refunds_of_another_length_raise_an_alarm_and_chance_does_not() -> None:
     rng = random.Random(0)
     short, long = ([rng.randint(low, low + 9) for _ in range(200)] for low in (20, 40))
-    alarms = bias_alarms({"trained": outcome(short), "no_signal": outcome(long[:100]), "failed": outcome(long[100:])})
+    alarms = bias_alarms(
+        {"trained": outcome(short), "zero_variance": outcome(long[:100]), "failed": outcome(long[100:])}
+    )
     assert len(alarms) == 1
-    assert "refunded trajectories (failed, no_signal) are" in alarms[0]
+    assert "refunded trajectories (failed, zero_variance) are" in alarms[0]
     assert "longer than trained ones" in alarms[0]
     assert "shorter" in bias_alarms({"trained": outcome(long), "failed": outcome(short)})[0]
     assert bias_alarms({"trained": outcome(short), "failed": outcome(short[::-1])}) == []

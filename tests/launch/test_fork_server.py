@@ -15,9 +15,9 @@ import pytest
 from structlog.testing import capture_logs
 
 from asyncrl.launch import fork_server as zygote_module
-from asyncrl.launch.fork_server import Zygote, ZygoteError
+from asyncrl.launch.fork_server import ForkServer, ForkServerError
 from asyncrl.launch.local import LocalLauncher, RoleProcess
-from asyncrl.launch.placement import Share
+from asyncrl.launch.placement import RoleResources
 from asyncrl.launch.worker import EXIT_CRASHED, RoleSpec
 from asyncrl.observe.logs import last_error
 from tests.helpers.replay import loopback_endpoints, small_config
@@ -26,11 +26,11 @@ CPUS = tuple(sorted(os.sched_getaffinity(0)))
 
 
 @pytest.fixture(scope="module")
-def zygote() -> Iterator[Zygote]:
+def fork_server() -> Iterator[ForkServer]:
     """One that has imported torch only, and runs the Python code that its children are given."""
-    zygote = Zygote("tests.launch.zygote_process")
-    yield zygote
-    zygote.close()
+    fork_server = ForkServer("tests.launch.fork_server_process")
+    yield fork_server
+    fork_server.close()
 
 
 def wait_for(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
@@ -40,54 +40,56 @@ def wait_for(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
         time.sleep(0.01)
 
 
-def run(zygote: Zygote, code: str, output: Path, stdin: bytes = b"", **environment: str) -> int:
+def run(fork_server: ForkServer, code: str, output: Path, stdin: bytes = b"", **environment: str) -> int:
     with output.open("wb") as file:
-        child = zygote.fork(["-c", code], environment, file.fileno())
+        child = fork_server.fork(["-c", code], environment, file.fileno())
     with child.stdin:
         child.stdin.write(stdin)
     assert psutil.Process(child.pid).ppid() == os.getpid()
     return child.wait()
 
 
-def test_a_forked_child_has_its_own_streams_environment_group_and_threads(zygote: Zygote, tmp_path: Path) -> None:
+def test_a_forked_child_has_its_own_streams_environment_group_and_threads(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
     code = (
         "import os, sys, torch; print(sys.stdin.read(), dict(os.environ), torch.get_num_threads(),"
         " os.getpgrp() == os.getpid(), len(os.listdir('/proc/self/fd')), flush=True);"
         " print(open('/proc/self/cmdline').read().strip(chr(0))[-11:], file=sys.stderr); sys.exit(7)"
     )
-    assert run(zygote, code, tmp_path / "out", b"spec", OMP_NUM_THREADS="3") == 7
+    assert run(fork_server, code, tmp_path / "out", b"spec", OMP_NUM_THREADS="3") == 7
     # The fourth descriptor is that of the listing.
     assert (tmp_path / "out").read_text() == "spec {'OMP_NUM_THREADS': '3'} 3 True 4\nsys.exit(7)\n"
 
 
-def test_the_ways_that_a_child_ends(zygote: Zygote, tmp_path: Path) -> None:
+def test_the_ways_that_a_child_ends(fork_server: ForkServer, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    assert run(zygote, "pass", out) == 0
-    assert run(zygote, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)", out) == -signal.SIGKILL
-    assert run(zygote, "raise KeyError('lost')", out) == 1
+    assert run(fork_server, "pass", out) == 0
+    assert run(fork_server, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)", out) == -signal.SIGKILL
+    assert run(fork_server, "raise KeyError('lost')", out) == 1
     assert "KeyError: 'lost'" in out.read_text()
 
 
-def test_random_numbers_of_two_children_differ(zygote: Zygote, tmp_path: Path) -> None:
+def test_random_numbers_of_two_children_differ(fork_server: ForkServer, tmp_path: Path) -> None:
     code = "import random, numpy; print(random.random(), numpy.random.rand())"
     said = set[str]()
     for _ in range(2):
-        assert run(zygote, code, tmp_path / "out") == 0
+        assert run(fork_server, code, tmp_path / "out") == 0
         said |= set((tmp_path / "out").read_text().split())
     assert len(said) == 4
 
 
 def test_a_child_does_nothing_before_it_has_its_input(tmp_path: Path) -> None:
-    zygote = Zygote("tests.launch.zygote_process")
+    fork_server = ForkServer("tests.launch.fork_server_process")
     with (tmp_path / "out").open("wb") as file:
-        child = zygote.fork(["-c", "import sys; print('input', sys.stdin.read())"], {}, file.fileno())
-    os.kill(zygote.pid, signal.SIGKILL)
+        child = fork_server.fork(["-c", "import sys; print('input', sys.stdin.read())"], {}, file.fileno())
+    os.kill(fork_server.pid, signal.SIGKILL)
     time.sleep(0.1)
-    assert (tmp_path / "out").read_bytes() == b"", "and it does not need the zygote"
+    assert (tmp_path / "out").read_bytes() == b"", "and it does not need the fork_server"
     child.stdin.close()
     assert child.wait() == 0
     assert (tmp_path / "out").read_text() == "input \n"
-    zygote.close()
+    fork_server.close()
 
 
 THREAD = "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()"
@@ -96,7 +98,7 @@ THREAD = "import threading; threading.Thread(target=threading.Event().wait, daem
 @pytest.mark.parametrize(
     ("module", "code", "says"),
     [
-        ("starts_a_thread", THREAD, "imports have started threads, which do not survive a fork: asyncrl zygote"),
+        ("starts_a_thread", THREAD, "imports have started threads, which do not survive a fork: asyncrl fork_server"),
         ("broken", "import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
         ("dies", "import os; os._exit(9)", "it ended with code 9"),
     ],
@@ -107,25 +109,25 @@ def test_one_that_cannot_fork_says_why(
 ) -> None:
     (tmp_path / f"{module}.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setenv("ZYGOTE_IMPORTS", module)
-    zygote = Zygote("tests.launch.zygote_process")
+    monkeypatch.setenv("FORK_SERVER_IMPORTS", module)
+    fork_server = ForkServer("tests.launch.fork_server_process")
     try:
-        with (tmp_path / "out").open("wb") as file, pytest.raises(ZygoteError, match=says):
-            zygote.fork(["-c", "pass"], {}, file.fileno())
+        with (tmp_path / "out").open("wb") as file, pytest.raises(ForkServerError, match=says):
+            fork_server.fork(["-c", "pass"], {}, file.fileno())
     finally:
-        zygote.close()
+        fork_server.close()
 
 
 def test_one_that_does_not_die_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    zygote = Zygote("tests.launch.zygote_process")
-    os.kill(zygote.pid, signal.SIGSTOP)
+    fork_server = ForkServer("tests.launch.fork_server_process")
+    os.kill(fork_server.pid, signal.SIGSTOP)
     with monkeypatch.context() as patched, capture_logs() as logs:
         patched.setattr(zygote_module, "KILL_S", 0.1)
-        patched.setattr(zygote._process, "send_signal", lambda number: None)
-        zygote.close()
-    assert [(one["event"], one["pid"]) for one in logs] == [("process does not die of SIGKILL", zygote.pid)]
-    zygote._process.kill()
-    zygote._process.wait(10)
+        patched.setattr(fork_server._process, "send_signal", lambda number: None)
+        fork_server.close()
+    assert [(one["event"], one["pid"]) for one in logs] == [("process does not die of SIGKILL", fork_server.pid)]
+    fork_server._process.kill()
+    fork_server._process.wait(10)
 
 
 def start_role(
@@ -133,25 +135,25 @@ def start_role(
 ) -> RoleProcess:
     (folder / "config.yaml").write_text(small_config().to_yaml())
     spec = RoleSpec(name, 0, str(folder), loopback_endpoints(1), CPUS, 8)
-    return launcher.start(spec, Share(CPUS, 1, gpus))
+    return launcher.start(spec, RoleResources(CPUS, 1, gpus))
 
 
 def test_a_launcher_forks_roles_and_starts_those_with_gpus(tmp_path: Path) -> None:
     launcher = LocalLauncher()
-    launcher.zygote = zygote = Zygote("tests.launch.zygote_process")
+    launcher.fork_server = fork_server = ForkServer("tests.launch.fork_server_process")
     try:
         forked, started = start_role(launcher, tmp_path), start_role(launcher, tmp_path, gpus=("0",))
         assert [type(role.process).__name__ for role in (forked, started)] == ["Forked", "Popen"]
         for role in (forked, started):
             assert launcher.wait([role], 60.0) == [] and role.code == EXIT_CRASHED
         assert last_error(forked.spec.logs / "unheard_of-0.jsonl") == "KeyError: 'unheard_of'"
-        os.kill(zygote.pid, signal.SIGKILL)
+        os.kill(fork_server.pid, signal.SIGKILL)
         again = start_role(launcher, tmp_path)
-        assert type(again.process).__name__ == "Popen" and launcher.zygote is None
+        assert type(again.process).__name__ == "Popen" and launcher.fork_server is None
         assert launcher.wait([again], 60.0) == [] and again.code == EXIT_CRASHED
     finally:
         launcher.kill(list(launcher.roles))
-        zygote.close()
+        fork_server.close()
 
 
 LEAVES_ORPHANS = """
@@ -163,9 +165,11 @@ os.kill(os.getpid(), signal.SIGSTOP)
 """
 
 
-def test_orphans_of_a_role_are_ended_with_its_group_and_leave_no_zombies(zygote: Zygote, tmp_path: Path) -> None:
+def test_orphans_of_a_role_are_ended_with_its_group_and_leave_no_zombies(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
     with (tmp_path / "out").open("wb") as file:
-        child = zygote.fork(["-c", LEAVES_ORPHANS], {"PATH": os.environ["PATH"]}, file.fileno())
+        child = fork_server.fork(["-c", LEAVES_ORPHANS], {"PATH": os.environ["PATH"]}, file.fileno())
     child.stdin.close()
     wait_for(lambda: (tmp_path / "out").read_text())
     grouped, apart = psutil.Process(child.pid).children()
@@ -173,7 +177,7 @@ def test_orphans_of_a_role_are_ended_with_its_group_and_leave_no_zombies(zygote:
     child.wait()
     assert apart.ppid() == os.getpid()
     apart.kill()
-    wait_for(lambda: zygote.reap() or not (grouped.is_running() or apart.is_running()))
+    wait_for(lambda: fork_server.reap() or not (grouped.is_running() or apart.is_running()))
 
 
 DIES_WITH_IT = """
@@ -181,11 +185,11 @@ import os, sys, time
 from pathlib import Path
 from asyncrl.launch.fork_server import Zygote
 from asyncrl.util.processes import end_with_parent
-zygote = Zygote("tests.launch.zygote_process")
+fork_server = Zygote("tests.launch.fork_server_process")
 code = f"from asyncrl.util.processes import end_with_parent; end_with_parent({os.getpid()}); import time; time.sleep(600)"
-child = zygote.fork(["-c", code], {}, 1)
+child = fork_server.fork(["-c", code], {}, 1)
 child.stdin.close()
-print(zygote.pid, child.pid, flush=True)
+print(fork_server.pid, child.pid, flush=True)
 time.sleep(600)
 """
 
