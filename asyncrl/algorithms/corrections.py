@@ -130,8 +130,9 @@ def loglinear_proximal(logprobs: Tensor, behavior_logprobs: Tensor, versions: Te
 
     alpha = (v_prox - v_mu) / (v_theta - v_mu) held within [0, 1], with `versions` [N] (int64) as v_mu. `version` is
     that of the learner's weights before the update, so v_prox = version, and the policy that the update makes is
-    v_theta = version + 1: alpha = staleness / (staleness + 1) with staleness = version - versions. A token that the proximal policy
-    itself sampled (staleness 0) keeps its behavior log-prob, and with its age the proximal policy nears the current one.
+    v_theta = version + 1: alpha = staleness / (staleness + 1) with staleness = version - versions. A token that the
+    proximal policy itself sampled (staleness 0) keeps its behavior log-prob; the older a token, the nearer is the
+    proximal policy to the current one.
     """
     staleness = (version - versions).clamp(min=0).to(logprobs.dtype)
     return torch.lerp(behavior_logprobs, logprobs, staleness / (staleness + 1))

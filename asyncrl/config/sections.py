@@ -179,8 +179,9 @@ class ReplayConfig(Section):
             )
         if self.min_staleness > self.first_limit:
             raise ValueError(
-                f"min_staleness = {self.min_staleness}: no more than replay.max_staleness = {self.max_staleness} batches are "
-                "ever generated ahead, so that the learner would wait forever; use at most that, and none with auto"
+                f"min_staleness = {self.min_staleness}: no more than replay.max_staleness = {self.max_staleness} "
+                "batches are ever generated ahead, so that the learner would wait forever; use at most that, and "
+                "none with auto"
             )
         return self
 

@@ -1,9 +1,9 @@
 """A process that has imported what all roles need and is forked for each of them: a role starts in milliseconds instead
 of after seconds of imports. For roles without GPUs only: CUDA does not survive a fork.
 
-Roles are forked twice, so that they become children of the launcher (a subreaper) and not of the fork_server: the launcher
-waits for them, signals them and takes them along when it dies as if it had started them itself, and none of them needs
-the fork_server.
+Roles are forked twice, so that they become children of the launcher (a subreaper) and not of the fork server. The
+launcher waits for them, signals them and ends them with itself as if it had started them; none of them needs the fork
+server.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     "DS_ACCELERATOR": "cpu",
 }
-"""Of the fork_server itself; each role has its own after the fork."""
+"""Of the fork server itself; each role has its own after the fork."""
 
 
 class ForkServerError(AsyncrlError):
@@ -78,7 +78,7 @@ class ForkServerError(AsyncrlError):
 
 
 class Forked:
-    """A child process that a fork_server forked, with what a launcher uses of subprocess.Popen."""
+    """A child process that a fork server forked, with what a launcher uses of subprocess.Popen."""
 
     def __init__(self, pid: int, stdin: IO[bytes]) -> None:
         self.pid = pid
@@ -112,7 +112,7 @@ class ForkServer:
     """The launcher's side. The two talk over a socket pair, which nobody else can open."""
 
     _open = 0
-    """Zygotes of this process: while there is one, it adopts their orphans."""
+    """Fork servers of this process: while there is one, it adopts their orphans."""
 
     def __init__(self, module: str = "asyncrl.launch.fork_server") -> None:
         """Starts `module`, which calls `main`; returns at once, while it imports."""
@@ -137,7 +137,7 @@ class ForkServer:
     def fork(self, arguments: Sequence[str], environment: Mapping[str, str], output: int) -> Forked:
         """A child of this process in a process group of its own, with these arguments and this environment, whose
         output goes to the file descriptor `output`. It does nothing before its standard input is closed. Raises
-        ZygoteError when there is none."""
+        ForkServerError when there is none."""
         request = json.dumps({"arguments": list(arguments), "environment": dict(environment)}).encode()
         read_end, write_end = os.pipe()
         stdin = os.fdopen(write_end, "wb")
@@ -187,7 +187,7 @@ class ForkServer:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
     def close(self) -> None:
-        """Ends the fork_server; roles go on."""
+        """Ends the fork server; roles go on."""
         if self._closed:
             return
         self._closed = True

@@ -135,7 +135,7 @@ class LocalLauncher:
     def _fork(
         self, spec: RoleSpec, share: RoleResources, environment: dict[str, str], output: IO[bytes]
     ) -> Forked | None:
-        """The role forked from the fork_server; None where it has to be started otherwise."""
+        """The role forked from the fork server; None where it has to be started otherwise."""
         if self.fork_server is None or share.gpus:
             return None
         try:

@@ -66,8 +66,8 @@ class StalenessMetrics:
 
 
 def staleness_metrics(sums: Tensor, largest: Tensor) -> dict[str, float]:
-    """Metrics `staleness/BUCKET/NAME` of the buckets that have tokens, from sums and largest ratios as of `LagTally`; a mean
-    over nothing is left out."""
+    """Metrics `staleness/BUCKET/NAME` of the buckets that have tokens, from the sums and largest ratios of
+    `StalenessMetrics`; a mean over nothing is left out."""
     rows = dict(zip(SUMS, sums, strict=True))
     total = rows["tokens"].sum()
     sizes = ess_from_moments(torch.stack([rows["ratio"], rows["squares"], rows["tokens"]]))

@@ -29,6 +29,6 @@ def check_refunds(config: Config, ledger: Ledger, refunds_in_a_row: int) -> None
         counts = {name: amount.groups for name, amount in ledger.refunded.items()}
         raise RunError(
             f"the last {limit} groups gave no training signal (refunded so far: {counts}): rewards are all equal or "
-            "failing; look at the reward function and the difficulty of the data, or set replay.zero_variance=train or a "
-            "higher replay.max_refunds_in_a_row"
+            "failing; look at the reward function and the difficulty of the data, or set replay.zero_variance=train "
+            "or a higher replay.max_refunds_in_a_row"
         )

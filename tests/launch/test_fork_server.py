@@ -183,10 +183,10 @@ def test_orphans_of_a_role_are_ended_with_its_group_and_leave_no_zombies(
 DIES_WITH_IT = """
 import os, sys, time
 from pathlib import Path
-from asyncrl.launch.fork_server import Zygote
+from asyncrl.launch.fork_server import ForkServer
 from asyncrl.util.processes import end_with_parent
-fork_server = Zygote("tests.launch.fork_server_process")
-code = f"from asyncrl.util.processes import end_with_parent; end_with_parent({os.getpid()}); import time; time.sleep(600)"
+fork_server = ForkServer("tests.launch.fork_server_process")
+code = f"from asyncrl.util import processes; processes.end_with_parent({os.getpid()}); import time; time.sleep(600)"
 child = fork_server.fork(["-c", code], {}, 1)
 child.stdin.close()
 print(fork_server.pid, child.pid, flush=True)

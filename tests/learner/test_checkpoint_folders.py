@@ -128,7 +128,11 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "short": ("queue.msgpack", lambda path: path.write_bytes(b"que") and None, ": has {'bytes': 3, "),
     "missing": ("queue.msgpack", Path.unlink, ": [Errno 2] No such file"),
     "manifest": ("checkpoint.json", lambda path: path.write_text("{") and None, ": Expecting property name"),
-    "keys": ("checkpoint.json", lambda path: path.write_text('{"x": 1}') and None, ": Manifest.__init__() got"),
+    "keys": (
+        "checkpoint.json",
+        lambda path: path.write_text('{"x": 1}') and None,
+        ": CheckpointManifest.__init__() got",
+    ),
 }
 
 

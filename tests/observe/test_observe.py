@@ -117,10 +117,13 @@ def test_terminal_view_shows_both_sides() -> None:
 
 
 LAGS = {
-    "staleness/0/tokens_fraction": 0.75, "staleness/0/ratio_mean": 1.0, "staleness/0/ratio_max": 1.0, "staleness/0/kl": 0.0, "staleness/0/ess": 1.0,
+    "staleness/0/tokens_fraction": 0.75, "staleness/0/ratio_mean": 1.0,
+    "staleness/0/ratio_max": 1.0, "staleness/0/kl": 0.0, "staleness/0/ess": 1.0,
     "staleness/0/clip_positive": 0.0, "staleness/0/mask_positive": 0.0,
-    "staleness/3-4/tokens_fraction": 0.25, "staleness/3-4/ratio_mean": 1.25, "staleness/3-4/ratio_max": 3.5, "staleness/3-4/kl": 0.125,
-    "staleness/3-4/ess": 0.625, "staleness/3-4/clip_positive": 0.5, "staleness/3-4/clip_negative": 0.25, "staleness/3-4/mask_positive": 0.125,
+    "staleness/3-4/tokens_fraction": 0.25, "staleness/3-4/ratio_mean": 1.25,
+    "staleness/3-4/ratio_max": 3.5, "staleness/3-4/kl": 0.125,
+    "staleness/3-4/ess": 0.625, "staleness/3-4/clip_positive": 0.5,
+    "staleness/3-4/clip_negative": 0.25, "staleness/3-4/mask_positive": 0.125,
     "staleness/3-4/mask_negative": 0.0,
 }  # fmt: skip
 

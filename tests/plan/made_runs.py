@@ -63,7 +63,8 @@ def append_log(folder: Path, rows: pa.Table, *, rows_per_message: int = 1000) ->
 def _row(ticket: int, completion: list[int], trained: bool, step: int, taken_s: float, now_s: float) -> dict[str, Any]:
     return {
         "ticket": ticket, "attempt": 0, "generator": ticket % 2, "row": ticket, "data_source": "test",
-        "outcome": "trained" if trained else "zero_variance", "start_version": max(step - 2, 0), "end_version": step - 1,
+        "outcome": "trained" if trained else "zero_variance",
+        "start_version": max(step - 2, 0), "end_version": step - 1,
         "train_version": step - 1 if trained else -1, "started_s": taken_s - 0.5, "finished_s": taken_s - 0.1,
         "taken_s": taken_s if trained else float("nan"), "trained_s": now_s if trained else float("nan"),
         "prompt_tokens": [PROMPT_TOKENS] * len(completion), "completion_tokens": completion,

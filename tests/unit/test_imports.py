@@ -1,10 +1,11 @@
-"""Imports go down the levels only, and the light modules stay light."""
+"""Imports go down the levels only, form no circle, and the light modules stay light."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -12,38 +13,41 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "asyncrl"
 
 LEVELS = [
-    {"types", "endpoints", "errors", "files", "processes", "stopwatch", "tokenizer", "redaction", "staleness"},
-    {"config", "keys", "sockets", "socket_folder", "bad_peers", "unpack", "user_code"},
-    {"store"},
-    {"store_client", "store_server", "torch_store"},
-    {"algorithms"},
+    {"errors"},
+    {"types", "util"},
+    {"config"},
+    {"wire", "algorithms"},
     {"rewards", "data", "replay", "weights", "observe"},
     {"generator", "learner", "plan"},
     {"launch"},
     {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
-SAME_LEVEL_ALLOWED = {
-    ("types", "errors"),
-    ("redaction", "files"),
-    ("files", "errors"),
-    ("tokenizer", "files"),
-    ("sockets", "keys"),
-    ("sockets", "socket_folder"),
-}
 
 
-def imports() -> list[tuple[Path, str, str]]:
-    """(file, importing part, imported part) for all imports of the package by itself, lazy ones included."""
-    found: list[tuple[Path, str, str]] = []
-    for file in sorted(PACKAGE.rglob("*.py")):
-        part = file.relative_to(PACKAGE).parts[0].removesuffix(".py")
-        for node in ast.walk(ast.parse(file.read_text())):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom):
-                assert node.level == 0, f"{file}: relative import"
-                names = [node.module or ""]
-            found += [(file, part, name.split(".")[1]) for name in names if name.startswith("asyncrl.")]
+def module_name(file: Path) -> str:
+    """`replay.journal.reader` for the file of `asyncrl.replay.journal.reader`; a package has its own name."""
+    return ".".join(file.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+
+
+FILES = {module_name(file): file for file in sorted(PACKAGE.rglob("*.py"))}
+
+
+def imported_by(file: Path) -> set[str]:
+    """Modules of the package that a file imports, lazily too."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: relative import"
+            names = [
+                full if (full := f"{node.module}.{alias.name}").removeprefix("asyncrl.") in FILES else node.module or ""
+                for alias in node.names
+            ]
+        else:
+            continue
+        found |= {name.removeprefix("asyncrl.") for name in names if name.startswith("asyncrl.")}
     return found
 
 
@@ -54,11 +58,20 @@ def test_every_part_has_a_level() -> None:
 
 def test_imports_go_down() -> None:
     wrong = [
-        f"{file.relative_to(PACKAGE)} imports {imported}"
-        for file, part, imported in imports()
-        if part != imported and LEVEL[imported] >= LEVEL[part] and (part, imported) not in SAME_LEVEL_ALLOWED
+        f"{name} imports {imported}"
+        for name, file in FILES.items()
+        for imported in imported_by(file)
+        if (own := name.split(".")[0]) != (other := imported.split(".")[0]) and LEVEL[other] >= LEVEL[own]
     ]
     assert wrong == []
+
+
+def test_no_modules_import_one_another_in_a_circle() -> None:
+    graph = TopologicalSorter({name: imported_by(file) - {name} for name, file in FILES.items() if name != "__init__"})
+    try:
+        graph.prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
 
 
 @pytest.mark.parametrize(

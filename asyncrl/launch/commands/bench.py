@@ -9,7 +9,7 @@ from pathlib import Path
 
 from asyncrl.errors import ConfigError
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def run_bench(arguments: list[str]) -> int:

@@ -20,7 +20,8 @@ from rich.console import Console
 
 from asyncrl.config import Config, load_config, parse_override
 from asyncrl.errors import ConfigError
-from asyncrl.util.files import read_json
+from asyncrl.plan.sweep.report import print_results, write_sweep_report
+from asyncrl.plan.sweep.results import Cell, read_results, status_of
 from asyncrl.util.processes import end_with_parent
 
 Run = Callable[[Sequence[str], Path], int]
@@ -29,17 +30,6 @@ Run = Callable[[Sequence[str], Path], int]
 END_S = 60.0
 """How long a launch that was interrupted may take to end."""
 OF_THE_CELL = {"run", "seed", "resume"}
-
-
-@dataclass(frozen=True, slots=True)
-class Cell:
-    name: str
-    max_staleness: int
-    seed: int
-
-    @property
-    def run_dir(self) -> Path:
-        return Path("runs") / self.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +82,6 @@ def sweep(name: str, config: str, overrides: Sequence[str], limits: str, seeds: 
 
     0: all cells have finished. 1: some failed. 130: it was interrupted. Raises ConfigError before anything starts.
     """
-    from asyncrl.plan.sweep.report import print_results, write_sweep_report
-    from asyncrl.plan.sweep.results import read_results
-
     settings = dict(parse_override(text) for text in overrides)
     one = Sweep(name, config, settings, tuple(overrides), parse_limits(limits), seeds)
     failed, interrupted = run_cells(one, console, launch_in_process)
@@ -131,12 +118,6 @@ def check(sweep: Sweep) -> None:
                 f"{cell.run_dir}: is of a sweep with other settings ({', '.join(changed)}); give another --name, or "
                 "move its runs away"
             )
-
-
-def status_of(cell: Cell) -> str:
-    """As in its summary; "missing" before there is one."""
-    file = cell.run_dir / "summary.json"
-    return read_json(file)["status"] if file.is_file() else "missing"
 
 
 def run_cells(sweep: Sweep, console: Console, run: Run) -> tuple[list[Cell], bool]:

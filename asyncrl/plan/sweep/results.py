@@ -13,13 +13,23 @@ from numpy.typing import NDArray
 
 from asyncrl.errors import DataError
 from asyncrl.observe.report import OF_STEP, read_metrics
-from asyncrl.plan.sweep.cells import Cell, status_of
 from asyncrl.util.files import read_json
 
 SMOOTHED_STEPS = 5
 """Rewards are means over so many steps."""
 SAMPLES = 10_000
 """Of the bootstrap."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    name: str
+    max_staleness: int
+    seed: int
+
+    @property
+    def run_dir(self) -> Path:
+        return Path("runs") / self.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +90,12 @@ class SweepResults:
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+
+def status_of(cell: Cell) -> str:
+    """As in its summary; "missing" before there is one."""
+    file = cell.run_dir / "summary.json"
+    return read_json(file)["status"] if file.is_file() else "missing"
 
 
 def read_cell(cell: Cell) -> CellResult:
