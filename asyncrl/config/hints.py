@@ -20,9 +20,15 @@ def unknown_name(key: str, name: str, known: Iterable[str]) -> ConfigError:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """ "; did you mean X?" with the nearest of the known words, or nothing."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f"; did you mean {close[0]}?" if close else ""
+    """Returns "; did you mean X?" with the nearest of the known words, the first of those equally near, or nothing."""
+    names = list(known)
+    close = set(difflib.get_close_matches(word, names, n=len(names) or 1, cutoff=0.6))
+    nearest = max(close, key=lambda name: (_likeness(word, name), -names.index(name)), default="")
+    return f"; did you mean {nearest}?" if nearest else ""
+
+
+def _likeness(word: str, name: str) -> float:
+    return difflib.SequenceMatcher(None, name, word).ratio()
 
 
 def did_you_mean_or_list(word: str, known: Iterable[str]) -> str:

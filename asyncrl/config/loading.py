@@ -29,6 +29,21 @@ KIND = re.compile(r"(str|constrained-int|literal|list|dict)(\[.*\])?")
 """What an error's place names beside the keys: the kind of value that was tried."""
 
 
+RENAMED = {
+    "algorithm.opsm_delta": "algorithm.offpolicy_mask_delta",
+    "generator.gpu_memory_fraction": "generator.gpu_memory_utilization",
+    "journal.keep": "journal.retention",
+    "replay.held_steps": "replay.min_staleness",
+    "replay.no_signal": "replay.zero_variance",
+}
+"""Keys of earlier versions, and their names now. Configs and saved runs with an earlier name are refused."""
+REMOVED = {
+    "generator.top_p": "training samples from the full distribution, since importance ratios of a cut one are biased; "
+    "leave it out (evaluation has eval.top_p)",
+}
+"""Keys of earlier versions that had one legal value, and why."""
+
+
 def load_config(path: str | Path | None, overrides: Mapping[str, Any] | Sequence[str] = ()) -> Config:
     """Reads a YAML file (a path, or the name of a file in `configs/`) and applies overrides over it.
 
@@ -116,6 +131,10 @@ def _explain(item: Any) -> str:
     location = [str(part) for part in item["loc"] if not KIND.fullmatch(str(part))]
     dotted = ".".join(location)
     if item["type"] == "extra_forbidden":
+        if dotted in RENAMED:
+            return f"{dotted} = {item['input']!r}: unknown key; it is now {RENAMED[dotted]}"
+        if dotted in REMOVED:
+            return f"{dotted} = {item['input']!r}: unknown key; {REMOVED[dotted]}"
         last = location[-1]
         keys = config_keys()
         sections = list(Config.model_fields)

@@ -90,8 +90,6 @@ class GeneratorConfig(Section):
     """Trajectories of one prompt; advantages that compare within a group need at least 2."""
     temperature: float = Field(default=1.0, gt=0.0)
     """Of the sampled distribution; all log-probs, the learner's too, are those at this temperature."""
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    """Always 1 in training; `eval.top_p` is free."""
     max_new_tokens: int = Field(default=512, ge=1)
     """Tokens at which a completion is cut; it counts as truncated then."""
     max_running_groups: int = Field(default=64, ge=1)
@@ -116,15 +114,6 @@ class GeneratorConfig(Section):
     @model_validator(mode="after")
     def _check_engine_options(self) -> Self:
         check_engine_options(self.engine_options)
-        return self
-
-    @model_validator(mode="after")
-    def _refuse_cut_distributions(self) -> Self:
-        if self.top_p < 1.0:
-            raise ValueError(
-                f"top_p = {self.top_p}: the engine's log-probs would be of the cut distribution and the learner's of "
-                "the whole one, which biases every importance ratio; use 1, and eval.top_p for evaluation"
-            )
         return self
 
 
@@ -293,7 +282,7 @@ class JournalConfig(Section):
     """When records must have reached the disk: before a group is acknowledged, before a step is, or when the system
     writes them, at the latest with 64 MiB more. A killed process loses nothing in any of them; a machine that loses
     power loses what came after."""
-    keep: Literal["needed", "all"] = "needed"
+    retention: Literal["needed", "all"] = "needed"
     """needed: what checkpoints cover is deleted; all: nothing is, so that the whole run can be replayed offline."""
     max_bytes: int = Field(default=16 << 30, ge=1 << 20)
     """Ceiling of `journal/`; a checkpoint is asked for at half of it, and above it only what the next batch needs may

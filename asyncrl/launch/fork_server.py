@@ -209,7 +209,7 @@ def main(run: Callable[[list[str]], int], preloaded: Sequence[str] = PRELOADED) 
     own = socket.socket(fileno=os.dup(0))
     _redirect(os.open(os.devnull, os.O_RDONLY), 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    setproctitle("asyncrl fork_server")  # finds its place by the environment, which a child replaces
+    setproctitle("asyncrl forker")  # finds its place by the environment, which a child replaces
     own.send(json.dumps(_preload(preloaded)).encode())
     return serve(own, parent, run)
 

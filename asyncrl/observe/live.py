@@ -100,7 +100,7 @@ class LiveView:
             "groups",
             f"{status['leased']} leased, {status['finished']} waiting, {status['trained']} trained",
         )
-        main.add_row("", _split(metrics), "a group is", _states(metrics))
+        main.add_row("", _split(metrics), "a group is", _phases(metrics))
         main.add_row("learner idle", f"{status['learner_idle']:.0%}", "refunded", refunded)
         main.add_row(
             "entropy",
@@ -129,15 +129,15 @@ def _split(metrics: dict[str, float]) -> str:
     return f"{metrics['staleness/in_flight']:.2f} in flight, {metrics['staleness/in_queue']:.2f} in the queue"
 
 
-def _states(metrics: dict[str, float]) -> str:
-    """Seconds in each state, of the groups of the last step."""
-    words = {"leased": "generated", "finished": "in the queue", "taken": "trained"}
+def _phases(metrics: dict[str, float]) -> str:
+    """Seconds in each phase, of the groups of the last step."""
+    words = {"generate": "generated", "queue": "in the queue", "train": "trained"}
     return ", ".join(
-        f"{word} {metrics[name]:.2g} s" for state, word in words.items() if (name := f"state/{state}_s") in metrics
+        f"{word} {metrics[name]:.2g} s" for phase, word in words.items() if (name := f"group/{phase}_s") in metrics
     )
 
 
-LAG_COLUMNS = {"tokens": "tokens_fraction", "ratio": "ratio_mean", "max": "ratio_max", "KL": "kl", "ESS": "ess"}
+STALENESS_COLUMNS = {"tokens": "tokens_fraction", "ratio": "ratio_mean", "max": "ratio_max", "KL": "kl", "ESS": "ess"}
 """Title of each column, and the metric in it."""
 
 
@@ -148,12 +148,13 @@ def _staleness_table(metrics: dict[str, float]) -> list[Any]:
         return []
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("staleness")
-    for title in (*LAG_COLUMNS, "clipped +/-", "masked +/-"):
+    for title in (*STALENESS_COLUMNS, "clipped +/-", "masked +/-"):
         table.add_column(title, justify="right")
     for bucket in buckets:
         own = {name: metrics.get(f"staleness/{bucket}/{name}", float("nan")) for name in STALENESS_METRICS}
         cells = [
-            f"{own[name]:.0%}" if name == "tokens_fraction" else f"{own[name]:.3g}" for name in LAG_COLUMNS.values()
+            f"{own[name]:.0%}" if name == "tokens_fraction" else f"{own[name]:.3g}"
+            for name in STALENESS_COLUMNS.values()
         ]
         signs = [f"{own[f'{what}_positive']:.1%} {own[f'{what}_negative']:.1%}" for what in ("clip", "mask")]
         table.add_row(bucket, *cells, *(text.replace("nan%", "-") for text in signs))

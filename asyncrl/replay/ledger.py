@@ -1,6 +1,6 @@
 """Admission and the ledger: the pure arithmetic of the replay queue, without sockets, clocks or arrays.
 
-A ticket is one group. Its life: leased -> finished -> taken -> trained; or it is refunded (no signal, failed) and
+A ticket is one group. Its life: leased -> finished -> taken -> trained; or it is refunded (zero variance, failed) and
 its place goes to another prompt; or it is returned (its generator stopped) and leased again under the same ticket.
 The first attempt that arrives finishes the ticket, also one whose lease has passed to another generator.
 

@@ -158,7 +158,7 @@ class RunMetrics:
             "staleness/mean": float((counts * staleness).sum() / max(tokens, 1)),
             "staleness/max": float(staleness[counts > 0].max(initial=0)),
             **{f"staleness/{name}": mean for name, mean in ages.staleness.items()},
-            **{f"state/{name}_s": mean_s for name, mean_s in ages.states_s.items()},
+            **{f"group/{name}_s": mean_s for name, mean_s in ages.phases_s.items()},
             "time/elapsed_s": now_s - began_s,
             "throughput/trained_tokens_per_s": self.tokens_per_s(ledger),
             "generator/idle_fraction": fractions(generator_s)["waiting"],
@@ -296,7 +296,7 @@ class RunMetrics:
             },
             "idle": {"generator": self.generator_idle, "learner": self.learner_idle},
             "time": {"generator": fractions(self.generator_s), "learner": fractions(self.learner_s)},
-            "states_s": self.ages.states_s,
+            "phases_s": self.ages.phases_s,
             "weight_sync": {
                 "count": self.syncs + self.syncs_before,
                 "stall_ms_mean": self.stall_ms_mean,

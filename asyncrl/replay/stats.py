@@ -16,7 +16,7 @@ from asyncrl.wire.bounds import MAX_NUMBER
 from asyncrl.wire.frames import Array
 from asyncrl.wire.messages import GroupMeta
 
-STATES = ("leased", "finished", "taken")
+PHASES = ("generate", "queue", "train")
 """Generating, in the queue, with the learner."""
 
 
@@ -30,8 +30,8 @@ class StalenessBreakdown:
     """Learner steps from the version that sampled a token to the newest of its group, summed over action tokens."""
     in_queue: int = 0
     """Those from the newest version of the group to the one that it was trained at."""
-    seconds: list[float] = field(default_factory=lambda: [0.0] * len(STATES))
-    """In each state."""
+    seconds: list[float] = field(default_factory=lambda: [0.0] * len(PHASES))
+    """In each phase."""
 
     def add(
         self, meta: GroupMeta, by_version: dict[int, int], *, taken_s: float, trained_s: float, train_version: int
@@ -43,7 +43,7 @@ class StalenessBreakdown:
         self.in_flight += sum((newest - version) * count for version, count in by_version.items())
         self.in_queue += (train_version - newest) * tokens
         ends_s = meta["started_s"], meta["finished_s"], taken_s, trained_s
-        for index, _ in enumerate(STATES):
+        for index, _ in enumerate(PHASES):
             self.seconds[index] += ends_s[index + 1] - ends_s[index]
 
     def join(self, other: StalenessBreakdown) -> None:
@@ -61,9 +61,9 @@ class StalenessBreakdown:
         return {"in_flight": self.in_flight / tokens, "in_queue": self.in_queue / tokens}
 
     @property
-    def states_s(self) -> dict[str, float]:
-        """Mean seconds of a group in each state."""
-        return {name: seconds / max(self.groups, 1) for name, seconds in zip(STATES, self.seconds, strict=True)}
+    def phases_s(self) -> dict[str, float]:
+        """Mean seconds of a group in each phase."""
+        return {name: seconds / max(self.groups, 1) for name, seconds in zip(PHASES, self.seconds, strict=True)}
 
     def state(self) -> list[float]:
         return [self.groups, self.tokens, self.in_flight, self.in_queue, *self.seconds]

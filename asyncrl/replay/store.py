@@ -255,7 +255,7 @@ class Store:
     def checkpoint_wanted(self) -> bool:
         """True when the journal grows towards its ceiling and a checkpoint may let go of some of it."""
         settings = self.config.journal
-        if self.journal is None or settings.keep == "all":
+        if self.journal is None or settings.retention == "all":
             return False
         size = self.journal.num_bytes
         self._wanted_bytes = min(self._wanted_bytes, size)

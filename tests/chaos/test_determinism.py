@@ -61,8 +61,8 @@ def test_same_seed_same_run_and_resume_changes_nothing(chaos: Make, full: bool) 
 
 
 def offline(preloaded: ForkServer, folder: Path, *arguments: str) -> str:
-    """What `asyncrl replay` prints when it ends well."""
-    command = Command(preloaded, folder, ["replay", *arguments])
+    """What `asyncrl retrain` prints when it ends well."""
+    command = Command(preloaded, folder, ["retrain", *arguments])
     output, _ = command.communicate(timeout=200)
     assert command.returncode == 0, output
     return output

@@ -31,8 +31,8 @@ def test_a_terminal_that_was_closed_does_not_end_the_run() -> None:
 
 def test_a_pipe_that_nobody_reads_does_not_change_the_exit_code() -> None:
     code = (
-        "import sys\nfrom rich.console import Console\nfrom asyncrl.launch.console import lasting\n"
-        "console = lasting(Console())\nsys.stdin.readline()\n"
+        "import sys\nfrom rich.console import Console\nfrom asyncrl.launch.console import ignore_broken_pipe\n"
+        "console = ignore_broken_pipe(Console())\nsys.stdin.readline()\n"
         "for _ in range(100): console.print('x' * 1000)\nsys.exit(7)"
     )
     process = subprocess.Popen(

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from structlog.testing import capture_logs
 
-from asyncrl.launch import fork_server as zygote_module
+from asyncrl.launch import fork_server as fork_server_module
 from asyncrl.launch.fork_server import ForkServer, ForkServerError
 from asyncrl.launch.local import LocalLauncher, RoleProcess
 from asyncrl.launch.placement import RoleResources
@@ -98,7 +98,7 @@ THREAD = "import threading; threading.Thread(target=threading.Event().wait, daem
 @pytest.mark.parametrize(
     ("module", "code", "says"),
     [
-        ("starts_a_thread", THREAD, "imports have started threads, which do not survive a fork: asyncrl fork_server"),
+        ("starts_a_thread", THREAD, "imports have started threads, which do not survive a fork: asyncrl forker"),
         ("broken", "import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
         ("dies", "import os; os._exit(9)", "it ended with code 9"),
     ],
@@ -122,7 +122,7 @@ def test_one_that_does_not_die_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     fork_server = ForkServer("tests.launch.fork_server_process")
     os.kill(fork_server.pid, signal.SIGSTOP)
     with monkeypatch.context() as patched, capture_logs() as logs:
-        patched.setattr(zygote_module, "KILL_S", 0.1)
+        patched.setattr(fork_server_module, "KILL_S", 0.1)
         patched.setattr(fork_server._process, "send_signal", lambda number: None)
         fork_server.close()
     assert [(one["event"], one["pid"]) for one in logs] == [("process does not die of SIGKILL", fork_server.pid)]

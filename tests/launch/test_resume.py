@@ -192,11 +192,11 @@ def test_endpoints_are_there_for_their_owner_while_the_run_goes_on() -> None:
         (["scale", "--run", "nowhere", "--generators", "2"], "runs/nowhere: there is no such run"),
         (["scale", "--run", "one", "--generators", "2"], "runs/one: this run is not going on"),
         (["scale", "--run", "one", "--generators", "0"], "--generators 0: a run needs at least 1"),
-        (["replay", "runs/nowhere"], "runs/nowhere: not the folder of a run, config.yaml is missing"),
-        (["replay", "runs/one", "seed=3"], "seed: it was 0, now 3"),
-        (["replay", "runs/one", "learner.zero_stage=2"], "learner.zero_stage: it was 0, now 2"),
-        (["replay", "runs/one", "--loss", "cispoo"], "model.path = 'model': no such folder"),
-        (["replay", "runs/one", "--lr", "-1"], "learner.lr = -1.0: input should be greater than 0"),
+        (["retrain", "runs/nowhere"], "runs/nowhere: not the folder of a run, config.yaml is missing"),
+        (["retrain", "runs/one", "seed=3"], "seed: it was 0, now 3"),
+        (["retrain", "runs/one", "learner.zero_stage=2"], "learner.zero_stage: it was 0, now 2"),
+        (["retrain", "runs/one", "--loss", "cispoo"], "model.path = 'model': no such folder"),
+        (["retrain", "runs/one", "--lr", "-1"], "learner.lr = -1.0: input should be greater than 0"),
     ],
 )
 def test_commands_refuse_what_cannot_be(arguments: list[str], message: str) -> None:

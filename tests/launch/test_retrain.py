@@ -43,8 +43,8 @@ def test_weights_are_compared_tensor_by_tensor(tmp_path: Path) -> None:
 
 
 def test_results_get_a_folder_of_their_own(tmp_path: Path) -> None:
-    assert make_out(tmp_path, None) == tmp_path / "replays" / "1"
-    assert make_out(tmp_path, None) == tmp_path / "replays" / "2"
+    assert make_out(tmp_path, None) == tmp_path / "retrained" / "1"
+    assert make_out(tmp_path, None) == tmp_path / "retrained" / "2"
     given = tmp_path / "given"
     assert make_out(tmp_path, given) == given
     (given / "config.yaml").write_text("")

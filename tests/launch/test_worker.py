@@ -54,17 +54,17 @@ def test_crash_ends_the_process_with_its_code_and_the_cause_in_the_log(tmp_path:
 
 
 def test_role_without_a_spec_says_who_starts_roles() -> None:
-    command = [sys.executable, "-c", "from asyncrl.launch import role; role.read_spec()"]
+    command = [sys.executable, "-c", "from asyncrl.launch import worker; worker.read_spec()"]
     ended = subprocess.run(command, timeout=60, input=b"[1]", capture_output=True, check=False)
     assert b"ConfigError: no role spec on standard input" in ended.stderr
 
 
 def test_spec_survives_the_pipe() -> None:
     endpoints = replace(loopback_endpoints(5), critics=("ipc:///x/critic-0",), critic_ranks="ipc:///x/ranks", keys="k")
-    spec = RoleSpec("learner", 1, "runs/x", endpoints, (0, 1), 8, start=3, checkpoint="c", offline="runs/x/replays/1")
+    spec = RoleSpec("learner", 1, "runs/x", endpoints, (0, 1), 8, start=3, checkpoint="c", offline="runs/x/retrained/1")
     again = RoleSpec.from_json(spec.to_json())
     assert (again.endpoints, again.start, again.checkpoint) == (endpoints, 3, "c")
-    assert again.logs == Path("runs/x/replays/1/logs")
+    assert again.logs == Path("runs/x/retrained/1/logs")
     assert replace(spec, offline="").logs == Path("runs/x/logs")
 
 

@@ -188,7 +188,7 @@ def test_timeline_shows_steps_of_the_middle_and_groups_side_by_side() -> None:
     figure = timeline(make_trace())
     learner, *kinds = figure.data
     assert list(learner.text) == ["step 1", "step 2", "step 3", "step 4"]
-    assert {bars.name for bars in kinds} <= {"staleness 0", "staleness 1", "no signal", "in flight"}
+    assert {bars.name for bars in kinds} <= {"staleness 0", "staleness 1", "zero variance", "in flight"}
     spans = [
         (y, begin, begin + width) for bars in kinds for y, begin, width in zip(bars.y, bars.base, bars.x, strict=True)
     ]

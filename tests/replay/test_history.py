@@ -113,14 +113,14 @@ def test_a_learner_may_start_after_what_it_has_trained(tmp_path: Path) -> None:
 def test_steps_whose_segments_were_dropped_are_named(tmp_path: Path) -> None:
     drop(make(tmp_path), 1)
     batches = JournalBatches(tmp_path, 0)
-    with pytest.raises(JournalError, match=r"step 1 is not there any more, the first one there is 2; .*keep=all"):
+    with pytest.raises(JournalError, match=r"step 1 is not there any more, the first one there is 2; .*retention=all"):
         batches.begin(0)
     with pytest.raises(JournalError, match="step 1 is not there; it has steps 2 to 2"):
         batches.take(1)
     assert batches.begin(1) == 2
     assert batches.take(2) is not None
     drop(tmp_path, 2)
-    with pytest.raises(JournalError, match=r"step 1 is not there any more, nor is any after it; .*keep=all"):
+    with pytest.raises(JournalError, match=r"step 1 is not there any more, nor is any after it; .*retention=all"):
         JournalBatches(tmp_path, 0).begin(0)
 
 

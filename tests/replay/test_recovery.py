@@ -362,7 +362,7 @@ def test_segments_go_when_checkpoints_cover_them(tmp_path: Path) -> None:
 
 
 def test_keep_all_drops_nothing(tmp_path: Path) -> None:
-    queue = open_queue(tmp_path, small_config(steps=200, replay__max_staleness=0, journal__keep="all"))
+    queue = open_queue(tmp_path, small_config(steps=200, replay__max_staleness=0, journal__retention="all"))
     for step in range(1, 61):
         assert not queue.commit(step - 1, {})["checkpoint_wanted"] if step > 1 else True
         train(queue, step, checkpoints=[step])
@@ -590,7 +590,7 @@ def test_batches_that_are_held_back_are_filled_at_the_ceiling(tmp_path: Path, ce
 
 
 def test_a_catch_up_reads_what_it_needs_only(tmp_path: Path) -> None:
-    queue = open_queue(tmp_path, small_config(steps=100, journal__keep="all"))
+    queue = open_queue(tmp_path, small_config(steps=100, journal__retention="all"))
     for step in range(1, 41):
         train(queue, step)
     assert queue.durable.journal is not None

@@ -19,14 +19,14 @@ def test_staleness_is_split_at_the_newest_token() -> None:
     ages = StalenessBreakdown()
     ages.add(meta(5, 1.0, 3.0), {3: 10, 5: 30}, taken_s=3.5, trained_s=4.5, train_version=6)
     assert ages.staleness == {"in_flight": 20 / 40, "in_queue": 1.0}
-    assert ages.states_s == {"leased": 2.0, "finished": 0.5, "taken": 1.0}
+    assert ages.phases_s == {"generate": 2.0, "queue": 0.5, "train": 1.0}
     other = StalenessBreakdown()
     other.add(meta(6, 0.0, 1.0), {6: 40}, taken_s=1.0, trained_s=2.0, train_version=6)
     ages.join(other)
     assert ages.staleness == {"in_flight": 20 / 80, "in_queue": 40 / 80}
-    assert ages.states_s == pytest.approx({"leased": 1.5, "finished": 0.25, "taken": 1.0})
+    assert ages.phases_s == pytest.approx({"generate": 1.5, "queue": 0.25, "train": 1.0})
     assert StalenessBreakdown.of_state(ages.state()) == ages
 
 
 def test_no_groups_have_no_age() -> None:
-    assert set(StalenessBreakdown().staleness.values()) == set(StalenessBreakdown().states_s.values()) == {0.0}
+    assert set(StalenessBreakdown().staleness.values()) == set(StalenessBreakdown().phases_s.values()) == {0.0}

@@ -118,7 +118,7 @@ def test_roles_do_their_own_imports_once_the_process_to_fork_from_has_died(launc
     run = launch("--steps", "30", *SMALL, plain=True)
     run.wait_for_step(1)
     launcher = psutil.Process(run.process.pid)
-    (fork_server,) = (child for child in launcher.children() if child.cmdline()[0].startswith("asyncrl fork_server"))
+    (fork_server,) = (child for child in launcher.children() if child.cmdline()[0].startswith("asyncrl forker"))
     fork_server.kill()
     kill_role(run, "generator-0")
     code, output = run.end(timeout_s=200)

@@ -68,7 +68,7 @@ class Engine:
         self._engine = build_engine(config, seed)
         generator, evaluation = config.generator, config.eval
         self._cuts: dict[Sampling, tuple[float, float]] = {
-            "training": (generator.temperature, generator.top_p),
+            "training": (generator.temperature, 1.0),
             "evaluation": (evaluation.temperature, evaluation.top_p),
             "greedy": (0.0, 1.0),
         }

@@ -1,4 +1,4 @@
-"""`asyncrl replay`: the learner alone on the batches that a run's journal has, with its settings or others."""
+"""`asyncrl retrain`: the learner alone on the batches that a run's journal has, with its settings or others."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ SHOWN = ("learner/loss", "learner/grad_norm", "correction/ess", "correction/beha
 """Metrics whose first and last values are shown beside those of the run."""
 
 
-def replay(
+def retrain(
     run_dir: Path, settings: dict[str, Any], console: Console, *, out: Path | None = None, start_step: int = 0
 ) -> int:
     """Trains on the batches of the run in `run_dir` again, with `settings` (dotted keys) over its own, into `out`,
@@ -160,7 +160,7 @@ def read_configs(run_dir: Path, settings: dict[str, Any]) -> tuple[Config, Confi
 def make_out(run_dir: Path, out: Path | None) -> Path:
     """A new folder for the results. Raises ConfigError when the one given is not empty."""
     if out is None:
-        out = next_free_path(run_dir / "replays", "")
+        out = next_free_path(run_dir / "retrained", "")
     elif out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"--out {out}: exists and is not an empty folder; give another one")
     out.mkdir(mode=0o700, parents=True, exist_ok=True)
