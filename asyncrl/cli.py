@@ -238,6 +238,22 @@ def bench(context: typer.Context) -> None:
     raise typer.Exit(run_bench(context.args))
 
 
+@app.command(name="config")
+def show_keys(
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Settings over those of the file.")
+    ] = None,
+    config: Annotated[
+        str | None, typer.Option(help="YAML file, or the name of one in configs/; the defaults when not given.")
+    ] = None,
+    diff: Annotated[bool, typer.Option("--diff", help="Only keys whose values are not the defaults.")] = False,
+) -> None:
+    """Print every key of a config: its value, default, allowed values and meaning. Exit code 2: bad configuration."""
+    from asyncrl.launch.commands.show_config import show_config
+
+    show_config(config, dict(parse_override(text) for text in overrides or []), Console(), diff=diff)
+
+
 @app.command(name="list")
 def list_parts() -> None:
     """Print the parts that a config can name, with their options and defaults."""
