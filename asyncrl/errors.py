@@ -1,4 +1,23 @@
-"""Every error the package raises on purpose. Each also is the standard error a caller would expect."""
+"""The errors that the package raises on purpose. Each is also the built-in error that a caller would expect.
+
+    AsyncrlError
+    |-- ConfigError (ValueError)            a setting, a file it names, or a flag; exit code 2
+    |-- DataError (ValueError)              a row of a dataset; exit code 2
+    |-- ProtocolError (ValueError)          a message that does not fit its schema
+    |   `-- StrangerError                   a message from outside the run
+    |-- PeerTimeoutError (TimeoutError)     another process missed its deadline
+    |   `-- StoreLostError                  (wire/store.py) the process that serves a key-value store is gone
+    |-- RunError (RuntimeError)             the run cannot continue; exit code 1
+    |   `-- JournalError                    the journal cannot be written or read
+    |-- InvariantError (AssertionError)     a defect of asyncrl itself
+    |-- StoreError (ValueError)             (wire/store.py) a request that a key-value store refuses
+    `-- ForkServerError                     (launch/fork_server.py)
+
+A few exceptions are no AsyncrlError, since they never leave their folder: RoundAborted, SessionLost, Interrupted and
+BadMessage (weights/mailbox.py) steer a broadcast round, Unconfined (rewards/sandbox/confine.py) reports a missing
+kernel feature, SkippedError (data/convert/converter.py) skips a row, and _OutOfTimeError (util/user_code.py) interrupts
+user code at its deadline.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +49,7 @@ class PeerTimeoutError(AsyncrlError, TimeoutError):
 
 
 class RunError(AsyncrlError, RuntimeError):
-    """The run cannot go on; exit code 1."""
+    """The run cannot continue; exit code 1."""
 
 
 class JournalError(RunError):
@@ -38,11 +57,11 @@ class JournalError(RunError):
 
 
 class InvariantError(AsyncrlError, AssertionError):
-    """A promise of the system itself is broken (a defect here, not a user's mistake)."""
+    """An invariant of the system does not hold: a defect of asyncrl, not a mistake of the user."""
 
 
 def is_disk_full(error: BaseException | None) -> bool:
-    """Whether an error, or what it was raised from, is that no space is left on a disk."""
+    """True if the error, or one that caused it, says that a disk is full."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             return True

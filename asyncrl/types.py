@@ -1,4 +1,4 @@
-"""The data on its way through the system: prompt, lease, trajectory, group, shard.
+"""The data that passes through the system: prompt, lease, trajectory, group, shard.
 
 Array index is token index everywhere; arrays of one trajectory have the same length T, with prompt tokens
 first and then action tokens (chosen by the policy) and environment tokens in the order the model saw them.
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from asyncrl.errors import InvariantError
 
 STALENESS_BOUNDS = (0, 1, 2, 4, 8, 16)
-"""Highest staleness of each bucket but the last."""
+"""Highest staleness of each bucket except the last."""
 STALENESS_BUCKETS = ("0", "1", "2", "3-4", "5-8", "9-16", "17+")
 """Names of the buckets, as in the metrics `staleness/NAME/...`."""
 STALENESS_METRICS = {
@@ -30,23 +30,23 @@ STALENESS_METRICS = {
     "mask_positive": "masked, advantage > 0",
     "mask_negative": "masked, advantage < 0",
 }
-"""Metrics of each bucket, and what they are."""
+"""Metrics of each bucket, with their descriptions."""
 
 
 def mean_staleness(histogram: Sequence[int]) -> float:
-    """Of tokens by staleness; 0 when there are none."""
+    """The mean staleness of a histogram (tokens by staleness); 0 for an empty one."""
     return sum(staleness * tokens for staleness, tokens in enumerate(histogram)) / max(sum(histogram), 1)
 
 
 Status = Literal["completed", "truncated", "failed"]
-"""completed: ended by the policy; truncated: cut at the token limit; failed: without a reward, which refunds the
-group (an evaluated completion counts as 0)."""
+"""completed: ended by the policy; truncated: cut at the token limit; failed: no reward could be computed, so that the
+group is refunded (in an evaluation the completion counts as 0)."""
 
 NO_VERSION = -1
-"""Version of a token that no policy chose."""
+"""Version of a token that no policy sampled."""
 
 MAX_NAME_CHARACTERS = 200
-"""Longest name of a data source."""
+"""Maximum length of the name of a data source."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,22 +60,22 @@ class Prompt:
     data_source: str
     extra_info: dict[str, Any] = field(default_factory=dict[str, Any])
     chat: list[dict[str, Any]] | None = None
-    """The messages that `tokens` came from; None when the prompt is plain text."""
+    """The messages that `tokens` were rendered from; None for a plain-text prompt."""
     columns: dict[str, Any] = field(default_factory=dict[str, Any])
     """The row's other columns, for reward functions that ask for them by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """The right and duty to generate one group."""
+    """Permission to generate one group, granted to one generator."""
 
     ticket: int
     """Order in which groups were admitted; never reused for another prompt."""
     attempt: int
-    """0, and one more each time the ticket was handed out again."""
+    """0 at first; increases by 1 each time the ticket is leased again."""
     prompt: Prompt
     evaluation: bool = False
-    """Completions are scored and counted, not trained on; tickets of evaluations are numbered by themselves."""
+    """Completions are scored and not trained on; evaluation tickets have a numbering of their own."""
 
 
 @dataclass(slots=True)
@@ -85,7 +85,7 @@ class Trajectory:
     tokens: NDArray[np.int32]
     """[T]"""
     action_mask: NDArray[np.bool_]
-    """[T], true where the policy chose the token: the only place where "trainable" is decided."""
+    """[T], true where the policy sampled the token. The only place that decides which tokens are trainable."""
     behavior_logprobs: NDArray[np.float32]
     """[T], nats, at the sampling temperature; 0 where action_mask is false."""
     versions: NDArray[np.int32]
@@ -94,25 +94,27 @@ class Trajectory:
     reward: float = 0.0
     reward_parts: dict[str, float] = field(default_factory=dict[str, float])
     error: str = ""
-    """Why the reward could not be had; it is 0 then, or the status is "failed". Empty otherwise."""
+    """Why no reward could be computed; the reward is 0 then, or the status is "failed". Empty otherwise."""
 
     @property
     def num_action_tokens(self) -> int:
+        """Tokens sampled by the policy."""
         return int(self.action_mask.sum())
 
     @property
     def num_prompt_tokens(self) -> int:
+        """Tokens before the first action token."""
         actions = np.flatnonzero(self.action_mask)
         return int(actions[0]) if len(actions) else len(self.tokens)
 
     @property
     def oldest_version(self) -> int:
-        """Smallest version among the action tokens; NO_VERSION when there are none."""
+        """The smallest version among the action tokens; NO_VERSION without action tokens."""
         versions = self.versions[self.action_mask]
         return int(versions.min()) if len(versions) else NO_VERSION
 
     def check(self) -> None:
-        """Raises InvariantError when the arrays contradict one another."""
+        """Raises InvariantError if the arrays are inconsistent."""
         length = len(self.tokens)
         for name in ("action_mask", "behavior_logprobs", "versions"):
             if getattr(self, name).shape != (length,):
@@ -133,14 +135,14 @@ class Group:
     row: int
     data_source: str
     start_version: int
-    """Version the generator had loaded when the group started."""
+    """The version the generator had loaded when the group started."""
     end_version: int
     trajectories: list[Trajectory]
     started_s: float = 0.0
-    """Seconds on the machine's monotonic clock."""
+    """Seconds on the machine's monotonic clock, as `finished_s`."""
     finished_s: float = 0.0
     greedy_reward: float | None = None
-    """Reward of the prompt's greedy completion, for advantages that take it as their baseline."""
+    """Reward of the prompt's greedy completion, for advantages that use it as their baseline."""
     greedy_tokens: int = 0
 
     @property
@@ -154,7 +156,7 @@ class Group:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens a learner must run forward: prompt and completion of every trajectory."""
+        """Tokens of the learner's forward pass: prompt and completion of every trajectory."""
         return sum(len(t.tokens) for t in self.trajectories)
 
     @property
@@ -164,7 +166,7 @@ class Group:
 
 @dataclass(slots=True)
 class Shard:
-    """One learner rank's part of the batch of one step: whole groups."""
+    """One learner rank's part of the batch of a step: complete groups."""
 
     step: int
     """Number of the optimizer step, from 1; it trains policy version step - 1 into version step."""

@@ -1,4 +1,4 @@
-"""Batches for the learners: those of the next step, and again those of steps that learners have lost."""
+"""Batches for the learners: the batch of the next step, and past batches for learners that have restarted."""
 
 from __future__ import annotations
 
@@ -14,41 +14,42 @@ from asyncrl.wire.messages import CommittedBody
 
 
 class Batcher:
-    """Deals batches to learner ranks and ends them as trained."""
+    """Composes batches, deals them to the learner ranks and commits them as trained."""
 
-    def __init__(self, config: Config, durable: Store) -> None:
+    def __init__(self, config: Config, store: Store) -> None:
         self.config = config
-        self.durable = durable
-        self.state = durable.state
+        self.store = store
+        self.state = store.state
         self.progress = 0
-        """Changes whenever a learner begins, takes or commits."""
+        """A counter that changes whenever a learner begins, takes or commits."""
         self.catching_up: dict[str, int] | None = None
-        """The step that learners have trained again, and the one up to which they will; None when they are there."""
+        """The step up to which restarted learners have repeated training, and the last one to repeat ("of"); None when
+        no steps are left to repeat."""
 
     def begin(self, rank: int, step: int) -> int:
-        """A learner rank starts from a checkpoint of the step: the steps committed so far, up to which it takes and
-        commits again what was."""
+        """Registers a learner rank that starts from a checkpoint of the step. Returns the number of committed steps, up
+        to which the rank takes and commits the same batches again."""
         self._check_rank(rank)
         steps = self.state.ledger.steps
         if step > steps:
             raise ProtocolError(
-                f"the learner's checkpoint is of step {step}, the journal ends at step {steps}: it lacks what came "
-                f"between; {WAY_OUT}"
+                f"the learner's checkpoint is of step {step}, the journal ends at step {steps}: the steps "
+                f"between are missing; {WAY_OUT}"
             )
         self.progress += 1
         self.catching_up = {"step": step, "of": steps} if step < steps else None
         return steps
 
     def next_shard(self, rank: int, step: int, *, trained: bool) -> tuple[str, list[FinishedGroup]]:
-        """("shard", groups), ("wait", []) while it is not complete or the journal is read for it, or ("stop", [])
-        when none will come.
+        """Returns ("shard", groups), ("wait", []) while the batch is not complete or is being read from the journal, or
+        ("stop", []) when there are no more batches.
 
-        Asked again for the same step, a rank gets the same groups, also for a step that is committed.
+        A repeated request for a step returns the same groups, also for a committed step.
         """
         self._check_rank(rank)
-        self.state.measure.learners[rank] = self.durable.clock.now()
+        self.state.measure.learners[rank] = self.store.clock.now()
         if 0 < step <= self.state.ledger.steps:
-            past = self.durable.history(step)
+            past = self.store.history(step)
             if not past.read(step):
                 return "wait", []
             self._check_ranks(past.shards(step), step)
@@ -73,8 +74,8 @@ class Batcher:
     def commit(
         self, step: int, metrics: dict[str, float], *, saving: bool = False, checkpoints: Sequence[int] = ()
     ) -> CommittedBody:
-        """Ends the step in progress: its groups are trained. For a step that was committed before it gives the same
-        metrics and changes nothing."""
+        """Ends the step in progress: its groups are trained. For a committed step it returns the same metrics again and
+        changes nothing."""
         if max(checkpoints, default=0) > step:
             raise ProtocolError(f"commit of step {step} with a checkpoint of step {max(checkpoints)}")
         if 0 < step <= self.state.ledger.steps:
@@ -85,14 +86,14 @@ class Batcher:
                 raise ProtocolError(
                     f"commit of step {step}, in progress is {self.state.step and self.state.step.number}"
                 )
-            own = self.durable.commit(step, metrics, checkpoints)
+            own = self.store.commit(step, metrics, checkpoints)
         self.progress += 1
-        state = self.durable.snapshot(step) if saving else b""
-        return {"metrics": own, "state": state, "checkpoint_wanted": self.durable.checkpoint_wanted()}
+        state = self.store.snapshot(step) if saving else b""
+        return {"metrics": own, "state": state, "checkpoint_wanted": self.store.checkpoint_wanted()}
 
     def _committed(self, step: int) -> dict[str, float]:
-        past = self.durable.history(step)
-        past.read(step, whole=True)  # its batch was taken before, so that this reads only when the queue died since
+        past = self.store.history(step)
+        past.read(step, whole=True)  # read when its batch was taken, unless the queue was restarted since
         return past.metrics(step)
 
     def _check_rank(self, rank: int) -> None:
@@ -107,7 +108,7 @@ class Batcher:
             )
 
     def _compose(self, step: int) -> None:
-        """Deals the batch of the step, if it is complete."""
+        """Composes the batch of the step and deals it to the ranks, if enough groups are finished."""
         settings = self.config.replay
         if self.state.ledger.count(State.FINISHED) < (settings.min_staleness + 1) * settings.groups_per_step:
             return
@@ -116,11 +117,11 @@ class Batcher:
             return
         costs = [sum(self.state.held[number].finished["lengths"]) for number in numbers]
         shards = [[numbers[index] for index in shard] for shard in balance(costs, self.config.launch.learners)]
-        self.durable.apply_and_log("take", {"step": step, "shards": shards, "at_s": self.durable.clock.now()})
+        self.store.apply_and_log("take", {"step": step, "shards": shards, "at_s": self.store.clock.now()})
 
 
 def balance(costs: Sequence[int], parts: int) -> list[list[int]]:
-    """Deals indices into `parts` lists of equal length with nearly equal sums of cost (largest first).
+    """Deals indices into `parts` lists of equal length with nearly equal total cost (greedy, largest first).
 
     `parts` divides `len(costs)`.
     """

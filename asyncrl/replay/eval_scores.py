@@ -1,4 +1,4 @@
-"""What an evaluation comes to: rewards and pass@k, over all prompts and by data source."""
+"""Metrics of an evaluation: rewards and pass@k, over all prompts and by data source."""
 
 from __future__ import annotations
 
@@ -18,26 +18,27 @@ CORRECT = 1.0 - 1e-6
 
 @dataclass(frozen=True, slots=True)
 class PromptScore:
-    """One evaluation prompt."""
+    """The result of one evaluation prompt."""
 
     data_source: str
     rewards: list[float]
-    """Of each completion; 0 for a failed one."""
+    """Reward of each completion; 0 for a failed one."""
     status: list[Status]
     tokens: int
-    """Of all completions."""
+    """Tokens of all completions."""
 
     @classmethod
     def of(cls, result: EvaluatedBody) -> Self:
-        """What an evaluated prompt came to."""
+        """The score of an evaluated prompt."""
         return cls(result["data_source"], result["rewards"], result["status"], result["tokens"])
 
     def state(self) -> list[Any]:
-        """What the score is made of, for msgpack."""
+        """The state for msgpack."""
         return [self.data_source, self.rewards, self.status, self.tokens]
 
     @property
     def num_correct(self) -> int:
+        """Completions with a reward of at least CORRECT."""
         return sum(
             reward >= CORRECT and status != "failed" for reward, status in zip(self.rewards, self.status, strict=True)
         )
@@ -50,13 +51,13 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def pass_ks(num_samples: int) -> list[int]:
-    """The k that are reported: 1, 2, 4, ... and the number of samples."""
+    """The values of k that are reported: 1, 2, 4, ... and the number of samples."""
     return [*(1 << i for i in range(num_samples.bit_length()) if 1 << i < num_samples), num_samples]
 
 
 def score_table(scores: Iterable[PromptScore]) -> dict[str, float]:
     """`reward`, `pass@k`, `completion_tokens` (mean), `truncated` (fraction of completions), `failed` (completions
-    whose reward could not be had; they count as reward 0 and not correct) and `prompts`; over all prompts, each with
+    without a reward; they count as reward 0 and not correct) and `prompts`; over all prompts, each with
     the same weight, and again for each data source as `<data source>/<name>`."""
     scores = list(scores)
     table = _table(scores)
@@ -67,7 +68,7 @@ def score_table(scores: Iterable[PromptScore]) -> dict[str, float]:
 
 
 def eval_metrics(result: dict[str, Any]) -> dict[str, float]:
-    """A result of an evaluation under the names that metrics have."""
+    """The result of an evaluation as metrics named `eval/...`."""
     return {f"eval/{name}": float(value) for name, value in result.items()}
 
 

@@ -1,7 +1,7 @@
-"""Evaluations: which prompts of which policy version are handed out, done or given up, and their results.
+"""Evaluations: prompts of each policy version that are open, leased or scored, and the results.
 
 Every due version (`Config.evaluates`) is evaluated on the same prompts. Only a generator that has that version
-loaded gets them, and it keeps the version until none is left; so an evaluation is of exactly one version.
+loaded leases them, and it keeps that version until no prompt is open; so an evaluation measures exactly one version.
 """
 
 from __future__ import annotations
@@ -30,25 +30,26 @@ class _Leased:
     generator: int
     attempt: int
     renewed_s: float
-    """When it was leased, or its generator last said that it works on it."""
+    """When it was leased, or when its generator last renewed the lease."""
     session: str = ""
     number: int = -1
-    """Of the ask that got it, in its session."""
+    """Number, in its session, of the ask that got the lease."""
 
 
 @dataclass(slots=True)
 class Evaluation:
-    """One version under evaluation; its tickets are `first` and on, in the order of the prompts."""
+    """One version under evaluation; its tickets start at `first`, in the order of the prompts."""
 
     version: int
     first: int
     open: deque[int]
-    """Tickets left to hand out."""
+    """Tickets that are not leased."""
     leased: dict[int, _Leased] = field(default_factory=dict[int, _Leased])
     attempts: dict[int, int] = field(default_factory=dict[int, int])
     scores: dict[int, PromptScore] = field(default_factory=dict[int, PromptScore])
 
     def state(self) -> list[Any]:
+        """The state for msgpack, without the age of leases."""
         leased = [[ticket, h.generator, h.attempt, h.session, h.number] for ticket, h in self.leased.items()]
         attempts = [list(pair) for pair in self.attempts.items()]
         scores = [[ticket, *score.state()] for ticket, score in self.scores.items()]
@@ -56,6 +57,7 @@ class Evaluation:
 
     @classmethod
     def of_state(cls, state: Sequence[Any], now_s: float) -> Self:
+        """Restores the result of `state`, with leases renewed at `now_s`."""
         version, first, still_open, leased, attempts, scores = state
         return cls(
             version,
@@ -68,33 +70,33 @@ class Evaluation:
 
 
 class EvalBook:
-    """All evaluations of a run. Pure: every method is told the time it needs, in seconds on one clock."""
+    """All evaluations of a run. It reads no clock: methods that need the time get it as `now_s`, seconds of the run."""
 
     def __init__(self, config: Config, prompts: Sequence[Prompt] = ()) -> None:
         self._config = config
         self._prompts = prompts
         self._running: dict[int, Evaluation] = {}
         self._issued = 0
-        self._heard: dict[int, tuple[int, float]] = {}
-        """Generator -> version it had loaded when it last spoke, and when that was."""
+        self._heartbeats: dict[int, tuple[int, float]] = {}
+        """Generator -> version loaded at its last heartbeat, and the time of that heartbeat."""
         self._unreported: deque[dict[str, Any]] = deque()
         self._step = 0
         self.ended: list[dict[str, Any]] = []
         """Results of the complete evaluations: version, at_step, and the metrics of `score_table`."""
         self.dropped: list[dict[str, Any]] = []
-        """Version and reason of the evaluations that were given up."""
+        """Version and reason of each evaluation that was dropped."""
         self.prompts_done = 0
         self.tokens = 0
-        """Sampled for evaluated prompts."""
+        """Tokens sampled for evaluated prompts."""
         self.committed(0, due=config.evaluates(0))
 
     @property
     def running(self) -> bool:
-        """Evaluations are due or under way."""
+        """True if evaluations are due or under way."""
         return bool(self._running)
 
     def committed(self, version: int, *, due: bool) -> None:
-        """The learner has made this version; it is evaluated from now on if it is due."""
+        """Registers a new policy version; its evaluation starts now if it is `due`."""
         self._step = version
         if self._prompts and due:
             tickets = range(self._issued, self._issued + len(self._prompts))
@@ -102,13 +104,14 @@ class EvalBook:
             self._issued += len(tickets)
 
     def heartbeat(self, generator: int, version: int, now_s: float) -> None:
-        """The generator is up and has `version` loaded."""
-        self._heard[generator] = (version, now_s)
+        """Records that the generator is up and has `version` loaded."""
+        self._heartbeats[generator] = (version, now_s)
 
     def lease(
         self, generator: int, version: int, num_prompts: int, now_s: float, *, session: str = "", number: int = -1
     ) -> list[Lease]:
-        """Up to so many prompts for a generator that has `version` loaded; `number` is of the ask in its session."""
+        """Leases up to `num_prompts` prompts to a generator that has `version` loaded; `number` is that of the ask in
+        its session."""
         self.heartbeat(generator, version, now_s)
         evaluation = self._running.get(version)
         leases: list[Lease] = []
@@ -121,12 +124,12 @@ class EvalBook:
         return leases
 
     def left(self, version: int) -> bool:
-        """Prompts of this version are left to hand out."""
+        """True if prompts of this version are open."""
         evaluation = self._running.get(version)
         return evaluation is not None and bool(evaluation.open)
 
     def leases_of(self, generator: int) -> list[tuple[Lease, str, int]]:
-        """What the generator holds now, each with the session and the number of the ask that got it."""
+        """The leases that the generator holds, each with the session and number of the ask that got it."""
         return [
             (self._lease(evaluation, ticket), held.session, held.number)
             for evaluation in self._running.values()
@@ -135,18 +138,18 @@ class EvalBook:
         ]
 
     def wants(self, result: EvaluatedBody) -> bool:
-        """False for a result that came before, or that is of an evaluation given up. Raises ProtocolError."""
+        """False for a repeated result, or one whose evaluation has ended. Raises ProtocolError for a wrong one."""
         evaluation = self._running.get(result["version"])
         ticket = result["ticket"]
         if evaluation is None or ticket in evaluation.scores:
             return False
         if ticket not in evaluation.attempts or result["attempt"] > evaluation.attempts[ticket]:
-            raise ProtocolError(f"evaluation ticket {ticket} of version {result['version']} was never handed out")
+            raise ProtocolError(f"evaluation ticket {ticket} of version {result['version']} was never leased")
         self._check(result)
         return True
 
     def finish(self, result: EvaluatedBody) -> None:
-        """Counts an evaluated prompt; of several attempts the first that arrives. Raises ProtocolError."""
+        """Counts an evaluated prompt: the first result that arrives for it. Raises ProtocolError for a wrong one."""
         if not self.wants(result):
             return
         evaluation, ticket = self._running[result["version"]], result["ticket"]
@@ -167,13 +170,13 @@ class EvalBook:
                 yield held.generator, ticket, held.attempt
 
     def wake(self, now_s: float) -> None:
-        """What is leased counts as leased at `now_s`."""
+        """All leases count as renewed at `now_s`."""
         for evaluation in self._running.values():
             for held in evaluation.leased.values():
                 held.renewed_s = now_s
 
     def renew(self, generator: int, ticket: int, attempt: int, now_s: float) -> None:
-        """The generator works on the prompt; nothing changes unless it holds its lease."""
+        """Renews a lease, if the generator holds it."""
         for evaluation in self._running.values():
             held = evaluation.leased.get(ticket)
             if held is not None and (held.generator, held.attempt) == (generator, attempt):
@@ -199,49 +202,49 @@ class EvalBook:
         return found
 
     def stranded(self, now_s: float) -> list[int]:
-        """Versions under evaluation with prompts left that no generator will ask for any more."""
+        """Versions under evaluation that no running generator has loaded or can still load."""
         return [
             evaluation.version
             for evaluation in self._running.values()
-            if self._heard and not evaluation.leased and not self._may_come(evaluation.version, now_s)
+            if self._heartbeats and not evaluation.leased and not self._may_come(evaluation.version, now_s)
         ]
 
     def expire(self, now_s: float) -> None:
-        """Takes back what is `expired`, and gives up what is `stranded`."""
+        """Takes back `expired` leases and drops `stranded` evaluations."""
         self.release(self.expired(now_s))
         for version in self.stranded(now_s):
             self.drop(version, STRANDED)
 
     def drop(self, version: int, reason: str) -> None:
-        """Gives up the evaluation of a version."""
+        """Drops the evaluation of a version."""
         evaluation = self._running.pop(version)
         done, total = len(evaluation.scores), len(self._prompts)
         self.dropped.append({"version": version, "reason": reason, "done": done, "prompts": total})
         log.warning("evaluation dropped", version=version, reason=reason, done=done, prompts=total)
 
     def drop_all(self, reason: str) -> None:
-        """Gives up what is due or under way."""
+        """Drops all evaluations that are due or under way."""
         for version in list(self._running):
             self.drop(version, reason)
 
     def next_metrics(self) -> dict[str, float]:
-        """The oldest result that was not given out before, as metrics named `eval/...`; empty when there is none."""
+        """Removes the oldest unreported result and returns it as metrics named `eval/...`; empty if there is none."""
         return eval_metrics(self._unreported.popleft() if self._unreported else {})
 
     def unreported(self, after: int) -> dict[str, Any] | None:
-        """The result that follows so many others of those that `next_metrics` has not given out."""
+        """The unreported result that follows `after` others; None if there is none."""
         return self._unreported[after] if after < len(self._unreported) else None
 
     def reported_stats(self) -> list[list[int]]:
-        """Generator and version of each that was heard."""
-        return [[generator, version] for generator, (version, _) in self._heard.items()]
+        """Generator and version of each generator with a heartbeat."""
+        return [[generator, version] for generator, (version, _) in self._heartbeats.items()]
 
-    def load_reported_stats(self, told: Sequence[Sequence[int]], now_s: float | None) -> None:
-        """They count as heard at `now_s`; nobody does when it is None."""
-        self._heard = {} if now_s is None else {generator: (version, now_s) for generator, version in told}
+    def load_reported_stats(self, stats: Sequence[Sequence[int]], now_s: float | None) -> None:
+        """Restores the stats. The generators count as alive at `now_s`; with None no generator does."""
+        self._heartbeats = {} if now_s is None else {generator: (version, now_s) for generator, version in stats}
 
     def state_dict(self) -> dict[str, Any]:
-        """All but what is told, made of what msgpack can carry; leases without their age."""
+        """The state for msgpack, without reported stats and the age of leases."""
         return {
             "running": [evaluation.state() for evaluation in self._running.values()],
             "issued": self._issued,
@@ -254,7 +257,7 @@ class EvalBook:
         }
 
     def load_state_dict(self, state: dict[str, Any], now_s: float) -> None:
-        """Goes on from a state; what is leased counts as leased at `now_s`."""
+        """Restores the result of `state_dict`, with leases renewed at `now_s`."""
         running = [Evaluation.of_state(one, now_s) for one in state["running"]]
         self._running = {evaluation.version: evaluation for evaluation in running}
         self._issued, self._step = state["issued"], state["step"]
@@ -263,7 +266,7 @@ class EvalBook:
         self.prompts_done, self.tokens = state["prompts_done"], state["tokens"]
 
     def status(self) -> dict[str, Any]:
-        """What a live view shows."""
+        """The progress of evaluations, for live views."""
         progress = [
             {"version": e.version, "done": len(e.scores), "prompts": len(self._prompts)} for e in self._running.values()
         ]
@@ -274,8 +277,8 @@ class EvalBook:
         }
 
     def summary(self) -> dict[str, Any]:
-        """The evaluations' part of the run's summary, by version: generators on different versions may end them in
-        another order. Empty when the run has none."""
+        """The evaluations' part of the run's summary, sorted by version: evaluations may end in another order. Empty
+        for a run without evaluation prompts."""
         if not self._prompts:
             return {}
         results = sorted(self.ended, key=lambda result: result["version"])
@@ -290,9 +293,9 @@ class EvalBook:
             raise ProtocolError(f"{where}: rewards {result['rewards']} are not finite")
 
     def _may_come(self, version: int, now_s: float) -> bool:
-        """Whether a generator that lives has the version loaded or can still load it."""
+        """True if a running generator has the version loaded or can still load it."""
         limit_s = self._config.replay.lease_timeout_s
-        return any(loaded <= version and now_s - heard_s <= limit_s for loaded, heard_s in self._heard.values())
+        return any(loaded <= version and now_s - heard_s <= limit_s for loaded, heard_s in self._heartbeats.values())
 
     def _lease(self, evaluation: Evaluation, ticket: int) -> Lease:
         prompt = self._prompts[ticket - evaluation.first]

@@ -1,8 +1,8 @@
 """Admission and the ledger: the pure arithmetic of the replay queue, without sockets, clocks or arrays.
 
-A ticket is one group. Its life: leased -> finished -> taken -> trained; or it is refunded (zero variance, failed) and
-its place goes to another prompt; or it is returned (its generator stopped) and leased again under the same ticket.
-The first attempt that arrives finishes the ticket, also one whose lease has passed to another generator.
+A ticket is one group. Its life (drawn in `queue.py`): leased -> finished -> taken -> trained; or it is refunded (zero
+variance, failed) and its place goes to another prompt; or it is returned (its generator stopped) and leased again.
+The first attempt that arrives finishes the ticket, even if its lease has passed to another generator.
 
 With P groups per step, staleness limit S and k groups charged so far, a generator that has loaded version v may
 start another group if and only if k < (v + S + 1) * P. A group started at version v has the deadline v + S, the
@@ -10,7 +10,7 @@ last learner version that may train on it. The rule keeps, for every version t n
 
     number of charged, untrained groups with deadline <= t   <=   (t - trained steps + 1) * P,
 
-so taking groups by earliest deadline always meets every deadline, in whatever order generators finish them.
+so taking groups by earliest deadline always meets every deadline, regardless of the order in which they finish.
 """
 
 from __future__ import annotations
@@ -28,12 +28,14 @@ _RUNNING_PER_WAITING = 8
 
 
 def wanted_groups(max_running_groups: int) -> int:
-    """Groups that a generator wants in its engine, of which so many run: a few more wait there, so that a place that
-    gets free is taken in the next step, and not after an answer of the replay queue."""
+    """The number of groups that a generator keeps in its engine when at most `max_running_groups` run at once. A few
+    more wait there, so that a free slot is filled in the next engine step, without a round trip to the replay queue."""
     return max_running_groups + -(-max_running_groups // _RUNNING_PER_WAITING)
 
 
 class State(StrEnum):
+    """States of a live ticket."""
+
     LEASED = "leased"
     RETURNED = "returned"
     FINISHED = "finished"
@@ -54,35 +56,37 @@ class Ticket:
 
 @dataclass(slots=True)
 class Amount:
-    """So many groups, trajectories and action tokens."""
+    """A number of groups, trajectories and action tokens."""
 
     groups: int = 0
     trajectories: int = 0
     tokens: int = 0
 
     def add(self, *, groups: int = 1, trajectories: int, tokens: int) -> None:
+        """Adds to each of the three."""
         self.groups += groups
         self.trajectories += trajectories
         self.tokens += tokens
 
     def state(self) -> list[int]:
+        """The three numbers, for msgpack."""
         return [self.groups, self.trajectories, self.tokens]
 
 
 @dataclass(slots=True)
 class Ledger:
-    """Counts every group, trajectory and token in exactly one box.
+    """Counts every group, trajectory and token in exactly one category: trained, refunded, returned or in flight.
 
-    Raises InvariantError for a transition that the life of a ticket does not have.
+    Raises InvariantError for a transition that does not exist in the life of a ticket.
     """
 
     groups_per_step: int
     max_staleness: int
     in_order: bool = False
-    """Take strictly by ticket number instead of by earliest deadline among the finished."""
+    """Take groups strictly by ticket number, instead of by earliest deadline among the finished ones."""
     admission_limit: int = -1
-    """The limit that groups are admitted by now, at most `max_staleness`, and that when it is negative. It may change
-    at any time: a lower one lets fewer groups start than the bound would."""
+    """The staleness limit of admission, at most `max_staleness`; negative: `max_staleness`. It may change at any time:
+    a lower limit admits fewer groups than the bound allows."""
 
     issued: int = 0
     """Tickets issued so far; the next one's number."""
@@ -92,21 +96,21 @@ class Ledger:
     trained: Amount = field(default_factory=Amount)
     refunded: dict[str, Amount] = field(default_factory=dict[str, Amount])
     generated: Amount = field(default_factory=Amount)
-    """Finished groups, and the tokens of attempts that were given up."""
+    """Finished groups, and the tokens of abandoned attempts."""
     returned: list[int] = field(default_factory=list[int])
-    """Tickets waiting to be leased again."""
+    """Tickets that wait to be leased again."""
     returned_tokens: int = 0
-    """Tokens of attempts given up unfinished, or that arrived when their ticket was finished already."""
+    """Tokens of attempts that were abandoned, or that arrived after their ticket was finished."""
     returned_trajectories: int = 0
-    """Of finished groups whose data is gone (`discard`)."""
+    """Trajectories of finished groups whose data was lost (`revoke`)."""
     _versions: dict[State, Counter[int]] = field(default_factory=lambda: {state: Counter() for state in State})
-    """Live tickets of each state, by the version that they started at."""
+    """Number of live tickets in each state, by start version."""
 
     def __post_init__(self) -> None:
         self.admission_limit = self.max_staleness if self.admission_limit < 0 else self.admission_limit
 
     def state_dict(self) -> dict[str, Any]:
-        """All but the settings, made of what msgpack can carry."""
+        """The state for msgpack, without the settings."""
         return {
             "issued": self.issued,
             "steps": self.steps,
@@ -124,6 +128,7 @@ class Ledger:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores the result of `state_dict`."""
         self.live = {number: Ticket(number, State(name), *values) for number, name, *values in state["live"]}
         self._versions = {state: Counter() for state in State}
         for ticket in self.live.values():
@@ -137,6 +142,7 @@ class Ledger:
 
     @property
     def charged(self) -> int:
+        """Groups that count against admission: trained and live ones (k above)."""
         return self.trained.groups + len(self.live)
 
     def deadline(self, ticket: Ticket) -> int:
@@ -144,15 +150,15 @@ class Ledger:
         return ticket.start_version + self.max_staleness
 
     def capacity(self, version: int) -> int:
-        """Groups that a generator with `version` loaded may start now."""
+        """The number of groups that a generator with `version` loaded may start now."""
         return max(0, (version + self.admission_limit + 1) * self.groups_per_step - self.charged)
 
     def per_generator_limit(self, generators: int) -> int:
-        """Groups that each of so many generators may hold of those that are admitted."""
+        """Maximum number of leases of one of `generators` generators: an equal share of the admitted groups."""
         return -(-(self.admission_limit + 1) * self.groups_per_step // generators)
 
     def lease(self, version: int) -> Ticket:
-        """Charges a new ticket, or leases again one that was returned; call only while `can_lease(version)`."""
+        """Charges a new ticket, or leases a returned one again. Call it only while `can_lease(version)`."""
         if not self.can_lease(version):
             raise InvariantError(f"ledger: no group may start at version {version} with {self.charged} charged")
         if self.returned:
@@ -168,24 +174,25 @@ class Ledger:
         return ticket
 
     def can_lease(self, version: int) -> bool:
-        """True while a generator with `version` loaded may start a group. A returned ticket is charged already."""
+        """True if a generator with `version` loaded may start a group. A returned ticket is already charged."""
         if self.returned:
             return self.charged <= (version + self.max_staleness + 1) * self.groups_per_step
         return self.capacity(version) > 0
 
     def is_current(self, number: int, attempt: int) -> bool:
-        """True while this attempt holds the lease of the ticket."""
+        """True if this attempt holds the lease of the ticket."""
         ticket = self.live.get(number)
         return ticket is not None and ticket.state is State.LEASED and ticket.attempt == attempt
 
     def accepts(self, number: int, start_version: int) -> bool:
-        """True if the ticket is unfinished, and a group for it that started at this version can be trained in time
-        without delaying another group beyond its deadline."""
+        """True if the ticket is unfinished, and a group for it that started at `start_version` can be trained in time
+        without making another group miss its deadline."""
         ticket = self.live.get(number)
         if ticket is None or ticket.state not in (State.LEASED, State.RETURNED) or start_version < 0:
             return False
         if start_version >= ticket.start_version:
             return True
+        # The schedule as it would be if the ticket had started at `start_version`.
         starts = Counter({min(start_version, ticket.start_version): 1, ticket.start_version: -1})
         for state in (State.LEASED, State.RETURNED, State.FINISHED):
             starts.update(self._versions[state])
@@ -198,8 +205,8 @@ class Ledger:
         return True
 
     def finish(self, number: int, *, trajectories: int, tokens: int, start_version: int | None = None) -> None:
-        """Ends an unfinished ticket with a group. `start_version` is that of the group, when it `accepts` one that
-        started before the current lease."""
+        """Moves an unfinished ticket to FINISHED. `start_version` is that of the group, which may be older than the
+        current lease if the ledger `accepts` it."""
         ticket = self.live.get(number)
         if ticket is None or ticket.state is not State.RETURNED:
             ticket = self._expect(number, State.LEASED)
@@ -214,20 +221,20 @@ class Ledger:
         self.generated.add(trajectories=trajectories, tokens=tokens)
 
     def refund(self, number: int, reason: str) -> None:
-        """Ends a finished group untrained and gives its place to another prompt."""
+        """Ends a finished group untrained; its place goes to another prompt."""
         ticket = self._expect(number, State.FINISHED)
         del self.live[number]
         self._leave(ticket)
         self.refunded.setdefault(reason, Amount()).add(trajectories=ticket.trajectories, tokens=ticket.tokens)
 
     def return_lease(self, number: int, *, tokens: int) -> None:
-        """Ends an attempt unfinished; the ticket will be leased again."""
+        """Ends an unfinished attempt; the ticket will be leased again."""
         self._move(self._expect(number, State.LEASED), State.RETURNED)
         self.returned.append(number)
         self.count_lost(tokens)
 
     def revoke(self, number: int) -> None:
-        """Takes a finished or taken group back whose data is gone; the ticket will be leased again."""
+        """Returns the ticket of a finished or taken group whose data is lost; it will be leased again."""
         ticket = self.live[number]
         if ticket.state not in (State.FINISHED, State.TAKEN):
             raise InvariantError(f"ledger: ticket {number} is {ticket.state.value}, expected finished or taken")
@@ -238,15 +245,12 @@ class Ledger:
         self.returned.append(number)
 
     def count_lost(self, tokens: int) -> None:
-        """Counts tokens of an attempt whose group is not used."""
+        """Counts the tokens of an attempt whose group is not used."""
         self.generated.tokens += tokens
         self.returned_tokens += tokens
 
     def select(self) -> list[int] | None:
-        """Tickets for the next step's batch, or None while too few are finished.
-
-        Raises InvariantError when a deadline can no longer be met.
-        """
+        """The tickets of the next step's batch, or None while it is not complete."""
         if self.count(State.FINISHED) < self.groups_per_step or not (self.in_order or self._others_can_follow()):
             return None
         live = self.live.values()
@@ -255,6 +259,7 @@ class Ledger:
         return [t.number for t in batch] if all(t.state is State.FINISHED for t in batch) else None
 
     def take(self, numbers: Sequence[int]) -> None:
+        """Moves finished tickets to TAKEN. Raises InvariantError if one is past its deadline."""
         for number in numbers:
             ticket = self._expect(number, State.FINISHED)
             if self.deadline(ticket) < self.steps:
@@ -265,7 +270,7 @@ class Ledger:
             self._move(ticket, State.TAKEN)
 
     def commit(self) -> list[int]:
-        """Ends the tickets taken as trained, and counts the step."""
+        """Ends the taken tickets as trained and counts the step. Returns their numbers."""
         numbers = [ticket.number for ticket in self.live.values() if ticket.state is State.TAKEN]
         if len(numbers) != self.groups_per_step:
             raise InvariantError(f"ledger: commit of {len(numbers)} groups, a step has {self.groups_per_step}")
@@ -277,13 +282,14 @@ class Ledger:
         return numbers
 
     def in_flight(self) -> Amount:
-        """What is leased, returned, finished or taken; tokens and trajectories of finished and taken groups."""
+        """All live tickets, with the trajectories and tokens of the finished and taken ones."""
         amount = Amount(groups=len(self.live))
         for ticket in self.live.values():
             amount.add(groups=0, trajectories=ticket.trajectories, tokens=ticket.tokens)
         return amount
 
     def count(self, state: State) -> int:
+        """The number of tickets in this state."""
         return self._versions[state].total()
 
     def check(self) -> None:
@@ -308,7 +314,7 @@ class Ledger:
                 raise InvariantError(f"ledger: {generated} {name} generated, {boxes} accounted for")
 
     def summary(self) -> dict[str, object]:
-        """The ledger as the run's summary shows it, checked."""
+        """The ledger for the run's summary. Raises InvariantError if it does not balance."""
         self.check()
         flight = self.in_flight()
         refunds = sorted(self.refunded.items())
@@ -337,12 +343,16 @@ class Ledger:
         return (0 if self.in_order else self.deadline(ticket), ticket.number)
 
     def _others_can_follow(self) -> bool:
-        """True when, with the finished tickets of the earliest deadlines trained now, all other live ones can still
-        meet theirs."""
-        finished, room, due = self._versions[State.FINISHED], self.groups_per_step, 0
+        """True if all other live tickets can still meet their deadlines after a step that trains the finished tickets
+        with the earliest ones."""
+        # Earliest-deadline-first feasibility. A leased ticket may be due before the finished ones of this batch; then
+        # training the batch now could use up the last step in which the leased one is allowed. So the step is counted
+        # as done, and for each deadline version + S in ascending order the tickets due by then must fit into the steps
+        # that are left until then: version + S - (steps + 1) + 1 of them.
+        finished, free, due = self._versions[State.FINISHED], self.groups_per_step, 0
         for version in sorted({version for versions in self._versions.values() for version in versions}):
-            trained = min(room, finished[version])
-            room -= trained
+            trained = min(free, finished[version])
+            free -= trained
             due += sum(versions[version] for versions in self._versions.values()) - trained
             if due > (version + self.max_staleness - self.steps) * self.groups_per_step:
                 return False

@@ -76,13 +76,13 @@ class RunMetrics:
     learners: dict[int, float | None] = field(default_factory=dict[int, float | None])
     """When each rank was heard, of those that have asked for a batch."""
     step_rewards: DownsampledSeries = field(default_factory=DownsampledSeries)
-    scored_since: RewardsSinceStep = field(default_factory=RewardsSinceStep)
+    rewards_since_step: RewardsSinceStep = field(default_factory=RewardsSinceStep)
     outcomes: dict[str, OutcomeStats] = field(default_factory=dict[str, OutcomeStats])
     """By how they ended: "trained", or the reason of their refund."""
     greedy_tokens: int = 0
     """Tokens of the greedy completions of scored groups; they are in no box of the ledger."""
     histogram: list[int] = field(default_factory=list[int])
-    ages: StalenessBreakdown = field(default_factory=StalenessBreakdown)
+    breakdown: StalenessBreakdown = field(default_factory=StalenessBreakdown)
     learner_wait_s: float = 0.0
     learner_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(ACTIVITIES, 0.0))
     """Seconds of learner rank 0, by activity."""
@@ -111,9 +111,9 @@ class RunMetrics:
 
     def scored(self, meta: GroupMeta, completion: Sequence[int]) -> None:
         """Counts a group that came back; `completion` has the action tokens of each trajectory."""
-        self.scored_since.count_failed(meta)
+        self.rewards_since_step.count_failed(meta)
         if "failed" not in meta["status"]:
-            self.scored_since.add(meta, completion)
+            self.rewards_since_step.add(meta, completion)
             self.greedy_tokens += meta["greedy_tokens"]
 
     def ended(self, outcome: str, meta: GroupMeta, completion: Sequence[int]) -> None:
@@ -124,7 +124,7 @@ class RunMetrics:
         self,
         step: int,
         groups: Sequence[dict[int, int]],
-        ages: StalenessBreakdown,
+        breakdown: StalenessBreakdown,
         metrics: dict[str, float],
         ledger: Ledger,
         now_s: float,
@@ -147,18 +147,18 @@ class RunMetrics:
         self.recent.append((now_s, tokens))
         while now_s - self.recent[0][0] >= RATE_WINDOW_S:
             self.recent.popleft()
-        scored = self.scored_since.take()
+        scored = self.rewards_since_step.take()
         reward, generator_s = scored.get("reward/mean", self.step_rewards.latest), self.generator_s
         if reward is not None:
             self.step_rewards.add(reward)
-        self.ages.join(ages)
+        self.breakdown.join(breakdown)
         staleness = np.arange(len(counts))
         own = {
             "reward/mean": reward or 0.0,
             "staleness/mean": float((counts * staleness).sum() / max(tokens, 1)),
             "staleness/max": float(staleness[counts > 0].max(initial=0)),
-            **{f"staleness/{name}": mean for name, mean in ages.staleness.items()},
-            **{f"group/{name}_s": mean_s for name, mean_s in ages.phases_s.items()},
+            **{f"staleness/{name}": mean for name, mean in breakdown.staleness.items()},
+            **{f"group/{name}_s": mean_s for name, mean_s in breakdown.phases_s.items()},
             "time/elapsed_s": now_s - began_s,
             "throughput/trained_tokens_per_s": self.tokens_per_s(ledger),
             "generator/idle_fraction": fractions(generator_s)["waiting"],
@@ -183,11 +183,11 @@ class RunMetrics:
             "first_lease_s": self.first_lease_s,
             "last_step_s": self.last_step_s,
             "step_rewards": self.step_rewards.state(),
-            "scored_since": {name: list(mean.values) for name, mean in self.scored_since.means.items()},
+            "scored_since": {name: list(mean.values) for name, mean in self.rewards_since_step.means.items()},
             "outcomes": {name: outcome.state() for name, outcome in self.outcomes.items()},
             "greedy_tokens": self.greedy_tokens,
             "histogram": list(self.histogram),
-            "ages": self.ages.state(),
+            "ages": self.breakdown.state(),
             "learner_wait_s": self.learner_wait_s,
             "learner_s": dict(self.learner_s),
             "syncs": [self.syncs, self.syncs_before],
@@ -197,13 +197,13 @@ class RunMetrics:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step_rewards = DownsampledSeries(*state["step_rewards"])
-        self.scored_since = RewardsSinceStep(
+        self.rewards_since_step = RewardsSinceStep(
             {name: ExactMean(values) for name, values in state["scored_since"].items()}
         )
         self.outcomes = {name: OutcomeStats.of_state(outcome) for name, outcome in state["outcomes"].items()}
         for name in ("first_lease_s", "last_step_s", "greedy_tokens", "histogram", "last_metrics"):
             setattr(self, name, state[name])
-        self.ages = StalenessBreakdown.of_state(state["ages"])
+        self.breakdown = StalenessBreakdown.of_state(state["ages"])
         self.learner_wait_s, self.learner_s = state["learner_wait_s"], state["learner_s"]
         self.syncs, self.syncs_before = state["syncs"]
         self.skipped_updates = state.get("skipped_updates", 0)
@@ -291,12 +291,12 @@ class RunMetrics:
                 "limit": self.config.replay.staleness_limit,
                 "max": len(self.histogram) - 1 if self.histogram else 0,
                 "mean": mean_staleness(self.histogram),
-                **self.ages.staleness,
+                **self.breakdown.staleness,
                 "histogram": self.histogram,
             },
             "idle": {"generator": self.generator_idle, "learner": self.learner_idle},
             "time": {"generator": fractions(self.generator_s), "learner": fractions(self.learner_s)},
-            "phases_s": self.ages.phases_s,
+            "phases_s": self.breakdown.phases_s,
             "weight_sync": {
                 "count": self.syncs + self.syncs_before,
                 "stall_ms_mean": self.stall_ms_mean,

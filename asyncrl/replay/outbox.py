@@ -1,4 +1,4 @@
-"""Answers of the replay process on their way: none leaves before what it promises is as safe as the run wants."""
+"""Outgoing replies, held back until the journal records they acknowledge are durable (`journal.flush`)."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from asyncrl.replay.queue import ReplayQueue
 from asyncrl.wire.frames import Arrays, encode
 
 URGENT = frozenset({"shard", "committed"})
-"""Answers that a learner waits for."""
+"""Kinds of replies that a learner waits for."""
 PROMISES = {"group": "finished", "commit": "committed"}
-"""What tells a peer that a record of this kind was kept."""
+"""The kind of reply that acknowledges a record of each kind."""
 
 Reply = tuple[str, Any, Sequence[Arrays]]
 """Kind, body and arrays."""
 
 
 class Answer(NamedTuple):
-    """To whom, to which request, and what."""
+    """A reply to the request `seq` of the peer `identity`."""
 
     identity: bytes
     seq: int
@@ -29,36 +29,37 @@ class Answer(NamedTuple):
 
 
 class Outbox:
-    """What a message changed is in the journal before its answer is sent, all that waits here in one write.
+    """Sends replies after the changes they acknowledge are written to the journal, with one write for all of them.
 
-    Answers that promise the disk (`journal.flush`) wait for a sync in the background, while all else goes on.
+    Replies that promise durability (`journal.flush`) wait for a sync in the background; other replies do not.
     """
 
     def __init__(self, queue: ReplayQueue, run_id: str, socket: zmq.Socket[bytes]) -> None:
         self.answers: list[Answer] = []
-        """That wait for the next write."""
+        """Replies that wait for the next write."""
         self._queue, self._run_id, self._socket = queue, run_id, socket
         self._unsynced: list[Answer] = []
-        """Those that wait for the next sync of the journal to begin."""
+        """Written replies that wait for the next sync of the journal to start."""
         self._syncing: list[Answer] = []
-        """Those that wait for the sync under way."""
+        """Written replies that wait for the sync under way."""
         self._promises = frozenset(PROMISES[kind] for kind in SYNCED[queue.config.journal.flush])
 
     @property
     def syncing(self) -> bool:
-        """Answers wait for a sync under way."""
+        """True if replies wait for a sync under way."""
         return bool(self._syncing)
 
     @property
     def urgent(self) -> bool:
-        """A learner waits for the last answer: better a smaller write than a longer wait."""
+        """True if a learner waits for the last reply: it should be flushed now rather than with more messages."""
         return bool(self.answers) and self.answers[-1].reply[0] in URGENT
 
     def add(self, identity: bytes, seq: int, reply: Reply) -> None:
+        """Queues a reply for the next `flush`."""
         self.answers.append(Answer(identity, seq, reply))
 
     def flush(self, *, wait: bool = False) -> None:
-        """Writes what happened, and sends the answers of which that is safe: with `wait` all of them."""
+        """Writes the journal and sends the replies whose records are durable; with `wait` all of them."""
         self.send_synced()
         begins = wait or self._queue.synced
         self._queue.write(wait=wait)
@@ -71,7 +72,7 @@ class Outbox:
         self.send_synced()
 
     def send_synced(self) -> None:
-        """Sends what waited for a sync that is done."""
+        """Sends the replies whose sync has completed."""
         if self._syncing and self._queue.synced:
             self._send(self._syncing)
             self._syncing = []
@@ -83,7 +84,7 @@ class Outbox:
 
 
 def joined(answers: Sequence[Answer]) -> Iterator[Answer]:
-    """The answers, with all that tell a peer what was kept as one."""
+    """The answers, with all "finished" replies to a peer merged into one."""
     kept: dict[bytes, list[Any]] = {}
     for answer in answers:
         kind, body, _ = answer.reply

@@ -1,7 +1,27 @@
-"""The replay queue's rules, without sockets: who may start, what is finished, who gets which groups.
+"""The rules of the replay queue, without sockets: admission, finished groups, batches.
 
-What a method decides is first a record of the journal and then applied to the state (`state.py`), so that a process
-that dies goes on from its journal. Only `write` reaches the disk; nothing may be answered before it.
+The life of a ticket, and the requests that move it:
+
+                                            refunded: its place goes to a new prompt
+                                               ^
+                                               | no training signal, or a failed reward
+    new prompt --ask--> LEASED --finish--> FINISHED --take--> TAKEN --commit--> trained
+                         |  ^                  ^
+       release, lost,    |  | ask              | finish, by an earlier attempt
+       expired, new      v  | (attempt + 1)    | whose lease was returned
+       session         RETURNED ---------------+
+
+    request                          record    effect
+    ask                              lease     a new ticket, or a RETURNED one again
+    finish                           group     FINISHED, or refunded by the same record
+    finish, release                  lose      counts the tokens of an attempt that is not used; the ticket stays
+    release, lost, ask of a new      return    RETURNED
+      session, expired lease
+    take                             take      the batch of the next step, for all ranks, once it is complete
+    commit                           commit    trained; the step is counted
+
+Each event is a record of the journal and a change of the state (`state.py`), so that a restarted process recovers the
+state from its journal. Records reach the disk in `write`; no request may be answered before it.
 """
 
 from __future__ import annotations
@@ -38,10 +58,10 @@ log = structlog.get_logger()
 
 
 class ReplayQueue:
-    """Hands out leases by admission, keeps finished groups, deals batches, counts everything.
+    """Admits and leases groups, keeps finished ones, deals batches and counts everything.
 
-    Every method is one message of the wire, and may come twice; the server calls them one at a time. See
-    `DurableState` for where it goes on from. Nothing may be answered before `write`.
+    Each method handles one kind of message, which may arrive twice; the server calls them one at a time. `Store` says
+    how the state is recovered. No request may be answered before `write`.
     """
 
     def __init__(
@@ -55,37 +75,38 @@ class ReplayQueue:
         checkpoint: bytes = b"",
     ) -> None:
         self.config = config
-        self.durable = Store(config, prompts, trace, eval_prompts, journal, run_id, checkpoint)
-        self.state, self.clock = self.durable.state, self.durable.clock
+        self.store = Store(config, prompts, trace, eval_prompts, journal, run_id, checkpoint)
+        self.state, self.clock = self.store.state, self.store.clock
         self.ledger, self.evaluation, self.measure = self.state.ledger, self.state.evaluation, self.state.measure
         self.sessions = Sessions(self.state)
-        self.batcher = Batcher(config, self.durable)
-        self.write, self.close = self.durable.write, self.durable.close
+        self.batcher = Batcher(config, self.store)
+        self.write, self.close = self.store.write, self.store.close
         self._next_expiry_s = 0.0
-        """No lease expires before it."""
+        """No lease expires before this time."""
 
     @property
     def synced(self) -> bool:
-        """No sync of the journal is under way: a write begins one with all that needs it."""
-        return self.durable.synced
+        """True if no sync of the journal is under way: a write starts one if its records need it."""
+        return self.store.synced
 
     @property
     def held(self) -> dict[int, TicketEntry]:
+        """The data of each live ticket, by its number."""
         return self.state.held
 
     @property
     def share(self) -> int:
-        """Leases that one generator may hold, so that the first to ask does not leave the others idle."""
+        """Maximum number of leases of one generator, so that the first to ask does not leave the others idle."""
         return self.ledger.per_generator_limit(self.state.generators_wanted)
 
     @property
     def trained(self) -> bool:
-        """No more groups are wanted: all steps are committed, or the run was asked to stop."""
+        """True if no more groups are needed: all steps are committed, or the run is stopping."""
         return bool(self.state.stop_reason) or self.ledger.steps >= self.config.steps
 
     @property
     def done(self) -> bool:
-        """Generators have nothing left to do."""
+        """True if generators have nothing left to do."""
         return self.trained and not self.evaluation.running
 
     # --- generators
@@ -102,22 +123,22 @@ class ReplayQueue:
         number: int,
         working_on: Sequence[LeaseName] = (),
     ) -> tuple[list[Lease], str]:
-        """Leases for a generator that has `version` loaded, those of evaluation prompts first, and what limits the
-        number of the others ("" when nothing does). Asked again with the same number it gets what is left of them.
-        Leases that it works on are renewed."""
+        """Returns leases for a generator that has `version` loaded, those of evaluation prompts first, and the reason
+        why it gets fewer groups than it asked for ("" if it gets all). A repeated ask, which has the same number,
+        returns those of its leases that are still held. Leases in `working_on` are renewed."""
         if version > self.ledger.steps:
             raise ProtocolError(
                 f"generator {generator} claims version {version}, the learner is at {self.ledger.steps}"
             )
         now_s = self.clock.now()
-        heard = self.sessions.heartbeat(generator, session, number)
-        if heard == "former session":
+        kind = self.sessions.heartbeat(generator, session, number)
+        if kind == "former session":
             return [], "session"
         self._renew(generator, working_on, now_s)
-        if heard == "again":
+        if kind == "again":
             self.measure.heartbeat(generator, session, version, stats | {"stall_ms": []}, now_s)
             return self.sessions.leases(generator, session, number), ""
-        if heard == "new session":
+        if kind == "new session":
             self._give_back_all(self.sessions.others(generator, session))
         self.measure.heartbeat(generator, session, version, stats, now_s)
         self.evaluation.heartbeat(generator, version, now_s)
@@ -140,16 +161,16 @@ class ReplayQueue:
                 "evaluations": [[version, lease.ticket, lease.attempt] for lease in evaluations],
                 "at_s": now_s,
             }
-            self.durable.append("lease", body)
+            self.store.append("lease", body)
         return evaluations + groups, reason
 
     def leaves(self, generator: int, session: str) -> bool:
-        """The generator is not wanted any more, or another process has taken its place."""
+        """True if the generator is not needed any more, or another process has replaced it."""
         return generator >= self.state.generators_wanted or self.sessions.is_former(session)
 
     def finish(self, meta: GroupMeta, arrays: list[Array]) -> None:
-        """Keeps a finished group, or refunds it; of several groups of one ticket the first that arrives. A group that
-        arrives twice counts once."""
+        """Keeps a finished group, or refunds it. Only the first group of a ticket that arrives is used, and a group
+        that arrives twice is counted once."""
         check_group(meta, arrays, group_size=self.config.generator.group_size)
         newest = int(arrays[3].max())
         if newest > self.ledger.steps:
@@ -170,7 +191,7 @@ class ReplayQueue:
         started_s, finished_s = self.clock.span(meta["started_s"], meta["finished_s"])
         reason = refund_reason(self.config, meta)
         body = {**meta, "started_s": started_s, "finished_s": finished_s, "refunded": reason}
-        self.durable.apply_and_log("group", body, arrays)
+        self.store.apply_and_log("group", body, arrays)
         errors = [error for error in meta["errors"] if error]
         if reason == "failed" or errors:
             event = "group failed" if reason == "failed" else "rewards failed"
@@ -178,48 +199,48 @@ class ReplayQueue:
         check_refunds(self.config, self.ledger, self.state.refunds_in_a_row)
 
     def evaluated(self, result: EvaluatedBody) -> None:
-        """Counts an evaluated prompt, of several attempts the first that arrives."""
+        """Counts an evaluated prompt: the first result that arrives for it."""
         if self.evaluation.wants(result):
-            self.durable.apply_and_log("evaluated", result)
+            self.store.apply_and_log("evaluated", result)
 
     def release(
         self, generator: int, leases: Sequence[ReleasedLease], evaluations: Sequence[ReleasedEvaluation] = ()
     ) -> None:
-        """Takes back what a generator will not finish, with the tokens that are lost by it."""
+        """Takes back leases that a generator will not finish, and counts the tokens that are lost."""
         for lease in leases:
             number, attempt, tokens = lease["ticket"], lease["attempt"], lease["tokens"]
             if self.ledger.is_current(number, attempt):
-                self.durable.return_leases(number, attempt, tokens=tokens)
+                self.store.return_leases(number, attempt, tokens=tokens)
                 log.info("lease returned", ticket=number, attempt=attempt, generator=generator, tokens=tokens)
             elif self.state.awaits(number, attempt):
                 self._lose(number, attempt, tokens)
         leased = {(ticket, attempt) for _, ticket, attempt in self.evaluation.held()}
         for lease in evaluations:
             if (lease["ticket"], lease["attempt"]) in leased:
-                self.durable.return_leases(lease["ticket"], lease["attempt"], evaluation=True)
+                self.store.return_leases(lease["ticket"], lease["attempt"], evaluation=True)
 
     def lost(self, generator: int) -> None:
-        """The generator's process has ended: its leases go back at once."""
+        """Takes back all leases of a generator whose process has ended."""
         self._give_back_all(self.sessions.others(generator, ""))
         self.measure.lost(generator)
 
     def scale(self, generators: int) -> None:
-        """So many generators are wanted from now on."""
+        """Sets the number of generators from now on."""
         if generators < 1:
             raise ProtocolError(
                 f"scale to {generators} generators: at least 1 is needed; Ctrl-C in its terminal ends a run"
             )
         if generators != self.state.generators_wanted:
-            self.durable.apply_and_log("scale", {"generators": generators})
+            self.store.apply_and_log("scale", {"generators": generators})
 
     def expire(self, now_s: float | None = None) -> None:
-        """Takes back leases that were not renewed for `replay.lease_timeout_s`, at a time of the run's clock or now."""
+        """Takes back leases that were not renewed for `replay.lease_timeout_s`, as of `now_s` on the run's clock."""
         now_s = self.clock.now() if now_s is None else now_s
         limit_s = self.config.replay.lease_timeout_s
         for lease in self.evaluation.expired(now_s):
-            self.durable.return_leases(lease["ticket"], lease["attempt"], evaluation=True)
+            self.store.return_leases(lease["ticket"], lease["attempt"], evaluation=True)
         for version in self.evaluation.stranded(now_s):
-            self.durable.apply_and_log("drop", {"version": version, "reason": STRANDED})
+            self.store.apply_and_log("drop", {"version": version, "reason": STRANDED})
         if now_s <= self._next_expiry_s:
             return
         oldest_s = now_s
@@ -227,7 +248,7 @@ class ReplayQueue:
             if not self.ledger.is_current(number, held.attempt):
                 continue
             if now_s - held.renewed_s > limit_s:
-                self.durable.return_leases(number, held.attempt)
+                self.store.return_leases(number, held.attempt)
                 log.warning("lease expired", ticket=number, generator=held.generator, limit_s=limit_s)
             else:
                 oldest_s = min(oldest_s, held.renewed_s)
@@ -236,19 +257,22 @@ class ReplayQueue:
     # --- learners
 
     def begin(self, rank: int, step: int) -> int:
+        """See `Batcher.begin`."""
         return self.batcher.begin(rank, step)
 
     def take(self, rank: int, step: int) -> tuple[str, list[FinishedGroup]]:
+        """See `Batcher.next_shard`."""
         return self.batcher.next_shard(rank, step, trained=self.trained)
 
     def commit(
         self, step: int, metrics: dict[str, float], *, saving: bool = False, checkpoints: Sequence[int] = ()
     ) -> CommittedBody:
+        """See `Batcher.commit`."""
         return self.batcher.commit(step, metrics, saving=saving, checkpoints=checkpoints)
 
     def next_evaluation(self, after: int) -> tuple[str, int, dict[str, float]]:
-        """("ended", step, metrics) of the evaluation after so many of those that no commit has reported, ("wait", 0,
-        {}) while more are to come, or ("none", 0, {})."""
+        """Returns ("ended", step, metrics) of the next result that no commit has reported, after skipping `after` of
+        them; ("wait", 0, {}) while evaluations are running, or ("none", 0, {})."""
         result = self.evaluation.unreported(after)
         if result is not None:
             return "ended", result["at_step"], eval_metrics(result)
@@ -257,12 +281,13 @@ class ReplayQueue:
     # --- the launcher
 
     def stop(self, reason: str) -> None:
+        """Ends the run early: learners get no further batch. The first reason counts."""
         if not self.state.stop_reason:
-            self.durable.apply_and_log("stop", {"reason": reason})
+            self.store.apply_and_log("stop", {"reason": reason})
             log.info("stopping", reason=reason)
 
     def status(self) -> dict[str, Any]:
-        """What a live view and the launcher look at."""
+        """The state of the run for live views and the launcher."""
         status = self.measure.status(self.ledger, self.clock.now())
         for index, generator in status["generators"].items():
             generator["leased"] = self.state.leased_by[int(index)]
@@ -274,7 +299,7 @@ class ReplayQueue:
             "progress": self.batcher.progress,
             "generators_wanted": self.state.generators_wanted,
             "catching_up": self.batcher.catching_up,
-            "journal": self.durable.status(),
+            "journal": self.store.status(),
         }
 
     def summary(self) -> dict[str, Any]:
@@ -288,8 +313,8 @@ class ReplayQueue:
     # --- inside
 
     def _limit(self, generator: int, version: int) -> str:
-        """Why the generator may not start another group now; empty when it may. Above a ceiling only what the next
-        batch needs may still start: without it nothing would ever go."""
+        """Returns the reason why the generator may not start another group now; empty if it may. Above a size limit
+        only groups that the next batch needs may start: memory and journal only shrink when a batch is trained."""
         if not self.ledger.can_lease(version):
             return "staleness"
         if self.state.leased_by[generator] >= self.share:
@@ -299,11 +324,11 @@ class ReplayQueue:
             return ""
         if self.state.held_bytes >= settings.max_bytes:
             return "bytes"
-        return "journal" if self.durable.above_ceiling else ""
+        return "journal" if self.store.above_ceiling else ""
 
     def _give_back_all(self, leases: Sequence[Lease]) -> None:
         for lease in leases:
-            self.durable.return_leases(lease.ticket, lease.attempt, evaluation=lease.evaluation)
+            self.store.return_leases(lease.ticket, lease.attempt, evaluation=lease.evaluation)
             log.info("lease of a lost session returned", ticket=lease.ticket, evaluation=lease.evaluation)
 
     def _renew(self, generator: int, leases: Sequence[LeaseName], now_s: float) -> None:
@@ -315,15 +340,15 @@ class ReplayQueue:
                 self.held[number].renewed_s = now_s
 
     def _repeated(self, number: int, attempt: int) -> None:
-        """A group came that is counted already, or of a ticket or attempt that nobody has."""
+        """Counts a group that arrived before, or whose ticket or attempt was never leased."""
         self.state.duplicates += 1
         held = self.held.get(number)
         if held is None or attempt > held.attempt:
             log.warning("group of an unknown ticket", ticket=number, attempt=attempt)
 
     def _lose(self, number: int, attempt: int, tokens: int) -> None:
-        """Counts the tokens of an attempt that came, or was given back, too late to be used."""
-        self.durable.apply_and_log("lose", {"ticket": number, "attempt": attempt, "tokens": tokens})
+        """Counts the tokens of an attempt that was finished or released too late to be used."""
+        self.store.apply_and_log("lose", {"ticket": number, "attempt": attempt, "tokens": tokens})
         log.warning(
-            "an attempt is not used: another one was, or its tokens are too old", ticket=number, attempt=attempt
+            "an attempt is not used: another one was used, or its tokens are too old", ticket=number, attempt=attempt
         )

@@ -1,4 +1,4 @@
-"""Groups that are not trained and give their place to another prompt."""
+"""Groups that are not trained, so that their place goes to another prompt."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from asyncrl.replay.ledger import Ledger
 from asyncrl.wire.messages import GroupMeta
 
 SAME_REWARD = 1e-6
-"""Rewards of a group that differ by less carry no signal."""
+"""A group whose rewards differ by less has no training signal."""
 
 
 def refund_reason(config: Config, meta: GroupMeta) -> str:
-    """Why a finished group is refunded; empty when it is to be trained."""
+    """The reason why a finished group is refunded; empty if it is to be trained."""
     if "failed" in meta["status"]:
         return "failed"
     if config.algorithm.truncated == "mask" and set(meta["status"]) == {"truncated"}:
@@ -23,12 +23,12 @@ def refund_reason(config: Config, meta: GroupMeta) -> str:
 
 
 def check_refunds(config: Config, ledger: Ledger, refunds_in_a_row: int) -> None:
-    """Raises RunError when group after group is refunded."""
+    """Raises RunError if too many groups in a row were refunded."""
     limit = config.replay.max_refunds_in_a_row
     if refunds_in_a_row >= limit:
         counts = {name: amount.groups for name, amount in ledger.refunded.items()}
         raise RunError(
-            f"the last {limit} groups gave no training signal (refunded so far: {counts}): rewards are all equal or "
-            "failing; look at the reward function and the difficulty of the data, or set replay.zero_variance=train "
+            f"the last {limit} groups had no training signal (refunded so far: {counts}): their rewards are equal or "
+            "failed; check the reward function and the difficulty of the data, or set replay.zero_variance=train "
             "or a higher replay.max_refunds_in_a_row"
         )

@@ -1,4 +1,4 @@
-"""Settings that a state of the queue only holds with."""
+"""Settings that must not change between saving and restoring the queue's state."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from asyncrl.errors import ConfigError
 
 
 def rules_of(config: Config, num_eval_prompts: int) -> dict[str, int]:
-    """Those of a run, by their keys."""
+    """The values of these settings in a run, by config key."""
     return {
         "replay.groups_per_step": config.replay.groups_per_step,
         "replay.max_staleness": config.replay.staleness_limit,
@@ -18,9 +18,9 @@ def rules_of(config: Config, num_eval_prompts: int) -> dict[str, int]:
 
 
 def check_rules(before: dict[str, int], now: dict[str, int]) -> None:
-    """Raises ConfigError unless the rules of a run are those that it had before."""
+    """Raises ConfigError if a setting differs from its value when the run started."""
     for key, value in now.items():
         if value != before[key]:
             raise ConfigError(
-                f"{key} = {value}: the run was begun with {before[key]}; resume it with that, or begin another"
+                f"{key} = {value}: the run was started with {before[key]}; resume it with that, or start a new run"
             )

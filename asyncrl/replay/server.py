@@ -1,4 +1,20 @@
-"""The replay process: a ROUTER socket in front of the queue's rules."""
+"""The replay process: a ROUTER socket in front of the queue's rules.
+
+One thread, one loop (`ReplayServer.serve`). A pass of it:
+
+    poll the socket         waits for a message, at most TICK_S (SYNC_LOOK_S while the journal syncs)
+       |                    woken by  generators: ask, finish, evaluated, release
+       |                              learners:   begin, take, commit, next_evaluation
+       |                              launcher:   status, scale, lost, stop, summary, shutdown
+    handle messages         at most RECEIVE_AT_ONCE; changes of the queue are buffered as records of the journal
+       |
+    answer waiting takes    a "take" waits for a complete batch, which a "finish" or a "commit" brings about; after
+       |                    TAKE_ANSWER_S it is answered "wait", and the learner asks again
+    expire leases
+       |
+    flush the outbox        one write of the journal, then the replies. A reply that promises durability waits for the
+                            sync, which runs in the journal's own thread; the loop does not wait for it
+"""
 
 from __future__ import annotations
 
@@ -25,22 +41,23 @@ from asyncrl.wire.sockets import MAX_FRAME_BYTES, bind_router
 log = structlog.get_logger()
 
 TICK_S = 0.05
-"""Longest wait of the loop: how late an expired lease or a signal may be seen."""
+"""Maximum wait of the loop: delay until an expired lease or a signal is noticed."""
 SYNC_LOOK_S = 0.001
-"""The same while the journal is synced, whose end answers wait for."""
+"""The same while replies wait for a sync of the journal."""
 TAKE_ANSWER_S = 1.0
-"""A learner that waits for its batch hears at least this often that the queue is alive."""
+"""A learner that waits for its batch gets a sign of life at this interval."""
 RECEIVE_AT_ONCE = 64
 GROUP_PADDING_BYTES = 4 * ALIGNMENT
-"""At most, between the arrays of a group's frame."""
+"""Maximum padding between the arrays of a group's frame."""
 DENIED_ASKS_PER_S = 1000.0
-"""Of all generators that wait for leases together, so that many of them do not keep the queue from its work."""
+"""Rate limit of asks by all generators that wait for leases, so that many of them do not overload the queue."""
 
 
 class ReplayServer:
-    """Answers every message of the run once; a bad one with an error and a count, one of a stranger with nothing.
+    """Answers each message once. A bad message is counted and answered with an error; one from outside the run is
+    only counted.
 
-    What a message changed is in the journal before its answer is sent, all of a round of the loop in one write: see
+    The changes of a message are in the journal before its reply is sent, with one write for each pass of the loop: see
     `Outbox`.
     """
 
@@ -56,7 +73,7 @@ class ReplayServer:
         self._outbox = Outbox(queue, endpoints.run_id, self._socket)
 
     def serve(self, should_stop: Callable[[], bool]) -> None:
-        """Answers until it is told to shut down or `should_stop()`."""
+        """Serves until a shutdown request or `should_stop()`."""
         while not (self.shut or should_stop()):
             self._watch.switch("syncing" if self._outbox.syncing else "waiting")
             patience_s = SYNC_LOOK_S if self._outbox.syncing else TICK_S
@@ -93,7 +110,7 @@ class ReplayServer:
             message = self._read(frames)
             seq = message.seq
             if message.arrays.frame is not None:
-                message.arrays.frame = frames[-1]  # ZeroMQ sends on without a copy what it received
+                message.arrays.frame = frames[-1]  # ZeroMQ forwards a received frame without a copy
             handler = HANDLERS.get(message.kind)
             if handler is None:
                 raise ProtocolError(f"{message.kind} is an answer, not a request")
@@ -119,22 +136,22 @@ class ReplayServer:
             self._outbox.add(identity, seq, reply)
 
     def _read(self, frames: list[zmq.Frame]) -> Message:
-        """The message, checked. Whatever goes wrong in reading it is the message's fault: nothing was changed yet."""
+        """Returns the validated message. Any failure here is the message's fault: nothing has been changed yet."""
         try:
             return decode(self.run_id, [frame.buffer for frame in frames])
         except ProtocolError:
             raise
         except Exception as error:
-            log.exception("a message that the checks do not foresee")
+            log.exception("unexpected error while decoding a message")
             raise ProtocolError(f"a message that cannot be read: {type(error).__name__}: {error}") from error
 
     def _answer_waiting(self) -> None:
-        """Gives learners that wait their batch as soon as it is there, or a sign of life."""
+        """Answers waiting learners: with their batch once it is complete, otherwise with a sign of life when due."""
         now_s = time.monotonic()
         for key, (identity, message, since_s) in list(self._waiting.items()):
             try:
                 reply = self._take(message)
-            except ProtocolError as error:  # the step went on without it
+            except ProtocolError as error:  # the step was committed without it
                 reply = "error", {"text": str(error)}, []
             if reply is None and now_s - since_s > TAKE_ANSWER_S:
                 reply = self._shard("wait", message, [])
@@ -255,14 +272,14 @@ HANDLERS: dict[str, Callable[[ReplayServer, Message], Reply | None]] = {
     "stop": ReplayServer._stop,
     "shutdown": ReplayServer._shutdown,
 }
-"""What the server does with each kind of request; None as the answer lets the sender wait."""
+"""The handler of each kind of request; a handler that returns None makes the sender wait."""
 
 
 def run_replay(
     queue: ReplayQueue, endpoints: Endpoints, should_stop: Callable[[], bool], *, max_group_tokens: int | None = None
 ) -> None:
-    """The replay role: serves the queue until it is shut down, then completes the trace. The connection of a peer that
-    sends more than a group of `max_group_tokens`, prompts and completions, is ended; None when that is not known."""
+    """Runs the replay role: serves the queue until shutdown, then completes the trace. The connection of a peer that
+    sends a frame larger than a group of `max_group_tokens` (prompts and completions) is closed; None: no such limit."""
     max_frame_bytes = MAX_FRAME_BYTES
     if max_group_tokens is not None:
         group_bytes = FRAME_BYTES * max_group_tokens + GROUP_PADDING_BYTES

@@ -1,4 +1,4 @@
-"""Generators by their sessions: which ask is new, which came before, and from whom it does not count any more."""
+"""Sessions of generators: tells new asks from repeated ones, and from those of a process that was replaced."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from asyncrl.replay.state import QueueState
 from asyncrl.types import Lease
 
 MAX_FORMER = 4096
-"""Sessions remembered that do not count any more; the oldest is forgotten first."""
+"""Replaced sessions that are remembered; the oldest is forgotten first."""
 
-Heard = Literal["new session", "next", "again", "former session"]
+AskKind = Literal["new session", "next", "again", "former session"]
 
 
 class Sessions:
-    """The latest session of every generator, and the number of its latest ask; a restarted queue has them from the
-    leases that it holds."""
+    """The latest session of each generator, and the number of its latest ask. A restarted queue recovers them from the
+    leases it holds."""
 
     def __init__(self, state: QueueState) -> None:
         self._state = state
@@ -27,8 +27,8 @@ class Sessions:
             if asked:
                 self._latest[generator] = max(asked, key=lambda one: one[1])
 
-    def heartbeat(self, generator: int, session: str, number: int) -> Heard:
-        """What an ask is, by its session and its number in that."""
+    def heartbeat(self, generator: int, session: str, number: int) -> AskKind:
+        """Classifies an ask by its session and its number in that session."""
         if session in self._former:
             return "former session"
         before = self._latest.get(generator)
@@ -45,15 +45,15 @@ class Sessions:
         return "new session"
 
     def is_former(self, session: str) -> bool:
-        """Another process has taken the place of the one that had this session."""
+        """True if the process of this session was replaced by another one."""
         return session in self._former
 
     def leases(self, generator: int, session: str, number: int) -> list[Lease]:
-        """What that ask got and is still held."""
+        """The leases granted to that ask that are still held."""
         return [lease for lease, *asked in self._leases_of(generator) if asked == [session, number]]
 
     def others(self, generator: int, session: str) -> list[Lease]:
-        """What the generator holds from other sessions than this one."""
+        """The leases that the generator holds from sessions other than this one."""
         return [lease for lease, of, _ in self._leases_of(generator) if of != session]
 
     def _leases_of(self, generator: int) -> list[tuple[Lease, str, int]]:

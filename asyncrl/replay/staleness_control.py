@@ -1,4 +1,4 @@
-"""The limit of `replay.max_staleness: auto`: as stale as the effective sample size allows."""
+"""The controller of `replay.max_staleness: auto`: the highest limit that the effective sample size allows."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from asyncrl.config import Config
 from asyncrl.types import STALENESS_BUCKETS
 
 SMOOTHING = 0.3
-"""Weight of the latest step in the mean of a bucket's sample size."""
+"""Weight of the latest step in the moving average of a bucket's effective sample size."""
 MIN_TOKENS = 0.01
-"""Share of the tokens of a step that a bucket must have to count in it."""
+"""A bucket counts in a step if it has at least this fraction of the tokens."""
 
 
 @dataclass(slots=True)
 class StalenessController:
-    """Lowers the limit when the tokens of some staleness are worth too little, and raises it while all are worth
-    enough and the limit is what binds. After a change it waits until that can be seen: the groups that were admitted
-    before are trained by then. A function of the metrics of the steps alone.
+    """Lowers the limit when the effective sample size of a staleness bucket is below the target, and raises it while
+    all are above it and the limit is reached. After a change it waits until the groups admitted before are trained,
+    so that the effect is visible. It depends on the metrics of the steps only.
     """
 
     low: int
     high: int
     target: float
     sizes: dict[str, float] = field(default_factory=dict[str, float])
-    """Smoothed effective sample size by bucket of staleness."""
+    """Smoothed effective sample size of each staleness bucket."""
     waited_steps: int = 0
-    """Since the last change."""
+    """Steps since the last change."""
 
     @classmethod
     def of(cls, config: Config) -> Self | None:
-        """None for a limit that stays."""
+        """The controller that the config asks for; None for a fixed limit."""
         settings = config.replay
         return cls(*settings.auto_bounds, settings.auto_ess) if settings.max_staleness == "auto" else None
 
     def next(self, limit: int, metrics: Mapping[str, float]) -> int:
-        """The limit from now on, after a step with these metrics."""
+        """Returns the limit after a step with these metrics."""
         for bucket in STALENESS_BUCKETS:
             size = metrics.get(f"staleness/{bucket}/ess")
             if size is not None and metrics[f"staleness/{bucket}/tokens_fraction"] >= MIN_TOKENS:
@@ -55,8 +55,10 @@ class StalenessController:
         return wanted
 
     def state(self) -> list[Any]:
+        """The state for msgpack."""
         return [dict(self.sizes), self.waited_steps]
 
     def load_state(self, state: list[Any]) -> None:
+        """Restores the result of `state`."""
         sizes, self.waited_steps = state
         self.sizes = dict(sizes)

@@ -1,7 +1,7 @@
-"""All that the replay queue knows, and how each record of the journal changes it.
+"""The complete state of the replay queue, and the transition for each kind of journal record.
 
-The queue decides, writes a record and applies it; recovery applies the same records again. So the state is a function
-of the records, and nothing in here reads a clock or decides anything.
+The queue decides, appends a record and applies it; recovery applies the same records again. The state is therefore a
+function of the records: nothing here reads a clock or makes a decision.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from asyncrl.types import Lease, Prompt
 from asyncrl.wire.frames import Array
 
 MAX_LATE = 1024
-"""Trained and refunded tickets of which it is remembered which attempts may still come; the oldest is forgotten."""
+"""Trained and refunded tickets whose outstanding attempts are remembered; the oldest is forgotten first."""
 
 
 class QueueState:
-    """The queue between two messages. Times are seconds of the run (`RunClock`)."""
+    """The state between two messages. Times are seconds of the run (`RunClock`)."""
 
     def __init__(
         self, config: Config, prompts: PromptSource, trace: TraceWriter | None, eval_prompts: Sequence[Prompt] = ()
@@ -48,8 +48,8 @@ class QueueState:
             admission_limit=config.replay.first_limit,
             in_order=config.replay.order == "ticket",
         )
-        self.limit_control = StalenessController.of(config)
-        """Moves the admitted staleness; None when that stays."""
+        self.staleness_controller = StalenessController.of(config)
+        """Adjusts the admission limit; None if it is fixed."""
         self.held: dict[int, TicketEntry] = {}
         self.held_bytes = 0
         self.leased_by: Counter[int] = Counter()
@@ -59,15 +59,15 @@ class QueueState:
         self.generators_wanted = config.launch.generators
         self.refunds_in_a_row = 0
         self.duplicates = 0
-        """Groups that came more than once."""
+        """Groups that arrived more than once."""
         self.late: dict[int, list[int]] = {}
-        """Attempts of the latest trained and refunded tickets that may still come, by ticket; at most MAX_LATE."""
+        """Outstanding attempts of the latest trained and refunded tickets, by ticket; at most MAX_LATE tickets."""
         self.committed: dict[str, float] = {}
-        """This side's metrics of the last step."""
+        """The queue's own metrics of the last step."""
         self.coverage = Coverage()
 
     def apply(self, record: Record, location: Location | None) -> None:
-        """Changes the state as a record says that was written. Raises JournalError for one that cannot follow."""
+        """Applies a record that was appended to the journal. Raises JournalError if it does not fit the state."""
         if record.kind not in APPLY:
             raise JournalError(f"the journal has a record of kind {record.kind!r}, which this version does not know")
         APPLY[record.kind](self, record.body, record.arrays, location)
@@ -75,7 +75,7 @@ class QueueState:
     # --- leases
 
     def lease(self, generator: int, session: str, number: int, version: int, at_s: float) -> Lease:
-        """Leases the next group; call only while the ledger `can_lease(version)`."""
+        """Leases the next group. Call it only while the ledger `can_lease(version)`."""
         ticket = self.ledger.lease(version)
         before = self.held.get(ticket.number)
         prompt = next(self.prompts) if before is None else before.prompt
@@ -88,7 +88,7 @@ class QueueState:
     def lease_evaluations(
         self, generator: int, session: str, number: int, version: int, count: int, at_s: float
     ) -> list[Lease]:
-        """Leases up to so many evaluation prompts."""
+        """Leases up to `count` evaluation prompts."""
         leases = self.evaluation.lease(generator, version, count, at_s, session=session, number=number)
         if leases:
             self.measure.leased(at_s)
@@ -103,7 +103,7 @@ class QueueState:
         if given != body["tickets"] or evaluated != body["evaluations"]:
             raise JournalError(
                 f"record {location} of the journal leases tickets {body['tickets']} and evaluations "
-                f"{body['evaluations']}, applied it gives {given} and {evaluated}: it is not of this run"
+                f"{body['evaluations']}, but applying it leases {given} and {evaluated}: it is not from this run"
             )
 
     def _return(self, body: Any, *_: object) -> None:
@@ -141,14 +141,14 @@ class QueueState:
         self._trace(held, reason)
 
     def _end(self, number: int, held: TicketEntry) -> None:
-        """The ticket is trained or refunded; what other attempts of it generated can still be counted."""
+        """Remembers the outstanding attempts of a trained or refunded ticket, so that their tokens can be counted."""
         if held.awaited:
             self.late[number] = held.awaited
             if len(self.late) > MAX_LATE:
                 del self.late[next(iter(self.late))]
 
     def awaits(self, number: int, attempt: int) -> bool:
-        """True if the attempt was handed out and the ledger has none of its tokens yet."""
+        """True if the attempt was leased and its tokens are not in the ledger yet."""
         held = self.held.get(number)
         return attempt in (self.late.get(number, ()) if held is None else held.awaited)
 
@@ -180,16 +180,16 @@ class QueueState:
         self.coverage.note(location, body["step"])
 
     def commit(self, step: int, metrics: dict[str, float], at_s: float, *, evaluates: bool) -> dict[str, float]:
-        """Ends the step in progress: its groups are trained, and its version is evaluated if that is due. Gives the
-        step's metrics of this side, with those of an evaluation that ended."""
-        numbers, ages = self.ledger.commit(), StalenessBreakdown()
+        """Ends the step in progress: its groups are trained, and its version is evaluated if due. Returns the queue's
+        own metrics of the step, including the oldest unreported evaluation result."""
+        numbers, breakdown = self.ledger.commit(), StalenessBreakdown()
         groups = [self.held.pop(number) for number in numbers]
         for number, held in zip(numbers, groups, strict=True):
             self._end(number, held)
             self.held_bytes -= held.num_bytes
             self.coverage.train(held.location, step)
             self.measure.ended("trained", held.finished, held.completion)
-            ages.add(held.finished, held.by_version, taken_s=held.taken_s, trained_s=at_s, train_version=step - 1)
+            breakdown.add(held.finished, held.by_version, taken_s=held.taken_s, trained_s=at_s, train_version=step - 1)
             self._trace(held, "trained", trained_s=at_s, train_version=step - 1)
         self.step = None
         self.ledger.check()
@@ -202,11 +202,11 @@ class QueueState:
         }
         self.evaluation.committed(step, due=evaluates)
         by_version = [held.by_version for held in groups]
-        measured = self.measure.committed(step, by_version, ages, metrics, self.ledger, at_s)
+        measured = self.measure.committed(step, by_version, breakdown, metrics, self.ledger, at_s)
         self.committed = queue | measured | self.evaluation.next_metrics()
         self.measure.last_metrics = metrics | self.committed
-        if self.limit_control is not None:
-            self.ledger.admission_limit = self.limit_control.next(
+        if self.staleness_controller is not None:
+            self.ledger.admission_limit = self.staleness_controller.next(
                 self.ledger.admission_limit, self.measure.last_metrics
             )
         return self.committed
@@ -226,7 +226,7 @@ class QueueState:
     # --- trace
 
     def trace_in_flight(self) -> None:
-        """Adds what is finished and not trained to the trace."""
+        """Adds the groups that are finished and not trained to the trace."""
         for held in self.held.values():
             if held.meta is not None:
                 self._trace(held, "in_flight")
@@ -244,27 +244,27 @@ class QueueState:
                 train_version=train_version,
             )
 
-    # --- as a whole
+    # --- snapshots
 
     def reported_stats(self) -> dict[str, Any]:
-        """What generators and learners have told of themselves: no function of the records before, so that every
-        commit writes it down."""
+        """Self-reported stats of generators and learners. They cannot be rebuilt from earlier records, so every commit
+        record stores them."""
         return {
             "measure": self.measure.reported_stats(),
             "evaluation": self.evaluation.reported_stats(),
             "duplicates": self.duplicates,
         }
 
-    def load_reported_stats(self, told: dict[str, Any], now_s: float | None) -> None:
-        """Who was up counts as heard at `now_s`; nobody does when it is None."""
-        self.measure.load_reported_stats(told["measure"], now_s)
-        self.evaluation.load_reported_stats(told["evaluation"], now_s)
-        self.duplicates = told["duplicates"]
+    def load_reported_stats(self, stats: dict[str, Any], now_s: float | None) -> None:
+        """Restores the stats. Processes that were up count as alive at `now_s`; with None no process does."""
+        self.measure.load_reported_stats(stats["measure"], now_s)
+        self.evaluation.load_reported_stats(stats["evaluation"], now_s)
+        self.duplicates = stats["duplicates"]
 
     def wake(self, now_s: float, *, same_launch: bool) -> None:
-        """Goes on after a time in which nobody listened: leases are as old as `now_s`.
+        """Resumes after an outage: all leases count as renewed at `now_s`.
 
-        In another launch nobody is up, and neither the reason to stop nor the number of generators holds any more.
+        In a new launch no process is up, and the stop reason and the scaled number of generators are reset.
         """
         for held in self.held.values():
             held.renewed_s = now_s
@@ -274,7 +274,7 @@ class QueueState:
             self.stop_reason, self.generators_wanted = "", self.config.launch.generators
 
     def state_dict(self) -> dict[str, Any]:
-        """All but what is told and the frames of groups, made of what msgpack can carry."""
+        """The state for msgpack, without reported stats and the frames of groups."""
         return {
             "rules": rules_of(self.config, len(self.eval_prompts)),
             "ledger": self.ledger.state_dict(),
@@ -289,14 +289,14 @@ class QueueState:
             "measure": self.measure.state_dict(),
             "evaluation": self.evaluation.state_dict(),
             "prompts": self.prompts.state_dict(),
-            "limit_control": None if self.limit_control is None else self.limit_control.state(),
+            "limit_control": None if self.staleness_controller is None else self.staleness_controller.state(),
         }
 
     def load_state_dict(self, state: dict[str, Any], *, load: Load | None, now_s: float) -> None:
-        """Goes on from a state, with leases as old as `now_s` and the frames of finished groups from `load`.
+        """Restores a state, with leases renewed at `now_s` and the frames of finished groups read by `load`.
 
-        Without `load` every ticket in the state is taken back, to be leased again. Raises ConfigError when the run's
-        settings do not fit the state.
+        Without `load` every ticket is returned, to be leased again. Raises ConfigError if the run's settings do not fit
+        the state.
         """
         check_rules(state["rules"], rules_of(self.config, len(self.eval_prompts)))
         self.prompts.load_state_dict(state["prompts"])
@@ -305,8 +305,8 @@ class QueueState:
         self.evaluation.load_state_dict(state["evaluation"], now_s)
         self.stop_reason, self.refunds_in_a_row = state["stop_reason"], state["refunds_in_a_row"]
         self.generators_wanted, self.committed = state["generators_wanted"], state["committed"]
-        if self.limit_control is not None and state["limit_control"] is not None:
-            self.limit_control.load_state(state["limit_control"])
+        if self.staleness_controller is not None and state["limit_control"] is not None:
+            self.staleness_controller.load_state(state["limit_control"])
         self.late = {number: attempts for number, *attempts in state["late"]}
         self.coverage = Coverage(*(dict(pairs) for pairs in state["coverage"]))
         self.step = None if state["step"] is None else TakenStep(*state["step"])
@@ -315,13 +315,13 @@ class QueueState:
             for number, row, *values in state["held"]
         }
         if load is None:
-            self._take_all_back()
+            self._return_all()
         self.held_bytes = sum(held.num_bytes for held in self.held.values())
         leased = (t.number for t in self.ledger.live.values() if t.state is State.LEASED)
         self.leased_by = Counter(self.held[number].generator for number in leased)
 
-    def _take_all_back(self) -> None:
-        """Takes every ticket back; what was finished is lost."""
+    def _return_all(self) -> None:
+        """Returns every ticket; the data of finished groups is lost."""
         for ticket in self.ledger.live.values():
             if ticket.state is State.LEASED:
                 self.ledger.return_lease(ticket.number, tokens=0)
@@ -343,4 +343,4 @@ APPLY: dict[str, Callable[[QueueState, Any, list[Array], Location | None], None]
     "scale": QueueState._scale,
     "stop": QueueState._stop,
 }
-"""What a record of each kind does."""
+"""The transition for each kind of record."""

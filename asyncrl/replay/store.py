@@ -171,7 +171,7 @@ class Store:
         self.run_id = run_id
         self.clock = RunClock()
         self.state = QueueState(config, prompts, trace, eval_prompts)
-        self._catchup: History | None = None
+        self._history: History | None = None
         self._covered_step: int | None = None
         """Segments that only earlier steps need may be dropped, since a commit said so that is not written yet."""
         self._written_step: int | None = None
@@ -200,7 +200,7 @@ class Store:
         # What is evaluated may be set otherwise when the run is resumed.
         body["evaluates"] = evaluates
         self.state.coverage.note(self.append("commit", body), step)
-        self._catchup = None
+        self._history = None
         if checkpoints and self.config.journal.retention == "needed":
             self._covered_step = min(checkpoints)
         self.trace.flush()
@@ -240,10 +240,10 @@ class Store:
         """The batches and metrics of this step, which is committed, and of those after it."""
         if self.journal is None:
             raise ProtocolError(f"step {step} is committed, and there is no journal to have it from again")
-        if self._catchup is None or not self._catchup.first <= step <= self._catchup.last:
+        if self._history is None or not self._history.first <= step <= self._history.last:
             segments = self.state.coverage.of_steps_from(step)
-            self._catchup = History(self.journal, segments, first=step, last=self.state.ledger.steps)
-        return self._catchup
+            self._history = History(self.journal, segments, first=step, last=self.state.ledger.steps)
+        return self._history
 
     def snapshot(self, step: int) -> bytes:
         """What a checkpoint of the step keeps of the queue."""

@@ -1,4 +1,4 @@
-"""What the replay queue holds of a group on its way, and where its prompts come from."""
+"""The data of a ticket: its prompt, its lease and its finished group; and the source of prompts."""
 
 from __future__ import annotations
 
@@ -18,71 +18,72 @@ from asyncrl.wire.messages import GroupMeta
 
 Load = Callable[[Location], Record]
 MAX_AWAITED = 64
-"""Attempts of one ticket whose groups may still come and be counted; those before them are not known any more."""
+"""Outstanding attempts of one ticket that are remembered; groups of older ones are not counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedGroup:
-    """A finished group as it goes to a learner."""
+    """A finished group as it is sent to a learner."""
 
     meta: GroupMeta
     arrays: list[Array]
-    """A Block when they are as they came, in one frame."""
+    """A Block if they are in one frame, as they were received."""
 
     @classmethod
     def of_record(cls, body: Any, arrays: list[Array]) -> Self:
-        """The group of a record of the journal, which also says why it was refunded, if it was."""
+        """The group in a journal record. The record also holds the reason for a refund, which is dropped here."""
         return cls(cast(GroupMeta, {name: value for name, value in body.items() if name != "refunded"}), arrays)
 
 
 @dataclass(slots=True)
 class TicketEntry:
-    """A ticket's data while it is leased, and its frames once it is finished. Times are the run's."""
+    """A ticket's prompt and lease, and its group once it is finished. Times are seconds of the run."""
 
     prompt: Prompt
     renewed_s: float
-    """When it was leased, or its generator last said that it works on it."""
+    """When it was leased, or when its generator last renewed the lease."""
     generator: int
     attempt: int = 0
     session: str = ""
     number: int = -1
-    """Of the ask that got the lease, in its session."""
+    """Number, in its session, of the ask that got the lease."""
     counted: list[int] = field(default_factory=list[int])
-    """Attempts that were given back or came too late to be used; their tokens are in the ledger."""
+    """Attempts that were returned or arrived too late to be used; their tokens are in the ledger."""
     meta: GroupMeta | None = None
     arrays: list[Array] = field(default_factory=list[Array])
     location: Location | None = None
-    """Of the finished group in the journal."""
+    """Location of the finished group in the journal."""
     completion: list[int] = field(default_factory=list[int])
     """Action tokens of each trajectory."""
     by_version: dict[int, int] = field(default_factory=dict[int, int])
     """Action tokens by the policy version that sampled them."""
     num_bytes: int = 0
-    """Of the frames."""
+    """Size of the frames."""
     taken_s: float = 0.0
 
     @property
     def awaited(self) -> list[int]:
-        """The latest attempts of which the ledger has no tokens yet: their groups may still come."""
+        """The latest attempts whose tokens are not in the ledger yet: their groups may still arrive."""
         known = {*self.counted, -1 if self.meta is None else self.meta["attempt"]}
         return [a for a in range(max(0, self.attempt + 1 - MAX_AWAITED), self.attempt + 1) if a not in known]
 
     @property
     def finished(self) -> GroupMeta:
+        """Header of the finished group. Raises InvariantError if there is none."""
         if self.meta is None:
             raise InvariantError("replay: a group without data counts as finished")
         return self.meta
 
     def keep(self, group: FinishedGroup, location: Location | None) -> None:
-        """Takes the finished group in."""
+        """Stores the finished group."""
         _, mask, _, versions = group.arrays
         self.meta, self.arrays, self.location = group.meta, group.arrays, location
         self.num_bytes = sum(array.nbytes for array in group.arrays)
         self.completion, self.by_version = completion_tokens(group.meta, mask), tokens_by_version(versions, mask)
 
     def check_prompt(self, meta: GroupMeta, tokens: Array) -> None:
-        """Raises ProtocolError unless the group is of this prompt: its row, its data source, and its tokens at the
-        start of every trajectory. `tokens` are those of all trajectories, of the lengths in `meta`."""
+        """Raises ProtocolError unless the group belongs to this prompt: same row, same data source, and the prompt's
+        tokens at the start of every trajectory. `tokens` are those of all trajectories end to end."""
         prompt, where = self.prompt, f"ticket {meta['ticket']}"
         if meta["row"] != prompt.row:
             raise ProtocolError(f"{where} is for row {prompt.row}, not {meta['row']}")
@@ -95,14 +96,14 @@ class TicketEntry:
             begin += length
 
     def state(self) -> list[Any]:
-        """Row of the prompt first; without the frames and the age of the lease."""
+        """The state for msgpack, the prompt's row first; without the frames and the age of the lease."""
         location = None if self.location is None else list(self.location)
         asked = [self.generator, self.attempt, self.session, self.number]
         return [self.prompt.row, *asked, list(self.counted), location, self.taken_s]
 
     @classmethod
     def of_state(cls, values: Sequence[Any], prompt: Prompt, load: Load | None, now_s: float) -> Self:
-        """From what `state` gives after the row; the frames are those that `load` has."""
+        """Restores the values that follow the row in `state`; `load` reads the frames."""
         generator, attempt, session, number, counted, location, taken_s = values
         held = cls(prompt, now_s, generator, attempt, session, number, list(counted))
         if load is not None and location is not None:
@@ -114,7 +115,7 @@ class TicketEntry:
 
 @dataclass(slots=True)
 class TakenStep:
-    """The batch of the step in progress: tickets of each learner rank."""
+    """The batch of the step in progress: the tickets of each learner rank."""
 
     number: int
     shards: list[list[int]]
@@ -125,12 +126,12 @@ class PromptSource(Protocol):
 
     @property
     def skipped_rows(self) -> int:
-        """Rows left out so far because they do not fit the model's window."""
+        """Rows skipped so far because they do not fit the model's context window."""
         ...
 
     def __next__(self) -> Prompt: ...
     def prompt(self, row: int) -> Prompt:
-        """The prompt of a row, whatever the place in the stream."""
+        """The prompt of a row, regardless of the position in the stream."""
         ...
 
     def state_dict(self) -> dict[str, Any]: ...

@@ -76,18 +76,18 @@ def connect_dealer(
     ConfigError for a unix socket that another user may listen on."""
     if path := socket_path(address):
         check_socket(path, "peer's")
-    batcher = zmq.Context.instance().socket(zmq.DEALER)
-    _limit(batcher, max_frame_bytes)
-    batcher.setsockopt(zmq.ROUTING_ID, b"r" + secrets.token_bytes(ROUTING_ID_BYTES))  # the first byte must not be 0
-    batcher.setsockopt(zmq.LINGER, round(linger_s * 1000))
-    batcher.setsockopt(zmq.RCVHWM, SEND_MESSAGES)
+    dealer = zmq.Context.instance().socket(zmq.DEALER)
+    _limit(dealer, max_frame_bytes)
+    dealer.setsockopt(zmq.ROUTING_ID, b"r" + secrets.token_bytes(ROUTING_ID_BYTES))  # the first byte must not be 0
+    dealer.setsockopt(zmq.LINGER, round(linger_s * 1000))
+    dealer.setsockopt(zmq.RCVHWM, SEND_MESSAGES)
     if keys:
         pair = read_keys(keys)
-        batcher.setsockopt(zmq.CURVE_SERVERKEY, pair.server_public.encode())
-        batcher.setsockopt(zmq.CURVE_PUBLICKEY, pair.client_public.encode())
-        batcher.setsockopt(zmq.CURVE_SECRETKEY, pair.client_secret.encode())
-    batcher.connect(address)
-    return batcher
+        dealer.setsockopt(zmq.CURVE_SERVERKEY, pair.server_public.encode())
+        dealer.setsockopt(zmq.CURVE_PUBLICKEY, pair.client_public.encode())
+        dealer.setsockopt(zmq.CURVE_SECRETKEY, pair.client_secret.encode())
+    dealer.connect(address)
+    return dealer
 
 
 def socket_path(address: str) -> Path | None:

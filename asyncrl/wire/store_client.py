@@ -34,8 +34,8 @@ class StoreClient:
         self._lock = threading.Lock()
         self._number = 0
         self._rung = self._lost = False
-        self._batcher = connect_dealer(address, keys=keys)
-        self._monitor = self._batcher.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._socket = connect_dealer(address, keys=keys)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         try:
             self._ask("hello", answer_s=timeout_s)
         except BaseException:
@@ -68,10 +68,10 @@ class StoreClient:
 
     def close(self) -> None:
         """Idempotent."""
-        if not self._batcher.closed:
-            self._batcher.disable_monitor()
+        if not self._socket.closed:
+            self._socket.disable_monitor()
             self._monitor.close()
-            self._batcher.close()
+            self._socket.close()
 
     def _ask(
         self,
@@ -88,7 +88,7 @@ class StoreClient:
         limit_s = timeout_s + (self.answer_s if answer_s is None else answer_s)
         with self._lock:
             self._number += 1
-            self._batcher.send(cast(bytes, msgpack.packb(request | {"number": self._number})), zmq.DONTWAIT)
+            self._socket.send(cast(bytes, msgpack.packb(request | {"number": self._number})), zmq.DONTWAIT)
             deadline_s = time.monotonic() + limit_s
             while (answer := self._hear(LOOK_S)) is None or answer["number"] != self._number:
                 if time.monotonic() > deadline_s:
@@ -106,11 +106,11 @@ class StoreClient:
         if self._lost:  # ZeroMQ would find the next one that listens, which knows nothing
             raise StoreLostError(f"the process that listened at {self._address} is gone")
         poller = zmq.Poller()
-        poller.register(self._batcher, zmq.POLLIN)
+        poller.register(self._socket, zmq.POLLIN)
         poller.register(self._monitor, zmq.POLLIN)
         ready = dict(poller.poll(math.ceil(1e3 * min(seconds, LOOK_S))))
-        if self._batcher in ready:
-            data = self._batcher.recv(zmq.DONTWAIT)
+        if self._socket in ready:
+            data = self._socket.recv(zmq.DONTWAIT)
             self.heard_s = time.monotonic()
             answer: Answer = check(
                 unpack(

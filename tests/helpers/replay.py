@@ -72,9 +72,9 @@ def ask_queue(
 
 def kill_queue(queue: ReplayQueue) -> None:
     """Ends the queue's process as SIGKILL would: what is buffered is gone, descriptors are closed."""
-    journal = queue.durable.journal
+    journal = queue.store.journal
     assert journal is not None
-    for descriptor in (journal._lock, queue.durable.trace._file):
+    for descriptor in (journal._lock, queue.store.trace._file):
         os.close(descriptor)
 
 

@@ -183,8 +183,8 @@ def test_stopping_drops_everything() -> None:
         ({"rewards": [1.0]}, "evaluation ticket 0: 1 rewards, expected 2"),
         ({"status": ["completed"] * 3}, "evaluation ticket 0: 3 status, expected 2"),
         ({"rewards": [1.0, float("nan")]}, r"evaluation ticket 0: rewards \[1.0, nan\] are not finite"),
-        ({"ticket": 3}, "evaluation ticket 3 of version 0 was never handed out"),
-        ({"attempt": 1}, "evaluation ticket 0 of version 0 was never handed out"),
+        ({"ticket": 3}, "evaluation ticket 3 of version 0 was never leased"),
+        ({"attempt": 1}, "evaluation ticket 0 of version 0 was never leased"),
     ],
 )
 def test_a_result_that_does_not_fit_is_refused(change: dict, message: str) -> None:  # type: ignore[type-arg]

@@ -121,7 +121,7 @@ def test_endless_refunds_end_the_run_with_the_reason(tmp_path: Path) -> None:
     queue = make_queue(tmp_path, replay__max_refunds_in_a_row=2)
     first, second = ask(queue, num_groups=2)
     finish(queue, first, rewards=(0.0, 0.0))
-    with pytest.raises(RunError, match=r"the last 2 groups gave no training signal .*zero_variance.: 2"):
+    with pytest.raises(RunError, match=r"the last 2 groups had no training signal .*zero_variance.: 2"):
         finish(queue, second, rewards=(0.0, 0.0))
 
 

@@ -377,7 +377,7 @@ def test_keep_all_drops_nothing(tmp_path: Path) -> None:
 def test_a_journal_that_grows_asks_for_checkpoints_and_stops_leases_at_its_ceiling(tmp_path: Path) -> None:
     config = small_config(steps=20_000, replay__max_staleness=4, journal__max_bytes=1 << 20)
     queue = open_queue(tmp_path, config)
-    journal = queue.durable.journal
+    journal = queue.store.journal
     assert journal is not None
     step = wanted = 0
     while journal.num_bytes < config.journal.max_bytes:
@@ -436,15 +436,15 @@ def test_checkpoint_without_journal_takes_every_ticket_back(tmp_path: Path) -> N
     assert queue.ledger.steps == 2
     queue.close()
     with pytest.raises(RunError, match=r"queue\.msgpack of the checkpoint cannot be read"):
-        ReplayQueue(config, EndlessPrompts(), queue.durable.trace, checkpoint=b"\xc1rubbish")
+        ReplayQueue(config, EndlessPrompts(), queue.store.trace, checkpoint=b"\xc1rubbish")
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"replay__groups_per_step": 4}, "replay.groups_per_step = 4: the run was begun with 2; resume it with that"),
-        ({"replay__max_staleness": 0}, "replay.max_staleness = 0: the run was begun with 1; resume it with that"),
-        ({"generator__group_size": 3}, "generator.group_size = 3: the run was begun with 2"),
+        ({"replay__groups_per_step": 4}, "replay.groups_per_step = 4: the run was started with 2; resume it with that"),
+        ({"replay__max_staleness": 0}, "replay.max_staleness = 0: the run was started with 1; resume it with that"),
+        ({"generator__group_size": 3}, "generator.group_size = 3: the run was started with 2"),
     ],
 )
 def test_settings_that_do_not_fit_the_journal_are_refused(
@@ -547,7 +547,7 @@ def test_what_was_evaluated_stays_so_when_steps_and_evaluations_are_set_otherwis
 def fill_journal(queue: ReplayQueue, tokens: int = 2000) -> list[Lease]:
     """Trains until the journal is at its ceiling; gives what the generator works on then."""
     leases: list[Lease] = []
-    while not queue.durable.above_ceiling:
+    while not queue.store.above_ceiling:
         version = queue.ledger.steps
         leases += ask_queue(queue, 0, version, 100)[0]
         for _ in range(2):
@@ -593,8 +593,8 @@ def test_a_catch_up_reads_what_it_needs_only(tmp_path: Path) -> None:
     queue = open_queue(tmp_path, small_config(steps=100, journal__retention="all"))
     for step in range(1, 41):
         train(queue, step)
-    assert queue.durable.journal is not None
-    segments = queue.durable.journal.segments
+    assert queue.store.journal is not None
+    segments = queue.store.journal.segments
     needed = queue.state.coverage.of_steps_from(38)
     assert needed and set(needed) <= set(segments[-3:])
     groups = {step: frames(queue.take(0, step)[1]) for step in range(38, 41)}
@@ -602,7 +602,7 @@ def test_a_catch_up_reads_what_it_needs_only(tmp_path: Path) -> None:
     for path in (tmp_path / "journal").glob("0*.arrow"):
         if int(path.stem) not in needed:
             path.write_bytes(b"")
-    queue.durable._catchup = None
+    queue.store._history = None
     assert {step: frames(queue.take(0, step)[1]) for step in range(38, 41)} == groups
     queue.close()
 
@@ -612,7 +612,7 @@ def test_the_trace_of_a_run_without_its_journal_is_of_the_line_that_goes_on(tmp_
     queue = open_queue(tmp_path, config)
     train(queue, 1)
     leases = ask_queue(queue, 0, 1, 100)[0]
-    saved = queue.durable.snapshot(1)
+    saved = queue.store.snapshot(1)
     for lease in leases:
         finish(queue, lease, 1)
     for step in (2, 3):

@@ -221,7 +221,7 @@ def test_others_are_answered_while_the_journal_is_read_for_a_learner(
     queue.write()
     server, learner, launcher = ReplayServer(queue, endpoints), Connection(endpoints), Connection(endpoints)
     learner.send("take", {"rank": 0, "step": 1})
-    while queue.durable._catchup is None:
+    while queue.store._history is None:
         server.serve(once())
     launcher.send("status", {})
     assert server._socket.poll(10_000)

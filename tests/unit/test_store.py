@@ -182,7 +182,7 @@ def test_of_too_many_callers_the_one_longest_silent_is_forgotten(
     other = StoreClient(address, timeout_s=10.0)
     server.ring()
     other.await_ring(10.0)
-    assert not client._batcher.poll(100), "it is not rung for"
+    assert not client._socket.poll(100), "it is not rung for"
     assert client.add("n", 1) == 1, "it is served when it asks"
     other.close()
 
