@@ -1,12 +1,26 @@
-"""One version of the weights on its way to all generators that do not have it, without those that do not answer.
+"""Broadcasts one version of the weights to all generators that do not have it, and drops those that do not answer.
 
-A round:
+A round. Messages (-->) are small JSON values in the sender's store, transfers (==>) go through the transport:
 
-    offer -> ready (staging is free; often said before) -> go -> broadcast -> everyone's checksum to everyone
+    sender (rank 0)                                         each receiver (rank 1, 2, ...)
 
-All but the bytes and checksums are small messages in the sender's store. A generator that is late with an answer is
-dropped, and the round is repeated for the others where it needs to be. A broadcast that fails is given up by the
-message "abort"; each generator that lives says in "received" what came of it.
+    offer {version, transport}      -------- offer ------>  waits for an offer without a deadline
+    waits timeout_s                                         waits until staging is free
+      longer while it gets          <------- holding -----    while its engine keeps the version for now
+      "holding"                     <------- ready -------  sent before the offer if staging is free then
+    after a deadline, to receivers  ------- patience ---->  waits 2 * timeout_s for "go", and again after each
+      that are ready, for others                              "patience"; without one it joins again
+    {group, rank, size}             --------- go -------->
+    connects, timeout_s             <==== connect ======>   connects, timeout_s
+    timeout_s for each bucket       ==== buckets =======>   copies into staging, timeout_s for each bucket
+                                    <------ received -----  its checksum, or an error
+    timeout_s                       <=== checksums =====>   all-gather; staging is complete if its own is the sender's
+
+A wrong checksum repeats the round for that receiver once. The round is aborted when the transport raises or misses a
+deadline: the sender writes "abort", and each live receiver answers "received" with what happened to it. The receiver
+gives up its round at an "abort" or a newer offer. A receiver that misses a deadline, sends a bad message or has wrong
+bytes twice is dropped: it reads "dropped" and joins again under a new id. _TRIES aborts of one version with all
+receivers alive are an error of the transport.
 """
 
 from __future__ import annotations
@@ -32,26 +46,28 @@ from asyncrl.wire.torch_store import TorchStore
 log = structlog.get_logger()
 
 _TRIES = 3
-"""So often a broadcast fails, with all generators alive, before that is an error."""
+"""Failed broadcasts of one version, with all generators alive, until that is an error."""
 
 
 @dataclass(slots=True)
 class WeightSyncStats:
+    """Counters of the sender, summed over the run of its process."""
+
     count: int = 0
-    """Versions that all generators received that were there."""
+    """Versions that were received by all generators present."""
     dropped: int = 0
-    """How often a generator was dropped because it was late with an answer, or that or its bytes were wrong."""
+    """Number of times a generator was dropped: it was late, or its answer or its bytes were wrong."""
     wait_s: float = 0.0
-    """Time that `WeightSender.send` waited for the broadcast before it."""
+    """Time that `WeightSender.send` waited for the previous broadcast."""
     broadcast_s: float = 0.0
-    """From the beginning of the copy until all generators have a version, summed."""
+    """Time from the start of the copy until all generators have the version, summed."""
     bytes: int = 0
-    """Of weights sent, each version counted once."""
+    """Bytes of weights sent, each version counted once."""
 
 
 @dataclass(slots=True)
 class Delivery:
-    """The sender's part in all rounds: rank 0 of every group. `check` is called all the time and may raise."""
+    """The sender's side of all rounds: rank 0 of every group. `check` is polled during every wait and may raise."""
 
     store: StoreServer
     membership: Membership
@@ -65,35 +81,35 @@ class Delivery:
     group_ids: list[str] = field(default_factory=list[str])
     group_number: int = 0
     failures: int = 0
-    """Broadcasts of the version that failed with all generators alive."""
+    """Failed broadcasts of the current version with all generators alive."""
     counted: int | None = None
-    """Last version in `stats.count`."""
+    """The last version counted in `stats.count`."""
     offered: list[Peer] = field(default_factory=list[Peer])
-    """Whose messages of the last round are in the store."""
+    """Peers whose messages of the last round are in the store."""
     checksums: dict[int, int] = field(default_factory=dict[int, int])
-    """Of the last version sent."""
+    """Checksum of the last version sent, by version."""
 
     @property
     def receivers(self) -> str:
-        """Names of the generators in the current round, for messages."""
+        """Names of the generators in the current round, for error messages."""
         return ", ".join(peer.name for peer in self.offered) or "no generator"
 
-    def deliver(self, version: int, pack: WeightBuffer) -> None:
-        """Rounds until no generator is behind. Raises RunError when the transport does not work, or the learner does
-        not fill the pack."""
+    def deliver(self, version: int, buffer: WeightBuffer) -> None:
+        """Runs rounds until no generator is behind. Raises RunError if the transport does not work, or the learner
+        does not fill the buffer."""
         started = time.monotonic()
         self.failures = 0
         while behind := [
             peer for peer in self._acceptable(self.membership.present()) if peer.up and peer.version != version
         ]:
-            self._round(version, pack, behind)
+            self._round(version, buffer, behind)
         if self.counted != version and self.membership.known:
             self.counted = version
             self.stats.count += 1
-            self.stats.bytes += pack.buffer.numel()
+            self.stats.bytes += buffer.data.numel()
             self.stats.broadcast_s += time.monotonic() - started
 
-    def _round(self, version: int, pack: WeightBuffer, behind: Sequence[Peer]) -> None:
+    def _round(self, version: int, buffer: WeightBuffer, behind: Sequence[Peer]) -> None:
         weights = f"version {version} of the weights"
         self.tidy()
         self.offered = list(behind)
@@ -102,22 +118,22 @@ class Delivery:
         offer = {"version": version, "transport": self.transport, "bucket_bytes": self.bucket_bytes}
         self.membership.tell(behind, "offer", offer)
         ready = self._answers(behind, "ready", READY, f"become ready to receive {weights}", self.timeout_s)
-        there = {peer.id for peer in self.membership.present()}  # who was ready early may have left since
+        there = {peer.id for peer in self.membership.present()}  # one that was ready early may have left since
         peers = [peer for peer, answer in ready if peer.id in there and self._loaded_right(peer, answer)]
         if not peers:
             return
         self._go(peers)
-        # Nobody can be called out of a connect that waits for another one.
-        called_s = time.monotonic() + self.timeout_s
+        # A receiver that waits in connect for another one does not see the abort before its own deadline.
+        connect_deadline_s = time.monotonic() + self.timeout_s
         try:
             group = self._connected(len(peers) + 1)
-            called_s = 0.0
-            checksums = self._broadcast(group, pack)
+            connect_deadline_s = 0.0
+            checksums = self._broadcast(group, buffer)
         except AsyncrlError:
             raise
         except (RuntimeError, TimeoutError) as error:
-            patience_s = max(0.0, called_s - time.monotonic()) + self._grace_s
-            self._give_up(peers, f"survive the broadcast of {weights}", error, patience_s)
+            patience_s = max(0.0, connect_deadline_s - time.monotonic()) + self._grace_s
+            self._abort(peers, f"survive the broadcast of {weights}", error, patience_s)
             return
         self.checksums = {version: checksums[0]}
         for peer, checksum in zip(peers, checksums[1:], strict=True):
@@ -125,21 +141,21 @@ class Delivery:
 
     @property
     def _grace_s(self) -> float:
-        """Time to answer for a generator that is told that a broadcast was given up."""
+        """Deadline for the answer to an "abort"."""
         return max(1.0, min(5.0, self.timeout_s / 4))
 
     def _answers(
         self, peers: Sequence[Peer], what: str, kind: TypeAdapter[T], phase: str, timeout_s: float
     ) -> list[tuple[Peer, T]]:
-        """Each peer with its answer. Those that did not do `phase` in time, or sent something else, are dropped."""
+        """Returns each peer with its answer. Drops peers that did not do `phase` in time, or sent a bad message."""
         answers, failed = self.membership.collect(peers, what, kind, timeout_s)
         for peer, why in failed:
             self._drop(peer, f"{peer.name} did not {phase} {why}")
         return answers
 
     def _acceptable(self, peers: Sequence[Peer]) -> list[Peer]:
-        """The peers without those that the transport cannot reach, since their GPU is the learner's or that of a peer
-        that joined before: these are dropped."""
+        """Returns the peers that the transport can reach. Peers on the GPU of the learner, or on that of a peer that
+        joined earlier, are dropped if the transport needs a GPU for each member."""
         if not TRANSPORTS[self.transport].on_device:
             return list(peers)
         owners = {device_name(self.device): "learner rank 0"}
@@ -150,8 +166,8 @@ class Delivery:
                 refused.append(peer)
                 self._drop(
                     peer,
-                    f"{peer.name} is on the device of {owner} ({peer.device}), and {self.transport} needs one for each "
-                    "of them; start it on another one, or the run with weights.transport=gloo",
+                    f"{peer.name} is on the device of {owner} ({peer.device}), and {self.transport} needs a device "
+                    "for each of them; start it on another one, or start the run with weights.transport=gloo",
                 )
         return [peer for peer in peers if peer not in refused]
 
@@ -161,7 +177,7 @@ class Delivery:
         self.stats.dropped += 1
 
     def _go(self, peers: Sequence[Peer]) -> None:
-        """Tells each peer its place in the group: the one before when it has the same members."""
+        """Sends each peer its rank in the group, which is the previous group if the members are the same."""
         ids = [peer.id for peer in peers]
         if ids != self.group_ids or self.group is None:
             self.drop_group()
@@ -178,54 +194,58 @@ class Delivery:
             self.group = TRANSPORTS[self.transport].connect(store, member)
         return self.group
 
-    def _broadcast(self, group: ProcessGroup, pack: WeightBuffer) -> list[int]:
-        """Checksums of what everyone has, by rank."""
+    def _broadcast(self, group: ProcessGroup, buffer: WeightBuffer) -> list[int]:
+        """Sends the buckets. Returns the checksums of all members' bytes, by rank."""
         self.group = None  # a group that failed is not used again
-        parts = pack.buckets(timeout_s=self.timeout_s, check=self.check)
+        parts = buffer.buckets(timeout_s=self.timeout_s, check=self.check)
         checksum = broadcast(group, parts, sends=True, timeout_s=self.timeout_s, check=self.check)
-        device = pack.buffer.device
+        device = buffer.data.device
         checksums = share(group, checksum, device=device, timeout_s=self.timeout_s, check=self.check)
         self.group = group
         return checksums
 
-    def _give_up(self, peers: Sequence[Peer], phase: str, error: Exception, patience_s: float) -> None:
-        """Ends a broadcast that failed; who does not even answer to that is dropped. Raises RunError when it was
-        nobody's fault too often."""
+    def _abort(self, peers: Sequence[Peer], phase: str, error: Exception, patience_s: float) -> None:
+        """Aborts a failed broadcast and drops peers that do not answer. Raises RunError after _TRIES failures with all
+        peers alive."""
         reason = str(error).splitlines()[0]
         self.membership.tell(peers, "abort", {"reason": reason})
         answers = self._answers(peers, "received", RECEIVED, f"{phase} ({reason}), no answer", patience_s)
-        told = "; ".join(f"{peer.name}: {answer.get('error', 'received all')}" for peer, answer in answers)
-        log.info("a broadcast of weights failed", reason=reason, alive=told)
+        outcomes = "; ".join(f"{peer.name}: {answer.get('error', 'received all')}" for peer, answer in answers)
+        log.info("a broadcast of weights failed", reason=reason, alive=outcomes)
         self.failures += len(answers) == len(peers)
         if self.failures == _TRIES:
-            raise RunError(f"weights: no generator did not {phase}, yet it failed {_TRIES} times ({reason}); {told}")
+            raise RunError(
+                f"weights: no generator did not {phase}, yet it failed {_TRIES} times ({reason}); {outcomes}"
+            )
 
     def _settle(self, peer: Peer, version: int, checksum: int) -> None:
-        """Takes what a peer has; it gets the bytes once more when they are not right."""
+        """Records the version of a peer whose bytes are right; otherwise it gets them once more."""
         if checksum == self.checksums[version]:
             peer.version, peer.failures = version, 0
             return
         peer.failures += 1
-        what = "it received other bytes than were sent"
+        what = "the bytes it received differ from those sent"
         if peer.failures > 1:
             self._drop(peer, f"{peer.name} did not get version {version} of the weights twice: {what}")
         else:
             log.warning("weights are sent once more", generator=peer.rank - 1, version=version, reason=what)
 
     def _loaded_right(self, peer: Peer, answer: ReadyBody) -> bool:
+        """True if the engine runs on the bytes that were sent, as far as that is known; drops the peer otherwise."""
         loaded = answer["loaded"]
         if not loaded or self.checksums.get(loaded["version"], loaded["checksum"]) == loaded["checksum"]:
             return True
-        reason = f"{peer.name} loaded other bytes than were sent as version {loaded['version']} of the weights"
+        reason = f"{peer.name} loaded bytes that differ from version {loaded['version']} of the weights"
         self._drop(peer, reason, logging.ERROR)
         return False
 
     def tidy(self) -> None:
-        """Removes the messages of the last round."""
+        """Deletes the messages of the last round."""
         self.membership.forget(self.offered)
         self.offered = []
 
     def drop_group(self) -> None:
+        """Abandons the group and deletes its keys in the store."""
         if self.group is not None:
             abandon(self.group)
         self.group = None

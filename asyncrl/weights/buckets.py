@@ -1,4 +1,4 @@
-"""Weights as one flat run of bytes: what lies where, the buckets it is cut into, and its checksum."""
+"""The weights as one flat buffer: its layout, its buckets and its checksum."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ ROW_BYTES = 1024
 """Buckets and the whole buffer are multiples of this; the checksum works on such rows."""
 ALIGN_BYTES = 16
 MIN_BUCKET_BYTES = 1 << 16
-"""Smaller buckets would make millions of them out of a model."""
+"""Lower limit, so that a model does not have millions of buckets."""
 MAX_MANIFEST_BYTES = 16 << 20
-"""Of a manifest as JSON: 100,000 tensors with names of 100 characters fit."""
+"""Maximum size of a manifest as JSON: 100,000 tensors with names of 100 characters fit."""
 _LOOK_S = 0.1
-"""Pause between two calls of `check`."""
+"""Interval of calls of `check`."""
 
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -42,6 +42,7 @@ class Entry:
 
     @property
     def num_bytes(self) -> int:
+        """Size of the tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -53,6 +54,7 @@ class WeightManifest:
 
     @classmethod
     def of(cls, weights: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> WeightManifest:
+        """Lays out the weights (name, dtype, shape) in this order."""
         entries: list[Entry] = []
         offset = 0
         for name, dtype, shape in weights:
@@ -63,7 +65,7 @@ class WeightManifest:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the buffer, padded to whole rows."""
+        """Size of the buffer, padded to complete rows."""
         last = self.entries[-1]
         return _round_up(last.offset + last.num_bytes, ROW_BYTES)
 
@@ -72,12 +74,13 @@ class WeightManifest:
         return [(e.name, buffer[e.offset : e.offset + e.num_bytes].view(e.dtype).view(e.shape)) for e in self.entries]
 
     def to_json(self) -> str:
+        """The manifest as JSON, for `from_json`."""
         rows = [[e.name, str(e.dtype).removeprefix("torch."), list(e.shape)] for e in self.entries]
         return json.dumps({"weights": rows, "bytes": self.num_bytes})
 
     @classmethod
     def from_json(cls, text: str | bytes) -> WeightManifest:
-        """Reads and checks a manifest. Raises ProtocolError when it is too long, malformed or does not add up."""
+        """Parses and validates a manifest. Raises ProtocolError if it is too long, malformed or inconsistent."""
         if len(text) > MAX_MANIFEST_BYTES:
             raise ProtocolError(f"manifest of the weights: {len(text)} bytes, at most {MAX_MANIFEST_BYTES} are read")
         try:
@@ -97,36 +100,36 @@ class WeightManifest:
 
 
 class WeightBuffer:
-    """A copy of the weights in one buffer; the learner may go on changing the originals. One thread fills it, and
-    another takes the buckets as they become full."""
+    """A copy of the weights in one buffer (`data`), so that the learner may change the originals. One thread fills it,
+    while another takes the buckets as they become full."""
 
     def __init__(self, manifest: WeightManifest, device: torch.device, *, pinned: bool, bucket_bytes: int) -> None:
         self.manifest = manifest
-        self.buffer = empty_buffer(manifest.num_bytes, device, pinned=pinned).zero_()
-        self._buckets = buckets(self.buffer, bucket_bytes)
+        self.data = empty_buffer(manifest.num_bytes, device, pinned=pinned).zero_()
+        self._buckets = buckets(self.data, bucket_bytes)
         self._bucket_bytes = self._buckets[0].numel()
         self._filled_bytes = 0
-        """Of the buffer, from its start, that hold what they should."""
+        """Bytes, from the start of the buffer, that are filled."""
         self._failed = False
         self._changed = threading.Condition()
 
     def clear(self) -> None:
-        """Nothing of the next weights is there yet."""
+        """Marks the buffer as empty, before the next weights."""
         self._filled_bytes = 0
 
     def fill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copies the weights in. Raises InvariantError when they are not those of the manifest, in its order; no
-        bucket can be taken from then on."""
+        """Copies the weights into the buffer. Raises InvariantError unless they are those of the manifest, in its
+        order; after an error no bucket can be taken."""
         try:
             self._copy_all(weights)
-            self._tell(self.buffer.numel())
+            self._tell(self.data.numel())
         except BaseException:
             self._failed = True
             raise
 
     def buckets(self, *, timeout_s: float, check: Callable[[], None]) -> Iterator[Tensor]:
-        """The buffer in pieces, each when it is full. `check` is called all the time and may raise. Raises RunError
-        when one is not full within `timeout_s`, or never will be."""
+        """Yields the buckets, each as soon as it is full. `check` is polled during the wait and may raise. Raises
+        RunError if a bucket is not full within `timeout_s`, or `fill` has failed."""
         end = 0
         for bucket in self._buckets:
             end += bucket.numel()
@@ -142,7 +145,7 @@ class WeightBuffer:
             yield bucket
 
     def _copy_all(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        slots = iter(self.manifest.views(self.buffer))
+        slots = iter(self.manifest.views(self.data))
         entries = iter(self.manifest.entries)
         for name, tensor in weights:
             expected, slot = next(slots, ("nothing more", tensor))
@@ -179,15 +182,16 @@ def empty_buffer(num_bytes: int, device: torch.device, *, pinned: bool) -> Tenso
 
 
 def buckets(buffer: Tensor, bucket_bytes: int) -> list[Tensor]:
-    """The buffer in pieces of at most `bucket_bytes` (rounded to whole rows), sharing its memory."""
+    """Splits the buffer into views of at most `bucket_bytes`, rounded down to complete rows."""
     return list(buffer.split(max(bucket_bytes // ROW_BYTES, 1) * ROW_BYTES))
 
 
 def checksum(bucket: Tensor, first_byte: int) -> int:
-    """Checksum of the bytes of one bucket that starts at `first_byte` of the buffer; add those of all buckets.
+    """The checksum of a bucket that starts at `first_byte` of the buffer. That of the buffer is the sum over its
+    buckets.
 
-    Every row's sum of 64-bit words is weighted by the number of the row, modulo 2**64, so that exchanged rows
-    or buckets are noticed. Runs where the bytes are, near memory speed.
+    Each row's sum of 64-bit words is weighted by the row number, modulo 2**64, so that swapped rows or buckets are
+    detected. Runs on the device of the bytes, near memory speed.
     """
     words = bucket.view(torch.int64).view(-1, ROW_BYTES // 8)
     first_row = first_byte // ROW_BYTES

@@ -1,4 +1,4 @@
-"""What sender and receiver share: messages in the store, and waits for them with a deadline."""
+"""Messages in the store between sender and receivers, and waits for them with a deadline."""
 
 from __future__ import annotations
 
@@ -15,40 +15,41 @@ from asyncrl.wire.unpack import MAX_PROBLEM_CHARACTERS
 
 
 class RoundAborted(Exception):
-    """The round came to nothing; another offer may follow."""
+    """The round ended without a version; another offer may follow."""
 
 
 class SessionLost(Exception):
-    """The sender dropped this receiver or is silent: it has to join again."""
+    """The sender dropped this receiver or is silent: the receiver has to join again."""
 
 
 class Round:
-    """The messages of one offer to one incarnation."""
+    """A receiver's side of one round: the messages of one offer to one of its sessions (its incarnation)."""
 
     def __init__(self, mail: Mailbox, incarnation: str, number: int) -> None:
         self.mail = mail
         self.incarnation = incarnation
         self.number = number
         self.ready = False
-        """Whether the sender was told so."""
+        """True once "ready" was sent."""
         self._suffix = f"{incarnation}/{number}"
         self._answered = False
 
     def put(self, what: str, message: Mapping[str, Any]) -> None:
+        """Writes a message of this round."""
         self.mail.put(f"{what}/{self._suffix}", message)
 
     def answer(self, received: ReceivedBody) -> None:
-        """Says what came of the broadcast, once: what was said first stays."""
+        """Reports the result of the broadcast; only the first call has an effect."""
         if not self._answered:
             self.put("received", received)
         self._answered = True
 
     def read(self, what: str, kind: TypeAdapter[T]) -> T | None:
-        """Raises BadMessage for one that is not of that kind."""
+        """Returns a message of this round, or None. Raises BadMessage if it does not fit its schema."""
         return self.mail.read(f"{what}/{self._suffix}", kind)
 
     def raise_if_over(self) -> None:
-        """Raises GivenUp when the sender gave the round up, and SessionLost when it dropped this receiver."""
+        """Raises RoundAborted if the sender aborted the round, and SessionLost if it dropped this receiver."""
         name = f"abort/{self._suffix}"
         abort, offer, dropped = self.mail.look(
             [name, f"offer/{self.incarnation}/{self.number + 1}", dropped_name(self.incarnation)]
@@ -61,12 +62,12 @@ class Round:
 
 
 def dropped_name(incarnation: str) -> str:
-    """The name of the message that this receiver was dropped."""
+    """The key of the message that says that this receiver was dropped."""
     return f"dropped/{incarnation}"
 
 
 def raise_if_dropped(mail: Mailbox, incarnation: str, text: bytes | None) -> None:
-    """Raises SessionLost with the sender's reason where there is such a message."""
+    """Raises SessionLost with the sender's reason if there is such a message."""
     if text is not None:
         name = dropped_name(incarnation)
         mail.delete(name)
@@ -76,17 +77,17 @@ def raise_if_dropped(mail: Mailbox, incarnation: str, text: bytes | None) -> Non
 T = TypeVar("T")
 
 POLL_S = 0.0005
-"""First pause between two looks for an answer."""
+"""First interval of the checks for an answer."""
 _LONGEST_LOOK_S = 0.5
-"""The most that one look adds to a wait."""
+"""Maximum time that one check adds to a wait."""
 
 
 class Interrupted(Exception):
-    """A wait was given up because this side is being closed."""
+    """A wait ended early because this side is being closed."""
 
 
 class BadMessage(Exception):
-    """A message in the store is not what it should be; the text names it and says what is wrong."""
+    """A message in the store does not fit its schema; the text names the message and the problem."""
 
 
 class Mailbox:
@@ -96,30 +97,33 @@ class Mailbox:
         self.store = store
 
     def put(self, name: str, message: Mapping[str, Any]) -> None:
+        """Writes a message."""
         self.store.set(name, json.dumps(message))
 
     def look(self, names: Sequence[str]) -> list[bytes | None]:
-        """The raw messages under the names, None for those that are not there."""
+        """The raw messages under the names, None for missing ones."""
         return self.store.peek(names)
 
     def has(self, name: str) -> bool:
+        """True if there is a message under the name."""
         return self.look([name]) != [None]
 
     def read(self, name: str, kind: TypeAdapter[T]) -> T | None:
-        """Raises BadMessage for one that is not of that kind."""
+        """Returns the message under the name, or None. Raises BadMessage if it does not fit its schema."""
         (text,) = self.look([name])
         return None if text is None else parse(name, text, kind)
 
     def delete(self, name: str) -> None:
+        """Deletes the message under the name, if there is one."""
         self.store.delete(name)
 
     def count(self, name: str, more: int = 0) -> int:
-        """Adds to a counter, which starts at 0, and gives what it is then."""
+        """Adds to a counter, which starts at 0, and returns its new value."""
         return self.store.add(name, more)
 
 
 def parse(name: str, text: bytes, kind: TypeAdapter[T]) -> T:
-    """The message under that name. Raises BadMessage for one that is not of that kind."""
+    """Parses the message read under the name. Raises BadMessage if it does not fit its schema."""
     try:
         return kind.validate_json(text)
     except ValidationError as error:
@@ -129,10 +133,8 @@ def parse(name: str, text: bytes, kind: TypeAdapter[T]) -> T:
 
 
 class Wait:
-    """Time spent waiting, to be held against a deadline.
-
-    Look at it all the time: a process that was stopped itself, or held up in a call, saw no answer in that time and
-    blames nobody for it.
+    """Measures waiting time for a deadline, but ignores gaps in which this process itself was suspended or blocked in a
+    call, so that a paused process does not blame its peers. Poll it continuously.
     """
 
     def __init__(self) -> None:
@@ -140,7 +142,7 @@ class Wait:
         self._looked_s = time.monotonic()
 
     def look(self) -> float:
-        """How long it has been so far, in seconds."""
+        """Returns the time waited so far, in seconds."""
         now_s = time.monotonic()
         self._waited_s += min(now_s - self._looked_s, _LONGEST_LOOK_S)
         self._looked_s = now_s
@@ -148,5 +150,5 @@ class Wait:
 
     @property
     def pause_s(self) -> float:
-        """How long to sleep until the next look: quick answers are seen quickly."""
+        """Time to sleep until the next check; short at first, so that quick answers are seen quickly."""
         return min(POLL_S + self._waited_s / 10, 0.01)

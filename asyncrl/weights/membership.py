@@ -1,8 +1,8 @@
-"""The generators as the sender sees them: who is there, what is told to them, and who did not answer.
+"""The sender's view of the generators: which ones are present, messages to them, and their answers.
 
 A receiver takes the next number of the counter "members" and announces itself under that number, with an id of its
-own; from then on all messages to and from it carry the id. Another announcement of the same rank replaces it. Nothing
-is offered to it before it says "up".
+own; all later messages to and from it carry this id. A later announcement of the same rank replaces it. It gets no
+offer before it says "up".
 """
 
 from __future__ import annotations
@@ -21,41 +21,44 @@ from asyncrl.weights.messages import MEMBER, SINCE, SinceBody
 log = structlog.get_logger()
 
 MAX_UNREAD = 1024
-"""Announcements that were counted and have no text yet: more are rubbish in the counter, and each is looked for."""
+"""Maximum number of announcements that are counted but not readable yet: each costs a look-up, and more of them mean
+a corrupt counter."""
 _LOOK_S = 0.05
-"""Pause between two looks, while answers are awaited, whether a generator left or was replaced."""
+"""Interval of the checks, while waiting for answers, whether a generator has left or was replaced."""
 _OF_AN_OFFER = ("offer", "holding", "patience", "ready", "go", "abort", "received")
 
 
 @dataclass(slots=True)
 class Peer:
-    """One incarnation of a generator."""
+    """One session of a generator's receiver."""
 
     rank: int
     id: str
     device: str
     number: int
-    """Of its announcement."""
+    """Number of its announcement."""
     up: bool = False
-    """Its engine runs."""
+    """True once its engine runs."""
     offers: int = 0
+    """Offers made to it."""
     version: int | None = None
     """Last version it received."""
     failures: int = 0
-    """How often in a row it did not get the version right."""
+    """Wrong checksums in a row."""
 
     @property
     def name(self) -> str:
+        """Its name in messages."""
         return f"generator {self.rank - 1}"
 
     def key(self, what: str, *, later: int = 0) -> str:
-        """Name of a message of the current offer to it, or of one `later`."""
+        """The key of a message of the current offer to it, or of the offer `later` ones after that."""
         return f"{what}/{self.id}/{self.offers + later}"
 
 
 class Membership:
-    """Generators that are there, by rank. `check` is called all the time while something is awaited and may raise to
-    give up; `ring` tells all of them to look for messages."""
+    """The generators present, by rank. `check` is polled during every wait and may raise to end it; `ring` makes all
+    generators look for messages."""
 
     def __init__(self, mail: Mailbox, check: Callable[[], None], ring: Callable[[], None]) -> None:
         self._mail = mail
@@ -64,19 +67,19 @@ class Membership:
         self._peers: dict[int, Peer] = {}
         self._announced = self._left = 0
         self._unread: set[int] = set()
-        """Announcements counted whose text was not there yet."""
+        """Announcements counted whose text was not readable yet."""
         self.bad_messages = 0
         self._overrun = False
 
     def present(self) -> list[Peer]:
-        """Who is there now, by rank."""
+        """Looks for changes and returns the generators present, by rank."""
         announced = self._mail.count("members")
         self._count(announced)
         known = len(self._unread)
         for number in sorted(self._unread):
             self._welcome(number)
         left = self._mail.count("left")
-        if left != self._left or len(self._unread) < known:  # who is new may have left already
+        if left != self._left or len(self._unread) < known:  # a new one may have left already
             self._left = left
             self._dismiss()
         for peer in self.known:
@@ -85,7 +88,7 @@ class Membership:
 
     @property
     def known(self) -> list[Peer]:
-        """Who was there at the last look."""
+        """The generators present at the last look, by rank."""
         return [self._peers[rank] for rank in sorted(self._peers)]
 
     def _dismiss(self) -> None:
@@ -95,7 +98,7 @@ class Membership:
                 self._remove(peer)
 
     def _count(self, announced: int) -> None:
-        """Takes the numbers up to `announced` as unread, only the newest when those are too many."""
+        """Marks the numbers up to `announced` as unread, and only the newest MAX_UNREAD if there are more."""
         self._unread.update(range(max(self._announced, announced - MAX_UNREAD) + 1, announced + 1))
         too_many = announced - self._announced > MAX_UNREAD or len(self._unread) > MAX_UNREAD
         self._announced = announced
@@ -103,7 +106,7 @@ class Membership:
             self._unread = set(sorted(self._unread)[-MAX_UNREAD:])
             if not self._overrun:
                 self._overrun = True
-                log.error("more generators than can be are counted in the weights' store", announced=announced)
+                log.error("the counter of generators in the weights' store is implausible", announced=announced)
 
     def _welcome(self, number: int) -> None:
         try:
@@ -128,14 +131,14 @@ class Membership:
         self._unread.remove(number)
 
     def await_members(self, count: int, timeout_s: float) -> None:
-        """Returns when so many generators are there, or after `timeout_s`."""
+        """Returns when `count` generators are present, or after `timeout_s`."""
         wait = Wait()
         while len(self.present()) < count and wait.look() < timeout_s:
             self._check()
             time.sleep(wait.pause_s)
 
     def drop(self, peer: Peer, reason: str) -> None:
-        """Goes on without a peer. When it is alive it reads why, and joins again under a new id."""
+        """Removes a peer. If it is alive, it reads the reason and joins again under a new id."""
         self._mail.put(f"dropped/{peer.id}", {"reason": reason})
         self._remove(peer)
 
@@ -147,15 +150,16 @@ class Membership:
         self._mail.delete(f"up/{peer.id}")
 
     def tell(self, peers: Sequence[Peer], what: str, message: dict[str, Any]) -> None:
+        """Writes a message of the current offer to each of the peers."""
         for peer in peers:
             self._mail.put(peer.key(what), message)
 
     def wake(self) -> None:
-        """Has the generators look for what was told to them."""
+        """Makes the generators look for new messages."""
         self._ring()
 
     def forget(self, peers: Sequence[Peer]) -> None:
-        """Removes the messages of an offer that is done."""
+        """Deletes the messages of a completed offer."""
         for peer in peers:
             for name in _OF_AN_OFFER:
                 self._mail.delete(peer.key(name))
@@ -163,9 +167,11 @@ class Membership:
     def collect(
         self, peers: Sequence[Peer], what: str, kind: TypeAdapter[T], timeout_s: float
     ) -> tuple[list[tuple[Peer, T]], list[tuple[Peer, str]]]:
-        """The peers that answered, each with its answer, and those that are late or sent something else, each with
-        that. Who left or was replaced is in neither. Peers that say "holding" again and again have time, and the
-        others are asked for "patience"."""
+        """Returns the peers that answered, each with its answer, and those that are late or sent a bad message, each
+        with the problem. Peers that left or were replaced are in neither list."""
+        # A peer may keep its version while its engine needs it, and repeats "holding" meanwhile. At each deadline the
+        # peers with a new "holding" get another timeout_s, and only the silent ones fail. Peers that have answered
+        # would lose patience with the sender in the meantime: "patience" restarts their own deadline for "go".
         answers: dict[int, T] = {}
         held: dict[int, SinceBody | None] = {}
         failed: dict[int, str] = {}
@@ -191,13 +197,13 @@ class Membership:
                 self.tell([peer for peer in peers if peer.number in answers], "patience", {"since_s": time.monotonic()})
             if not waiting:
                 return _found(peers, answers), _found(peers, failed)
-            if not woken:  # it may have been said before it was asked for
+            if not woken:  # only now: answers sent before the question need no ring
                 woken = True
                 self.wake()
             time.sleep(wait.pause_s)
 
     def _holds(self, peer: Peer, held: dict[int, SinceBody | None]) -> bool:
-        """Whether it said "holding" since it was asked the last time; `held` is what it said then, by number."""
+        """True if the peer has sent a new "holding" since the last call; `held` has the previous ones, by number."""
         before = held.get(peer.number)
         try:
             held[peer.number] = self._mail.read(peer.key("holding"), SINCE)

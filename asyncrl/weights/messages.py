@@ -1,6 +1,8 @@
-"""The messages of sender and receivers in the store: each kind with the schema that it is checked against.
+"""The messages of sender and receivers in the store, with the schema of each.
 
-Whoever reaches the store can write to it, so that nothing is believed before that: see `Mailbox.read`.
+Any client of the store can write to it, so every message is validated when it is read (`Mailbox.read`). ID is the id of
+a receiver's session, N the number of the offer to it; `broadcast.py` draws a round. Messages without content ({}) are
+"up/ID" and "left/ID" of a receiver, and "closed" of the sender.
 """
 
 from __future__ import annotations
@@ -21,12 +23,12 @@ _Number = Annotated[int, Field(ge=0, lt=1 << 62)]
 _Checksum = Annotated[int, Field(ge=0, lt=1 << 64)]
 
 
-# --- of a receiver
+# --- written by a receiver
 
 
 @_CLOSED
 class MemberBody(TypedDict):
-    """A receiver is there."""
+    """ "member/NUMBER": announces a receiver; NUMBER is the next value of the counter "members"."""
 
     id: _Name
     rank: Annotated[int, Field(ge=1, le=MAX_RANK)]
@@ -35,7 +37,7 @@ class MemberBody(TypedDict):
 
 @_CLOSED
 class LoadedBody(TypedDict):
-    """What an engine runs on."""
+    """The version an engine runs on, and the session in which it arrived."""
 
     version: _Number
     checksum: _Checksum
@@ -44,12 +46,14 @@ class LoadedBody(TypedDict):
 
 @_CLOSED
 class ReadyBody(TypedDict):
+    """ "ready/ID/N": staging is free for the next version. The sender answers with "go"."""
+
     loaded: LoadedBody | None
 
 
 @_CLOSED
 class ReceivedBody(TypedDict, total=False):
-    """The checksum of what came, or why nothing did."""
+    """ "received/ID/N": the checksum of the bytes received, or the reason why the round failed."""
 
     checksum: _Checksum
     error: _Text
@@ -57,16 +61,19 @@ class ReceivedBody(TypedDict, total=False):
 
 @_CLOSED
 class SinceBody(TypedDict):
-    """ "holding" of a receiver and "patience" of the sender: each new time says so anew."""
+    """ "holding/ID/N" of a receiver whose engine keeps its version, and "patience/ID/N" of a sender that waits for
+    other receivers. Each extends the deadline of the reader; a repetition has a new time."""
 
     since_s: float
 
 
-# --- of the sender
+# --- written by the sender
 
 
 @_CLOSED
 class OfferBody(TypedDict):
+    """ "offer/ID/N": starts a round. The receiver answers with "ready", unless it has sent that before."""
+
     version: _Number
     transport: _Name
     bucket_bytes: Annotated[int, Field(ge=MIN_BUCKET_BYTES, lt=1 << 62)]
@@ -74,7 +81,7 @@ class OfferBody(TypedDict):
 
 @_CLOSED
 class GoBody(TypedDict):
-    """The place of a receiver in a group."""
+    """ "go/ID/N": the rank of the receiver in a group, which it connects to now."""
 
     group: _Number
     rank: Annotated[int, Field(ge=1, le=MAX_RANK)]
@@ -83,13 +90,15 @@ class GoBody(TypedDict):
 
 @_CLOSED
 class AbortBody(TypedDict):
-    """Why a broadcast was given up."""
+    """ "abort/ID/N": the reason why the broadcast was aborted. The receiver answers with "received"."""
 
     reason: _Text
 
 
 @_CLOSED
 class DroppedBody(TypedDict):
+    """ "dropped/ID": the reason why the receiver was dropped. It joins again with a new id."""
+
     reason: _Text
 
 

@@ -1,4 +1,21 @@
-"""The generator's side of weight synchronization: receives into staging while the engine decodes."""
+"""The generator's side of weight synchronization: receives into staging while the engine decodes.
+
+The engine's thread calls `staged`, `loaded` and `hold`, which never block. The thread "weight-receiver" does the rest;
+`close` ends each of its waits (`broadcast.py` draws a round):
+
+    waits for                                  woken by                       deadline
+    a sender at the address                    the connection                 none
+    `engine_is_up`                             polled                         none
+    an offer                                   a ring of the sender's store   none
+    free staging: the engine has loaded or     polled                         none; the sender's own
+      not taken the version that is there                                       (`hold` extends it)
+    "go"                                       a ring of the sender's store   2 * timeout_s, again after "patience"
+    the transport: connect, each bucket,       the transport; an abort is     timeout_s each
+      checksums                                  polled meanwhile
+    "abort", after the transport failed        a ring of the sender's store   timeout_s, again after "patience"
+
+A wait that ends at its deadline loses the session: the receiver joins again under a new id.
+"""
 
 from __future__ import annotations
 
@@ -38,23 +55,23 @@ from asyncrl.wire.torch_store import TorchStore
 log = structlog.get_logger()
 
 _IDLE_POLL_S = 0.2
-"""Pause between two looks for a message, when nothing rings."""
+"""Interval of the checks for a message without a ring."""
 _LOCAL_POLL_S = 0.02
-"""The same while the engine of this process has to do something first."""
+"""The same while waiting for the engine of this process."""
 _ABORT_POLL_S = 0.05
-"""The same, inside a broadcast, for word that it was given up."""
+"""Interval of the checks for an abort during a broadcast."""
 _LEAVE_S = 0.5
-"""Time to tell the sender that this generator leaves."""
+"""Time to notify the sender that this generator leaves."""
 _REJOIN_S = 1.0
 """Pause between two sessions."""
 
 
 class WeightReceiver:
-    """Receives every version of the policy in a background thread.
+    """Receives each version of the policy in a background thread.
 
-    The wait for a sender and for its next announcement has no deadline; each phase after that has `timeout_s`. A
-    sender that goes away, drops this receiver or is silent for too long is no error: the receiver says so in the log
-    and joins again, as often as it takes. A broadcast that the sender gives up is forgotten.
+    The waits for a sender and for its next offer have no deadline; each later phase has `timeout_s`. A sender that goes
+    away, drops this receiver or is silent for too long is no error: the receiver logs it and joins again, without a
+    limit on attempts. An aborted broadcast is ignored.
     """
 
     def __init__(
@@ -69,9 +86,9 @@ class WeightReceiver:
         keeps: Callable[[int], bool] = lambda version: False,
         keys: str = "",
     ) -> None:
-        """Weights of more than `max_bytes` are refused before memory is taken for them. A version that `keeps` says
-        true of is not overwritten by a newer one before it was loaded, except by a generator that has not loaded
-        any. It shows the sender's store the run's `keys`, where there is a file of them."""
+        """Weights of more than `max_bytes` are refused before memory is allocated for them. A version for which `keeps`
+        is true is not overwritten by a newer one before it is loaded, unless nothing has been loaded yet. `keys` is the
+        file with the run's CURVE keys, if the sender's store requires them."""
         if rank < 1:
             raise RunError(f"weight receiver: rank {rank} is not at least 1 (generator index + 1)")
         self._max_bytes = max_bytes
@@ -98,20 +115,20 @@ class WeightReceiver:
         self._thread.start()
 
     def engine_is_up(self) -> None:
-        """From here on versions are received. Before, neither a GPU nor memory for weights is used: an engine that
-        starts measures free memory, and captures graphs that calls of other threads spoil."""
+        """Starts receiving versions. Before that, neither a GPU nor memory for weights is used: a starting engine
+        measures free memory, and captures CUDA graphs, which calls from other threads would invalidate."""
         self._engine_up.set()
 
     def staged(self) -> StagedWeights | None:
-        """A complete version that was not given out before, or None. Raises what a new session would not mend: weights
-        that cannot be those of the model, a transport that is not the sender's (AsyncrlError), or whatever else ended
-        the background thread."""
+        """Returns a complete version that was not returned before, or None. Raises an error that a new session cannot
+        fix: weights that do not fit the model, a transport other than the sender's (AsyncrlError), or any other error
+        that ended the background thread."""
         self._check()
         return self._staging.take()
 
     def hold(self) -> None:
-        """Says that the engine stays on its version for now. Call it often instead of `staged`: while a version that
-        must be loaded waits for the end of that, the sender's deadline does not run out."""
+        """States that the engine keeps its version for now. Call it often, instead of `staged`: it extends the sender's
+        deadline while a version that must be loaded waits in staging."""
         self._check()
         self._staging.hold()
 
@@ -126,7 +143,7 @@ class WeightReceiver:
             log.warning("learner rank 0 is silent", silent_s=round(silent_s, 1), phase=self._phase)
 
     def loaded(self, staged: StagedWeights) -> None:
-        """Says that the engine runs on this version now; staging is used for the next one from here on."""
+        """States that the engine runs on this version now, which frees staging for the next one."""
         self._staging.release(staged)
 
     def close(self) -> None:
@@ -152,14 +169,14 @@ class WeightReceiver:
             self._drop_group()
 
     def _session(self) -> None:
-        """From joining a sender until it closes, is gone, or does not answer."""
+        """Joins a sender and serves it until it closes, is gone, or does not answer."""
         self._phase = "let this generator join"
         incarnation = uuid.uuid4().hex
         self._manifest = None
         try:
-            # As soon as somebody listens.
+            # Connects as soon as a sender listens.
             store = StoreClient(self._address, keys=self._keys, timeout_s=math.inf, check=self._raise_if_closed)
-        except StoreLostError as error:  # it listens and does not let this generator in
+        except StoreLostError as error:  # it listens but does not admit this generator
             log.warning("the weights' store does not answer", reason=str(error))
             self._stop.wait(_REJOIN_S)
             return
@@ -175,7 +192,7 @@ class WeightReceiver:
                 mail.put(f"left/{incarnation}", {})
                 mail.count("left", 1)
         except (SessionLost, BadMessage) as reason:
-            log.warning("joins the weights anew", phase=self._phase, reason=str(reason))
+            log.warning("joins the weights again", phase=self._phase, reason=str(reason))
         except StoreLostError as error:
             log.warning("learner rank 0 is gone", phase=self._phase, reason=str(error))
         finally:
@@ -185,78 +202,78 @@ class WeightReceiver:
         self._stop.wait(_REJOIN_S)
 
     def _serve(self, mail: Mailbox, store: StoreClient, incarnation: str) -> None:
-        turn, told = Round(mail, incarnation, 1), False
+        round_, announced = Round(mail, incarnation, 1), False
         while True:
-            if not told and self._engine_up.is_set():
+            if not announced and self._engine_up.is_set():
                 transports.use_own_stream(self._device)
                 mail.put(f"up/{incarnation}", {})
-                told = True
+                announced = True
             self._phase = "announce a version"
-            offer = turn.read("offer", OFFER) if told else None
+            offer = round_.read("offer", OFFER) if announced else None
             if offer is None:
                 closed, dropped = mail.look(["closed", dropped_name(incarnation)])
                 if closed is not None:
                     return
                 raise_if_dropped(mail, incarnation, dropped)
                 if self._manifest is not None and self._staging.free:
-                    self._say_ready(turn)  # the next version need not wait for that
-                self._pause(store, _IDLE_POLL_S if turn.ready else _LOCAL_POLL_S)
+                    self._say_ready(round_)  # the next version need not wait for that
+                self._pause(store, _IDLE_POLL_S if round_.ready else _LOCAL_POLL_S)
                 continue
             try:
                 with normal_priority():  # the sender waits
-                    self._receive(turn, store, offer)
+                    self._receive(round_, store, offer)
             except RoundAborted as error:
                 log.info("weights not received", version=offer["version"], reason=str(error))
-                turn.answer({"error": str(error)})
-            turn = Round(mail, incarnation, turn.number + 1)
+                round_.answer({"error": str(error)})
+            round_ = Round(mail, incarnation, round_.number + 1)
 
-    def _receive(self, turn: Round, store: StoreClient, offer: OfferBody) -> None:
-        """One round, from an offer to complete staging. Raises GivenUp when the sender or the transport ends it."""
+    def _receive(self, round_: Round, store: StoreClient, offer: OfferBody) -> None:
+        """Runs one round, from an offer to complete staging. Raises RoundAborted if it fails."""
         version = offer["version"]
-        manifest = self._prepare(turn.mail, offer)
-        self._await_staging(turn)
-        self._say_ready(turn)
-        # The other generators have their own time to become ready.
-        go = self._await(turn, store, "go", GO, f"start to send version {version}", 2 * self._timeout_s)
+        manifest = self._prepare(round_.mail, offer)
+        self._await_staging(round_)
+        self._say_ready(round_)
+        # Twice the deadline: the other generators have timeout_s of their own to become ready.
+        go = self._await(round_, store, "go", GO, f"start to send version {version}", 2 * self._timeout_s)
         try:
             group = self._connected(store, offer, go)
             parts = buckets(self._buffer, offer["bucket_bytes"])
-            check = self._checker(turn)
+            check = self._checker(round_)
             checksum = broadcast(group, parts, sends=False, timeout_s=self._timeout_s, check=check)
         except (RuntimeError, TimeoutError) as error:
             raise RoundAborted(str(error).splitlines()[0]) from None
-        turn.answer({"checksum": checksum})
-        if self._sent(turn, store, group, checksum) == checksum:
+        round_.answer({"checksum": checksum})
+        if self._sent(round_, store, group, checksum) == checksum:
             tensors = manifest.views(self._buffer)
-            self._staging.put(StagedWeights(version, checksum, tensors, turn.incarnation))
+            self._staging.put(StagedWeights(version, checksum, tensors, round_.incarnation))
         self._group = group
 
-    def _sent(self, turn: Round, store: StoreClient, group: ProcessGroup, checksum: int) -> int:
-        """The sender's checksum, for this receiver's own."""
-        device, check = self._buffer.device, self._checker(turn)
+    def _sent(self, round_: Round, store: StoreClient, group: ProcessGroup, checksum: int) -> int:
+        """Exchanges checksums and returns the sender's."""
+        device, check = self._buffer.device, self._checker(round_)
         try:
             return share(group, checksum, device=device, timeout_s=self._timeout_s, check=check)[0]
-        except (RuntimeError, TimeoutError):  # the sender may know of this, or not
-            abort = self._await(turn, store, "abort", ABORT, "say what became of a version", self._timeout_s)
+        except (RuntimeError, TimeoutError):  # the sender may not have noticed
+            abort = self._await(round_, store, "abort", ABORT, "say what became of a version", self._timeout_s)
             raise RoundAborted(abort["reason"]) from None
 
-    def _say_ready(self, turn: Round) -> None:
-        if not turn.ready:
-            turn.ready = True
+    def _say_ready(self, round_: Round) -> None:
+        if not round_.ready:
+            round_.ready = True
             loaded = self._staging.loaded
-            here = loaded is not None and loaded["session"] == turn.incarnation
-            turn.put("ready", {"loaded": loaded if here else None})
+            here = loaded is not None and loaded["session"] == round_.incarnation
+            round_.put("ready", {"loaded": loaded if here else None})
 
-    def _await_staging(self, turn: Round) -> None:
+    def _await_staging(self, round_: Round) -> None:
         """Returns when the next version may be written to staging."""
-        wait, told_s, check = Wait(), time.monotonic(), self._checker(turn)
+        wait, holding_sent_s, check = Wait(), time.monotonic(), self._checker(round_)
         while not self._staging.reclaim():
             check()
-            if self._staging.held_s > told_s and time.monotonic() - told_s > self._timeout_s / 4:
-                told_s = time.monotonic()
-                turn.put("holding", {"since_s": told_s})
+            if self._staging.held_s > holding_sent_s and time.monotonic() - holding_sent_s > self._timeout_s / 4:
+                holding_sent_s = time.monotonic()
+                round_.put("holding", {"since_s": holding_sent_s})
             wait.look()
-            self._stop.wait(wait.pause_s)  # for the engine of this process: nothing rings
+            self._stop.wait(wait.pause_s)  # the engine of this process does not ring
 
     def _prepare(self, mail: Mailbox, offer: OfferBody) -> WeightManifest:
         name = offer["transport"]
@@ -266,7 +283,7 @@ class WeightReceiver:
             manifest = WeightManifest.from_json(mail.look(["manifest"])[0] or b"")
             if manifest.num_bytes > self._max_bytes:
                 raise ProtocolError(
-                    f"manifest of the weights: {manifest.num_bytes} bytes described, where the model of this generator "
+                    f"manifest of the weights: {manifest.num_bytes} bytes described, but the model of this generator "
                     f"has at most {self._max_bytes}; learner and generators must have the same model.path"
                 )
             device = self._device if transports.TRANSPORTS[name].on_device else torch.device("cpu")
@@ -276,7 +293,7 @@ class WeightReceiver:
         return self._manifest
 
     def _connected(self, store: StoreClient, offer: OfferBody, go: GoBody) -> ProcessGroup:
-        """The group to receive from, which is this round's only: one that failed is not used again."""
+        """Takes the group to receive from. The caller puts it back after success: a failed group is not reused."""
         if self._group is None or self._group_number != go["group"]:
             self._drop_group()
             member = transports.Member(go["rank"], go["size"], self._device, self._timeout_s)
@@ -286,14 +303,14 @@ class WeightReceiver:
         group, self._group = self._group, None
         return group
 
-    def _checker(self, turn: Round) -> Callable[[], None]:
+    def _checker(self, round_: Round) -> Callable[[], None]:
         looked = time.monotonic()
 
         def check() -> None:
             nonlocal looked
             if time.monotonic() - looked > _ABORT_POLL_S:
                 looked = time.monotonic()
-                turn.raise_if_over()
+                round_.raise_if_over()
             self._raise_if_closed()
 
         return check
@@ -308,19 +325,19 @@ class WeightReceiver:
             raise Interrupted
 
     def _pause(self, store: StoreClient, seconds: float) -> None:
-        """Until the sender has something new to say, and at most so long."""
+        """Waits for a ring of the sender, at most `seconds`."""
         store.await_ring(seconds)
         self._raise_if_closed()
 
     def _await(
-        self, turn: Round, store: StoreClient, what: str, kind: TypeAdapter[T], phase: str, timeout_s: float
+        self, round_: Round, store: StoreClient, what: str, kind: TypeAdapter[T], phase: str, timeout_s: float
     ) -> T:
         self._phase = phase
         wait, asked_for = Wait(), None
-        while (message := turn.read(what, kind)) is None:
-            turn.raise_if_over()
+        while (message := round_.read(what, kind)) is None:
+            round_.raise_if_over()
             if wait.look() > timeout_s:
-                before, asked_for = asked_for, turn.read("patience", SINCE)
+                before, asked_for = asked_for, round_.read("patience", SINCE)
                 if asked_for == before:
                     raise SessionLost(f"learner rank 0 did not {phase} within {timeout_s:g} s")
                 wait = Wait()

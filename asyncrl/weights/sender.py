@@ -1,7 +1,15 @@
-"""The learner's side of weight synchronization: packs each version and has it delivered while training goes on.
+"""The learner's side of weight synchronization: copies each version and broadcasts it while training continues.
 
-Generators come and go as they like. One that came late, or again, is served with the current version at any time
-between two sends.
+Two threads share one buffer (`broadcast.py` draws a round):
+
+    the learner's     `send`: waits for the previous broadcast (`wait`); woken by the background thread. Then fills the
+                      buffer while the background thread already sends the buckets that are full.
+    weight-sender     between rounds: waits for a new version or a generator that joined late; woken by `send` and
+                      `close`, else every _LOOK_S. In a round: waits for messages of receivers, polled in the store in
+                      this process; for full buckets, woken by `fill`; and for the transport, polled. Each of these
+                      waits has a deadline and ends early on `close`.
+
+Generators may come and go at any time. One that joins late, or again, gets the current version between two sends.
 """
 
 from __future__ import annotations
@@ -25,18 +33,17 @@ from asyncrl.wire.store_server import StoreServer
 log = structlog.get_logger()
 
 _LOOK_S = 0.05
-"""Pause between two looks for generators that came late."""
+"""Interval of the checks for generators that joined late."""
 _STUCK_PHASES, _STUCK_S = 3, 10.0
-"""A background thread that has looked at nothing for so many deadlines and seconds is stuck: no single call takes more
-than one deadline."""
+"""Deadlines and additional seconds after which a background thread that polls nothing counts as stuck: no single call
+takes longer than one deadline."""
 
 
 class WeightSender:
-    """Broadcasts policy weights to all generators while the learner goes on training.
+    """Broadcasts policy weights to all generators while the learner continues to train.
 
-    Lives in learner rank 0, hosts the store at `store_address`, and is rank 0 of every group. Generators come and go
-    as they like. Errors of the background thread are raised by the next `send` or `wait`: an AsyncrlError where the
-    cause is known, and else the error itself.
+    Runs in learner rank 0, serves the store at `store_address`, and is rank 0 of every group. Errors of the background
+    thread are raised by the next `send` or `wait`: an AsyncrlError if the cause is known, otherwise the error itself.
     """
 
     def __init__(
@@ -52,10 +59,10 @@ class WeightSender:
         device: str = "cpu",
         keys: str = "",
     ) -> None:
-        """`manifest` describes what every `send` has to bring. `timeout_s` is the deadline of each phase. On a GPU
-        `transport` "auto" depends on where the generators are: the first `send` waits for `expected_generators`, at
-        most `start_timeout_s` (`timeout_s` when not given). The store listens at a ZeroMQ address; with a file of
-        `keys` it lets in only who has the run's keys. Raises ConfigError when the address is taken."""
+        """`manifest` describes the weights of every `send`. `timeout_s` is the deadline of each phase. On a GPU,
+        `transport` "auto" depends on the devices of the generators: the first `send` waits for `expected_generators`
+        of them, at most `start_timeout_s` (default: `timeout_s`). The store listens at a ZeroMQ address; with a file of
+        `keys` it admits only peers with the run's keys. Raises ConfigError if the address is in use."""
         self.stats = WeightSyncStats()
         self._expected_generators = expected_generators
         self._transport = transport
@@ -76,40 +83,40 @@ class WeightSender:
             device=self._device,
             check=self._raise_if_stopping,
         )
-        self._pack: WeightBuffer | None = None
+        self._buffer: WeightBuffer | None = None
         self._version = 0
         self._error: Exception | None = None
         self._looks = 0
-        """Times that the background thread looked whether it has to stop: one that is stuck does not."""
+        """Checks of the background thread whether to stop; the number does not change in a stuck thread."""
         self._busy = False
         self._stopping = False
         self._changed = threading.Condition()
-        self._packing = threading.Lock()
+        self._buffer_lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="weight-sender", daemon=True)
         self._thread.start()
 
     def send(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copies `weights` (Hugging Face checkpoint names) and broadcasts them in the background as `version`.
 
-        Returns when the copy is made; what is copied travels meanwhile. Waits first for the broadcast before it.
-        Raises what went wrong in the background.
+        Waits for the previous broadcast, and returns when the copy is complete; buckets are sent while later ones are
+        copied. Raises the error of the background thread, if there is one.
         """
         started = time.monotonic()
         self.wait()
-        with self._packing:
+        with self._buffer_lock:
             self.stats.wait_s += time.monotonic() - started
-            if self._pack is None:
-                self._pack = self._make_pack()
-            pack = self._pack
-            pack.clear()
+            if self._buffer is None:
+                self._buffer = self._make_buffer()
+            buffer = self._buffer
+            buffer.clear()
             with self._changed:
                 self._version, self._busy = version, True
                 self._changed.notify_all()
-        pack.fill(weights)
+        buffer.fill(weights)
 
     def wait(self) -> None:
-        """Returns when the last version was received by all generators that are there. Raises what went wrong, and
-        PeerTimeoutError when the transport is stuck in a call for several deadlines."""
+        """Returns when all generators present have received the last version. Raises the error of the background
+        thread, and PeerTimeoutError if the transport is stuck in a call for several deadlines."""
         wait, looks = Wait(), self._looks
         limit_s = _STUCK_PHASES * self._timeout_s + _STUCK_S
         with self._changed:
@@ -126,7 +133,7 @@ class WeightSender:
                 raise self._error
 
     def close(self) -> None:
-        """Stops at once, in any state, and tells the generators; idempotent."""
+        """Stops at once, in any state, and notifies the generators; idempotent."""
         with self._changed:
             if self._stopping:
                 return
@@ -144,7 +151,7 @@ class WeightSender:
         self._store.close()
         del self._membership, self._mail, self._delivery
 
-    def _make_pack(self) -> WeightBuffer:
+    def _make_buffer(self) -> WeightBuffer:
         self._delivery.transport = transport = self._choose_transport()
         device = self._device if TRANSPORTS[transport].on_device else torch.device("cpu")
         pinned = self._device.type == "cuda"
@@ -167,9 +174,9 @@ class WeightSender:
                 with self._changed:
                     self._changed.wait_for(lambda: self._busy or self._stopping, timeout=_LOOK_S)
                 self._raise_if_stopping()
-                with self._packing:
-                    if self._pack is not None:
-                        self._delivery.deliver(self._version, self._pack)
+                with self._buffer_lock:
+                    if self._buffer is not None:
+                        self._delivery.deliver(self._version, self._buffer)
                         with self._changed:
                             self._busy = False
                             self._changed.notify_all()

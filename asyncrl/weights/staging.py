@@ -1,4 +1,4 @@
-"""Where one version of the weights waits for the engine: filled by the receiver's thread, taken by the engine's."""
+"""Staging for one version of the weights: filled by the receiver's thread, taken by the engine's thread."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from asyncrl.weights.messages import LoadedBody
 
 @dataclass(frozen=True, slots=True)
 class StagedWeights:
-    """One complete version; `tensors` are views of staging, valid until it is loaded."""
+    """One complete version; `tensors` are views of staging, valid until `WeightReceiver.loaded`."""
 
     version: int
     checksum: int
     tensors: list[tuple[str, Tensor]]
     session: str = ""
-    """In which the receiver got it."""
+    """The receiver's session in which it arrived."""
 
 
 class Staging:
-    """The version that waits, and whether the engine still reads one."""
+    """The version that waits to be loaded, and whether the engine is reading one."""
 
     def __init__(self, keeps: Callable[[int], bool]) -> None:
-        """A version that `keeps` says true of is not given up for a newer one, unless nothing was loaded before."""
+        """A version for which `keeps` is true is not replaced by a newer one, unless nothing has been loaded yet."""
         self.loaded: LoadedBody | None = None
-        """What the engine runs on, and the session that it came in."""
+        """The version the engine runs on, and the session in which it arrived."""
         self.held_s = 0.0
-        """When the engine last said that it stays on its version."""
+        """When `hold` was last called."""
         self._keeps = keeps
         self._staged: StagedWeights | None = None
         self._in_use = False
@@ -39,16 +39,17 @@ class Staging:
 
     @property
     def free(self) -> bool:
-        """Nothing waits, and nothing is read."""
+        """True if no version waits and none is being read."""
         return self._staged is None and not self._in_use
 
     # --- the receiver's thread
 
     def put(self, staged: StagedWeights) -> None:
+        """Makes a complete version available to the engine."""
         self._staged = staged
 
     def reclaim(self) -> bool:
-        """Makes room for the next version, also where one waits that nobody took. False while one is in use or kept."""
+        """Frees staging for the next version, dropping one that was not taken. False while one is in use or kept."""
         with self._handover:
             kept = self._staged is not None and self.loaded is not None and self._keeps(self._staged.version)
             if self._in_use or kept:
@@ -59,16 +60,17 @@ class Staging:
     # --- the engine's thread
 
     def take(self) -> StagedWeights | None:
-        """The version that waits, once."""
+        """Returns the version that waits, once; None if there is none."""
         with self._handover:
             staged, self._staged = self._staged, None
             self._in_use = self._in_use or staged is not None
         return staged
 
     def release(self, staged: StagedWeights) -> None:
-        """The engine runs on this version now, and reads staging no more."""
+        """The engine runs on this version now and no longer reads staging."""
         self.loaded = {"version": staged.version, "checksum": staged.checksum, "session": staged.session}
         self._in_use = False
 
     def hold(self) -> None:
+        """The engine keeps its version for now."""
         self.held_s = time.monotonic()

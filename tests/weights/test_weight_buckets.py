@@ -37,34 +37,34 @@ def total(buffer: torch.Tensor, bucket_bytes: int) -> int:
 
 def test_pack_keeps_every_byte() -> None:
     weights = mixed_weights()
-    pack = WeightBuffer(manifest_of(weights), CPU, pinned=False, bucket_bytes=1 << 20)
-    pack.fill(weights)
-    manifest = WeightManifest.from_json(pack.manifest.to_json())
-    assert manifest == pack.manifest
-    assert pack.buffer.numel() % ROW_BYTES == 0
-    for (name, tensor), (packed_name, packed) in zip(weights, manifest.views(pack.buffer), strict=True):
+    buffer = WeightBuffer(manifest_of(weights), CPU, pinned=False, bucket_bytes=1 << 20)
+    buffer.fill(weights)
+    manifest = WeightManifest.from_json(buffer.manifest.to_json())
+    assert manifest == buffer.manifest
+    assert buffer.data.numel() % ROW_BYTES == 0
+    for (name, tensor), (packed_name, packed) in zip(weights, manifest.views(buffer.data), strict=True):
         assert (packed_name, packed.dtype) == (name, tensor.dtype)
         assert torch.equal(packed, tensor)
 
 
 def test_pack_is_a_copy() -> None:
     weights = mixed_weights()
-    pack = WeightBuffer(manifest_of(weights), CPU, pinned=False, bucket_bytes=1 << 20)
-    pack.fill(weights)
+    buffer = WeightBuffer(manifest_of(weights), CPU, pinned=False, bucket_bytes=1 << 20)
+    buffer.fill(weights)
     before = weights[0][1].clone()
     weights[0][1].fill_(9.0)
-    assert torch.equal(pack.manifest.views(pack.buffer)[0][1], before)
+    assert torch.equal(buffer.manifest.views(buffer.data)[0][1], before)
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, ROW_BYTES, 3 * ROW_BYTES + 5, 1 << 20])
 def test_buckets_cover_the_buffer_and_do_not_change_the_checksum(bucket_bytes: int) -> None:
     weights = mixed_weights()
-    pack = WeightBuffer(manifest_of(weights), CPU, pinned=False, bucket_bytes=1 << 20)
-    pack.fill(weights)
-    parts = buckets(pack.buffer, bucket_bytes)
-    assert torch.equal(torch.cat(parts), pack.buffer)
+    buffer = WeightBuffer(manifest_of(weights), CPU, pinned=False, bucket_bytes=1 << 20)
+    buffer.fill(weights)
+    parts = buckets(buffer.data, bucket_bytes)
+    assert torch.equal(torch.cat(parts), buffer.data)
     assert all(part.numel() <= max(bucket_bytes, ROW_BYTES) for part in parts)
-    assert total(pack.buffer, bucket_bytes) == total(pack.buffer, 1 << 20)
+    assert total(buffer.data, bucket_bytes) == total(buffer.data, 1 << 20)
 
 
 def test_checksum_notices_a_flipped_bit_and_exchanged_rows() -> None:
@@ -89,9 +89,9 @@ def test_checksum_notices_a_flipped_bit_and_exchanged_rows() -> None:
     ],
 )
 def test_other_weights_than_the_first_are_refused(change, message: str) -> None:
-    pack = WeightBuffer(manifest_of(mixed_weights()), CPU, pinned=False, bucket_bytes=1 << 20)
+    buffer = WeightBuffer(manifest_of(mixed_weights()), CPU, pinned=False, bucket_bytes=1 << 20)
     with pytest.raises(InvariantError, match=message):
-        pack.fill(change(mixed_weights()))
+        buffer.fill(change(mixed_weights()))
 
 
 @pytest.mark.parametrize(
@@ -131,25 +131,25 @@ def test_transport_is_nccl_only_where_every_process_has_a_gpu_of_its_own() -> No
 
 def test_buckets_come_as_they_are_filled() -> None:
     weights = [("a", torch.arange(ROW_BYTES, dtype=torch.int32)), ("b", torch.ones(ROW_BYTES, dtype=torch.int32))]
-    pack = WeightBuffer(manifest_of(weights), CPU, pinned=False, bucket_bytes=ROW_BYTES)
+    buffer = WeightBuffer(manifest_of(weights), CPU, pinned=False, bucket_bytes=ROW_BYTES)
     seen: list[int] = []
 
     def filled():
-        taken = pack.buckets(timeout_s=5.0, check=lambda: None)
+        taken = buffer.buckets(timeout_s=5.0, check=lambda: None)
         for name, tensor in weights:
             yield name, tensor
             # All of a tensor but what shares a bucket with the next one is there before that is asked for.
             seen.extend(next(taken).numel() for _ in range(tensor.nbytes // ROW_BYTES))
 
-    pack.fill(filled())
-    assert sum(seen) == pack.buffer.numel()
+    buffer.fill(filled())
+    assert sum(seen) == buffer.data.numel()
 
 
 def test_a_copy_that_fails_or_takes_too_long_ends_the_broadcast() -> None:
-    pack = WeightBuffer(manifest_of(mixed_weights()), CPU, pinned=False, bucket_bytes=ROW_BYTES)
+    buffer = WeightBuffer(manifest_of(mixed_weights()), CPU, pinned=False, bucket_bytes=ROW_BYTES)
     with pytest.raises(RunError, match=r"the learner did not copy a bucket of them within 0\.05 s"):
-        next(pack.buckets(timeout_s=0.05, check=lambda: None))
+        next(buffer.buckets(timeout_s=0.05, check=lambda: None))
     with pytest.raises(InvariantError):
-        pack.fill([("other", torch.zeros(1))])
+        buffer.fill([("other", torch.zeros(1))])
     with pytest.raises(RunError, match="could not copy"):
-        next(pack.buckets(timeout_s=5.0, check=lambda: None))
+        next(buffer.buckets(timeout_s=5.0, check=lambda: None))

@@ -163,7 +163,7 @@ def test_a_receiver_leaves_a_sender_that_answers_nothing_and_joins_again(
         monkeypatch.setattr(Delivery, "_go", go)
         free.set()
         load_next(receiver, 0)
-    reasons = [entry["reason"] for entry in logs if entry["event"] == "joins the weights anew"]
+    reasons = [entry["reason"] for entry in logs if entry["event"] == "joins the weights again"]
     assert "learner rank 0 did not start to send version 0 within 0.4 s" in reasons
 
 
@@ -250,7 +250,7 @@ def test_a_rubbish_counter_of_announcements_takes_neither_memory_nor_time() -> N
         announce(mail, MEMBER)
         assert [peer.id for peer in membership.present()] == ["ab"]
     assert time.monotonic() - started < 5.0
-    assert [entry["event"] for entry in logs] == ["more generators than can be are counted in the weights' store"]
+    assert [entry["event"] for entry in logs] == ["the counter of generators in the weights' store is implausible"]
 
 
 @pytest.mark.parametrize("message", RUBBISH)
@@ -302,7 +302,7 @@ def test_one_rubbish_message_ends_neither_side(
         sender.send(0, weights(0))
         load_next(receiver, 0)
         deadline = time.monotonic() + 10.0
-        while not (joins := [entry["reason"] for entry in logs if entry["event"] == "joins the weights anew"]):
+        while not (joins := [entry["reason"] for entry in logs if entry["event"] == "joins the weights again"]):
             assert time.monotonic() < deadline
             time.sleep(0.01)
         joined(sender, 1).send(1, weights(1))

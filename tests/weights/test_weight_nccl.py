@@ -131,8 +131,8 @@ def test_an_error_of_nccl_in_the_learner_is_a_failed_round(
     learner = joined(make_sender(address, cleanup, timeout_s=1.0), 1)
     if where == "connect":
         NcclLike.dead.add(0)
-        give_up = delivery.Delivery._give_up
-        monkeypatch.setattr(delivery.Delivery, "_give_up", lambda *args: (NcclLike.dead.clear(), give_up(*args))[-1])
+        give_up = delivery.Delivery._abort
+        monkeypatch.setattr(delivery.Delivery, "_abort", lambda *args: (NcclLike.dead.clear(), give_up(*args))[-1])
     else:
         NcclLike.fail_at = 3
     with capture_logs() as logs:

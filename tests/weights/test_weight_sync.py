@@ -122,13 +122,13 @@ def test_corrupted_bytes_are_sent_once_more_and_are_not_staged(
         sender.send(0, weights(0))
         sender.wait()
     reasons = [(entry["event"], entry["reason"]) for entry in logs if entry["log_level"] == "warning"]
-    assert reasons[0] == ("weights are sent once more", "it received other bytes than were sent")
+    assert reasons[0] == ("weights are sent once more", "the bytes it received differ from those sent")
     if times == 1:
         assert len(reasons) == sender.stats.count == 1
         load_next(receiver, 0)
     else:
         assert (sender.stats.count, sender.stats.dropped) == (0, 1)
-        assert reasons[1][1].startswith("generator 0 did not get version 0 of the weights twice: it received other")
+        assert reasons[1][1].startswith("generator 0 did not get version 0 of the weights twice: the bytes")
         assert receiver.staged() is None
 
 
@@ -143,7 +143,7 @@ def test_a_generator_that_loaded_other_bytes_is_dropped(address: str, cleanup: l
         sender.wait()
     (drop,) = [entry for entry in logs if entry["event"] == "a generator is dropped"]
     assert drop["log_level"] == "error"
-    assert drop["reason"] == "generator 0 loaded other bytes than were sent as version 0 of the weights"
+    assert drop["reason"] == "generator 0 loaded bytes that differ from version 0 of the weights"
     load_next(receiver, 1)  # it joined again
 
 
@@ -152,7 +152,7 @@ def test_weights_that_cannot_be_those_of_the_model_are_refused_before_memory_is_
 ) -> None:
     receiver = make_receiver(address, cleanup, max_bytes=NUM_BYTES - 1)
     make_sender(address, cleanup).send(0, weights(0))
-    text = rf"{NUM_BYTES} bytes described, where the model of this generator has at most {NUM_BYTES - 1}; .* model.path"
+    text = rf"{NUM_BYTES} bytes described, but the model of this generator has at most {NUM_BYTES - 1}; .* model.path"
     deadline = time.monotonic() + 10.0
     with pytest.raises(ProtocolError, match=text):
         while time.monotonic() < deadline:

@@ -55,10 +55,10 @@ def test_work_that_ends_just_after_the_time_is_over_has_not_failed() -> None:
     assert two()[0].ends(Late(), 0.1)  # type: ignore[arg-type]
 
 
-def test_a_turn_is_over_when_the_next_offer_is_there() -> None:
+def test_a_round_is_over_when_the_next_offer_is_there() -> None:
     mail = Mailbox(Values())
-    turn = Round(mail, "ab", 1)
-    turn.raise_if_over()
+    round_ = Round(mail, "ab", 1)
+    round_.raise_if_over()
     mail.put("offer/ab/2", {})
     with pytest.raises(RoundAborted, match="another offer"):
-        turn.raise_if_over()
+        round_.raise_if_over()
