@@ -152,6 +152,7 @@ class Group:
 
     @property
     def num_action_tokens(self) -> int:
+        """Tokens sampled by the policy, of all trajectories."""
         return sum(t.num_action_tokens for t in self.trajectories)
 
     @property
@@ -161,6 +162,7 @@ class Group:
 
     @property
     def oldest_version(self) -> int:
+        """The smallest version among the action tokens; `start_version` without action tokens."""
         return min((t.oldest_version for t in self.trajectories if t.num_action_tokens), default=self.start_version)
 
 

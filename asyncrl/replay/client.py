@@ -1,4 +1,4 @@
-"""The replay queue as generators, learners and the launcher see it."""
+"""The clients of the replay queue: for generators, learners and the launcher."""
 
 from __future__ import annotations
 
@@ -17,47 +17,51 @@ from asyncrl.wire.messages import EvaluatedBody
 from asyncrl.wire.rpc import BACK_OFF, Connection
 
 RESEND_S = 2.0
-"""What is not answered by then is sent again, as it was: the replay queue may have died with it. Each time it waits
-twice as long, so that a large answer on its way, or a queue that is behind, is not asked for ever more."""
+"""A message without an answer is sent again after this time: the replay queue may have died with it. The time doubles
+with each repetition, so that a slow queue, or one that sends a large answer, is not flooded with requests."""
 ARRAYS_PER_GROUP = 4
 EVALUATION_POLL_S = 0.1
 
 
 @dataclass(slots=True)
 class GeneratorStats:
-    """What a generator tells of itself with every ask; sums since its first ask."""
+    """Stats that a generator sends with every ask; sums since its first ask."""
 
     tokens: int = 0
     """Action tokens generated."""
     waiting_s: float = 0.0
-    """Time without a running request; the others are what a Stopwatch says."""
+    """Time without a running request. This and the next three are activities of a Stopwatch."""
     working_s: float = 0.0
     syncing_s: float = 0.0
     writing_s: float = 0.0
     stall_ms: list[float] = field(default_factory=list[float])
-    """How long each weight swap since the last ask held the engine."""
+    """Duration of each weight swap since the last ask, during which the engine was stalled."""
     rewards_failed: int = 0
-    """Completions whose reward could not be had."""
+    """Completions without a reward, because it could not be computed."""
     costs: list[float] = field(default_factory=list[float])
-    """Seconds of an engine step, of each sequence in it, of each sequence once, and from the last token of a group to
-    its rewards; empty while not known."""
+    """Fitted costs in seconds: per engine step, per sequence in a step, per request, and from the last token of a group
+    to its rewards; empty until known."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseReply:
+    """The queue's answer to an ask."""
+
     leases: list[Lease]
     done: bool
-    """The run is over or stopping: give back what is unfinished and return."""
+    """The run is over or stopping: release unfinished leases and return."""
     reason: str
-    """What limits the number of leases: "staleness", "bytes", "share" (of each generator), or nothing."""
+    """The limit that reduced the leases: "staleness", "bytes", "journal", "share" (of each generator), "scale",
+    "session" (replaced by a newer one), or "" (nothing)."""
     evaluations_left: bool = False
-    """Evaluation prompts of the version asked for are left to hand out."""
+    """Evaluation prompts of the loaded version are still open."""
     leave: bool = False
-    """The generator is not wanted any more: it asks for nothing, finishes what it has and ends."""
+    """The generator is not needed any more: it asks for nothing, finishes its leases and exits."""
     progress: int = 0
     """Changes whenever a learner begins, takes or commits."""
     pause_s: float = 0.0
-    """Who got fewer leases than it asked for should not ask again before, unless it has loaded another version."""
+    """Minimum pause before the next ask of a generator that got fewer leases than it asked for, unless it loads another
+    version first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +69,16 @@ class Committed:
     """The queue's answer to a commit."""
 
     metrics: dict[str, float]
-    """Of the replay side."""
+    """The queue's own metrics of the step."""
     state: bytes = b""
-    """What the queue needs to go on from the step; empty unless it is being saved."""
+    """The queue's part of a checkpoint of the step; empty unless asked for."""
     checkpoint_wanted: bool = False
-    """The journal grows towards its ceiling."""
+    """The journal approaches its size limit."""
 
 
 @dataclass(slots=True)
 class _Unanswered:
-    """A message that is kept, and sent again, until it is answered."""
+    """A message that is sent again until it is answered."""
 
     seq: int
     first_s: float
@@ -83,7 +87,7 @@ class _Unanswered:
     body: Any
     arrays: Sequence[Arrays]
     resend_s: float
-    """How long after the last time it is sent again."""
+    """Time until it is sent again."""
 
 
 class GeneratorClient:
@@ -122,8 +126,8 @@ class GeneratorClient:
         num_evaluations: int = 0,
         working_on: Iterable[Lease] = (),
     ) -> None:
-        """Asks for up to `num_groups` leases, and so many more of evaluation prompts, with `version` loaded, and
-        renews the leases in `working_on`; does nothing while an ask is outstanding."""
+        """Asks for up to `num_groups` leases and up to `num_evaluations` evaluation prompts, with `version` loaded, and
+        renews the leases in `working_on`. Does nothing while an ask is outstanding."""
         if self.outstanding:
             return
         self._number += 1
@@ -143,8 +147,8 @@ class GeneratorClient:
         self._ask = self._send("ask", body)
 
     def poll(self, timeout_s: float = 0.0) -> LeaseReply | None:
-        """The answer to the ask, if it came within the time; also takes acknowledgements and sends again what
-        lacks one. Raises PeerTimeoutError when the queue has been silent for too long, RunError when it refuses."""
+        """Returns the answer to the ask if it arrives within the time. Also processes acknowledgements, and repeats
+        messages without one. Raises PeerTimeoutError if the queue is silent for too long, RunError if it refuses."""
         deadline_s = time.monotonic() + timeout_s
         while True:
             message = self._connection.receive(max(0.0, deadline_s - time.monotonic()))
@@ -171,8 +175,8 @@ class GeneratorClient:
         self._unacknowledged[True, result["ticket"], result["attempt"]] = self._send("evaluated", result)
 
     def release(self, leases: Sequence[tuple[int, int, int]], *, evaluations: Sequence[tuple[int, int]] = ()) -> None:
-        """Gives back unfinished leases, as `finish` does a group: (ticket, attempt, action tokens generated so far);
-        (ticket, attempt) of evaluation prompts."""
+        """Releases unfinished leases: (ticket, attempt, action tokens generated so far), and (ticket, attempt) of
+        evaluation prompts. Like a group, the message is sent again until it is acknowledged."""
         body = {
             "generator": self.generator,
             "leases": [{"ticket": ticket, "attempt": attempt, "tokens": tokens} for ticket, attempt, tokens in leases],
@@ -193,7 +197,7 @@ class GeneratorClient:
         return _Unanswered(self._connection.send(kind, body, arrays), now_s, now_s, kind, body, arrays, RESEND_S)
 
     def _take(self, message: Message) -> LeaseReply | None:
-        """Raises ProtocolError for an answer that makes no sense, RunError for one that refuses what is due."""
+        """Raises ProtocolError for an invalid answer, RunError if an outstanding message is refused."""
         body, seq = message.body, message.seq
         match message.kind:
             case "finished":
@@ -204,14 +208,14 @@ class GeneratorClient:
             case "leases" if self._ask is not None and seq == self._ask.seq:
                 leases = unpack_leases(body["leases"], message.arrays)
                 self._ask = None
-                told = {
+                fields = {
                     name: body[name] for name in ("done", "reason", "evaluations_left", "leave", "progress", "pause_s")
                 }
-                return LeaseReply(leases, **told)
+                return LeaseReply(leases, **fields)
             case "error" if seq == 0 or any(seq == sent.seq for sent in self._due()):
                 self._connection.check(message)
             case _:
-                pass  # the answer to what was sent twice
+                pass  # the second answer to a repeated message
         return None
 
     def _due(self) -> list[_Unanswered]:
@@ -239,8 +243,8 @@ class LearnerClient:
         self._connection = Connection(endpoints, resend_s=RESEND_S)
 
     def begin(self, step: int) -> int:
-        """Says that this rank starts from a checkpoint of the step, 0 without one; gives the number of steps that are
-        committed, up to which `take` and `commit` give what they gave before."""
+        """Registers this rank, which starts from a checkpoint of the step (0 without one). Returns the number of
+        committed steps, up to which `take` and `commit` return the same as before."""
         body = {"rank": self.rank, "step": step}
         return self._connection.call("begin", body, lambda m: int(m.body["steps"]), timeout_s=self.timeout_s)
 
@@ -256,14 +260,14 @@ class LearnerClient:
     def commit(
         self, step: int, metrics: dict[str, float], *, saving: bool = False, checkpoints: Sequence[int] = ()
     ) -> Committed:
-        """Reports the step as trained, and which checkpoints are whole and kept. With `saving` the answer has the
+        """Reports the step as trained, and the steps of the complete checkpoints. With `saving` the answer contains the
         queue's part of a checkpoint of the step. Only rank 0 calls it."""
         body = {"step": step, "metrics": metrics, "saving": saving, "checkpoints": list(checkpoints)}
         return self._connection.call("commit", body, lambda m: Committed(**m.body), timeout_s=self.timeout_s)
 
     def evaluations(self, should_stop: Callable[[], bool]) -> Iterator[tuple[int, dict[str, float]]]:
-        """Evaluations that no commit has reported, as (step they ended at, metrics), until there are no more to
-        come. Only rank 0 calls it, after its last commit; one that starts again gets all of them again."""
+        """Yields the evaluations that no commit has reported, as (step at which they ended, metrics), until there are
+        no more. Only rank 0 calls it, after its last commit; a restarted rank gets all of them again."""
         after = 0
         while not should_stop():
             body = self._connection.request("next_evaluation", {"after": after}, timeout_s=self.timeout_s).body
@@ -277,11 +281,12 @@ class LearnerClient:
                     time.sleep(EVALUATION_POLL_S)
 
     def close(self) -> None:
+        """Closes the connection."""
         self._connection.close()
 
 
 def _shard(message: Message) -> tuple[str, list[Group]]:
-    """Raises ProtocolError unless the groups are whole."""
+    """Raises ProtocolError unless the groups are complete."""
     metas, arrays = message.body["groups"], message.arrays
     if len(arrays) != ARRAYS_PER_GROUP * len(metas):
         raise ProtocolError(f"shard of {len(metas)} groups with {len(arrays)} arrays")
@@ -297,21 +302,23 @@ class LauncherClient:
         self._connection = Connection(endpoints, resend_s=RESEND_S)
 
     def status(self) -> dict[str, Any]:
+        """The state of the run: see `ReplayQueue.status`."""
         return self._request("status", {})
 
     def summary(self) -> dict[str, Any]:
+        """The queue's part of the run's summary."""
         return self._request("summary", {})
 
     def lost(self, generator: int) -> None:
-        """Says that the generator's process has ended, so that its leases go back at once."""
+        """Reports that the generator's process has ended, so that its leases are returned at once."""
         self._request("lost", {"generator": generator})
 
     def scale(self, generators: int) -> None:
-        """Asks for so many generators from now on; those with a higher index leave."""
+        """Sets the number of generators from now on; those with a higher index leave."""
         self._request("scale", {"generators": generators})
 
     def stop(self, reason: str) -> None:
-        """Asks everybody to stop: learners before their next step, generators at once."""
+        """Stops the run: learners before their next step, generators at once."""
         self._request("stop", {"text": reason})
 
     def shutdown(self) -> None:
@@ -319,6 +326,7 @@ class LauncherClient:
         self._request("shutdown", {})
 
     def close(self) -> None:
+        """Closes the connection."""
         self._connection.close()
 
     def _request(self, kind: str, body: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Groups and leases as the wire has them: a part of the header, and arrays."""
+"""Serialization of groups and leases: a part of the header, and arrays."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def pack_group(group: Group) -> tuple[GroupMeta, Block]:
 
 
 def check_group(meta: GroupMeta, arrays: Sequence[Array], *, group_size: int) -> None:
-    """Raises ProtocolError unless header and arrays describe one whole, consistent group, of so many members."""
+    """Raises ProtocolError unless header and arrays describe a complete, consistent group of `group_size` members."""
     where = f"group of ticket {meta['ticket']}"
     for name in ("lengths", "rewards", "parts", "status", "errors"):
         if len(meta[name]) != group_size:
@@ -72,7 +72,7 @@ def check_group(meta: GroupMeta, arrays: Sequence[Array], *, group_size: int) ->
 
 
 def unpack_group(meta: GroupMeta, arrays: Sequence[Array]) -> Group:
-    """The group of `pack_group`; arrays are views. Raises ProtocolError when they are not of one group."""
+    """The inverse of `pack_group`; arrays are views. Raises ProtocolError if they do not form a group."""
     check_group(meta, arrays, group_size=len(meta["lengths"]))
     tokens, mask, logprobs, versions = arrays
     ends = np.cumsum(meta["lengths"]).tolist()
@@ -126,6 +126,7 @@ def pack_leases(leases: Sequence[Lease]) -> tuple[list[LeaseMeta], Block]:
 
 
 def unpack_leases(metas: Sequence[LeaseMeta], arrays: Sequence[Array]) -> list[Lease]:
+    """The inverse of `pack_leases`. Raises ProtocolError unless there is a prompt for each lease."""
     if len(metas) != len(arrays) or any(NAMES.get(a.dtype) != "i4" or a.ndim != 1 for a in arrays):
         raise ProtocolError(f"leases: {len(metas)} leases with {len(arrays)} prompts")
     return [

@@ -1,4 +1,4 @@
-"""What the replay queue measures of a run: reward, staleness, idle time and rates, from what passes through it."""
+"""The replay queue's metrics of a run: reward, staleness, idle time and rates."""
 
 from __future__ import annotations
 
@@ -31,17 +31,18 @@ LEARNER_TIMES = {
 """The learner's metric of each activity."""
 SKIPPED_UPDATES = ("learner/skipped_updates", "critic/skipped_updates")
 COSTS = ("generator/step_base_s", "generator/step_sequence_s", "generator/request_s", "generator/reward_s")
-"""Metrics of what generators say that an engine step costs, in their order there."""
+"""Metrics of the generators' engine costs, in the order of `GeneratorStats.costs`."""
 
 
 @dataclass(slots=True)
 class RewardsSinceStep:
-    """Means over the trajectories that were scored since the last step: rewards, their parts, lengths. They do not
-    depend on the order in which groups came."""
+    """Means over the trajectories scored since the last step: rewards, their parts, lengths. They do not depend on the
+    order in which groups arrive."""
 
     means: dict[str, ExactMean] = field(default_factory=dict[str, ExactMean])
 
     def add(self, meta: GroupMeta, completion: Sequence[int]) -> None:
+        """Counts a scored group; `completion` has the action tokens of each trajectory."""
         self._count("reward/mean", meta["rewards"])
         self._count(f"reward/{meta['data_source']}", meta["rewards"])
         for name in {name for parts in meta["parts"] for name in parts}:
@@ -52,11 +53,11 @@ class RewardsSinceStep:
         self._count("completion/truncated_fraction", [float(status == "truncated") for status in meta["status"]])
 
     def count_failed(self, meta: GroupMeta) -> None:
-        """Counts the trajectories whose reward could not be had, of any group."""
+        """Counts the trajectories without a reward, of any group."""
         self._count("reward/failed_fraction", [float(bool(error)) for error in meta["errors"]])
 
     def take(self) -> dict[str, float]:
-        """The means, once; nothing is left of them here."""
+        """Returns the means and resets them."""
         means, self.means = self.means, {}
         return {name: means[name].mean for name in sorted(means)}
 
@@ -66,7 +67,7 @@ class RewardsSinceStep:
 
 @dataclass(slots=True)
 class RunMetrics:
-    """Sums over the run. Rewards count every group that was scored, trained or without signal; staleness is in
+    """Sums over the run. Rewards count every scored group, trained or refunded; staleness is in
     learner steps and counts action tokens when they are trained. Times are the run's (`RunClock`)."""
 
     config: Config
@@ -74,43 +75,45 @@ class RunMetrics:
     last_step_s: float | None = None
     generators: dict[int, GeneratorState] = field(default_factory=dict[int, GeneratorState])
     learners: dict[int, float | None] = field(default_factory=dict[int, float | None])
-    """When each rank was heard, of those that have asked for a batch."""
+    """Time of the last request for a batch, by learner rank."""
     step_rewards: DownsampledSeries = field(default_factory=DownsampledSeries)
     rewards_since_step: RewardsSinceStep = field(default_factory=RewardsSinceStep)
     outcomes: dict[str, OutcomeStats] = field(default_factory=dict[str, OutcomeStats])
-    """By how they ended: "trained", or the reason of their refund."""
+    """Stats by outcome: "trained", or the reason of the refund."""
     greedy_tokens: int = 0
-    """Tokens of the greedy completions of scored groups; they are in no box of the ledger."""
+    """Tokens of the greedy completions of scored groups; the ledger does not count them."""
     histogram: list[int] = field(default_factory=list[int])
     breakdown: StalenessBreakdown = field(default_factory=StalenessBreakdown)
     learner_wait_s: float = 0.0
     learner_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(ACTIVITIES, 0.0))
     """Seconds of learner rank 0, by activity."""
     syncs: int = 0
-    """Versions that the learner of today has sent."""
+    """Versions that the current learner process has sent."""
     skipped_updates: int = 0
     """Updates of policy and critic that were skipped because they were not finite."""
     syncs_before: int = 0
-    """Those of the learners before it."""
+    """Versions that previous learner processes have sent."""
     recent: deque[tuple[float, int]] = field(default_factory=deque[tuple[float, int]])
-    """When each of the latest steps ended, and its tokens."""
+    """End time and tokens of each recent step."""
     last_metrics: dict[str, float] = field(default_factory=dict[str, float])
-    """All of the last step, those of the learner among them."""
+    """All metrics of the last step, including those of the learner."""
 
     def heartbeat(self, generator: int, session: str, version: int, stats: dict[str, Any], now_s: float) -> None:
+        """Records the stats of an ask."""
         self.generators.setdefault(generator, GeneratorState()).heartbeat(session, version, stats, now_s)
 
     def lost(self, generator: int) -> None:
-        """The generator is not up any more."""
+        """The generator is no longer up."""
         if generator in self.generators:
             self.generators[generator].last_heartbeat_s = None
 
     def leased(self, now_s: float) -> None:
+        """Starts the clock of the run at the first lease."""
         if self.first_lease_s is None:
             self.first_lease_s = now_s
 
     def scored(self, meta: GroupMeta, completion: Sequence[int]) -> None:
-        """Counts a group that came back; `completion` has the action tokens of each trajectory."""
+        """Counts a group that arrived; `completion` has the action tokens of each trajectory."""
         self.rewards_since_step.count_failed(meta)
         if "failed" not in meta["status"]:
             self.rewards_since_step.add(meta, completion)
@@ -129,21 +132,21 @@ class RunMetrics:
         ledger: Ledger,
         now_s: float,
     ) -> dict[str, float]:
-        """Metrics of the step; `groups` has the action tokens of each trained group, by version, `ages` are theirs."""
+        """Returns the metrics of the step; `groups` has the action tokens of each trained group, by version."""
         counts = self._count_staleness(step - 1, groups)
         tokens = int(counts.sum())
         began_s = self.first_lease_s or 0.0
         waited_s = metrics.get("learner/wait_s", 0.0) + metrics.get("learner/sync_s", 0.0)
-        if not waited_s >= 0.0:  # what a learner says may be anything, NaN too
+        if not waited_s >= 0.0:  # a learner's metric may have any value, including NaN
             waited_s = 0.0
         self.learner_wait_s += min(waited_s, now_s - (self.last_step_s or began_s))
         for name, metric in LEARNER_TIMES.items():
-            told_s = metrics.get(metric, 0.0)
-            self.learner_s[name] += min(told_s, MAX_NUMBER) if told_s >= 0.0 else 0.0
+            seconds = metrics.get(metric, 0.0)
+            self.learner_s[name] += min(seconds, MAX_NUMBER) if seconds >= 0.0 else 0.0
         self.last_step_s = now_s
         self._count_syncs(metrics.get("weights/broadcasts", 0.0))
-        for told in (metrics.get(name, 0.0) for name in SKIPPED_UPDATES):
-            self.skipped_updates += int(told) if 0 <= told <= MAX_COUNT else 0
+        for skipped in (metrics.get(name, 0.0) for name in SKIPPED_UPDATES):
+            self.skipped_updates += int(skipped) if 0 <= skipped <= MAX_COUNT else 0
         self.recent.append((now_s, tokens))
         while now_s - self.recent[0][0] >= RATE_WINDOW_S:
             self.recent.popleft()
@@ -168,17 +171,17 @@ class RunMetrics:
         return scored | self._costs() | own
 
     def reported_stats(self) -> dict[str, Any]:
-        """What generators and learners have told of themselves, which no record of the journal repeats."""
+        """Self-reported stats of generators and learners, which cannot be rebuilt from journal records."""
         generators = [[index, *generator.state()] for index, generator in self.generators.items()]
         return {"generators": generators, "learners": sorted(self.learners)}
 
-    def load_reported_stats(self, told: dict[str, Any], now_s: float | None) -> None:
-        """Who was up counts as heard at `now_s`; nobody does when it is None."""
-        self.generators = {index: GeneratorState.of_state(values, now_s) for index, *values in told["generators"]}
-        self.learners = dict.fromkeys(told["learners"], now_s)
+    def load_reported_stats(self, stats: dict[str, Any], now_s: float | None) -> None:
+        """Restores the stats. Processes that were up count as alive at `now_s`; with None no process does."""
+        self.generators = {index: GeneratorState.of_state(values, now_s) for index, *values in stats["generators"]}
+        self.learners = dict.fromkeys(stats["learners"], now_s)
 
     def state_dict(self) -> dict[str, Any]:
-        """All but what is told, made of what msgpack can carry."""
+        """The state for msgpack, without reported stats."""
         return {
             "first_lease_s": self.first_lease_s,
             "last_step_s": self.last_step_s,
@@ -196,6 +199,7 @@ class RunMetrics:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores the result of `state_dict`."""
         self.step_rewards = DownsampledSeries(*state["step_rewards"])
         self.rewards_since_step = RewardsSinceStep(
             {name: ExactMean(values) for name, values in state["scored_since"].items()}
@@ -211,7 +215,7 @@ class RunMetrics:
 
     @property
     def generator_idle(self) -> float:
-        """Fraction of the generators' time, up to when they last said so, in which they had nothing to generate."""
+        """Fraction of the generators' time, up to their last heartbeats, in which they had nothing to generate."""
         return fractions(self.generator_s)["waiting"]
 
     @property
@@ -221,7 +225,7 @@ class RunMetrics:
 
     @property
     def stall_ms_mean(self) -> float:
-        """Of how long a weight swap held an engine."""
+        """Mean duration for which a weight swap stalled an engine."""
         stall_ms = sum(g.stall_ms_sum for g in self.generators.values())
         return stall_ms / max(sum(g.stalls for g in self.generators.values()), 1)
 
@@ -238,9 +242,11 @@ class RunMetrics:
         return self.last_step_s - self.first_lease_s
 
     def tokens_per_s(self, ledger: Ledger) -> float:
+        """Trained tokens per second of `training_s`."""
         return ledger.trained.tokens / self.training_s if self.training_s else 0.0
 
     def status(self, ledger: Ledger, now_s: float) -> dict[str, Any]:
+        """The metrics for live views and the launcher."""
         tokens = sum(tokens for ended_s, tokens in self.recent if now_s - ended_s < RATE_WINDOW_S)
         span_s = min(RATE_WINDOW_S, now_s - (now_s if self.first_lease_s is None else self.first_lease_s)) or 1.0
         up = [
@@ -277,6 +283,7 @@ class RunMetrics:
         }
 
     def summary(self, ledger: Ledger) -> dict[str, Any]:
+        """The metrics for the run's summary."""
         return {
             "steps": ledger.steps,
             "policy_version": ledger.steps,
@@ -309,14 +316,14 @@ class RunMetrics:
         }
 
     def _costs(self) -> dict[str, float]:
-        """Means over the generators that know what their engine costs; none when no one does."""
+        """Means over the generators that know their engine costs; empty if none does."""
         known = [g.costs for g in self.generators.values() if len(g.costs) == len(COSTS)]
         costs = {name: sum(column) / len(column) for name, column in zip(COSTS, zip(*known, strict=True), strict=False)}
         return costs | ({"weights/stall_ms": self.stall_ms_mean} if known else {})
 
-    def _count_syncs(self, told: float) -> None:
-        """Takes in how many versions the learner has sent since its start; what it says may be anything."""
-        syncs = int(told) if 0 <= told <= MAX_COUNT else self.syncs
+    def _count_syncs(self, broadcasts: float) -> None:
+        """Records the number of versions that the learner has sent since its start, unless the value is implausible."""
+        syncs = int(broadcasts) if 0 <= broadcasts <= MAX_COUNT else self.syncs
         if syncs < self.syncs:
             self.syncs_before += self.syncs
         self.syncs = syncs

@@ -88,6 +88,7 @@ class ReplayServer:
         self._outbox.flush(wait=True)
 
     def close(self) -> None:
+        """Closes the socket."""
         self._socket.close()
 
     def _receive(self) -> None:

@@ -1,4 +1,4 @@
-"""Sums that stay small however long the run is, and whose state goes into the journal."""
+"""Running statistics of bounded size, whose state is stored in the journal."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from asyncrl.wire.frames import Array
 from asyncrl.wire.messages import GroupMeta
 
 PHASES = ("generate", "queue", "train")
-"""Generating, in the queue, with the learner."""
+"""The phases of a group: being generated, in the queue, with the learner."""
 
 
 @dataclass(slots=True)
 class StalenessBreakdown:
-    """Sums over groups that were trained."""
+    """Sums over trained groups: where their staleness arose, and the time in each phase."""
 
     groups: int = 0
     tokens: int = 0
     in_flight: int = 0
     """Learner steps from the version that sampled a token to the newest of its group, summed over action tokens."""
     in_queue: int = 0
-    """Those from the newest version of the group to the one that it was trained at."""
+    """Learner steps from the newest version of the group to the one it was trained at, summed likewise."""
     seconds: list[float] = field(default_factory=lambda: [0.0] * len(PHASES))
-    """In each phase."""
+    """Seconds in each phase."""
 
     def add(
         self, meta: GroupMeta, by_version: dict[int, int], *, taken_s: float, trained_s: float, train_version: int
@@ -47,7 +47,7 @@ class StalenessBreakdown:
             self.seconds[index] += ends_s[index + 1] - ends_s[index]
 
     def join(self, other: StalenessBreakdown) -> None:
-        """Takes in the sums of other groups."""
+        """Adds the sums of other groups."""
         self.groups += other.groups
         self.tokens += other.tokens
         self.in_flight += other.in_flight
@@ -56,7 +56,7 @@ class StalenessBreakdown:
 
     @property
     def staleness(self) -> dict[str, float]:
-        """Means over action tokens, in learner steps; they add up to that of the staleness."""
+        """Means over action tokens, in learner steps; their sum is the mean staleness."""
         tokens = max(self.tokens, 1)
         return {"in_flight": self.in_flight / tokens, "in_queue": self.in_queue / tokens}
 
@@ -66,47 +66,52 @@ class StalenessBreakdown:
         return {name: seconds / max(self.groups, 1) for name, seconds in zip(PHASES, self.seconds, strict=True)}
 
     def state(self) -> list[float]:
+        """The state for msgpack."""
         return [self.groups, self.tokens, self.in_flight, self.in_queue, *self.seconds]
 
     @classmethod
     def of_state(cls, values: list[float]) -> Self:
+        """Restores the result of `state`."""
         groups, tokens, in_flight, in_queue, *seconds = values
         return cls(int(groups), int(tokens), int(in_flight), int(in_queue), seconds)
 
 
 CURVE_POINTS = 4096
 BIAS_FRACTION = 0.2
-"""Mean lengths that differ by less raise no alarm,"""
+"""Relative difference of the mean lengths below which there is no alarm."""
 BIAS_ERRORS = 3.0
-"""nor by fewer standard errors."""
+"""The same in standard errors."""
 
 
 @dataclass(slots=True)
 class ExactMean:
-    """A mean that is the same in whatever order the values came: they are kept, and summed without rounding."""
+    """A mean that does not depend on the order of the values: they are kept, and summed without rounding."""
 
     values: list[float] = field(default_factory=list[float])
 
     def add(self, values: Iterable[float]) -> None:
+        """Adds values."""
         self.values.extend(values)
 
     @property
     def mean(self) -> float:
+        """The mean of at least one value; not finite if a value is not."""
         not_finite = sum(value for value in self.values if not math.isfinite(value))
         return (math.fsum(filter(math.isfinite, self.values)) + not_finite) / len(self.values)
 
 
 @dataclass(slots=True)
 class DownsampledSeries:
-    """A series as at most CURVE_POINTS sums of neighbors, for its beginning, its end and its latest value."""
+    """A series reduced to at most CURVE_POINTS sums of neighbors, for the means of its start and end."""
 
     stride: int = 1
-    """Values in a point."""
+    """Number of values in a point."""
     points: list[list[float]] = field(default_factory=list[list[float]])
-    """Sum and count."""
+    """Sum and count of each point."""
     latest: float | None = None
 
     def add(self, value: float) -> None:
+        """Appends a value."""
         self.latest = value
         if self.points and self.points[-1][1] < self.stride:
             self.points[-1][0] += value
@@ -123,9 +128,11 @@ class DownsampledSeries:
         return self._tenth(self.points)
 
     def last_tenth(self) -> float | None:
+        """Mean of the last tenth of the values, as `first_tenth`."""
         return self._tenth(self.points[::-1])
 
     def state(self) -> list[Any]:
+        """The state for msgpack."""
         return [self.stride, [list(point) for point in self.points], self.latest]
 
     def _tenth(self, points: list[list[float]]) -> float | None:
@@ -140,14 +147,15 @@ class DownsampledSeries:
 
 @dataclass(slots=True)
 class RunningMoments:
-    """Count, mean and variance of numbers that come a few at a time (Chan, Golub and LeVeque 1983)."""
+    """Count, mean and variance of numbers that arrive in groups (Chan, Golub and LeVeque 1983)."""
 
     count: int = 0
     mean: float = 0.0
     squares: float = 0.0
-    """Sum of the squared distances from the mean."""
+    """Sum of squared deviations from the mean."""
 
     def add(self, values: Sequence[float]) -> None:
+        """Adds numbers."""
         if values:
             mean = sum(values) / len(values)
             squares = sum((value - mean) ** 2 for value in values)
@@ -155,7 +163,7 @@ class RunningMoments:
             self.count, self.mean, self.squares = both.count, both.mean, both.squares
 
     def merged(self, other: RunningMoments) -> RunningMoments:
-        """Of the numbers of both."""
+        """The moments of both sets of numbers together."""
         count = self.count + other.count
         if not count:
             return RunningMoments()
@@ -165,19 +173,21 @@ class RunningMoments:
 
     @property
     def variance(self) -> float:
+        """Sample variance; 0 for fewer than two numbers."""
         return self.squares / (self.count - 1) if self.count > 1 else 0.0
 
     def state(self) -> list[float]:
+        """The state for msgpack."""
         return [self.count, self.mean, self.squares]
 
 
 @dataclass(slots=True)
 class OutcomeStats:
-    """Trajectories that ended in one way: their completion tokens and rewards."""
+    """Completion tokens and rewards of the trajectories with one outcome."""
 
     tokens: RunningMoments = field(default_factory=RunningMoments)
     rewards: RunningMoments = field(default_factory=RunningMoments)
-    """Of the trajectories whose reward could be had."""
+    """Rewards of the trajectories that have one."""
 
     def add(self, meta: GroupMeta, completion: Sequence[int]) -> None:
         """`completion` has the action tokens of each trajectory."""
@@ -186,14 +196,17 @@ class OutcomeStats:
         self.rewards.add([reward for reward, error in pairs if not error])
 
     def state(self) -> list[list[float]]:
+        """The state for msgpack."""
         return [self.tokens.state(), self.rewards.state()]
 
     @classmethod
     def of_state(cls, state: list[list[float]]) -> Self:
+        """Restores the result of `state`."""
         tokens, rewards = state
         return cls(RunningMoments(int(tokens[0]), *tokens[1:]), RunningMoments(int(rewards[0]), *rewards[1:]))
 
     def summary(self) -> dict[str, float]:
+        """The stats for the run's summary."""
         return {
             "trajectories": self.tokens.count,
             "tokens_mean": self.tokens.mean,
@@ -215,7 +228,7 @@ def tokens_by_version(versions: Array, action_mask: Array) -> dict[int, int]:
     newest = int(versions.max())
     if newest == NO_VERSION:
         return {}
-    oldest = int(versions.view(np.uint32).min())  # as which NO_VERSION is the largest number
+    oldest = int(versions.view(np.uint32).min())  # as uint32, NO_VERSION is the largest number
     if oldest == newest:
         return {oldest: int(np.count_nonzero(action_mask))}
     counts = np.bincount(versions[action_mask] - oldest)
@@ -223,7 +236,7 @@ def tokens_by_version(versions: Array, action_mask: Array) -> dict[int, int]:
 
 
 def bias_alarms(outcomes: dict[str, OutcomeStats]) -> list[str]:
-    """A sentence when refunded trajectories are of another length than trained ones.
+    """Returns a warning if refunded trajectories differ in length from trained ones.
 
     Refunds that depend on length change what the policy learns from: if long completions are refunded more often,
     only short ones are ever reinforced, and the policy drifts to short answers with no metric of the loss showing it.
@@ -242,7 +255,7 @@ def bias_alarms(outcomes: dict[str, OutcomeStats]) -> list[str]:
     reasons = ", ".join(sorted(name for name in outcomes if name != "trained"))
     return [
         f"refunded trajectories ({reasons}) are {abs(difference) / trained.mean:.0%} {longer} than trained ones: "
-        f"{refunded.mean:.1f} tokens against {trained.mean:.1f} in the mean, so that training sees too few "
+        f"{refunded.mean:.1f} tokens against {trained.mean:.1f} on average, so that training sees too few "
         f"{'long' if difference > 0 else 'short'} completions"
     ]
 
@@ -253,11 +266,11 @@ SUMS = ("tokens", *TIMES, "rewards_failed")
 
 @dataclass(slots=True)
 class GeneratorState:
-    """What a generator has told of itself, summed over its sessions."""
+    """Self-reported stats of a generator, summed over its sessions."""
 
     session: str = ""
     last_heartbeat_s: float | None = None
-    """None while it is not up."""
+    """None if it is not up."""
     version: int = NO_VERSION
     tokens: int = 0
     waiting_s: float = 0.0
@@ -266,14 +279,15 @@ class GeneratorState:
     writing_s: float = 0.0
     rewards_failed: int = 0
     before: list[float] = field(default_factory=lambda: [0] * len(SUMS))
-    """The sums when the session began."""
+    """The sums at the start of the session."""
     stalls: int = 0
     stall_ms_sum: float = 0.0
     stall_ms_max: float = 0.0
     costs: list[float] = field(default_factory=list[float])
-    """Of its latest steps, as `client.GeneratorStats` has them; empty while not known."""
+    """Latest costs, as in `client.GeneratorStats`; empty until known."""
 
     def heartbeat(self, session: str, version: int, stats: dict[str, Any], now_s: float) -> None:
+        """Records the stats of an ask. A new session counts from 0 and adds to the sums of those before."""
         if session != self.session:
             self.session, self.before = session, [getattr(self, name) for name in SUMS]
         self.last_heartbeat_s, self.version, self.costs = now_s, version, stats["costs"]
@@ -286,15 +300,16 @@ class GeneratorState:
 
     @property
     def idle(self) -> float:
+        """Fraction of the time without a running request."""
         return fractions(self.seconds)["waiting"]
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Of every activity."""
+        """Seconds of each activity."""
         return {name: getattr(self, f"{name}_s") for name in ACTIVITIES}
 
     def state(self) -> list[Any]:
-        """Made of what msgpack can carry; of when it was heard only whether it is up."""
+        """The state for msgpack; instead of the time of the last heartbeat, only whether it is up."""
         sums = [getattr(self, name) for name in SUMS]
         stalls = [self.stalls, self.stall_ms_sum, self.stall_ms_max]
         return [
@@ -309,6 +324,6 @@ class GeneratorState:
 
     @classmethod
     def of_state(cls, values: list[Any], now_s: float | None) -> Self:
-        """Who was up counts as heard at `now_s`; nobody does when it is None."""
+        """Restores the result of `state`. A generator that was up counts as alive at `now_s`; with None it does not."""
         session, up, *others = values
         return cls(session, now_s if up else None, *others)

@@ -1,4 +1,4 @@
-"""The queue's state and the journal that it can be had from again."""
+"""The queue's state and the journal from which it is recovered."""
 
 from __future__ import annotations
 
@@ -24,25 +24,26 @@ from asyncrl.wire.frames import Array
 
 
 class RunClock:
-    """Seconds since the run's origin; never goes back, and does not see the wall clock.
+    """Seconds since the run's origin; monotonic and independent of the wall clock.
 
     A process that takes over within one launch keeps `origin_s`, since the machine's monotonic clock is the same. A
-    later launch goes on from the seconds that had passed (`elapsed_s`): time in which nothing ran does not count.
+    later launch continues from the seconds that had passed (`elapsed_s`): time in which nothing ran does not count.
     """
 
     def __init__(self, *, origin_s: float | None = None, elapsed_s: float = 0.0) -> None:
         self.origin_s = time.monotonic() - elapsed_s if origin_s is None else origin_s
-        """Of the run, on the machine's monotonic clock."""
+        """Start of the run on the machine's monotonic clock."""
         self._latest_s = elapsed_s
 
     def now(self) -> float:
+        """Returns the current time of the run."""
         self._latest_s = max(self._latest_s, time.monotonic() - self.origin_s)
         return self._latest_s
 
     def span(self, started_s: float, finished_s: float) -> tuple[float, float]:
-        """A beginning and an end on a machine's monotonic clock as seconds of the run.
+        """Converts a start and an end on a machine's monotonic clock to seconds of the run.
 
-        Both are between 0 and now and in order, also when they come from a machine whose clock is another."""
+        Both are clamped to between 0 and now, in order, since they may come from a machine with another clock."""
         now_s = self.now()
         start_s = min(max(0.0, started_s - self.origin_s), now_s)
         return start_s, min(max(start_s, finished_s - self.origin_s), now_s)
@@ -53,18 +54,18 @@ log = structlog.get_logger()
 
 @dataclass(slots=True)
 class Recovered:
-    """What the journal says of the process that wrote it last."""
+    """The process that wrote the journal last, as recorded there."""
 
     run_id: str
     origin_s: float
     at_s: float
     """When the last record was made, in seconds of the run."""
     segment: int
-    """That the last record is in."""
+    """The segment of the last record."""
 
 
 def snapshot(state: QueueState, clock: RunClock, run_id: str) -> dict[str, Any]:
-    """Body of a "state" record, and what a checkpoint keeps of the queue."""
+    """The body of a "state" record, and the queue's part of a checkpoint."""
     return {
         "run_id": run_id,
         "origin_s": clock.origin_s,
@@ -75,8 +76,8 @@ def snapshot(state: QueueState, clock: RunClock, run_id: str) -> dict[str, Any]:
 
 
 def recover(state: QueueState, journal: Journal | Loader, *, until_step: int | None = None) -> Recovered | None:
-    """Brings a new state to where the journal ends, or to right after the commit of a step; None when the journal is
-    empty. A Loader changes nothing of it. Raises JournalError when it is damaged."""
+    """Restores a new state to the end of the journal, or to just after the commit of step `until_step`. Returns None if
+    the journal is empty. With a Loader the journal is only read. Raises JournalError if it is damaged."""
     found = _newest_state(journal, until_step)
     if found is None:
         return None
@@ -94,12 +95,12 @@ def recover(state: QueueState, journal: Journal | Loader, *, until_step: int | N
         if record.kind == "commit" and record.body["step"] == until_step:
             return recovered
     if until_step is not None:
-        raise JournalError(f"{journal.folder}: step {until_step} is not in it any more; {WITHOUT}")
+        raise JournalError(f"{journal.folder}: step {until_step} is no longer in it; {WITHOUT}")
     return recovered
 
 
 def state_after(state: QueueState, journal: Journal, step: int) -> dict[str, Any]:
-    """`QueueState.state_dict` as it was right after the commit of an earlier step that the journal still has."""
+    """Returns `QueueState.state_dict` as of the commit of an earlier step that the journal still contains."""
     place = state.prompts.state_dict()
     then = QueueState(state.config, state.prompts, None, state.eval_prompts)
     try:
@@ -110,26 +111,26 @@ def state_after(state: QueueState, journal: Journal, step: int) -> dict[str, Any
 
 
 def load_checkpoint(state: QueueState, data: bytes) -> float:
-    """Goes on from the queue's part of a checkpoint, with every ticket taken back; gives the run's seconds then.
+    """Restores the queue's part of a checkpoint, with every ticket returned. Returns the run's time of the checkpoint.
 
-    Raises RunError when it cannot be read, ConfigError when the run's settings do not fit it.
+    Raises RunError if it cannot be read, ConfigError if the run's settings do not fit it.
     """
     try:
         body = msgpack.unpackb(data, strict_map_key=False)
-        queue, told, at_s = body["queue"], body["told"], float(body["at_s"])
+        queue, stats, at_s = body["queue"], body["told"], float(body["at_s"])
     except (ValueError, KeyError, TypeError, msgpack.exceptions.UnpackException) as error:
         raise RunError(
             f"queue.msgpack of the checkpoint cannot be read ({type(error).__name__}: {error}); remove that checkpoint "
             "to resume from the one before"
         ) from None
     state.load_state_dict(queue, load=None, now_s=at_s)
-    state.load_reported_stats(told, None)
+    state.load_reported_stats(stats, None)
     log.info("queue resumed from a checkpoint", step=state.ledger.steps, tickets_taken_back=len(state.ledger.live))
     return at_s
 
 
 def _newest_state(journal: Journal | Loader, until_step: int | None) -> tuple[int, dict[str, Any]] | None:
-    """The last segment that has a record, or that was begun before the step was committed, and the state in it."""
+    """The last segment with a record, or the last one started before the step was committed, and the state in it."""
     if isinstance(journal, Journal):
         journal.write()
     for segment in reversed(segments_of(journal.folder)):
@@ -145,14 +146,14 @@ def _newest_state(journal: Journal | Loader, until_step: int | None) -> tuple[in
 
 
 WANTED_PART = 16
-"""A checkpoint is asked for again when the journal has grown by this part of its ceiling."""
+"""A checkpoint is requested again when the journal has grown by 1 / WANTED_PART of its size limit."""
 
 
 class Store:
-    """A QueueState, every change of which is a record of the journal. Without a journal it lives in memory only.
+    """A QueueState with a journal of its changes. Without a journal the state is in memory only.
 
-    With a journal that has records it goes on from them: within the launch that wrote them as if it had never ended,
-    in another one with all leases taken back. `checkpoint` is where to begin when the journal is empty.
+    A journal with records is recovered: within the launch that wrote them as if nothing had happened, in a later
+    launch with all leases returned. With an empty journal the state starts from `checkpoint`, if there is one.
     """
 
     def __init__(
@@ -173,31 +174,32 @@ class Store:
         self.state = QueueState(config, prompts, trace, eval_prompts)
         self._history: History | None = None
         self._covered_step: int | None = None
-        """Segments that only earlier steps need may be dropped, since a commit said so that is not written yet."""
+        """Segments needed only by earlier steps may be dropped, according to a commit that is not written yet."""
         self._written_step: int | None = None
-        """The same, of a commit that is written; they are dropped when it is synced."""
+        """The same for a commit that is written; the segments are dropped when it is synced."""
         self._wanted_bytes = 0
-        """Size of the journal when a checkpoint was last asked for."""
+        """Size of the journal when a checkpoint was last requested."""
         self._open(checkpoint)
 
     @property
     def above_ceiling(self) -> bool:
+        """True if the journal has reached `journal.max_bytes`."""
         return self.journal is not None and self.journal.num_bytes >= self.config.journal.max_bytes
 
     def append(self, kind: str, body: Any, arrays: list[Array] | None = None) -> Location | None:
-        """Adds a record of what has been applied already."""
+        """Appends a record of a change that has already been applied."""
         return None if self.journal is None else self.journal.append(Record(kind, body, arrays or []))
 
     def apply_and_log(self, kind: str, body: Any, arrays: list[Array] | None = None) -> None:
-        """Adds a record and applies it."""
+        """Appends a record and applies it."""
         self.state.apply(Record(kind, body, arrays or []), self.append(kind, body, arrays))
 
     def commit(self, step: int, metrics: dict[str, float], checkpoints: Sequence[int]) -> dict[str, float]:
-        """Commits the step in progress; what only steps before all of the checkpoints need may go."""
-        at_s, told, evaluates = self.clock.now(), self.state.reported_stats(), self.config.evaluates(step)
+        """Commits the step in progress. Segments that none of the checkpoints needs may be dropped."""
+        at_s, stats, evaluates = self.clock.now(), self.state.reported_stats(), self.config.evaluates(step)
         own = self.state.commit(step, metrics, at_s, evaluates=evaluates)
-        body = {"step": step, "metrics": metrics | own, "own": list(own), "measure": told, "at_s": at_s}
-        # What is evaluated may be set otherwise when the run is resumed.
+        body = {"step": step, "metrics": metrics | own, "own": list(own), "measure": stats, "at_s": at_s}
+        # Recorded, since the settings of evaluations may change when the run is resumed.
         body["evaluates"] = evaluates
         self.state.coverage.note(self.append("commit", body), step)
         self._history = None
@@ -207,8 +209,8 @@ class Store:
         return own
 
     def write(self, *, wait: bool = True) -> None:
-        """Writes the records to the disk; without `wait` that may go on in the background until `synced`, and what is
-        written meanwhile is synced with a later write. Raises JournalError when that cannot be."""
+        """Writes the records to the disk. Without `wait` the sync may continue in the background until `synced`, and
+        records written meanwhile are synced by a later write. Raises JournalError if a write or sync fails."""
         if self.journal is None:
             return
         begins = self.synced
@@ -222,14 +224,14 @@ class Store:
 
     @property
     def synced(self) -> bool:
-        """What was written before the last sync began is as safe as `journal.flush` asks for. Raises JournalError when
-        it cannot be."""
+        """True if no sync is under way: what was written before the last one is as durable as `journal.flush` requires.
+        Raises JournalError if the sync failed."""
         return self.journal is None or self.journal.synced
 
     def _compact(self, journal: Journal) -> None:
-        """Drops segments that are not needed any more, and begins another one when the current one is full."""
+        """Drops segments that are no longer needed, and starts a new one if the current one is full."""
         if self._written_step is not None:
-            # Before another segment begins: the state in the current one was synced with the commit.
+            # Before a new segment starts: the state in the current one was synced with the commit.
             journal.drop(self.state.coverage.covered(self._written_step))
             self.state.coverage.keep(journal.segments)
             self._written_step = None
@@ -237,23 +239,23 @@ class Store:
             self._begin_segment()
 
     def history(self, step: int) -> History:
-        """The batches and metrics of this step, which is committed, and of those after it."""
+        """The batches and metrics of this committed step and of those after it."""
         if self.journal is None:
-            raise ProtocolError(f"step {step} is committed, and there is no journal to have it from again")
+            raise ProtocolError(f"step {step} is committed, and there is no journal to read it from")
         if self._history is None or not self._history.first <= step <= self._history.last:
             segments = self.state.coverage.of_steps_from(step)
             self._history = History(self.journal, segments, first=step, last=self.state.ledger.steps)
         return self._history
 
     def snapshot(self, step: int) -> bytes:
-        """What a checkpoint of the step keeps of the queue."""
+        """The queue's part of a checkpoint of the step."""
         body = snapshot(self.state, self.clock, self.run_id)
         if step < self.state.ledger.steps and self.journal is not None:
             body["queue"] = state_after(self.state, self.journal, step)
         return cast(bytes, msgpack.packb(body))
 
     def checkpoint_wanted(self) -> bool:
-        """True when the journal grows towards its ceiling and a checkpoint may let go of some of it."""
+        """True if the journal approaches its size limit and a checkpoint may allow segments to be dropped."""
         settings = self.config.journal
         if self.journal is None or settings.retention == "all":
             return False
@@ -265,10 +267,11 @@ class Store:
         return wanted
 
     def status(self) -> dict[str, int] | None:
+        """Size of the journal; None without one."""
         return self.journal and {"bytes": self.journal.num_bytes, "segments": len(self.journal.segments)}
 
     def close(self) -> None:
-        """Writes what is left, completes the trace and closes the journal."""
+        """Writes all records, completes the trace and closes the journal."""
         try:
             self.state.trace_in_flight()
             self.trace.close()
@@ -283,7 +286,7 @@ class Store:
             self.state.wake(self.clock.now(), same_launch=True)
         elif found is not None:
             self.clock = RunClock(elapsed_s=found.at_s)
-            self._take_leases_back()
+            self._return_all_leases()
             self.state.wake(self.clock.now(), same_launch=False)
         elif checkpoint:
             self.clock = RunClock(elapsed_s=load_checkpoint(self.state, checkpoint))
@@ -297,7 +300,7 @@ class Store:
         ):
             self._begin_segment()
 
-    def _take_leases_back(self) -> None:
+    def _return_all_leases(self) -> None:
         for ticket in list(self.state.ledger.live.values()):
             if ticket.state is State.LEASED:
                 self.return_leases(ticket.number, ticket.attempt)
@@ -305,8 +308,8 @@ class Store:
             self.return_leases(number, attempt, evaluation=True)
 
     def return_leases(self, number: int, attempt: int, *, tokens: int | None = None, evaluation: bool = False) -> None:
-        """Takes a lease back. `tokens` are those that are lost by it; None when its generator did not say, and the
-        group may still come."""
+        """Returns a lease. `tokens` are those lost; None if its generator did not report them, so that the group may
+        still arrive."""
         body = {"ticket": number, "attempt": attempt, "evaluation": evaluation}
         self.apply_and_log("return", body | {"tokens": tokens or 0, "told": tokens is not None})
 

@@ -1,4 +1,4 @@
-"""`trace.parquet`: one row for every group that ended, with its times, versions, lengths and rewards."""
+"""`trace.parquet`: one row for each group that ended, with its times, versions, lengths and rewards."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = structlog.get_logger()
 
 ROWS_PER_WRITE = 2048
 FLUSH_S = 5.0
-"""Longest time that rows stay out of the log while others come: who looks at a run that goes on reads it."""
+"""Maximum time that rows are buffered while others arrive, so that readers of a running run see them."""
 ROWS_PER_BLOCK = 1 << 16
 END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 
@@ -44,15 +44,15 @@ SCHEMA = pa.schema(
         ("rewards", pa.list_(pa.float32())),
     ]
 )
-"""Times in seconds of the run, NaN where they did not come; train_version is -1 for untrained groups; the lists have
+"""Times in seconds of the run, NaN if not reached; train_version is -1 for untrained groups; the lists have
 one entry for each trajectory."""
 
 
 class TraceWriter:
-    """Appends rows to a log beside the file, an Arrow IPC stream that outlives the process; `close` writes the file.
+    """Appends rows to a log next to the file, an Arrow IPC stream that survives the process; `close` writes the file.
 
-    A ticket that has several rows, since it was in flight when a launch ended or since its end was told twice, keeps
-    the last. Raises RunError naming the file when it cannot be written.
+    A ticket may have several rows, if it was in flight when a launch ended or its end was reported twice; the last row
+    is kept. Raises RunError naming the file when it cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -83,7 +83,7 @@ class TraceWriter:
         trained_s: float,
         train_version: int,
     ) -> None:
-        """A row; `completion` has the action tokens of each trajectory."""
+        """Adds a row; `completion` has the action tokens of each trajectory."""
         prompt = [length - tokens for length, tokens in zip(meta["lengths"], completion, strict=True)]
         group = [meta[name] for name in ("ticket", "attempt", "generator", "row", "data_source")]
         versions = [meta["start_version"], meta["end_version"], train_version]
@@ -106,8 +106,8 @@ class TraceWriter:
                 raise self._failed(error) from None
 
     def forget(self, in_flight: Collection[int], *, issued: int, step: int) -> None:
-        """Drops the rows of groups that ended after a state of the queue, in which these tickets were in flight, so
-        many were issued and so many steps trained."""
+        """Drops the rows of groups that ended after a state of the queue in which `in_flight` tickets were in flight,
+        `issued` tickets were issued and `step` steps were trained."""
         self.flush()
         os.close(self._file)
         temporary = self._log_path.with_suffix(".new")
@@ -117,7 +117,7 @@ class TraceWriter:
                     tickets = table.column("ticket").to_numpy()
                     kept = (tickets < issued) & ~np.isin(tickets, list(in_flight))
                     stream.write_table(table.filter(kept & (table.column("train_version").to_numpy() < step)))
-            # Without the mark of its end, so that rows can follow.
+            # Without the end-of-stream mark, so that rows can be appended.
             os.truncate(temporary, temporary.stat().st_size - len(END_OF_STREAM))
             temporary.replace(self._log_path)
             self._path.unlink(missing_ok=True)
@@ -127,7 +127,7 @@ class TraceWriter:
             raise self._failed(error) from None
 
     def close(self) -> None:
-        """Writes the file, in one piece, and removes the log."""
+        """Writes the file atomically and removes the log."""
         self.flush()
         os.close(self._file)
         temporary = self._path.with_name(f".{self._path.name}.tmp")
@@ -150,7 +150,7 @@ class TraceWriter:
 
 
 def whole_bytes(path: Path) -> int:
-    """Where the last whole message of a stream ends."""
+    """Returns where the last complete message of a stream ends."""
     end = 0
     with pa.OSFile(str(path)) as source:
         try:
@@ -173,7 +173,7 @@ def _tables(path: Path) -> Iterator[pa.Table]:
 
 
 def _in_blocks(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
-    """The same rows in tables of at least ROWS_PER_BLOCK, but for the last: each becomes a row group of the file."""
+    """Merges tables into ones of at least ROWS_PER_BLOCK rows, except for the last. Each becomes a row group."""
     parts: list[pa.Table] = []
     rows = 0
     for table in tables:
@@ -187,7 +187,7 @@ def _in_blocks(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
 
 
 def _last_of_each_ticket(paths: list[Path]) -> Iterator[pa.Table]:
-    """The rows of all files in order, of each ticket only its last."""
+    """Yields the rows of all files in order, but only the last one of each ticket."""
     tickets = [table.column("ticket").to_numpy() for path in paths for table in _tables(path)]
     if not tickets:
         return

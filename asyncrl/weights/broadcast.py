@@ -18,7 +18,7 @@ A round. Messages (-->) are small JSON values in the sender's store, transfers (
 
 A wrong checksum repeats the round for that receiver once. The round is aborted when the transport raises or misses a
 deadline: the sender writes "abort", and each live receiver answers "received" with what happened to it. The receiver
-gives up its round at an "abort" or a newer offer. A receiver that misses a deadline, sends a bad message or has wrong
+abandons its round at an "abort" or a newer offer. A receiver that misses a deadline, sends a bad message or has wrong
 bytes twice is dropped: it reads "dropped" and joins again under a new id. _TRIES aborts of one version with all
 receivers alive are an error of the transport.
 """

@@ -1,21 +1,21 @@
-"""Peers that send bad messages, and when one has sent so many that it is not listened to any more."""
+"""Counts the bad messages of each peer and cuts off peers that send too many."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 
 MAX_BAD_MESSAGES = 16
-"""A peer that sends more is cut off: a defect or an attack, which decoding on would only help."""
+"""A peer that sends more is cut off: it has a defect or is an attacker, and decoding its messages costs time."""
 MAX_PEERS = 4096
-"""Peers remembered; the one longest silent is forgotten first."""
+"""Peers remembered; the one silent for the longest time is forgotten first."""
 
 
 class BadPeers:
-    """Counts the bad messages of every peer; its memory is bounded whatever the peers do."""
+    """Counts the bad messages of each peer, in bounded memory."""
 
     def __init__(self, *, max_bad_messages: int = MAX_BAD_MESSAGES, max_peers: int = MAX_PEERS) -> None:
         self.bad_messages = 0
-        """Of all peers."""
+        """Bad messages of all peers."""
         self.cut_off = 0
         """Peers cut off so far."""
         self._max_bad_messages = max_bad_messages
@@ -35,7 +35,7 @@ class BadPeers:
         return True
 
     def ignores(self, peer: bytes) -> bool:
-        """Whether the peer is cut off: its messages are not worth decoding."""
+        """True if the peer is cut off: its messages are dropped without decoding."""
         if self._counts.get(peer, 0) <= self._max_bad_messages:
             return False
         self._counts.move_to_end(peer)

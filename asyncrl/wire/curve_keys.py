@@ -1,8 +1,8 @@
-"""The CURVE keys of a run whose sockets leave this machine: one pair for those that listen, one for those that call.
+"""The CURVE keys of a run whose sockets leave this machine: one pair for servers, one for clients.
 
-They are made anew for each run, in a file that only its owner can read, outside the run's folder. The launcher holds a
-lock on the file and removes it at the end; files that no launcher holds any more are removed by the next one. Whoever
-has the file is part of the run.
+New keys are generated for each run, in a file that only its owner can read, outside the run's folder. The launcher
+holds a lock on the file and removes it at the end; files that no launcher holds any more are removed by the next one.
+Any process that can read the file can join the run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from asyncrl.util.redaction import keep_secret
 FOLDER = "~/.asyncrl/keys"
 OWNER_ONLY = 0o600
 KEY_CHARACTERS = 40
-"""Of a CURVE key as Z85 text."""
+"""Length of a CURVE key as Z85 text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,20 +52,20 @@ def run_keys(run_id: str) -> Iterator[Path]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether what is sent to this IP address stays on the machine."""
+    """True if data sent to this IP address stays on the machine."""
     return ipaddress.ip_address(host).is_loopback
 
 
 def write_keys(run_id: str) -> Path:
-    """Makes keys and writes them to the run's key file, which only its owner can read at any time; gives the file."""
+    """Generates keys and writes them to the run's key file, which only its owner can read. Returns the file."""
     path, lock = _write(run_id)
     os.close(lock)
     return path
 
 
 def _write(run_id: str) -> tuple[Path, int]:
-    """A new key file and the descriptor that holds its lock. It gets its name when it is locked: before, another launch
-    would take it for an abandoned one."""
+    """Returns a new key file and the descriptor that holds its lock. It gets its name after it is locked: otherwise
+    another launch would take it for an abandoned one."""
     folder = Path(FOLDER).expanduser()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder.chmod(0o700)
@@ -81,7 +81,7 @@ def _write(run_id: str) -> tuple[Path, int]:
 
 
 def _remove_abandoned() -> None:
-    """Removes key files that no process holds the lock of."""
+    """Removes key files that no process has locked."""
     for path in Path(FOLDER).expanduser().glob("*.json"):
         with suppress(FileNotFoundError, BlockingIOError), path.open("rb") as file:  # removed since, or in use
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -89,19 +89,19 @@ def _remove_abandoned() -> None:
 
 
 def read_keys(path: str) -> Keys:
-    """The keys in a file that `write_keys` made; logs hide them from now on. Raises ConfigError when the file is not
-    there, does not hold keys, or others than its owner may read it."""
+    """Returns the keys in a file of `write_keys`; logs redact them from now on. Raises ConfigError if the file is
+    missing, malformed, or readable by others than its owner."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError as error:
         raise ConfigError(
-            f"key file {path}: {error.strerror}; it exists while its run goes on, on the machine of its launcher"
+            f"key file {path}: {error.strerror}; it exists while its run continues, on the machine of its launcher"
         ) from None
     with os.fdopen(file) as stream:
         mode = stat.S_IMODE(os.fstat(file).st_mode)
         if mode & 0o077:
             raise ConfigError(
-                f"key file {path}: mode {mode:o} lets others than its owner at the keys; chmod 600 {path}"
+                f"key file {path}: mode {mode:o} lets others than its owner read the keys; chmod 600 {path}"
             )
         text = stream.read()
     keys = _parse(path, text)
@@ -121,5 +121,5 @@ def _parse(path: str, text: str) -> Keys:
         or sorted(values) != sorted(names)
         or not all(isinstance(key, str) and len(key) == KEY_CHARACTERS for key in values.values())
     ):
-        raise ConfigError(f"key file {path}: not the JSON of {', '.join(names)}; start the run again to have new keys")
+        raise ConfigError(f"key file {path}: not the JSON of {', '.join(names)}; start the run again to get new keys")
     return Keys(**values)

@@ -2,8 +2,8 @@
 
 A message is `[header, frame, frame, ...]`. The header is a map with the schema version, the run id, the kind, the
 sequence number that pairs a reply with its request, a body, and the dtype and shape of every array. A frame holds one
-array, or several one after another, each at a multiple of ALIGNMENT bytes. Nothing of a message is believed before
-`decode` has checked it against the schema of its kind.
+array, or several one after another, each at a multiple of ALIGNMENT bytes. `decode` validates every message against the
+schema of its kind.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from asyncrl.wire.unpack import check, unpack
 
 SCHEMA = 2
 MAX_FRAMES = 1 << 16
-"""In a message, and arrays in one of them."""
+"""Maximum number of frames in a message, and of arrays in a frame."""
 MAX_HEADER_BYTES = 1 << 28
-"""Of an answer: it may hold many prompts with their documents."""
+"""Maximum size of an answer's header, which may hold many prompts with their documents."""
 MAX_REQUEST_HEADER_BYTES = 1 << 21
-"""Whoever may connect can send one, and nested lists take forty bytes for each while they are unpacked. A thousand
-trajectories with ten parts of the reward and an error each are below half of it."""
+"""Maximum size of a request's header. Any peer can send one, and nested lists take forty bytes of memory per byte while
+they are unpacked. A thousand trajectories with ten reward parts and an error each take less than half of it."""
 MAX_HEADER_VALUES = 1 << 20
-"""Values in all lists and maps of a header that have ended: a byte each can take a hundred when it is unpacked."""
+"""Maximum number of values in all lists and maps of a header: one byte can take a hundred bytes when unpacked."""
 MAX_DIMENSIONS = 8
 ALIGNMENT = 8
-"""Bytes; of the arrays in a frame."""
+"""Alignment of the arrays in a frame, in bytes."""
 TRUTH = np.dtype("bool")
 DTYPES = {"i4": np.dtype("<i4"), "f4": np.dtype("<f4"), "b1": TRUTH}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -48,16 +48,18 @@ Buffer = bytes | memoryview
 
 
 class Block(list[Array]):
-    """Arrays that lie in one frame as the wire has it, so that they are sent without a copy."""
+    """Arrays that lie in one frame, so that they are sent without a copy."""
 
     def __init__(self, arrays: Iterable[Array], frame: Any) -> None:
         super().__init__(arrays)
         self.frame = frame
-        """Its buffer, or what ZeroMQ received; None when they lie in several."""
+        """The buffer of the frame, or the frame that ZeroMQ received; None if the arrays lie in several."""
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
+    """A validated message."""
+
     kind: str
     seq: int
     body: Any
@@ -66,12 +68,12 @@ class Message:
 
 
 Arrays = Array | list[Array]
-"""One array, or several; those of a Block go as its frame."""
+"""One array, or several; a Block is sent as its frame."""
 
 
 def encode(run_id: str, kind: str, body: Any, *, seq: int = 0, arrays: Sequence[Arrays] = ()) -> list[Buffer]:
-    """Frames of a message: the header, and one for each Block and for each other array; buffers are not copied when
-    they are contiguous. Raises ProtocolError when the body is more than a header may hold."""
+    """Returns the frames of a message: the header, and one frame for each Block and for each other array. Contiguous
+    buffers are not copied. Raises ProtocolError if the body is too large for a header."""
     specs: list[list[Any]] = []
     frames: list[Buffer] = []
     for part in arrays:
@@ -98,8 +100,8 @@ def encode(run_id: str, kind: str, body: Any, *, seq: int = 0, arrays: Sequence[
 
 
 def decode(run_id: str, frames: Sequence[Buffer], *, max_header_bytes: int = MAX_REQUEST_HEADER_BYTES) -> Message:
-    """The message in `frames`, checked; an answer may have MAX_HEADER_BYTES. Raises ProtocolError that says what does
-    not fit, and StrangerError for a message without the run id."""
+    """Returns the validated message in `frames`; the header of an answer may have MAX_HEADER_BYTES. Raises
+    ProtocolError that names the mismatch, and StrangerError for a message without the run id."""
     try:
         header = _header(frames, max_header_bytes)
     except ProtocolError as error:
@@ -177,7 +179,7 @@ def _description(kind: str, spec: Any) -> tuple[np.dtype[Any], list[int]]:
     if dtype is None or not _is_shape(shape):
         what = reprlib.repr(spec)
         raise ProtocolError(f"{kind}: array description {what} does not name a known dtype and a shape")
-    # A dimension of 0 hides the others from the product, and numpy multiplies them all the same.
+    # A dimension of 0 hides the others from the product, but numpy still multiplies them.
     if len(shape) != 1 and math.prod(filter(None, shape)) > MAX_FRAME_BYTES:
         raise ProtocolError(f"{kind}: no frame holds {name}{shape}")
     return dtype, shape
@@ -192,7 +194,7 @@ def _is_shape(shape: Any) -> bool:
 
 
 def joined(columns: Sequence[Sequence[Array]]) -> Block:
-    """An array for each column, made of its parts end to end; all in one frame."""
+    """Concatenates the parts of each column into an array; all arrays lie in one frame."""
     if not columns:
         return Block([], None)
     sizes = [sum(map(len, parts)) * parts[0].itemsize for parts in columns]

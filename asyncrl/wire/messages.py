@@ -1,7 +1,8 @@
 """The messages of the replay queue and of critics: every kind, with the schema of its body.
 
-Unknown and missing keys are refused, and every number, text and list has bounds: what the schema lets through fits
-the columns and arrays that it is written to.
+Unknown and missing keys are refused, and every number, text and list has bounds: a valid message fits the columns and
+arrays that it is written to. Each body says who sends it and which kind of message answers it (`ANSWERS`); "error"
+(TextBody) may answer any request.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ _CLOSED = with_config(ConfigDict(extra="forbid", strict=True))
 
 @_CLOSED
 class StatsBody(TypedDict):
+    """Part of "ask": the `GeneratorStats` of the sender."""
+
     tokens: Number
     waiting_s: Time
     working_s: Time
@@ -44,6 +47,8 @@ class StatsBody(TypedDict):
 
 @_CLOSED
 class LeaseName(TypedDict):
+    """Identifies a lease in other messages."""
+
     ticket: Number
     attempt: Count
     evaluation: bool
@@ -51,22 +56,26 @@ class LeaseName(TypedDict):
 
 @_CLOSED
 class AskBody(TypedDict):
+    """ "ask", sent by a generator for more leases, and to renew those it has; answered by "leases"."""
+
     generator: Index
     session: Name
     """Name of this start of the generator."""
     number: Number
-    """Of the ask in its session, increasing; an ask that is sent again has the same."""
+    """Number of the ask in its session, increasing; an ask that is sent again has the same number."""
     version: Version
-    """Policy version loaded; NO_VERSION before the first."""
+    """Policy version loaded; NO_VERSION before the first one."""
     num_groups: Count
     num_evaluations: Count
     stats: StatsBody
     working_on: Items[LeaseName]
-    """Leases that the generator works on: they are renewed."""
+    """Leases to renew: the generator is working on them."""
 
 
 @_CLOSED
 class LeaseMeta(TypedDict):
+    """Part of "leases": a lease without its prompt tokens, which are an array of the message."""
+
     ticket: Number
     attempt: Count
     row: Number
@@ -80,22 +89,27 @@ class LeaseMeta(TypedDict):
 
 @_CLOSED
 class LeasesBody(TypedDict):
+    """ "leases", the answer of the queue to "ask"; `LeaseReply` documents the fields."""
+
     leases: Items[LeaseMeta]
     done: bool
     leave: bool
-    """The generator is not wanted any more: it finishes what it has and ends."""
+    """The generator is not needed any more: it finishes its leases and exits."""
     reason: Text
     evaluations_left: bool
     progress: Number
     """Changes whenever a learner begins, takes or commits."""
     pause_s: Time
-    """Who got fewer leases than it asked for should not ask again before, unless it has loaded another version."""
+    """Minimum pause before the next ask of a generator that got fewer leases than it asked for, unless it loads another
+    version first."""
 
 
 @_CLOSED
 class GroupMeta(TypedDict):
-    """A group without its arrays; its frames are tokens, action_mask, behavior_logprobs and versions of all
-    trajectories end to end."""
+    """ "finish", sent by a generator for each finished group; answered by "finished". Also part of "shard".
+
+    A group without its arrays, which are the tokens, action_mask, behavior_logprobs and versions of all trajectories
+    end to end."""
 
     ticket: Number
     attempt: Count
@@ -117,7 +131,7 @@ class GroupMeta(TypedDict):
 
 @_CLOSED
 class EvaluatedBody(TypedDict):
-    """One evaluation prompt, completed and scored."""
+    """ "evaluated", sent by a generator for each evaluation prompt it has completed; answered by "finished"."""
 
     ticket: Number
     attempt: Count
@@ -125,14 +139,16 @@ class EvaluatedBody(TypedDict):
     """The policy version that sampled every token."""
     data_source: Name
     rewards: Items[Reward]
-    """Of each completion; 0 where its status is failed."""
+    """Reward of each completion; 0 where its status is failed."""
     status: Items[Status]
     tokens: Count
-    """Of all completions."""
+    """Tokens of all completions."""
 
 
 @_CLOSED
 class ReleasedLease(TypedDict):
+    """Part of "release": a lease, and the action tokens generated for it so far."""
+
     ticket: Number
     attempt: Count
     tokens: Count
@@ -140,12 +156,16 @@ class ReleasedLease(TypedDict):
 
 @_CLOSED
 class ReleasedEvaluation(TypedDict):
+    """Part of "release": a lease of an evaluation prompt."""
+
     ticket: Number
     attempt: Count
 
 
 @_CLOSED
 class ReleaseBody(TypedDict):
+    """ "release", sent by a generator for leases it will not finish; answered by "ok"."""
+
     generator: Index
     leases: Items[ReleasedLease]
     evaluations: Items[ReleasedEvaluation]
@@ -153,12 +173,18 @@ class ReleaseBody(TypedDict):
 
 @_CLOSED
 class TakeBody(TypedDict):
+    """ "take", sent by each learner rank for its part of a step's batch; answered by "shard". Also "train", sent by a
+    learner rank to its critic with the returns of the step; answered by "trained"."""
+
     rank: Index
     step: Count
 
 
 @_CLOSED
 class ShardBody(TypedDict):
+    """ "shard", the answer of the queue to "take". "wait": the batch is not complete, ask again; "stop": there are no
+    more batches."""
+
     step: Count
     outcome: Literal["shard", "wait", "stop"]
     groups: Items[GroupMeta]
@@ -166,60 +192,79 @@ class ShardBody(TypedDict):
 
 @_CLOSED
 class BeginBody(TypedDict):
+    """ "begin", sent by each learner rank when it starts; answered by "begun"."""
+
     rank: Index
     step: Count
-    """Of the checkpoint that the rank starts from; 0 without one."""
+    """Step of the checkpoint that the rank starts from; 0 without one."""
 
 
 @_CLOSED
 class BegunBody(TypedDict):
+    """ "begun", the answer of the queue to "begin"."""
+
     steps: Count
-    """Committed so far: steps up to this are taken again as they were."""
+    """Committed steps: up to this one the rank takes the same batches again."""
 
 
 @_CLOSED
 class CommitBody(TypedDict):
+    """ "commit", sent by learner rank 0 after each optimizer step; answered by "committed"."""
+
     step: Count
     metrics: Metrics
     saving: bool
-    """A checkpoint of this step follows; the answer has the queue's state."""
+    """A checkpoint of this step follows: the answer contains the queue's state."""
     checkpoints: Items[Count]
-    """Steps of the checkpoints that are whole and kept."""
+    """Steps of the complete checkpoints that exist."""
 
 
 @_CLOSED
 class CommittedBody(TypedDict):
+    """ "committed", the answer of the queue to "commit"."""
+
     metrics: Metrics
-    """Of the replay side; the same when a step is committed again."""
+    """The queue's own metrics of the step; the same when it is committed again."""
     state: bytes
-    """What the queue needs to go on from this step; empty unless asked for."""
+    """The queue's part of a checkpoint of this step; empty unless asked for."""
     checkpoint_wanted: bool
-    """The journal grows towards its ceiling."""
+    """The journal approaches its size limit: a checkpoint would allow segments to be dropped."""
 
 
 @_CLOSED
 class LostBody(TypedDict):
+    """ "lost", sent by the launcher when the process of a generator has ended; answered by "ok"."""
+
     generator: Index
 
 
 @_CLOSED
 class ScaleBody(TypedDict):
+    """ "scale", sent by `asyncrl scale` to set the number of generators; answered by "ok"."""
+
     generators: Index
 
 
 @_CLOSED
 class MetricsBody(TypedDict):
+    """ "trained", the answer of a critic to "train": its metrics of the step."""
+
     metrics: Metrics
 
 
 @_CLOSED
 class NextEvaluationBody(TypedDict):
+    """ "next_evaluation", sent by learner rank 0 after its last commit; answered by "evaluation"."""
+
     after: Count
-    """Evaluations that the sender has had so."""
+    """Number of evaluations that the sender has received in this way."""
 
 
 @_CLOSED
 class EvaluationBody(TypedDict):
+    """ "evaluation", the answer of the queue to "next_evaluation". "ended": a result; "wait": evaluations are running,
+    ask again; "none": there are no more."""
+
     outcome: Literal["ended", "wait", "none"]
     step: Count
     metrics: Metrics
@@ -227,58 +272,71 @@ class EvaluationBody(TypedDict):
 
 @_CLOSED
 class FinishedBody(TypedDict):
-    """Groups and evaluated prompts of one generator that need not be sent again."""
+    """ "finished", the answer of the queue to "finish" and "evaluated": groups and evaluated prompts of one generator
+    that need not be sent again."""
 
     kept: Items[LeaseName]
 
 
 @_CLOSED
 class ValueBody(TypedDict):
-    """Packed rows to be valued; the frames are tokens, sequence lengths and valued positions of each. The answer has
-    the values of positions that are not the last of their sequence, then of those that are."""
+    """ "value", sent by a learner rank to its critic for each step; answered by "values".
+
+    Packed rows; the frames are the tokens, sequence lengths and positions to value of each row. The answer has the
+    values of positions that are not the last of their sequence, then of those that are."""
 
     rank: Index
     step: Count
     minibatches: Items[Count]
-    """Rows of each mini-batch."""
+    """Number of rows of each mini-batch."""
     names: Items[Items[Annotated[list[Number], Field(min_length=2, max_length=2)]]]
     """Ticket and number of every sequence of each row."""
 
 
 @_CLOSED
 class StepBody(TypedDict):
+    """ "values", the answer of a critic to "value"; the values are arrays of the message."""
+
     step: Count
 
 
 @_CLOSED
 class SaveBody(TypedDict):
+    """ "save", sent by a learner rank to its critic; answered by "ok"."""
+
     rank: Index
     step: Count
     what: Literal["model", "state"]
-    """The model in Hugging Face format as the run's result, or what training needs to continue in the checkpoint of
-    the step. The critic knows the folders."""
+    """The model in Hugging Face format as the run's result, or the training state for the checkpoint of the step. The
+    critic knows the folders."""
 
 
 @_CLOSED
 class RestoreBody(TypedDict):
+    """ "restore", sent by a learner rank to its critic before training resumes; answered by "ok"."""
+
     rank: Index
     step: Count
-    """Of the checkpoint."""
+    """Step of the checkpoint to load."""
 
 
 @_CLOSED
 class LeaveBody(TypedDict):
+    """ "leave", sent by a learner rank to its critic when it ends; not answered."""
+
     rank: Index
 
 
 @_CLOSED
 class TextBody(TypedDict):
+    """ "stop", sent by the launcher with its reason; answered by "ok". Also "error", the answer to a bad request."""
+
     text: Text
 
 
 @_CLOSED
 class EmptyBody(TypedDict):
-    pass
+    """ "status", "summary" and "shutdown", sent by the launcher; answered by "ok", with the result as its body."""
 
 
 BODIES: dict[str, TypeAdapter[Any]] = {
@@ -312,10 +370,10 @@ BODIES: dict[str, TypeAdapter[Any]] = {
     "ok": TypeAdapter(dict[str, Any]),
     "error": TypeAdapter(TextBody),
 }
-"""Every kind of message there is, with the schema of its body."""
+"""Every kind of message, with the schema of its body."""
 
 WITH_ARRAYS = frozenset({"leases", "finish", "shard", "value", "values", "train"})
-"""Kinds that may have frames of arrays."""
+"""Kinds that may carry arrays."""
 
 ANSWERS: dict[str, str] = {
     "ask": "leases",
@@ -340,4 +398,4 @@ ANSWERS: dict[str, str] = {
 """The kind of the answer to each request."""
 
 REQUESTS = frozenset(BODIES) - frozenset(ANSWERS.values()) - {"error"}
-"""Kinds that are sent to a socket that listens."""
+"""Kinds that are sent to a listening socket."""

@@ -1,4 +1,4 @@
-"""One end of a connection to the replay queue, or to another peer that speaks its wire."""
+"""The client side of a connection to the replay queue, or to another server with the same protocol."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ BACK_OFF = 2.0
 
 
 class Connection:
-    """A DEALER socket that speaks the wire, with numbered requests; to the replay queue unless told otherwise.
+    """A DEALER socket with numbered requests; by default to the replay queue.
 
-    What comes and cannot be read is counted in `bad_messages`, logged and left aside.
+    Unreadable messages are counted in `bad_messages`, logged and ignored.
     """
 
     def __init__(
@@ -35,26 +35,26 @@ class Connection:
         self.address = address or endpoints.replay
         self.peer = peer
         self.resend_s = resend_s
-        """A request that is not answered by then is sent again, each time after BACK_OFF times as long; only for a
-        peer to whom that makes no difference."""
+        """A request without an answer is sent again after this time, then after BACK_OFF times as long, and so on; only
+        for peers whose requests are idempotent."""
         self.bad_messages = 0
         self._seq = 0
         self._socket = connect_dealer(self.address, keys=endpoints.keys)
 
     def send(self, kind: str, body: Any, arrays: Sequence[Arrays] = (), *, seq: int | None = None) -> int:
-        """Sends a request under the next number, or again under the one it had; gives the number."""
+        """Sends a request under the next number, or again under the number `seq`. Returns the number."""
         if seq is None:
             self._seq += 1
             seq = self._seq
         frames = encode(self.endpoints.run_id, kind, body, seq=seq, arrays=arrays)
         try:
             self._socket.send_multipart(frames, zmq.DONTWAIT, copy=False)
-        except zmq.Again:  # the peer has been away for long, and as much as there may be waits for it
+        except zmq.Again:  # the peer has been away for long, and its queue is full
             log.warning("message not sent, too many wait", kind=kind, peer=self.peer)
         return seq
 
     def receive(self, timeout_s: float) -> Message | None:
-        """The next message that can be read within the time, or None; also one of kind "error"."""
+        """Returns the next readable message that arrives within the time, or None; also one of kind "error"."""
         deadline_s = time.monotonic() + timeout_s
         while self._socket.poll(max(0, math.ceil(1000 * (deadline_s - time.monotonic())))):
             frames = self._socket.recv_multipart(copy=False)
@@ -67,34 +67,36 @@ class Connection:
         return None
 
     def ignore(self, error: ProtocolError) -> None:
-        """Counts and logs a message of the peer that makes no sense."""
+        """Counts and logs a bad message of the peer."""
         self.bad_messages += 1
         log.warning("bad answer", peer=self.peer, error=str(error), total=self.bad_messages)
 
     def check(self, message: Message) -> None:
-        """Raises RunError when the message is an error."""
+        """Raises RunError if the message is an error."""
         if message.kind == "error":
             raise RunError(f"{self.peer} refused a message: {message.body['text']}")
 
     def request(self, kind: str, body: Any, arrays: Sequence[Arrays] = (), *, timeout_s: float) -> Message:
-        """Sends and waits for the answer. Raises PeerTimeoutError, and RunError when the peer refuses."""
+        """Sends a request and returns its answer. Raises PeerTimeoutError, and RunError if the peer refuses."""
         return self.await_answer(kind, self.send(kind, body, arrays), timeout_s=timeout_s, again=(body, arrays))
 
     def await_answer(
         self, kind: str, seq: int, *, timeout_s: float, again: tuple[Any, Sequence[Arrays]] | None = None
     ) -> Message:
-        """The answer to the request `seq` of that kind. Raises PeerTimeoutError, and RunError when the peer refuses."""
+        """Returns the answer to request `seq` of that kind. Raises PeerTimeoutError, and RunError if it is refused."""
         return self._await(kind, seq, lambda message: message, timeout_s=timeout_s, again=again)
 
     def call(self, kind: str, body: Any, read: Callable[[Message], T], *, timeout_s: float) -> T:
-        """What `read` makes of the answer; one for which that raises ProtocolError is left aside, and the request
-        goes on. Raises PeerTimeoutError, and RunError when the peer refuses."""
+        """Sends a request and returns `read(answer)`. An answer for which `read` raises ProtocolError is ignored, and
+        the wait continues. Raises PeerTimeoutError, and RunError if the peer refuses."""
         return self._await(kind, self.send(kind, body), read, timeout_s=timeout_s, again=(body, ()))
 
     def silent(self, kind: str, timeout_s: float) -> PeerTimeoutError:
+        """The error for a request that was not answered in time."""
         return PeerTimeoutError(f"{self.peer} at {self.address} did not answer {kind!r} within {timeout_s:g} s")
 
     def close(self) -> None:
+        """Closes the socket."""
         self._socket.close()
 
     def _await(

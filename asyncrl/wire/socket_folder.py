@@ -1,4 +1,4 @@
-"""The folder of a run's unix sockets, which only its owner can enter: file permissions keep strangers out."""
+"""The folder of a run's unix sockets, which only its owner can enter, by file permissions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NAME = re.compile(re.escape(PREFIX) + r"[a-z0-9_]{8}")
 MAX_SOCKET_NAME_BYTES = 24
 MAX_BASE_BYTES = zmq.IPC_PATH_MAX_LEN - len(f"/{PREFIX}12345678/") - MAX_SOCKET_NAME_BYTES
 TEMPORARY = ("/tmp",)
-"""Where it is when the path of the usual folder for temporary files is too long."""
+"""Fallback if the path of the default folder for temporary files is too long."""
 OTHERS = 0o077
 """Permissions of anyone but the owner."""
 
@@ -111,7 +111,7 @@ def _locked_folder(base: Path) -> tuple[Path, int]:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if folder.exists():
             return folder, lock
-        os.close(lock)  # another launcher took it for a leftover before it was locked
+        os.close(lock)  # another launcher removed it as a leftover before it was locked
 
 
 def _remove_leftover(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The sockets of the wire: who listens, who calls, what they may hold, and who is let in."""
+"""The ZeroMQ sockets of a run: servers and clients, their limits, and their authentication."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from asyncrl.wire.socket_folder import check_socket
 log = structlog.get_logger()
 
 MAX_FRAME_BYTES = 1 << 31
-"""ZeroMQ ends the connection of a peer that announces more. It bounds each frame, and no message of many."""
+"""ZeroMQ closes the connection of a peer that announces a larger frame. It bounds a frame, not a complete message."""
 ENCRYPTION_BYTES = 64
-"""What CURVE adds to a frame, and more."""
+"""More than CURVE adds to a frame."""
 RECEIVE_MESSAGES = 64
-"""Messages of one peer that a listener holds before it handles them; more wait in the peer's own memory."""
+"""Messages of one peer that a server queues; further ones wait in the peer's own memory."""
 SEND_MESSAGES = 1000
-"""Messages to one peer that wait for the network. What does not fit is lost, and asked for or sent again."""
+"""Messages to one peer that wait for the network. Further ones are dropped, and requested or sent again."""
 HEARTBEAT_S = 5
 SILENCE_S = 30
-"""A connection without a heartbeat for so long is gone, such as one to a machine that lost its power."""
+"""A connection without a heartbeat for this time is closed, such as one to a machine that lost power."""
 LINGER_S = 1.0
 CLOSING_S = 0.5
 """ZeroMQ closes a socket in the background."""
 IPC = "ipc://"
 ROUTING_ID_BYTES = 15
-"""Random ones: who knows the routing id of another peer could take its place."""
+"""Routing ids are random: a peer that knows the id of another one could take its place."""
 
 
 def bind_router(
     address: str, what: str, *, keys: str = "", max_frame_bytes: int = MAX_FRAME_BYTES
 ) -> zmq.Socket[bytes]:
-    """A ROUTER socket that listens on the address. A peer that connects again under its routing id takes the place of
-    its old connection; with a file of `keys` only who has the run's keys gets in. The connection of a peer that sends
-    a larger frame is ended.
+    """Returns a ROUTER socket that listens on the address. A peer that reconnects under its routing id replaces its old
+    connection; with a file of `keys` only peers with the run's keys are admitted. The connection of a peer that sends a
+    larger frame is closed.
 
-    An answer to a peer that has gone, or that reads nothing, is dropped: it does not hold the others up, and whoever
-    waits asks again. Raises ConfigError, which names `what` the address is of, when it is taken, and for a unix socket
-    (`ipc://PATH`) that others than its owner could reach.
+    An answer to a peer that is gone, or does not read, is dropped: it does not delay other peers, and a peer that still
+    waits asks again. Raises ConfigError, which names `what` the address is for, if it is in use, and for a unix socket
+    (`ipc://PATH`) that users other than its owner could reach.
     """
     if path := socket_path(address):
         check_socket(path, what)
@@ -68,12 +68,12 @@ def bind_router(
 def connect_dealer(
     address: str, *, keys: str = "", linger_s: float = LINGER_S, max_frame_bytes: int = MAX_FRAME_BYTES
 ) -> zmq.Socket[bytes]:
-    """A DEALER socket that calls the address, and calls again for as long as nobody is there, under one random routing
-    id; encrypted, and known to the listener, with a file of `keys`. What it sends waits up to `linger_s` when it is
-    closed. It ends a connection that brings a larger frame.
+    """Returns a DEALER socket that connects to the address, and retries until a server listens, under one random
+    routing id; with a file of `keys` it is encrypted and authenticated. Unsent messages linger for `linger_s` after it
+    is closed. It closes a connection that brings a larger frame.
 
-    Send with DONTWAIT: it raises zmq.Again when too much waits already, and when the listener refused the keys. Raises
-    ConfigError for a unix socket that another user may listen on."""
+    Send with DONTWAIT: it raises zmq.Again if too many messages wait already, or the server has refused the keys.
+    Raises ConfigError for a unix socket that another user may listen on."""
     if path := socket_path(address):
         check_socket(path, "peer's")
     dealer = zmq.Context.instance().socket(zmq.DEALER)
@@ -96,8 +96,8 @@ def socket_path(address: str) -> Path | None:
 
 
 def _await_unused(path: Path, what: str) -> None:
-    """Raises ConfigError when a process listens on the unix socket: ZeroMQ would take it away from there. The socket
-    of one that was killed is a file that nobody listens on."""
+    """Raises ConfigError if a process listens on the unix socket, which ZeroMQ would silently replace. The socket file
+    of a killed process, on which no process listens, is fine."""
     deadline_s = time.monotonic() + CLOSING_S
     while _is_used(path):
         if time.monotonic() > deadline_s:
@@ -113,7 +113,7 @@ def _is_used(path: Path) -> bool:
         except (ConnectionRefusedError, FileNotFoundError):
             return False
         except BlockingIOError:
-            return True  # by one that lets many wait
+            return True  # by a process with a full backlog
     return True
 
 
@@ -127,8 +127,8 @@ def _limit(wire: zmq.Socket[bytes], max_frame_bytes: int) -> None:
 
 
 def _guarded_router(keys: Keys) -> zmq.Socket[bytes]:
-    """A ROUTER that speaks CURVE and lets the run's client key in only. ZeroMQ has one guard for each context, so it
-    gets one of its own; both end with the socket."""
+    """Returns a ROUTER with CURVE that admits only the run's client key. ZeroMQ has one authenticator for each context,
+    so the socket gets a context of its own; both end with the socket."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     guard = ThreadAuthenticator(context)
     guard.start()
@@ -141,18 +141,18 @@ def _guarded_router(keys: Keys) -> zmq.Socket[bytes]:
 
 
 class _Admission:
-    """Says which public keys get in."""
+    """Decides which public keys are admitted."""
 
     def __init__(self, client_public: str) -> None:
         self._client_public = client_public.encode()
         self._refused = 0
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Whether a peer with this key may connect."""
+        """True if a peer with this key may connect."""
         if key == self._client_public:
             return True
         self._refused += 1
-        if self._refused.bit_count() == 1:  # it calls again and again: one line for each doubling
+        if self._refused.bit_count() == 1:  # it reconnects continually: one line for each doubling
             log.warning("a peer with a foreign key was refused", refused=self._refused)
         return False
 

@@ -1,7 +1,7 @@
-"""A key-value store over ZeroMQ: what processes tell one another before they are connected to a group.
+"""A key-value store over ZeroMQ, through which processes exchange messages before they form a process group.
 
-One process holds the values and serves them (`store_server`), the others call it (`store_client`). It lets in whom its
-socket lets in (`asyncrl.wire.sockets`), and what it holds is bounded. Torch's own store has neither.
+One process holds the values and serves them (`store_server`), the others are clients (`store_client`). Its socket
+authenticates the clients (`asyncrl.wire.sockets`), and its size is bounded. Torch's own store has neither.
 """
 
 from __future__ import annotations
@@ -26,42 +26,45 @@ MAX_ASKED = 1 << 10
 REQUEST_BYTES = MAX_VALUE_BYTES + (1 << 20)
 """The limit of a request."""
 LOOK_S = 0.05
-"""Pause between two looks whether a wait is over or to be given up."""
+"""Interval of the checks whether a wait has ended or should be abandoned."""
 RING = -1
-"""Number of a message that answers nothing: clients shall look for what is new."""
+"""Number of a message that is no answer, but tells clients to look for changes."""
 
 
 class StoreError(AsyncrlError, ValueError):
-    """A request that the store refuses."""
+    """The store refused a request."""
 
 
 class StoreLostError(PeerTimeoutError):
-    """The process that serves the store is gone, or does not answer."""
+    """The process that serves the store is gone or does not answer."""
 
 
 class Store(Protocol):
-    """The operations that the holder and the callers of a store have."""
+    """The operations of a store, for the process that serves it and for clients."""
 
-    def set(self, key: str, value: bytes | str) -> None: ...
+    def set(self, key: str, value: bytes | str) -> None:
+        """Sets the value of a key. Raises StoreError if the store is full."""
+        ...
+
     def peek(self, keys: Sequence[str]) -> list[bytes | None]:
-        """The values of keys, None for those that are not there."""
+        """Returns the values of the keys, None for missing ones."""
         ...
 
     def wait(self, keys: Sequence[str], timeout_s: float) -> list[bytes]:
-        """The values of keys as soon as all are there. Raises TimeoutError."""
+        """Returns the values of the keys as soon as all are there. Raises TimeoutError."""
         ...
 
     def add(self, key: str, more: int) -> int:
-        """Adds to a counter, which starts at 0, and returns what it is then. Raises StoreError for another value."""
+        """Adds to a counter, which starts at 0, and returns its new value. Raises StoreError if it is not a number."""
         ...
 
     def delete(self, key: str) -> bool:
-        """True if the key was there."""
+        """Deletes a key. Returns True if it was there."""
         ...
 
 
 class Values:
-    """Keys and values, for the threads of one process. `changed` is called after each change."""
+    """A `Store` for the threads of one process. `changed` is called after each change."""
 
     def __init__(self, changed: Callable[[], None] = lambda: None) -> None:
         self._values: dict[str, bytes] = {}
@@ -73,18 +76,19 @@ class Values:
         return len(self._values)
 
     def set(self, key: str, value: bytes | str) -> None:
-        """Raises StoreError when the store holds too much."""
+        """Sets the value of a key. Raises StoreError if the store is full."""
         data = value.encode() if isinstance(value, str) else bytes(value)
         with self._condition:
             self._put(key, data)
         self._changed()
 
     def peek(self, keys: Sequence[str]) -> list[bytes | None]:
+        """As `Store.peek`."""
         with self._condition:
             return [self._values.get(key) for key in keys]
 
     def wait(self, keys: Sequence[str], timeout_s: float, check: Callable[[], None] = lambda: None) -> list[bytes]:
-        """`check` is called all the time and may raise to end the wait."""
+        """As `Store.wait`; `check` is polled during the wait and may raise to end it."""
         deadline_s = time.monotonic() + timeout_s
         with self._condition:
             while missing := [key for key in keys if key not in self._values]:
@@ -96,24 +100,26 @@ class Values:
             return [self._values[key] for key in keys]
 
     def add(self, key: str, more: int) -> int:
+        """As `Store.add`."""
         with self._condition:
             text = self._values.get(key, b"0")
             try:
                 value = int(text) + more
             except ValueError:
-                raise StoreError(f"{key} holds {text[:20]!r}, which is no number to add to") from None
+                raise StoreError(f"{key} holds {text[:20]!r}, which is not a number") from None
             self._put(key, str(value).encode())
         self._changed()
         return value
 
     def delete(self, key: str) -> bool:
+        """As `Store.delete`."""
         with self._condition:
             value = self._values.pop(key, None)
             self._num_bytes -= 0 if value is None else len(key) + len(value)
         return value is not None
 
     def delete_all(self, prefix: str) -> None:
-        """Deletes the keys that begin so."""
+        """Deletes all keys with this prefix."""
         for key in [key for key in self._values.copy() if key.startswith(prefix)]:
             self.delete(key)
 
@@ -130,7 +136,7 @@ class Values:
 
 
 def bounded(values: list[bytes | None]) -> list[bytes | None]:
-    """The values, if they fit one answer. Raises StoreError."""
+    """Returns the values if they fit into one answer. Raises StoreError otherwise."""
     size = sum(len(value) for value in values if value is not None)
     if size > MAX_BYTES:
         raise StoreError(f"an answer of {size} bytes is too large")
@@ -146,6 +152,8 @@ _Integer = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 
 @_CLOSED
 class Request(TypedDict):
+    """A request of a client; fields that `what` does not use are empty. An `Answer` with its number follows."""
+
     number: Annotated[int, Field(ge=0, lt=1 << 62)]
     what: Literal["hello", "set", "peek", "wait", "add", "delete"]
     keys: Annotated[list[_Key], Field(max_length=MAX_ASKED)]
@@ -156,6 +164,8 @@ class Request(TypedDict):
 
 @_CLOSED
 class Answer(TypedDict):
+    """The server's answer to the request of that number, or a ring (number RING). `late`: a wait has timed out."""
+
     number: Annotated[int, Field(ge=RING, lt=1 << 62)]
     value: list[bytes | None] | int | None
     error: str

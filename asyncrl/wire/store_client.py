@@ -1,4 +1,4 @@
-"""The store of another process, as the others call it."""
+"""The client of a store that another process serves."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from asyncrl.wire.unpack import check, unpack
 
 
 class StoreClient:
-    """The store of another process; for all threads of this one, one request at a time."""
+    """A `Store` that another process serves. Thread-safe; one request at a time."""
 
     def __init__(
         self, address: str, *, keys: str = "", timeout_s: float, check: Callable[[], None] = lambda: None
     ) -> None:
-        """Calls until somebody serves at the address. `check` is called all the time and may raise to give up, also in
-        every later wait. Raises StoreLostError when nobody answers within `timeout_s`."""
+        """Connects as soon as a server listens at the address. `check` is polled during this and every later wait and
+        may raise to end it. Raises StoreLostError if there is no answer within `timeout_s`."""
         self.check = check
         self.answer_s: float = SILENCE_S
-        """Deadline of an answer, in addition to what it has to wait for."""
+        """Deadline of an answer, in addition to the time-out of a "wait" request."""
         self.heard_s = time.monotonic()
         """When the server last answered or rang."""
         self._address = address
@@ -43,23 +43,28 @@ class StoreClient:
             raise
 
     def set(self, key: str, value: bytes | str) -> None:
+        """As `Store.set`."""
         self._ask("set", [key], value=value.encode() if isinstance(value, str) else bytes(value))
 
     def peek(self, keys: Sequence[str]) -> list[bytes | None]:
+        """As `Store.peek`."""
         return self._ask("peek", keys)
 
     def wait(self, keys: Sequence[str], timeout_s: float) -> list[bytes]:
+        """As `Store.wait`."""
         return self._ask("wait", keys, timeout_s=timeout_s)
 
     def add(self, key: str, more: int) -> int:
+        """As `Store.add`."""
         return self._ask("add", [key], more=more)
 
     def delete(self, key: str) -> bool:
+        """As `Store.delete`."""
         return bool(self._ask("delete", [key]))
 
     def await_ring(self, seconds: float) -> None:
-        """Returns when the server rings, or did since the last call, and at the latest after `seconds`. Raises
-        StoreLostError when it is gone."""
+        """Returns when the server rings, or at once if it has since the last call, and at the latest after `seconds`.
+        Raises StoreLostError if the server is gone."""
         deadline_s = time.monotonic() + seconds
         with self._lock:
             while not self._rung and (left_s := deadline_s - time.monotonic()) > 0:
@@ -67,7 +72,7 @@ class StoreClient:
             self._rung = False
 
     def close(self) -> None:
-        """Idempotent."""
+        """Closes the connection; idempotent."""
         if not self._socket.closed:
             self._socket.disable_monitor()
             self._monitor.close()
@@ -83,7 +88,7 @@ class StoreClient:
         timeout_s: float = 0.0,
         answer_s: float | None = None,
     ) -> Any:
-        """The value that the server answers within `timeout_s`, which it knows of, and `answer_s`."""
+        """Returns the server's answer. It has `timeout_s`, which the request states, plus `answer_s`."""
         request = {"what": what, "keys": list(keys), "value": value, "more": more, "timeout_s": float(timeout_s)}
         limit_s = timeout_s + (self.answer_s if answer_s is None else answer_s)
         with self._lock:
@@ -101,9 +106,9 @@ class StoreClient:
         return answer["value"]
 
     def _hear(self, seconds: float) -> Answer | None:
-        """The next answer, ring or other, if one comes within `seconds`."""
+        """Returns the next answer or ring, if one arrives within `seconds`."""
         self.check()
-        if self._lost:  # ZeroMQ would find the next one that listens, which knows nothing
+        if self._lost:  # ZeroMQ would connect to a new server, which has none of the values
             raise StoreLostError(f"the process that listened at {self._address} is gone")
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)

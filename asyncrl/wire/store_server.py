@@ -1,4 +1,4 @@
-"""The process that holds the values of a store and serves them to others."""
+"""The server of a store: holds the values and answers the requests of clients."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ log = structlog.get_logger()
 
 MAX_CLIENTS = 4096
 _BUNCH = 64
-"""Requests that are answered before it is looked for waits that are over."""
+"""Maximum number of requests answered before pending waits are checked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +45,11 @@ class _Waiting:
 
 
 class StoreServer:
-    """Serves `values` in a thread of its own, to whom the socket at the address lets in."""
+    """Serves `values` in a thread of its own, to the clients that the socket admits."""
 
     def __init__(self, address: str, what: str, *, keys: str = "") -> None:
-        """`what` the store is for is named in messages. With a file of `keys` only who has the run's keys is let in.
-        Raises ConfigError when the address is taken."""
+        """`what` the store is for is named in messages. With a file of `keys` only clients with the run's keys are
+        admitted. Raises ConfigError if the address is in use."""
         self.bad_peers = BadPeers()
         self._what = what
         self._socket = bind_router(address, what, keys=keys, max_frame_bytes=REQUEST_BYTES)
@@ -64,12 +64,12 @@ class StoreServer:
         self._thread.start()
 
     def ring(self) -> None:
-        """Has all clients look for what is new. Never blocks; a ring that is lost only costs time."""
+        """Makes all clients look for changes. Never blocks; a lost ring only costs time."""
         self._rings = True
         self._wake()
 
     def close(self) -> None:
-        """Ends the service; idempotent."""
+        """Stops serving; idempotent."""
         if not self._closing:
             self._closing = True
             self._wake()
@@ -81,7 +81,7 @@ class StoreServer:
 
     def _wake(self) -> None:
         if self._waiting or self._rings or self._closing:
-            with suppress(BlockingIOError):  # it is awake then
+            with suppress(BlockingIOError):  # the pipe is full: the thread is awake already
                 self._wakes.send(b"\0")
 
     def _serve(self) -> None:
@@ -160,7 +160,7 @@ class StoreServer:
         self._answer(peer, number, value)
 
     def _look_at(self, peer: bytes) -> None:
-        """Answers a wait that is over."""
+        """Answers a wait whose keys are there, or whose deadline has passed."""
         waiting = self._waiting[peer]
         number, values = waiting.request["number"], self.values.peek(waiting.request["keys"])
         late = time.monotonic() > waiting.deadline_s
@@ -181,7 +181,7 @@ class StoreServer:
         late: bool = False,
     ) -> None:
         answer: Answer = {"number": number, "value": value, "error": error, "late": late}
-        with suppress(zmq.Again):  # it reads nothing
+        with suppress(zmq.Again):  # the peer does not read
             self._socket.send_multipart([peer, cast(bytes, msgpack.packb(answer))], zmq.DONTWAIT)
 
 

@@ -1,4 +1,4 @@
-"""A store as torch's process groups take it."""
+"""Adapts a store to the interface of torch's process groups."""
 
 from __future__ import annotations
 
@@ -11,34 +11,41 @@ from asyncrl.wire.store import Store
 
 
 class TorchStore(c10d.Store):
-    """Keep it for as long as a process group that was made with it: torch only holds the C++ part of the object."""
+    """A torch store backed by a `Store`. Keep a reference for the lifetime of each process group created with it: torch
+    holds only the C++ part of the object."""
 
     def __init__(self, store: Store, prefix: str, timeout_s: float) -> None:
-        """All keys begin with `prefix`; `timeout_s` is the deadline of waits that come without one."""
+        """All keys start with `prefix`; `timeout_s` is the default deadline of waits."""
         super().__init__()
         self._store = store
         self._prefix = prefix
         self._timeout_s = timeout_s
 
     def set(self, key: str, value: bytes | str) -> None:
+        """Sets the value of a key."""
         self._store.set(self._prefix + key, value)
 
     def get(self, key: str) -> bytes:
+        """Waits for a key and returns its value."""
         return self._store.wait([self._prefix + key], self._timeout_s)[0]
 
     def add(self, key: str, value: int) -> int:
+        """Adds to a counter and returns its new value."""
         return self._store.add(self._prefix + key, value)
 
     def check(self, keys: Sequence[str]) -> bool:
+        """True if all keys are there."""
         return None not in self._store.peek([self._prefix + key for key in keys])
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Returns when all keys are there."""
         seconds = self._timeout_s if timeout is None else timeout.total_seconds()
         self._store.wait([self._prefix + key for key in keys], seconds)
 
     def delete_key(self, key: str) -> bool:
+        """Deletes a key. Returns True if it was there."""
         return self._store.delete(self._prefix + key)
 
     def clone(self) -> TorchStore:
-        """The store itself, which is for all threads; those of NCCL ask for a copy."""
+        """Returns the store itself, which is thread-safe; the threads of NCCL ask for a copy."""
         return self

@@ -1,4 +1,4 @@
-"""msgpack from outside: unpacked within bounds, as a small message must not take much memory, and checked."""
+"""Decodes untrusted msgpack within bounds, so that a small message cannot take much memory, and validates it."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from pydantic import TypeAdapter, ValidationError
 from asyncrl.errors import ProtocolError
 
 MAX_PROBLEM_CHARACTERS = 500
-"""Of what is said about a bad message: it goes to the log and back to the sender."""
+"""Maximum length of a description of a bad message, which is logged and sent back."""
 
 
 def unpack(
     data: bytes | memoryview, what: str, *, max_bytes: int, max_values: int, max_items: int, max_characters: int
 ) -> Any:
-    """What `data` holds, of at most so many values in all lists and maps together, so many items in one of them, and
-    so many bytes in one text. Raises ProtocolError that names `what` it is."""
+    """Returns the value in `data`, of at most `max_values` values in all lists and maps together, `max_items` items in
+    one of them, and `max_characters` bytes in one text. Raises ProtocolError that names `what` it is."""
     size = memoryview(data).nbytes
     if size > max_bytes:
         raise ProtocolError(f"a {what} of {size} bytes, at most {max_bytes} are read")
-    # Every value takes a byte at least: a short message cannot have too many.
+    # Every value takes at least one byte: a short message cannot have too many.
     count = _Values(max_values).count if size > max_values else None
     try:
         return msgpack.unpackb(
@@ -42,8 +42,7 @@ def unpack(
 
 
 def check(value: Any, schema: TypeAdapter[Any], what: str) -> Any:
-    """The value, if it fits the schema. Raises ProtocolError that names `what` it is and the first thing that does
-    not."""
+    """Returns the value if it fits the schema. Raises ProtocolError that names `what` it is and the first mismatch."""
     try:
         return schema.validate_python(value)
     except ValidationError as error:
@@ -54,7 +53,7 @@ def check(value: Any, schema: TypeAdapter[Any], what: str) -> Any:
 
 
 class _Values:
-    """Counts what is unpacked: a byte each can take a hundred when it is unpacked."""
+    """Counts values while unpacking: a value of one byte can take a hundred bytes of memory."""
 
     def __init__(self, most: int) -> None:
         self._most = self._left = most

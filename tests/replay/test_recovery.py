@@ -352,7 +352,7 @@ def test_segments_go_when_checkpoints_cover_them(tmp_path: Path) -> None:
     queue.begin(0, 90)
     for step in range(91, 101):
         assert queue.take(0, step)[0] == "shard"
-    with pytest.raises(ProtocolError, match=r"step 3 is not in the journal .* any more; resume from the newest"):
+    with pytest.raises(ProtocolError, match=r"step 3 is no longer in the journal .*; resume from the newest"):
         queue.take(0, 3)
     kill_queue(queue)
     queue = open_queue(tmp_path, config)

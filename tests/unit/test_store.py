@@ -164,7 +164,7 @@ def test_it_holds_so_much_and_no_more(client: StoreClient, monkeypatch: pytest.M
         client.add(f"n{number}", 1)
     with pytest.raises(StoreError, match="the store is full: 20 keys"):
         client.add("one more", 1)
-    with pytest.raises(StoreError, match="large holds b'', which is no number"):
+    with pytest.raises(StoreError, match="large holds b'', which is not a number"):
         client.add("large", 1)
     with pytest.raises(StoreError, match="2 keys where one is needed"):
         client._ask("add", ["a", "b"], more=1)

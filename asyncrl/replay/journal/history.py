@@ -1,4 +1,4 @@
-"""Where a journal has the steps that were trained."""
+"""The trained steps in a journal: where they are stored, and their batches and metrics."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from asyncrl.types import Group, Shard
 from asyncrl.wire.messages import GroupMeta
 
 READ_AT_ONCE_BYTES = 64 << 20
-"""Of the journal, before others are answered."""
+"""Bytes of the journal that are read before other requests are served."""
 
 
 class History:
     """The batches and metrics of the steps from `first` to `last`, which lie in these segments of the journal.
 
-    The journal is read as far as the step that is asked for. A step must be read before its methods are called; they
-    raise ProtocolError when the journal does not have it any more.
+    The journal is read up to the requested step. A step must be read before the other methods are called for it; they
+    raise ProtocolError if the journal no longer contains it.
     """
 
     def __init__(self, journal: Journal, segments: Collection[int], *, first: int, last: int) -> None:
@@ -37,23 +37,23 @@ class History:
         self._trained = TrainedSteps(journal.folder, there)
 
     def read(self, step: int, *, whole: bool = False) -> bool:
-        """Reads on to the step, or up to READ_AT_ONCE_BYTES unless it is to be read as a `whole`; False while there is
-        more to be read. Raises JournalError."""
+        """Reads up to the step, at most READ_AT_ONCE_BYTES unless `whole`. Returns False while more must be read.
+        Raises JournalError."""
         return self._trained.read(step, max_bytes=math.inf if whole else READ_AT_ONCE_BYTES)
 
     def shards(self, step: int) -> list[list[int]]:
-        """Tickets of each learner rank."""
+        """The tickets of each learner rank."""
         return [[ticket for ticket, _ in shard] for shard in self._places(step)]
 
     def groups(self, step: int, rank: int) -> list[FinishedGroup]:
-        """Those of a learner rank, in the order they were trained in."""
+        """The groups of a learner rank, in training order."""
         places = [place for _, place in self._places(step)[rank]]
         # In the order of the journal, so that each record batch is read once.
         records = {place: self._journal.load(place) for place in sorted(places)}
         return [FinishedGroup.of_record(records[place].body, records[place].arrays) for place in places]
 
     def metrics(self, step: int) -> dict[str, float]:
-        """What the queue's answer to the commit of the step was."""
+        """The metrics in the queue's answer to the commit of the step."""
         metrics = self._trained.steps[step].metrics if step in self._trained.steps else None
         if metrics is None:
             raise self._gone(step)
@@ -69,26 +69,27 @@ class History:
         return shards
 
     def _gone(self, step: int) -> ProtocolError:
-        return ProtocolError(f"step {step} is not in the journal {self._journal.folder} any more; {WAY_OUT}")
+        return ProtocolError(f"step {step} is no longer in the journal {self._journal.folder}; {WAY_OUT}")
 
 
 @dataclass(slots=True)
 class TrainedStep:
-    """Where the journal has one step."""
+    """The location of one step in the journal."""
 
     shards: list[list[tuple[int, Location | None]]]
-    """Ticket and place of the groups of each learner rank; no place when the journal does not have the group."""
+    """Ticket and location of the groups of each learner rank; None if the journal does not contain the group."""
     metrics: dict[str, float] | None = None
-    """Of the replay side; None until the step is committed."""
+    """The queue's own metrics; None until the step is committed."""
 
     @property
     def is_whole(self) -> bool:
+        """True if the step is committed and all of its groups are in the journal."""
         return self.metrics is not None and all(place is not None for shard in self.shards for _, place in shard)
 
 
 class TrainedSteps:
-    """The steps in these segments of the journal, as far as it was read. Of a ticket the last group before its step was
-    taken is the one that was trained: what came from a lease that was handed on is not recorded as a group."""
+    """The steps in these segments of the journal, as far as it was read. The last group of a ticket before its step was
+    taken is the one that was trained: a group that is not used is not recorded."""
 
     def __init__(self, folder: Path, segments: Iterable[tuple[int, Segment]]) -> None:
         self.steps: dict[int, TrainedStep] = {}
@@ -98,8 +99,8 @@ class TrainedSteps:
         self._parts = self._read()
 
     def read(self, step: int | None = None, *, max_bytes: float = math.inf) -> bool:
-        """Reads on until the step is whole, or to the end; False when it stops before, having read `max_bytes`. Raises
-        JournalError."""
+        """Reads until the commit of the step, or to the end. Returns False if it stops earlier, after `max_bytes`.
+        Raises JournalError."""
         while max_bytes > 0:
             if step in self.steps and self.steps[step].metrics is not None:
                 return True
@@ -110,7 +111,7 @@ class TrainedSteps:
         return False
 
     def _read(self) -> Iterator[int]:
-        """Reads a record batch at a time; gives its bytes."""
+        """Reads one record batch at a time and yields its size."""
         for number, segment in self._segments:
             for batch in range(len(segment.ends)):
                 for place, record in segment.records(number, batch):
@@ -136,14 +137,14 @@ class TrainedSteps:
 
 
 def trained_steps(folder: Path) -> dict[int, TrainedStep]:
-    """All steps in the journal, by one reading. Raises JournalError."""
+    """Reads all steps in the journal. Raises JournalError."""
     trained = TrainedSteps(folder, scan_journal(folder))
     trained.read()
     return trained.steps
 
 
 def unreadable(folder: Path, place: Location, record: Record, error: Exception) -> JournalError:
-    """The error for a record that makes no sense."""
+    """The error for a record with unexpected content."""
     segment, batch, row = place
     return JournalError(
         f"{folder}: segment {segment}, record batch {batch}, row {row}: the {record.kind!r} there is not what the "
@@ -152,7 +153,7 @@ def unreadable(folder: Path, place: Location, record: Record, error: Exception) 
 
 
 class JournalBatches:
-    """What `LearnerClient` is to a learner rank, for steps that were trained before.
+    """Replaces `LearnerClient` when past steps are trained again from a journal.
 
     The folder is read once to find the steps; their groups are read when they are taken. Every method raises
     JournalError when the journal is damaged.
@@ -170,15 +171,15 @@ class JournalBatches:
 
     @property
     def first(self) -> int:
-        """The first step from which on all are whole; one more than `steps` when none is."""
+        """The first step after which all are complete; `steps` + 1 if none is."""
         first = self.steps + 1
         while first - 1 in self._steps and self._steps[first - 1].is_whole:
             first -= 1
         return first
 
     def begin(self, step: int) -> int:
-        """Steps that can be trained again, by a learner that has trained `step` of them. Raises JournalError when the
-        next one is not there."""
+        """Returns the last step that can be trained again, for a learner that has trained `step` steps. Raises
+        JournalError if the next step is not available."""
         if not self.steps:
             raise JournalError(f"{self.folder}: no step was committed, so there is nothing to train again")
         if step > self.steps:
@@ -195,7 +196,7 @@ class JournalBatches:
         return self.steps
 
     def take(self, step: int) -> Shard | None:
-        """This rank's shard of the step, with the groups in the order they were trained in; None after the last."""
+        """This rank's shard of the step, with the groups in training order; None after the last step."""
         if step > self.steps:
             return None
         shards = self._step(step).shards
@@ -211,15 +212,15 @@ class JournalBatches:
     def commit(
         self, step: int, metrics: dict[str, float], *, saving: bool = False, checkpoints: Sequence[int] = ()
     ) -> Committed:
-        """What the queue answered to the commit of the step; changes nothing. There is no state to save."""
+        """Returns the queue's answer to the commit of the step. There is no state to save."""
         return Committed(cast(dict[str, float], self._step(step).metrics))
 
     def evaluations(self, should_stop: Callable[[], bool]) -> Iterator[tuple[int, dict[str, float]]]:
-        """None: nobody evaluates."""
+        """Empty: there are no evaluations."""
         return iter(())
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Does nothing: no file is kept open."""
 
     def _step(self, step: int) -> TrainedStep:
         one = self._steps.get(step)

@@ -1,4 +1,4 @@
-"""Segments of the journal as they are read: what of them is whole, and their record batches.
+"""Reads segments of the journal: finds their intact part, and returns its record batches.
 
 A segment is an Arrow IPC stream, `00000001.arrow`, with `00000001.sums` next to it: a mark, and one entry for each
 batch of where it ends, the xxh3 of its bytes and the xxh3 of the entry itself. The first batch's bytes start with the
@@ -29,7 +29,7 @@ Location = tuple[int, int, int]
 """Segment, batch, row."""
 
 HEADER = SCHEMA.serialize().to_pybytes()
-"""How every segment begins."""
+"""The first bytes of every segment."""
 ENTRY = np.dtype([("end", "<u8"), ("sum", "<u8"), ("own", "<u8")])
 OWN_AT = ENTRY.fields["own"][1]  # type: ignore[index]
 MARK_BYTES = 16
@@ -39,24 +39,26 @@ WITHOUT = f"the journal is damaged: {WAY_OUT}"
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """What is whole of one segment."""
+    """The intact part of one segment."""
 
     path: Path
     ends: list[int]
-    """Where each batch ends, in bytes; a batch begins where the one before ends."""
+    """The end of each batch, in bytes; a batch starts where the previous one ends."""
     sums: list[int]
     torn_bytes: int = 0
-    """At the end of the stream and of its sums: left by a writer that died."""
+    """Bytes after the intact part of the stream and its sums, left by a writer that died."""
 
     @property
     def num_bytes(self) -> int:
+        """Size of the intact part of the stream."""
         return self.ends[-1] if self.ends else 0
 
     def span(self, batch: int) -> tuple[int, int]:
+        """Start and end of a batch, in bytes."""
         return self.ends[batch - 1] if batch else 0, self.ends[batch]
 
     def read(self, batch: int) -> JournalBatch:
-        """Raises JournalError unless the batch is there, whole and readable."""
+        """Returns a batch. Raises JournalError unless it is there, intact and readable."""
         if not 0 <= batch < len(self.ends):
             raise JournalError(f"{self.path}: there is no record batch {batch}, it has {len(self.ends)}; {WITHOUT}")
         begin, end = self.span(batch)
@@ -74,7 +76,7 @@ class Segment:
             raise JournalError(f"{where} are no batch of records: {error}; {WITHOUT}") from None
 
     def record(self, batch: int, row: int, records: JournalBatch) -> Record:
-        """One row of what `read` gave for the batch. Raises JournalError."""
+        """Returns one row of a batch that `read` returned. Raises JournalError."""
         if not 0 <= row < len(records):
             raise JournalError(f"{self.path}: record batch {batch} has {len(records)} rows, not row {row}; {WITHOUT}")
         try:
@@ -92,23 +94,25 @@ class Segment:
 
 
 def segment_path(folder: Path, number: int) -> Path:
+    """The stream of a segment."""
     return folder / f"{number:08d}.arrow"
 
 
 def sums_path(path: Path) -> Path:
+    """The file of checksums that belongs to a stream."""
     return path.with_suffix(".sums")
 
 
 def segments_of(folder: Path) -> list[int]:
-    """Numbers of the segments that are there, oldest first; none when there is no such folder."""
+    """Numbers of the existing segments, oldest first; empty if the folder does not exist."""
     return sorted(int(path.stem) for path in folder.glob("*.arrow") if path.stem.isdecimal())
 
 
 def read_journal(
     folder: Path, *, first_segment: int = 0, segments: Collection[int] | None = None
 ) -> Iterator[tuple[Location, Record]]:
-    """All records in order, from `first_segment` on or only of `segments`, with read-only views as arrays; changes
-    nothing, and leaves out a torn tail. Raises JournalError."""
+    """Yields all records in order, from `first_segment` on or only of `segments`, with read-only views as arrays.
+    Changes nothing and ignores a torn tail. Raises JournalError."""
     for number, segment in scan_journal(folder, first_segment=first_segment, segments=segments):
         for index in range(len(segment.ends)):
             yield from segment.records(number, index)
@@ -117,7 +121,7 @@ def read_journal(
 def scan_journal(
     folder: Path, *, first_segment: int = 0, segments: Collection[int] | None = None
 ) -> Iterator[tuple[int, Segment]]:
-    """The segments with their numbers, oldest first, from `first_segment` on or only those of `segments`. Raises
+    """Yields the segments with their numbers, oldest first, from `first_segment` on or only those of `segments`. Raises
     JournalError."""
     numbers = segments_of(folder)
     for number in numbers:
@@ -134,8 +138,8 @@ class Loader:
         self._last: tuple[int, int, JournalBatch] | None = None
 
     def load(self, location: Location, *, segment: Segment | None = None) -> Record:
-        """The record, with arrays of its own; a `segment` that still grows is given by its writer. Raises JournalError
-        unless the record is there and whole."""
+        """Returns the record, with arrays of its own. The writer passes the `segment` that it still appends to. Raises
+        JournalError unless the record is there and intact."""
         number, index, row = location
         segment = segment or self._segment(number)
         if self._last is None or self._last[:2] != (number, index):
@@ -144,7 +148,7 @@ class Loader:
         return Record(record.kind, record.body, [array.copy() for array in record.arrays])
 
     def forget(self, number: int) -> None:
-        """The segment is not there any more."""
+        """The segment was deleted."""
         self._segments.pop(number, None)
         if self._last is not None and self._last[0] == number:
             self._last = None
@@ -157,14 +161,14 @@ class Loader:
 
 
 def mark(synced_bytes: int) -> bytes:
-    """The mark that says that the stream is on the disk up to there."""
+    """The mark for a stream of which `synced_bytes` are on the disk."""
     value = synced_bytes.to_bytes(8, "little")
     return value + xxhash.xxh3_64_intdigest(value).to_bytes(8, "little")
 
 
 def scan_segment(folder: Path, number: int, *, newest: bool) -> Segment:
-    """The intact batches of the segment. Only the newest one may end with others, and only behind what was synced;
-    what was synced is not read. Raises JournalError."""
+    """Returns the intact batches of the segment. Only the newest segment may have damaged ones, and only after the
+    synced part, whose batches are not read here. Raises JournalError."""
     path, sums = segment_path(folder, number), sums_path(segment_path(folder, number))
     with _open(path) as file, _open(sums) as sums_file:
         raw = sums_file.read()
@@ -203,7 +207,7 @@ def scan_segment(folder: Path, number: int, *, newest: bool) -> Segment:
 
 
 def _synced_bytes(path: Path, raw: bytes, newest: bool) -> int:
-    """The part of the stream that the mark says is on the disk; 0 when the segment was hardly begun."""
+    """The part of the stream that the mark says is on the disk; 0 if the writer died while it started the segment."""
     value = int.from_bytes(raw[:8], "little")
     if raw[:MARK_BYTES] == mark(value):
         return value
@@ -213,7 +217,7 @@ def _synced_bytes(path: Path, raw: bytes, newest: bool) -> int:
 
 
 def _entries(raw: bytes) -> np.ndarray:
-    """The entries up to the first that is not intact."""
+    """The entries before the first that is not intact."""
     count = max(0, len(raw) - MARK_BYTES) // ENTRY.itemsize
     entries = np.frombuffer(raw, dtype=ENTRY, count=count, offset=min(MARK_BYTES, len(raw)))
     before = 0
@@ -226,7 +230,7 @@ def _entries(raw: bytes) -> np.ndarray:
 
 
 def _without_damage(segment: Segment, synced_bytes: int) -> Segment:
-    """The segment up to the first batch behind what was synced that is not intact."""
+    """The segment before the first batch after the synced part that is not intact."""
     for batch, end in enumerate(segment.ends):
         if end > synced_bytes and not _is_intact(segment, batch):
             return Segment(segment.path, segment.ends[:batch], segment.sums[:batch])

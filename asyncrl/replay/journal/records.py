@@ -18,9 +18,9 @@ FRAMES = {
     "behavior_logprobs": DTYPES["f4"],
     "versions": DTYPES["i4"],
 }
-"""The frames of a group, in their order. A mask is stored as bytes, so that it is read without a copy."""
+"""The frames of a group, in order. A mask is stored as bytes, so that it is read without a copy."""
 FRAME_BYTES = sum(dtype.itemsize for dtype in FRAMES.values())
-"""Of one token."""
+"""Bytes of one token in all frames."""
 STORED = {name: np.dtype("u1") if dtype.kind == "b" else dtype for name, dtype in FRAMES.items()}
 SCHEMA = pa.schema(
     [
@@ -42,24 +42,24 @@ class Record:
 
     kind: str
     body: Any
-    """What msgpack can hold; tuples come back as lists."""
+    """A value for msgpack; tuples are read back as lists."""
     arrays: list[Array] = field(default_factory=list[Array])
     """The four frames of a group, or none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """The bytes of a record batch message, as buffers that follow one another."""
+    """The bytes of a record batch message, as a sequence of buffers."""
 
     pieces: list[Any]
     num_bytes: int
 
 
 class BatchPacker:
-    """Collects records and makes batches of them; frames become pieces of their own, and are not copied.
+    """Collects records and builds batches of them, without copying the frames.
 
-    Arrow is given a buffer for each column of frames that has the right size and is never read: where Arrow writes
-    it, the frames are put.
+    Arrow gets a placeholder of the right size for each column of frames, which is never read; `_Sink` replaces it with
+    the frames when Arrow writes it.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class BatchPacker:
         marks = np.zeros((len(STORED), 64), dtype=np.uint8)
         self._marks = [(mark.ctypes.data, mark) for mark in marks]
         self._nulls: dict[int, list[pa.Array]] = {}
-        """Columns of so many records, none of which is a group."""
+        """Columns for a number of records without a group, by that number."""
         self._sink = _Sink()
         self._stream = pa.ipc.new_stream(pa.PythonFile(self._sink, mode="w"), SCHEMA)
         # The schema comes before the first batch; segments have their own.
@@ -82,11 +82,11 @@ class BatchPacker:
 
     @property
     def num_bytes(self) -> int:
-        """Of the bodies and frames collected."""
+        """Size of the bodies and frames collected."""
         return self._body_bytes + FRAME_BYTES * self._ends[-1]
 
     def add(self, record: Record) -> None:
-        """Raises TypeError for a body that msgpack cannot hold."""
+        """Adds a record. Raises TypeError for a body that msgpack cannot encode."""
         body, frames = self._pack(record.body), record.arrays
         ticket = attempt = None
         length = 0
@@ -105,7 +105,7 @@ class BatchPacker:
         self._body_bytes += len(body)
 
     def take(self) -> Packed:
-        """The batch of what was collected; collecting begins anew."""
+        """Returns the batch of the collected records and starts a new one."""
         columns = [pa.array(self._kinds, KINDS), pa.array(self._bodies, BODIES)]
         columns += self._group_columns() if self._frames[0] else self._no_groups()
         self._begin()
@@ -137,23 +137,30 @@ class BatchPacker:
         self._attempts: list[int | None] = []
         self._frames: list[list[Array]] = [[] for _ in STORED]
         self._ends = [0]
-        """Where the frames of each record end, in tokens; first where those of the first one begin."""
+        """Offsets of the frames, in tokens: 0, then the end of each record."""
         self._body_bytes = 0
 
 
 class _Sink:
-    """The file that Arrow writes to."""
+    """A file object that collects the buffers Arrow writes, and replaces placeholders with frames.
+
+    Arrow writes each column as one contiguous buffer, but the frames of a batch are separate arrays; joining them would
+    copy the batch. Arrow therefore gets a `foreign_buffer` for each column: a valid address with the length of all
+    frames, although the memory there is much smaller. It must not be read, so `write` recognizes it by its address
+    and takes the frames instead; the lengths agree, so all offsets in the message are right. This holds as long as the
+    stream is uncompressed and Arrow passes buffers through to a Python file unchanged.
+    """
 
     closed = False
 
     def __init__(self) -> None:
         self.frames: dict[int, list[Array]] = {}
-        """What to put in place of the buffer at an address."""
+        """The frames that replace the placeholder at an address."""
         self._pieces: list[Any] = []
         self._begin = self._end = 0
 
     def take(self) -> Packed:
-        """What was written since the last time."""
+        """Returns what was written since the last call."""
         packed = Packed(self._pieces, self._end - self._begin)
         self.frames, self._pieces, self._begin = {}, [], self._end
         return packed
@@ -173,7 +180,7 @@ class _Sink:
 
 
 class JournalBatch:
-    """The records of one batch that was read; arrays are read-only views of its bytes."""
+    """The records of a batch read from the journal; arrays are read-only views of its bytes."""
 
     def __init__(self, batch: pa.RecordBatch) -> None:
         self._kinds = batch.column("kind").to_pylist()
@@ -188,7 +195,7 @@ class JournalBatch:
         return len(self._kinds)
 
     def record(self, row: int) -> Record:
-        """Raises ValueError or TypeError when the body is not msgpack with keys that a map can have."""
+        """Returns a record. Raises ValueError or TypeError if its body is not valid msgpack."""
         body = msgpack.unpackb(self._bodies[row], strict_map_key=False)
         frames = self._frames if self._has_frames[row] else []
         arrays = [values[offsets[row] : offsets[row + 1]] for offsets, values in frames]

@@ -1,4 +1,4 @@
-"""Which segments of the journal hold what may still be asked for."""
+"""Tracks which segments of the journal are still needed."""
 
 from __future__ import annotations
 
@@ -11,37 +11,38 @@ from asyncrl.replay.journal.reader import Location
 
 @dataclass(slots=True)
 class Coverage:
-    """Counts for every segment the groups in it that are not trained, and the last step that anything in it is of."""
+    """For each segment: the number of untrained groups in it, and the last step that any record in it belongs to."""
 
     untrained: dict[int, int] = field(default_factory=dict[int, int])
     last_step: dict[int, int] = field(default_factory=dict[int, int])
     began: dict[int, int] = field(default_factory=dict[int, int])
-    """Steps that were committed when the segment began."""
+    """Steps committed when the segment was started."""
 
     def begin(self, segment: int, steps: int) -> None:
+        """A segment was started after this number of steps."""
         self.began[segment] = steps
 
     def hold(self, location: Location | None) -> None:
-        """A group that is to be trained lies there."""
+        """A group that is to be trained is stored at the location."""
         if location is not None:
             self.untrained[location[0]] = self.untrained.get(location[0], 0) + 1
 
     def train(self, location: Location | None, step: int) -> None:
-        """The group there was trained."""
+        """The group at the location was trained."""
         if location is not None:
             self.untrained[location[0]] -= 1
             self.note(location, step)
 
     def note(self, location: Location | None, step: int) -> None:
-        """Something of the step lies there."""
+        """A record of the step is stored at the location."""
         if location is not None:
             self.last_step[location[0]] = max(step, self.last_step.get(location[0], 0))
 
     def covered(self, step: int) -> list[int]:
-        """Segments that nobody needs who has a checkpoint of the step.
+        """The segments that are not needed to resume from a checkpoint of the step.
 
-        The state of the queue after any later step can still be had: the newest state that is not later than the
-        checkpoint stays, with every group that was not trained then.
+        The state of the queue after any later step can still be recovered: the newest state that is not later than the
+        checkpoint is kept, with every group that was untrained then.
         """
         base = max((segment for segment, steps in self.began.items() if steps <= step), default=0)
         return [
@@ -51,7 +52,7 @@ class Coverage:
         ]
 
     def of_steps_from(self, step: int) -> list[int]:
-        """Segments that may hold something of the step or a later one."""
+        """Segments that may contain records of the step or a later one."""
         return [segment for segment, last in self.last_step.items() if last >= step]
 
     def keep(self, segments: Iterable[int]) -> None:
@@ -62,4 +63,5 @@ class Coverage:
                 del counts[segment]
 
     def state(self) -> list[Any]:
+        """The state for msgpack."""
         return [[list(pair) for pair in counts.items()] for counts in (self.untrained, self.last_step, self.began)]

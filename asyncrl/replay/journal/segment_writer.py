@@ -1,4 +1,4 @@
-"""The files of the segment that is being written."""
+"""Writes the files of the current segment."""
 
 from __future__ import annotations
 
@@ -26,11 +26,10 @@ log = structlog.get_logger()
 
 
 class SegmentWriter:
-    """Appends record batches to one segment; begins it, or continues after its last intact batch. The segment is
-    synced when it begins and ends.
+    """Appends record batches to one segment: a new one, or after the last intact batch of an existing one. The segment
+    is synced when it is started and ended.
 
-    Every method raises JournalError when the system does not do what it asks; what is then in the files is a torn
-    tail at most.
+    Every method raises JournalError if a system call fails; the files then have at most a torn tail.
     """
 
     def __init__(self, folder: Path, number: int) -> None:
@@ -47,11 +46,12 @@ class SegmentWriter:
 
     @property
     def num_batches(self) -> int:
+        """Batches written."""
         return len(self.segment.ends)
 
     @property
     def num_bytes(self) -> int:
-        """Of stream and sums."""
+        """Size of stream and sums."""
         return self._size + self._sums_bytes
 
     @property
@@ -72,28 +72,29 @@ class SegmentWriter:
         self.segment.sums.append(digest.intdigest())
 
     def sync(self, written_bytes: int | None = None) -> None:
-        """Returns when everything written is on the disk, and marks it. In another thread, `written_bytes` are those of
-        the batches when the sync was asked for: later ones are not marked."""
+        """Brings everything written to the disk, and marks it as synced. A sync in another thread marks only the
+        `written_bytes` of the batches at the time it was requested."""
         written_bytes = self.segment.num_bytes if written_bytes is None else written_bytes
         for descriptor in (self._stream, self._sums):
             try:
                 os.fsync(descriptor)
-                # Hardly ever read again, it should not fill the memory that is left for caches.
+                # The data is hardly ever read again, so it should not fill the page cache.
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             except OSError as error:
                 raise failure(self.path, "sync it", error) from None
         try:
-            # Without a sync of its own: an older mark only lets more be cut off.
+            # The mark is not synced: an older one only allows a longer tail to be cut.
             os.pwrite(self._sums, mark(written_bytes), 0)
         except OSError as error:
             raise failure(sums_path(self.path), "mark it as synced", error) from None
 
     def close(self) -> None:
+        """Closes the files without a sync."""
         while self._files:
             os.close(self._files.pop())
 
     def _open(self, path: Path, whole_bytes: int) -> int:
-        """The file, cut behind what is whole of it."""
+        """Opens the file and cuts it after its intact part."""
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
             self._files.append(descriptor)
@@ -133,8 +134,8 @@ class SegmentWriter:
 
 
 def failure(path: Path, what: str, error: OSError) -> JournalError:
-    """The error for what the system refused to do with the path."""
+    """The error for a failed system call on the path."""
     return JournalError(
-        f"{path}: cannot {what}: {error.strerror}; make room for it or mend the disk, "
+        f"{path}: cannot {what}: {error.strerror}; make room for it or repair the disk, "
         "then go on with `asyncrl launch --resume`"
     )

@@ -1,7 +1,7 @@
-"""The journal: every record of the replay queue on disk, so that a queue that dies goes on where it was.
+"""The journal: every record of the replay queue on disk, so that a restarted queue continues where it was.
 
-Records are buffered and written many at once, as one record batch (see `segments.py`). The writer opens a folder at
-the end of what is intact in it, cutting a torn tail.
+Records are buffered and written together as one record batch (`reader.py` has the format). The writer opens a folder at
+the end of its intact records, cutting a torn tail.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ __all__ = ["Journal", "Location", "Record", "read_journal", "segments_of"]
 
 SEGMENT_BYTES = 64 << 20
 BATCH_BYTES = 4 << 20
-"""A batch ends when it is larger: what is read for one record stays small."""
+"""A batch ends when it is larger, since a complete batch is read for one record."""
 BATCH_ROWS = 200
-"""So that the system takes a batch in one call: its buffers are fewer than 1024."""
+"""Keeps the buffers of a batch below 1024, the limit of one `writev`."""
 
 Flush = Literal["group", "step", "os"]
 SYNCED: dict[Flush, frozenset[str]] = {
@@ -40,13 +40,13 @@ SYNCED: dict[Flush, frozenset[str]] = {
     "step": frozenset({"commit"}),
     "os": frozenset(),
 }
-"""Kinds of records that must be on the disk before they are answered."""
+"""Kinds of records that must be on the disk before they are acknowledged."""
 
 
 class Journal:
     """Writes a run's journal; the only one to do so, used by one thread.
 
-    A write that fails raises JournalError, and so does everything after it; what is on disk ends with a whole record.
+    A write that fails raises JournalError, and so does every later call; the files end with a complete record.
     """
 
     def __init__(self, folder: Path, *, flush: Flush, segment_bytes: int = SEGMENT_BYTES) -> None:
@@ -55,7 +55,7 @@ class Journal:
         self.segment_bytes = segment_bytes
         self._rows = BatchPacker()
         self._batches: list[Packed] = []
-        """To be written before the rows."""
+        """Complete batches, to be written before the rows."""
         self._sync_due = False
         self._failed: JournalError | None = None
         self._background = ThreadPoolExecutor(1, "journal")
@@ -74,32 +74,33 @@ class Journal:
 
     @property
     def current(self) -> int:
-        """Number of the segment that is written."""
+        """Number of the segment that is being written."""
         return self._writer.number
 
     @property
     def segments(self) -> list[int]:
+        """Numbers of all segments, oldest first."""
         return [*self._sizes, self.current]
 
     @property
     def num_bytes(self) -> int:
-        """On disk, of all segments with their sums."""
+        """Size on disk of all segments with their sums."""
         return sum(self._sizes.values()) + self._writer.num_bytes
 
     @property
     def full(self) -> bool:
-        """The current segment is large enough: the owner should `rotate`."""
+        """True if the current segment is large enough: the owner should `rotate`."""
         return self._writer.num_bytes > self.segment_bytes
 
     @property
     def synced(self) -> bool:
-        """No sync is under way. Raises JournalError when the last one failed."""
+        """True if no sync is under way. Raises JournalError if the last one failed."""
         if self._under_way is not None and self._under_way.done():
             self.settle()
         return self._under_way is None
 
     def append(self, record: Record) -> Location:
-        """Buffers the record, whose arrays must not change any more; gives the location that it will have."""
+        """Buffers the record, whose arrays must not change from then on. Returns its future location."""
         self._check()
         if self._rows.num_bytes > BATCH_BYTES or len(self._rows) == BATCH_ROWS:
             self._end_batch()
@@ -108,8 +109,8 @@ class Journal:
         return self.current, self._next_batch, len(self._rows) - 1
 
     def write(self, *, wait: bool = True) -> None:
-        """Writes what is buffered, and syncs as `flush` says; a killed process loses nothing of it. Without `wait` the
-        sync goes on in the background until `synced`; while one is under way, the next begins with a later write."""
+        """Writes the buffered records, which then survive a kill of the process, and syncs as `flush` requires. Without
+        `wait` the sync runs in the background until `synced`; while one is under way, a later write starts the next."""
         self._check()
         self._end_batch()
         batches, self._batches = self._batches, []
@@ -131,8 +132,8 @@ class Journal:
             self._guarded(under_way.result)
 
     def rotate(self) -> None:
-        """Ends the current segment and starts the next one; its first record is to be the owner's state. Does nothing
-        while the current one is empty."""
+        """Ends the current segment and starts the next one, whose first record must be the owner's state. Does nothing
+        if the current one is empty."""
         self.write()
         if self._writer.num_batches:
             self._guarded(self._next_segment)
@@ -152,14 +153,14 @@ class Journal:
             self._loader.forget(number)
 
     def load(self, location: Location) -> Record:
-        """The record at the location, with arrays of its own. Raises JournalError unless it is there and whole."""
+        """The record at the location, with arrays of its own. Raises JournalError unless it is intact."""
         is_current = location[0] == self.current
         if is_current and location[1] >= self._writer.num_batches:
             self.write()
         return self._loader.load(location, segment=self._writer.segment if is_current else None)
 
     def close(self) -> None:
-        """Writes what is buffered and closes; the journal is not used after it. Once is enough."""
+        """Writes the buffered records and closes the journal; idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -192,7 +193,7 @@ class Journal:
             raise self._failed
 
     def _guarded(self, action: Callable[[], None]) -> None:
-        """Remembers a failure: after half a write nothing may follow."""
+        """Remembers a failure: after a partial write nothing may follow."""
         try:
             action()
         except JournalError as error:
@@ -201,7 +202,7 @@ class Journal:
 
 
 def _lock(folder: Path) -> int:
-    """Held as long as the descriptor is open. Raises JournalError while another process has it."""
+    """Locks the folder until the descriptor is closed. Raises JournalError if another process has the lock."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -221,7 +222,7 @@ def _size(folder: Path, number: int) -> int:
 
 
 def _remove_leftovers(folder: Path, numbers: list[int]) -> None:
-    """Removes sums without their stream: their segment was dropped, or hardly begun, when the writer died."""
+    """Removes sums without their stream: the writer died while it dropped or started their segment."""
     for path in folder.glob("*.sums"):
         if path.stem.isdecimal() and int(path.stem) not in numbers:
             if int(path.stem) > numbers[-1] and path.stat().st_size:
