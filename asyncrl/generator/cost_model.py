@@ -1,4 +1,4 @@
-"""What an engine's steps cost, from how long they took: what the simulator asks of a run."""
+"""The cost model of an engine's steps, fitted to measured times; an input of the simulator."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ import numpy as np
 from numpy.typing import NDArray
 
 STEPS_KEPT = 512
-"""The latest ones, of each doubling of the sequences that run: costs change with the lengths of what runs, and what a
-step of few sequences costs is known for as long as there was any."""
+"""Steps kept for each power of two of running sequences. Only the latest count, since costs change with lengths; one
+list per power keeps the cost of steps with few sequences known."""
 MIN_STEPS = 32
+"""Steps needed for a fit."""
 
 
 @dataclass(slots=True)
 class StepCosts:
-    """Least squares over steps, of seconds by sequences that ran, and sequences that began or ended."""
+    """Least-squares fit of a step's seconds to its running sequences and its sequences that started or ended."""
 
     _steps: dict[int, deque[tuple[float, float, float]]] = field(
         default_factory=dict[int, deque[tuple[float, float, float]]]
     )
-    """By the bits of the number that ran: (seconds, running, begun or ended)."""
+    """Bit length of the number of running sequences -> (seconds, running, started or ended) of each step."""
     _scored: int = 0
     _scored_s: float = 0.0
 
     def step(self, seconds: float, *, running: int, changed: int) -> None:
-        """Counts a step with all that the loop did around it; `changed` sequences began or ended in it."""
+        """Adds a step with the loop's work around it; `changed` sequences started or ended in it."""
         alike = self._steps.setdefault(running.bit_length(), deque(maxlen=STEPS_KEPT))
         alike.append((seconds, running, changed))
 
     def scored(self, seconds: float) -> None:
-        """Counts a group, which was scored so long after its last token."""
+        """Adds a group that was scored `seconds` after its last token."""
         self._scored += 1
         self._scored_s += seconds
 
     @property
     def reward_s(self) -> float:
-        """From the last token of a group until its rewards are there, in the mean."""
+        """Mean seconds from the last token of a group to its rewards."""
         return self._scored_s / max(self._scored, 1)
 
     def solve(self) -> list[float]:
-        """Seconds of a step, of each sequence in it, and of each sequence once, none negative; empty before
-        MIN_STEPS steps."""
+        """Seconds per step, per sequence and step, and per sequence, none negative; empty before MIN_STEPS steps."""
         steps = [step for alike in self._steps.values() for step in alike]
         if len(steps) < MIN_STEPS:
             return []
@@ -53,9 +53,10 @@ class StepCosts:
 
 
 def non_negative(columns: NDArray[np.float64], values: NDArray[np.float64]) -> list[float]:
-    """The coefficients [k] of columns [n, k], none negative, with the least squared distance from values [n].
+    """The non-negative coefficients [k] of columns [n, k] with the least squared distance from values [n].
 
-    Tries which of them are 0: the best solution is an unbounded one of those that are not. For few columns.
+    Tries every subset of coefficients as the non-zero ones, so use it for few columns: the best solution is the
+    unconstrained one of its non-zero coefficients.
     """
     best, least = [0.0] * columns.shape[1], float(values @ values)
     for size in range(1, columns.shape[1] + 1):

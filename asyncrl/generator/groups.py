@@ -1,4 +1,4 @@
-"""Leases under way in a generator, and what is made of them when they are scored."""
+"""Leases in progress in a generator, and the groups and evaluation results built from them once they are scored."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What the last ask said."""
+    """The version and the numbers of the last ask."""
 
     version: int = NO_VERSION
     groups: int = 0
@@ -30,11 +30,12 @@ class Asked:
 
 
 def free_capacity(config: Config, *, running: int, evaluating: int | None, denied: bool) -> tuple[int, int]:
-    """Groups and evaluation prompts that there is room for beside so many running completions.
+    """Returns the numbers of groups and of evaluation prompts that fit in the engine beside `running` completions.
 
-    `evaluating` of them are of evaluation prompts; None when none are wanted. Evaluation gets half of the engine, or
-    all that training leaves when it may not start more (`denied`). A group takes the room of its members that still
-    run, so that stragglers do not leave the engine half empty; a few groups more than run wait in it (`wanted_groups`).
+    `evaluating` of the running completions belong to evaluation prompts; None when no evaluation is wanted. Evaluation
+    gets half of the engine, or all of it that training does not use when training may not start more (`denied`). A
+    group occupies the slots of its members that still run, so that stragglers do not leave the engine half empty; a
+    few extra groups wait in the engine (`wanted_groups`).
     """
     generator, samples = config.generator, config.eval.samples
     slots = generator.max_running_groups * generator.group_size
@@ -49,53 +50,55 @@ def free_capacity(config: Config, *, running: int, evaluating: int | None, denie
 
 @dataclass(slots=True)
 class Running:
-    """A lease under way."""
+    """A lease in progress."""
 
     lease: Lease
     size: int
-    """Completions that it asks for."""
+    """Number of completions."""
     start_version: int
     started_s: float
     greedy: bool = False
-    """The last completion is greedy, and only its reward is wanted."""
+    """True if the last completion is greedy; only its reward is used."""
     completions: dict[int, Completion] = field(default_factory=dict[int, Completion])
-    """By index in the group, as far as they ended."""
+    """The ended completions, by index in the group."""
     complete_s: float = 0.0
-    """When the last one did."""
+    """Time at which the last completion ended."""
 
     @property
     def key(self) -> Hashable:
-        """Names the lease among all others, and its rewards."""
+        """The unique key of the lease; its rewards come back under it."""
         own = self.lease.ticket, self.lease.attempt
         return (*own, "evaluation") if self.lease.evaluation else own
 
     def engine_keys(self) -> Iterator[str]:
-        """Name of each completion in the engine, by index in the group."""
+        """The engine's key of each completion, by index in the group."""
         kind = "evaluation." if self.lease.evaluation else ""
         return (f"{kind}{self.lease.ticket}.{self.lease.attempt}.{index}" for index in range(self.size))
 
     def sampling(self, index: int) -> Sampling:
-        """How the completion of that index in the group is sampled."""
+        """How the completion with this index in the group is sampled."""
         if self.lease.evaluation:
             return "evaluation"
         return "greedy" if self.greedy and index == self.size - 1 else "training"
 
     def seed(self, seed: int, index: int) -> int:
-        """Of the completion of that index, in a run with that seed; the same in every attempt."""
+        """The seed of the completion with this index in a run with this seed; the same in every attempt."""
         words = [seed, int(self.lease.evaluation), self.lease.ticket, index]
         return int(np.random.SeedSequence(words).generate_state(1)[0])
 
     @property
     def complete(self) -> bool:
+        """True if all completions have ended."""
         return len(self.completions) == self.size
 
     @property
     def members(self) -> list[Completion]:
+        """The completions in the order of the group, once it is complete."""
         return [self.completions[index] for index in range(self.size)]
 
 
 def submit(rewards: RewardPool, running: Running) -> None:
-    """Has the completions of a lease scored; they come back under its key."""
+    """Submits the completions of a lease to the reward workers; the rewards come back under its key."""
     tokens = [member.tokens for member in running.members]
     rewards.submit(running.key, tokens, running.lease.prompt, [member.status for member in running.members])
 
@@ -108,9 +111,11 @@ def make_group(
     truncated_penalty: float = 0.0,
     failed: Literal["zero", "refund"] = "zero",
 ) -> Group:
-    """The group of a complete lease with its rewards. `truncated_penalty` is subtracted from those of completions cut
-    at the token limit; `failed` says what a completion without a reward does: it gets 0, or has the status failed, as
-    all have when none has a reward."""
+    """The group of a complete lease with its rewards.
+
+    `truncated_penalty` is subtracted from the rewards of completions cut at the token limit. A completion without a
+    reward gets 0 or, with `failed="refund"` or when no completion of the group has a reward, the status "failed".
+    """
     lease = running.lease
     count = running.size - running.greedy
     members = running.members
@@ -151,7 +156,7 @@ def _greedy_reward(scored: Scored, failed: Literal["zero", "refund"]) -> float |
 
 
 def make_evaluated(running: Running, scored: Scored) -> EvaluatedBody:
-    """What an evaluation lease came to. Raises InvariantError when not all tokens are of one version."""
+    """The result of an evaluation lease. Raises InvariantError when its tokens are not all of one version."""
     lease, version, members = running.lease, running.start_version, running.members
     for completion in members:
         if np.any(completion.versions != version):
@@ -172,7 +177,7 @@ def make_evaluated(running: Running, scored: Scored) -> EvaluatedBody:
 
 
 def _trajectories(prompt: Prompt, completions: Sequence[Completion]) -> list[Trajectory]:
-    """The completions with their prompt before them, as views of arrays that the whole group has in common."""
+    """The trajectories, prompt and completion, as views of arrays that all of the group share."""
     start = len(prompt.tokens)
     ends = np.cumsum([start + len(completion.tokens) for completion in completions]).tolist()
     length = ends[-1]

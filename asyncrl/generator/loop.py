@@ -1,4 +1,21 @@
-"""The generator's loop: leases in, whole scored groups out, weights swapped in between, nobody waits for anybody."""
+"""The generator's loop: leases in, complete scored groups out, weights swapped between two engine steps.
+
+    _await_weights     poll the replay queue until the first weights are staged
+    tick, repeated:
+      _swap_staged     a staged version -> engine.swap, unless an evaluation or `deterministic` pins the loaded one
+      _exchange        a reply of the replay queue -> new leases -> engine.add; ask again when there is capacity
+      engine.step      one decoding step of all sequences -> completions; a complete group -> reward workers
+      rewards.collect  scored groups -> the replay queue
+    release            return the leases of unfinished groups
+
+    waits for               woken by                                   deadline
+    the first weights       the receiver's thread stages them          launch.start_timeout_s without learner progress
+    leases, while idle      a reply of the replay queue, or _IDLE_S    none here: an idle generator keeps its heartbeat
+    a decoding step         the engine returns                         none here: the launcher's heartbeat_timeout_s
+    rewards, new weights    nothing: polled once per tick              the reward workers' and the receiver's own
+
+Only the first row blocks a generator that has work: rewards, weights and leases never hold up decoding.
+"""
 
 from __future__ import annotations
 
@@ -28,16 +45,16 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 _DENIED_S = 0.02
-"""Pause before asking again when fewer leases came than asked for and no new version was loaded since: a refund may
+"""Pause before the next ask when fewer leases came than asked for and no new version was loaded since: a refund may
 have made room."""
 _DENIED_IDLE_S = 0.004
-"""The same while nothing runs."""
+"""The same pause while nothing runs."""
 _HEARTBEAT_S = 1.0
-"""A generator speaks to the replay queue at least so often, also when it wants nothing, and says what it works on."""
+"""Longest time between two asks: each one is a heartbeat, lists the leases in progress, and may ask for nothing."""
 _COSTS_S = 2.0
-"""Pause between two looks at what engine steps cost."""
+"""Pause between two fits of the cost model."""
 _IDLE_S = 0.005
-"""Longest wait for a message while nothing runs; new weights and rewards are looked for in between."""
+"""Longest wait for a reply while nothing runs; new weights and rewards are polled in between."""
 
 
 class GeneratorLoop:
@@ -71,7 +88,7 @@ class GeneratorLoop:
         self._watch = Stopwatch()
         self._costs = StepCosts()
         self._changed = 0
-        """Sequences that began or ended since the last step was counted."""
+        """Sequences that started or ended since the last counted step."""
         self._next_costs_s = 0.0
         self.running: dict[Hashable, Running] = {}
         self.scoring: dict[Hashable, Running] = {}
@@ -79,23 +96,23 @@ class GeneratorLoop:
         self._members: dict[str, tuple[Running, int]] = {}
         """Engine key -> group and index in it."""
         self._pinned = False
-        """The loaded version is to be evaluated, and prompts of that may be left to hand out."""
+        """True while the loaded version is being evaluated and evaluation prompts may be left to lease."""
         self._evaluating = 0
-        """Evaluation completions that run."""
+        """Number of running evaluation completions."""
         self._asked = Asked()
         self._denied = False
-        """Training got fewer groups than asked for."""
+        """True when the last reply had fewer training groups than asked for."""
         self._next_ask_s = self._heartbeat_s = 0.0
         self._progress = 0
-        """Of the learners, as the replay queue counts it."""
+        """The replay queue's count of signs of life of the learners."""
         self._leave_s: float | None = None
-        """When it ends that was told to leave."""
+        """Deadline for this generator to leave; None unless asked to leave."""
 
     def run(self) -> None:
-        """Waits for the first weights, then generates until the replay queue says done or leave, or `should_stop` does.
+        """Waits for the first weights, then generates until the replay queue says done or leave, or `should_stop()`.
 
-        A generator that leaves finishes what it has, for at most `launch.stop_timeout_s`. Raises PeerTimeoutError
-        when the first weights do not come, and what client and receiver raise.
+        A generator that is asked to leave finishes its groups, within `launch.stop_timeout_s`. Raises PeerTimeoutError
+        when the first weights do not arrive, and the errors of client and receiver.
         """
         self._await_weights()
         while not (self.done or self._left or self.should_stop()):
@@ -104,13 +121,13 @@ class GeneratorLoop:
 
     @property
     def _left(self) -> bool:
-        """Told to leave, and nothing is left to finish or no time for it."""
+        """True when this generator was asked to leave and has nothing left to finish, or no time left."""
         if self._leave_s is None:
             return False
         return not (self.running or self.scoring) or time.monotonic() > self._leave_s
 
     def tick(self) -> None:
-        """One engine step with what goes before and after it."""
+        """Runs one iteration of the loop: swap, exchange, engine step, rewards."""
         busy = self.engine.num_running > 0
         self._watch.switch("syncing")
         self._swap_staged()
@@ -138,7 +155,7 @@ class GeneratorLoop:
             self.stats.costs = [*costs, self._costs.reward_s] if costs else []
 
     def release(self) -> None:
-        """Drops what is unfinished and gives the leases back, with the number of tokens that are lost."""
+        """Aborts unfinished groups and returns their leases, with the number of tokens that are lost."""
         unfinished = [*self.running.values(), *self.scoring.values()]
         evaluations = [(group.lease.ticket, group.lease.attempt) for group in unfinished if group.lease.evaluation]
         leases = [
@@ -158,7 +175,7 @@ class GeneratorLoop:
     # --- weights
 
     def _await_weights(self) -> None:
-        """Raises PeerTimeoutError when neither weights nor a sign of progress of the learners come for too long."""
+        """Raises PeerTimeoutError after `launch.start_timeout_s` without weights and without learner progress."""
         limit_s = self.config.launch.start_timeout_s
         deadline_s = time.monotonic() + limit_s
         progress = self._progress
@@ -175,7 +192,8 @@ class GeneratorLoop:
             self._swap_staged()
 
     def _swap_staged(self) -> None:
-        """Swaps to a version that came, unless the loaded one is being evaluated or completions must be of one."""
+        """Swaps to the staged version, unless the loaded one is being evaluated, or `deterministic` is set and
+        completions run: those must be of one version."""
         if self._pinned or self._evaluating or (self.config.deterministic and self.running):
             self.receiver.hold()
             return
@@ -192,8 +210,8 @@ class GeneratorLoop:
     # --- leases
 
     def _exchange(self, wait_s: float) -> float:
-        """Takes an answer of the replay queue, and asks for as many leases as there is room for. Gives the seconds that
-        it took beside waiting."""
+        """Handles a reply of the replay queue and asks for as many leases as there is capacity for. Returns the
+        seconds spent, without the wait for the reply."""
         reply = self.client.poll(wait_s)
         now_s = time.monotonic()
         if reply is not None:
@@ -208,7 +226,7 @@ class GeneratorLoop:
         return time.monotonic() - now_s
 
     def _ask(self, now_s: float) -> None:
-        groups, evaluations = self._room()
+        groups, evaluations = self._free_capacity()
         renews = now_s >= self._heartbeat_s
         if renews or (groups + evaluations and now_s >= self._next_ask_s):
             self._asked = Asked(self.engine.version, groups, evaluations)
@@ -232,8 +250,8 @@ class GeneratorLoop:
         if len(reply.leases) < asked.groups + asked.evaluations:
             self._next_ask_s = now_s + max(reply.pause_s, _DENIED_S if self.running else _DENIED_IDLE_S)
 
-    def _room(self) -> tuple[int, int]:
-        """Groups and evaluation prompts to ask for."""
+    def _free_capacity(self) -> tuple[int, int]:
+        """Numbers of groups and of evaluation prompts to ask for."""
         if self.engine.version == NO_VERSION or self._leave_s is not None:
             return 0, 0
         evaluating = self._evaluating if self._pinned else None
@@ -278,7 +296,7 @@ class GeneratorLoop:
         self.client.finish(group)
 
     def _num_tokens(self, group: Running) -> int:
-        """Tokens of the group so far, those of a greedy completion left out."""
+        """Tokens of the group so far, without those of a greedy completion."""
         counts = [(index, len(completion.tokens)) for index, completion in group.completions.items()]
         running = [(index, key) for key, (owner, index) in self._members.items() if owner is group]
         counts += [(index, self.engine.num_generated(key)) for index, key in running]
@@ -288,10 +306,10 @@ class GeneratorLoop:
 def run_generator(
     config: Config, *, index: int, endpoints: Endpoints, run_dir: Path, should_stop: Callable[[], bool], start: int = 0
 ) -> None:
-    """One generator process, the `start`-th one of this index, until the run ends or the queue has it leave. Raises
-    AsyncrlError when it cannot go on.
+    """Runs one generator process, the `start`-th of this index, until the run ends or the replay queue asks it to
+    leave. Raises AsyncrlError when it cannot continue.
 
-    Nothing of it is written to `run_dir`: groups go to the replay queue.
+    It writes nothing to `run_dir`: groups go to the replay queue.
     """
     import torch
 
@@ -300,8 +318,8 @@ def run_generator(
     from asyncrl.weights.receiver import WeightReceiver
 
     with ExitStack() as stack:
-        # Threads of this process stay on the engine's core: one that another process keeps from running, elsewhere,
-        # would hold the interpreter's lock meanwhile.
+        # Keep all threads on the engine's core: a thread preempted on another core could hold the GIL and stall the
+        # engine.
         rewards = RewardPool(config, tokenizer_path=config.model.path, endpoints=endpoints)
         stack.callback(rewards.close)
         on_gpu = torch.cuda.is_available()
@@ -318,7 +336,7 @@ def run_generator(
             keys=endpoints.keys,
         )
         stack.callback(receiver.close)
-        receiver.start()  # joins while the engine starts, so that nobody waits for it
+        receiver.start()  # joins while the engine starts, so that the learners do not wait for it
         engine = Engine(config, seed=engine_seed(config.seed, index, start))
         stack.callback(engine.close)
         receiver.engine_is_up()
@@ -327,7 +345,7 @@ def run_generator(
         log.info("engine is up", generator=index)
         if endpoints.reward_model:
             await_reward_model(endpoints, timeout_s=config.launch.start_timeout_s, should_stop=should_stop)
-        # A replay process that died is started again meanwhile.
+        # Long enough for a dead replay process to be restarted.
         client = GeneratorClient(endpoints, index, timeout_s=max(60.0, 2 * config.launch.heartbeat_timeout_s))
         stack.callback(client.close)
         GeneratorLoop(

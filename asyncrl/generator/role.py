@@ -1,4 +1,4 @@
-"""What a generator process works out before its engine is up."""
+"""Set-up of a generator process before its engine is up: seed, weight limit, scheduling."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ log = structlog.get_logger()
 
 _BYTES_PER_ELEMENT = 4
 _MARGIN = 1.25
-"""For padding, and heads that files hold once and a learner may send twice."""
+"""Allowance for padding, and for tied heads that files hold once and a learner may send twice."""
 _LEAST_BYTES = 1 << 20
 
 
 def engine_seed(seed: int, index: int, start: int) -> int:
-    """Seed of the engine of generator `index` at its `start`-th start: none draws what another drew before it."""
+    """The engine's seed for the `start`-th start of generator `index`: no two starts draw the same samples."""
     return int(np.random.SeedSequence([seed, index, start]).generate_state(1)[0])
 
 
 def max_weight_bytes(model_path: str) -> int:
-    """More bytes than the weights of the model take on their way, at any precision: a ceiling for what a learner may
+    """An upper bound of the bytes of the model's weights in transfer, at any precision: the most that a learner may
     announce. Raises ConfigError when the model's safetensors files cannot be read."""
     files = sorted(Path(model_path).glob("*.safetensors"))
     elements = sum(_num_elements(file) for file in files)
@@ -38,18 +38,19 @@ def max_weight_bytes(model_path: str) -> int:
 
 
 def try_batch_scheduling(how: Callable[[], None]) -> None:
-    """Does `processes.leave_the_core` or `take_long_turns`; where the system forbids that, the log says the cost."""
+    """Calls `use_batch_scheduling` or `set_time_slice`; logs a warning where the system forbids that."""
     try:
         how()
     except OSError as error:
-        log.warning("generators on one core will change places often and be slower for it", reason=str(error))
+        log.warning("no batch scheduling: generators on one core switch often and are slower", reason=str(error))
 
 
 def _num_elements(file: Path) -> int:
-    """Of all tensors in a safetensors file."""
+    """The number of elements of all tensors in a safetensors file."""
     try:
         return sum(math.prod(tensor["shape"]) for tensor in read_tensor_descriptions(file).values())
     except (KeyError, TypeError) as error:
         raise ConfigError(
-            f"{file}: not a whole safetensors file ({type(error).__name__}: {error}); save or download the model anew"
+            f"{file}: not a complete safetensors file ({type(error).__name__}: {error}); save or download the model "
+            "again"
         ) from None

@@ -1,4 +1,4 @@
-"""What holds the run back, again and again while it goes on and once it has ended."""
+"""The bottleneck monitor: a simulated verdict every minute of a live run, and one at its end."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from asyncrl.plan.measured import RecentRun
 from asyncrl.plan.verdict import verdict_of
 
 EVERY_S = 60.0
-"""A verdict is simulated: that takes a second or two of a core."""
+"""Pause between two verdicts: simulating one takes a second or two of a core."""
 
 
 class BottleneckMonitor:
-    """Looks at the folder of one run, in a thread of its own: who asks has roles to supervise."""
+    """Computes verdicts on one run from its folder, in a thread, so that the caller's supervision never waits."""
 
-    def __init__(self, config: Config, plan: Placement, *, first_s: float = EVERY_S) -> None:
-        """The first verdict comes after `first_s`."""
+    def __init__(self, config: Config, placement: Placement, *, first_s: float = EVERY_S) -> None:
+        """The first verdict starts after `first_s`."""
         self._max_staleness = config.replay.staleness_limit
-        self.generators_per_device = generators_per_device(plan)
+        self.generators_per_device = generators_per_device(placement)
         self._next_s = time.monotonic() + first_s
         self._run = RecentRun(config, generators_per_device=self.generators_per_device)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="judge")
         self._begun: Future[dict[str, Any]] | None = None
 
     def update(self, status: dict[str, Any]) -> str:
-        """A sentence on a run that goes on, once there is a new one, else empty. Never waits for it."""
+        """Returns the bottleneck sentence of a live run when there is a new one, else "". Never blocks."""
         if self._begun is not None and self._begun.done():
             begun, self._begun = self._begun, None
             self._next_s = time.monotonic() + EVERY_S
@@ -39,7 +39,7 @@ class BottleneckMonitor:
         return ""
 
     def summary(self, summary: dict[str, Any]) -> dict[str, Any]:
-        """The part of the summary of a run that has ended; empty when it did not get so far."""
+        """The verdict's fields of the summary of an ended run; empty when no step was trained."""
         idle = summary.get("idle")
         if idle is None:
             return {}
@@ -59,7 +59,7 @@ class BottleneckMonitor:
         }
 
 
-def generators_per_device(plan: Placement) -> int:
-    """Generators that take turns on the core, or the GPU, that has most of them."""
-    places = Counter(share.gpus or share.cpus for share in plan.generators)
-    return max(count if plan.generators[0].gpus else -(-count // len(place)) for place, count in places.items())
+def generators_per_device(placement: Placement) -> int:
+    """The largest number of generators that share a core or a GPU."""
+    places = Counter(resources.gpus or resources.cpus for resources in placement.generators)
+    return max(count if placement.generators[0].gpus else -(-count // len(place)) for place, count in places.items())

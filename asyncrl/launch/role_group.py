@@ -1,4 +1,4 @@
-"""Roles that are started and restarted together."""
+"""Role groups: the processes that are started and restarted together, their back-off and their stall detector."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from asyncrl.launch.placement import RoleResources
 from asyncrl.launch.worker import FINAL_CODES, RoleSpec
 
 BACK_OFF_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
-"""Pause before each of the restarts that follow one another; the last one for all after it."""
+"""Pause before each consecutive restart; the last value holds for all later ones."""
 
 
 class RestartHistory:
-    """The restarts of one role."""
+    """The restarts of one role group, and the back-off before the next."""
 
     def __init__(self, *, max_restarts: int, window_s: float) -> None:
         self.total = 0
@@ -28,10 +28,10 @@ class RestartHistory:
         self._in_a_row = 0
 
     def next(self, now_s: float, *, settled: bool) -> float | None:
-        """Counts a restart and gives the seconds to wait before it; None when there may be no more.
+        """Counts a restart and returns the seconds to wait before it; None when no more are allowed.
 
-        `settled` says that the role worked well since its last start, so that the pauses begin anew. Restarts
-        without that count however long ago they were: a role that never comes up ends the run.
+        `settled` says that the role worked well since its last start, which resets the back-off. Restarts without
+        success in between count however long ago they were: a role that never comes up ends the run.
         """
         if settled:
             self._in_a_row = 0
@@ -46,8 +46,11 @@ class RestartHistory:
 
 
 class Progress:
-    """Watches for steps, evaluations and steps of a catch-up that end, and, while there is no batch for the
-    learners, for generated tokens: a step whose completions take long is none that hangs."""
+    """Detects stalls: no progress within `launch.progress_timeout_s`.
+
+    Progress is a finished optimizer step, evaluation prompt or repeated step after a resume. While there is no batch
+    for the learners, generated tokens count too: a step that waits for long completions does not hang.
+    """
 
     def __init__(self, config: Config, now_s: float) -> None:
         self._config = config
@@ -56,13 +59,13 @@ class Progress:
         self._seen: tuple[Any, ...] = ()
         self._since_s = now_s
         self._missing_s = now_s
-        """When something was last not up."""
+        """Time at which a role was last missing."""
         self._blamed: int | None = None
-        """The step that the learners were restarted for."""
+        """The step at which the learners were restarted for a stall."""
 
     def check(self, status: dict[str, Any], *, learners_started_s: float, missing: Sequence[str], now_s: float) -> str:
-        """Why the learners must be started again, or nothing. Raises RunError when that would not help."""
-        # A batch that lies there to be taken is the learners' turn, too.
+        """Returns why the learners must be restarted, or "". Raises RunError when a restart would not help."""
+        # With a complete batch in the queue the learners are the ones to act.
         training = status["taken"] or status["finished"] >= self._batch_groups
         tokens = None if training else sum(generator["tokens"] for generator in status["generators"].values())
         again = (status["catching_up"] or {}).get("step")
@@ -99,11 +102,11 @@ def _describe(status: dict[str, Any]) -> str:
 
 
 SETTLED_S = 30.0
-"""A role that has worked for so long since its start fell for a new reason."""
+"""A role that worked for this long after its start is taken to have failed for a new reason."""
 NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
-"""Process ids, ports, addresses and sizes in a reason, which may be others the next time."""
+"""Process ids, ports, addresses and sizes in a reason, which may differ the next time."""
 UNHEARD = ("reward_model",)
-"""Roles that do not speak to the replay queue: who lives works."""
+"""Roles without heartbeats; a live process counts as healthy."""
 
 
 @dataclass(slots=True)
@@ -117,24 +120,24 @@ class RoleGroup:
     starts: int = 0
     started_s: float = 0.0
     restart_at_s: float | None = 0.0
-    """When it is to be started; None while it is."""
+    """Time of the next start; None while the group is started."""
     healthy: bool = False
-    """It was heard since its start."""
+    """True once a heartbeat arrived since its start."""
     made_progress: bool = False
-    """It did since its start what it is there for."""
+    """True once it did useful work since its start."""
     last_heartbeat_s: float = 0.0
     session: str = ""
-    """What the replay queue calls the start of the generator that it heard last."""
+    """The replay queue's id of the generator process that sent the last heartbeat."""
     former_session: str = ""
-    """That of the starts before this one."""
+    """The session at the time of the last start."""
     proven: bool = False
-    """A start of it has worked."""
+    """True once any of its starts has worked."""
     former_reason: str = ""
-    """Why its start before this one fell, without its numbers."""
+    """The reason of its last failure, with the numbers replaced."""
     died_s: float | None = None
-    """When a process of it was first seen to have died."""
+    """Time at which a dead process of the group was first seen."""
     draining_since_s: float | None = None
-    """Since when it is not wanted any more."""
+    """Time since which the generator is asked to leave; None while it is wanted."""
 
     @property
     def role(self) -> str:
@@ -146,7 +149,7 @@ class RoleGroup:
 
     @property
     def running(self) -> bool:
-        """It has processes, and all are alive."""
+        """True if the group has processes and all are alive."""
         return (
             self.restart_at_s is None
             and bool(self.processes)
@@ -154,7 +157,10 @@ class RoleGroup:
         )
 
     def start(self, launcher: LocalLauncher, now_s: float) -> None:
-        self.processes = [launcher.start(replace(spec, start=self.starts), share) for spec, share in self.members]
+        """Starts all processes of the group."""
+        self.processes = [
+            launcher.start(replace(spec, start=self.starts), resources) for spec, resources in self.members
+        ]
         self.starts += 1
         self.started_s = now_s
         self.restart_at_s = self.died_s = None
@@ -162,21 +168,21 @@ class RoleGroup:
         self.former_session = self.session
 
     def ended(self, codes: tuple[int, ...] = ()) -> RoleProcess | None:
-        """The first process that ended with an exit code other than these."""
+        """The first process that exited with a code that is not in `codes`; None if there is none."""
         return next((role for role in self.processes if role.code is not None and role.code not in codes), None)
 
     def failed(self) -> RoleProcess | None:
-        """The first process that ended with an error which a restart would only repeat."""
+        """The first process that exited with an error that a restart would only repeat; None if there is none."""
         return next((role for role in self.processes if role.code in FINAL_CODES), None)
 
     def kill(self, launcher: LocalLauncher, *, show_stacks: bool = False) -> list[RoleProcess]:
-        """Ends its processes; returns those that do not die."""
+        """Kills the processes of the group; returns those that do not die."""
         processes, self.processes = self.processes, []
         return launcher.kill(processes, show_stacks=show_stacks)
 
     def repeats(self, reason: str, now_s: float) -> bool:
-        """True if it falls for the same reason as the time before, and no start of it has ever worked: nothing speaks
-        for another one."""
+        """True if the group fails for the same reason as the time before and no start has ever worked: another start
+        would not help."""
         self.proven = self.proven or self._works(now_s)
         alike = NUMBER.sub("#", reason)
         again = not self.proven and alike == self.former_reason
@@ -184,7 +190,7 @@ class RoleGroup:
         return again
 
     def delay_s(self, now_s: float) -> float | None:
-        """Counts a restart and gives the pause before it; None when there may be no more."""
+        """Counts a restart and returns the pause before it; None when no more are allowed."""
         settled = self._works(now_s) and now_s - self.started_s > SETTLED_S
         return self.history.next(now_s, settled=settled)
 

@@ -1,4 +1,23 @@
-"""`asyncrl launch`: one run from checks to summary."""
+"""`asyncrl launch`: one run, from the checks to the summary.
+
+launch()     check the config, place the roles, lock runs/<name>
+  Run.run()
+    _watch     every TICK_S, until all learner ranks have exited with code 0:
+                 supervisor.tick     start groups that are due, restart those that died
+                 _check_interrupts   Ctrl-C: tell the replay queue to stop the run after this step
+                 _look               every STATUS_EVERY_S: status of the replay queue -> heartbeats, wanted
+                                     generators, stall detector, bottleneck sentence, live view
+    _finish    until all generators have left; kill those that hang
+    finally    summary from the replay queue, trace.parquet completed, every process ended
+  summary.json, report.html
+
+waits for                      woken by                          deadline
+a role to die or exit          polling every TICK_S              launch.progress_timeout_s without a step
+a reply of the replay queue    the reply (ZeroMQ)                the client's timeout; then the queue is restarted
+the learners to stop           the step in progress ends         launch.stop_timeout_s
+the generators to leave        the queue's "done" in a reply     launch.stop_timeout_s; then they are killed
+trace.parquet                  the replay process exits          TRACE_S; then it is killed
+"""
 
 from __future__ import annotations
 
@@ -48,10 +67,10 @@ log = structlog.get_logger()
 TICK_S = 0.1
 STATUS_EVERY_S = 0.5
 FAILURE_GRACE_S = 2.0
-"""How long the others may take to stop after one role failed."""
+"""Time that the other roles have to stop after one role failed."""
 
 TRACE_S = 120.0
-"""How long the replay process may take to complete the trace: a minute for some millions of groups."""
+"""Time that the replay process has to complete the trace: a minute is enough for a few million groups."""
 
 STATUS_OF_EXIT = {
     EXIT_DONE: "finished",
@@ -62,26 +81,26 @@ STATUS_OF_EXIT = {
 
 
 def launch(config: Config, console: Console, *, without_journal: bool = False) -> int:
-    """Runs training as the config says and shows it on the console; gives the exit code.
+    """Runs training as configured, shows it on the console and returns the exit code.
 
-    0: all steps are done. 1: the run failed; the cause is printed and in `summary.json`. 2: it failed, and the cause is
-    a setting that only the roles could find wrong. 130: it was interrupted.
+    0: all steps are done. 1: the run failed; the cause is printed and in `summary.json`. 2: the run failed because of a
+    setting that only the roles could check. 130: the run was interrupted.
     `without_journal` resumes from the newest checkpoint alone. Raises ConfigError before anything starts when the
-    config cannot work, or cannot go on with the run that there is.
+    config cannot work, or cannot resume the existing run.
     """
     console = ignore_broken_pipe(console)
     check_resume(config)
     reward_model = uses_reward_model(config)
-    plan = place_roles(config, reward_model=reward_model)
+    placement = place_roles(config, reward_model=reward_model)
     run_recipes(config, console)
-    with preloaded(plan) as fork_server:
+    with preloaded(placement) as fork_server:
         prompt_tokens = check_inputs(config, console)
-        if not plan.gpus:
+        if not placement.gpus:
             check_cpu(config)
-        plan = fit_memory(config, plan, reward_model=reward_model)
-        if plan.gpus and config.model.dtype == "float32":
+        placement = fit_memory(config, placement, reward_model=reward_model)
+        if placement.gpus and config.model.dtype == "float32":
             console.print(
-                "model.dtype = float32 on GPUs: slower, and twice the memory; model.dtype=bfloat16 is usual there",
+                "model.dtype = float32 on GPUs is slower and takes twice the memory; model.dtype=bfloat16 is usual",
                 highlight=False,
             )
         interrupts = Interrupts()
@@ -96,10 +115,10 @@ def launch(config: Config, console: Console, *, without_journal: bool = False) -
             if folder.moved_to is not None:
                 console.print(f"the earlier run of this name is now {folder.moved_to}", highlight=False)
             spec = RoleSpec("", 0, str(folder.path), endpoints, (), prompt_tokens, checkpoint=checkpoint)
-            run = Run(config, plan, spec, console, interrupts)
+            run = Run(config, placement, spec, console, interrupts)
             run.processes.fork_server = fork_server
             code = run.run()
-            summary = folder.summary(run.summary) | run.judge.summary(run.summary)
+            summary = folder.summary(run.summary) | run.bottleneck.summary(run.summary)
             show_end(console, summary)
             folder.write_summary(summary)
             report = write_report(folder.path, summary, trace_of(folder.path))
@@ -108,9 +127,9 @@ def launch(config: Config, console: Console, *, without_journal: bool = False) -
 
 
 @contextmanager
-def preloaded(plan: Placement) -> Iterator[ForkServer | None]:
-    """A process to fork the roles of this plan from; None where one of them has a GPU."""
-    if any(share.gpus for role in ROLES for share in plan.of(role)):
+def preloaded(placement: Placement) -> Iterator[ForkServer | None]:
+    """The process that the roles of this placement are forked from; None when one of them has a GPU."""
+    if any(resources.gpus for role in ROLES for resources in placement.of(role)):
         yield None
         return
     fork_server = ForkServer()
@@ -121,7 +140,7 @@ def preloaded(plan: Placement) -> Iterator[ForkServer | None]:
 
 
 def trace_of(run_dir: Path) -> pa.Table | None:
-    """The newest part of the run's trace; None when there is none that can be read."""
+    """The newest part of the run's trace; None when it cannot be read."""
     try:
         return TraceTail(run_dir, rows=MAX_GROUPS).read()
     except DataError as error:
@@ -130,26 +149,26 @@ def trace_of(run_dir: Path) -> pa.Table | None:
 
 
 class Run:
-    """A run in progress: its roles, its replay queue as the launcher sees it, and how it ended."""
+    """A run in progress: its roles, the launcher's client of the replay queue, and how the run ended."""
 
     def __init__(
-        self, config: Config, plan: Placement, spec: RoleSpec, console: Console, interrupts: Interrupts
+        self, config: Config, placement: Placement, spec: RoleSpec, console: Console, interrupts: Interrupts
     ) -> None:
         self.config = config
         self.console = console
         self.interrupts = interrupts
         self.processes = LAUNCHERS[config.launch.cluster]()
         self.client = LauncherClient(spec.endpoints)
-        self.supervisor = Supervisor(config, plan, spec, self.processes, self.client, say=self._say)
+        self.supervisor = Supervisor(config, placement, spec, self.processes, self.client, say=self._say)
         self.summary: dict[str, Any] = {}
         self.started_s = time.monotonic()
         self.progress = Progress(config, self.started_s)
-        self.judge = BottleneckMonitor(config, plan)
+        self.bottleneck = BottleneckMonitor(config, placement)
         self._stop_since_s: float | None = None
         self._stop_told = False
 
     def run(self) -> int:
-        """Starts everything, watches until the end, stops everything; gives the exit code."""
+        """Starts all roles, watches them until the end, stops them and returns the exit code."""
         error = ""
         code = EXIT_DONE
         try:
@@ -164,7 +183,7 @@ class Run:
             self.summary = self._summarize(code, error)
             lacking = self._shut_replay()
             for role in self.processes.end(grace_s=FAILURE_GRACE_S):
-                self._say(f"{role.name} (process {role.process.pid}) does not die of SIGKILL and is left behind")
+                self._say(f"{role.name} (process {role.process.pid}) does not die of SIGKILL and is left running")
             self.client.close()
         if lacking and code == EXIT_DONE:
             code = EXIT_FAILED
@@ -175,7 +194,7 @@ class Run:
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def _watch(self) -> None:
-        """Returns when all learners have ended well. Raises RunError otherwise."""
+        """Returns when all learners have exited with code 0. Raises RunError otherwise."""
         config = self.config
         view = LiveView(self.console, run=config.run, steps=config.steps, max_staleness=config.replay.staleness_limit)
         next_status_s = 0.0
@@ -191,7 +210,7 @@ class Run:
             self._look(view)
 
     def _look(self, view: LiveView) -> None:
-        """Asks the replay queue how things are, shows it, and starts anew what hangs."""
+        """Reads the status of the replay queue, shows it, and restarts the learners when they stall."""
         status = self._status()
         if status is None:
             return
@@ -205,13 +224,13 @@ class Run:
             )
             if reason:
                 self.supervisor.restart(learners, reason, time.monotonic(), hangs=True)
-        if sentence := self.judge.update(status):
+        if sentence := self.bottleneck.update(status):
             view.judge(sentence)
         if status["step"] > 0:
             view.update(status, restarts=sum(self.supervisor.restarts.values()))
 
     def _status(self) -> dict[str, Any] | None:
-        """The replay queue's status, of which the supervisor has heard; None while there is none."""
+        """The replay queue's status, also passed to the supervisor; None while the queue does not answer."""
         if not self.supervisor.replay.running:
             return None
         try:
@@ -226,7 +245,7 @@ class Run:
     def _check_interrupts(self) -> None:
         if self.interrupts.count and self._stop_since_s is None:
             self._stop_since_s = time.monotonic()
-            self._say("stopping after this step (once more to stop at once) ...")
+            self._say("stopping after this step (interrupt again to stop immediately) ...")
         if self._stop_since_s is None:
             return
         if not self._stop_told and self.supervisor.replay.running:
@@ -237,14 +256,14 @@ class Run:
                 log.warning("the replay queue does not know yet that the run stops", error=str(error))
         waited_s = time.monotonic() - self._stop_since_s
         if self.interrupts.count > 1:
-            raise RunError("interrupted twice: stopped at once, the last step is not saved")
+            raise RunError("interrupted twice: stopped immediately, the last step is not saved")
         if waited_s > self.config.launch.stop_timeout_s:
             names = ", ".join(role.name for role in self.supervisor.alive)
             raise RunError(f"still running {waited_s:.0f} s after the request to stop: {names}")
 
     def _finish(self) -> None:
-        """Lets the generators end by themselves, and the replay queue come back if it is away; a generator that hangs
-        is ended: nothing that it could still give is wanted."""
+        """Waits until the generators have ended and the replay queue answers. A generator that hangs is killed: its
+        results are not needed any more."""
         supervisor = self.supervisor
         supervisor.end_generation()
         limit_s, since_s = self.config.launch.stop_timeout_s, time.monotonic()
@@ -256,12 +275,12 @@ class Run:
             if not left and supervisor.answering_s is not None:
                 return
             if time.monotonic() - since_s > limit_s:
-                self._say(f"still running {limit_s:g} s after the last step, and ended: {', '.join(left)}")
+                self._say(f"still running {limit_s:g} s after the last step, and killed: {', '.join(left)}")
                 supervisor.end_hanging()
             time.sleep(TICK_S)
 
     def _shut_replay(self) -> str:
-        """Lets the replay process complete its trace; what hangs is ended afterwards. Gives why it could not."""
+        """Waits for the replay process to complete its trace. Returns why it could not, or ""."""
         if not self.supervisor.replay.running:
             return ""
         try:
@@ -272,10 +291,10 @@ class Run:
         hangs = self.processes.wait([replay], TRACE_S)
         if not hangs and replay.code == 0:
             return ""
-        cause = f"it did not end within {TRACE_S:g} s" if hangs else replay.cause()
+        cause = f"it did not exit within {TRACE_S:g} s" if hangs else replay.cause()
         return (
-            f"training is done and the model saved, but the replay queue did not complete trace.parquet: {cause}; "
-            "`asyncrl launch --resume` does"
+            f"training is done and the model is saved, but the replay queue did not complete trace.parquet: {cause}; "
+            "`asyncrl launch --resume` completes it"
         )
 
     def _summarize(self, code: int, error: str) -> dict[str, Any]:

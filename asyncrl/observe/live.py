@@ -1,4 +1,4 @@
-"""The view of a run while it goes on: a panel on a terminal, plain lines elsewhere."""
+"""The live view of a run: a panel on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PLAIN_EVERY_S = 5.0
 
 
 class LiveView:
-    """Shows the replay queue's status; use as a context manager."""
+    """Shows the replay queue's status. Use as a context manager."""
 
     def __init__(self, console: Console, *, run: str, steps: int, max_staleness: int) -> None:
         self._console = console
@@ -48,20 +48,20 @@ class LiveView:
             self._live.stop()
 
     def phase(self, text: str) -> None:
-        """Says what is going on while there are no steps yet."""
+        """Shows what the run does before its first step."""
         if self._live is not None:
             self._live.update(Panel(text, title=f"asyncrl · {self._run}", border_style="blue"))
         else:
             self._console.print(text, highlight=False)
 
     def judge(self, sentence: str) -> None:
-        """Says what holds the run back, from now on."""
+        """Shows the bottleneck sentence, until the next one."""
         if self._live is None and sentence != self._verdict:
             self._console.print(sentence, highlight=False, soft_wrap=True)
         self._verdict = sentence
 
     def update(self, status: dict[str, Any], *, restarts: int = 0) -> None:
-        """Shows a status of `LauncherClient.status`, and how often roles were restarted."""
+        """Shows a status of `LauncherClient.status` and the number of restarts."""
         if self._live is not None:
             self._progress.update(self._task, completed=status["step"])
             self._live.update(self._panel(status, restarts))
@@ -84,7 +84,7 @@ class LiveView:
         )
 
     def _staleness(self, status: dict[str, Any]) -> str:
-        """Of trained tokens; beside the hard bound, the limit that groups are admitted by when it is lower."""
+        """Staleness of trained tokens with its hard bound, and the admission limit when that is lower."""
         admitted = int(status["metrics"].get("replay/staleness_limit", self._max_staleness))
         now = f", {admitted} admitted" if admitted < self._max_staleness else ""
         return f"{status['staleness_mean']:.2f} (max {status['staleness_max']} of {self._max_staleness}{now})"
@@ -130,7 +130,7 @@ def _split(metrics: dict[str, float]) -> str:
 
 
 def _phases(metrics: dict[str, float]) -> str:
-    """Seconds in each phase, of the groups of the last step."""
+    """Mean seconds that the groups of the last step spent in each phase."""
     words = {"generate": "generated", "queue": "in the queue", "train": "trained"}
     return ", ".join(
         f"{word} {metrics[name]:.2g} s" for phase, word in words.items() if (name := f"group/{phase}_s") in metrics
@@ -138,7 +138,7 @@ def _phases(metrics: dict[str, float]) -> str:
 
 
 STALENESS_COLUMNS = {"tokens": "tokens_fraction", "ratio": "ratio_mean", "max": "ratio_max", "KL": "kl", "ESS": "ess"}
-"""Title of each column, and the metric in it."""
+"""Column title -> metric."""
 
 
 def _staleness_table(metrics: dict[str, float]) -> list[Any]:
@@ -166,8 +166,7 @@ def _reward(status: dict[str, Any]) -> str:
 
 
 def _disturbed(status: dict[str, Any], restarts: int, before: str = "") -> str:
-    """What is not as in a plain run: generators that are not there, restarts, steps trained again; empty when all
-    is."""
+    """Deviations from an undisturbed run: missing generators, restarts, steps trained again; empty without any."""
     there, wanted, again = len(status["generators"]), status["generators_wanted"], status["catching_up"]
     parts = [f"{there} of {wanted} generators"] if there != wanted else []
     if restarts:
@@ -178,7 +177,7 @@ def _disturbed(status: dict[str, Any], restarts: int, before: str = "") -> str:
 
 
 def _evaluated(status: dict[str, Any], before: str = "") -> str:
-    """The last evaluation and the one under way; empty when there is neither."""
+    """The last evaluation and the one in progress; empty when there is neither."""
     last, running = status["eval"]["last"], status["eval"]["running"]
     parts = [f"{last['reward']:.3f} (version {last['version']})"] if last else []
     if running:

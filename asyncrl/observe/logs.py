@@ -13,9 +13,9 @@ from asyncrl.util.redaction import redact
 
 
 def configure_logs(run_dir: Path, role: str, level: str) -> Path:
-    """Sends this process's events, and other libraries' warnings, to `logs/<role>.jsonl`; gives the file.
+    """Sends this process's events, and other libraries' warnings, to `logs/<role>.jsonl`; returns its path.
 
-    Secrets (asyncrl/util/redaction.py) show as ***."""
+    Secrets (asyncrl/util/redaction.py) are shown as ***."""
     path = run_dir / "logs" / f"{role}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(path)
@@ -53,8 +53,7 @@ def _redacted(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMappin
 
 
 def last_error(path: Path, *, start_bytes: int = 0) -> str:
-    """Text of the last event of level error or above in a log file, looked for from an offset on; empty when there is
-    none."""
+    """The text of the last event of level error or above, from byte `start_bytes` of a log file on; "" without one."""
     import json
 
     if not path.is_file():

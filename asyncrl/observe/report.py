@@ -1,4 +1,4 @@
-"""`report.html`: what a run came to, on one page that needs nothing else."""
+"""`report.html`: the results of a run on one self-contained page."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 CURVES: dict[str, list[str]] = {
     "Reward": ["reward/mean"],
     "Staleness of trained tokens (learner steps)": ["staleness/mean", "staleness/max"],
-    "Staleness by where tokens got old": ["staleness/in_flight", "staleness/in_queue"],
+    "Staleness gained in flight and in the queue": ["staleness/in_flight", "staleness/in_queue"],
     "Trained tokens per second": ["throughput/trained_tokens_per_s"],
-    "Seconds of a step, from the second on": ["learner/step_s", "learner/wait_s", "learner/sync_s"],
+    "Seconds of a step, without the first step": ["learner/step_s", "learner/wait_s", "learner/sync_s"],
     "Seconds of a group in each state": ["group/generate_s", "group/queue_s", "group/train_s"],
     "Gradient norm": ["learner/grad_norm"],
     "Entropy (nats)": ["learner/entropy"],
@@ -37,7 +37,7 @@ CURVES: dict[str, list[str]] = {
     "Divergence from the reference policy (nats)": ["kl/reference"],
     "Staleness limit in force": ["replay/staleness_limit"],
 }
-"""Title of each picture, and the metrics drawn in it; one whose metrics the run does not have is left out."""
+"""Chart title -> metrics drawn in it. A chart is left out when the run has none of its metrics."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class _Picture:
 
 
 def pictures(rows: list[dict[str, float]], summary: dict[str, Any]) -> Any:
-    """All curves of the metrics, the evaluations and the staleness histogram in one figure."""
+    """A figure with all curves of the metrics, the evaluations and the staleness histogram."""
     from plotly.subplots import make_subplots
 
     shown = [*_curves(rows), *_evaluations(summary.get("eval", [])), _staleness(summary)]
@@ -90,7 +90,7 @@ def _evaluations(results: list[dict[str, Any]]) -> list[_Picture]:
 def _line(rows: Sequence[dict[str, Any]], x: str, name: str) -> Any:
     import plotly.graph_objects as go
 
-    # The first step waits for the whole run to start.
+    # The first step's times include the start of the run.
     points = [(row[x], row[name]) for row in rows[name.endswith("_s") :] if name in row]
     mode = "lines+markers" if x == "version" else "lines"
     return go.Scatter(x=[p[0] for p in points], y=[p[1] for p in points], name=name, mode=mode)
@@ -105,15 +105,15 @@ def _staleness(summary: dict[str, Any]) -> _Picture:
 
 
 LATEST_STEPS = 20
-"""That the table of staleness is of, in the mean."""
+"""Steps that the staleness table averages over."""
 OF_STEP = "learner/tokens"
-"""A metric of every step, and of nothing else."""
+"""A metric that every row of a step has, and no other row."""
 SHOWN_ELSEWHERE = ("bottleneck", "ledger", "bias", "simulated_gains")
-"""Parts of the summary with a place of their own on the page."""
+"""Fields of the summary with their own section on the page."""
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """Rows of a `metrics.jsonl`; a torn last line is left out."""
+    """The rows of a `metrics.jsonl`, without a torn last line."""
     rows: list[dict[str, float]] = []
     if path.is_file():
         for line in path.read_text().splitlines():
@@ -125,8 +125,8 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
 
 
 def write_report(run_dir: Path, summary: dict[str, Any], trace: pa.Table | None = None) -> Path:
-    """Draws the metrics, the summary, the timeline of the trace and the configuration of the run in this folder; gives
-    the file."""
+    """Writes `report.html` with the metrics, the summary, the timeline of the trace and the configuration of the run;
+    returns its path."""
     rows = read_metrics(run_dir / "metrics.jsonl")
     chart = None if trace is None else timeline(trace)
     config = run_dir / "config.yaml"
@@ -157,7 +157,7 @@ def _staleness_table(rows: Sequence[dict[str, float]]) -> str:
             [row[key] for row in rows if (key := f"staleness/{bucket}/{name}") in row] for name in STALENESS_METRICS
         ]
         if any(columns):
-            share = sum(columns[0]) / len(rows)  # a step without such tokens counts
+            share = sum(columns[0]) / len(rows)  # a step without such tokens counts as 0
             means = [f"{fmean(values):.4g}" if values else "-" for values in columns[1:]]
             lines.append([bucket, f"{share:.4g}", *means])
     return _table(lines, ("staleness", *STALENESS_METRICS.values())) if lines else ""

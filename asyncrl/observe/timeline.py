@@ -1,4 +1,4 @@
-"""The timeline of a run: which groups each generator worked on, and what the learner did, over a few steps."""
+"""The timeline of a run: the groups of each generator and the learner's steps, over a few steps."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 STEPS = 4
-"""Shown; from the middle of the trace, where the run is in its stride."""
+"""Number of steps shown, from the middle of the trace, where the run is in a steady state."""
 MAX_GROUPS = 600
+"""Groups shown of one generator."""
 MAX_LANES = 64
-"""Of groups side by side in one generator."""
+"""Groups shown side by side in one generator."""
 
 
 def timeline(trace: pa.Table) -> Any:
-    """A plotly figure of a window of the run, from its trace; None when there is no step in it."""
+    """A plotly figure of a window of the run, from its trace; None when the trace has no step."""
     import plotly.graph_objects as go
 
     steps = _steps(trace)
@@ -40,7 +41,7 @@ def timeline(trace: pa.Table) -> Any:
 
 
 def _steps(trace: pa.Table) -> list[tuple[int, float, float]]:
-    """(step, taken, trained) in seconds of the run, in their order."""
+    """(step, taken, trained) of each step in order; times in seconds since the start of the run."""
     versions, taken_s, trained_s = (trace.column(name).to_numpy() for name in ("train_version", "taken_s", "trained_s"))
     trained = np.flatnonzero(versions >= 0)
     _, first = np.unique(versions[trained], return_index=True)
@@ -73,7 +74,7 @@ def _add_learner(figure: Any, steps: list[tuple[int, float, float]], labels: dic
 def _add_generators(
     figure: Any, trace: pa.Table, begin_s: float, end_s: float, top: float, labels: dict[float, str]
 ) -> None:
-    """A bar for every group, colored by how stale its oldest token was when it was trained."""
+    """Adds a bar for every group, colored by the staleness of its oldest token when it was trained."""
     import plotly.graph_objects as go
 
     columns = ("generator", "ticket", "started_s", "finished_s", "start_version", "train_version", "outcome")
@@ -104,7 +105,7 @@ def _add_generators(
 
 
 def _lanes(spans_s: Sequence[tuple[float, float]]) -> list[int]:
-    """A lane for each span, such that none overlap in one; spans are in the order of their beginning."""
+    """Assigns a lane to each span so that no two in a lane overlap. Spans are sorted by their start."""
     free: list[int] = []
     busy: list[tuple[float, int]] = []
     lanes: list[int] = []
@@ -118,7 +119,7 @@ def _lanes(spans_s: Sequence[tuple[float, float]]) -> list[int]:
 
 
 COLORS = ("#2a9d5c", "#8abf4b", "#e0b93a", "#e08a3a", "#d1533f", "#9c3a6b")
-"""Of staleness 0, 1, 2 and so on."""
+"""Colors of staleness 0, 1, 2 and so on."""
 
 
 def _color(kind: str) -> str:

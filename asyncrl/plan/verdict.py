@@ -1,4 +1,4 @@
-"""Which side holds a run back, in a sentence, and what another generator, learner or staleness limit would change."""
+"""The bottleneck of a run in one sentence, and the simulated gain of another generator, learner or staleness limit."""
 
 from __future__ import annotations
 
@@ -14,37 +14,39 @@ from asyncrl.plan.simulate import Prediction, simulate
 from asyncrl.plan.workload import Setup, Workload
 
 SEQUENCES, MIN_STEPS, MAX_STEPS = 20_000, 8, 200
-"""That are simulated for one prediction."""
+"""Sequences simulated for one prediction, and bounds of the number of steps."""
 AS_GOOD = 0.02
-"""Of the best throughput: of setups that are so near it, the one with the lowest staleness limit is the best."""
+"""Setups within this fraction of the best throughput are ranked by their staleness limit, the lowest first."""
 APART = 0.05
-"""Idle fractions that differ by more say which side binds."""
+"""Smallest difference of the idle fractions that decides which side is the bottleneck."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
+    """A setup that was simulated, and its bottleneck."""
+
     prediction: Prediction
     binds: str
-    """What holds it back: generators, learners, staleness, or nothing that stands out."""
+    """The bottleneck: "generators", "learners", "staleness" or "nothing"."""
 
 
 def predict(workload: Workload, setup: Setup) -> Prediction:
-    """With as many steps as tell enough, however many the setup has."""
+    """Simulates the setup over a number of steps that suffices for a prediction, whatever number the setup has."""
     steps = SEQUENCES // (setup.groups_per_step * setup.group_size)
     steps = min(max(steps, MIN_STEPS + 2 * setup.max_staleness), MAX_STEPS)
     return simulate(workload, replace(setup, steps=steps))
 
 
 def search(workload: Workload, setup: Setup, *, devices: int, max_staleness: int) -> list[Candidate]:
-    """All splits of so many devices with all limits up to `max_staleness`, the best first.
+    """All splits of `devices` devices, with all staleness limits up to `max_staleness`, the best first.
 
-    Each generator and each learner rank has a device of its own; all else is that of `setup`. Raises ConfigError when
-    there is no split.
+    Each generator and each learner rank has its own device; everything else is taken from `setup`. Raises ConfigError
+    when there is no split.
     """
     if devices < 2:
         raise ConfigError(
-            f"devices = {devices}: a generator and a learner need one each, so that at least 2 are needed; with one "
-            "device both take turns on it, and nothing is left to plan"
+            f"devices = {devices}: a generator and a learner need one device each, so at least 2 are needed; with one "
+            "device both take turns on it, and there is nothing to plan"
         )
     if max_staleness < 0:
         raise ConfigError(f"max_staleness = {max_staleness}: must not be negative")
@@ -60,7 +62,7 @@ def search(workload: Workload, setup: Setup, *, devices: int, max_staleness: int
 
 
 def binds(prediction: Prediction) -> str:
-    """The side that waits less; staleness when both wait."""
+    """The bottleneck: the side that waits less, or "staleness" when both wait."""
     generator, learner = prediction.generator_idle, prediction.learner_idle
     if generator > APART and learner > 2 * APART:
         return "staleness"
@@ -83,7 +85,7 @@ def _setups(setup: Setup, devices: int, max_staleness: int) -> Iterator[Setup]:
 
 
 def limits(highest: int) -> list[int]:
-    """Staleness limits to try: the low ones, then in steps of about a half more."""
+    """Staleness limits to try: 0 to 4, then each about half as large again as the one before."""
     found = [limit for limit in (0, 1, 2, 3, 4) if limit <= highest]
     while found[-1] < highest:
         found.append(min(highest, found[-1] + max(1, found[-1] // 2)))
@@ -95,36 +97,38 @@ log = structlog.get_logger()
 Bound = Literal["generator", "learner", "staleness", "balanced"]
 
 MIN_GAIN = 0.03
-"""A change that gives less is not worth naming."""
+"""Smallest gain that is worth a recommendation."""
 ABOUT_AS_MUCH = 0.9
-"""Of the largest gain: a higher staleness limit that gives so much comes first, since it costs no device."""
+"""A higher staleness limit with this fraction of the largest gain is recommended first, since it needs no device."""
 BUSY = 0.1
-"""A side idle for less than this fraction of the time is busy."""
+"""A side that is idle for less than this fraction of the time is busy."""
 CLEARLY = 0.3
-"""A side that is idle for so much less of the time than the other is the bottleneck."""
+"""A side whose idle fraction is lower than that of the other by more than this is the bottleneck."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Another setup, and the throughput that it would have."""
+    """Another setup, and its simulated gain."""
 
     bound: Bound
-    """What holds a run back that this helps."""
+    """The bottleneck that it removes."""
     text: str
     gain: float
-    """Of trained tokens/s, as a fraction of what they are now."""
+    """Gain of trained tokens/s, as a fraction of the current rate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
+    """The bottleneck of a run, and the changes that were simulated."""
+
     bound: Bound
     sentence: str
     changes: list[Change]
-    """By their gain, the largest first; empty when nothing could be simulated."""
+    """Sorted by gain, the largest first; empty when nothing could be simulated."""
 
 
 def judge(workload: Workload, setup: Setup, *, generator_idle: float, learner_idle: float) -> Verdict:
-    """From what a run's job is like, and the fractions of the time in which its sides wait."""
+    """The verdict on a run, from its measured workload and setup and the idle fractions of its two sides."""
     now = predict(workload, setup).tokens_per_s
     others = _alternatives(setup)
     changes = [Change(bound, text, predict(workload, other).tokens_per_s / now - 1) for bound, text, other in others]
@@ -135,7 +139,7 @@ def judge(workload: Workload, setup: Setup, *, generator_idle: float, learner_id
         best = free
     idle = _idle(generator_idle, learner_idle)
     if best.gain < MIN_GAIN:
-        return Verdict("balanced", f"balanced: {idle}; no single change would give 3 % more (simulated)", changes)
+        return Verdict("balanced", f"balanced: {idle}; no single change would gain 3 % (simulated)", changes)
     waits = {
         "generator": f"the learner waited {learner_idle:.0%} of the time",
         "learner": f"generators were parked {generator_idle:.0%} of the time",
@@ -147,7 +151,7 @@ def judge(workload: Workload, setup: Setup, *, generator_idle: float, learner_id
 
 
 def verdict_of(run: RecentRun, *, generator_idle: float, learner_idle: float, max_staleness: int) -> Verdict:
-    """That of a run, which may go on; from the idle fractions alone while it tells too little."""
+    """The verdict on a run, live or ended; from the idle fractions alone while its files do not suffice to simulate."""
     try:
         workload, setup = run.read()
     except DataError as error:
@@ -157,7 +161,7 @@ def verdict_of(run: RecentRun, *, generator_idle: float, learner_idle: float, ma
 
 
 def guess(*, generator_idle: float, learner_idle: float, max_staleness: int) -> Verdict:
-    """From the idle fractions of both sides alone."""
+    """The verdict from the idle fractions of both sides alone."""
     idle = _idle(generator_idle, learner_idle)
     ahead = max_staleness > 0 and abs(generator_idle - learner_idle) > CLEARLY
     if generator_idle < BUSY and learner_idle < BUSY:
@@ -194,6 +198,7 @@ def _alternatives(setup: Setup) -> list[tuple[Bound, str, Setup]]:
 
 
 def ordinal(number: int) -> str:
+    """The ordinal number in English: "third", "21st"."""
     words = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth")
     if number <= len(words):
         return words[number - 1]

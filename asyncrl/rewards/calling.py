@@ -1,17 +1,27 @@
-"""Calls of reward functions, in either of their two forms, that never raise.
+"""Calls the user's reward functions. A call never raises: an exception becomes the error text of the score.
 
-A reward function has one of two signatures:
+A reward has one of three forms. Keyword-only arguments are its options (`reward_options.NAME.OPTION`).
 
-    compute_score(data_source, solution_str, ground_truth, extra_info, *, option=...)
-        -> float | {"score": float, part: float, ...}
-    reward(completions, **columns, *, option=...) -> list[float | None]
+1. One completion (the signature of verl); arguments that are not needed may be left out:
 
-The first (that of verl) sees one completion, and may leave out arguments it does not need. The second (that of TRL)
-sees the completions of one prompt. Its columns are lists as long: prompts, completion_ids, statuses ("completed" or
+    def correct(data_source, solution_str, ground_truth, extra_info, *, bonus=0.0):
+        return float(solution_str.strip() == ground_truth) + bonus
+
+2. The same with named parts, which become metrics (`reward_part/NAME`); "score" is the reward:
+
+    def correct_and_short(solution_str, ground_truth):
+        return {"score": float(ground_truth in solution_str), "characters": len(solution_str)}
+
+3. All completions of one prompt (the signature of TRL); one number each:
+
+    def brief(completions, completion_ids, **columns):
+        return [-0.001 * len(tokens) for tokens in completion_ids]
+
+The columns of the third form are lists of the same length: prompts, completion_ids, statuses ("completed" or
 "truncated"), ground_truth (also under the name of its column in the data), data_source, every key of extra_info and
-every other column of the data. Two more are single numbers: max_new_tokens, and time_left_s until the group is given
-up. Prompts and completions are message lists when the data's prompt is one, as in TRL, and plain text otherwise.
-None says that the function does not apply: where several rewards are added up, it is left out of that sum.
+every other column of the data. Two are single numbers: max_new_tokens, and time_left_s before the group times out.
+Prompts and completions are message lists when the data's prompt is one, as in TRL, and plain text otherwise.
+A score of None says that the function does not apply: a weighted sum of rewards leaves it out.
 """
 
 from __future__ import annotations
@@ -34,12 +44,12 @@ Message = dict[str, Any]
 """One message of a chat: "role", "content"."""
 
 Score = tuple[float | None, dict[str, float], str]
-"""Reward (None: does not apply), its named parts, and why there is none ("" when there is one, or none applies)."""
+"""Reward (None: does not apply), its named parts, and the error text ("" if there is none)."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompletedGroup:
-    """What a reward function may look at: the completions of one prompt."""
+    """The input of a reward function: the completions of one prompt."""
 
     prompt: str
     completions: list[str]
@@ -57,10 +67,10 @@ class CompletedGroup:
     """ "completed" or "truncated", of each completion."""
     max_new_tokens: int = 0
     deadline_s: float = math.inf
-    """When the scores must be there, on the monotonic clock."""
+    """Deadline for the scores, on the monotonic clock."""
 
     def to_columns(self) -> dict[str, Any]:
-        """The keyword arguments of a function of the second form."""
+        """The keyword arguments of a reward of the group form."""
         size = len(self.completions)
         prompt = self.prompt if self.chat is None else self.chat
         completions: list[Any] = self.completions
@@ -81,10 +91,10 @@ class CompletedGroup:
 
 
 class RewardFunction:
-    """A loaded reward function; calling it never raises: what goes wrong is the error text of the scores."""
+    """A loaded reward function. Calling it never raises: a failure becomes the error text of the scores."""
 
     def __init__(self, name: str, function: Callable[..., Any], options: Mapping[str, Any] | None = None) -> None:
-        """`options` are checked already. Raises ConfigError when the signature is neither of the two forms."""
+        """`options` are already checked. Raises ConfigError when the signature fits none of the forms."""
         self.name = name
         self.function = function
         self.options = dict(options or {})
@@ -94,7 +104,7 @@ class RewardFunction:
         self._names = {p.name for p in named} - self.options.keys()
         self._required = {p.name for p in named if p.default is p.empty} - self.options.keys()
         self.scores_groups = "completions" in self._names
-        """Form: True for `reward(completions, **columns)`."""
+        """True for the group form, `reward(completions, **columns)`."""
         if not self.scores_groups:
             self._check_sample_form(parameters)
 
@@ -111,7 +121,7 @@ class RewardFunction:
         unknown = [p.name for p in parameters if p.name in self._required and p.name not in SAMPLE_ARGUMENTS]
         if unknown:
             raise ConfigError(
-                f"rewards: {self.name} needs {', '.join(unknown)}, which a reward is not given: "
+                f"rewards: {self.name} needs {', '.join(unknown)}, which a reward does not receive: "
                 f"give it a default, or read it from extra_info; a reward is {FORMS}"
             )
 
@@ -124,7 +134,7 @@ class RewardFunction:
         }
         try:
             return self._read(self.function(**self._accepted(given)), group)
-        except Exception as error:  # the user's code: what it raises fails its trajectory, never the run
+        except Exception as error:  # the user's code: an exception fails its trajectory, never the run
             return self._failed(group, f"raised {describe(error)}")
 
     def _score_group(self, group: CompletedGroup) -> list[Score]:
@@ -136,7 +146,7 @@ class RewardFunction:
             return [self._failed(group, f"needs {', '.join(missing)}, which the data does not have ({known})")] * size
         try:
             values = self.function(**self._accepted(columns))
-        except Exception as error:  # the user's code: what it raises fails its trajectories, never the run
+        except Exception as error:  # the user's code: an exception fails its trajectories, never the run
             return [self._failed(group, f"raised {describe(error)}")] * size
         if not isinstance(values, Iterable) or isinstance(values, str | bytes | Mapping):
             return [self._failed(group, f"returned {_shown(values)}, not a list of {size} numbers")] * size
@@ -172,7 +182,7 @@ class RewardFunction:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """What a function may return in place of one score: this one completion has no reward."""
+    """Returned by a function in place of one score: this completion has no reward."""
 
     cause: str
 

@@ -83,7 +83,8 @@ def read_tensor_descriptions(path: Path) -> dict[str, Any]:
             raise TypeError(f"its header is {type(header).__name__}")
     except (OSError, ValueError, TypeError, RecursionError, struct.error) as error:
         raise ConfigError(
-            f"{path}: not a whole safetensors file ({type(error).__name__}: {error}); save or download the model anew"
+            f"{path}: not a complete safetensors file ({type(error).__name__}: {error}); save or download the model "
+            "again"
         ) from None
     return {str(name): value for name, value in header.items() if name != "__metadata__"}
 

@@ -33,7 +33,7 @@ def test_the_ceiling_is_above_float32_whatever_the_precision_on_disk(tmp_path: P
 )
 def test_a_file_that_is_not_whole_is_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"model.safetensors: not a whole safetensors file .* download the model"):
+    with pytest.raises(ConfigError, match=r"model.safetensors: not a complete safetensors file .* download the model"):
         max_weight_bytes(str(tmp_path))
 
 

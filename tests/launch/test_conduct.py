@@ -105,8 +105,8 @@ def test_role_that_never_works_for_one_cause_ends_the_run_at_once(conduct: Condu
     code, run, _ = conduct({name: [4] * 9}, last_s=600)
     assert code == EXIT_FAILED
     assert run.summary["error"] == (
-        f"{name} ended with code 4: it broke; it has never worked and fell twice for that: another start would only "
-        "repeat it"
+        f"{name} ended with code 4: it broke; it has never worked and failed twice for this reason: another start "
+        "would only repeat it"
     )
     assert run.summary["restarts"] == dict.fromkeys(("generator", "replay", "learner", "reward_model"), 0) | {
         name.partition("-")[0]: 1
@@ -134,7 +134,7 @@ def test_a_trace_that_was_not_completed_is_no_good_end(conduct: Conduct) -> None
     assert run.summary["status"] == "failed" and run.summary["steps"] == 3
     error = run.summary["error"]
     assert error.startswith("training is done and the model saved, but the replay queue did not complete trace.parquet")
-    assert "no space is left on the disk" in error and "`asyncrl launch --resume` does" in error
+    assert "no space is left on the disk" in error and "`asyncrl launch --resume` completes it" in error
 
 
 def test_no_secret_of_a_role_reaches_a_file_or_the_console(conduct: Conduct, monkeypatch: pytest.MonkeyPatch) -> None:

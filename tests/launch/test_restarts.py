@@ -36,9 +36,9 @@ def test_zero_restarts_nothing() -> None:
 
 def test_a_reward_model_that_served_long_begins_anew() -> None:
     spec = RoleSpec("reward_model", 0, "runs/run", loopback_endpoints(1), (0,), 8)
-    unit = RoleGroup(
+    group = RoleGroup(
         "reward_model", [(spec, RoleResources((0,), threads=1))], RestartHistory(max_restarts=3, window_s=600)
     )
     for day in range(12):
-        unit.started_s = 86_400.0 * day
-        assert unit.delay_s(unit.started_s + 80_000.0) == 0
+        group.started_s = 86_400.0 * day
+        assert group.delay_s(group.started_s + 80_000.0) == 0

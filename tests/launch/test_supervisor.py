@@ -68,7 +68,9 @@ class Stage:
         self.supervisor.tick(self.now_s)
 
     def status(self, **told: Any) -> dict[str, Any]:
-        generators = self.heard(**{unit.name: 0.0 for unit in self.supervisor.generators if unit.restart_at_s is None})
+        generators = self.heard(
+            **{group.name: 0.0 for group in self.supervisor.generators if group.restart_at_s is None}
+        )
         status = {
             "done": False, "generators_wanted": self.config.launch.generators, "generators": generators,
             "learners": dict.fromkeys(map(str, range(self.config.launch.learners)), 0.0), "step": 0,
@@ -80,7 +82,7 @@ class Stage:
         told: dict[str, Any] = {}
         for name, seconds in ago_s.items():
             index = name.removeprefix("generator-").removeprefix("g")
-            start = self.unit(f"generator-{index}").starts - former
+            start = self.group(f"generator-{index}").starts - former
             told[index] = {"heard_ago_s": seconds, "session": f"session-{start}"}
         return told
 
@@ -92,20 +94,20 @@ class Stage:
         self.now_s += after_s
         self.supervisor.tick(self.now_s)
 
-    def unit(self, name: str) -> RoleGroup:
-        units = [self.supervisor.learners, self.supervisor.replay, *self.supervisor.generators]
-        return next(unit for unit in units if unit.name == name)
+    def group(self, name: str) -> RoleGroup:
+        groups = [self.supervisor.learners, self.supervisor.replay, *self.supervisor.generators]
+        return next(group for group in groups if group.name == name)
 
     def pids(self, name: str) -> list[int]:
-        return [role.process.pid for role in self.unit(name).processes]
+        return [role.process.pid for role in self.group(name).processes]
 
     def await_end(self, name: str, rank: int = 0) -> None:
-        self.unit(name).processes[rank].process.wait(30)
+        self.group(name).processes[rank].process.wait(30)
 
     def run_code(self, name: str, code: str) -> None:
-        """Starts the one process of a unit anew with this code, and waits for its end."""
+        """Starts the one process of a group anew with this code, and waits for its end."""
         self.launcher.code[name] = code
-        self.supervisor.restart(self.unit(name), "test", self.now_s)
+        self.supervisor.restart(self.group(name), "test", self.now_s)
         self.tick(100)
         self.await_end(name)
 
@@ -138,8 +140,8 @@ def test_dead_generator_is_told_and_started_again_alone(stage: Make) -> None:
     one.tick()
     assert one.queue.lost_generators == [1]
     assert one.said == ["generator-1 was killed by signal SIGKILL; restart 1 in 0 s"]
-    assert one.unit("generator-1").running
-    assert one.unit("generator-1").processes[0].spec.start == 1
+    assert one.group("generator-1").running
+    assert one.group("generator-1").processes[0].spec.start == 1
     assert {name: one.pids(name) for name in before} == before
     assert one.supervisor.restarts == {"generator": 1, "replay": 0, "learner": 0, "reward_model": 0}
 
@@ -152,9 +154,9 @@ def test_second_death_soon_after_waits_and_one_after_good_work_does_not(stage: M
     one.kill("generator-0")
     one.tick()
     assert one.said[-1].endswith("restart 2 in 1 s")
-    assert not one.unit("generator-0").running
+    assert not one.group("generator-0").running
     one.tick(1.0)
-    assert one.unit("generator-0").running
+    assert one.group("generator-0").running
     one.hear(SETTLED_S + 1)
     one.kill("generator-0")
     one.tick()
@@ -217,19 +219,19 @@ def test_process_that_does_not_die_is_named_and_left_behind(stage: Make, monkeyp
     monkeypatch.setattr(local, "KILL_S", 0.2)
     one = stage()
     one.hear()
-    stuck = one.unit("generator-1").processes[0]
+    stuck = one.group("generator-1").processes[0]
     kill_group = LocalLauncher._kill_group
     monkeypatch.setattr(
         LocalLauncher, "_kill_group", staticmethod(lambda role: None if role is stuck else kill_group(role))
     )
-    one.supervisor.restart(one.unit("generator-1"), "it hangs", one.now_s)
+    one.supervisor.restart(one.group("generator-1"), "it hangs", one.now_s)
     try:
         assert one.said == [
-            f"generator-1 (process {stuck.process.pid}) does not die of SIGKILL and is left behind",
+            f"generator-1 (process {stuck.process.pid}) does not die of SIGKILL and is left running",
             "it hangs; restart 1 in 0 s",
         ]
         one.tick()
-        assert one.unit("generator-1").running
+        assert one.group("generator-1").running
         assert one.queue.lost_generators == [1]
     finally:
         kill_group(stuck)
@@ -300,14 +302,14 @@ def test_silent_generator_is_killed_once_it_was_heard(stage: Make) -> None:
     one.hear(9.0, generators=one.heard(g0=0.0, g1=9.0))
     assert one.pids("generator-1") == [frozen]
     one.hear(3.0, generators=one.heard(g0=0.0, g1=12.0))
-    assert one.said == ["generator-1 was not heard for launch.heartbeat_timeout_s = 10 s; restart 1 in 0 s"]
+    assert one.said == ["generator-1 sent no heartbeat for launch.heartbeat_timeout_s = 10 s; restart 1 in 0 s"]
     assert not Path(f"/proc/{frozen}").exists()
     one.tick()
     # The queue may still know the old one: heard before this start says nothing of it.
     one.hear(50.0, generators=one.heard(g0=0.0, g1=62.0))
     assert len(one.said) == 1
     one.hear(51.0, generators=one.heard(g0=0.0))
-    assert one.said[-1] == "generator-1 was not heard for launch.start_timeout_s = 100 s; restart 2 in 1 s"
+    assert one.said[-1] == "generator-1 sent no heartbeat for launch.start_timeout_s = 100 s; restart 2 in 1 s"
 
 
 def test_nobody_is_blamed_for_the_time_that_the_queue_was_away(stage: Make) -> None:
@@ -368,14 +370,14 @@ def test_wanted_generators_join_and_leave(stage: Make) -> None:
     before = one.pids("generator-0")
     one.hear(generators_wanted=3)
     one.tick()
-    assert [unit.name for unit in one.supervisor.generators] == ["generator-0", "generator-1", "generator-2"]
+    assert [group.name for group in one.supervisor.generators] == ["generator-0", "generator-1", "generator-2"]
     assert one.pids("generator-0") == before
-    assert one.unit("generator-2").processes[0].spec.cpus
+    assert one.group("generator-2").processes[0].spec.cpus
     one.run_code("generator-2", "pass")
     one.tick()
     one.hear(generators_wanted=2)  # it may have been told before the launcher was
     one.tick()
-    assert [unit.index for unit in one.supervisor.generators] == [0, 1]
+    assert [group.index for group in one.supervisor.generators] == [0, 1]
     assert one.said[-1] == "generator-2 has left"
     assert one.queue.lost_generators[-1] == 2
     assert one.supervisor.restarts["generator"] == 1
@@ -390,7 +392,7 @@ def test_generator_that_does_not_leave_is_killed(stage: Make) -> None:
     assert Path(f"/proc/{pid}").exists()
     one.hear(3.0, generators_wanted=1)
     assert not Path(f"/proc/{pid}").exists()
-    assert [unit.index for unit in one.supervisor.generators] == [0]
+    assert [group.index for group in one.supervisor.generators] == [0]
 
 
 def test_number_of_the_config_counts_at_the_start_of_a_launch(stage: Make) -> None:
@@ -406,18 +408,18 @@ def test_generators_are_not_missed_at_the_end(stage: Make) -> None:
     one.hear(done=True)
     one.kill("generator-0")
     one.tick()
-    assert (one.said, [unit.index for unit in one.supervisor.generators]) == ([], [1])
+    assert (one.said, [group.index for group in one.supervisor.generators]) == ([], [1])
     one.kill("replay")
     one.tick()
-    assert one.unit("replay").running, "the summary comes from it"
+    assert one.group("replay").running, "the summary comes from it"
 
 
 def test_generators_that_the_last_status_has_heard_end_by_themselves(stage: Make) -> None:
     one = stage()
     one.hear(done=True, generators=one.heard(g1=0.0))
     one.supervisor.end_generation()
-    assert [unit.index for unit in one.supervisor.generators] == [1]
-    assert one.unit("generator-1").running
+    assert [group.index for group in one.supervisor.generators] == [1]
+    assert one.group("generator-1").running
 
 
 def test_generator_that_ends_before_the_run_is_restarted(stage: Make) -> None:
@@ -436,7 +438,7 @@ def test_learners_that_are_never_heard_are_restarted(stage: Make) -> None:
     one.hear(learners={})
     assert "learner" in one.supervisor.missing
     one.hear(22.0, learners={"0": 1.0})
-    assert one.said == ["learner was not heard for launch.start_timeout_s = 20 s; restart 1 in 0 s"]
+    assert one.said == ["learner sent no heartbeat for launch.start_timeout_s = 20 s; restart 1 in 0 s"]
     one.tick()
     one.hear(5.0)
     assert one.supervisor.missing == []
@@ -470,4 +472,4 @@ def test_a_generator_without_a_gpu_of_its_own_is_refused_and_the_others_go_on(
     assert run.queue.wanted == [2]
     run.hear(generators_wanted=2)
     run.tick()
-    assert [unit.name for unit in run.supervisor.generators if unit.running] == ["generator-0", "generator-1"]
+    assert [group.name for group in run.supervisor.generators if group.running] == ["generator-0", "generator-1"]

@@ -211,7 +211,7 @@ def test_file_may_import_its_neighbor(write, tmp_path: Path) -> None:
         ("no_such_package.x:f", "cannot import no_such_package.x: ModuleNotFoundError: No module named"),
         ("mine.py:LIMIT", "mine.py:LIMIT is a int, not a function"),
         ("mine.py:other", "mine.py:other has the arguments (text, truth): a reward is compute_score("),
-        ("mine.py:greedy", "mine.py:greedy needs tokenizer, which a reward is not given"),
+        ("mine.py:greedy", "mine.py:greedy needs tokenizer, which a reward does not receive"),
         ("broken.py:score", "broken.py: RuntimeError: no license"),
     ],
 )

@@ -288,5 +288,5 @@ def test_the_process_runs_by_itself_and_stops(model_folder: Path, tmp_path: Path
 def test_a_header_that_claims_too_much_is_refused_before_it_is_read(tmp_path: Path, content: bytes) -> None:
     folder = save_model(tmp_path / "m")
     (folder / "model.safetensors").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"model\.safetensors: not a whole safetensors file"):
+    with pytest.raises(ConfigError, match=r"model\.safetensors: not a complete safetensors file"):
         check_rewards(make_config("reward_model", options={"reward_model": {"path": str(folder)}}))

@@ -1,4 +1,27 @@
-"""A vLLM engine in this process: completions with versions and log-probs, weights swapped between two steps."""
+"""A vLLM engine in this process: completions with versions and log-probs, weights swapped between two steps.
+
+`Engine` is the seam between the generator's loop and the inference library. A second engine implements the members
+that `generator/loop.py` uses:
+
+    version             version of the loaded weights; NO_VERSION before the first swap
+    num_running         completions in progress
+    add(key, tokens)    starts a completion; never blocks
+    step()              one decoding step; the completions that ended in it
+    num_generated(key)  tokens sampled so far
+    abort(keys)         drops completions in progress
+    swap(version, w)    loads weights between two steps; the milliseconds that it took
+    close()             frees the memory
+
+Every token of a `Completion` carries the log-prob and the version of the weights that sampled it. For example:
+
+    engine = Engine(config, seed=0)
+    engine.swap(0, weights)                            # [(name, tensor), ...] as the learner sends them
+    engine.add("a", prompt_tokens)
+    while engine.num_running:
+        for completion in engine.step():
+            print(completion.key, completion.tokens, completion.versions)
+    engine.close()
+"""
 
 from __future__ import annotations
 
@@ -31,7 +54,7 @@ Sampling = Literal["training", "evaluation", "greedy"]
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What the policy said to one prompt; all arrays are [tokens], the end-of-sequence token is among them."""
+    """One completion of a prompt. All arrays are [tokens] and include the end-of-sequence token."""
 
     key: str
     tokens: list[int]
@@ -44,26 +67,26 @@ class Completion:
 @dataclass(slots=True)
 class _Request:
     id: str
-    """The engine's own."""
+    """vLLM's own id of the request."""
     prompt: list[int]
     kind: Sampling
     seed: int | None
 
 
 class Engine:
-    """Continuous batching over prompts that come and go, with weights that change in flight.
+    """Continuous batching with in-flight weight updates.
 
-    Not thread-safe. There are no versions before the first `swap`: nothing can be added before it. With `deterministic`
-    a completion is a function of the weights, its prompt and its seed, bit for bit, whatever runs beside it.
+    Not thread-safe. Nothing can be added before the first `swap`. With `deterministic` a completion is a function of
+    the weights, its prompt and its seed, bit for bit, whatever else runs in the engine.
     """
 
     def __init__(self, config: Config, *, seed: int, sent: SentWeights | None = None) -> None:
-        """`sent` describes what `swap` gets, where it is known already."""
+        """`sent` describes the weights that `swap` receives; read from the model when it is None."""
         self.version = NO_VERSION
         self._config = config
         self._requests: dict[str, _Request] = {}
         self._last: tuple[list[int], Sampling, int, EngineCoreRequest] | None = None
-        """Prompt, kind, version and what was prepared of them."""
+        """The last prompt, kind and version, with the request prepared from them."""
         self._sent = sent or SentWeights(config)  # first: vLLM changes classes of transformers that it runs itself
         self._engine = build_engine(config, seed)
         generator, evaluation = config.generator, config.eval
@@ -76,10 +99,11 @@ class Engine:
         self._params = {kind: sampling_params(config, *cut) for kind, cut in self._cuts.items()}
         self._warm_up()
         gc.collect()
-        gc.freeze()  # the engine's many objects need not be looked at again
+        gc.freeze()  # keeps the engine's many objects out of later collections
 
     @property
     def num_running(self) -> int:
+        """Number of completions in progress."""
         return len(self._requests)
 
     def add(
@@ -90,9 +114,9 @@ class Engine:
         kind: Sampling = "training",
         seed: int | None = None,
     ) -> None:
-        """Starts a completion of `prompt` (token ids), sampled as section `generator` says, as `eval` says, or
-        greedily; with `deterministic` from a `seed` of its own. Raises RunError when the prompt does not fit the
-        window."""
+        """Starts a completion of `prompt` (token ids). `kind` selects the sampling: that of section `generator`, of
+        section `eval`, or greedy. `seed` is for `deterministic` runs only. Raises RunError when the prompt does not
+        fit the window."""
         if seed is not None and not self._config.deterministic:
             raise InvariantError(f"request {key}: a seed of its own works with `deterministic` only")
         if self.version == NO_VERSION:
@@ -116,14 +140,14 @@ class Engine:
         self._requests[key] = _Request(request.request_id, prompt, kind, seed)
 
     def _prepared(self, prompt: list[int], kind: Sampling, seed: int | None) -> EngineCoreRequest:
-        """A request of no name yet. That of the last prompt is kept and copied: members of a group differ in nothing
-        but their name, and to check and prepare one is half of what it costs to add it."""
+        """A request without an id. The last one is cached and copied: the members of a group differ only in their id,
+        and checking and preparing a request is half of the cost of adding it."""
         from vllm.inputs.engine import tokens_input
 
         if seed is None and self._last is not None and self._last[:3] == (prompt, kind, self.version):
             return copy(self._last[3])
         params = self._params[kind] if seed is None else sampling_params(self._config, *self._cuts[kind], seed)
-        # A salt of the version keeps a cached prompt from being used under other weights.
+        # Salting with the version keeps a cached prompt from being reused under other weights.
         salt = str(self.version) if self._config.generator.prefix_caching else None
         engine = self._engine
         request = engine.input_processor.process_inputs(
@@ -133,7 +157,7 @@ class Engine:
         return request
 
     def _warm_up(self) -> None:
-        """The first steps load code, for longer than a running generator may be silent."""
+        """Runs the first steps, which load code for longer than a running generator may go without a heartbeat."""
         from vllm.inputs.engine import tokens_input
 
         for kind, params in self._params.items():
@@ -144,7 +168,7 @@ class Engine:
             self._engine.step()
 
     def step(self) -> list[Completion]:
-        """One decoding step of all requests; gives those that ended."""
+        """Runs one decoding step of all requests and returns the completions that ended in it."""
         completions: list[Completion] = []
         for output in self._engine.step():
             del self._requests[output.request_id]
@@ -158,18 +182,18 @@ class Engine:
         return state.detokenizer.num_output_tokens()
 
     def abort(self, keys: Iterable[str]) -> None:
-        """Drops running requests."""
+        """Drops requests in progress."""
         keys = list(keys)
         self._engine.abort_request(keys)
         for key in keys:
             del self._requests[key]
 
     def swap(self, version: int, tensors: Weights) -> float:
-        """Loads weights, as `TrainedModel.weights` names them, between two steps; gives how long that took, in ms.
+        """Loads weights, named as in `TrainedModel.weights`, between two steps; returns the time it took in ms.
 
-        Tokens sampled from here on carry `version`. Running requests go on, with their keys and values kept or
-        computed anew (`weights.kv_cache`); cached prompts are never used across versions. Raises RunError when
-        the weights are not those of the model, and ConfigError when the first ones cannot be loaded.
+        Tokens sampled afterwards carry `version`. Requests in progress continue, with their KV cache kept or
+        recomputed (`weights.kv_cache`); cached prompts are never used across versions. Raises RunError when the
+        weights do not match the model, and ConfigError when the first weights cannot be loaded.
         """
         started = time.perf_counter()
         self._check_fit(version, tensors)
@@ -182,7 +206,7 @@ class Engine:
         return (time.perf_counter() - started) * 1e3
 
     def use_own_weights(self, version: int) -> None:
-        """Runs on the weights that lie in `model.path`, as `version`; instead of the first `swap`."""
+        """Uses the weights in `model.path` as `version`, instead of a first `swap`."""
         if self.version != NO_VERSION:
             raise InvariantError(f"engine: version {self.version} is loaded already, over the model's own weights")
         self._set_version(version)
@@ -211,7 +235,7 @@ class Engine:
             del STAGING["weights"]
 
     def _restart_untouched(self) -> None:
-        """Requests that have not sampled a token yet start again, so that their prompt is of one version."""
+        """Restarts requests that have not sampled a token yet, so that their prompt is of one version."""
         untouched = [key for key in self._requests if self.num_generated(key) == 0]
         requests = [self._requests[key] for key in untouched]
         self.abort(untouched)
@@ -233,7 +257,7 @@ class Engine:
         raise RunError(f"weights of version {version} do not fit model.path = {self._config.model.path}: {shown}")
 
     def close(self) -> None:
-        """Ends all requests and gives back the engine's memory and the process group that it made for itself."""
+        """Aborts all requests and frees the engine's memory and its process group."""
         self.abort(list(self._requests))
         self._engine.engine_core.shutdown()
 

@@ -1,13 +1,13 @@
-"""What vLLM calls at start-up, through the entry point group `vllm.general_plugins`."""
+"""The plug-in that vLLM calls at start-up, through the entry point group `vllm.general_plugins`."""
 
 from __future__ import annotations
 
 NAME = "asyncrl"
-"""Of the weight transfer engine, as `WeightTransferConfig` names it."""
+"""Name of the weight transfer engine in `WeightTransferConfig`."""
 
 
 def register() -> None:
-    """Makes the weight transfer engine known to vLLM; may be called many times."""
+    """Registers the weight transfer engine with vLLM; idempotent."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if NAME not in WeightTransferEngineFactory._registry:

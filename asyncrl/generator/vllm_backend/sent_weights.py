@@ -1,4 +1,4 @@
-"""What a learner sends for a model, and the same weights as the model's checkpoint has them."""
+"""The weights of a model as a learner sends them, and their conversion to the checkpoint's names and shapes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Weights = Sequence[tuple[str, Tensor]]
 
 
 class SentWeights:
-    """Names and shapes of the parameters of transformers' model, without its weights."""
+    """Names and shapes of the parameters of the transformers model; holds no weights."""
 
     def __init__(self, config: Config) -> None:
         trust = config.model.trust_remote_code
@@ -28,12 +28,12 @@ class SentWeights:
         parameters = dict(self._model.named_parameters())
         self.model_type: str = self._model.config.model_type
         self.shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-        """Of what a learner sends; tied weights once."""
+        """Shapes of the tensors that a learner sends; tied weights once."""
         self._differs = revert_weight_conversion(self._model, parameters).keys() != parameters.keys()
 
     def to_checkpoint(self, tensors: Weights) -> Iterator[tuple[str, Tensor]]:
-        """The weights by the names and in the shapes of a checkpoint, which engines load. Models of experts have one
-        tensor for all experts of a layer, their checkpoints one for each: copies, of a layer at a time."""
+        """The weights in the names and shapes of a checkpoint, which engines load. Mixture-of-experts models have one
+        tensor for all experts of a layer, their checkpoints one for each: those are copied, one layer at a time."""
         if not self._differs:
             yield from tensors
             return

@@ -29,18 +29,18 @@ ENVIRONMENT = {
     # Connections that the engine makes to itself stay on the machine.
     "VLLM_HOST_IP": "127.0.0.1",
 }
-"""Set before vLLM is imported, unless the user's environment says else. Thread counts and cores are the launcher's
+"""Set before vLLM is imported, unless the user's environment says otherwise. The launcher sets thread counts and cores
 (OMP_NUM_THREADS, affinity): inside one process vLLM keeps them."""
 
 GPU_FRACTION = "ASYNCRL_GPU_MEMORY_FRACTION"
-"""Variable with the share of the GPU's memory that the launcher's arithmetic leaves the engine."""
+"""Environment variable with the fraction of the GPU's memory that the launcher assigns to the engine."""
 
 CPU_KV_CACHE_BYTES = 1 << 30
 """Key-value cache on a CPU when `generator.kv_cache_bytes` is not set."""
 
 
 def build_engine(config: Config, seed: int) -> LLMEngine:
-    """The engine over `model.path`, as sections `model` and `generator` say."""
+    """Builds the vLLM engine for `model.path`, as configured in sections `model` and `generator`."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     preload = os.environ.get("LD_PRELOAD")
@@ -70,7 +70,7 @@ def build_engine(config: Config, seed: int) -> LLMEngine:
         "generation_config": "vllm",  # not the sampling defaults that a model ships
         "weight_transfer_config": WeightTransferConfig(backend=NAME),
         "distributed_executor_backend": "uni",
-        "async_scheduling": False,  # a step that is already under way when weights change would blur versions
+        "async_scheduling": False,  # a step already scheduled when weights change would make versions ambiguous
         "disable_log_stats": True,
     }
     if on_gpu:
@@ -81,13 +81,13 @@ def build_engine(config: Config, seed: int) -> LLMEngine:
         arguments["enforce_eager"] = True
         arguments["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
         if config.deterministic:
-            # One at a time, since kernels for several sequences round differently. Prompts in one piece, since the
-            # sampler of a CPU cannot take back a draw for a piece that ends before the prompt does.
+            # One sequence at a time, since kernels round differently for several. No chunked prefill, since the CPU
+            # sampler cannot undo the draw for a chunk that ends before the prompt does.
             arguments |= {"max_num_seqs": 1, "enable_chunked_prefill": False}
     if generator.kv_cache_bytes is not None:
         arguments["kv_cache_memory_bytes"] = generator.kv_cache_bytes
     arguments |= generator.engine_options
-    # Tokens of a step by default: on a GPU as many as for vLLM's `LLM`, which also has many prompts at once.
+    # Sets the default of tokens per step: on a GPU that of vLLM's `LLM`, which also serves many prompts at once.
     context = UsageContext.LLM_CLASS if on_gpu else UsageContext.ENGINE_CONTEXT
     try:
         vllm_config = EngineArgs(**arguments).create_engine_config(context)
@@ -96,9 +96,9 @@ def build_engine(config: Config, seed: int) -> LLMEngine:
             raise
         raise ConfigError(f"generator.engine_options = {generator.engine_options}: vLLM refuses: {error}") from error
     engine = LLMEngine.from_vllm_config(vllm_config, usage_context=context, disable_log_stats=True)
-    # It warns at every swap of layers without weights of their own; `Engine.swap` checks that nothing is missing.
+    # vLLM warns at every swap about layers without own weights; `Engine.swap` checks that nothing is missing.
     logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
-    # vLLM sets it for children of its own; those of this process keep their allocator.
+    # vLLM sets LD_PRELOAD for its own children; those of this process keep their allocator.
     if preload is None:
         os.environ.pop("LD_PRELOAD", None)
     else:
@@ -107,8 +107,9 @@ def build_engine(config: Config, seed: int) -> LLMEngine:
 
 
 def check_engine_options(config: Config) -> None:
-    """Raises ConfigError for an option in `generator.engine_options` that the installed vLLM does not have. Reads the
-    source of `vllm.EngineArgs`, since vLLM takes seconds to import."""
+    """Raises ConfigError for an option in `generator.engine_options` that the installed vLLM does not have.
+
+    Reads the source of `vllm.EngineArgs`, since importing vLLM takes seconds."""
     if not config.generator.engine_options:
         return
     package = importlib.util.find_spec("vllm")
@@ -126,32 +127,33 @@ def check_engine_options(config: Config) -> None:
 
 
 def bfloat16_fault() -> str:
-    """Why an engine on this machine's CPU would die in bfloat16; empty if it would not.
+    """Why an engine in bfloat16 would crash on this machine's CPU; "" if it would not.
 
-    Where the processor has AMX tiles, vLLM's attention uses them in bfloat16, and only there. It does not ask whether
-    the kernel lets a process use them: where it does not, the first such instruction is an illegal one.
+    vLLM's attention uses AMX tiles in bfloat16 where the processor has them. It does not check that the kernel permits
+    them to a process: if not, the first such instruction is illegal.
     """
     import torch
 
     if not torch.cpu._is_amx_tile_supported() or torch.cpu._init_amx():
         return ""
     return (
-        "the processor has AMX tiles, which the engine uses in bfloat16, but the kernel does not permit it (arch_prctl)"
+        "the processor has AMX tiles, which the engine uses in bfloat16, but the kernel does not permit them "
+        "(arch_prctl)"
     )
 
 
 def check_cpu(config: Config) -> None:
-    """Raises ConfigError when an engine on this machine's CPU would die of `model.dtype`."""
+    """Raises ConfigError when an engine with `model.dtype` would crash on this machine's CPU."""
     if config.model.dtype == "bfloat16" and (fault := bfloat16_fault()):
         raise ConfigError(
             f"model.dtype = 'bfloat16': {fault}; use model.dtype=float32, or a kernel (Linux 5.16 or newer) and "
-            "container that permit it"
+            "container that permit them"
         )
 
 
 def _keep_weights_beside_packed() -> None:
-    """On a CPU vLLM runs on packed copies of the weights and gives up the weights themselves, so that new ones take a
-    reload layer by layer. Where they are kept, new ones are copied into them and packed again."""
+    """Makes vLLM keep the weights beside their packed copies on a CPU. It drops them by default, so that new weights
+    need a layer-wise reload; kept ones are overwritten in place and packed again."""
     from vllm.model_executor.layers import utils
 
     pack = inspect.unwrap(utils.dispatch_cpu_unquantized_gemm)
@@ -164,11 +166,11 @@ def _keep_weights_beside_packed() -> None:
 
 
 def sampling_params(config: Config, temperature: float, top_p: float, seed: int | None = None) -> SamplingParams:
-    """How completions are sampled, and what the engine gives of them."""
+    """The sampling of completions, and the outputs that the engine returns."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    # In training top_p, top_k and penalties are neutral: log-probs are those of the full distribution.
+    # top_k and penalties are neutral, as is top_p in training: log-probs are those of the full distribution.
     return SamplingParams(
         temperature=temperature,
         top_p=top_p,
@@ -178,5 +180,5 @@ def sampling_params(config: Config, temperature: float, top_p: float, seed: int 
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
-        skip_clone=True,  # requests share them, nothing changes them, and a deep copy for each is slow
+        skip_clone=True,  # requests share them unchanged; a deep copy for each is slow
     )

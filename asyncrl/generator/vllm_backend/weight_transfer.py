@@ -1,4 +1,4 @@
-"""Loads weights that lie in this process's memory into a vLLM engine of this process."""
+"""The weight transfer engine: loads weights in this process's memory into the vLLM engine of this process."""
 
 from __future__ import annotations
 
@@ -27,31 +27,33 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.platforms import current_platform
 
 STAGING: dict[str, Iterator[tuple[str, Tensor]]] = {}
-"""Weights to load, in Hugging Face checkpoint names, under the key that `update_weights` is given."""
+"""Weights to load, in Hugging Face checkpoint names, under the key that `update_weights` receives."""
 PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
-"""How layers of unquantized weights are computed."""
+"""vLLM's methods for layers with unquantized weights."""
 
 
 @dataclass
 class StagedInitInfo(WeightTransferInitInfo):
-    pass
+    """Empty: there is nothing to connect to."""
 
 
 @dataclass
 class StagedUpdateInfo(WeightTransferUpdateInfo):
+    """Names the weights of an update."""
+
     key: str
-    """Of `STAGING`."""
+    """Key in `STAGING`."""
 
 
 class StagedTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpdateInfo]):
-    """Copies staged tensors into the model through its own loader: straight into the parameters where the model still
-    has them, else layer by layer, by which vLLM makes anew what it runs on instead."""
+    """Copies staged tensors into the model through its own loader: directly into the parameters where the model still
+    has them, else by vLLM's layer-wise reload, which rebuilds the packed or absorbed weights."""
 
     init_info_cls = StagedInitInfo
     update_info_cls = StagedUpdateInfo
 
     _checked = False
-    """A first update has set every parameter of the model."""
+    """True once a first update has set every parameter of the model."""
 
     @cached_property
     def _in_place(self) -> bool:
@@ -59,33 +61,34 @@ class StagedTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpdateInfo
 
     @cached_property
     def _packed(self) -> list[Any]:
-        """On a CPU, the layers that run on a packed copy of their weights."""
+        """Layers that compute with a packed copy of their weights; only on a CPU."""
         if not current_platform.is_cpu():
             return []
         layers = [layer for layer in self.model.modules() if isinstance(layer, LinearBase | VocabParallelEmbedding)]
         layers = [layer for layer in layers if type(layer.quant_method) in PLAIN]
         if any(isinstance(layer, ParallelLMHead) for layer in layers):
-            # Only a head multiplies by its weights; without one the embedding is the head, too.
+            # Only a head multiplies by its weights; without a separate head the embedding is the head.
             layers = [layer for layer in layers if isinstance(layer, LinearBase | ParallelLMHead)]
         return layers
 
     @cached_property
     def _packed_experts(self) -> list[UnquantizedFusedMoEMethod]:
-        """On a CPU, what computes layers of experts, on packed weights."""
+        """Methods of the expert layers, which compute with packed weights; only on a CPU."""
         if not current_platform.is_cpu():
             return []
         methods = [getattr(layer, "quant_method", None) for layer in self.model.modules()]
         return [method for method in methods if isinstance(method, UnquantizedFusedMoEMethod)]
 
     def init_transfer_engine(self, init_info: StagedInitInfo) -> None:
-        """Nothing to connect to."""
+        """Does nothing: there is nothing to connect to."""
 
     def start_weight_update(self) -> None:
-        computed_with = self._names()  # tied ones once
+        """Prepares the model for new weights."""
+        computed_with = self._names()  # tied parameters once
         if not self._in_place:
             initialize_layerwise_reload(self.model)
             for experts in self._packed_experts:
-                experts.moe_kernel = None  # else weights that are loaded again are not packed for it
+                experts.moe_kernel = None  # otherwise vLLM does not pack the reloaded weights
         self._to_load = self._names() & computed_with
 
     def _names(self) -> set[str]:
@@ -93,7 +96,7 @@ class StagedTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpdateInfo
 
     @torch.no_grad()
     def receive_weights(self, update_info: StagedUpdateInfo) -> None:
-        """Raises ValueError when weights of the first update leave a parameter of the model as it was."""
+        """Loads the staged weights. Raises ValueError when the first update leaves a parameter of the model unset."""
         model: Any = self.model
         loaded: set[str] | None = model.load_weights(STAGING[update_info.key])
         if self._checked:
@@ -104,6 +107,7 @@ class StagedTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpdateInfo
         self._checked = True
 
     def finish_weight_update(self) -> None:
+        """Packs the new weights again where the model computes with packed copies."""
         if self._in_place:
             self._pack(self._packed)
         else:
@@ -111,7 +115,7 @@ class StagedTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpdateInfo
             self._pack(self._tied_heads())
 
     def _tied_heads(self) -> list[Any]:
-        """Packed heads that share the weights of their embedding, which a reload leaves out."""
+        """Packed heads that share the weights of their embedding; a reload does not pack them."""
         layers = [layer for layer in self.model.modules() if isinstance(layer, VocabParallelEmbedding)]
         embeddings = {id(layer.weight) for layer in layers if not isinstance(layer, ParallelLMHead)}
         heads = [layer for layer in self._packed if isinstance(layer, ParallelLMHead)]
@@ -122,12 +126,12 @@ class StagedTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpdateInfo
             layer.quant_method.process_weights_after_loading(layer)
 
     def shutdown(self) -> None:
-        """Nothing is held."""
+        """Does nothing: no resource is held."""
 
 
 def keeps_its_parameters(model: torch.nn.Module) -> bool:
-    """The model still has the parameters that a checkpoint is loaded into, and what it computes with is those or a
-    copy that is easily made again: they were not quantized, reordered, absorbed into others or given up."""
+    """True if the model still has the parameters that a checkpoint is loaded into, and computes with those or with a
+    packed copy: they were not quantized, reordered, absorbed into others or dropped."""
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
         if isinstance(method, QuantizeMethodBase):
@@ -139,5 +143,5 @@ def keeps_its_parameters(model: torch.nn.Module) -> bool:
 
 
 def _is_changed(layer: Any) -> bool:
-    """On a CPU: its weights were given up, or are not those of a plain matrix product and may have been reordered."""
+    """True if, on a CPU, the layer's weights were dropped, or are no plain matrix and may have been reordered."""
     return current_platform.is_cpu() and (layer.weight.ndim != 2 or not layer.weight.numel())
