@@ -15,13 +15,13 @@ DATA_SOURCE = "arithmetic"
 
 
 def sums() -> list[tuple[str, str, int, int]]:
-    """(prompt, answer, first operand, second operand) of every sum there is."""
+    """(prompt, answer, first operand, second operand) of every sum."""
     pairs = product(range(LARGEST + 1), repeat=2)
     return [(f"{a:02d}+{b:02d}=", f"{a + b:02d}", a, b) for a, b in pairs]
 
 
 def make_arithmetic(path: Path, *, seed: int = 0, rows: int | None = None) -> None:
-    """Writes all sums, or the first `rows` of them, in an order that the seed determines, in verl's schema."""
+    """Writes all sums, or the first `rows`, shuffled by the seed, in verl's schema."""
     table: list[dict[str, Any]] = [
         {
             "data_source": DATA_SOURCE,

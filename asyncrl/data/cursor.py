@@ -1,4 +1,4 @@
-"""The endless stream of prompts: shuffled anew each epoch, tokenized, resumable at the next prompt."""
+"""The endless stream of prompts: shuffled in each epoch, tokenized, resumable at the next prompt."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ log = structlog.get_logger()
 
 
 class PromptCursor:
-    """Prompts without end; a row with more than `limit_tokens` prompt tokens is counted and skipped.
+    """An endless iterator of prompts; rows with more than `limit_tokens` prompt tokens are counted and skipped.
 
-    With `data.weights` each file gives its share of them. `state_dict` and `load_state_dict` go on exactly after the
-    last prompt. Raises ConfigError when no row fits, or none of a file that has a weight.
+    With `data.weights` each file contributes its share. `state_dict` and `load_state_dict` resume exactly after the
+    last prompt. Raises ConfigError when no row fits, or no row of a file that has a weight.
     """
 
     def __init__(self, config: Config, *, limit_tokens: int) -> None:
@@ -62,14 +62,15 @@ class PromptCursor:
             self._skip(row, len(prompt.tokens))
 
     def prompt(self, row: int) -> Prompt:
-        """The prompt of a row, wherever the stream is."""
+        """The prompt of a row, independent of the position of the stream."""
         return self._build(self._table[row])
 
     def state_dict(self) -> dict[str, Any]:
+        """The position after the last prompt, and the skipped rows."""
         return {"loader": self._loader.state_dict(), "skipped": _pack(self._skipped)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises ConfigError when the dataset is not the one of the state."""
+        """Restores the position. Raises ConfigError when the dataset is not the one of the state."""
         self._loader.load_state_dict(state["loader"])
         self._rows = iter(self._loader)
         self._skipped = _unpack(state["skipped"], len(self._skipped))
@@ -87,12 +88,12 @@ class PromptCursor:
 
 
 def _pack(rows: np.ndarray) -> bytes:
-    """A compressed bitmap: at most about an eighth of a byte for each row of the data, far less when few are set."""
+    """A compressed bitmap: about an eighth of a byte per row at most, far less when few are set."""
     return zlib.compress(np.packbits(rows).tobytes(), level=1)
 
 
 def _unpack(packed: bytes | list[int], num_rows: int) -> np.ndarray:
-    """What `_pack` was given; also from the list of row numbers that older checkpoints and journals have."""
+    """Reverses `_pack`; also accepts the list of row numbers in older checkpoints and journals."""
     if isinstance(packed, list):
         rows = np.zeros(num_rows, dtype=bool)
         rows[packed] = True

@@ -13,11 +13,12 @@ import pyarrow.parquet as pq
 
 from asyncrl.errors import ConfigError
 
-# Its functions are made when it is imported, where a type checker does not see them.
+# The functions of pyarrow.compute are created on import, which a type checker cannot see.
 pc: Any = pyarrow.compute
 
 
 def is_json_lines(file: str | Path) -> bool:
+    """True if the file's name says JSON lines."""
     return Path(file).suffix == ".jsonl"
 
 
@@ -27,7 +28,7 @@ def read_table(file: str) -> pa.Table:
 
 
 def read_schema(file: str) -> tuple[pa.Schema, int]:
-    """Schema and number of rows; of a Parquet file no row is read. Raises ConfigError when it is not such a file."""
+    """Schema and number of rows; reads no row of a Parquet file. Raises ConfigError when the file is neither format."""
     if is_json_lines(file):
         table = _read_json_lines(file)
         return table.schema, table.num_rows
@@ -39,7 +40,7 @@ def read_schema(file: str) -> tuple[pa.Schema, int]:
 
 
 def column_path(dotted: str, names: Sequence[str]) -> list[str]:
-    """The column, and the fields of structs in it, that a dotted name means; a column may have a dot in its name."""
+    """The column, and the struct fields in it, that a dotted name refers to; a column's own name may have a dot."""
     return [dotted] if dotted in names else dotted.split(".")
 
 
@@ -56,7 +57,7 @@ def read_column(file: str, dotted: str) -> Iterator[pa.Array]:
 
 
 def first_missing(file: str, dotted: str) -> int | None:
-    """Row number of the first null or NaN in a column; None when there is none."""
+    """The row number of the first null or NaN in a column; None if there is none."""
     if not is_json_lines(file) and _counted_without_nulls(file, dotted):
         return None
     before = 0
@@ -69,7 +70,7 @@ def first_missing(file: str, dotted: str) -> int | None:
 
 
 def to_table(rows: Sequence[dict[str, Any]]) -> pa.Table:
-    """A table with the columns of all rows together; null where a row lacks one."""
+    """A table with the union of the columns of all rows; null where a row lacks one."""
     names = dict.fromkeys(name for row in rows for name in row)
     return pa.table({name: pa.array([row.get(name) for row in rows]) for name in names})
 
@@ -81,7 +82,7 @@ def _field(values: pa.Array, path: Sequence[str]) -> pa.Array:
 
 
 def _counted_without_nulls(file: str, dotted: str) -> bool:
-    """Whether the file's statistics say that no value is null (and none can be NaN)."""
+    """True if the file's statistics say that no value is null, and none can be NaN."""
     with pq.ParquetFile(file) as parquet:
         metadata = parquet.metadata
         for group in range(metadata.num_row_groups):
@@ -96,7 +97,7 @@ def _counted_without_nulls(file: str, dotted: str) -> bool:
 
 
 def _read_json_lines(file: str) -> pa.Table:
-    # Not pyarrow.json: it would make timestamps of strings that look like one.
+    # Not pyarrow.json: it converts strings that look like timestamps.
     rows: list[dict[str, Any]] = []
     try:
         with open(file, encoding="utf-8") as lines:

@@ -20,19 +20,20 @@ from asyncrl.util.files import check_writable, read_json
 
 Split = Literal["train", "eval"]
 WRITTEN_HERE = {b"asyncrl": b"dataset"}
-"""In the schema of files that `write_rows` wrote, which it may replace."""
+"""Schema metadata of files that `write_rows` wrote, and may replace."""
 NO_GROUND_TRUTH = "; for data without any, set data.ground_truth_column to null"
 
 
 def dataset_files(config: Config, split: Split) -> list[str]:
+    """The files of a split."""
     return config.data.train_files if split == "train" else config.data.eval_files
 
 
 def check_dataset(config: Config) -> int:
-    """Number of rows in all training files.
+    """Checks all dataset files; returns the number of training rows.
 
-    Raises ConfigError naming what is missing in a file of `data.train` or `data.eval`, or in the model for the prompts
-    in it, and DataError naming the first row without a prompt or a ground truth. Reads no other column than these.
+    Raises ConfigError that names what is missing in a file of `data.train` or `data.eval`, or in the model for its
+    prompts, and DataError that names the first row without a prompt or a ground truth. Reads no other columns.
     """
     counts = [_check_file(file, "data.train", config) for file in config.data.train_files]
     for file, count in zip(config.data.train_files, counts, strict=True):
@@ -91,7 +92,7 @@ def _check_column(file: str, schema: pa.Schema, key: str, dotted: str, way_out: 
 
 
 def _column_type(schema: pa.Schema, dotted: str) -> pa.DataType | None:
-    """Type of a column or of a field of a struct column; None where there is no such one."""
+    """The type of a column or of a field of a struct column; None if it does not exist."""
     kind: Any = pa.struct(list(schema))
     for part in column_path(dotted, schema.names):
         if not pa.types.is_struct(kind) or kind.get_field_index(part) < 0:
@@ -128,6 +129,7 @@ def _check_template(why: str, config: Config) -> None:
 
 
 def no_template(config: Config) -> str:
+    """The error text for a model without a chat template."""
     return (
         f"the model's tokenizer has no chat template (model.path = {config.model.path!r}); take a model with one, put "
         "a chat_template.jinja into its folder, or give prompts as strings with data.string_prompts=text"
@@ -135,11 +137,11 @@ def no_template(config: Config) -> str:
 
 
 class PromptTable:
-    """Rows of the files of a split as one table, by row number over all files; a map-style dataset.
+    """The rows of all files of a split as one table, by row number over all files; a map-style dataset.
 
-    A row is the map with the keys row, where (file and row number in it, for messages), prompt (a string, or a list
-    of messages), ground_truth, data_source, extra_info and columns; its values are made of what msgpack can carry.
-    Raises DataError for a row that cannot be used.
+    A row is a dict with the keys row, where (file and row number in it, for messages), prompt (a string, or a list of
+    messages), ground_truth, data_source, extra_info and columns; its values are msgpack types. Raises DataError for a
+    row that cannot be used.
     """
 
     def __init__(self, config: Config, *, split: Split = "train") -> None:
@@ -154,7 +156,7 @@ class PromptTable:
         return sum(self.sizes)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        # The last file that starts at the row: one without rows starts where the next one does.
+        # The last file that starts at or before the row: an empty file starts where the next one does.
         number = bisect_right(self._starts, row) - 1
         local = row - self._starts[number]
         values = self._tables[number].slice(local, 1).to_pylist(maps_as_pydicts="lossy")[0]
@@ -211,7 +213,7 @@ def _extra_info(value: Any, where: str) -> dict[str, Any]:
 
 
 def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Writes rows as a Parquet file in one piece. Raises ConfigError as `check_rows_file` does."""
+    """Writes rows as a Parquet file, atomically. Raises ConfigError as `check_rows_file` does."""
     check_rows_file(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -222,7 +224,7 @@ def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def check_rows_file(path: Path) -> None:
-    """Raises ConfigError unless a Parquet file can be written there without replacing one of somebody else."""
+    """Raises ConfigError unless the file can be written, and does not exist or was written by `write_rows`."""
     check_writable(path, "output file")
     if not path.exists():
         return
@@ -232,5 +234,5 @@ def check_rows_file(path: Path) -> None:
         metadata = {}
     if not WRITTEN_HERE.items() <= metadata.items():
         raise ConfigError(
-            f"output file {path}: exists and was not written by this command; delete it yourself, or give another name"
+            f"output file {path}: exists and was not written by this command; delete it, or choose another name"
         )

@@ -1,4 +1,4 @@
-"""Rows as tokenized prompts, and the prompts that policies are evaluated on."""
+"""Tokenized prompts from rows, and the evaluation prompts."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ log = structlog.get_logger()
 
 
 class PromptBuilder:
-    """Gives the prompt of a row of a PromptTable, tokenized with the model's tokenizer.
+    """Builds the prompt of a row of a PromptTable, tokenized with the model's tokenizer.
 
-    A chat goes through the tokenizer's chat template up to where the assistant answers; a string is the text itself,
-    or what a user says in a chat (`data.string_prompts`). Raises ConfigError when a template is needed and there is
-    none, and DataError for a row that the template refuses.
+    A chat is rendered with the tokenizer's chat template up to the assistant's turn; a string is the text itself, or
+    a user message (`data.string_prompts`). Raises ConfigError when a template is needed and the tokenizer has none, and
+    DataError for a row that the template rejects.
     """
 
     def __init__(self, config: Config) -> None:
@@ -55,10 +55,11 @@ class PromptBuilder:
         try:
             return self._tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
         except TemplateError as error:
-            raise DataError(f"{where}: the model's chat template refuses the prompt: {error}") from None
+            raise DataError(f"{where}: the model's chat template rejects the prompt: {error}") from None
 
 
 def too_long(key: str, rows: int, limit_tokens: int) -> ConfigError:
+    """The error for a dataset in which every prompt is too long."""
     return ConfigError(
         f"{key}: all {rows} prompts are longer than {limit_tokens} tokens, which is what the model's window or "
         "data.max_prompt_tokens leaves; lower generator.max_new_tokens or take shorter prompts"
@@ -68,8 +69,8 @@ def too_long(key: str, rows: int, limit_tokens: int) -> ConfigError:
 def eval_prompts(config: Config, *, limit_tokens: int) -> list[Prompt]:
     """The first `eval.max_prompts` prompts of `data.eval` that have at most `limit_tokens` tokens, in order.
 
-    The others are counted in a warning. Their row numbers count over the evaluation files. Empty when `data.eval` is
-    not set; raises ConfigError when no row fits.
+    A warning reports how many longer ones were skipped. Row numbers count over all evaluation files. Empty when
+    `data.eval` is not set; raises ConfigError when no row fits.
     """
     if not config.data.eval_files:
         return []

@@ -1,4 +1,4 @@
-"""The order of rows: shuffled anew each epoch, from one pool or from several with weights, resumable anywhere."""
+"""The order of rows: shuffled in each epoch, from one pool or from several with weights, resumable anywhere."""
 
 from __future__ import annotations
 
@@ -12,26 +12,28 @@ from asyncrl.errors import ConfigError
 
 
 class Pool:
-    """The rows from `start` on, epoch after epoch; each epoch has every row once."""
+    """The `size` rows from `start`, epoch after epoch; each epoch has every row once."""
 
     def __init__(self, start: int, size: int, *, seed: int, number: int, shuffle: bool) -> None:
         self.start = start
         self.size = size
         self.epoch = 0
         self.taken = 0
-        """Rows taken in this epoch."""
+        """Number of rows taken in this epoch."""
         self._seed = seed
         self._number = number
         self._shuffle = shuffle
         self._order = self._make_order()
 
     def take(self) -> int:
+        """The next row number."""
         if self.taken == self.size:
             self.seek(self.epoch + 1, 0)
         self.taken += 1
         return self.start + int(self._order[self.taken - 1])
 
     def seek(self, epoch: int, taken: int) -> None:
+        """Moves to the position after `taken` rows of an epoch."""
         self.epoch, self.taken = epoch, taken
         self._order = self._make_order()
 
@@ -43,10 +45,10 @@ class Pool:
 
 
 class RowSampler(Sampler[int]):
-    """Row numbers without end, in an order that the seed determines; knows its place in it.
+    """An endless, resumable iterator of row numbers, in an order that the seed determines.
 
-    Without weights all rows are one pool. With weights every file is a pool with epochs of its own, and each next row
-    is from file i with probability weights[i] / sum(weights).
+    Without weights all rows are one pool. With weights every file is a pool with its own epochs, and each row is drawn
+    from file i with probability weights[i] / sum(weights).
     """
 
     def __init__(
@@ -56,7 +58,7 @@ class RowSampler(Sampler[int]):
         self._shares = np.cumsum([1.0] if weights is None else weights)
         self._shares /= self._shares[-1]
         self.drawn = 0
-        """Rows given so far."""
+        """Number of rows drawn so far."""
         self.pools: list[Pool] = []
         start = 0
         for number, size in enumerate([sum(sizes)] if weights is None else sizes):
@@ -68,15 +70,16 @@ class RowSampler(Sampler[int]):
             yield self._next()
 
     def pool_of(self, row: int) -> int:
-        """Number of the pool that the row is in."""
+        """The index of the pool that contains the row."""
         return next(i for i, pool in enumerate(self.pools) if row < pool.start + pool.size)
 
     def state_dict(self) -> dict[str, Any]:
+        """The position in the order."""
         pools = [{"rows": pool.size, "epoch": pool.epoch, "taken": pool.taken} for pool in self.pools]
         return {"drawn": self.drawn, "pools": pools}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises ConfigError when the dataset is not the one of the state."""
+        """Restores the position. Raises ConfigError when the dataset is not the one of the state."""
         before, now = [pool["rows"] for pool in state["pools"]], [pool.size for pool in self.pools]
         if before != now:
             raise ConfigError(
@@ -90,7 +93,7 @@ class RowSampler(Sampler[int]):
     def _next(self) -> int:
         pool = self.pools[0]
         if len(self.pools) > 1:
-            # The draw's number is its seed, so that the place in the stream is all there is to save.
+            # Seeded by the number of the draw, so that the state is only the position.
             draw = np.random.default_rng(np.random.SeedSequence(self._seed, spawn_key=(self.drawn,))).random()
             pool = self.pools[int(np.searchsorted(self._shares, draw, side="right"))]
         self.drawn += 1

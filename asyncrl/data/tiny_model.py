@@ -1,7 +1,7 @@
 """The demo's model: a tiny Qwen2 with a character tokenizer, warm-started so that RL has something to improve.
 
-The warm start shows it sums, but most of the answers it shows are one of the operands instead. The model learns all
-three answers and gives the right one about as often as it was shown; which one is wanted only the reward tells.
+The warm start trains on sums, but most of its answers are one of the operands. The model learns all three answers and
+samples the right one about as often as it was shown; only the reward says which one is right.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ LR = 3e-3
 
 
 def make_tiny_model(path: Path, *, seed: int = 0, steps: int = STEPS) -> None:
-    """Writes the model folder (Hugging Face format) in one piece; the same one for the same seed and machine.
+    """Writes the model folder (Hugging Face format) atomically; the same model for the same seed and machine.
 
-    Raises ConfigError when something is there already: nothing is ever deleted.
+    Raises ConfigError when the path exists: nothing is ever deleted.
     """
     path = path.absolute()
     check_model_folder(path)
@@ -61,7 +61,7 @@ def make_tiny_model(path: Path, *, seed: int = 0, steps: int = STEPS) -> None:
 
 
 def check_model_folder(path: Path) -> None:
-    """Raises ConfigError unless the path is free, or an empty folder."""
+    """Raises ConfigError unless the path does not exist or is an empty folder."""
     if path.is_dir() and not any(path.iterdir()):
         return
     if path.exists() or path.is_symlink():
@@ -69,7 +69,7 @@ def check_model_folder(path: Path) -> None:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token for each character."""
+    """A tokenizer with one token per character."""
     vocabulary = {token: number for number, token in enumerate([*SPECIAL, *CHARACTERS])}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = Split(Regex("."), behavior="isolated")  # type: ignore[assignment]
@@ -85,6 +85,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model() -> Qwen2ForCausalLM:
+    """The untrained model."""
     config = Qwen2Config(
         vocab_size=32,
         hidden_size=128,
@@ -103,7 +104,7 @@ def make_model() -> Qwen2ForCausalLM:
 
 
 def warm_start(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, *, steps: int, seed: int) -> float:
-    """Supervised steps on right and wrong answers; gives the probability of the right one, mean over all prompts."""
+    """Trains on right and wrong answers; returns the mean probability of the right answer over all prompts."""
     prompts, *answers = _encode(tokenizer)
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0, betas=(0.9, 0.98))

@@ -1,4 +1,4 @@
-"""The values of a row as the rest of the system takes them: text, chats, and what msgpack can carry."""
+"""Conversion of a row's values to text, chats and msgpack types."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import numpy as np
 from asyncrl.errors import DataError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Whom the messages of a chat may be from."""
+"""Roles of the messages of a chat."""
 
 
 def plain(value: Any, where: str) -> Any:
-    """The value made of None, bool, int, float, str, list and dict with string keys only.
+    """The value converted to None, bool, int, float, str, list and dict with string keys.
 
-    Dates and times become ISO 8601 strings, decimal numbers strings, UTF-8 bytes strings. Entries of a dict that are
-    None go: a struct column has every field in every row, and None is how it says that a row had none. Raises
-    DataError, with `where` in its text, for anything else.
+    Dates and times become ISO 8601 strings, decimal numbers and UTF-8 bytes become strings. None entries of a dict are
+    dropped: a struct column has every field in every row, with None for the missing ones. Raises DataError, with
+    `where` in its text, for anything else.
     """
     match value:
         case None | bool() | int() | float() | str():
@@ -47,9 +47,9 @@ def plain(value: Any, where: str) -> Any:
 
 
 def ground_truth_text(value: Any, where: str) -> str:
-    """The string that rewards get: a string as it is, a list or struct as JSON, all else as Python's `str` prints it.
+    """The ground truth as a string for rewards: a list or struct as JSON, any other value as Python's `str` prints it.
 
-    Raises DataError when there is none.
+    Raises DataError when the value is missing.
     """
     if value is None or (isinstance(value, float) and math.isnan(value)):
         raise missing(where)
@@ -58,6 +58,7 @@ def ground_truth_text(value: Any, where: str) -> str:
 
 
 def missing(where: str, *, way_out: str = "") -> DataError:
+    """The error for an empty value."""
     return DataError(f"{where} is empty; fill it in or leave the row out{way_out}")
 
 

@@ -1,4 +1,4 @@
-"""A console that outlives its terminal."""
+"""The launcher's console: exit codes, interrupts, output that survives a closed terminal, and the final summary."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ EXIT_DONE, EXIT_FAILED, EXIT_CONFIG, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 
 class Interrupts:
-    """Counts Ctrl-C and SIGTERM instead of raising in the middle of something."""
+    """Counts SIGINT (Ctrl-C), SIGTERM and SIGHUP instead of raising in the middle of an operation."""
 
     def __init__(self) -> None:
         self.count = 0
 
     @contextmanager
     def caught(self) -> Iterator[None]:
+        """Counts the signals inside the block."""
         signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         before = {number: signal.signal(number, self._on_signal) for number in signals}
         try:
@@ -38,14 +39,14 @@ log = structlog.get_logger()
 
 
 class PipeSafeFile:
-    """A file whose writes are dropped once nobody reads them any more: the terminal was closed, the pipe has lost its
-    other end."""
+    """A file that drops its writes once they fail: the terminal was closed, or the pipe has no reader."""
 
     def __init__(self, file: IO[str]) -> None:
         self._file = file
         self._gone = False
 
     def write(self, text: str) -> int:
+        """Writes the text, or drops it; returns its length."""
         try:
             return len(text) if self._gone else self._file.write(text)
         except OSError as error:
@@ -53,6 +54,7 @@ class PipeSafeFile:
             return len(text)
 
     def flush(self) -> None:
+        """Flushes the file; never raises OSError."""
         try:
             if not self._gone:
                 self._file.flush()
@@ -64,15 +66,15 @@ class PipeSafeFile:
 
     def _leave(self, error: OSError) -> None:
         self._gone = True
-        # What is buffered is written when Python ends.
+        # Python flushes the buffer at exit: let it go to /dev/null.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._file.fileno())
         os.close(nowhere)
-        log.warning("nobody reads the console any more", error=str(error))
+        log.warning("the console is closed; its output is dropped", error=str(error))
 
 
 def ignore_broken_pipe(console: Console) -> Console:
-    """The console; what it prints when nobody reads it any more is dropped."""
+    """Makes the console drop its output once its terminal or pipe is closed; returns it."""
     console.file = cast(IO[str], PipeSafeFile(console.file))
     return console
 
@@ -114,5 +116,5 @@ def _lines(summary: dict[str, Any]) -> list[str]:
         lines.append("restarts   " + ", ".join(f"{n} of {role}" for role, n in summary["restarts"].items() if n))
     lines += [f"bias       {sentence}" for sentence in summary["bias"]]
     if summary["skipped_rows"]:
-        lines.append(f"skipped    {summary['skipped_rows']} prompts that are too long for the model's window")
+        lines.append(f"skipped    {summary['skipped_rows']} prompts too long for the model's window")
     return lines

@@ -1,4 +1,4 @@
-"""The addresses of a run, for as long as it takes."""
+"""The addresses of a run while it is running."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from asyncrl.wire.socket_folder import socket_folder
 from asyncrl.wire.sockets import IPC
 
 RUN_ID_BYTES = 16
-"""Random ones: who knows the run id is part of the run."""
+"""Random bytes: knowledge of the run id authenticates a process as part of the run."""
 
 
 @contextmanager
 def run_endpoints(config: Config, *, reward_model: bool = False) -> Iterator[Endpoints]:
-    """Addresses for all parts of a run with a new run id, in use during the block.
+    """Yields addresses for all roles of a run, with a new run id; valid inside the block.
 
-    With a loopback address as `launch.host` ZeroMQ listens on unix sockets in a folder that only this user can enter,
-    with another one on its ports, encrypted with new keys. Raises ConfigError when the host cannot be listened on,
-    when a port is taken or set without effect, and when there is no place for the sockets.
+    With a loopback address as `launch.host`, ZeroMQ uses unix sockets in a folder that only this user can enter; with
+    any other address it uses ports, encrypted with new keys. Raises ConfigError when the host cannot be bound, when a
+    port is taken or has no effect, and when the socket folder cannot be created.
     """
     host, first_port = config.launch.host, config.launch.port
     check_host(host)
@@ -37,7 +37,7 @@ def run_endpoints(config: Config, *, reward_model: bool = False) -> Iterator[End
             if first_port:
                 raise ConfigError(
                     f"launch.port = {first_port}: has no effect with launch.host = {host}, where the roles listen on "
-                    "unix sockets; leave it out, or set launch.host to the address that others reach this machine at"
+                    "unix sockets; leave it out, or set launch.host to an address at which others reach this machine"
                 )
             folder, keys = str(stack.enter_context(socket_folder())), ""
             addresses = {name: f"{IPC}{folder}/{name}" for name in names}

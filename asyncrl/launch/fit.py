@@ -1,4 +1,4 @@
-"""Whether the roles of a run fit the memory of their GPUs, and how much of it an engine may take.
+"""Checks that the roles of a run fit the memory of their GPUs, and sizes the share of each engine.
 
 All by arithmetic (`memory`), before anything starts.
 """
@@ -29,9 +29,9 @@ from asyncrl.launch.placement import Placement, RoleResources
 log = structlog.get_logger()
 
 TRAINED_FRACTION = 0.95
-"""Of a GPU without an engine, what the sums may reach. Where there is one, it is `generator.gpu_memory_utilization`."""
+"""Usable fraction of a GPU without an engine; with an engine it is `generator.gpu_memory_utilization`."""
 REWARD_MODEL = {"dtype": "float32", "tokens_per_batch": 16384, "device": "auto"}
-"""Options of the reward model, with their defaults, that its memory depends on."""
+"""Options of the reward model that determine its memory, with their defaults."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Models:
 
     @classmethod
     def read(cls, config: Config, *, reward_model: bool) -> Models | None:
-        """From the folders that the config names; None when one of them does not tell its sizes."""
+        """Reads the shapes from the model folders of the config; None when a `config.json` lacks the sizes."""
         from asyncrl.learner.algorithm import make_algorithm  # imports torch
 
         algorithm, path = config.algorithm, config.model.path
@@ -59,20 +59,21 @@ class Models:
         shapes = {role: Shape.read(folder) for role, folder in paths.items()}
         for role, shape in shapes.items():
             if shape is None:
-                log.warning("memory is not checked: config.json does not tell the sizes", model=paths[role])
+                log.warning("memory is not checked: config.json lacks the model's sizes", model=paths[role])
                 return None
         return cls(**{role: shape for role, shape in shapes.items() if shape is not None})
 
 
 @dataclass(frozen=True)
 class Need:
-    """What one role process takes of its GPU."""
+    """The GPU memory that one role process needs."""
 
     name: str
     parts: Parts
 
     @property
     def num_bytes(self) -> int:
+        """The sum of all parts."""
         return sum(self.parts.values())
 
     def __str__(self) -> str:
@@ -83,30 +84,31 @@ class Need:
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU with what is to run on it."""
+    """A GPU and the needs of the roles placed on it."""
 
     name: str
     memory_bytes: int
     needs: list[Need]
     limit_bytes: int
-    """What the needs may add up to."""
+    """Upper bound of the sum of the needs."""
 
     @property
     def missing_bytes(self) -> int:
+        """Bytes by which the needs exceed the limit; 0 when they fit."""
         return max(0, sum(need.num_bytes for need in self.needs) - self.limit_bytes)
 
     def __str__(self) -> str:
         return (
-            f"GPU {self.name} ({self.memory_bytes / GIB:.1f} GiB, of which {self.limit_bytes / GIB:.1f} are used at "
-            f"most): " + "; ".join(map(str, self.needs))
+            f"GPU {self.name} ({self.memory_bytes / GIB:.1f} GiB, of which {self.limit_bytes / GIB:.1f} may be used): "
+            + "; ".join(map(str, self.needs))
         )
 
 
 def fit_memory(config: Config, plan: Placement, *, reward_model: bool) -> Placement:
-    """The plan with the share of its GPU that each engine may take.
+    """The placement with the fraction of its GPU's memory that each engine may use.
 
-    Raises ConfigError with the sums, and the keys that would help, when a GPU is too small. Where the memory of the
-    GPUs or the sizes of a model are not known, engines on one GPU divide `generator.gpu_memory_utilization`.
+    Raises ConfigError with the sums, and the keys that would help, when a GPU is too small. When the memory of the GPUs
+    or the sizes of a model are unknown, engines on one GPU divide `generator.gpu_memory_utilization`.
     """
     if not plan.gpus:
         return plan
@@ -118,12 +120,12 @@ def fit_memory(config: Config, plan: Placement, *, reward_model: bool) -> Placem
     if short := [card for card in cards if card.missing_bytes]:
         raise ConfigError(_refusal(config, plan, models, short))
     for card in cards:
-        log.info("memory by arithmetic", gpu=str(card))
+        log.info("computed memory needs", gpu=str(card))
     return _with_fractions(config, plan, models, cards)
 
 
 def make_cards(config: Config, plan: Placement, models: Models) -> list[Card]:
-    """Every GPU of the plan with the needs of its roles."""
+    """Every GPU of the placement that has roles, with their needs."""
     by_gpu: dict[str, list[Need]] = {gpu.name: [] for gpu in plan.gpus}
     for gpu, need in _needs(config, plan, models):
         by_gpu[gpu].append(need)
@@ -159,7 +161,7 @@ def _by_nccl(config: Config, plan: Placement) -> bool:
 
 
 def _with_fractions(config: Config, plan: Placement, models: Models, cards: list[Card]) -> Placement:
-    """Each engine gets an equal part of what its GPU's other roles leave, without the weights staged beside it."""
+    """Divides the memory that the other roles of a GPU leave among its engines, less their staged weights."""
     beside = sum(staging_parts(config, models.policy, on_gpu=_by_nccl(config, plan)).values())
     least = sum(engine_parts(config, models.policy).values())
     fractions: dict[str, float] = {}
@@ -170,7 +172,7 @@ def _with_fractions(config: Config, plan: Placement, models: Models, cards: list
         others = sum(need.num_bytes for need in card.needs if need not in engines)
         engine_bytes = (card.limit_bytes - others) // len(engines) - beside
         if config.generator.kv_cache_bytes is not None:
-            engine_bytes = min(engine_bytes, least)  # it takes no more, and asks whether so much is free
+            engine_bytes = min(engine_bytes, least)  # it takes no more, and checks that as much is free
         fractions[card.name] = engine_bytes / card.memory_bytes
     return _set_fractions(plan, lambda share: fractions[share.gpus[0]])
 
@@ -197,7 +199,7 @@ def _refusal(config: Config, plan: Placement, models: Models, short: list[Card])
 
 
 def find_changes(config: Config, plan: Placement, models: Models) -> list[str]:
-    """Overrides with which the same plan fits, as few as trying them in turn finds; empty when they are not enough."""
+    """A small set of overrides with which the same placement fits, found greedily; empty when none suffice."""
     tried: list[tuple[str, Any]] = []
     for change in _candidates(config, plan):
         tried.append(change)
@@ -214,7 +216,7 @@ def find_changes(config: Config, plan: Placement, models: Models) -> list[str]:
 
 
 def _candidates(config: Config, plan: Placement) -> Iterator[tuple[str, Any]]:
-    """Settings that take less memory, the cheapest first."""
+    """Settings that need less memory, the least costly first."""
     if config.model.dtype != "bfloat16":
         yield "model.dtype", "bfloat16"
     longest = longest_tokens(config)

@@ -1,9 +1,8 @@
-"""A process that has imported what all roles need and is forked for each of them: a role starts in milliseconds instead
-of after seconds of imports. For roles without GPUs only: CUDA does not survive a fork.
+"""The fork server: a process that has imported the modules of all roles and is forked for each role, so that a role
+starts in milliseconds instead of seconds. Only for roles without GPUs: CUDA does not survive a fork.
 
 Roles are forked twice, so that they become children of the launcher (a subreaper) and not of the fork server. The
-launcher waits for them, signals them and ends them with itself as if it had started them; none of them needs the fork
-server.
+launcher waits for them, signals them and ends them as if it had started them; they do not depend on the fork server.
 """
 
 from __future__ import annotations
@@ -37,10 +36,11 @@ log = structlog.get_logger()
 
 PR_SET_CHILD_SUBREAPER = 36
 MESSAGE_BYTES = 128 << 10
-"""Fits a Unix socket with default limits."""
+"""Largest request; fits a Unix socket with default limits."""
 READY_S = 180.0
-"""Longest time for the imports, on a busy machine."""
+"""Deadline for the imports, on a busy machine."""
 FORK_S = 20.0
+"""Deadline for the reply to a fork request."""
 KILL_S = 10.0
 """Deadline for the kernel to end a process."""
 POLL_S = 0.005
@@ -58,9 +58,9 @@ PRELOADED = (
     "vllm.v1.worker.cpu_worker",
     "vllm.model_executor.model_loader.default_loader",
 )
-"""Modules of all roles, and those that vLLM imports while it builds an engine."""
+"""Modules of all roles, and modules that vLLM imports while it builds an engine."""
 ENVIRONMENT = {
-    # No thread may run when it forks: Arrow's allocator would start one.
+    # No other thread may run at a fork: Arrow's allocator would start one.
     "JE_ARROW_MALLOC_CONF": "background_thread:false",
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -70,15 +70,15 @@ ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     "DS_ACCELERATOR": "cpu",
 }
-"""Of the fork server itself; each role has its own after the fork."""
+"""Environment of the fork server itself; each role gets its own after the fork."""
 
 
 class ForkServerError(AsyncrlError):
-    """The fork_server cannot fork; roles have to be started in another way."""
+    """The fork server cannot fork; the launcher starts roles as subprocesses instead."""
 
 
 class Forked:
-    """A child process that a fork server forked, with what a launcher uses of subprocess.Popen."""
+    """A child process forked by the fork server; has the part of subprocess.Popen that a launcher uses."""
 
     def __init__(self, pid: int, stdin: IO[bytes]) -> None:
         self.pid = pid
@@ -86,7 +86,7 @@ class Forked:
         self.returncode: int | None = None
 
     def wait(self, timeout_s: float | None = None) -> int:
-        """The exit code, negative for a signal. Raises subprocess.TimeoutExpired."""
+        """Waits for the process and returns its exit code, negative for a signal. Raises subprocess.TimeoutExpired."""
         deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while self.poll() is None:
             if time.monotonic() >= deadline_s:
@@ -95,27 +95,30 @@ class Forked:
         return self.returncode or 0
 
     def poll(self) -> int | None:
+        """The exit code, negative for a signal; None while the process runs."""
         if self.returncode is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             self.returncode = os.waitstatus_to_exitcode(status) if pid else None
         return self.returncode
 
     def send_signal(self, number: int) -> None:
+        """Sends the signal unless the process has ended."""
         if self.returncode is None:
             os.kill(self.pid, number)
 
     def terminate(self) -> None:
+        """Sends SIGTERM."""
         self.send_signal(signal.SIGTERM)
 
 
 class ForkServer:
-    """The launcher's side. The two talk over a socket pair, which nobody else can open."""
+    """The launcher's handle of a fork server. They communicate over a socket pair, which no other process can open."""
 
     _open = 0
-    """Fork servers of this process: while there is one, it adopts their orphans."""
+    """Number of open fork servers of this process: while there is one, this process adopts their orphans."""
 
     def __init__(self, module: str = "asyncrl.launch.fork_server") -> None:
-        """Starts `module`, which calls `main`; returns at once, while it imports."""
+        """Starts `module`, which calls `main`; returns immediately, before its imports are done."""
         self._adopt()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -132,12 +135,13 @@ class ForkServer:
 
     @property
     def pid(self) -> int:
+        """Process id of the fork server."""
         return self._process.pid
 
     def fork(self, arguments: Sequence[str], environment: Mapping[str, str], output: int) -> Forked:
-        """A child of this process in a process group of its own, with these arguments and this environment, whose
-        output goes to the file descriptor `output`. It does nothing before its standard input is closed. Raises
-        ForkServerError when there is none."""
+        """Forks a child of this process in its own process group, with these arguments and this environment; its output
+        goes to the file descriptor `output`. It does nothing before its standard input is closed. Raises
+        ForkServerError when the fork fails."""
         request = json.dumps({"arguments": list(arguments), "environment": dict(environment)}).encode()
         read_end, write_end = os.pipe()
         stdin = os.fdopen(write_end, "wb")
@@ -149,7 +153,7 @@ class ForkServer:
             pid = self._receive(FORK_S)["pid"]
         except (OSError, ForkServerError) as error:
             stdin.close()
-            raise ForkServerError(f"the process that roles are forked from cannot do so: {error}") from None
+            raise ForkServerError(f"the fork server cannot fork a role: {error}") from None
         finally:
             os.close(read_end)
         self._children.add(pid)
@@ -169,10 +173,10 @@ class ForkServer:
         try:
             return str(self._process.wait(KILL_S))
         except subprocess.TimeoutExpired:
-            return f"unknown: process {self.pid} closed its side and still runs after {KILL_S:g} s"
+            return f"unknown: process {self.pid} closed its socket and still runs after {KILL_S:g} s"
 
     def reap(self) -> None:
-        """Waits for orphans that have ended: what a role leaves behind becomes a child of this process."""
+        """Reaps orphans that have ended: processes that a role leaves behind become children of this process."""
         for child in psutil.Process().children():
             with suppress(psutil.NoSuchProcess, ChildProcessError):
                 if child.pid not in self._children and child.status() == psutil.STATUS_ZOMBIE:
@@ -180,14 +184,14 @@ class ForkServer:
 
     @staticmethod
     def _adopt(change: int = 1) -> None:
-        """Makes this process a subreaper with its first fork_server, and an ordinary process after its last."""
+        """Makes this process a subreaper with its first fork server, and an ordinary process after its last."""
         ForkServer._open += change
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.prctl(PR_SET_CHILD_SUBREAPER, int(ForkServer._open > 0), 0, 0, 0):
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
     def close(self) -> None:
-        """Ends the fork server; roles go on."""
+        """Ends the fork server; roles continue."""
         if self._closed:
             return
         self._closed = True
@@ -202,19 +206,20 @@ class ForkServer:
 
 
 def main(run: Callable[[list[str]], int], preloaded: Sequence[str] = PRELOADED) -> int:
-    """Imports, then forks on request of the parent whose process id is the only argument, and runs `run` with the
-    requested arguments in each child; returns when the parent has closed its side."""
+    """Imports the modules, then serves the parent, whose process id is the only command-line argument: each request
+    forks a child that calls `run` with the requested arguments. Returns when the parent has closed its socket."""
     parent = int(sys.argv[1])
     end_with_parent(parent)
     own = socket.socket(fileno=os.dup(0))
     _redirect(os.open(os.devnull, os.O_RDONLY), 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    setproctitle("asyncrl forker")  # finds its place by the environment, which a child replaces
+    setproctitle("asyncrl forker")  # locates the title by the environment, which a child replaces
     own.send(json.dumps(_preload(preloaded)).encode())
     return serve(own, parent, run)
 
 
 def serve(own: socket.socket, parent: int, run: Callable[[list[str]], int]) -> int:
+    """Forks a child for every request, until the parent has closed its socket; returns 0."""
     while True:
         request, descriptors, _, _ = socket.recv_fds(own, MESSAGE_BYTES, 2)
         if not request:
@@ -228,7 +233,7 @@ def serve(own: socket.socket, parent: int, run: Callable[[list[str]], int]) -> i
             _fork_again(write_end, lambda: _be_child(told, descriptors, parent, run))  # noqa: B023
         for descriptor in (*descriptors, write_end):
             os.close(descriptor)
-        os.waitpid(intermediate, 0)  # from here on the child is one of the parent's
+        os.waitpid(intermediate, 0)  # from here on the child belongs to the parent
         pid = int.from_bytes(os.read(read_end, 4))
         os.close(read_end)
         answer = {"pid": pid} if pid else {"error": "the system refuses another process"}
@@ -236,7 +241,7 @@ def serve(own: socket.socket, parent: int, run: Callable[[list[str]], int]) -> i
 
 
 def _preload(modules: Sequence[str]) -> dict[str, Any]:
-    """Imports the modules; gives what the parent is to be told."""
+    """Imports the modules; returns the message to the parent."""
     try:
         from asyncrl.generator.vllm_backend import setup as vllm_setup
 
@@ -250,7 +255,7 @@ def _preload(modules: Sequence[str]) -> dict[str, Any]:
     if len(threads) > 1:
         return {"error": f"imports have started threads, which do not survive a fork: {', '.join(threads)}"}
     gc.collect()
-    gc.freeze()  # so that the collector leaves the pages shared
+    gc.freeze()  # keeps the collector from writing to pages that are shared with the children
     return {"ready": True}
 
 
@@ -264,7 +269,7 @@ def _fork_again(told: int, run: Callable[[], NoReturn]) -> NoReturn:
         os.setpgid(pid, pid)
         os.write(told, pid.to_bytes(4))
     finally:
-        os._exit(0)  # without what Python does at an end
+        os._exit(0)  # without Python's exit handlers
 
 
 def _be_child(
@@ -292,8 +297,8 @@ def _be_child(
 
 
 def _settle(parent: int) -> None:
-    """Sets what an import otherwise settles for each process: threads and seeds. Returns once the process that forked
-    this one has ended."""
+    """Sets the threads and seeds that imports set in a fresh process. Returns once the intermediate process has
+    ended."""
     import numpy as np
     import torch
 

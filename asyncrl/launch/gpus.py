@@ -1,4 +1,4 @@
-"""The NVIDIA GPUs that this process may use: how CUDA_VISIBLE_DEVICES names them, and how much memory they have."""
+"""The NVIDIA GPUs that this process may use: their names in CUDA_VISIBLE_DEVICES, and their memory."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ log = structlog.get_logger()
 
 QUERY_TIMEOUT_S = 30
 LEAST_DRIVERS = {"12": 525, "13": 580}
-"""Oldest major version of the driver that runs a CUDA runtime of this major version."""
+"""Major version of the CUDA runtime -> oldest major version of the driver that runs it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
+    """A GPU that CUDA shows to this process."""
+
     name: str
     """An entry of CUDA_VISIBLE_DEVICES: a number, a UUID, or the name of a MIG instance."""
     memory_bytes: int | None = None
-    """None when nvidia-smi does not tell."""
+    """None when nvidia-smi does not report it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +40,10 @@ class _Listed:
 
 
 def visible_gpus() -> list[Gpu]:
-    """The GPUs that CUDA gives this process, in the order of CUDA_VISIBLE_DEVICES; none where torch is built for CPUs.
+    """The GPUs that CUDA shows to this process, in the order of CUDA_VISIBLE_DEVICES; none if torch is a CPU build.
 
-    As in CUDA, the first entry that names no GPU ends the list. Raises ConfigError when an entry is there twice, when
-    nvidia-smi does not answer, and when the driver is too old for the CUDA runtime that is installed.
+    As in CUDA, the first entry that names no GPU ends the list. Raises ConfigError when an entry occurs twice, when
+    nvidia-smi does not answer, and when the driver is too old for the installed CUDA runtime.
     """
     variable = os.environ.get("CUDA_VISIBLE_DEVICES")
     if variable is not None and not variable.strip():
@@ -60,7 +62,7 @@ def visible_gpus() -> list[Gpu]:
 
 
 def torch_is_cpu_build() -> bool:
-    """Whether the installed torch cannot use a GPU, without importing it."""
+    """True if the installed torch cannot use a GPU; does not import it."""
     return importlib.metadata.version("torch").endswith("+cpu")
 
 
@@ -70,7 +72,7 @@ def _named(variable: str, listed: list[_Listed] | None) -> list[Gpu]:
         if not (name.isdecimal() or name.startswith(("GPU-", "MIG-"))):
             break
         if any(gpu.name == name for gpu in gpus):
-            raise ConfigError(f"CUDA_VISIBLE_DEVICES={variable}: names {name} twice, by which CUDA shows no GPU at all")
+            raise ConfigError(f"CUDA_VISIBLE_DEVICES={variable}: names {name} twice, so CUDA shows no GPU at all")
         if listed is None or name.startswith("MIG-"):
             gpus.append(Gpu(name))
             continue
@@ -82,7 +84,8 @@ def _named(variable: str, listed: list[_Listed] | None) -> list[Gpu]:
 
 
 def _memory_bytes(name: str, found: _Listed, listed: list[_Listed]) -> int:
-    """By default CUDA numbers the fastest GPU first, and nvidia-smi by the place on the bus."""
+    """The GPU's memory; the smallest of all when its number is ambiguous: by default CUDA numbers the fastest GPU
+    first, nvidia-smi by the PCI bus."""
     if name.isdecimal() and os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
         return min(line.memory_bytes for line in listed)
     return found.memory_bytes
@@ -101,7 +104,7 @@ def _listed_gpus() -> list[_Listed] | None:
             "runs on the CPU"
         ) from None
     if done.returncode:
-        log.warning("nvidia-smi failed: no GPU is used", said=(done.stdout + done.stderr).strip())
+        log.warning("nvidia-smi failed: no GPU is used", output=(done.stdout + done.stderr).strip())
         return []
     rows = [[field.strip() for field in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
     return [_Listed(index, uuid, int(mib) << 20, driver) for index, uuid, mib, driver in rows]
@@ -117,7 +120,7 @@ def _check_driver(driver: str) -> None:
         least = LEAST_DRIVERS.get(runtime.partition(".")[0])
         if least is not None and int(driver.partition(".")[0]) < least:
             raise ConfigError(
-                f"the NVIDIA driver is {driver}, and CUDA {runtime}, which torch is installed with, needs {least} or "
+                f"the NVIDIA driver is {driver}, but CUDA {runtime}, which is installed with torch, needs {least} or "
                 "newer; update the driver, or set CUDA_VISIBLE_DEVICES= to run on the CPU"
             )
         return

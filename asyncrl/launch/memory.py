@@ -1,7 +1,7 @@
-"""How much GPU memory a role needs, by arithmetic over the shape of its model.
+"""Estimates the GPU memory of a role from the shape of its model.
 
-The sums follow the sources of DeepSpeed 0.19, vLLM 0.32 and this project; none was measured on a GPU. Where a quantity
-varies, the larger value stands.
+The sums follow the sources of DeepSpeed 0.19, vLLM 0.32 and this project; none was measured on a GPU. A quantity that
+varies counts with its largest value.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from asyncrl.launch.commands.retrain import stored_tensors
 
 GIB = 1 << 30
 PROCESS_BYTES = 2 * GIB
-"""CUDA context, workspaces of cuBLAS and cuDNN, NCCL's channels, and what the allocator cannot use."""
+"""CUDA context, workspaces of cuBLAS and cuDNN, NCCL's channels, and fragmentation of the allocator."""
 BUCKET_BYTES = 2 * 50_000_000 * 4
 """Two buckets of float32 gradients that the ranks exchange."""
 LIVE_ELEMENTS = 1_000_000_000
@@ -25,7 +25,7 @@ LIVE_ELEMENTS = 1_000_000_000
 HEAD_BYTES = 3 * GIB
 """Logits of a chunk of tokens in the learner, with their copies."""
 BUCKET_PADDING = 4 / 3
-"""Places over tokens in the buckets of attention, at most."""
+"""Upper bound of padded over actual tokens in the buckets of attention."""
 ENGINE_STEP_TOKENS = 16384
 """Tokens of one step of the engine (vLLM's largest default)."""
 GRAPH_BYTES = 2 * GIB
@@ -34,7 +34,7 @@ STAGING_MARGIN_BYTES = GIB
 """NCCL's channels between learner and generators, and the allocator's rounding."""
 
 Parts = dict[str, int]
-"""What takes memory -> bytes."""
+"""Use of memory -> bytes."""
 
 NAMES = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers"),
@@ -49,11 +49,11 @@ class Shape:
     """Sizes of a decoder model."""
 
     parameters: int
-    """Of the whole model, tied ones once."""
+    """Parameters of the complete model, tied ones once."""
     layers: int
     hidden: int
     intermediate: int
-    """Of the feed-forward part, for one token: in a mixture of experts that of the experts it passes through."""
+    """Feed-forward size for one token: in a mixture of experts, of the experts that the token passes through."""
     query: int
     """Heads times head size."""
     key_value: int
@@ -63,7 +63,7 @@ class Shape:
 
     @classmethod
     def of(cls, settings: dict[str, Any], parameters: int) -> Shape | None:
-        """From a model's `config.json`; None when that does not tell the sizes."""
+        """The shape in a model's `config.json`; None when it lacks the sizes."""
         settings = settings.get("text_config") or settings
         found = {
             key: number
@@ -88,17 +88,19 @@ class Shape:
 
     @classmethod
     def read(cls, folder: str) -> Shape | None:
-        """Of the model in a folder, from the headers of its safetensors files. Raises RunError when it has none."""
+        """The shape of the model in a folder; reads only the headers of its safetensors files. Raises RunError when it
+        has none."""
         settings = json.loads((Path(folder) / "config.json").read_text())
         return cls.of(settings, sum(math.prod(tensor.shape) for tensor in stored_tensors(Path(folder)).values()))
 
 
 def item_bytes(dtype: str) -> int:
+    """Bytes of one element."""
     return {"float32": 4, "bfloat16": 2}[dtype]
 
 
 def trained_parts(config: Config, shape: Shape, ranks: int, *, of: str = "") -> Parts:
-    """Of one rank: weights, optimizer and gradients of a model under training, as ZeRO divides them."""
+    """Memory of one rank for a trained model: weights, optimizer and gradients, as ZeRO partitions them."""
     size, whole = item_bytes(config.model.dtype), shape.parameters
     share = -(-whole // ranks)
     stage = max(config.learner.zero_stage, 1) if size == 2 else config.learner.zero_stage
@@ -113,7 +115,7 @@ def trained_parts(config: Config, shape: Shape, ranks: int, *, of: str = "") -> 
 
 
 def activation_bytes(config: Config, shape: Shape, tokens: int) -> int:
-    """What a forward pass over a micro-batch of so many tokens keeps for the backward pass, and that one adds."""
+    """Activations of a micro-batch of `tokens` tokens: kept by the forward pass, and added by the backward pass."""
     size = item_bytes(config.model.dtype)
     norms = 2 * shape.hidden * (4 + 2 * size)
     # In float32 attention on a GPU repeats keys and values for every head.
@@ -127,7 +129,8 @@ def activation_bytes(config: Config, shape: Shape, tokens: int) -> int:
 
 
 def learner_parts(config: Config, shape: Shape, *, reference: Shape | None, critic: Shape | None, packs: bool) -> Parts:
-    """Of one learner rank; `critic` where it is trained in this process, `packs` for the rank that sends weights."""
+    """Memory of one learner rank. `critic` is given when it is trained in this process; `packs` is True for the rank
+    that sends weights."""
     ranks, size = config.launch.learners, item_bytes(config.model.dtype)
     parts = trained_parts(config, shape, ranks)
     if critic is not None:
@@ -141,12 +144,12 @@ def learner_parts(config: Config, shape: Shape, *, reference: Shape | None, crit
 
 
 def critic_parts(config: Config, shape: Shape) -> Parts:
-    """Of one critic rank with a process of its own."""
+    """Memory of one critic rank with its own process."""
     return trained_parts(config, shape, config.critic.ranks) | _passes(config, shape, config.critic.ranks)
 
 
 def _passes(config: Config, shape: Shape, ranks: int) -> Parts:
-    """What comes and goes in a step: micro-batches, or the optimizer's copy of the gradients where that is larger."""
+    """Transient memory of a step: micro-batches, or the optimizer's copy of the gradients when that is larger."""
     tokens = max(config.learner.tokens_per_microbatch, longest_tokens(config))
     size = item_bytes(config.model.dtype)
     passes = {
@@ -162,13 +165,13 @@ def _passes(config: Config, shape: Shape, ranks: int) -> Parts:
 
 
 def longest_tokens(config: Config) -> int:
-    """Tokens of the longest trajectory, as far as the config bounds it."""
+    """Length of the longest trajectory that the config allows, in tokens."""
     longest = config.generator.max_new_tokens + (config.data.max_prompt_tokens or 0)
     return min(longest, config.generator.max_model_tokens or longest)
 
 
 def engine_parts(config: Config, shape: Shape) -> Parts:
-    """Of one vLLM engine, with the least key-value cache that it can start with."""
+    """Memory of one vLLM engine with the smallest key-value cache that it can start with."""
     size = item_bytes(config.model.dtype)
     window = config.generator.max_model_tokens or shape.window or longest_tokens(config)
     given = config.generator.engine_options.get("max_num_batched_tokens")
@@ -185,14 +188,15 @@ def engine_parts(config: Config, shape: Shape) -> Parts:
 
 
 def staging_parts(config: Config, shape: Shape, *, on_gpu: bool) -> Parts:
-    """Of a generator beside its engine: the next version of the weights, on the GPU with NCCL, else in host memory."""
+    """GPU memory of a generator beside its engine: the next version of the weights, complete with NCCL, else one
+    tensor at a time from host memory."""
     size = item_bytes(config.model.dtype)
     staging = size * shape.parameters if on_gpu else size * shape.vocabulary * shape.hidden
     return {"staged weights": staging, "process": STAGING_MARGIN_BYTES}
 
 
 def reward_model_parts(shape: Shape, *, dtype: str, tokens: int) -> Parts:
-    """Of the reward model's process, with batches of so many tokens."""
+    """Memory of the reward model's process with batches of `tokens` tokens."""
     size = item_bytes(dtype)
     return {
         "weights": size * shape.parameters,

@@ -1,4 +1,4 @@
-"""The run's folder: one live run at a time; an earlier one of the same name goes on or is moved aside."""
+"""The run's folder: one live run at a time; an earlier one of the same name is resumed or moved aside."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from asyncrl.wire.endpoints import Endpoints
 
 ENDPOINTS = "endpoints.json"
 ATTEMPTS = "attempts.json"
-"""Seconds that each earlier launch of a resumed run took."""
+"""File with the wall time in seconds of each earlier launch of a resumed run."""
 
 
 class RunFolder:
-    """Holds the lock on `runs/<name>` while the run goes on; use as a context manager.
+    """Holds the lock on `runs/<name>` during the run. Use as a context manager.
 
-    Raises ConfigError when another launch holds it, or when the run cannot be resumed as `resume` says.
+    Raises ConfigError when another launch holds the lock, or when the run cannot be resumed as `resume` demands.
     """
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self.path = config.run_dir
         self.moved_to: Path | None = None
-        """Where the earlier run of this name went, if there was one that does not go on."""
+        """New path of the earlier run of this name; None when there was none or it is resumed."""
         self.earlier_s: list[float] = []
         """Wall time of each earlier launch of this run."""
         self._lock_path = lock_path(self.path)
@@ -55,7 +55,7 @@ class RunFolder:
             holder = self._lock.read().strip() or "unknown"
             self._lock.close()
             raise ConfigError(
-                f"run = {self.path.name!r}: a run of this name is going on (process {holder}); use another --run"
+                f"run = {self.path.name!r}: a run of this name is running (process {holder}); use another --run"
             ) from None
         self._lock.truncate(0)
         self._lock.write(str(os.getpid()))
@@ -81,28 +81,29 @@ class RunFolder:
         self._lock.close()
 
     def begin(self, config: Config, endpoints: Endpoints) -> None:
-        """Writes down what a launch is about to run, and where it can be reached; no summary tells of it yet."""
+        """Writes the config and the endpoints of a launch, and removes the summary of an earlier one."""
         if self.earlier_s:
             replace_file(self.path / ATTEMPTS, json.dumps(self.earlier_s) + "\n")
         (self.path / "summary.json").unlink(missing_ok=True)
-        # A config that is used once more starts a new run, whatever started this one.
+        # A config that is used again starts a new run, whatever started this one.
         kept = config.model_copy(update={"resume": "never"}) if config.resume == "must" else config
         replace_file(self.path / "config.yaml", kept.to_yaml())
         replace_file(self.path / ENDPOINTS, json.dumps(asdict(endpoints), indent=2) + "\n", mode=0o600)
 
     def summary(self, summary: dict[str, Any]) -> dict[str, Any]:
-        """The summary with the time of all launches of this run; secrets show as ***."""
+        """The summary with the wall time of all launches of this run; secrets are shown as ***."""
         return redact(summary) | {
             "wall_s": summary["wall_s"] + sum(self.earlier_s),
             "attempts": len(self.earlier_s) + 1,
         }
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        """Replaces `summary.json` in one piece."""
+        """Replaces `summary.json` atomically."""
         replace_file(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
 
 
 def lock_path(run_dir: Path) -> Path:
+    """The lock file of a run, next to its folder."""
     return run_dir.parent / f".{run_dir.name}.lock"
 
 
@@ -119,17 +120,17 @@ def is_running(run_dir: Path) -> bool:
 
 
 def read_endpoints(run_dir: Path) -> Endpoints:
-    """Where the parts of a run that goes on can be reached. Raises ConfigError when there is none."""
+    """The addresses of a live run. Raises ConfigError when there is no such run or it is not running."""
     if not run_dir.is_dir():
         raise ConfigError(f"{run_dir}: there is no such run")
     file = run_dir / ENDPOINTS
     if not is_running(run_dir) or not file.exists():
-        raise ConfigError(f"{run_dir}: this run is not going on; start it with asyncrl launch, or go on with --resume")
+        raise ConfigError(f"{run_dir}: this run is not running; start it with asyncrl launch, or resume it (--resume)")
     return endpoints_of(read_json(file))
 
 
 def _attempts_s(run_dir: Path) -> list[float]:
-    """Wall times of the earlier launches of a run; of one that was killed, up to the last thing it wrote."""
+    """Wall times of the earlier launches of a run; that of a killed launch up to its last write."""
     file = run_dir / ATTEMPTS
     earlier_s: list[float] = read_json(file, kind=list) if file.exists() else []
     summary = run_dir / "summary.json"
@@ -150,26 +151,27 @@ FREE_KEYS = {
     "learner.tokens_per_microbatch", "learner.gradient_checkpointing", "learner.deepspeed_options",
     "learner.lr", "critic.lr", "learner.max_grad_norm", "learner.max_skipped_updates",
 }  # fmt: skip
-"""Settings that may be others when a run is resumed. What is learned, and from what, must stay; how far an update goes
-may change, since it is the way out when updates are not finite. Then the steps since the newest checkpoint, which are
-trained again, come out otherwise than before. That is sound: tokens that were sampled meanwhile keep the log-probs of
-the policy that sampled them, and generators of a resumed run start with the new weights."""
+"""Settings that may change when a run is resumed. The objective and the data must stay. The size of an update may
+change, since that is the remedy for updates that are not finite. Then the steps since the newest checkpoint, which are
+trained again, have other results than before. That is sound: tokens sampled meanwhile keep the log-probs of the policy
+that sampled them, and generators of a resumed run start with the new weights."""
 FIXED_KEYS = {"launch.learners"}
-"""Those of free sections that may not: journal and checkpoints are divided by learner ranks."""
+"""Keys of free sections that may not change: journal and checkpoints are divided by learner ranks."""
 
 
 def free_in_resume(key: str) -> bool:
+    """True if the setting may change when a run is resumed."""
     return key in FREE_KEYS or (key.partition(".")[0] in FREE_SECTIONS and key not in FIXED_KEYS)
 
 
 def changes(saved: Config, config: Config) -> dict[str, tuple[Any, Any]]:
-    """Dotted keys whose values differ, with both."""
+    """Dotted keys whose values differ, with both values."""
     pairs = {key: (_value(saved, key), _value(config, key)) for key in config_keys()}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def refuse_changes(saved: Config, config: Config, allowed: Callable[[str], bool], *, what: str, way_out: str) -> None:
-    """Raises ConfigError with every setting that differs and may not."""
+    """Raises ConfigError that lists every setting that differs and may not."""
     wrong = {key: pair for key, pair in changes(saved, config).items() if not allowed(key)}
     if wrong:
         lines = [f"{key}: it was {before!r}, now {now!r}" for key, (before, now) in wrong.items()]
@@ -177,9 +179,9 @@ def refuse_changes(saved: Config, config: Config, allowed: Callable[[str], bool]
 
 
 def check_resume(config: Config) -> bool:
-    """True when the earlier run of this name goes on, false when a new one starts.
+    """True if the earlier run of this name is resumed, False if a new one starts.
 
-    Raises ConfigError when `resume` is "must" and there is none that can, or when a setting differs that may not.
+    Raises ConfigError when `resume` is "must" and no run can be resumed, or when a setting differs that may not.
     """
     if config.resume == "never":
         return False
@@ -202,13 +204,13 @@ def check_resume(config: Config) -> bool:
         config,
         free_in_resume,
         what=f"run = {config.run!r} cannot be resumed with other settings than it was started with",
-        way_out="leave them as they were, or start another run with --run NAME and without --resume",
+        way_out="restore them, or start another run with --run NAME and without --resume",
     )
     return True
 
 
 def config_of_run(name: str) -> Path:
-    """The config that a run was started with. Raises ConfigError when there is no such run."""
+    """The config file that a run was started with. Raises ConfigError when there is no such run."""
     file = Path("runs") / name / "config.yaml"
     if not file.is_file():
         raise no_run(name)
@@ -225,15 +227,15 @@ def no_run(name: str) -> ConfigError:
 
 
 def discard_journal(run_dir: Path) -> str:
-    """Moves the journal aside, with the metrics of the steps that are lost by it and the trace that has them, and gives
-    the file with the queue's state of the newest whole checkpoint. Raises ConfigError when there is none."""
+    """Moves the journal aside, with the metrics of the lost steps and a copy of the trace. Returns the file with the
+    queue's state in the newest complete checkpoint. Raises ConfigError when there is no such checkpoint."""
     from asyncrl.learner.checkpoint.files import newest_checkpoint
 
     newest = newest_checkpoint(run_dir / "checkpoints")
     if newest is None:
         raise ConfigError(
-            f"--discard-journal: {run_dir / 'checkpoints'} has no whole checkpoint, so that nothing would be left to "
-            "resume; launch without --resume to start anew, which moves this run aside"
+            f"--discard-journal: {run_dir / 'checkpoints'} has no complete checkpoint, so there would be nothing to "
+            "resume; launch without --resume to start a new run, which moves this one aside"
         )
     aside = next_free_path(run_dir, "journal.discarded-")
     journal = run_dir / "journal"
@@ -243,12 +245,12 @@ def discard_journal(run_dir: Path) -> str:
     cut_metrics(run_dir / "metrics.jsonl", read_json(newest / "checkpoint.json")["step"], aside)
     for trace in run_dir.glob("trace.*"):
         shutil.copyfile(trace, aside / trace.name)
-    # The run goes on from it until its journal has a state, while newer checkpoints take the place of this one.
+    # A copy: the run may resume from it until its journal has a state, and the checkpoint may be deleted before.
     return str(shutil.copyfile(newest / "queue.msgpack", aside / "queue.msgpack"))
 
 
 def cut_metrics(file: Path, step: int, aside: Path) -> None:
-    """Moves the rows of later steps to a file of that name in `aside`."""
+    """Moves the rows of steps after `step` to a file of the same name in `aside`."""
     rows = read_metrics(file)
     for path, kept in (
         (aside / file.name, [row for row in rows if row["step"] > step]),

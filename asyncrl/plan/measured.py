@@ -1,4 +1,4 @@
-"""What a run has shown of its job: the workload and the setup for the simulator, and what came out of them."""
+"""Reads a run's files into the simulator's inputs (workload, setup) and the measured results to compare with."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from asyncrl.replay.metrics import COSTS
 from asyncrl.util.files import read_json
 
 MAX_GROUPS = 16384
-"""Whose lengths are kept."""
+"""Number of groups whose lengths are kept."""
 MIN_STEPS = 3
 WARM_STEPS = 2
-"""First steps whose times are left out, where there are others: what is compiled or allocated once is in them."""
+"""First steps whose times are left out when there are more: they include one-time compilation and allocation."""
 MIN_SPREAD = 0.1
-"""Of the tokens of the steps, relative to their mean: below it the time of a step is all counted by its tokens."""
+"""Relative spread of the steps' tokens below which a step's time counts as proportional to its tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A run as the simulator sees it."""
+    """A run as input of the simulator, with its measured results."""
 
     workload: Workload
     setup: Setup
@@ -42,16 +42,16 @@ class Measured:
 
 
 def read_run(path: Path, *, generators_per_device: int | None = None, turns: float = TURNS) -> Measured:
-    """From the folder of a run, or the `trace.parquet` in it; the run may go on. How many of its generators took turns
-    on a device is in the summary of one that has ended, unless it is given; `turns` is the workload's.
+    """Reads the folder of a run, live or ended, or the `trace.parquet` in it. `generators_per_device` defaults to the
+    value in the summary of an ended run; `turns` is the workload's.
 
-    Raises DataError when something of it is missing, is not whole, or tells of fewer than MIN_STEPS steps.
+    Raises DataError when a file is missing or incomplete, or has fewer than MIN_STEPS steps.
     """
     folder = path if path.is_dir() else path.parent
     trace = read_trace(path)
     for name in ("config.yaml", "metrics.jsonl"):
         if not (folder / name).is_file():
-            raise DataError(f"{folder / name}: no such file; a trace is read with what its run wrote beside it")
+            raise DataError(f"{folder / name}: no such file; a trace is read with the other files of its run")
     config, rows = load_config(folder / "config.yaml"), read_metrics(folder / "metrics.jsonl")
     steps = _steps(trace)
     rows = _rows_of(steps, rows, folder)
@@ -62,8 +62,7 @@ def read_run(path: Path, *, generators_per_device: int | None = None, turns: flo
 
 
 class RecentRun:
-    """The newest steps of a run that may go on, as the simulator sees them: as much is read, and kept, of a long run
-    as of a short one."""
+    """The newest steps of a live or ended run as input of the simulator. Time and memory do not grow with the run."""
 
     def __init__(self, config: Config, *, generators_per_device: int) -> None:
         self._config = config
@@ -72,9 +71,9 @@ class RecentRun:
         self._trace = TraceTail(config.run_dir, rows=groups)
 
     def read(self) -> tuple[Workload, Setup]:
-        """Raises DataError as `read_run` does."""
+        """The workload and the setup of the run. Raises DataError as `read_run` does."""
         folder, trace = self._config.run_dir, self._trace.read()
-        # Of the first steps some groups may be older than what is read, of the last ones not be written yet.
+        # Only complete steps: groups of the first ones may not be read, groups of the last ones not be written yet.
         steps = {
             number: step for number, step in _steps(trace).items() if step.groups == self._config.replay.groups_per_step
         }
@@ -85,20 +84,20 @@ class RecentRun:
 
 
 def _is_evaluation(row: dict[str, float]) -> bool:
-    """True for the row of an evaluation that came after the last step."""
+    """True for the row of an evaluation that ended after the last step."""
     return all(name == "step" or name.startswith("eval/") for name in row)
 
 
 def _rows_of(steps: dict[int, _Step], rows: list[dict[str, float]], folder: Path) -> list[dict[str, float]]:
-    """The rows of metrics of these steps. Raises DataError when they do not tell enough."""
+    """The metrics rows of these steps. Raises DataError when there are too few, or costs are missing."""
     rows = [row for row in rows if row["step"] in steps and not _is_evaluation(row)]
     if len(rows) < MIN_STEPS:
-        raise DataError(f"{folder}: tells of {len(rows)} steps, at least {MIN_STEPS} are needed; let it run longer")
+        raise DataError(f"{folder}: has {len(rows)} steps, at least {MIN_STEPS} are needed; let it run longer")
     missing = [name for name in COSTS if name not in rows[-1]]
     if missing:
         raise DataError(
             f"{folder / 'metrics.jsonl'}: the last step has no {missing[0]}: the generators had not measured it yet; "
-            "let the job run longer, or run it again if an earlier version of asyncrl wrote this"
+            "let the job run longer, or run it again if an earlier version of asyncrl wrote this file"
         )
     return rows
 
@@ -107,13 +106,13 @@ def _rows_of(steps: dict[int, _Step], rows: list[dict[str, float]], folder: Path
 class _Step:
     groups: int
     tokens: int
-    """Prompts among them."""
+    """Tokens of completions and prompts."""
     span_s: float
-    """From the take of its batch to its commit."""
+    """Seconds from the take of its batch to its commit."""
 
 
 def _steps(trace: pa.Table) -> dict[int, _Step]:
-    """By number."""
+    """The steps of a trace by number."""
     trained = trace.filter(trace.column("train_version").to_numpy() >= 0)
     steps = trained.column("train_version").to_numpy() + 1
     tokens = _sums(trained, "prompt_tokens") + _sums(trained, "completion_tokens")
@@ -125,7 +124,7 @@ def _steps(trace: pa.Table) -> dict[int, _Step]:
 
 
 def _sums(table: pa.Table, column: str) -> NDArray[np.int64]:
-    """Of each row's list."""
+    """The sum of the list in each row."""
     lists = table.column(column).combine_chunks()
     values, offsets = lists.values.to_numpy(), lists.offsets.to_numpy()
     ends = np.concatenate([[0], np.cumsum(values, dtype=np.int64)])
@@ -166,7 +165,7 @@ def _workload(
     base_s, sequence_s, request_s, reward_s = (rows[-1][name] for name in COSTS)
     return Workload(
         lengths=_lengths(trace, config.generator.group_size),
-        # Generators that take turns measure each other's time, too.
+        # Generators that share a device also measure each other's time.
         engine=EngineCost(base_s / slowed, sequence_s / slowed, request_s / slowed),
         learner=_learner_cost(rows, steps, config.launch.learners),
         sync=_sync_cost(rows),
@@ -189,7 +188,7 @@ def _setup(config: Config, steps: int, generators_per_device: int) -> Setup:
 
 
 def _lengths(trace: pa.Table, group_size: int) -> Lengths:
-    """Of groups from all of the trace."""
+    """Lengths of at most MAX_GROUPS groups, spread over the trace."""
     trace = trace.take(np.arange(0, len(trace), -(-len(trace) // MAX_GROUPS)))
     offsets = trace.column("completion_tokens").combine_chunks().offsets.to_numpy()
     whole = trace.filter(np.diff(offsets) == group_size)
@@ -225,6 +224,6 @@ def _sync_cost(rows: list[dict[str, float]]) -> SyncCost:
 
 
 def _summary(folder: Path) -> dict[str, Any]:
-    """Of a run that has ended; else empty."""
+    """The summary of an ended run; empty for a live one."""
     file = folder / "summary.json"
     return read_json(file) if file.is_file() else {}

@@ -18,9 +18,9 @@ from asyncrl.plan.workload import TURNS, EngineCost, LearnerCost, Lengths, Setup
 from asyncrl.types import mean_staleness
 
 ROWS = 12
-"""Of the table of a plan."""
+"""Rows in the table of a plan."""
 MAX_TOKENS = 2.0**27
-"""Of a completion or prompt: lengths of a group and their sums are numbers of 32 bits."""
+"""Longest completion or prompt: lengths of a group and their sums are 32-bit numbers."""
 RANGES = {
     "mean_tokens": (1.0, MAX_TOKENS),
     "max_tokens": (1.0, MAX_TOKENS),
@@ -28,7 +28,7 @@ RANGES = {
     "sigma": (0.0, 10.0),
     "refunded_fraction": (0.0, 1.0),
 }
-"""Least and largest value of the options of a made-up workload; the others are times, from 0 on."""
+"""Range of each option of a synthetic workload; the others are times, at least 0."""
 TITLES = (
     "generators", "learners", "max\nstaleness", "tokens/s", "generators\nidle", "learners\nidle", "mean\nstaleness"
 )  # fmt: skip
@@ -43,13 +43,13 @@ def show_simulation(
     turns: float | None = None,
     seed: int = 0,
 ) -> Prediction:
-    """Simulates the job of a run, or one made of numbers, with other settings. Raises ConfigError and DataError."""
+    """Simulates the job of a run, or a synthetic one, with changed settings. Raises ConfigError and DataError."""
     max_tokens = changes.pop("max_new_tokens", None)
     turns = TURNS if turns is None else turns
     if run is not None:
         given = [name for name in numbers if numbers[name] is not None]
         if given:
-            raise ConfigError(f"--{given[0].replace('_', '-')}: with --from the run says it; leave one of them out")
+            raise ConfigError(f"--{given[0].replace('_', '-')}: is read from the run of --from; leave one of them out")
         measured = read_run(run, turns=turns)
         workload, before = measured.workload, measured.setup
     else:
@@ -65,7 +65,7 @@ def show_simulation(
 
 
 def made_up(numbers: dict[str, float], changes: dict[str, int]) -> tuple[Workload, Setup]:
-    """A workload from numbers, by the names of the options of `asyncrl simulate`, and a setup to change."""
+    """A synthetic workload from the options of `asyncrl simulate`, and a default setup."""
     missing = [name for name in ("mean_tokens", "engine_base_ms", "learner_token_us") if numbers.get(name) is None]
     if missing:
         raise ConfigError(
@@ -99,7 +99,7 @@ def made_up(numbers: dict[str, float], changes: dict[str, int]) -> tuple[Workloa
 
 
 def check_number(name: str, value: float) -> None:
-    """Raises ConfigError for an option of a made-up workload that is out of its range."""
+    """Raises ConfigError for an option of a synthetic workload that is out of range."""
     least, most = RANGES.get(name, (0.0, float("inf")))
     if not (math.isfinite(value) and least <= value <= most):
         upper = f", at most {most:,.10g}" if math.isfinite(most) else ""

@@ -1,7 +1,7 @@
 """A discrete-event model of a run: generators, admission by the production ledger, learner, broadcasts.
 
-What is decided in a run is decided here by the same code (`replay.ledger`); what takes time takes what the workload
-says. Left out are failures, evaluation, and the time of messages.
+Decisions are made by the same code as in a run (`replay.ledger`); durations come from the workload. The model leaves
+out failures, evaluation, and the time of messages.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from asyncrl.types import mean_staleness
 
 DRAWN_AT_ONCE = 4096
 COUNTED = 256
-"""Times that tokens in flight are counted, about."""
+"""Approximate number of times that tokens in flight are counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a run would show. Rates are from the first lease to the last step."""
+    """The predicted results of a run. Rates are from the first lease to the last step."""
 
     setup: Setup
     wall_s: float
     tokens_per_s: float
-    """Trained action tokens."""
+    """Trained action tokens per second."""
     generated_tokens_per_s: float
     generator_idle: float
     """Fraction of the generators' time without a running sequence."""
@@ -40,25 +40,27 @@ class Prediction:
     staleness: list[int]
     """Trained action tokens by staleness, in learner steps."""
     tokens_in_flight: float
-    """Generated and neither trained nor refunded, in the mean over ends of steps."""
+    """Tokens generated but neither trained nor refunded; mean over the ends of steps."""
     groups_in_flight: float
-    """Leased and neither trained nor refunded, in the mean over the time."""
+    """Groups leased but neither trained nor refunded; mean over time."""
     life_s: float
-    """From the lease of a group until it is trained or refunded, in the mean."""
+    """Mean seconds from the lease of a group until it is trained or refunded."""
     leased_groups: int
     refunded_groups: int
 
     @property
     def staleness_mean(self) -> float:
+        """Mean staleness of trained tokens, in learner steps."""
         return mean_staleness(self.staleness)
 
     @property
     def staleness_max(self) -> int:
+        """Highest staleness of a trained token, in learner steps."""
         return max((staleness for staleness, tokens in enumerate(self.staleness) if tokens), default=0)
 
 
 def simulate(workload: Workload, setup: Setup, *, seed: int = 0) -> Prediction:
-    """Plays the run through. The same seed draws the same groups in the same order of leases."""
+    """Simulates the run. The same seed draws the same groups in the same order of leases."""
     return _Simulation(workload, setup, seed).run()
 
 
@@ -68,7 +70,7 @@ class _Group:
     leased_s: float
     tokens: int
     prompt_tokens: int
-    """Of all members together."""
+    """Prompt tokens of all members together."""
     refunded: bool
     by_version: dict[int, int] = field(default_factory=dict[int, int])
 
@@ -89,9 +91,9 @@ class _Simulation:
         self._held = [0] * setup.generators
         """Unfinished leases of each generator."""
         self._epochs = [0] * setup.generators
-        """Of the event that each generator waits for; those before it are void."""
+        """Number of the next event of each generator; events with an older number are void."""
         self._denied: dict[int, None] = {}
-        """Generators that have room and got too few leases, in their order."""
+        """Generators with free capacity that got too few leases, in order."""
         self._groups: dict[int, _Group] = {}
         self._wanted = wanted_groups(setup.max_running_groups)
         self._share = self._ledger.per_generator_limit(setup.generators)
@@ -102,14 +104,14 @@ class _Simulation:
         self._waits_since_s = 0.0
         self._waited_s = 0.0
         self._sent_s = 0.0
-        """When the last broadcast ends."""
+        """End of the last broadcast."""
         self._histogram: Counter[int] = Counter()
         self._scoring_tokens = 0
-        """Of groups that have ended and have no rewards yet."""
+        """Tokens of complete groups without rewards."""
         self._in_flight: list[float] = []
         self._counted_every = max(1, setup.steps // COUNTED)
         self._lived_s = 0.0
-        """Of groups that are trained or refunded."""
+        """Total lifetime of groups that are trained or refunded."""
 
     def run(self) -> Prediction:
         for generator in range(self._setup.generators):
@@ -142,8 +144,8 @@ class _Simulation:
     # --- generators
 
     def _ask(self, generator: int, *, changed: bool = False) -> None:
-        """Takes as many groups as there is room for and admission gives; when that or what has `changed` before makes
-        its next event another, schedules that."""
+        """Leases as many groups as fit and admission allows; reschedules the generator's next event when that, or an
+        earlier change (`changed`), moves it."""
         engine, ledger, version = self._engines[generator], self._ledger, self._engines[generator].version
         engine.advance(self._now_s)
         room = self._wanted - -(-len(engine) // self._setup.group_size)
@@ -194,7 +196,7 @@ class _Simulation:
                 self._schedule(one)
 
     def _end_sequences(self, generator: int) -> None:
-        """Ends the group or the sequence whose time has come."""
+        """Ends the group or the sequence that is due."""
         engine = self._engines[generator]
         engine.advance(self._now_s)
         ended = engine.end_next()
@@ -235,7 +237,7 @@ class _Simulation:
             self._ask(denied)
 
     def _take(self) -> None:
-        """Begins the next step when its batch is complete."""
+        """Starts the next step when its batch is complete."""
         ledger = self._ledger
         if self._training or ledger.count(State.FINISHED) < self._setup.groups_per_step:
             return
@@ -260,7 +262,7 @@ class _Simulation:
         if not version % self._counted_every:
             self._count_in_flight()
         self._waits_since_s = self._now_s
-        # A broadcast waits for the one before it, and the learner with it.
+        # A broadcast waits for the previous one, and so does the learner.
         if self._sent_s > self._now_s:
             self._push(self._sent_s, "sent", version + 1)
         else:

@@ -1,4 +1,4 @@
-"""The model of one generator: continuous batching, in which all running sequences decode together."""
+"""The simulator's model of a generator's engine: continuous batching, where all running sequences decode together."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from math import inf
 from asyncrl.plan.workload import EngineCost
 
 ALMOST = 1e-6
-"""Of a token: rounding of the clock."""
+"""Tolerance for rounding of the clock, in tokens."""
 
 
 class SimulatedEngine:
-    """Each step gives every running sequence one token, so that a single clock, in tokens, tells where all of them
-    are. Sequences beyond the slots wait for one to get free.
+    """Each step adds one token to every running sequence, so a single clock, in tokens, describes the progress of all.
+    Sequences beyond the slots wait for a free slot.
 
-    Ends of sequences matter to others when something waits for a place; else only ends of groups do, and those before
-    them are made up for when the engine is looked at.
+    While sequences wait, every end of a sequence is an event. Otherwise only ends of groups are, and the ends of
+    sequences before them are applied when the engine is advanced.
     """
 
     __slots__ = (
@@ -29,45 +29,45 @@ class SimulatedEngine:
     def __init__(self, cost: EngineCost, *, slots: int) -> None:
         self.version = 0
         self.slowdown = 1.0
-        """How many times longer everything takes now: others compute on the same device."""
+        """Factor of all durations while other engines compute on the same device."""
         self.idle_s = 0.0
-        """Without a running sequence."""
+        """Seconds without a running sequence."""
         self._cost, self._slots = cost, slots
         self._now_s = self._free_s = 0.0
-        """Until when it has been simulated; and until when prompts or a swap hold decoding up."""
+        """Time up to which it is simulated; and time until which prompts or a swap hold up decoding."""
         self._clock = 0.0
         self._running: list[tuple[float, float, int]] = []
-        """(clock at its end, clock at its start, its group), in this order."""
+        """(clock at its end, clock at its start, group) of each running sequence, sorted."""
         self._sum_starts = 0.0
-        """Of the clocks at which those that run have started."""
+        """Sum of the start clocks of the running sequences."""
         self._lasts: list[tuple[float, int]] = []
-        """(clock at the end of its last member, group) of the groups that run as a whole, in this order."""
+        """(clock at the end of its last member, group) of each group, sorted; while nothing waits."""
         self._waiting: deque[tuple[int, int]] = deque()
-        """(group, tokens)."""
+        """(group, tokens) of each waiting sequence."""
         self._left: Counter[int] = Counter()
-        """Members of each group that have not ended; kept while something waits."""
+        """Number of unfinished members of each group; while something waits."""
         self._begun: dict[int, list[tuple[float, Sequence[int]]]] = {}
-        """Of each group: clocks, and the lengths of the members that started at each."""
+        """Group -> (clock, lengths of the members that started then)."""
         self._ended_tokens = 0.0
-        """Of members of groups that have not ended."""
+        """Tokens of ended members of unfinished groups."""
         self._expected = (inf, 0.0)
-        """What `next_s` gave last, and the clock then."""
+        """The last result of `next_s`, and the clock at that time."""
         self._mark_clocks: list[float] = [0.0]
         self._mark_versions: list[int] = [0]
-        """From which clock on tokens are of which version."""
+        """The version of tokens from each mark clock on."""
 
     def __len__(self) -> int:
-        """Sequences that run or wait."""
+        """Number of running and waiting sequences."""
         return len(self._running) + len(self._waiting)
 
     @property
     def tokens(self) -> float:
-        """That groups have so far which have not ended."""
+        """Tokens so far of unfinished groups."""
         return self._clock * len(self._running) - self._sum_starts + self._ended_tokens
 
     @property
     def next_s(self) -> float:
-        """When the next group ends, or the next sequence if one waits, unless something else happens before."""
+        """Time at which the next group ends, or the next sequence while one waits, if nothing else happens before."""
         running = self._running
         at_s = self._free_s if self._free_s > self._now_s else self._now_s
         if not running:
@@ -88,9 +88,9 @@ class SimulatedEngine:
         return next_s
 
     def advance(self, now_s: float) -> None:
-        """Decodes until then; what happens before it at the latest is what `next_s` tells of.
+        """Decodes until `now_s`, which must not be later than `next_s`.
 
-        After `add`, `swap` and a change of `slowdown`, `next_s` is to be asked before it is advanced to a later time.
+        After `add`, `swap` and a change of `slowdown`, read `next_s` before advancing to a later time.
         """
         at_s = self._free_s if self._free_s > self._now_s else self._now_s
         self._now_s = now_s
@@ -119,7 +119,7 @@ class SimulatedEngine:
         del running[:place]
 
     def add(self, group: int, lengths: Sequence[int]) -> None:
-        """Begins the sequences of a group, or has them wait."""
+        """Starts the sequences of a group, or queues them."""
         places, clock = self._slots - len(self._running), self._clock
         begun = lengths if len(lengths) <= places else lengths[:places]
         self._running += [(clock + tokens, clock, group) for tokens in begun]
@@ -136,8 +136,8 @@ class SimulatedEngine:
         self._waiting += [(group, tokens) for tokens in lengths[places:]]
 
     def end_next(self) -> tuple[int, dict[int, int]] | None:
-        """Ends what `next_s` told of, at that time: gives the group and its tokens by the version that sampled them;
-        None when it was a single sequence."""
+        """Applies the event of `next_s`, at that time. Returns the ended group and its tokens by the version that
+        sampled them; None when only a sequence ended."""
         if self._waiting:
             group = self._end(0)
             self._left[group] -= 1
@@ -151,13 +151,13 @@ class SimulatedEngine:
                 if self._running[place][0] < last or self._running[place][2] == group:
                     self._end(place)
                 else:
-                    place += 1  # of another group that ends now, too
+                    place += 1  # belongs to another group that also ends now
         begun = self._begun.pop(group)
         self._ended_tokens -= sum(sum(lengths) for _, lengths in begun)
         return group, self._by_version(begun)
 
     def swap(self, version: int, swap_s: float) -> None:
-        """Tokens from now on are of this version."""
+        """Loads a version; tokens from now on belong to it."""
         self.version = version
         self._mark_clocks.append(self._clock)
         self._mark_versions.append(version)
@@ -182,7 +182,7 @@ class SimulatedEngine:
         return found
 
     def _begin_waiting(self) -> None:
-        """One that waits takes the free place; when none waits any more, groups run as a whole."""
+        """Starts a waiting sequence in the free slot; when none is left, only ends of groups are events again."""
         group, tokens = self._waiting.popleft()
         insort(self._running, (self._clock + tokens, self._clock, group))
         self._sum_starts += self._clock
@@ -193,7 +193,7 @@ class SimulatedEngine:
             self._lasts = sorted((end, group) for group, end in last.items())
 
     def _skip_to(self, clock: float) -> None:
-        """All that ends before it has ended."""
+        """Moves the clock forward and applies the ends of sequences before it."""
         running = self._running
         place = bisect_left(running, (clock, 0.0, 0))
         for end, start, _ in running[:place]:
@@ -203,7 +203,7 @@ class SimulatedEngine:
         self._clock = clock
 
     def _end(self, place: int) -> int:
-        """Ends the sequence at this place of those that run; gives its group."""
+        """Ends the running sequence at this index; returns its group."""
         end, start, group = self._running.pop(place)
         self._clock = end
         self._sum_starts -= start

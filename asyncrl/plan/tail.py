@@ -1,4 +1,4 @@
-"""The newest part of what a run has written: work and memory stay the same however long the run is."""
+"""The newest part of a run's trace and metrics; time and memory do not grow with the run."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from asyncrl.plan.trace import check_schema, damaged, last_of_tickets
 from asyncrl.replay.trace import SCHEMA
 
 METRICS_BYTES = 2 << 20
-"""Of the end of `metrics.jsonl`: several hundred steps."""
+"""Bytes read from the end of `metrics.jsonl`: several hundred steps."""
 CONTINUATION = 0xFFFFFFFF
-"""Begins every message of an Arrow IPC stream, before the length of its metadata."""
+"""Marker at the start of every message of an Arrow IPC stream, before the length of its metadata."""
 
 
 class TraceTail:
     """The newest rows of a run's trace, read as it grows."""
 
     def __init__(self, folder: Path, *, rows: int) -> None:
-        """Keeps at least so many rows, where there are as many."""
+        """Keeps at least the newest `rows` rows."""
         self._log, self._file = folder / "trace.arrow", folder / "trace.parquet"
         self._wanted = rows
         self._log_id = -1
-        """Inode of the log: another one has taken its place when it changes."""
+        """Inode of the log; it changes when the log is replaced."""
         self._end = 0
-        """Where the last whole message of the log ended."""
+        """Offset of the end of the last complete message of the log."""
         self._spans: deque[tuple[int, int]] = deque(maxlen=rows)
-        """Begin and end of the newest messages, each of which holds a row at least."""
+        """Begin and end offsets of the newest messages; each holds at least one row."""
         self._read: dict[int, pa.Table] = {}
-        """Rows of the newest messages, by where they begin."""
+        """Begin offset -> rows, for the newest messages."""
         self._former: tuple[int, pa.Table] = -1, SCHEMA.empty_table()
-        """The end of the file, and its inode."""
+        """Inode of the Parquet file, and its last rows."""
 
     def read(self) -> pa.Table:
-        """The newest rows, of each ticket its last one. Raises DataError when there is no trace, or it is damaged."""
+        """The newest rows, one per ticket. Raises DataError when there is no trace, or it is damaged."""
         found = [path for path in (self._file, self._log) if path.is_file()]
         if not found:
             raise DataError(f"{self._log}: no such file; the run has not begun")
@@ -71,7 +71,7 @@ class TraceTail:
             return self._newest(file)
 
     def _newest(self, file: BinaryIO) -> pa.Table:
-        """The rows of as many messages as are wanted; only what was not read before is."""
+        """The rows of the newest messages; reads only messages that were not read before."""
         kept: dict[int, pa.Table] = {}
         rows = 0
         for begin, end in reversed(self._spans):
@@ -87,7 +87,7 @@ class TraceTail:
         return pa.concat_tables([SCHEMA.empty_table(), *(kept[begin] for begin in sorted(kept))])
 
     def _read_file(self) -> pa.Table:
-        """The last row groups of the file, which is written in one piece when a launch ends."""
+        """The last row groups of the file, which is replaced when a launch ends."""
         inode = self._file.stat().st_ino
         if inode != self._former[0]:
             with pq.ParquetFile(self._file) as file:
@@ -98,14 +98,14 @@ class TraceTail:
                         groups.insert(0, group)
                         rows += file.metadata.row_group(group).num_rows
                 table = file.read_row_groups(groups) if groups else SCHEMA.empty_table()
-            # A copy: a slice would keep all of its row groups in memory.
+            # A copy: a slice would keep the complete row groups in memory.
             newest = np.arange(max(0, len(table) - self._wanted), len(table))
             self._former = inode, table.take(pa.array(newest))
         return self._former[1]
 
 
 def read_metrics_tail(path: Path) -> list[dict[str, float]]:
-    """The last rows of a `metrics.jsonl`, METRICS_BYTES of them; a torn last line is left out."""
+    """The rows in the last METRICS_BYTES of a `metrics.jsonl`, without a torn last line."""
     if not path.is_file():
         return []
     with path.open("rb") as file:
@@ -116,9 +116,9 @@ def read_metrics_tail(path: Path) -> list[dict[str, float]]:
 
 
 def _message_bytes(file: BinaryIO, begin: int) -> int:
-    """The size of the message that begins there, with its body, which is not read; 0 when there is no whole head.
+    """The size of the message at this offset, including its body, which is not read; 0 if its head is incomplete.
 
-    Arrow's own reader can only learn it by reading the body.
+    Arrow's own reader would have to read the body.
     """
     prefix = _read(file, begin, begin + 8)
     if len(prefix) < 8:

@@ -1,4 +1,4 @@
-"""Reading what a run has written of its groups: `trace.parquet`, or the log of a run that goes on or was killed."""
+"""Reads the trace of a run: `trace.parquet`, or the log of a run that is live or was killed."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from asyncrl.replay.trace import END_OF_STREAM, SCHEMA, whole_bytes
 
 
 def read_trace(path: Path) -> pa.Table:
-    """The rows of a trace: a file, or those in the folder of a run. Their schema is `replay.trace.SCHEMA`.
+    """The rows of a trace file, or of the trace files in a run's folder. Their schema is `replay.trace.SCHEMA`.
 
-    Raises DataError when there is none, or it is not a whole file, or not one of this version.
+    Raises DataError when there is no trace, or it is incomplete or of another version.
     """
     if not path.is_dir():
         return _read(path)
@@ -26,15 +26,14 @@ def read_trace(path: Path) -> pa.Table:
 
 
 def last_of_tickets(table: pa.Table) -> pa.Table:
-    """The rows of a trace without those that a later one of their ticket replaces: a ticket that was in flight when a
-    launch ended comes again."""
+    """The last row of each ticket: a ticket that was in flight when a launch ended has another row later."""
     backwards = table.column("ticket").to_numpy()[::-1]
     last = len(backwards) - 1 - np.unique(backwards, return_index=True)[1]
     return table.take(pa.array(np.sort(last)))
 
 
 def check_schema(path: Path, schema: pa.Schema) -> None:
-    """Raises DataError unless this is the schema of a trace of this version."""
+    """Raises DataError unless this is the trace schema of this version."""
     found = schema.remove_metadata()
     if found != SCHEMA:
         raise DataError(f"{path}: not a trace of this version of asyncrl: {_differences(found)}; run the job again")
@@ -43,8 +42,8 @@ def check_schema(path: Path, schema: pa.Schema) -> None:
 def damaged(path: Path, error: Exception) -> DataError:
     """The error for a trace that cannot be read."""
     return DataError(
-        f"{path}: not a whole trace, it may be half written or cut: {error}; give the folder of a run that was "
-        "not ended, or end it: `asyncrl launch --resume`"
+        f"{path}: not a complete trace, it may be half written or cut: {error}; give the folder of a run that is "
+        "still live, or complete the run: `asyncrl launch --resume`"
     )
 
 
@@ -60,7 +59,7 @@ def _read(path: Path) -> pa.Table:
 
 
 def _read_log(path: Path) -> pa.Table:
-    """The whole messages; a run that goes on may be writing another."""
+    """The complete messages of the log; a live run may be writing another."""
     whole = whole_bytes(path)
     if not whole:
         return SCHEMA.empty_table()

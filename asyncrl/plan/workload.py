@@ -1,4 +1,4 @@
-"""What the simulator has to know of a job: how long completions are, and how long everything takes."""
+"""The simulator's inputs: the workload (lengths and costs of a job) and the setup (the chosen numbers)."""
 
 from __future__ import annotations
 
@@ -11,47 +11,49 @@ from numpy.typing import NDArray
 from asyncrl.errors import ConfigError
 
 SYNTHETIC_GROUPS = 4096
-"""Groups of a made-up workload, which the simulator draws from."""
+"""Number of groups in a synthetic workload, from which the simulator draws."""
 
 TURNS = 1.1
-"""`Workload.turns` where it is not known: about what two engines of 32 sequences showed on one core."""
+"""Default of `Workload.turns`: about the measured value of two engines of 32 sequences on one core."""
 
 
 def slowdown(computing: int, turns: float = TURNS) -> float:
-    """How many times longer steps take while so many engines compute on one device."""
+    """The factor by which steps are slower while `computing` engines compute on one device."""
     return computing * turns if computing > 1 else 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class EngineCost:
-    """Seconds of an engine: `base_s + sequence_s * n` for a step that gives one token to each of n sequences, and
-    `request_s` for each sequence that begins (its prompt, and all that is done once)."""
+    """Seconds of an engine: `base_s + sequence_s * n` for a step that decodes one token of each of n sequences, and
+    `request_s` once for each sequence (its prompt and other one-time work)."""
 
     base_s: float
     sequence_s: float
     request_s: float = 0.0
 
     def step_s(self, running: int) -> float:
+        """Seconds of a step with `running` sequences."""
         return self.base_s + self.sequence_s * running
 
 
 @dataclass(frozen=True, slots=True)
 class LearnerCost:
-    """Seconds of an optimizer step, `base_s + token_s * tokens / learners`, prompts counted among the tokens; before
-    it the batch travels for `take_s`, in which the learner waits."""
+    """Seconds of an optimizer step, `base_s + token_s * tokens / learners`, where tokens include prompts; before it the
+    learner waits `take_s` for the batch to arrive."""
 
     base_s: float
     token_s: float
     take_s: float = 0.0
 
     def step_s(self, tokens: int, learners: int) -> float:
+        """Seconds of an optimizer step."""
         return self.base_s + self.token_s * tokens / learners
 
 
 @dataclass(frozen=True, slots=True)
 class SyncCost:
-    """Seconds from the end of an optimizer step until generators can load its weights, how long handing them over
-    holds the learner up, and how long a swap holds an engine up."""
+    """Seconds from the end of an optimizer step until generators can load its weights (`broadcast_s`), during which the
+    hand-over blocks the learner (`hold_s`), and during which a swap stalls an engine (`swap_s`)."""
 
     broadcast_s: float = 0.0
     hold_s: float = 0.0
@@ -60,7 +62,7 @@ class SyncCost:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Groups to draw from, each with its own lengths: those of one prompt are alike."""
+    """Groups to draw from; the lengths of a group stay together, since completions of one prompt are similar."""
 
     completions: NDArray[np.int32]
     """[groups, group_size] action tokens."""
@@ -74,7 +76,7 @@ class Lengths:
         cls, *, mean_tokens: float, sigma: float, max_tokens: int, group_size: int, prompt_tokens: int = 0,
         refunded_fraction: float = 0.0, seed: int = 0,
     ) -> Self:  # fmt: skip
-        """Independent log-normal lengths with this mean before they are cut; `sigma` is that of the logarithm."""
+        """Independent log-normal lengths with this mean before truncation; `sigma` is that of the logarithm."""
         dice = np.random.default_rng(seed)
         shape = SYNTHETIC_GROUPS, group_size
         drawn = dice.lognormal(np.log(mean_tokens) - sigma**2 / 2, sigma, shape)
@@ -84,33 +86,34 @@ class Lengths:
 
     @property
     def group_size(self) -> int:
+        """Completions of a group."""
         return self.completions.shape[1]
 
     def of_size(self, group_size: int, *, seed: int = 0) -> Self:
-        """Groups of another size, whose members are drawn from those of the group."""
+        """Groups of another size, with members drawn from those of each group."""
         if group_size == self.group_size:
             return self
         chosen = np.random.default_rng(seed).integers(self.group_size, size=(len(self.completions), group_size))
         return replace(self, completions=np.take_along_axis(self.completions, chosen, axis=1))
 
     def cut(self, max_tokens: int) -> Self:
-        """The same with completions of so many tokens at most."""
+        """The same groups with completions truncated to `max_tokens`."""
         return replace(self, completions=np.minimum(self.completions, max_tokens))
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Lengths and costs of a job. Raises ConfigError for one in which nothing can happen."""
+    """Lengths and costs of a job. Raises ConfigError when no step could ever be trained."""
 
     lengths: Lengths
     engine: EngineCost
     learner: LearnerCost
     sync: SyncCost = SyncCost()
     reward_s: float = 0.0
-    """From the last token of a group until it is in the replay queue."""
+    """Seconds from the last token of a group until it is in the replay queue."""
     turns: float = TURNS
-    """Time of an engine step while engines take turns on a device, beyond their number: each finds the caches filled by
-    others. It is the machine's (`benchmarks/turns.py`)."""
+    """Extra factor of an engine step's time while engines share a device, beyond their number, since each finds the
+    caches filled by others. It depends on the machine (`benchmarks/turns.py`)."""
 
     def __post_init__(self) -> None:
         if self.engine.step_s(1) <= 0 or self.learner.step_s(1, 1) <= 0:
@@ -119,14 +122,14 @@ class Workload:
                 f"{self.learner.step_s(1, 1):g} s; both must take time"
             )
         if self.lengths.refunded.all():
-            raise ConfigError("workload: every group is refunded, so that no step can ever be trained")
+            raise ConfigError("workload: every group is refunded, so no step can ever be trained")
         if not self.turns >= 1:
-            raise ConfigError(f"workload: turns = {self.turns:g}; engines that take turns are no faster than one, >= 1")
+            raise ConfigError(f"workload: turns = {self.turns:g}: must be at least 1; sharing a device saves no time")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What is chosen for a run. Raises ConfigError for one that could not start."""
+    """The chosen numbers of a run. Raises ConfigError for a run that could not start."""
 
     generators: int
     learners: int
@@ -134,10 +137,10 @@ class Setup:
     groups_per_step: int
     group_size: int
     max_running_groups: int
-    """In one generator."""
+    """Limit of one generator."""
     steps: int
     generators_per_device: int = 1
-    """Generators that take turns on one core or GPU."""
+    """Generators that share one core or GPU."""
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -146,6 +149,6 @@ class Setup:
                 raise ConfigError(f"simulate: {name} = {getattr(self, name)}, must be at least {least}")
         if self.groups_per_step % self.learners:
             raise ConfigError(
-                f"simulate: groups_per_step = {self.groups_per_step} cannot be dealt to {self.learners} learners; "
+                f"simulate: groups_per_step = {self.groups_per_step} cannot be divided among {self.learners} learners; "
                 "make it a multiple"
             )

@@ -1,4 +1,4 @@
-"""The process that holds the reward model and scores for the reward workers of all generators."""
+"""The reward model's process, which scores for the reward workers of all generators."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from asyncrl.wire.sockets import bind_router
 log = structlog.get_logger()
 
 TICK_S = 0.05
-"""Longest wait of the loop: how late a signal may be seen."""
+"""Longest wait of the loop, and so the delay of a signal."""
 RECEIVE_AT_ONCE = 256
 RECEIVE_BYTES_AT_ONCE = 1 << 20
-"""Requests are tokenized before any of them is answered: those of more bytes wait for the next round."""
+"""Limits of one round, since all its requests are tokenized before any of them is answered."""
 
 
 @dataclass(slots=True)
@@ -51,12 +51,12 @@ class _Request:
 
 
 class RewardModel:
-    """A loaded reward model: tokens of texts to scores."""
+    """A loaded reward model."""
 
     def __init__(
         self, path: str, *, dtype: str = "float32", tokens_per_batch: int = 16384, device: str = "auto"
     ) -> None:
-        """Raises ConfigError when the folder does not hold a model with one trained score."""
+        """Loads the model. Raises ConfigError when the folder does not hold a model with one trained score."""
         check_model_folder(path)
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -78,7 +78,7 @@ class RewardModel:
         self._pad_token = text_config.pad_token_id
 
     def tokenize(self, prompt: str | list[dict[str, Any]], completion: str) -> list[int]:
-        """Tokens of a prompt with its completion. Raises ValueError when they cannot be scored."""
+        """The tokens of a prompt with its completion. Raises ValueError when they cannot be scored."""
         if isinstance(prompt, str):
             tokens = self.tokenizer(prompt + completion)["input_ids"]
         elif self.tokenizer.chat_template is None:
@@ -99,7 +99,7 @@ class RewardModel:
         return tokens
 
     def score(self, texts: Sequence[list[int]]) -> list[float]:
-        """The scores of tokenized texts, each as if it were alone in its batch."""
+        """The scores of tokenized texts; a score does not depend on the other texts of its batch."""
         order = sorted(range(len(texts)), key=lambda index: len(texts[index]), reverse=True)
         scores = [0.0] * len(texts)
         while order:
@@ -113,7 +113,7 @@ class RewardModel:
     def _forward(self, texts: list[list[int]]) -> list[float]:
         pad = self._pad_token
         if pad is None:
-            # The model takes the score at the last token that is not padding: let it be a token that no text ends with.
+            # The model takes the score at the last token that is not padding, so pad with a token that no text ends in.
             last = {tokens[-1] for tokens in texts}
             pad = next(token for token in range(len(last) + 1) if token not in last)
             self.model.config.get_text_config().pad_token_id = pad
@@ -129,16 +129,16 @@ class RewardModel:
 
 
 class ModelServer:
-    """A ROUTER socket in front of a reward model; requests that wait together are scored together.
+    """Serves a reward model on a ROUTER socket; requests that wait together are scored in common batches.
 
-    A bad request is counted and logged, and answered with an error when it has the run id; who sends many is cut
-    off."""
+    A bad request is counted and logged, and answered with an error when it has the run id; a peer that sends many is
+    cut off."""
 
     def __init__(self, model: RewardModel, endpoints: Endpoints) -> None:
         self.model = model
         self._run_id = endpoints.run_id
         self._bad_peers = BadPeers()
-        # Twice of what is read, so that what is a little too large gets an answer.
+        # Twice the limit, so that a request slightly above it gets an answer.
         self._socket = bind_router(
             endpoints.reward_model, "reward model", keys=endpoints.keys, max_frame_bytes=2 * MAX_REQUEST_BYTES
         )
@@ -150,6 +150,7 @@ class ModelServer:
                 self._answer(self._receive())
 
     def close(self) -> None:
+        """Closes the socket."""
         self._socket.close()
 
     def _receive(self) -> list[_Request]:
@@ -166,8 +167,8 @@ class ModelServer:
         return requests
 
     def _accept(self, sender: bytes, frames: list[memoryview]) -> _Request | None:
-        """The request in the frames; None for a bad one, which is answered with an error unless it is a stranger's, and
-        for what comes from a peer that was cut off."""
+        """The request in the frames; None for a bad one, which is answered with an error unless it lacks the run id,
+        and for any message of a peer that was cut off."""
         if self._bad_peers.ignores(sender):
             return None
         try:
@@ -185,7 +186,7 @@ class ModelServer:
             tokens, error = [], ""
             try:
                 tokens = self.model.tokenize(body["prompt"], completion)
-            except Exception as problem:  # templates raise what they like; it fails one completion
+            except Exception as problem:  # templates may raise anything; it fails one completion
                 error = describe(problem)
             request.tokens.append(tokens)
             request.errors.append(error)
@@ -215,7 +216,7 @@ class ModelServer:
     def _score(self, places: list[tuple[_Request, int]]) -> None:
         try:
             scores = self.model.score([request.tokens[index] for request, index in places])
-        except Exception as error:  # out of memory, or whatever the model's code raises: it fails these texts only
+        except Exception as error:  # out of memory, or any error of the model's code: it fails only these texts
             log.error("reward model failed", error=describe(error), texts=len(places), exc_info=True)
             for request, index in places:
                 request.errors[index] = f"the reward model failed: {describe(error)}"
@@ -228,11 +229,11 @@ class ModelServer:
 
 
 def run_reward_model(config: Config, *, endpoints: Endpoints, should_stop: Callable[[], bool]) -> None:
-    """The process of the reward model, from its start until `should_stop()`; one for all generators.
+    """Runs the reward model's process until `should_stop()`; one serves all generators.
 
-    Needed when `uses_reward_model(config)`. It binds `endpoints.reward_model` when the model is loaded; requests sent
-    before wait in the workers' queues, and fail by generator.reward_timeout_s, so generators should start after it.
-    Raises ConfigError when the model cannot be used or the address is taken.
+    Needed if `uses_reward_model(config)`. It binds `endpoints.reward_model` after the model is loaded; earlier requests
+    wait in the workers' queues and fail after generator.reward_timeout_s, so generators should start later. Raises
+    ConfigError when the model cannot be used or the address is taken.
     """
     options = cast("dict[str, Any]", config.reward_options.get(NAME, {}))
     model = RewardModel(**options)

@@ -1,8 +1,8 @@
-"""The reward of a model with a score head: what a reward worker asks of the process that holds it (model_server).
+"""The reward of a model with a score head: the reward worker's client of its process (model_server), and the messages.
 
-Messages are msgpack, checked in model_requests. A request is the run id and {"id", "prompt": text or messages,
+Messages are msgpack, checked on receipt. A request is the run id and {"id", "prompt": text or messages,
 "completions": [text, ...], "timeout_s"}; a reply is {"id", "scores": [number or None, ...], "errors": [text, ...],
-"refusal": text}, with the id 0 and a refusal when the request is not as it should be.
+"refusal": text}, with the id 0 and a refusal when the request is malformed.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from asyncrl.wire.unpack import check, unpack
 MAX_REQUEST_BYTES = 1 << 26
 MAX_REPLY_BYTES = 1 << 26
 MAX_ITEMS = 1 << 16
-"""Completions of a request, and messages of a chat."""
+"""Most completions of a request, and most messages of a chat."""
 MAX_VALUES = 1 << 18
-"""In all lists and maps of a request."""
+"""Most values in all lists and maps of a request."""
 MAX_TIMEOUT_S = 3600.0
 UNREAD = 0
-"""In the answer to a request that is refused, in place of its id."""
+"""Stands for the id in the reply to a refused request."""
 
 
 Score = Annotated[float, Field(allow_inf_nan=False)]
@@ -43,8 +43,10 @@ Score = Annotated[float, Field(allow_inf_nan=False)]
 
 @with_config(ConfigDict(extra="forbid", strict=True))
 class RequestBody(TypedDict):
+    """A request to score completions of one prompt."""
+
     id: Annotated[int, Field(gt=UNREAD, le=1 << 62)]
-    """Of the request among those of its sender."""
+    """Unique among the requests of its sender."""
     prompt: str | list[dict[str, Any]]
     """Text or messages."""
     completions: Annotated[list[str], FailFast()]
@@ -53,21 +55,23 @@ class RequestBody(TypedDict):
 
 @with_config(ConfigDict(extra="forbid", strict=True))
 class ReplyBody(TypedDict):
+    """The scores of a request, or its refusal."""
+
     id: Annotated[int, Field(ge=UNREAD, le=1 << 62)]
     scores: Annotated[list[Score | None], FailFast()]
-    """Of each completion; None with an error."""
+    """The score of each completion; None with an error."""
     errors: Annotated[list[str], FailFast()]
-    """Of each completion; empty with a score."""
+    """The error of each completion; "" with a score."""
     refusal: str
-    """Why the request was not read; empty with an id."""
+    """Why the request was not read; "" with an id."""
 
 
 _REQUEST, _REPLY = TypeAdapter(RequestBody), TypeAdapter(ReplyBody)
 
 
 def read_request(frames: Sequence[memoryview], run_id: str) -> RequestBody:
-    """The request in a message, of which the first frame is the run id. Raises ProtocolError that says what does not
-    fit, and StrangerError, before anything is unpacked, without the run id."""
+    """The request in a message, whose first frame is the run id. Raises ProtocolError that names the fault, and
+    StrangerError, before anything is unpacked, when the run id is wrong."""
     expected = run_id.encode()
     if not frames or frames[0].nbytes != len(expected) or not hmac.compare_digest(bytes(frames[0]), expected):
         raise StrangerError("the request does not have the id of this run")
@@ -77,7 +81,7 @@ def read_request(frames: Sequence[memoryview], run_id: str) -> RequestBody:
 
 
 def read_reply(frames: Sequence[memoryview]) -> ReplyBody:
-    """The reply in a message. Raises ProtocolError that says what does not fit."""
+    """The reply in a message. Raises ProtocolError that names the fault."""
     if len(frames) != 1:
         raise ProtocolError(f"reply of {len(frames)} frames, expected one")
     reply: ReplyBody = check(_unpack(frames[0], "reply", MAX_REPLY_BYTES), _REPLY, "reply")
@@ -95,7 +99,7 @@ def _unpack(frame: memoryview, what: str, max_bytes: int) -> Any:
 NAME = "reward_model"
 KEY = f"reward_options.{NAME}"
 HEADS = ("score", "classifier", "classification_head", "sequence_summary")
-"""How models call the layer that gives the score."""
+"""Names that models use for the score layer."""
 WAY_OUT = (
     "give a folder with an AutoModelForSequenceClassification that was trained with num_labels=1, or use a reward "
     "function instead"
@@ -104,7 +108,7 @@ WAY_OUT = (
 _client: _Client | None = None
 
 _PING_S = 0.5
-"""Pause between two questions whether the reward model is up."""
+"""Pause between two probes of the reward model."""
 
 
 def reward_model(
@@ -117,19 +121,19 @@ def reward_model(
     tokens_per_batch: int = 16384,
     device: str = "auto",
 ) -> list[float | Failed]:
-    """The score that a reward model (`AutoModelForSequenceClassification` with one label) gives prompt and completion.
+    """The score of prompt and completion by a reward model (`AutoModelForSequenceClassification` with one label).
 
-    The model in folder `path` runs in one process for all generators, in `dtype`, on `device` (auto: a GPU where
-    there is one), in batches of at most `tokens_per_batch` tokens, padding included. A chat is written with the chat
-    template of the reward model's own tokenizer; a plain prompt and its completion are one text.
+    The model in folder `path` runs in one process for all generators, in `dtype`, on `device` (auto: a GPU if there
+    is one), in batches of at most `tokens_per_batch` tokens, including padding. A chat is rendered with the chat
+    template of the reward model's tokenizer; a plain prompt and its completion are concatenated.
     """
     if _client is None:
-        raise RunError("no reward model process: reward workers were not given its address")
+        raise RunError("no reward model process: the reward workers have no address of it")
     return _client.score(prompts[0], [text_of(completion) for completion in completions], time_left_s)
 
 
 def connect(endpoints: Endpoints | None) -> None:
-    """Has `reward_model` ask the process at `endpoints.reward_model`; none without endpoints or this address."""
+    """Connects `reward_model` to the process at `endpoints.reward_model`; disconnects without such an address."""
     global _client
     if _client is not None:
         _client.close()
@@ -137,8 +141,8 @@ def connect(endpoints: Endpoints | None) -> None:
 
 
 def await_reward_model(endpoints: Endpoints, *, timeout_s: float, should_stop: Callable[[], bool]) -> None:
-    """Returns when the process at `endpoints.reward_model` has its model loaded, or should stop: rewards have deadlines
-    that the loading is not to use up. Raises PeerTimeoutError after `timeout_s`."""
+    """Returns when the process at `endpoints.reward_model` has loaded its model, or on `should_stop()`: loading must
+    not count towards the deadlines of rewards. Raises PeerTimeoutError after `timeout_s`."""
     deadline_s = time.monotonic() + timeout_s
     client = _Client(endpoints)
     try:
@@ -157,12 +161,12 @@ def await_reward_model(endpoints: Endpoints, *, timeout_s: float, should_stop: C
 
 
 def uses_reward_model(config: Config) -> bool:
-    """Whether the run needs the process of `model_server.run_reward_model`."""
+    """True if the run needs the process of `model_server.run_reward_model`."""
     return NAME in reward_names(config.rewards)
 
 
 def check_reward_model(config: Config) -> None:
-    """Looks at the model's folder without loading a weight. Raises ConfigError when it cannot give scores."""
+    """Checks the model's folder without loading weights. Raises ConfigError when the model cannot score."""
     options = config.reward_options.get(NAME, {})
     check_model_folder(str(options.get("path") or ""))
     tokens = options.get("tokens_per_batch", 1)
@@ -171,7 +175,7 @@ def check_reward_model(config: Config) -> None:
 
 
 def check_model_folder(path: str) -> None:
-    """Raises ConfigError that names reward_options.reward_model.path unless it holds a model with one score."""
+    """Raises ConfigError, naming reward_options.reward_model.path, unless the folder holds a model with one score."""
     folder = Path(path)
     if not path:
         raise ConfigError(f"{KEY}.path: required when rewards uses {NAME}; {WAY_OUT}")
@@ -196,7 +200,7 @@ def check_model_folder(path: str) -> None:
 
 
 class _Client:
-    """One connection of one process. Made in the process that uses it, as ZeroMQ does not survive a fork."""
+    """A connection to the reward model. Create it in the process that uses it: ZeroMQ does not survive a fork."""
 
     def __init__(self, endpoints: Endpoints) -> None:
         self._address = endpoints.reward_model
@@ -208,8 +212,8 @@ class _Client:
         self._socket.close()
 
     def score(self, prompt: Any, completions: list[str], timeout_s: float) -> list[float | Failed]:
-        """Raises PeerTimeoutError when the answer does not come in time, RunError when the request is too large or
-        refused, or the answer cannot be read."""
+        """The scores of the completions. Raises PeerTimeoutError when no reply arrives in time, and RunError when the
+        request is too large or refused, or the reply cannot be read."""
         self._last += 1
         timeout_s = min(max(timeout_s, 0.0), MAX_TIMEOUT_S)
         deadline_s = time.monotonic() + timeout_s
@@ -231,7 +235,7 @@ class _Client:
             if reply["id"] == UNREAD:
                 raise RunError(f"the reward model process at {self._address} refused a request: {reply['refusal']}")
             if reply["id"] != self._last:
-                continue  # it comes late, for a request that was given up
+                continue  # a late reply to a request that timed out
             if len(reply["scores"]) != len(completions):
                 raise RunError(
                     f"the reward model process at {self._address} gave {len(reply['scores'])} scores for "
@@ -249,7 +253,7 @@ class _Client:
         try:
             return read_reply([frame.buffer for frame in frames])
         except ProtocolError as error:
-            raise RunError(f"the reward model process at {self._address} sent what cannot be read: {error}") from None
+            raise RunError(f"the reward model process at {self._address} sent a malformed reply: {error}") from None
 
 
 def _weight_names(folder: Path) -> Iterable[str] | None:

@@ -1,4 +1,4 @@
-"""The rewards of a run: which functions score a row, and how their scores become one number."""
+"""The rewards of a run: the functions that score a row, and the sum of their scores."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ CHECKS: dict[str, str] = {
     "code": "asyncrl.rewards.builtin.code:check_code",
     "reward_model": "asyncrl.rewards.reward_model:check_reward_model",
 }
-"""Where built-in rewards look at the config themselves: functions that take it and raise ConfigError."""
+"""Built-in reward -> function that checks the config for it and raises ConfigError."""
 
 
 def check_rewards(config: Config) -> None:
-    """Loads every function the config names with its options, and has built-in ones look for what they need.
+    """Loads every function that the config names, with its options, and runs the checks of built-in ones.
 
-    Raises ConfigError. That every data source has a reward is checked by `table.check_sources`, with the data.
+    Raises ConfigError. `check_sources` checks, with the data, that every data source has a reward.
     """
     RewardTable(config.rewards, config.reward_options)
     for name in reward_names(config.rewards):
@@ -38,8 +38,8 @@ class RewardTable:
     """One reward for all data, or one for each data source ("default" for the others).
 
     A reward is a function, or a weighted sum of several: sum(weight * score). The parts of a sum are the score of
-    each function under its name, and that function's own parts under "name/part". A function that does not apply
-    (None) is left out; one that fails fails the trajectory.
+    each function under its name, and that function's own parts under "name/part". The sum leaves out a function that
+    does not apply (None); a function that fails fails the trajectory.
     """
 
     def __init__(self, rewards: Rewards, options: Mapping[str, Options] | None = None) -> None:
@@ -70,16 +70,17 @@ class RewardTable:
         return [_add_up(spec, scores, group.data_source) for scores in zip(*columns, strict=True)]
 
     def function(self, name: str) -> RewardFunction:
+        """The loaded function of this name."""
         return self._functions[name]
 
 
 def is_table(rewards: Rewards) -> bool:
-    """Whether `rewards` goes by data source: a map whose values are not numbers."""
+    """True if `rewards` is a table by data source: a map whose values are not numbers."""
     return not isinstance(rewards, str) and any(not _is_number(value) for value in rewards.values())
 
 
 def reward_for(rewards: Rewards, data_source: str) -> RewardSpec | None:
-    """The reward of a data source; None when the table has neither it nor "default"."""
+    """The reward of a data source; None when the table has neither the source nor "default"."""
     if not is_table(rewards):
         return cast(RewardSpec, rewards)
     table = cast("dict[str, RewardSpec]", rewards)
@@ -93,12 +94,12 @@ def reward_names(rewards: Rewards) -> list[str]:
 
 
 def show_spec(spec: RewardSpec | None) -> str:
-    """A reward as it is named in messages."""
+    """The name of a reward in messages."""
     return spec if isinstance(spec, str) else " + ".join(spec or ["(none)"])
 
 
 def check_sources(rewards: Rewards, sources: Iterable[str]) -> None:
-    """Raises ConfigError that lists the data sources which have no reward."""
+    """Raises ConfigError that lists the data sources without a reward."""
     missing = sorted({source for source in sources if reward_for(rewards, source) is None})
     if missing:
         table = cast("dict[str, RewardSpec]", rewards)
@@ -118,7 +119,7 @@ def _check_weights(rewards: Rewards) -> None:
                 raise ConfigError(f"{key} = {{}}: name at least one reward")
             for name, weight in spec.items():
                 if not math.isfinite(weight):
-                    raise ConfigError(f"{key}.{name} = {weight}: a weight is a finite number")
+                    raise ConfigError(f"{key}.{name} = {weight}: a weight must be a finite number")
 
 
 def _applied(score: Score, name: str, data_source: str) -> Score:

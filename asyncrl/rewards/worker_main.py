@@ -1,4 +1,4 @@
-"""What runs inside a reward worker: a process with the user's functions, a tokenizer, and nothing heavy."""
+"""The code of a reward worker: a process with the user's functions and a tokenizer, without torch."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from asyncrl.util.redaction import redact
 from asyncrl.wire.endpoints import Endpoints
 
 _TIME_SHARE = 0.9
-"""Share of the time limit that functions are told of; the rest is for the way back."""
+"""Fraction of the time limit that functions see as theirs; the rest is for returning the scores."""
 
 
 class PackedGroup(NamedTuple):
-    """A group on its way to a worker."""
+    """A group as it is sent to a worker."""
 
     completion_ids: list[list[int]]
     """Action tokens of each completion."""
@@ -39,7 +39,7 @@ class PackedGroup(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """What a worker must know."""
+    """The settings of a worker."""
 
     rewards: Rewards
     options: dict[str, Options]
@@ -57,9 +57,9 @@ _scorer: _Scorer | None = None
 
 
 def start_worker(parent: int, spec: WorkerSpec) -> None:
-    """Makes this process a reward worker: it ends with `parent`, uses one thread, and has the functions loaded.
+    """Makes this process a reward worker: it ends with `parent`, uses one thread, and loads the functions.
 
-    Never raises: a function that cannot be loaded is the error of every group it is asked to score.
+    Never raises: when a function cannot be loaded, every group gets that error.
     """
     global _scorer
     end_with_parent(parent)
@@ -77,7 +77,7 @@ def start_worker(parent: int, spec: WorkerSpec) -> None:
 
 
 def score_groups(groups: list[PackedGroup]) -> tuple[float, list[list[Score]]]:
-    """Seconds spent, and the scores of every group."""
+    """Scores the groups; returns the seconds spent and the scores of every group."""
     assert _scorer is not None  # start_worker ran in this process
     started = time.perf_counter()
     scores = [_scorer(group) for group in groups]
@@ -109,14 +109,14 @@ def _make_scorer(table: RewardTable, spec: WorkerSpec, decode: _Decoder) -> _Sco
 
 
 def _load_decoder(path: str, trust_remote_code: bool) -> _Decoder:
-    """Token ids to text, special tokens left out."""
+    """A function from token ids to text without special tokens."""
     file = Path(path) / "tokenizer.json"
     if file.is_file():
         from tokenizers import Tokenizer
 
         tokenizer = Tokenizer.from_file(str(file))
         return lambda ids: tokenizer.decode_batch(ids, skip_special_tokens=True)
-    # A tokenizer without that file exists in Python only; transformers takes seconds and memory in every worker.
+    # A tokenizer without that file needs transformers, which costs every worker seconds and memory.
     from asyncrl.util.tokenizer import load_tokenizer
 
     slow = load_tokenizer(path, trust_remote_code=trust_remote_code)

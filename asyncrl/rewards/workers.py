@@ -1,4 +1,4 @@
-"""Rewards in processes of their own, so that a slow, hanging or crashing function never holds up generation."""
+"""The reward workers: processes, so that a slow, hanging or crashing function never holds up generation."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from asyncrl.wire.endpoints import Endpoints
 log = structlog.get_logger()
 
 TASK_S = 0.05
-"""Groups are sent to a worker in bunches of about so much work: few messages, and little lost when one hangs."""
+"""Work of one task: a batch of groups large enough for few messages, and small enough to lose little on a hang."""
 MAX_GROUPS_PER_TASK = 64
 LINGER_S = 0.02
-"""A bunch smaller than that waits so long after the one before it: a message costs far more than a quick reward."""
+"""Longest time that a smaller task waits after the one before: a message costs far more than a quick reward."""
 CLOSE_S = 3.0
-"""Longest wait for the workers to end."""
+"""Deadline for the workers to end."""
 START_S = 60.0
 """Deadline for a worker to start and load its functions."""
 MAX_POOL_LOSSES = 3
-"""A group that was under way so often when all workers died is given up."""
+"""A group fails after being in progress this many times when all workers died."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Scored:
     """0 where there is an error."""
     parts: list[dict[str, float]]
     errors: list[str]
-    """Why a completion has no reward; "" where it has one."""
+    """Why each completion has no reward; "" where it has one."""
 
 
 @dataclass(slots=True)
@@ -58,15 +58,15 @@ class _Waiting:
     key: Hashable
     group: PackedGroup
     alone: bool = False
-    """Sent by itself, because a bunch with it failed."""
+    """True if it must be sent alone, because a task with it failed."""
     pool_losses: int = 0
     split: _Split | None = None
-    """The group that the completion is of; None for a group."""
+    """The scores of the completion's group; None for a group."""
     place: int = 0
-    """Of the completion in its group."""
+    """Index of the completion in its group."""
 
     def completions(self) -> list[_Waiting]:
-        """The completions of the group, each to be scored by itself."""
+        """The completions of the group, each to be scored alone."""
         split = _Split([None] * len(self.group.completion_ids))
         members = zip(self.group.completion_ids, self.group.statuses, strict=True)
         groups = [self.group._replace(completion_ids=[tokens], statuses=[status]) for tokens, status in members]
@@ -75,7 +75,7 @@ class _Waiting:
 
 @dataclass(slots=True)
 class _Split:
-    """The scores of a group whose completions are scored one by one; None until they are there."""
+    """The scores of a group whose completions are scored one by one; None for those still to come."""
 
     scores: list[Score | None]
 
@@ -89,16 +89,16 @@ class _Task:
 
 
 class RewardPool:
-    """`generator.reward_workers` processes that score groups. Not thread-safe; nothing here waits for a reward.
+    """`generator.reward_workers` processes that score groups. Not thread-safe; no method waits for a reward.
 
-    Each group has `generator.reward_timeout_s`. Groups travel in bunches. When a bunch fails (a function hangs, or
-    kills its process), its groups are scored again one by one, and then the completions of the group that fails alone,
-    each with the same time: only the guilty completion has no reward.
-    The thread that makes the pool must outlive it: its end ends the workers, as the end of the process does.
+    Each group has `generator.reward_timeout_s`. Groups are sent in batches. When a batch fails (a function hangs, or
+    kills its process), its groups are scored again one by one, and then the completions of a group that fails alone,
+    each with the same time limit: only the culprit has no reward.
+    The thread that creates the pool must outlive it: the workers end with that thread, as with the process.
     """
 
     def __init__(self, config: Config, *, tokenizer_path: str, endpoints: Endpoints | None = None) -> None:
-        """`endpoints` say where `run_reward_model` listens, if a reward asks for it."""
+        """`endpoints` has the address of `run_reward_model`, if a reward needs it."""
         self._rewards = config.rewards
         self._workers = config.generator.reward_workers
         self._timeout_s = config.generator.reward_timeout_s
@@ -115,21 +115,21 @@ class RewardPool:
         self._waiting: deque[_Waiting] = deque()
         self._running: list[_Task] = []
         self._group_s = TASK_S
-        """Time a group takes in a worker, smoothed."""
+        """Smoothed time that a group takes in a worker."""
         self._sent_s = 0.0
         self._pool = self._start()
 
     @property
     def pending(self) -> int:
-        """Groups, or completions of a group that failed, that are not scored yet."""
+        """Number of groups, or of completions of failed groups, that are not scored yet."""
         return len(self._waiting) + sum(len(task.groups) for task in self._running)
 
     def submit(
         self, key: Hashable, completions: Sequence[Sequence[int]], prompt: Prompt, statuses: Sequence[str]
     ) -> None:
-        """Takes one group: the action tokens of each completion, and whether it is "completed" or "truncated".
+        """Queues one group: the action tokens of each completion, and its status, "completed" or "truncated".
 
-        `key` comes back with its rewards.
+        The rewards come back under `key`.
         """
         packed = PackedGroup(
             completion_ids=[list(tokens) for tokens in completions],
@@ -144,7 +144,7 @@ class RewardPool:
         self._waiting.append(_Waiting(key, packed))
 
     def collect(self) -> list[Scored]:
-        """The groups scored since the last call, and work for free workers. Call it often."""
+        """Returns the groups scored since the last call, and sends work to free workers. Call it often."""
         scored: list[Scored] = []
         for task in self._running.copy():
             if task.future.done():
@@ -158,9 +158,9 @@ class RewardPool:
         return scored
 
     def close(self) -> None:
-        """Ends the workers; what they have not scored is lost.
+        """Ends the workers; unscored groups are lost.
 
-        Waits no longer than CLOSE_S: a worker that does not end then ends with this process.
+        Waits at most CLOSE_S: a worker that has not ended by then ends with this process.
         """
         self._pool.stop()
         joining = threading.Thread(target=self._pool.join, name="reward-pool-join", daemon=True)
@@ -170,14 +170,14 @@ class RewardPool:
             log.warning("reward workers did not end in time", timeout_s=CLOSE_S)
 
     def _start(self) -> ProcessPool:
-        # spawn: a forked copy of a process with an engine in it would share its locks and device state.
+        # spawn: a fork of a process with an engine would share its locks and device state.
         pool = ProcessPool(
             max_workers=self._workers,
             initializer=start_worker,
             initargs=(os.getpid(), self._spec),
             context=multiprocessing.get_context("spawn"),  # pyright: ignore[reportArgumentType]
         )
-        if not pool.active:  # asking starts the workers, which load while the engine does
+        if not pool.active:  # reading it starts the workers, which load while the engine does
             raise RunError(f"{self._workers} reward workers could not be started")
         return pool
 
@@ -194,9 +194,9 @@ class RewardPool:
         return max(1, min(MAX_GROUPS_PER_TASK, int(TASK_S / self._group_s)))
 
     def _send(self) -> None:
-        """Sends the next bunch; a free worker must be there."""
-        share = -(-len(self._waiting) // (self._workers - len(self._running)))
-        size = min(share, self._groups_per_task)
+        """Sends the next task; there must be a free worker."""
+        per_worker = -(-len(self._waiting) // (self._workers - len(self._running)))
+        size = min(per_worker, self._groups_per_task)
         groups = [self._waiting.popleft()]
         while len(groups) < size and self._waiting and not (groups[0].alone or self._waiting[0].alone):
             groups.append(self._waiting.popleft())
@@ -222,7 +222,7 @@ class RewardPool:
                 waiting.pool_losses += 1
             lost = [waiting for waiting in task.groups if waiting.pool_losses >= MAX_POOL_LOSSES]
             for waiting in lost:
-                self._fail(waiting, "all reward workers ended again and again", scored)
+                self._fail(waiting, "all reward workers ended repeatedly", scored)
             self._waiting.extendleft(w for w in reversed(task.groups) if w.pool_losses < MAX_POOL_LOSSES)
         elif len(task.groups) > 1:
             for waiting in task.groups:
@@ -253,7 +253,7 @@ class RewardPool:
 
 
 def _conclude(waiting: _Waiting, scores: list[Score], scored: list[Scored]) -> None:
-    """Adds the group to those that are scored; of a completion only when it is the last of its group."""
+    """Adds the group to `scored`; for a single completion, only once all of its group are scored."""
     complete = scores
     if waiting.split is not None:
         waiting.split.scores[waiting.place] = scores[0]

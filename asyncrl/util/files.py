@@ -1,4 +1,4 @@
-"""Files that a reader, a kill or a power loss finds whole: the former or the new one; and what the user named."""
+"""Atomic file replacement that survives a kill or a power loss, and checked reading of files that the user named."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 from asyncrl.errors import ConfigError
 
 MAX_TENSOR_HEADER_BYTES = 100_000_000
-"""Of a safetensors file, as in the format's own library."""
+"""Largest header of a safetensors file, as in the format's own library."""
 
 
 def replace_file(path: Path, content: str | bytes, *, mode: int = 0o666) -> None:
-    """Writes the file in one piece and to the disk; a new file has this mode, less the umask. Raises OSError."""
+    """Replaces the file atomically and syncs it to the disk; it has this mode, less the umask. Raises OSError."""
     temporary = path.with_name(f".{path.name}.new")
     temporary.unlink(missing_ok=True)
     try:
@@ -31,7 +31,7 @@ def replace_file(path: Path, content: str | bytes, *, mode: int = 0o666) -> None
 
 
 def sync_folder(folder: Path) -> None:
-    """Brings the names in the folder to the disk. Raises OSError."""
+    """Syncs the names in the folder to the disk. Raises OSError."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -40,7 +40,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def check_writable(path: Path, key: str) -> None:
-    """Raises ConfigError unless the file can be created or replaced; makes its folder."""
+    """Raises ConfigError unless the file can be created or replaced; creates its folder."""
     if path.is_dir():
         raise ConfigError(f"{key} {path}: is a folder; give the name of a file")
     probe = path.with_name(f".{path.name}.{os.getpid()}.probe")
@@ -55,8 +55,8 @@ def check_writable(path: Path, key: str) -> None:
 
 
 def read_json(path: Path, key: str = "", *, kind: type = dict) -> Any:
-    """The object, or the list, in a JSON file. Raises ConfigError, which names the file and the config key that led to
-    it."""
+    """The object, or with `kind=list` the list, in a JSON file. Raises ConfigError that names the file and the config
+    key that refers to it."""
     named = f"{key}: {path}" if key else f"{path}"
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -71,8 +71,8 @@ def read_json(path: Path, key: str = "", *, kind: type = dict) -> Any:
 
 
 def read_tensor_descriptions(path: Path) -> dict[str, Any]:
-    """The dtype and shape of each tensor in a safetensors file, from its header. Raises ConfigError for a file that is
-    no such file, before memory is taken for what it claims."""
+    """The dtype and shape of each tensor in a safetensors file, from its header. Raises ConfigError for any other file,
+    before memory is allocated for the sizes that it claims."""
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))

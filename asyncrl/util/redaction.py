@@ -1,4 +1,4 @@
-"""Secrets that no log may show: those of the environment, and those that a process has told of."""
+"""Removes secrets from logs and reports: those of the environment, and those registered with `keep_secret`."""
 
 from __future__ import annotations
 
@@ -10,41 +10,41 @@ from asyncrl.util.files import replace_file
 
 HIDDEN = "***"
 MIN_SECRET_CHARACTERS = 8
-"""A shorter value is no secret, and would blot out innocent text."""
+"""A shorter value is not treated as a secret: replacing it would garble ordinary text."""
 SECRET_NAMES = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
 """An environment variable with one of these in its name holds a secret."""
 
-_told: set[str] = set()
+_registered: set[str] = set()
 
 
 def keep_secret(value: str) -> None:
-    """Has `redact` hide this value from now on."""
-    _told.add(value)
+    """Registers a value that `redact` hides from now on."""
+    _registered.add(value)
 
 
 def secrets() -> list[str]:
-    """All values to be hidden, longest first, so that none is left in part because it holds another."""
+    """All secrets, longest first, so that replacing one does not leave parts of a longer one that contains it."""
     environment = {
         value
         for name, value in os.environ.items()
         if len(value) >= MIN_SECRET_CHARACTERS and any(part in name.upper() for part in SECRET_NAMES)
     }
-    return sorted(environment | _told, key=len, reverse=True)
+    return sorted(environment | _registered, key=len, reverse=True)
 
 
 def redact(value: Any) -> Any:
-    """The value with every secret in it replaced by ***: strings, also in lists and maps and as their keys; numbers
-    and None stay, and anything else becomes its text."""
+    """The value with every secret replaced by ***, in strings, lists, maps and keys of maps. Numbers and None stay;
+    anything else becomes its text."""
     return _redact(value, secrets())
 
 
 def describe(error: BaseException) -> str:
-    """Kind and text of an error on one line of at most 300 characters; secrets show as ***, also where it is cut."""
+    """Type and text of an error on one line of at most 300 characters; secrets are replaced before it is cut."""
     return f"{type(error).__name__}: {' '.join(redact(str(error)).split())}"[:300]
 
 
 def redact_file(path: Path) -> None:
-    """Replaces a file that has secrets in it, in one piece, by one with *** in their places. Raises OSError."""
+    """Replaces the secrets in a file by ***, atomically. Raises OSError."""
     text = path.read_bytes().decode(errors="surrogateescape")
     clean = redact(text)
     if clean != text:

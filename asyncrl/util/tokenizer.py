@@ -11,8 +11,8 @@ from asyncrl.util.files import read_json
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
     """The Hugging Face tokenizer at `path`.
 
-    For one that is a tokenizer.json and no more, AutoTokenizer would take the class of the model's kind, and that
-    class may split text in its own way.
+    A tokenizer that is only a tokenizer.json is loaded as such: AutoTokenizer would use the class of the model type,
+    which may split text differently.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 

@@ -68,7 +68,7 @@ def test_a_chat_needs_a_template(dataset: Write, tokenizer_folder: Path) -> None
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ([{"role": "tool", "content": "1"}], r"row 0: the model's chat template refuses the prompt: no tools"),
+        ([{"role": "tool", "content": "1"}], r"row 0: the model's chat template rejects the prompt: no tools"),
         ([{"role": "human", "content": "1"}], r"row 0: 'prompt', message 0: role = 'human'; it must be one of system,"),
         ("", r"part0.parquet, row 0: the prompt has no tokens"),
     ],

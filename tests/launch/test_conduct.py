@@ -133,7 +133,9 @@ def test_a_trace_that_was_not_completed_is_no_good_end(conduct: Conduct) -> None
     assert code == EXIT_FAILED
     assert run.summary["status"] == "failed" and run.summary["steps"] == 3
     error = run.summary["error"]
-    assert error.startswith("training is done and the model saved, but the replay queue did not complete trace.parquet")
+    assert error.startswith(
+        "training is done and the model is saved, but the replay queue did not complete trace.parquet"
+    )
     assert "no space is left on the disk" in error and "`asyncrl launch --resume` completes it" in error
 
 

@@ -69,7 +69,7 @@ def test_gpus_that_cannot_be_used_are_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(gpus, "_listed_gpus", lambda: [gpus._Listed("0", "GPU-aa", 80 << 30, "550.54.15")])
     monkeypatch.setattr("importlib.metadata.version", lambda package: "13.0.96")
     show(monkeypatch, "0")
-    with pytest.raises(ConfigError, match=r"driver is 550.54.15, and CUDA 13.0.96, .* needs 580 or newer"):
+    with pytest.raises(ConfigError, match=r"driver is 550.54.15, but CUDA 13.0.96, .* needs 580 or newer"):
         visible_gpus()
 
 

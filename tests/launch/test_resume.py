@@ -105,7 +105,7 @@ def test_must_needs_a_run_that_is_not_finished() -> None:
 def test_live_run_is_not_resumed() -> None:
     with RunFolder(small_config(run="one")) as folder:
         folder.begin(folder.config, loopback_endpoints(1))
-        with pytest.raises(ConfigError, match="run = 'one': a run of this name is going on"):
+        with pytest.raises(ConfigError, match="run = 'one': a run of this name is running"):
             RunFolder(must()).__enter__()
 
 
@@ -177,7 +177,7 @@ def test_endpoints_are_there_for_their_owner_while_the_run_goes_on() -> None:
     assert not file.exists()
     file.write_text(kept)  # as a killed launcher leaves it
     assert not is_running(folder.path)
-    with pytest.raises(ConfigError, match="runs/one: this run is not going on"):
+    with pytest.raises(ConfigError, match="runs/one: this run is not running"):
         read_endpoints(folder.path)
 
 
@@ -190,7 +190,7 @@ def test_endpoints_are_there_for_their_owner_while_the_run_goes_on() -> None:
         (["launch", "--resume", "--run", "one", "--config", "demo"], "replay.groups_per_step: it was 2, now 32"),
         (["launch", "--run", "one", "--discard-journal"], "--discard-journal: is for a run that goes on"),
         (["scale", "--run", "nowhere", "--generators", "2"], "runs/nowhere: there is no such run"),
-        (["scale", "--run", "one", "--generators", "2"], "runs/one: this run is not going on"),
+        (["scale", "--run", "one", "--generators", "2"], "runs/one: this run is not running"),
         (["scale", "--run", "one", "--generators", "0"], "--generators 0: a run needs at least 1"),
         (["retrain", "runs/nowhere"], "runs/nowhere: not the folder of a run, config.yaml is missing"),
         (["retrain", "runs/one", "seed=3"], "seed: it was 0, now 3"),

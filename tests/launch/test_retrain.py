@@ -38,7 +38,7 @@ def test_weights_are_compared_tensor_by_tensor(tmp_path: Path) -> None:
     fewer = save(tmp_path / "more", a=a, b=b, c=b)
     assert first_difference(first, fewer) == f"c is only in {fewer}"
     (tmp_path / "empty").mkdir()
-    with pytest.raises(RunError, match=r"empty: no weights in \*\.safetensors files there"):
+    with pytest.raises(RunError, match=r"empty: no weights in \*\.safetensors files"):
         first_difference(first, tmp_path / "empty")
 
 
@@ -48,7 +48,7 @@ def test_results_get_a_folder_of_their_own(tmp_path: Path) -> None:
     given = tmp_path / "given"
     assert make_out(tmp_path, given) == given
     (given / "config.yaml").write_text("")
-    with pytest.raises(ConfigError, match="given: exists and is not an empty folder; give another one"):
+    with pytest.raises(ConfigError, match="given: exists and is not an empty folder; name another one"):
         make_out(tmp_path, given)
 
 

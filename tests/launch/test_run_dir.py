@@ -56,7 +56,7 @@ def test_two_live_runs_of_one_name_are_refused() -> None:
     config = small_config(run="twice")
     with (
         RunFolder(config),
-        pytest.raises(ConfigError, match=r"run = 'twice': a run of this name is going on \(process"),
+        pytest.raises(ConfigError, match=r"run = 'twice': a run of this name is running \(process"),
     ):
         RunFolder(config).__enter__()
 

@@ -82,7 +82,7 @@ def test_what_does_not_come_about_is_an_error(monkeypatch: pytest.MonkeyPatch, t
         RunError, match=r"generators 2 -> 3: not up within launch.start_timeout_s = 0.5 s: generator-2; the run"
     ):
         change(monkeypatch, tmp_path, 3, queue, launch__start_timeout_s=0.5)
-    with pytest.raises(RunError, match="generators 2 -> 3: the run wants 2 now"):
+    with pytest.raises(RunError, match="generators 2 -> 3: the run now wants 2"):
         change(monkeypatch, tmp_path, 3, ScriptedQueue(status(2, TWO)))
 
 

@@ -100,7 +100,7 @@ def test_a_half_written_file_is_refused(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "r")
     file = folder / "trace.parquet"
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    with pytest.raises(DataError, match=r"trace\.parquet: not a whole trace, it may be half written or cut"):
+    with pytest.raises(DataError, match=r"trace\.parquet: not a complete trace, it may be half written or cut"):
         read_run(folder)
 
 
@@ -110,7 +110,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"holds neither trace\.parquet nor trace\.arrow"):
         read_run(tmp_path)
     folder = make_run(tmp_path / "r", steps=2)
-    with pytest.raises(DataError, match="tells of 2 steps, at least 3 are needed"):
+    with pytest.raises(DataError, match="has 2 steps, at least 3 are needed"):
         read_run(folder)
     (folder / "config.yaml").unlink()
     with pytest.raises(DataError, match=r"config\.yaml: no such file"):

@@ -54,7 +54,7 @@ def test_limits_to_try() -> None:
 
 
 def test_impossible_plans_are_refused() -> None:
-    with pytest.raises(ConfigError, match="devices = 1: a generator and a learner need one each"):
+    with pytest.raises(ConfigError, match="devices = 1: a generator and a learner need one device each"):
         search(job(1, 1), SETUP, devices=1, max_staleness=1)
     with pytest.raises(ConfigError, match="max_staleness = -1: must not be negative"):
         search(job(1, 1), SETUP, devices=4, max_staleness=-1)
@@ -117,5 +117,5 @@ def test_numbers_that_are_missing_or_too_many_are_named(tmp_path: Path) -> None:
     console, _ = printed()
     with pytest.raises(ConfigError, match="--engine-base-ms: is missing; give --from"):
         show_simulation(console, None, {"mean_tokens": 50.0}, {})
-    with pytest.raises(ConfigError, match="--mean-tokens: with --from the run says it"):
+    with pytest.raises(ConfigError, match="--mean-tokens: is read from the run of --from"):
         show_simulation(console, make_run(tmp_path / "r"), {"mean_tokens": 50.0}, {})

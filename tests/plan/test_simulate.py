@@ -151,7 +151,7 @@ def test_a_thousand_generators_are_simulated_in_a_minute() -> None:
     [
         ({"learners": 0}, "learners = 0, must be at least 1"),
         ({"max_staleness": -1}, "max_staleness = -1, must be at least 0"),
-        ({"groups_per_step": 5, "learners": 2}, "cannot be dealt to 2 learners"),
+        ({"groups_per_step": 5, "learners": 2}, "cannot be divided among 2 learners"),
     ],
 )
 def test_impossible_setups_are_refused(changes: dict[str, int], says: str) -> None:

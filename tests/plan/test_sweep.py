@@ -90,12 +90,12 @@ def test_a_failed_cell_is_told_and_the_others_run(sweep: Sweep) -> None:
 def test_cells_of_other_settings_are_refused(sweep: Sweep) -> None:
     run_cells(sweep, quiet(), MadeRuns())
     other = Sweep("try", "my.yaml", {"learner.lr": 0.5}, ("learner.lr=0.5",), (0, 2), 2)
-    with pytest.raises(ConfigError, match=r"runs/try-s0-seed0: is of a sweep with other settings \(learner\)"):
+    with pytest.raises(ConfigError, match=r"runs/try-s0-seed0: belongs to a sweep with other settings \(learner\)"):
         run_cells(other, quiet(), MadeRuns())
 
 
 def test_bad_limits_and_seeds_are_refused() -> None:
-    with pytest.raises(ConfigError, match="--max-staleness 0,x: give numbers with commas"):
+    with pytest.raises(ConfigError, match="--max-staleness 0,x: give numbers separated by commas"):
         parse_limits("0,x")
     with pytest.raises(ConfigError, match="--max-staleness 1,1: give limits of 0 and more, each once"):
         Sweep("try", "demo", {}, (), parse_limits("1,1"), 1)
@@ -147,7 +147,7 @@ def test_a_limit_that_cannot_be_told_from_the_best_is_taken_when_it_is_lower() -
     rewards = {0: np.array([0.2, 0.25, 0.22]), 1: np.array([0.7, 0.8, 0.6]), 4: np.array([0.75, 0.7, 0.71])}
     found = recommend(rewards, 60.0)
     assert found.max_staleness == 1
-    assert "4 cannot be told from it" in found.sentence
+    assert "not distinguishable from it: 4" in found.sentence
     assert sum(found.best_fraction.values()) == pytest.approx(1.0)
     clear = recommend({0: np.array([0.2, 0.25, 0.22]), 1: np.array([0.7, 0.72, 0.71])}, 60.0)
     assert clear.max_staleness == 1

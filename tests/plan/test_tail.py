@@ -90,7 +90,7 @@ def test_what_cannot_be_read_is_said(folder: Path, tmp_path: Path) -> None:
     file = folder / "trace.arrow"
     content = file.read_bytes()
     file.write_bytes(b"\x00" * 64)
-    with pytest.raises(DataError, match=r"trace\.arrow: not a whole trace, .* no message begins at byte 0"):
+    with pytest.raises(DataError, match=r"trace\.arrow: not a complete trace, .* no message begins at byte 0"):
         TraceTail(folder, rows=5).read()
     file.write_bytes(content.replace(b"train_version", b"train_vers1on"))
     with pytest.raises(DataError, match="not a trace of this version of asyncrl: column train_version is missing"):

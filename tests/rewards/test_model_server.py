@@ -165,13 +165,13 @@ SOUND_REPLY = {"id": 1, "scores": [0.5], "errors": [""], "refusal": ""}
 @pytest.mark.parametrize(
     ("reply", "text"),
     [
-        ([b"\xc1"], "sent what cannot be read: reply is not msgpack"),
-        ([msgpack.packb([1])], "sent what cannot be read: reply: Input should be a valid dictionary"),
-        ([msgpack.packb({"id": 1})], "sent what cannot be read: reply: scores: Field required"),
-        ([msgpack.packb(SOUND_REPLY | {"scores": [float("nan")]})], "sent what cannot be read: reply: scores.0"),
-        ([msgpack.packb(SOUND_REPLY | {"errors": []})], "sent what cannot be read: reply: 1 scores and 0 errors"),
+        ([b"\xc1"], "sent a malformed reply: reply is not msgpack"),
+        ([msgpack.packb([1])], "sent a malformed reply: reply: Input should be a valid dictionary"),
+        ([msgpack.packb({"id": 1})], "sent a malformed reply: reply: scores: Field required"),
+        ([msgpack.packb(SOUND_REPLY | {"scores": [float("nan")]})], "sent a malformed reply: reply: scores.0"),
+        ([msgpack.packb(SOUND_REPLY | {"errors": []})], "sent a malformed reply: reply: 1 scores and 0 errors"),
         ([msgpack.packb(SOUND_REPLY | {"scores": [1.0] * 2, "errors": [""] * 2})], "gave 2 scores for 1 completions"),
-        ([msgpack.packb(SOUND_REPLY)] * 2, "sent what cannot be read: reply of 2 frames, expected one"),
+        ([msgpack.packb(SOUND_REPLY)] * 2, "sent a malformed reply: reply of 2 frames, expected one"),
     ],
 )
 def test_the_client_believes_no_reply_before_it_is_checked(tmp_path: Path, reply: list[bytes], text: str) -> None:

@@ -99,8 +99,8 @@ def test_an_answer_that_cannot_be_compared_in_time_is_wrong() -> None:
 def test_a_ground_truth_the_reward_cannot_read_is_an_error_not_a_zero() -> None:
     for spec, truth, cause in (
         ("number", "!?", "could not convert"),
-        ("math", "", "no mathematical expression"),
-        ("math", "???", "no mathematical expression"),
+        ("math", "", "not a mathematical expression"),
+        ("math", "???", "not a mathematical expression"),
         ("gsm8k", "many", "the ground truth 'many' is not a number"),
         ("choice", "7", "the ground truth '7' is not one of 4 choices, numbered from 0"),
         ("code", "no", "the ground truth 'no' is not JSON; test cases are"),
@@ -257,7 +257,7 @@ def test_table_without_the_data_source_fails_the_trajectories() -> None:
 
 
 def test_options_get_the_values_of_environment_variables(write, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(redaction, "_told", set[str]())
+    monkeypatch.setattr(redaction, "_registered", set[str]())
     monkeypatch.setenv("JUDGE", "Rumpelstiltskin")
     where = write(
         """

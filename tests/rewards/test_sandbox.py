@@ -311,7 +311,7 @@ def test_what_cannot_be_removed_is_said(tmp_path: Path, monkeypatch: pytest.Monk
     with monkeypatch.context() as patched, structlog.testing.capture_logs() as logs:
         patched.setattr(os, "rmdir", refuse)
         run("print(1)")
-    (left,) = [line["path"] for line in logs if line["event"] == "a file of a sandboxed program is left"]
+    (left,) = [line["path"] for line in logs if line["event"] == "a file of a sandboxed program was not removed"]
     assert left == str(next(tmp_path.iterdir()))
 
 

@@ -60,7 +60,7 @@ def test_two_by_two_encrypted_and_the_next_run_from_their_model(
     second = launch("--config", str(write_own(tmp_path, run.run_dir / "model")), "--steps", "3", *SMALL, run="second")
     code, output = second.end(timeout_s=100)
     assert code == 0, output
-    assert "skipped    1 prompts that are too long" in output
+    assert "skipped    1 prompts too long" in output
     trace = pq.read_table(second.run_dir / "trace.parquet").to_pylist()
     assert {row["data_source"] for row in trace} == {"mine"}
 

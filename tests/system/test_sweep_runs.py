@@ -37,7 +37,7 @@ def test_an_interrupted_sweep_goes_on_and_recommends(demo_folder: Path) -> None:
     os.killpg(first.pid, signal.SIGINT)  # as a terminal does
     output, _ = first.communicate(timeout=60)
     assert first.returncode == 130, output
-    assert "interrupted; the same command goes on" in output
+    assert "interrupted; the same command resumes" in output
     second = start(demo_folder)
     output, _ = second.communicate(timeout=200)
     assert second.returncode == 0, output

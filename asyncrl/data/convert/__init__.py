@@ -1,4 +1,4 @@
-"""Downloaded datasets, written as Parquet files in verl's schema."""
+"""`asyncrl convert`: writes downloaded datasets as Parquet files in verl's schema."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ CONVERTERS = {
 def convert(
     name: str, folder: Path, out: Path, *, split: str = "train", instruction: str | None = None
 ) -> tuple[int, Counter[str]]:
-    """Writes the split of a downloaded dataset to `out`; gives the rows written, and the records skipped by reason.
+    """Writes a split of a downloaded dataset to `out`; returns the number of rows written, and the number of skipped
+    records by reason.
 
-    `instruction` replaces what the converter appends to the question. The same files give the same bytes. Raises
-    ConfigError when files are missing, no row is left, or `out` was not written by this command, and DataError naming
-    file and row of a malformed record.
+    `instruction` replaces the text that the converter appends to the question. The same files produce the same bytes.
+    Raises ConfigError when files are missing, no row is left, or `out` was not written by this command, and DataError
+    that names file and row of a malformed record.
     """
     from asyncrl.data.parquet import check_rows_file, write_rows
 
@@ -52,7 +53,7 @@ def convert(
 
 
 def describe_skipped(skipped: Counter[str]) -> str:
-    """The numbers of records skipped, with the reasons."""
+    """The number of skipped records for each reason, as text."""
     return ", ".join(f"{count} skipped: {reason}" for reason, count in sorted(skipped.items())) or "0 skipped"
 
 

@@ -1,4 +1,4 @@
-"""What a converter is made of."""
+"""The parts of a dataset converter: finding files, reading records, and the description of a dataset."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from asyncrl.errors import ConfigError, DataError
 
 
 def find_files(folder: Path, forms: Sequence[str], *, names: Sequence[str]) -> list[Path]:
-    """Files of the first form that the folder has, sorted with numbers in them as numbers.
+    """The files that match the first matching form, in natural sort order.
 
-    A form is a glob pattern in which `{split}` stands for one of the names. Raises ConfigError with all that was
-    looked for.
+    A form is a glob pattern in which `{split}` stands for one of the names. Raises ConfigError that lists the patterns
+    when none matches.
     """
     if not folder.is_dir():
         raise ConfigError(f"--from {folder}: no such folder; give the folder that the dataset was downloaded to")
@@ -33,9 +33,9 @@ def find_files(folder: Path, forms: Sequence[str], *, names: Sequence[str]) -> l
 
 
 def read_records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(place for messages, record) of each row of a Parquet file, line of JSON lines, or of the one object in a .json.
+    """(location for messages, record) of each row of a Parquet file, each line of JSON lines, or the object in a .json.
 
-    Raises DataError for what is not a record.
+    Raises DataError for a malformed record.
     """
     if file.suffix == ".parquet":
         yield from _parquet_records(file)
@@ -96,12 +96,12 @@ def _natural(file: Path) -> list[tuple[int, str]]:
 
 
 class SkippedError(Exception):
-    """The record is sound, but gives no row; the text says why, in the same words for all such records."""
+    """The record is well-formed but yields no row. The text is the reason, the same for all such records."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a record is from."""
+    """The origin of a record."""
 
     file: Path
     where: str
@@ -110,33 +110,35 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A record's part of a row."""
+    """The part of a row that comes from a record."""
 
     chat: list[dict[str, str]]
-    """Messages up to where the assistant answers, without the instruction."""
+    """Messages before the assistant's answer, without the instruction."""
     ground_truth: str
     extra_info: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Converter:
+    """The description of a dataset."""
+
     data_source: str
-    """The name that verl's rewards know the dataset by."""
+    """The dataset's name in verl's rewards."""
     ability: str
     style: str
-    """verl's `reward_model.style`: rule where the ground truth decides, model where a reward model does."""
+    """verl's `reward_model.style`: "rule" for rewards from the ground truth, "model" for a reward model."""
     forms: tuple[str, ...]
-    """Patterns of the files that hold a split, the first found counts."""
+    """Patterns of the files of a split; the first that matches is used."""
     splits: dict[str, tuple[str, ...]]
-    """Names of the splits, and what each is called in file names."""
+    """Split -> its names in file names."""
     instruction: str
-    """Appended to the last user message, unless the command gives another."""
+    """Appended to the last user message, unless the command overrides it."""
     example: Callable[[dict[str, Any], Source], Example]
-    """Gives the example of a record. Raises SkippedError, and DataError for a malformed one."""
+    """Returns the example of a record. Raises SkippedError, and DataError for a malformed record."""
 
 
 def ask(text: str) -> list[dict[str, str]]:
-    """A chat in which the user says this."""
+    """A chat of one user message."""
     return [{"role": "user", "content": text}]
 
 

@@ -8,10 +8,11 @@ from asyncrl.data.convert.converter import TRAIN_AND_TEST, Converter, Example, S
 from asyncrl.errors import DataError
 
 MARK = "####"
-"""Stands before the final answer in a solution."""
+"""Precedes the final answer in a solution."""
 
 
 def example(record: dict[str, Any], source: Source) -> Example:
+    """The question, with the number after the mark as ground truth."""
     question = text_field(record, "question", source.where)
     solution = text_field(record, "answer", source.where)
     _, mark, answer = solution.rpartition(MARK)

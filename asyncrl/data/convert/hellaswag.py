@@ -1,4 +1,4 @@
-"""HellaSwag (arXiv:1905.07830): which of four endings goes on with a text; as Rowan/hellaswag or in JSON lines."""
+"""HellaSwag (arXiv:1905.07830): which of four endings continues a text; as Rowan/hellaswag or in JSON lines."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ LETTERS = "ABCD"
 
 
 def example(record: dict[str, Any], source: Source) -> Example:
+    """The context with lettered endings, and the letter of the right one as ground truth."""
     where = source.where
     endings = record.get("endings")
     if not isinstance(endings, list) or len(endings) != 4 or not all(isinstance(text, str) for text in endings):
@@ -31,7 +32,7 @@ def example(record: dict[str, Any], source: Source) -> Example:
 
 
 def clean(text: str) -> str:
-    """Without the marks of WikiHow in the text: [title] becomes the end of a sentence, [step] and others go."""
+    """The text without WikiHow's marks: [title] becomes the end of a sentence, [step] and others are removed."""
     text = re.sub(r"([.?!]?)\s*\[title\]", lambda match: f"{match[1] or '.'} ", text)
     text = re.sub(r"\[[^\]]*\]", " ", text)
     return re.sub(r"\s+", " ", text).strip().removeprefix(". ")

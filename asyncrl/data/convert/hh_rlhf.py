@@ -1,6 +1,6 @@
 """Anthropic's HH-RLHF (arXiv:2204.05862): dialogs with a chosen and a rejected last reply.
 
-The reply that was chosen is the ground truth; both are in extra_info, for reward models.
+The chosen reply is the ground truth; both replies are in extra_info, for reward models.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ ROLES = {"Human": "user", "Assistant": "assistant"}
 
 
 def example(record: dict[str, Any], source: Source) -> Example:
+    """The dialog up to the last reply, with the chosen reply as ground truth."""
     *chat, chosen = turns(record, "chosen", source.where)
     *other_chat, rejected = turns(record, "rejected", source.where)
     if chosen["role"] != "assistant" or rejected["role"] != "assistant":

@@ -1,7 +1,7 @@
 r"""MATH (arXiv:2103.03874): competition problems whose solutions have the answer in \boxed{}.
 
-As the folders of the first release (one .json for each problem), as Parquet files or JSON lines, for all subjects
-together or in one folder for each.
+Reads the folders of the first release (one .json per problem), Parquet files or JSON lines, for all subjects together
+or in one folder per subject.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from asyncrl.data.convert.converter import TRAIN_AND_TEST, Converter, Example, S
 
 
 def example(record: dict[str, Any], source: Source) -> Example:
+    """The problem, with the boxed answer of its solution as ground truth."""
     problem = text_field(record, "problem", source.where)
     solution = text_field(record, "solution", source.where)
     answer = last_boxed(solution)
@@ -25,9 +26,9 @@ def example(record: dict[str, Any], source: Source) -> Example:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What is in the last \boxed{...} (or \fbox{...}), braces in it included; None where there is none.
+    r"""The content of the last \boxed{...} (or \fbox{...}), including nested braces; None if there is none.
 
-    Also `\boxed 5`, up to the dollar sign or the space after it.
+    Also accepts `\boxed 5`, up to the next dollar sign or space.
     """
     found = list(re.finditer(r"\\(?:boxed|fbox)(?![A-Za-z])\s*", text))
     if not found:
@@ -36,7 +37,7 @@ def last_boxed(text: str) -> str | None:
     if not text.startswith("{", start):
         return re.match(r"[^$\s]*", text[start:])[0].rstrip(".,") or None  # type: ignore[index]
     depth = 0
-    # A brace behind a backslash is a sign of its own.
+    # An escaped brace does not nest.
     for brace in re.finditer(r"\\.|[{}]", text[start:], re.DOTALL):
         depth += {"{": 1, "}": -1}.get(brace[0], 0)
         if depth == 0 and brace[0] == "}":

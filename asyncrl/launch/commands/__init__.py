@@ -1,1 +1,1 @@
-"""Commands beside `asyncrl launch`."""
+"""The commands other than `asyncrl launch`."""

@@ -1,4 +1,4 @@
-"""The benchmarks, which are in the repository beside the package."""
+"""`asyncrl bench`: runs the benchmarks, which are in the repository next to the package."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ ROOT = Path(__file__).parents[3]
 
 
 def run_bench(arguments: list[str]) -> int:
-    """Runs `python -m benchmarks` with these arguments, and gives its exit code. Raises ConfigError where the package
-    was installed without the repository."""
+    """Runs `python -m benchmarks` with these arguments and returns its exit code. Raises ConfigError when the package
+    is installed without the repository."""
     if not (ROOT / "benchmarks" / "__main__.py").is_file():
         raise ConfigError(
-            "asyncrl bench: the benchmarks are in the repository, and not in the installed package; clone it, and run "
+            "asyncrl bench: the benchmarks are in the repository, not in the installed package; clone it, and run "
             "make setup and .venv/bin/asyncrl bench there"
         )
     return subprocess.call([sys.executable, "-m", "benchmarks", *arguments], env=os.environ | {"PYTHONPATH": str(ROOT)})

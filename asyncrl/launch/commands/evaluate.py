@@ -1,4 +1,5 @@
-"""`asyncrl eval`: the policy in a folder on the prompts of `data.eval`, in this process and its reward workers."""
+"""`asyncrl eval`: evaluates the policy in a folder on the prompts of `data.eval`, in this process and its reward
+workers."""
 
 from __future__ import annotations
 
@@ -42,14 +43,14 @@ PROGRESS_EVERY_S = 5.0
 IDLE_S = 0.005
 """Pause while only rewards are awaited."""
 RESULTS = {"model", "settings", "metrics", "prompts"}
-"""Keys that tell a file of results from another one."""
+"""Keys that identify a file of results."""
 
 
 def evaluate(config: Config, console: Console, *, model: str | None = None, out: Path | None = None) -> int:
-    """Evaluates the model in a folder, prints a table by data source and writes JSON to `out`; gives the exit code.
+    """Evaluates the model in a folder, prints a table by data source, writes JSON to `out` and returns the exit code.
 
-    The folder is that of the run's trained model when it exists and none is given, else `model.path`. Raises
-    ConfigError when the config, the folder or the data cannot be used.
+    The default folder is that of the run's trained model if it exists, else `model.path`. Raises ConfigError when the
+    config, the folder or the data cannot be used.
     """
     config = use_folder(config, model)
     if out is not None:
@@ -76,8 +77,8 @@ def evaluate(config: Config, console: Console, *, model: str | None = None, out:
 
 
 def use_folder(config: Config, model: str | None) -> Config:
-    """The config with the folder to evaluate as `model.path`: of a checkpoint its `model/`. Raises ConfigError when a
-    given one is missing."""
+    """The config with the folder to evaluate as `model.path`; of a checkpoint it is `model/`. Raises ConfigError when
+    `model` is no folder."""
     if model is not None and not Path(model).is_dir():
         raise ConfigError(
             f"--model {model}: no such folder; give one in Hugging Face format, such as a run's model/, or a "
@@ -91,7 +92,7 @@ def use_folder(config: Config, model: str | None) -> Config:
 
 
 def check_out(out: Path) -> None:
-    """Raises ConfigError unless results can be written there without replacing what is none."""
+    """Raises ConfigError when the file cannot be written, or exists and holds no results of this command."""
     check_writable(out, "--out")
     if not out.exists():
         return
@@ -100,16 +101,16 @@ def check_out(out: Path) -> None:
     except ConfigError:
         ours = False
     if not ours:
-        raise ConfigError(f"--out {out}: exists and holds no results of this command; give another file")
+        raise ConfigError(f"--out {out}: exists and holds no results of this command; name another file")
 
 
 def check_evaluation(config: Config, console: Console) -> int:
-    """Raises ConfigError for what can be known to be wrong before the engine starts; gives the prompt tokens that the
-    model's window leaves."""
+    """Raises ConfigError for any error that can be found before the engine starts; returns the number of prompt tokens
+    that the model's window leaves."""
     if not config.data.eval_files:
         raise ConfigError("data.eval: required, but not set; give Parquet files as data.eval=FILE or data.eval=[A,B]")
     room = check_model(config)
-    # Training files are not looked at: they need not be there any more.
+    # Training files are not checked: they may be gone.
     data = config.data.model_copy(update={"train": config.data.eval_files, "eval": None, "weights": None})
     check_data_and_rewards(config.model_copy(update={"data": data}), console)
     return room
@@ -118,7 +119,7 @@ def check_evaluation(config: Config, console: Console) -> int:
 def evaluate_prompts(
     config: Config, prompts: list[Prompt], console: Console, *, should_stop: Callable[[], bool]
 ) -> list[EvaluatedBody]:
-    """Completes and scores all prompts, by ticket, which is the index of the prompt; fewer when it should stop."""
+    """Completes and scores all prompts; the ticket is the index of the prompt. Fewer results after `should_stop()`."""
     from asyncrl.generator.vllm_backend.engine import Engine
     from asyncrl.rewards.workers import RewardPool
 
@@ -139,7 +140,7 @@ def evaluate_prompts(
 
 @contextmanager
 def reward_model(config: Config, should_stop: Callable[[], bool]) -> Iterator[Endpoints]:
-    """Where a thread of this process serves the config's reward model."""
+    """Serves the config's reward model in a thread of this process; yields its address."""
     from asyncrl.rewards.model_server import run_reward_model
 
     here = config.launch.model_copy(update={"host": LOOPBACK, "port": 0})
@@ -154,14 +155,14 @@ def reward_model(config: Config, should_stop: Callable[[], bool]) -> Iterator[En
                 should_stop=lambda: should_stop() or serving.done(),
             )
             if serving.done():
-                serving.result()  # raises what kept it from serving
+                serving.result()  # raises the error that kept it from serving
             yield endpoints
         finally:
             done.set()
 
 
 class Evaluator:
-    """The prompts on their way through engine and reward workers."""
+    """Feeds the prompts through the engine and the reward workers."""
 
     def __init__(self, config: Config, engine: Engine, rewards: RewardPool, prompts: list[Prompt]) -> None:
         self.results: list[EvaluatedBody] = []
@@ -174,7 +175,7 @@ class Evaluator:
         self._scoring: dict[Any, Running] = {}
 
     def tick(self) -> None:
-        """Fills the engine, lets it make a step, and takes the rewards that came."""
+        """Fills the engine, runs one step, and collects the rewards."""
         from asyncrl.generator.groups import submit
 
         self._fill()
@@ -210,7 +211,7 @@ class Evaluator:
 
 @contextmanager
 def progress(console: Console, total: int) -> Iterator[Callable[[int], None]]:
-    """Shows how many prompts are done: a line that changes on a terminal, a line now and then elsewhere."""
+    """Shows how many prompts are done: a status line on a terminal, a line every few seconds elsewhere."""
     last_s = time.monotonic()
 
     def text(done: int) -> str:
@@ -230,7 +231,7 @@ def progress(console: Console, total: int) -> Iterator[Callable[[int], None]]:
 
 
 def print_table(console: Console, metrics: dict[str, float], samples: int) -> None:
-    """One row for each data source, and one for all prompts."""
+    """Prints one row for each data source, and one for all prompts."""
     names = ["prompts", "reward", *(f"pass@{k}" for k in pass_ks(samples)), "completion_tokens", "truncated", "failed"]
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("data source", no_wrap=True)
@@ -247,7 +248,7 @@ def _number(name: str, value: float) -> str:
 
 
 def write_json(out: Path, config: Config, metrics: dict[str, float], scored: list[tuple[Prompt, PromptScore]]) -> None:
-    """Model, settings, metrics, and every prompt's rewards."""
+    """Writes model, settings, metrics, and the rewards of every prompt."""
     rows = [
         {"row": prompt.row, "data_source": score.data_source, "rewards": score.rewards, "status": score.status}
         for prompt, score in scored
@@ -264,7 +265,7 @@ def write_json(out: Path, config: Config, metrics: dict[str, float], scored: lis
 
 
 def quiet_logs() -> None:
-    """Warnings go to standard error, those of libraries only when they are errors; there is no folder for a log."""
+    """Sends warnings to standard error, and of libraries only errors; this command has no folder for logs."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     warnings.simplefilter("ignore")
     logging.getLogger().setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""`asyncrl retrain`: the learner alone on the batches that a run's journal has, with its settings or others."""
+"""`asyncrl retrain`: runs the learner alone on the batches in a run's journal, with the run's or other settings."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CHUNK_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Where a tensor lies in a safetensors file."""
+    """The position of a tensor in a safetensors file."""
 
     file: Path
     dtype: str
@@ -44,7 +44,7 @@ class Stored:
 
 
 def first_difference(ours: Path, theirs: Path) -> str:
-    """The first tensor, by name, that is not the same in both folders, and how; empty when all are."""
+    """Describes the first tensor, by name, that differs between the folders; "" if they are identical."""
     left, right = stored_tensors(ours), stored_tensors(theirs)
     for name in sorted(left.keys() | right.keys()):
         if name not in left or name not in right:
@@ -69,7 +69,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
                 begin, end = (8 + header_bytes + offset for offset in entry["data_offsets"])
                 tensors[name] = Stored(file, entry["dtype"], tuple(entry["shape"]), begin, end)
     if not tensors:
-        raise RunError(f"{folder}: no weights in *.safetensors files there")
+        raise RunError(f"{folder}: no weights in *.safetensors files")
     return tensors
 
 
@@ -94,17 +94,18 @@ FREE_SECTIONS = ("algorithm", "learner", "observe")
 FREE_KEYS = {"critic.lr", "critic.warmup_steps", "critic.clip", "steps"}
 FIXED_KEYS = {"learner.zero_stage"}
 SHOWN = ("learner/loss", "learner/grad_norm", "correction/ess", "correction/behavior_kl", "kl/reference")
-"""Metrics whose first and last values are shown beside those of the run."""
+"""Metrics whose first and last values are shown next to those of the run."""
 
 
 def retrain(
     run_dir: Path, settings: dict[str, Any], console: Console, *, out: Path | None = None, start_step: int = 0
 ) -> int:
-    """Trains on the batches of the run in `run_dir` again, with `settings` (dotted keys) over its own, into `out`,
-    from the run's checkpoint of `start_step`, or with 0 from the model that the run began with.
+    """Trains again on the batches of the run in `run_dir` and writes to `out`. `settings` (dotted keys) override those
+    of the run. Starts from the run's checkpoint of `start_step`, or with 0 from the run's initial model.
 
-    Gives the exit code: 0; 1 when with unchanged settings the weights are not those of the run; 130 when interrupted.
-    Raises ConfigError for what cannot be replayed, and RunError when a role fails or makes no progress.
+    Returns the exit code: 0; 1 when the settings are unchanged and the weights differ from those of the run; 130 when
+    interrupted. Raises ConfigError when the run cannot be retrained, and RunError when a role fails or makes no
+    progress.
     """
     saved, config = read_configs(run_dir, settings)
     changed = any(not key.startswith("observe.") for key in changes(saved, config))
@@ -122,7 +123,7 @@ def retrain(
             finally:
                 launcher.end(grace_s=END_GRACE_S)
     if interrupts.count:
-        console.print(f"interrupted; what was trained so far is in {out}", highlight=False, soft_wrap=True)
+        console.print(f"interrupted; the results so far are in {out}", highlight=False, soft_wrap=True)
         return EXIT_INTERRUPTED
     show_metrics(console, run_dir, out)
     if changed or not (run_dir / "model").is_dir():
@@ -134,8 +135,8 @@ def retrain(
 
 
 def read_configs(run_dir: Path, settings: dict[str, Any]) -> tuple[Config, Config]:
-    """The config of the run, and the one with the settings over it. Raises ConfigError for settings that recorded
-    batches cannot follow, and without a journal."""
+    """The config of the run, and the same with the settings applied. Raises ConfigError for settings that recorded
+    batches rule out, and when there is no journal."""
     file = run_dir / "config.yaml"
     if not file.is_file():
         raise ConfigError(f"{run_dir}: not the folder of a run, config.yaml is missing; give runs/NAME")
@@ -146,9 +147,9 @@ def read_configs(run_dir: Path, settings: dict[str, Any]) -> tuple[Config, Confi
         saved,
         config,
         lambda key: key in FREE_KEYS or (key.partition(".")[0] in FREE_SECTIONS and key not in FIXED_KEYS),
-        what=f"{run_dir}: what was generated cannot follow other settings",
+        what=f"{run_dir}: the recorded batches were made with other settings",
         way_out="only those of algorithm and learner (not learner.zero_stage), critic.lr, critic.warmup_steps, "
-        "critic.clip and steps can be others",
+        "critic.clip and steps may change",
     )
     from asyncrl.learner.algorithm import check_algorithm
 
@@ -158,33 +159,33 @@ def read_configs(run_dir: Path, settings: dict[str, Any]) -> tuple[Config, Confi
 
 
 def make_out(run_dir: Path, out: Path | None) -> Path:
-    """A new folder for the results. Raises ConfigError when the one given is not empty."""
+    """Creates the folder for the results. Raises ConfigError when `out` is not empty."""
     if out is None:
         out = next_free_path(run_dir / "retrained", "")
     elif out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"--out {out}: exists and is not an empty folder; give another one")
+        raise ConfigError(f"--out {out}: exists and is not an empty folder; name another one")
     out.mkdir(mode=0o700, parents=True, exist_ok=True)
     return out
 
 
 def on_this_machine(config: Config) -> Config:
-    """The config with everything on this machine, wherever the run listened."""
+    """The config with all addresses on this machine, whatever address the run used."""
     here = config.launch.model_copy(update={"host": LOOPBACK, "port": 0})
     return config.model_copy(update={"launch": here})
 
 
 def start(launcher: LocalLauncher, config: Config, endpoints: Endpoints, run_dir: Path, out: Path, step: int) -> None:
     """Starts the learner and critic ranks on the cores and GPUs that they had in the run."""
-    plan = place_roles(config, reward_model=uses_reward_model(config))
+    placement = place_roles(config, reward_model=uses_reward_model(config))
     for role in ("learner", "critic"):
-        for index, share in enumerate(plan.of(role)):
-            spec = RoleSpec(role, index, str(run_dir), endpoints, share.cpus, 0, offline=str(out), offline_step=step)
-            launcher.start(spec, share)
+        for index, own in enumerate(placement.of(role)):
+            spec = RoleSpec(role, index, str(run_dir), endpoints, own.cpus, 0, offline=str(out), offline_step=step)
+            launcher.start(spec, own)
 
 
 def watch(launcher: LocalLauncher, config: Config, out: Path, interrupts: Interrupts) -> None:
-    """Returns when all learners have ended well, or it was interrupted. Raises RunError when a role fails or no step
-    ends for too long."""
+    """Returns when all learners have exited with code 0, or after an interrupt. Raises RunError when a role fails or no
+    step ends within `launch.progress_timeout_s`."""
     launch = config.launch
     file, size, since_s = out / "metrics.jsonl", 0, time.monotonic() + launch.start_timeout_s
     while not interrupts.count and any(role.code is None for role in launcher.of("learner")):
@@ -202,7 +203,7 @@ def watch(launcher: LocalLauncher, config: Config, out: Path, interrupts: Interr
 
 
 def show_metrics(console: Console, run_dir: Path, out: Path) -> None:
-    """First and last values of the metrics that tell most, beside those of the run in the same steps."""
+    """Prints the first and last values of the main metrics, next to those of the run in the same steps."""
     rows = [row for row in read_metrics(out / "metrics.jsonl") if OF_STEP in row]
     steps = {row["step"] for row in rows}
     theirs = [row for row in read_metrics(run_dir / "metrics.jsonl") if row["step"] in steps and OF_STEP in row]

@@ -1,4 +1,4 @@
-"""`asyncrl scale`: more or fewer generators for a run that is going on."""
+"""Commands on a live run: `asyncrl scale` changes its number of generators, `asyncrl top` shows it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ POLL_S = 0.2
 
 
 def scale(run: str, generators: int, console: Console) -> None:
-    """Asks the run for that many generators and returns when those that join have weights and the others have left.
+    """Asks the run for `generators` generators; returns when the joining ones have weights and the leaving ones have
+    left.
 
-    Raises ConfigError when there is no such run or it is not going on, and RunError when it did not come about within
+    Raises ConfigError when there is no such run or it is not running, and RunError when the change takes longer than
     `launch.start_timeout_s`.
     """
     if generators < 1:
@@ -39,14 +40,14 @@ def scale(run: str, generators: int, console: Console) -> None:
 
 
 class ScaleChange:
-    """The generators that are to join or to leave, until they have."""
+    """A change of the number of generators: tracks the ones that have yet to join or to leave."""
 
     def __init__(self, run_dir: Path, client: LauncherClient, wanted: int, console: Console) -> None:
         status = client.status()
         before = status["generators_wanted"]
         self.title = f"generators {before} -> {wanted}"
         self.version = status["step"]
-        """What a joiner must have loaded: the newest weights when it was asked for."""
+        """Version that a joiner must have loaded: the newest weights at the time of the request."""
         self.joiners = set(range(before, wanted))
         self.leavers = set(range(wanted, before)) & _indices(status)
         self._run_dir = run_dir
@@ -58,6 +59,7 @@ class ScaleChange:
         client.scale(wanted)
 
     def await_all(self) -> None:
+        """Returns when all joiners are up and all leavers are gone. Raises RunError as `scale` does."""
         if not self.joiners and not self.leavers:
             self._say("nothing to do")
         while self.joiners or self.leavers:
@@ -73,8 +75,8 @@ class ScaleChange:
         waited_s = time.monotonic() - self._started_s
         if status["generators_wanted"] != self._wanted:
             raise RunError(
-                f"{self.title}: the run wants {status['generators_wanted']} now; another scale, or too few GPUs (see "
-                f"the run's output and {self._run_dir / 'logs' / 'launcher.jsonl'})"
+                f"{self.title}: the run now wants {status['generators_wanted']}: another `asyncrl scale`, or too few "
+                f"GPUs (see the run's output and {self._run_dir / 'logs' / 'launcher.jsonl'})"
             )
         for index, generator in status["generators"].items():
             fresh = generator["heard_ago_s"] < waited_s and generator["version"] >= self.version
@@ -93,7 +95,7 @@ class ScaleChange:
             state = "up" if self.joiners else "gone"
             raise RunError(
                 f"{self.title}: not {state} within launch.start_timeout_s = {self._timeout_s:g} s: {names}; the run "
-                f"goes on trying, see {self._run_dir / 'logs'}"
+                f"keeps trying, see {self._run_dir / 'logs'}"
             )
 
     def _say(self, text: str) -> None:
@@ -108,10 +110,10 @@ EVERY_S = 0.5
 
 
 def top(run_dir: Path, console: Console) -> None:
-    """Shows the run until it ends, or Ctrl-C; asks and changes nothing. Raises ConfigError when it is not going on."""
+    """Shows the run until it ends or Ctrl-C; changes nothing. Raises ConfigError when it is not running."""
     client = LauncherClient(read_endpoints(run_dir))
     config = load_config(run_dir / "config.yaml")
-    judge = BottleneckMonitor(config, place_roles(config, reward_model=uses_reward_model(config)), first_s=0.0)
+    bottleneck = BottleneckMonitor(config, place_roles(config, reward_model=uses_reward_model(config)), first_s=0.0)
     view = LiveView(console, run=run_dir.name, steps=config.steps, max_staleness=config.replay.staleness_limit)
     try:
         with view:
@@ -123,7 +125,7 @@ def top(run_dir: Path, console: Console) -> None:
                     view.phase("the replay queue does not answer; it may be starting ...")
                     continue
                 if status["step"]:
-                    if sentence := judge.update(status):
+                    if sentence := bottleneck.update(status):
                         view.judge(sentence)
                     view.update(status)
                 time.sleep(EVERY_S)

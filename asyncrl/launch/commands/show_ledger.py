@@ -1,4 +1,4 @@
-"""`asyncrl ledger`: where every group, trajectory and token of a run is, and whether they add up."""
+"""`asyncrl ledger`: accounts for every group, trajectory and token of a run, and checks that they add up."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ UNITS = ("groups", "trajectories", "tokens")
 
 
 class UnknownPrompts:
-    """In place of a run's prompts, where only their number counts."""
+    """Stand-in for a run's prompts where only their number matters."""
 
     skipped_rows = 0
 
@@ -32,35 +32,37 @@ class UnknownPrompts:
         return self.prompt(-1)
 
     def prompt(self, row: int) -> Prompt:
+        """An empty prompt of this row."""
         return Prompt(row, np.empty(0, dtype=np.int32), "", "")
 
     def state_dict(self) -> dict[str, Any]:
+        """Empty: there is no position to save."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Has no place to go to."""
+        """Does nothing: there is no position to restore."""
 
 
 def read_ledger(run_dir: Path) -> tuple[dict[str, Any], str]:
-    """The run's `ledger`, `outcomes` and `bias`, as its summary has them, and where they are from: the run itself
-    while it goes on, its summary, or the journal of one that was killed.
+    """The run's `ledger`, `outcomes` and `bias`, as in its summary, and their source: the live run, its summary, or
+    the journal of a run that was killed.
 
-    Raises ConfigError when there is no run, or nothing of it to read, and JournalError when its journal is damaged.
+    Raises ConfigError when there is no run, or nothing to read, and JournalError when its journal is damaged.
     """
     if not (run_dir / "config.yaml").is_file():
         raise ConfigError(f"{run_dir}: not the folder of a run, config.yaml is missing; give runs/NAME")
     if is_running(run_dir):
         client = LauncherClient(read_endpoints(run_dir))
         try:
-            return client.summary(), "the run, which goes on"
+            return client.summary(), "the live run"
         finally:
             client.close()
     file = run_dir / "summary.json"
     if file.is_file() and "ledger" in (summary := read_json(file)):
         return summary, f"{file} ({summary['status']})"
     if not segments_of(run_dir / "journal"):
-        raise ConfigError(f"{run_dir}: neither a summary nor a journal; the run ended before its first lease")
-    return _recover(run_dir), f"{run_dir / 'journal'} (the run did not end by itself)"
+        raise ConfigError(f"{run_dir}: has neither a summary nor a journal; the run ended before its first lease")
+    return _recover(run_dir), f"{run_dir / 'journal'} (the run was killed)"
 
 
 def _recover(run_dir: Path) -> dict[str, Any]:
@@ -74,7 +76,7 @@ def _recover(run_dir: Path) -> dict[str, Any]:
 
 
 def show_ledger(run_dir: Path, console: Console) -> bool:
-    """Prints the ledger; true when it adds up."""
+    """Prints the ledger; returns True if it adds up."""
     summary, source = read_ledger(run_dir)
     boxes = boxes_of(summary["ledger"])
     table = Table(box=None, padding=(0, 3, 0, 0))
@@ -95,7 +97,7 @@ def show_ledger(run_dir: Path, console: Console) -> bool:
 
 
 def boxes_of(ledger: dict[str, Any]) -> dict[str, dict[str, int]]:
-    """Box -> unit -> count, "generated" first."""
+    """State of the ledger -> unit -> count, "generated" first."""
     trajectories, tokens = ledger["trajectories"], ledger["tokens"]
     boxes = {
         "generated": {
@@ -118,7 +120,7 @@ def boxes_of(ledger: dict[str, Any]) -> dict[str, dict[str, int]]:
 
 
 def differences(boxes: dict[str, dict[str, int]]) -> Iterator[str]:
-    """A line for every unit whose boxes do not sum up to what was generated."""
+    """A line for every unit whose states do not sum to the generated count."""
     for unit in UNITS:
         generated = boxes["generated"][unit]
         kept = sum(counts.get(unit, 0) for name, counts in boxes.items() if name != "generated")

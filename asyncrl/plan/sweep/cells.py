@@ -1,7 +1,7 @@
 """`asyncrl sweep`: real trainings at several staleness limits, each with several seeds, one after the other.
 
-Every cell is a run of its own, in `runs/NAME-s2-seed0` and so on. What is finished is kept: the same command again goes
-on where it was interrupted, also in the middle of a cell.
+Every cell is a run, in `runs/NAME-s2-seed0` and so on. Finished cells are kept: the same command resumes an interrupted
+sweep, also in the middle of a cell.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from asyncrl.plan.sweep.results import Cell, read_results, status_of
 from asyncrl.util.processes import end_with_parent
 
 Run = Callable[[Sequence[str], Path], int]
-"""Runs `asyncrl launch` with these arguments, its output into the file, and gives its exit code."""
+"""Runs `asyncrl launch` with these arguments, writes its output to the file, and returns its exit code."""
 
 END_S = 60.0
-"""How long a launch that was interrupted may take to end."""
+"""Time that an interrupted launch has to end."""
 OF_THE_CELL = {"run", "seed", "resume"}
 
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """Raises ConfigError for limits or seeds that are none."""
+    """The cells of a sweep: limits times seeds. Raises ConfigError for invalid limits or seeds."""
 
     name: str
     config: str
     settings: dict[str, Any]
-    """Dotted keys over those of the config, the same in all cells."""
+    """Dotted keys that override those of the config in all cells."""
     overrides: tuple[str, ...]
-    """The same as arguments of `asyncrl launch`."""
+    """The settings as arguments of `asyncrl launch`."""
     limits: tuple[int, ...]
     seeds: int
 
@@ -55,7 +55,7 @@ class Sweep:
 
     @property
     def cells(self) -> list[Cell]:
-        """Seed by seed, so that an interrupted sweep has all limits with the first seeds."""
+        """All cells, seed by seed, so that an interrupted sweep has all limits with the first seeds."""
         first = load_config(self.config, self.settings).seed
         return [
             Cell(f"{self.name}-s{limit}-seed{seed}", limit, seed)
@@ -65,22 +65,24 @@ class Sweep:
 
     @property
     def folder(self) -> Path:
-        """Of the results of all cells together."""
+        """The folder of the sweep's results."""
         return Path("sweeps") / self.name
 
     def config_of(self, cell: Cell) -> Config:
+        """The config of a cell."""
         own = {"run": cell.name, "seed": cell.seed, "replay.max_staleness": cell.max_staleness, "resume": "auto"}
         return load_config(self.config, self.settings | own)
 
     def arguments(self, cell: Cell) -> list[str]:
+        """The arguments of `asyncrl` for a cell."""
         own = ["--run", cell.name, "--max-staleness", str(cell.max_staleness), f"seed={cell.seed}", "resume=auto"]
         return ["launch", "--config", self.config, *self.overrides, *own]
 
 
 def sweep(name: str, config: str, overrides: Sequence[str], limits: str, seeds: int, console: Console) -> int:
-    """Runs what is missing of the sweep, and tells what came of all that has finished; gives the exit code.
+    """Runs the unfinished cells of the sweep, reports on all finished ones, and returns the exit code.
 
-    0: all cells have finished. 1: some failed. 130: it was interrupted. Raises ConfigError before anything starts.
+    0: all cells have finished. 1: some failed. 130: interrupted. Raises ConfigError before anything starts.
     """
     settings = dict(parse_override(text) for text in overrides)
     one = Sweep(name, config, settings, tuple(overrides), parse_limits(limits), seeds)
@@ -92,21 +94,21 @@ def sweep(name: str, config: str, overrides: Sequence[str], limits: str, seeds: 
         print_results(results, console)
         console.print(f"report {one.folder / 'sweep.html'}", highlight=False, soft_wrap=True)
     if interrupted:
-        console.print("interrupted; the same command goes on", highlight=False)
+        console.print("interrupted; the same command resumes", highlight=False)
         return 130
     return 1 if failed else 0
 
 
 def parse_limits(text: str) -> tuple[int, ...]:
-    """Numbers with commas between them. Raises ConfigError for anything else."""
+    """Parses numbers separated by commas. Raises ConfigError for anything else."""
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise ConfigError(f"--max-staleness {text}: give numbers with commas between them, as in 0,1,2,4,8") from None
+        raise ConfigError(f"--max-staleness {text}: give numbers separated by commas, as in 0,1,2,4,8") from None
 
 
 def check(sweep: Sweep) -> None:
-    """Raises ConfigError, before any cell starts, when one cannot be run, or one that there is had other settings."""
+    """Raises ConfigError, before any cell starts, when a config is invalid or an existing cell has other settings."""
     for cell in sweep.cells:
         config, file = sweep.config_of(cell), cell.run_dir / "config.yaml"
         if not file.is_file():
@@ -115,13 +117,13 @@ def check(sweep: Sweep) -> None:
         if found != wanted:
             changed = [name for name in wanted if found[name] != wanted[name]]
             raise ConfigError(
-                f"{cell.run_dir}: is of a sweep with other settings ({', '.join(changed)}); give another --name, or "
-                "move its runs away"
+                f"{cell.run_dir}: belongs to a sweep with other settings ({', '.join(changed)}); use another --name, "
+                "or move its runs away"
             )
 
 
 def run_cells(sweep: Sweep, console: Console, run: Run) -> tuple[list[Cell], bool]:
-    """Runs what is not finished; gives the cells that failed, and whether it was interrupted."""
+    """Runs the unfinished cells; returns the cells that failed, and True if interrupted."""
     check(sweep)
     sweep.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     failed: list[Cell] = []
@@ -144,7 +146,7 @@ def run_cells(sweep: Sweep, console: Console, run: Run) -> tuple[list[Cell], boo
 
 
 def launch_in_process(arguments: Sequence[str], log: Path) -> int:
-    """`asyncrl launch` as a process of its own; Ctrl-C reaches it, too, and gives 130 when it has ended."""
+    """Runs `asyncrl launch` in a process. Ctrl-C reaches it too; returns 130 once it has ended."""
     command = [sys.executable, "-m", "asyncrl.cli", *arguments]
     with log.open("w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out, preexec_fn=partial(end_with_parent, os.getpid()))

@@ -1,4 +1,4 @@
-"""The results of a sweep: a table on the console, and `sweep.html`, one page that needs nothing else."""
+"""The results of a sweep: a table on the console, and `sweep.html`, one self-contained page."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from asyncrl.plan.sweep.results import SweepResults
 
 COLORS = ("#3b6fd4", "#2a9d5c", "#e0b93a", "#e08a3a", "#d1533f", "#9c3a6b", "#5b5b66", "#38a3b8")
 POINTS = 200
-"""Of a curve over time."""
+"""Points of a curve over time."""
 
 
 def print_results(results: SweepResults, console: Console) -> None:
+    """Prints a row for each limit, and the recommendation."""
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
     in_time = f"reward after\n{results.seconds:.0f} s"
     titles = ("max\nstaleness", "tokens/s", "last reward", in_time, "best\nin", "ESS", "mean\nstaleness", "pareto")
@@ -43,7 +44,7 @@ def _error(value: float, form: str) -> str:
 
 
 def write_sweep_report(results: SweepResults, path: Path, *, name: str) -> None:
-    """Draws throughput, reward against steps and against time, ESS, and the Pareto front."""
+    """Writes the page with throughput, reward against steps and against time, ESS, and the Pareto front."""
     path.write_text(
         PAGE.format(
             name=html.escape(name),
@@ -54,6 +55,7 @@ def write_sweep_report(results: SweepResults, path: Path, *, name: str) -> None:
 
 
 def sweep_figure(results: SweepResults) -> Any:
+    """The plotly figure of the page."""
     from plotly.subplots import make_subplots
 
     titles = (
@@ -70,7 +72,7 @@ def sweep_figure(results: SweepResults) -> Any:
 
 
 def _add_curves(figure: Any, results: SweepResults, limit: int, color: str) -> None:
-    """Mean over seeds, and a band of the lowest and highest one."""
+    """Adds the mean over seeds, and a band from the lowest to the highest."""
     import plotly.graph_objects as go
 
     cells = [cell for cell in results.cells if cell.max_staleness == limit]

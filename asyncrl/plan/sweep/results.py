@@ -1,4 +1,4 @@
-"""What a sweep came to: throughput, reward and effective sample size by limit, and which limit to take."""
+"""The results of a sweep: throughput, reward and effective sample size by limit, and the recommended limit."""
 
 from __future__ import annotations
 
@@ -16,24 +16,29 @@ from asyncrl.observe.report import OF_STEP, read_metrics
 from asyncrl.util.files import read_json
 
 SMOOTHED_STEPS = 5
-"""Rewards are means over so many steps."""
+"""Steps that a smoothed reward averages over."""
 SAMPLES = 10_000
-"""Of the bootstrap."""
+"""Number of bootstrap samples."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
+    """One run of a sweep."""
+
     name: str
     max_staleness: int
     seed: int
 
     @property
     def run_dir(self) -> Path:
+        """The folder of the run."""
         return Path("runs") / self.name
 
 
 @dataclass(frozen=True, slots=True)
 class CellResult:
+    """The results of one run of a sweep."""
+
     max_staleness: int
     seed: int
     tokens_per_s: float
@@ -41,21 +46,21 @@ class CellResult:
     ess: float
     """Effective sample size of the importance weights, mean of the last half of the steps."""
     reward: float
-    """Of the last tenth of the steps."""
+    """Mean of the last tenth of the steps."""
     steps: list[int]
     seconds: list[float]
-    """From the first lease to the end of each step."""
+    """Seconds from the first lease to the end of each step."""
     rewards: list[float]
-    """Of each step, smoothed."""
+    """Smoothed reward of each step."""
 
     def reward_at(self, seconds: float) -> float:
-        """The smoothed reward when so much time has passed."""
+        """The smoothed reward after `seconds`."""
         return float(np.interp(seconds, self.seconds, self.rewards))
 
 
 @dataclass(frozen=True, slots=True)
 class LimitResult:
-    """All seeds of one limit: means and their standard errors (NaN with one seed)."""
+    """The results of one limit over all seeds: means and their standard errors (NaN with one seed)."""
 
     max_staleness: int
     seeds: int
@@ -64,42 +69,47 @@ class LimitResult:
     reward: float
     reward_error: float
     reward_in_time: float
-    """At the time at which the first cell of the sweep had ended."""
+    """Mean reward at the time at which the first cell of the sweep had ended."""
     reward_in_time_error: float
     ess: float
     staleness_mean: float
     pareto: bool
-    """No other limit has both more tokens/s and more reward."""
+    """True if no other limit has both more tokens/s and more reward."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
+    """The recommended limit, and the confidence in it."""
+
     max_staleness: int
     sentence: str
     best_fraction: dict[int, float]
-    """By limit: in what part of the bootstrap samples it has the highest reward in equal time."""
+    """Limit -> fraction of the bootstrap samples in which it has the highest reward in equal time."""
 
 
 @dataclass(frozen=True, slots=True)
 class SweepResults:
+    """The results of all finished cells."""
+
     seconds: float
-    """The equal time in which rewards are compared."""
+    """The time at which rewards are compared."""
     limits: list[LimitResult]
     recommendation: Recommendation
     cells: list[CellResult]
 
     def write(self, path: Path) -> None:
+        """Writes the results as JSON."""
         path.write_text(json.dumps(asdict(self), indent=1) + "\n")
 
 
 def status_of(cell: Cell) -> str:
-    """As in its summary; "missing" before there is one."""
+    """The status in the cell's summary; "missing" if there is none."""
     file = cell.run_dir / "summary.json"
     return read_json(file)["status"] if file.is_file() else "missing"
 
 
 def read_cell(cell: Cell) -> CellResult:
-    """Of a run that has finished."""
+    """Reads the results of a finished run."""
     summary: dict[str, Any] = read_json(cell.run_dir / "summary.json")
     rows = [row for row in read_metrics(cell.run_dir / "metrics.jsonl") if "reward/mean" in row and OF_STEP in row]
     ess = [row["correction/ess"] for row in rows[len(rows) // 2 :] if "correction/ess" in row]
@@ -117,7 +127,7 @@ def read_cell(cell: Cell) -> CellResult:
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """Each value as the mean of the latest SMOOTHED_STEPS up to it."""
+    """The mean of the last SMOOTHED_STEPS values up to each value."""
     sums = np.concatenate([[0.0], np.cumsum(values)])
     ends = np.arange(1, len(values) + 1)
     begins = np.maximum(ends - SMOOTHED_STEPS, 0)
@@ -125,7 +135,7 @@ def smoothed(values: Sequence[float]) -> list[float]:
 
 
 def read_results(cells: Sequence[Cell], *, seed: int = 0) -> SweepResults:
-    """Of the cells that are finished. Raises DataError when none is."""
+    """The results of the finished cells. Raises DataError when none is finished."""
     found = [read_cell(cell) for cell in cells if status_of(cell) == "finished"]
     if not found:
         raise DataError("no cell of the sweep has finished; see its logs")
@@ -139,10 +149,10 @@ def read_results(cells: Sequence[Cell], *, seed: int = 0) -> SweepResults:
 
 
 def recommend(rewards: dict[int, NDArray[np.float64]], seconds: float, *, seed: int = 0) -> Recommendation:
-    """The limit with the highest mean of its rewards [seeds], and how sure that is.
+    """The recommended limit, from the rewards [seeds] of each, with its confidence.
 
-    Limits that the bootstrap over seeds cannot tell from the best, with 95 % of its samples, are named; the lowest of
-    them is the one to take: what is not better is not worth being staler.
+    The lowest of the limits that the bootstrap over seeds does not distinguish from the best at 95 % is recommended:
+    more staleness must pay. The sentence names the others.
     """
     dice = np.random.default_rng(seed)
     limits = sorted(rewards)
@@ -159,12 +169,12 @@ def recommend(rewards: dict[int, NDArray[np.float64]], seconds: float, *, seed: 
     low, high = np.quantile(samples[chosen], [0.025, 0.975])
     what = f"max_staleness {limits[chosen]}: reward {means[chosen]:.3f}"
     if one_seed:
-        sure = "one seed only, so that nothing says how sure this is: give --seeds 3"
+        sure = "one seed only, so the confidence is unknown: use --seeds 3"
     else:
         sure = f"95 % between {low:.3f} and {high:.3f}, the best of all in {wins[chosen]:.0%} of the bootstrap samples"
     others = [limits[i] for i in [best, *alike] if i != chosen]
-    told = f"; {', '.join(map(str, sorted(others)))} cannot be told from it" if others and not one_seed else ""
-    sentence = f"{what} after {seconds:.0f} s ({sure}){told}"
+    tied = f"; not distinguishable from it: {', '.join(map(str, sorted(others)))}" if others and not one_seed else ""
+    sentence = f"{what} after {seconds:.0f} s ({sure}){tied}"
     fractions = {limit: float(wins[i]) for i, limit in enumerate(limits)}
     return Recommendation(limits[chosen], sentence, fractions)
 

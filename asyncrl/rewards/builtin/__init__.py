@@ -1,1 +1,1 @@
-"""The rewards that come with the package."""
+"""The built-in rewards."""

@@ -22,12 +22,12 @@ FORMS = (
 )
 MIN_MEMORY_BYTES = 64 << 20
 RELATIVE_ERROR = 1e-6
-"""By which a decimal number that a program gives may differ from the expected one."""
+"""Tolerance of decimal numbers in a program's output."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tests:
-    """Either inputs of a script with the outputs they must give, or cases of a module with their values."""
+    """Either inputs of a script with their expected outputs, or cases of a module with their expected values."""
 
     inputs: list[str]
     cases: list[dict[str, Any]]
@@ -44,24 +44,24 @@ def code(
     time_limit_s: float = 2.0,
     memory_bytes: int = 1 << 30,
 ) -> list[dict[str, float]]:
-    """1 when the program in the completion passes all its test cases, else 0; with `partial`, the share it passes.
+    """1 when the program in the completion passes all its test cases, else 0; with `partial`, the fraction passed.
 
-    The program is the last ```python block, or the whole text: Python with the standard library, run in the sandbox.
+    The program is the last ```python block, or the complete text: Python with the standard library, in the sandbox.
     The ground truth is JSON, one of:
-    - {"inputs": [...], "outputs": [...]}: text on standard input, and what must be printed. Spaces at the ends of
-      lines do not count, and decimal numbers may differ by 1e-6 of their size.
-    - the same with "fn_name": arguments of that function (or method of a class Solution), and its value. Arguments
-      are a list, or text with one JSON value on each line; a value may be JSON text or the only element of a list.
+    - {"inputs": [...], "outputs": [...]}: text on standard input, and the expected output. Trailing spaces of lines
+      are ignored, and decimal numbers may differ by a relative 1e-6.
+    - the same with "fn_name": arguments of that function (or method of a class Solution), and its expected value.
+      Arguments are a list, or text with one JSON value per line; a value may be JSON text or a list's only element.
     - {"assert_case": [...]} or a list: "assert" statements.
 
-    A program has `time_limit_s` for each case, and for all together an equal share of the time that the group has
-    left before generator.reward_timeout_s; one that takes longer fails. Parts: "passed", share of the cases (up to
-    the first that fails unless `partial`), and "out_of_time".
+    A program has `time_limit_s` for each case, and for all cases an equal share of the time that the group has left
+    before generator.reward_timeout_s; a program that takes longer fails. Parts: "passed", the fraction of the cases
+    (up to the first that fails unless `partial`), and "out_of_time".
 
-    Outputs are compared outside of the program's process, and so is f(...) in `assert f(...) == literal`: it cannot
-    see or forge those. Other assert statements run where the program can reach them, so one written for it could
-    make them pass (by values that claim to equal everything, or by searching the harness's memory for its nonce).
-    Raises ValueError when the ground truth is none of these forms.
+    Outputs are compared outside of the program's process, and so is f(...) in `assert f(...) == literal`: the program
+    cannot see or forge those. Other assert statements run in its process, so a malicious program could make them pass
+    (with values that compare equal to everything, or by searching the harness's memory for its nonce). Raises
+    ValueError when the ground truth has none of these forms.
     """
     tests = [parse_tests(truth) for truth in ground_truth]
     deadline_s = time.monotonic() + time_left_s
@@ -77,13 +77,13 @@ def code(
 
 
 def check_code(config: Config) -> None:
-    """Raises ConfigError when a limit is out of range, or this machine cannot confine a program."""
+    """Raises ConfigError when an option is out of range, or this machine cannot confine a program."""
     options, timeout_s = config.reward_options.get("code", {}), config.generator.reward_timeout_s
     time_limit_s, memory_bytes = options.get("time_limit_s", 2.0), options.get("memory_bytes", 1 << 30)
     if not isinstance(time_limit_s, int | float) or not 0 < time_limit_s <= timeout_s:
         raise ConfigError(
             f"reward_options.code.time_limit_s = {time_limit_s!r}: must be above 0 and not above "
-            f"generator.reward_timeout_s = {timeout_s:g}, which bounds the whole group"
+            f"generator.reward_timeout_s = {timeout_s:g}, which bounds the complete group"
         )
     if not isinstance(memory_bytes, int) or memory_bytes < MIN_MEMORY_BYTES:
         raise ConfigError(
@@ -94,7 +94,7 @@ def check_code(config: Config) -> None:
 
 
 def extract_program(text: str) -> str:
-    """The last block fenced as Python, or else the last fenced block, or else the whole text."""
+    """The last block fenced as Python, else the last fenced block, else the complete text."""
     for fence in (r"```(?:python3?|py)[ \t]*\n", r"```[ \t]*\n"):
         blocks = re.findall(rf"{fence}(.*?)(?:```|\Z)", text, re.DOTALL | re.IGNORECASE)
         if blocks:
@@ -103,7 +103,7 @@ def extract_program(text: str) -> str:
 
 
 def parse_tests(ground_truth: str) -> Tests:
-    """The test cases of a ground truth. Raises ValueError that says what does not fit."""
+    """The test cases of a ground truth. Raises ValueError when it has none of the accepted forms."""
     try:
         truth = json.loads(ground_truth)
     except ValueError:
@@ -122,7 +122,7 @@ def parse_tests(ground_truth: str) -> Tests:
 
 
 def same_output(output: str, expected: str) -> bool:
-    """Whether two outputs are the same but for spaces at line ends, empty lines at the end, and rounding."""
+    """True if two outputs are equal up to trailing spaces, empty lines at the end, and rounding."""
     ours, theirs = ([line.split() for line in text.rstrip().split("\n")] for text in (output, expected))
     return len(ours) == len(theirs) and all(
         len(a) == len(b) and all(map(_same_word, a, b)) for a, b in zip(ours, theirs, strict=True)
@@ -130,7 +130,7 @@ def same_output(output: str, expected: str) -> bool:
 
 
 def _run_script(source: str, test: Tests, limits: Limits, share_s: float, partial: bool) -> tuple[float, bool]:
-    """Share of the inputs with the right output, and whether a time limit ended the program."""
+    """The fraction of inputs with the expected output, and True if a time limit ended the program."""
     deadline_s = time.monotonic() + share_s
     passed, out_of_time = 0, False
     for stdin, expected in zip(test.inputs, test.expected, strict=True):
@@ -149,7 +149,7 @@ def _run_script(source: str, test: Tests, limits: Limits, share_s: float, partia
 
 
 def _run_module(source: str, test: Tests, limits: Limits, share_s: float, partial: bool) -> tuple[float, bool]:
-    """The same for cases, which one process runs in turn; its end is the end of the later ones too."""
+    """The same for cases, which one process runs in sequence; when it ends early, the remaining cases fail."""
     outcome = run_program(source, cases=test.cases, limits=limits, within_s=share_s)
     is_right = _same_value if test.is_call else _equal
     right = [
@@ -161,7 +161,7 @@ def _run_module(source: str, test: Tests, limits: Limits, share_s: float, partia
 
 
 def _parse_assert(statement: str) -> tuple[dict[str, Any], Any]:
-    """A case and its value: the side of == that is not a literal where there is such a one, or the statement."""
+    """A case and its expected value: the left side of `==` when the right one is a literal, else the statement."""
     try:
         match ast.parse(statement).body:
             case [ast.Assert(test=ast.Compare(left=left, ops=[ast.Eq()], comparators=[right]))]:
@@ -195,7 +195,7 @@ def _equal(value: Any, expected: Any) -> bool:
 
 
 def _same_value(value: Any, expected: Any) -> bool:
-    """Whether a plain value is the expected one: as it stands, as JSON text, or as the only element of a list."""
+    """True if a plain value equals the expected one, its JSON text, or its only element if it is a list."""
     choices = [expected]
     if isinstance(expected, str):
         choices.append(_from_json(expected))
@@ -205,7 +205,7 @@ def _same_value(value: Any, expected: Any) -> bool:
 
 
 def _close(value: Any, expected: Any) -> bool:
-    """Equal plain forms, but for rounding, and for tuples, which JSON has not."""
+    """True if two plain forms are equal, up to rounding and up to tuples, which JSON does not have."""
     if isinstance(value, dict) and isinstance(expected, dict) and len(value) == 1:
         ((kind, items),), ((wanted_kind, wanted),) = value.items(), expected.items()
         same_kind = kind == wanted_kind or (kind, wanted_kind) == ("tuple", "list")

@@ -11,8 +11,8 @@ def overlong(
 ) -> list[float]:
     """DAPO's soft overlong penalty, between 0 and -1 (arXiv:2503.14476 eq. 13).
 
-    min(0, -(n - (max_new_tokens - buffer_tokens)) / buffer_tokens) for n tokens, and never below -1. A buffer not set
-    is a fifth of max_new_tokens, the paper's proportion.
+    min(0, -(n - (max_new_tokens - buffer_tokens)) / buffer_tokens) for n tokens, and never below -1. The default
+    buffer is a fifth of max_new_tokens, the paper's proportion.
     """
     buffer = buffer_tokens or default_buffer(max_new_tokens)
     free = max_new_tokens - buffer
@@ -25,6 +25,7 @@ def truncated(statuses: list[str], completions: list[object]) -> list[float]:
 
 
 def default_buffer(max_new_tokens: int) -> int:
+    """The buffer in tokens when none is set."""
     return max(1, max_new_tokens // 5)
 
 

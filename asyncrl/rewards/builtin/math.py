@@ -1,4 +1,4 @@
-"""The reward for mathematical answers: equal in value, not in letters."""
+"""The reward for mathematical answers, compared by value and not by text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-# It logs each answer that takes too long.
+# math_verify logs each answer that times out.
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 
 TRUTH_TIMEOUT_S = 10
@@ -19,10 +19,9 @@ def math_answer(solution_str: str, ground_truth: str, *, timeout_s: int = 2) -> 
     r"""1 when the answer in the completion (LaTeX, `\boxed{...}` first, or a plain expression) has the value of the
     ground truth ("1/2", "\frac{1}{2}", "0.5"), else 0.
 
-    Sets, intervals, matrices and text answers compare as such; units and percent signs do not count. The ground truth
-    is an answer, or a solution with the answer in `\boxed{...}`, as MATH has it. Raises ValueError when it cannot be
-    read. An answer that takes longer than `timeout_s` to read or to compare (`9^{9^{9^9}}`) gets 0: it is punished like
-    any wrong one.
+    Sets, intervals, matrices and text answers are compared as such; units and percent signs are ignored. The ground
+    truth is an answer, or a solution with the answer in `\boxed{...}`, as in MATH. Raises ValueError when it cannot be
+    parsed. An answer that takes longer than `timeout_s` to parse or to compare (`9^{9^{9^9}}`) gets 0, as a wrong one.
     """
     truth = _truth(ground_truth)
     answer = _parse(solution_str, timeout_s=timeout_s)
@@ -31,14 +30,14 @@ def math_answer(solution_str: str, ground_truth: str, *, timeout_s: int = 2) -> 
 
 @functools.lru_cache(maxsize=1024)
 def _truth(ground_truth: str) -> list[Any]:
-    # Boxed, or of "2, 3" only the last number would be taken.
+    # Boxed, because of a plain "2, 3" only the last number would be parsed.
     text = ground_truth if "\\boxed" in ground_truth else f"\\boxed{{{ground_truth.strip().strip('$')}}}"
     parsed = _parse(text, timeout_s=TRUTH_TIMEOUT_S)
     if all(isinstance(value, str) for value in parsed):
-        raise ValueError(f"the ground truth {ground_truth!r} is no mathematical expression")
+        raise ValueError(f"the ground truth {ground_truth!r} is not a mathematical expression")
     return parsed
 
 
 def _parse(text: str, *, timeout_s: int) -> list[Any]:
-    """Readings of the answer in a text; only a string when it has no mathematical one."""
+    """Parses the answer in a text into alternatives; only a string when it is not mathematical."""
     return parse(text, extraction_config=_FORMS, parsing_timeout=timeout_s)

@@ -16,11 +16,11 @@ _GSM8K_ANSWER = re.compile(r"####\s*\$?\s*(-?\$?[\d.,]+)")
 _GSM8K_NUMBER = re.compile(r"-?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 THINK_THEN_ANSWER = r"\s*<think>(?:(?!</?think>).)*</think>(?:(?!</?think>).)*[^\s](?:(?!</?think>).)*"
-"""One block of thoughts, and then an answer."""
+"""One <think> block followed by an answer."""
 
 
 def exact(solution_str: str, ground_truth: str) -> float:
-    """1 when the completion is the ground truth, but for spaces at both ends; else 0."""
+    """1 when the completion equals the ground truth, up to spaces at both ends; else 0."""
     return float(solution_str.strip() == ground_truth.strip())
 
 
@@ -36,9 +36,9 @@ def number(solution_str: str, ground_truth: str) -> float:
 def gsm8k(solution_str: str, ground_truth: str, *, method: Literal["strict", "flexible"] = "strict") -> float:
     """1 when the answer equals the ground truth as a number; else 0.
 
-    strict: the answer is the last number behind "####", the data's own form; flexible: the last number. Commas, a
-    dollar sign and a closing period are no part of a number. The ground truth is a number, or a whole solution of the
-    data set with its "#### number". Raises ValueError when it is neither.
+    strict: the answer is the last number after "####", the format of the dataset; flexible: the last number. Commas, a
+    dollar sign and a final period are not part of a number. The ground truth is a number, or a complete solution of
+    the dataset with its "#### number". Raises ValueError when it is neither.
     """
     truth = _decimal(ground_truth.rpartition("####")[2])
     if truth is None:
@@ -48,11 +48,11 @@ def gsm8k(solution_str: str, ground_truth: str, *, method: Literal["strict", "fl
 
 
 def choice(solution_str: str, ground_truth: str, *, choices: int = 4, first: int = 0) -> float:
-    """1 when the choice named last in the completion is the ground truth; else 0. For multiple choice (HellaSwag).
+    """1 when the last choice named in the completion is the ground truth; else 0. For multiple choice (HellaSwag).
 
-    A choice is a letter or a number that stands by itself, "(B)" or "**1**"; a single letter may be a small one. There
-    are as many as `choices`: A, B, C ... or, the same ones, the numbers from `first`. Raises ValueError when the
-    ground truth is none of them.
+    A choice is a letter or a number that stands alone, as in "(B)" or "**1**"; a completion of one letter may be lower
+    case. There are `choices` of them: A, B, C ... or the numbers from `first`. Raises ValueError when the ground truth
+    is none of them.
     """
     truth = _choices(ground_truth, choices, first)
     if not truth:
@@ -62,25 +62,25 @@ def choice(solution_str: str, ground_truth: str, *, choices: int = 4, first: int
 
 
 def matches_format(completions: list[Any], *, pattern: str = THINK_THEN_ANSWER) -> list[float]:
-    """1 when the whole completion matches the regular expression; else 0.
+    """1 when the complete text matches the regular expression; else 0.
 
-    The default wants one <think>...</think> block and an answer behind it. "." also matches line ends.
+    The default requires one <think>...</think> block followed by an answer. "." also matches line ends.
     """
     compiled = re.compile(pattern, re.DOTALL)
     return [float(compiled.fullmatch(text_of(completion)) is not None) for completion in completions]
 
 
 def check_format(config: Config) -> None:
-    """Raises ConfigError when the pattern is no regular expression."""
+    """Raises ConfigError when the pattern is not a regular expression."""
     pattern = config.reward_options.get("format", {}).get("pattern", THINK_THEN_ANSWER)
     try:
         re.compile(str(pattern), re.DOTALL)
     except re.error as error:
-        raise ConfigError(f"reward_options.format.pattern = {pattern!r}: no regular expression: {error}") from None
+        raise ConfigError(f"reward_options.format.pattern = {pattern!r}: not a regular expression: {error}") from None
 
 
 def check_choice(config: Config) -> None:
-    """Raises ConfigError when there are too few choices, or more than letters."""
+    """Raises ConfigError when there are fewer than two choices, or more than letters."""
     choices = config.reward_options.get("choice", {}).get("choices", 4)
     if not isinstance(choices, int) or not 2 <= choices <= len(_LETTERS):
         raise ConfigError(f"reward_options.choice.choices = {choices!r}: must be from 2 to {len(_LETTERS)}")
@@ -95,7 +95,7 @@ def _decimal(text: str) -> Decimal | None:
 
 
 def _choices(text: str, choices: int, first: int) -> list[int]:
-    """Every choice that the text names, in order, counted from 0."""
+    """The indices from 0 of the choices that the text names, in order."""
     text = text.strip()
     if len(text) == 1:
         text = text.upper()

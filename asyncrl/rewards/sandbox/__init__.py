@@ -1,1 +1,1 @@
-"""Where the code of completions runs."""
+"""The sandbox that runs the code of completions."""

@@ -1,11 +1,11 @@
-"""Means of the Linux kernel that take rights away from the calling process for good. Needs no root, binds root too.
+"""Confines the calling process for good with means of the Linux kernel. Needs no root, and also confines root.
 
-- resource limits on CPU time, address space, size of a file and number of open files;
+- resource limits on CPU time, address space, file size and number of open files;
 - Landlock: files can be read only below some folders, and written only below one;
-- seccomp: a list of harmless system calls; whatever is not on it (sockets, processes, signals to others, mounts,
-  changes of owner or mode, other users of the kernel such as io_uring or bpf) fails with EPERM.
+- seccomp: an allow-list of harmless system calls; all others (sockets, processes, signals to other processes, mounts,
+  changes of owner or mode, io_uring, bpf and the like) fail with EPERM.
 
-Used inside the sandbox's process, so this module imports the standard library only. Linux on x86_64 and aarch64.
+Runs inside the sandbox's process, so this module imports only the standard library. Linux on x86_64 and aarch64.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ WRITE_FILE, READ_FILE, READ_DIR, REMOVE_DIR, REMOVE_FILE, MAKE_DIR, MAKE_REG = (
 )
 TRUNCATE = 1 << 14
 ACCESSES = {1: 13, 2: 14, 3: 15, 4: 15}
-"""Number of access rights that each version of Landlock knows; 16 since version 5."""
+"""Landlock version -> number of access rights; 16 since version 5."""
 
 PACKAGES = ("site-packages", "dist-packages")
 """Folders next to the standard library that are not part of it."""
 READABLE = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo", "/etc/localtime", "/etc/ld.so.cache")
 DEVICES = {"/dev/null": READ_FILE | WRITE_FILE, "/dev/zero": READ_FILE, "/dev/urandom": READ_FILE}
 
-# Numbers on x86_64 and aarch64; -1 where there is none.
+# Numbers on x86_64 and aarch64; -1 where the call does not exist.
 SYSCALLS: dict[str, tuple[int, int]] = {
     "read": (0, 63), "write": (1, 64), "readv": (19, 65), "writev": (20, 66), "pread64": (17, 67),
     "pwrite64": (18, 68), "lseek": (8, 62), "close": (3, 57), "fstat": (5, 80), "newfstatat": (262, 79),
@@ -68,7 +68,7 @@ CLONE_FILES, CLONE_THREAD = 0x400, 0x10000
 OWNER_BITS = (0o400, 0o200, 0o100)
 UMASK = 0o077
 TERMINAL_IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
-"""TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX: what reading and writing files asks for."""
+"""TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX: used when files are read and written."""
 FILE_FCNTLS = (0, 1, 2, 3, 4, 5, 6, 7, 1030)
 """Duplicates, flags and locks; not F_SETOWN, by which the kernel sends any signal to any process of the user."""
 
@@ -79,17 +79,17 @@ Instruction = tuple[int, int, int, int]
 
 
 class Unconfined(Exception):
-    """The kernel does not offer, or refused, a means of confinement."""
+    """The kernel lacks or refused a means of confinement."""
 
 
 def confine(folder: str, *, cpu_s: int, memory_bytes: int, file_bytes: int, open_files: int) -> None:
-    """Limits this process; it may write files below `folder` only. Raises Unconfined when a part is not to be had."""
+    """Confines this process; it may write files only below `folder`. Raises Unconfined when the kernel cannot."""
     _limit(resource.RLIMIT_CPU, cpu_s)
     _limit(resource.RLIMIT_AS, memory_bytes)
     _limit(resource.RLIMIT_FSIZE, file_bytes)
     _limit(resource.RLIMIT_NOFILE, open_files)
     _limit(resource.RLIMIT_CORE, 0)
-    os.umask(UMASK)  # and it stays so: what the program makes, its watcher can list and remove
+    os.umask(UMASK)  # permanent, so that the watcher can list and remove every file of the program
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
         raise Unconfined(f"PR_SET_NO_NEW_PRIVS: {_reason()}")
@@ -123,8 +123,8 @@ def _restrict_files(libc: ctypes.CDLL, folder: str) -> None:
 
 
 def _without_packages(path: str) -> Iterator[tuple[str, int]]:
-    """Rules that let everything below the path be read except installed packages; their names can be listed. Packages
-    lie in the folder itself, or in a folder of it that is named after Python."""
+    """Rules that allow reading everything below the path except installed packages, whose names can be listed. Packages
+    are in the folder itself, or in a subfolder that is named after Python."""
     names = os.listdir(path) if os.path.isdir(path) else []
     if not any(name in PACKAGES or name.startswith("python") for name in names):
         yield path, READ_FILE | READ_DIR
@@ -164,17 +164,17 @@ def filter_program(machine: str) -> list[Instruction]:
     column = list(AUDIT_ARCH).index(machine)
     program = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, AUDIT_ARCH[machine]), _give(KILL), (LOAD, 0, 0, 0)]
     program += [(AT_LEAST, 0, 1, 0x40000000), _give(KILL)]  # the second table of x86_64
-    # Threads only, which share the table of open files: their watcher counts what is in it.
+    # Only threads, which share the table of open files: the watcher counts the files in it.
     thread = [(ANY_BIT, 0, 2, CLONE_THREAD), (ANY_BIT, 0, 1, CLONE_FILES), _give(ALLOW), _deny(errno.EPERM)]
     program += _when(CLONE[column], [_argument(0), *thread])
-    # Its flags are in memory, out of reach; without it threads are made by clone.
+    # The flags of clone3 are in memory, which a filter cannot read; without it threads are made by clone.
     program += _when(CLONE3[column], [_deny(errno.ENOSYS)])
     program += _when(IOCTL[column], [_argument(1), *_one_of(TERMINAL_IOCTLS), _deny(errno.ENOTTY)])
     program += _when(FCNTL[column], [_argument(1), *_one_of(FILE_FCNTLS), _deny(errno.EPERM)])
-    # Early Landlock lets a file that may only be read be truncated while it is opened.
+    # Early versions of Landlock allow truncating a read-only file while opening it.
     truncates = [(ANY_BIT, 0, 1, os.O_TRUNC), (ANY_BIT, 0, 1, os.O_ACCMODE), _give(ALLOW), _deny(errno.EPERM)]
     program += _when(OPENAT[column], [_argument(2), *truncates])
-    # A folder that its owner cannot list or enter could be neither counted nor removed.
+    # The watcher could neither count nor remove a folder that its owner cannot list or enter.
     for number, mode in ((MKDIR[column], 1), (MKDIRAT[column], 2)):
         if number >= 0:
             bits = [(ANY_BIT, 0, len(OWNER_BITS) - place, bit) for place, bit in enumerate(OWNER_BITS)]

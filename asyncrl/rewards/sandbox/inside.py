@@ -1,8 +1,8 @@
 """The program of a sandbox's process: `python -P -s -S inside.py TASK_FD READY_FD RESULT_FD`, standard library only.
 
-Reads its task (JSON), takes its own rights away, writes "ready" or why not to a pipe that it then closes, and only
-then runs code that nobody trusts. Every case of the task gives a line of the result file, {"nonce", "case", "value"}
-or {"nonce", "case", "error"}. Whether a value is right is decided elsewhere, by a process that the code cannot touch.
+Reads its task (JSON), confines itself, writes "ready" or the reason of failure to a pipe, closes it, and only then
+runs the untrusted code. Every case of the task adds a line to the result file, {"nonce", "case", "value"} or
+{"nonce", "case", "error"}. The values are compared in another process, which the code cannot reach.
 """
 
 import ctypes
@@ -19,6 +19,7 @@ READY = b"ready"
 
 
 def main(task_file: int, ready_file: int, result_file: int) -> None:
+    """Runs the task; the arguments are file descriptors."""
     with os.fdopen(task_file) as file:
         task = json.load(file)
     try:
@@ -36,9 +37,9 @@ def main(task_file: int, ready_file: int, result_file: int) -> None:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON has it, with its type kept apart where Python's == does: equal values, equal plain forms.
+    """A value in JSON types. Two values have equal plain forms exactly if Python's `==` holds for them.
 
-    Values of other types have a form that equals nothing.
+    Values of unsupported types have a form that equals no expected value.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -58,7 +59,7 @@ def _order(item: Any) -> str:
 
 
 def _confine(task: dict[str, Any]) -> None:
-    # Behind the standard library, so that no file beside this one is taken for one of its modules.
+    # Last in the path, so that no file of this folder shadows a module of the standard library.
     here = os.path.dirname(os.path.abspath(__file__))
     sys.path.append(here)
     from confine import confine  # pyright: ignore[reportMissingImports]
@@ -85,7 +86,7 @@ def _run_cases(source: str, cases: list[dict[str, Any]], nonce: str, result_file
         except BaseException as error:  # SystemExit of the code fails a case like any other error
             answer["error"] = type(error).__name__
         os.write(result_file, json.dumps(answer).encode() + b"\n")
-    # Threads, exit handlers and finalizers of the code have nothing to add.
+    # Skips threads, exit handlers and finalizers of the code.
     os._exit(0)
 
 

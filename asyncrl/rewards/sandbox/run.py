@@ -1,11 +1,11 @@
-"""Runs Python programs that nobody trusts, each in a process of its own that can harm nothing.
+"""Runs untrusted Python programs, each in its own confined process.
 
-The process has a fresh interpreter with the standard library only, an empty environment and a temporary folder. It
-can open no socket, start no process, signal nobody, read no file but the interpreter's, and write only in its folder,
-which is removed afterwards (`confine`: Landlock, seccomp and resource limits; works with and without root). This side
-bounds its time, its threads and what it keeps on the disk, including files that it removed and still holds. A kernel
-that cannot confine it is an error: nothing runs unprotected. What remains open: it can see the machine's clock, its
-kernel version, and names and sizes of files.
+The process has a fresh interpreter with only the standard library, an empty environment and a temporary folder. It
+cannot open sockets, start processes, signal other processes, or read files other than the interpreter's; it can write
+only in its folder, which is removed afterwards (`confine`: Landlock, seccomp and resource limits; with and without
+root). This side limits its time, its threads and its disk space, including deleted files that it holds open. A kernel
+that cannot confine it is an error: nothing runs unconfined. The program can still see the machine's clock, its kernel
+version, and names and sizes of files.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ log = structlog.get_logger()
 
 INSIDE = Path(__file__).with_name("inside.py")
 TICK_S = 0.02
-"""How often a running program is looked at."""
+"""Pause between two checks of a running program."""
 MAX_THREADS = 32
 MAX_FOLDER_FILES = 100
 OPEN_FILES = 32
 START_S = 5.0
-"""Deadline for the interpreter to start, which does not count in the program's own time."""
+"""Deadline for the interpreter to start; the start does not count towards the program's time."""
 
 KILL_S = 5.0
 """Deadline for the kernel to end a process."""
@@ -49,22 +49,26 @@ Ended = Literal["exited", "out of time", "not started", "too many threads", "fol
 
 @dataclass(frozen=True, slots=True)
 class Limits:
+    """The limits of one program."""
+
     time_s: float = 2.0
-    """For the program on its standard input, or for each of its cases."""
+    """Time of a script, or of each case of a module."""
     memory_bytes: int = 1 << 30
     """Address space of the process, interpreter included."""
     file_bytes: int = 8 << 20
-    """Largest file, the program's output included, and size of its folder."""
+    """Largest file, including the program's output, and size of its folder."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramOutcome:
+    """How a program ended, and its results."""
+
     ended: Ended
     exit_code: int
     """Negative: ended by that signal."""
     output: bytes
     values: dict[int, Any]
-    """What the cases gave, by number, as `inside.plain` has it; one that raised, or was not reached, is missing."""
+    """Values of the cases, by number, in the form of `inside.plain`; a case that raised or did not run is missing."""
 
 
 def run_program(
@@ -72,9 +76,9 @@ def run_program(
 ) -> ProgramOutcome:
     """Runs a program once, as a script on `stdin`, or as a module whose functions `cases` use.
 
-    A case is {"call": function, "arguments": [...]}, {"evaluate": expression} or {"execute": statement}. All of it
-    ends within `within_s` seconds. Raises RunError when the program could not be confined, and so did not run, or when
-    the kernel does not end it.
+    A case is {"call": function, "arguments": [...]}, {"evaluate": expression} or {"execute": statement}. The run ends
+    within `within_s` seconds. Raises RunError when the program could not be confined, and so did not run, or when the
+    kernel does not kill it.
     """
     with ExitStack() as stack:
         folder = tempfile.mkdtemp(prefix="asyncrl-sandbox-")
@@ -113,11 +117,11 @@ def check_sandbox() -> None:
 def _start(
     folder: str, given: IO[bytes], output: IO[bytes], task: IO[bytes], result: IO[bytes]
 ) -> tuple[subprocess.Popen[bytes], int]:
-    """The process, and a pipe that says once whether it is confined."""
+    """The process, and a pipe that reports once whether it is confined."""
     ready, ready_write = os.pipe()
     descriptors = (task.fileno(), ready_write, result.fileno())
     environment = {"PATH": "/usr/bin:/bin", "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8"}
-    # One heap, as address space is counted; a fixed hash seed, as the same program should earn the same reward.
+    # One heap, since address space is limited; a fixed hash seed, so that a program always gets the same reward.
     environment |= {"MALLOC_ARENA_MAX": "1", "PYTHONHASHSEED": "0"}
     try:
         process = subprocess.Popen(
@@ -159,7 +163,7 @@ def _task(
 def _watch(
     process: subprocess.Popen[bytes], ready: int, result: IO[bytes], folder: Path, limits: Limits, deadline_s: float
 ) -> Ended:
-    """Waits for the end of the process, or for a reason to end it."""
+    """Waits until the process ends or exceeds a limit."""
     end, start = select.poll(), select.poll()
     handle = os.pidfd_open(process.pid)
     try:
@@ -184,10 +188,10 @@ def _watch(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Whoever is in the process's group ends; its members cannot leave it, and can start nobody. Raises RunError when
-    the kernel does not end the process."""
+    """Kills the process group; its members cannot leave it or start processes. Raises RunError when the kernel does not
+    end the process."""
     if process.returncode is None:
-        os.killpg(process.pid, signal.SIGKILL)  # not waited for yet, so the number is still its own
+        os.killpg(process.pid, signal.SIGKILL)  # not reaped yet, so the process id cannot have been reused
         try:
             process.wait(KILL_S)
         except subprocess.TimeoutExpired:
@@ -202,7 +206,7 @@ def _num_threads(pid: int) -> int:
 
 
 def _is_full(folder: Path, max_bytes: int) -> bool:
-    """Whether the folder holds more than so many bytes or MAX_FOLDER_FILES files."""
+    """True if the folder holds more than `max_bytes` bytes or MAX_FOLDER_FILES files."""
     count = total = 0
     for _, folders, files, handle in os.fwalk(folder):
         count += len(folders) + len(files)
@@ -219,14 +223,14 @@ def _is_full(folder: Path, max_bytes: int) -> bool:
 
 
 def _hidden_bytes(pid: int, folder: Path, limits: Limits) -> int:
-    """Bytes of files of the folder that no name leads to any more, but that the process has open or mapped."""
+    """Bytes of deleted files of the folder that the process still has open or mapped."""
     try:
         with open(f"/proc/{pid}/maps") as file:
             lines = [line for line in file if line.endswith("(deleted)\n") and str(folder) in line]
         handles = os.listdir(f"/proc/{pid}/fd")
     except FileNotFoundError:  # it has ended
         return 0
-    # The size of a mapped file is out of reach; no file is larger than the limit.
+    # The size of a mapped file is unknown; no file is larger than the limit.
     sizes = {line.split()[4]: limits.file_bytes for line in lines}
     for handle in handles:
         try:
@@ -239,7 +243,7 @@ def _hidden_bytes(pid: int, folder: Path, limits: Limits) -> int:
 
 
 def _not_removed(_: Any, path: str, error: tuple[Any, BaseException, Any]) -> None:
-    log.warning("a file of a sandboxed program is left", path=path, error=str(error[1]))
+    log.warning("a file of a sandboxed program was not removed", path=path, error=str(error[1]))
 
 
 def _values(result: IO[bytes], nonce: str, max_bytes: int) -> dict[int, Any]:
