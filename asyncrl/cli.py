@@ -49,7 +49,7 @@ def launch(
     max_staleness: Annotated[int | None, typer.Option(help="Hard bound on token age, in learner steps.")] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
     run: Annotated[str | None, typer.Option(help="Name of the run; its folder is runs/NAME.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run of this name where it ended.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume the run of this name where it ended.")] = False,
     discard_journal: Annotated[
         bool,
         typer.Option("--discard-journal", help="Resume from the newest checkpoint alone; the journal is put aside."),
@@ -78,8 +78,7 @@ def scale(
     generators: Annotated[int, typer.Option(help="Generator processes from now on.")],
     run: Annotated[str, typer.Option(help="Name of the run.")] = "run",
 ) -> None:
-    """Change the number of generators of a run that is going on. Exit code 0: done, 1: it did not come about, 2: no
-    such run."""
+    """Change the number of generators of a running run. Exit code 0: done, 1: it did not succeed, 2: no such run."""
     from asyncrl.launch.commands.running import scale as scale_run
 
     scale_run(run, generators, Console())
@@ -139,7 +138,7 @@ def ledger(folder: Annotated[Path, typer.Argument(help="Folder of the run, runs/
 
 @app.command()
 def top(folder: Annotated[Path, typer.Argument(help="Folder of the run, runs/NAME.")]) -> None:
-    """Watch a run that goes on from another terminal. Ctrl-C ends the view, not the run."""
+    """Watch a running run from another terminal. Ctrl-C ends the view, not the run."""
     from asyncrl.launch.commands.running import top as show_top
 
     show_top(folder, Console())
@@ -222,7 +221,7 @@ def sweep(
     name: Annotated[str, typer.Option(help="Of the sweep; its cells are runs/NAME-s0-seed0 and so on.")] = "sweep",
     steps: Annotated[int | None, typer.Option(help="Optimizer steps of each training.")] = None,
 ) -> None:
-    """Train with several staleness limits and say which to take; again to go on. Exit code 0: done, 1: a training
+    """Train with several staleness limits and say which to take; again to resume. Exit code 0: done, 1: a training
     failed, 2: bad configuration, 130: interrupted."""
     from asyncrl.plan.sweep.cells import sweep as sweep_runs
 
@@ -232,7 +231,7 @@ def sweep(
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
 def bench(context: typer.Context) -> None:
-    """Measure the hot paths against their limits and against other systems; --help tells of the rows."""
+    """Measure the hot paths against their limits and against other systems; --help describes the rows."""
     from asyncrl.launch.commands.bench import run_bench
 
     raise typer.Exit(run_bench(context.args))
@@ -266,7 +265,7 @@ def list_parts() -> None:
 def arithmetic(
     out: Annotated[Path, typer.Argument(help="Parquet file to write.")],
     seed: Annotated[int, typer.Option(min=0, help="Seed of the shuffle.")] = 0,
-    rows: Annotated[int | None, typer.Option(min=1, help="Only the first so many rows; all sums when not set.")] = None,
+    rows: Annotated[int | None, typer.Option(min=1, help="Only the first N rows; all sums when not set.")] = None,
 ) -> None:
     """Make the arithmetic dataset of the demo."""
     from asyncrl.data.arithmetic import make_arithmetic

@@ -113,7 +113,9 @@ def commands() -> list[tuple[str, list[str]]]:
     return found
 
 
-@pytest.mark.parametrize(("page", "arguments"), commands(), ids=lambda value: " ".join(value))
+@pytest.mark.parametrize(
+    ("page", "arguments"), commands(), ids=lambda value: value if isinstance(value, str) else " ".join(value)
+)
 def test_commands_are_accepted(page: str, arguments: list[str]) -> None:
     group: Any = GROUP
     while hasattr(group, "commands"):
