@@ -1,7 +1,6 @@
 """The settings of a run: what there is, how it is read, and what is wrong with it."""
 
 from asyncrl.config.config import Config
-from asyncrl.config.hints import check_options, did_you_mean, did_you_mean_or_list, unknown_name
 from asyncrl.config.loading import config_keys, find_config, load_config, parse_override
 from asyncrl.config.sections import (
     MAX_GENERATORS,
@@ -13,6 +12,7 @@ from asyncrl.config.sections import (
     RewardSpec,
     too_many_generators,
 )
+from asyncrl.util.hints import check_options, did_you_mean, did_you_mean_or_list, unknown_name
 
 __all__ = [
     "MAX_GENERATORS",

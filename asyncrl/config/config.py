@@ -12,7 +12,6 @@ import yaml
 from pydantic import Field, model_validator
 
 from asyncrl.config.sections import (
-    UNGROUPED,
     AlgorithmConfig,
     CheckpointConfig,
     CriticConfig,
@@ -100,17 +99,6 @@ class Config(Section):
                 f"it must be above generator.max_new_tokens = {self.generator.max_new_tokens}"
             )
         return self
-
-    @property
-    def greedy_baseline(self) -> bool:
-        """Whether every group has a greedy completion beside its trajectories, which is scored and not trained."""
-        return self.algorithm.advantage == "remax"
-
-    @property
-    def refunds_zero_variance(self) -> bool:
-        """Whether a group whose rewards are all equal gives its place to another prompt."""
-        choice = self.replay.zero_variance
-        return choice == "refund" or (choice == "auto" and self.algorithm.advantage not in UNGROUPED)
 
     def evaluates(self, version: int) -> bool:
         """Whether the run evaluates this policy version: the first, the last, and multiples of `eval.every_steps`."""

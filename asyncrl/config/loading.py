@@ -11,9 +11,9 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from asyncrl.config.config import Config
-from asyncrl.config.hints import did_you_mean
 from asyncrl.config.sections import Section
 from asyncrl.errors import ConfigError
+from asyncrl.util.hints import did_you_mean
 
 
 class _Loader(yaml.SafeLoader):

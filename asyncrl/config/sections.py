@@ -8,9 +8,6 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, m
 
 from asyncrl.config.passthrough import check_deepspeed_options, check_engine_options
 
-UNGROUPED = ("gae", "vtrace", "reinforce_plus_plus", "remax")
-"""Advantages that do not compare trajectories within their group."""
-
 MAX_GENERATORS = 1024
 """Of a run: each is a process of this machine, and one replay queue answers them all."""
 
@@ -179,11 +176,11 @@ class AlgorithmConfig(Section):
     """From rewards to the loss: advantages, importance weights, divergence from a reference, aggregation."""
 
     advantage: str = "grpo"
-    """An advantage estimator of `asyncrl list`."""
+    """An advantage estimator of `asyncrl list`, or your own as `module:function` or `file.py:function`."""
     advantage_options: Options = {}
     """Its options, as `asyncrl list` shows them."""
     loss: str = "decoupled_ppo"
-    """A policy loss of `asyncrl list`."""
+    """A policy loss of `asyncrl list`, or your own as `module:function` or `file.py:function`."""
     loss_options: Options = {}
     """Its options, as `asyncrl list` shows them."""
     correction: Options = {"level": "token", "mode": "truncate", "high": 2.0}
@@ -323,7 +320,8 @@ class WeightsConfig(Section):
     """How weights get from the learner to the generators."""
 
     transport: str = "auto"
-    """A transport of `asyncrl list`; auto is nccl where every generator has a GPU, else gloo."""
+    """A transport of `asyncrl list`, or your own as `module:NAME` or `file.py:NAME`; auto is nccl where the learner and
+    every generator have a GPU of their own, else gloo."""
     bucket_bytes: int = Field(default=64 << 20, ge=1 << 16)
     """Size of the pieces that weights are broadcast in."""
     timeout_s: float = Field(default=60.0, gt=0.0)
@@ -336,7 +334,7 @@ class LaunchConfig(Section):
     """Processes: how many, where they listen, how long each may take or be silent, and when the run gives up."""
 
     cluster: str = "local"
-    """A launcher of `asyncrl list`."""
+    """A launcher of `asyncrl list`, or your own as `module:Class` or `file.py:Class`."""
     generators: int = Field(default=1, ge=1)
     """Generator processes at the start, at most 1024; `asyncrl scale` changes their number."""
     learners: int = Field(default=1, ge=1)
@@ -384,6 +382,7 @@ class ObserveConfig(Section):
     """Where a run tells how it goes."""
 
     trackers: list[str] = ["jsonl"]
-    """Where step metrics go (trackers of `asyncrl list`); wandb runs in offline mode unless WANDB_MODE says else."""
+    """Where step metrics go: trackers of `asyncrl list`, or your own as `module:Class` or `file.py:Class`; wandb is in
+    offline mode unless WANDB_MODE says otherwise."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least level of the events in `logs/<role>.jsonl`."""

@@ -73,6 +73,7 @@ class GeneratorLoop:
         receiver: WeightReceiver,
         client: GeneratorClient,
         should_stop: Callable[[], bool],
+        greedy_baseline: bool = False,
     ) -> None:
         self.config = config
         algorithm = config.algorithm
@@ -84,6 +85,7 @@ class GeneratorLoop:
         self.receiver = receiver
         self.client = client
         self.should_stop = should_stop
+        self._greedy_baseline = greedy_baseline
         self.stats = GeneratorStats()
         self._watch = Stopwatch()
         self._costs = StepCosts()
@@ -259,7 +261,7 @@ class GeneratorLoop:
 
     def _start(self, lease: Lease, now_s: float) -> None:
         size = self.config.eval.samples if lease.evaluation else self.config.generator.group_size
-        greedy = self.config.greedy_baseline and not lease.evaluation
+        greedy = self._greedy_baseline and not lease.evaluation
         group = Running(lease, size + greedy, self.engine.version, now_s, greedy)
         self.running[group.key] = group
         self._changed += size + greedy
@@ -304,7 +306,14 @@ class GeneratorLoop:
 
 
 def run_generator(
-    config: Config, *, index: int, endpoints: Endpoints, run_dir: Path, should_stop: Callable[[], bool], start: int = 0
+    config: Config,
+    *,
+    index: int,
+    endpoints: Endpoints,
+    run_dir: Path,
+    should_stop: Callable[[], bool],
+    start: int = 0,
+    greedy_baseline: bool = False,
 ) -> None:
     """Runs one generator process, the `start`-th of this index, until the run ends or the replay queue asks it to
     leave. Raises AsyncrlError when it cannot continue.
@@ -356,4 +365,5 @@ def run_generator(
             receiver=receiver,
             client=client,
             should_stop=should_stop,
+            greedy_baseline=greedy_baseline,
         ).run()

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +15,14 @@ from typing import IO
 
 import structlog
 
+from asyncrl.config import Config
+from asyncrl.errors import ConfigError
 from asyncrl.launch.fork_server import Forked, ForkServer, ForkServerError
 from asyncrl.launch.placement import RoleResources, network_environment
 from asyncrl.launch.worker import EXIT_DISK_FULL, SHOW_STACKS, RoleSpec
 from asyncrl.observe.logs import last_error
 from asyncrl.util.redaction import redact, redact_file
+from asyncrl.util.user_code import resolve_function
 
 log = structlog.get_logger()
 
@@ -96,8 +100,17 @@ class RoleProcess:
 class LocalLauncher:
     """Starts roles as processes in groups of their own, so that a terminal's Ctrl-C reaches the launcher only.
 
-    They stay in the launcher's session: Linux schedules sessions against one another (autogroups), which can leave a
-    role that starts on a busy core next to nothing of it.
+    The processes stay in the launcher's session: Linux schedules sessions against one another (autogroups), which can
+    leave almost no time to a role that starts on a busy core.
+
+    A launcher of the user's own is a subclass, whose processes are on this machine, too. With this in `polite.py`,
+    `launch.cluster=polite.py:Polite` starts roles of low priority:
+
+        class Polite(LocalLauncher):
+            def start(self, spec, share):
+                role = super().start(spec, share)
+                os.setpriority(os.PRIO_PROCESS, role.process.pid, 10)
+                return role
     """
 
     def __init__(self) -> None:
@@ -207,5 +220,15 @@ class LocalLauncher:
             return  # nobody of it is left
 
 
-LAUNCHERS = {"local": LocalLauncher}
-"""Where role processes can run (`launch.cluster`)."""
+LAUNCHERS: dict[str, Callable[[], LocalLauncher]] = {"local": LocalLauncher}
+"""Launchers by the name that `launch.cluster` gives them."""
+
+
+def find_launcher(config: Config) -> Callable[[], LocalLauncher]:
+    """Returns the class that `launch.cluster` names. Raises ConfigError as `resolve` does, and for anything but a
+    LocalLauncher."""
+    key, name = "launch.cluster", config.launch.cluster
+    found = resolve_function(key, name, LAUNCHERS)
+    if name not in LAUNCHERS and not (isinstance(found, type) and issubclass(found, LocalLauncher)):
+        raise ConfigError(f"{key} = {name!r}: must be a subclass of asyncrl.launch.local.LocalLauncher")
+    return found

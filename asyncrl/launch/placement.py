@@ -83,7 +83,7 @@ def place_roles(config: Config, *, reward_model: bool = False) -> Placement:
     """Splits this machine between the roles: GPUs one each as far as they go, cores by number of processes.
 
     Critics and the reward model count with the learners: they share their cores. Raises ConfigError when the ranks of
-    the learner, or of the critic, have no GPU each, or when NCCL is asked for and a generator has none of its own.
+    the learner, or of the critic, have no GPU each.
     """
     if gpus := visible_gpus():
         return _plan_gpus(config, gpus, reward_model=reward_model)
@@ -105,9 +105,8 @@ def place_roles(config: Config, *, reward_model: bool = False) -> Placement:
         trained = [RoleResources(tuple(cpus), threads)] * num_trained
     learners = trained[: config.launch.learners]
     critics = trained[config.launch.learners : config.launch.learners + num_critics]
-    plan = Placement(tuple(generators), tuple(learners), replay, tuple(critics), trained[-1] if reward_model else None)
-    _check_transport(config, plan, num_gpus=0)
-    return plan
+    scores = trained[-1] if reward_model else None
+    return Placement(tuple(generators), tuple(learners), replay, tuple(critics), scores)
 
 
 def _plan_gpus(config: Config, gpus: Sequence[Gpu], *, reward_model: bool) -> Placement:
@@ -133,7 +132,7 @@ def _plan_gpus(config: Config, gpus: Sequence[Gpu], *, reward_model: bool) -> Pl
     cpus = tuple(sorted(os.sched_getaffinity(0)))
     threads = max(1, len(cpus) // (num_generators + len(trained) + int(reward_model)))
     shares = [RoleResources(cpus, threads, (gpu.name,)) for gpu in gpus]
-    plan = Placement(
+    return Placement(
         generators=tuple(shares[places[index % len(places)]] for index in range(num_generators)),
         learners=tuple(shares[card] for card in trained[:num_learners]),
         replay=RoleResources(cpus, threads=1),
@@ -141,15 +140,13 @@ def _plan_gpus(config: Config, gpus: Sequence[Gpu], *, reward_model: bool) -> Pl
         reward_model=shares[left[-1]] if reward_model else None,
         gpus=tuple(gpus),
     )
-    _check_transport(config, plan, num_gpus=len(gpus))
-    return plan
 
 
 def refuse_joiner(config: Config, running: Placement, wanted: Placement, index: int) -> str:
     """Why generator `index` cannot join a run that began with the plan `running`; empty when it can.
 
-    NCCL takes one process for each GPU, and engines have taken the memory of theirs, unless `generator.kv_cache_bytes`
-    bounds what they take.
+    A transport between GPUs takes one process for each, and engines have taken the memory of theirs, unless
+    `generator.kv_cache_bytes` bounds it.
     """
     gpus = wanted.generators[index].gpus
     if not gpus or index < len(running.generators):
@@ -160,20 +157,31 @@ def refuse_joiner(config: Config, running: Placement, wanted: Placement, index: 
     if not owner:
         return ""
     shared = f"generator-{index} would share GPU {gpus[0]} with {owner}"
-    if running.sends_between_gpus and config.weights.transport != "gloo":
-        return f"{shared}, and weights travel by NCCL, which takes one process for each GPU"
+    if running.sends_between_gpus and _needs_own_gpus(config):
+        return f"{shared}, and weights travel from GPU to GPU, which takes one process for each GPU"
     if owner != "learner rank 0" and config.generator.kv_cache_bytes is None:
         return f"{shared}, whose engine has taken the memory; generator.kv_cache_bytes bounds it for the next run"
     return ""
 
 
-def _check_transport(config: Config, plan: Placement, *, num_gpus: int) -> None:
-    if config.weights.transport == "nccl" and not plan.sends_between_gpus:
+def check_transport(config: Config, plan: Placement) -> None:
+    """Raises ConfigError when the weight transport needs a GPU of its own for each process, and there are fewer."""
+    name = config.weights.transport
+    if name != "auto" and not plan.sends_between_gpus and _needs_own_gpus(config):
         raise ConfigError(
-            "weights.transport = 'nccl': needs a GPU of its own for learner rank 0 and for each of "
-            f"{len(plan.generators)} generators, beside those of {len(plan.learners)} learner ranks and "
-            f"{len(plan.critics)} critic ranks in all; this machine has {num_gpus}; use weights.transport=gloo, or auto"
+            f"weights.transport = {name!r}: needs a GPU of its own for learner rank 0 and for each of "
+            f"{len(plan.generators)} generators, besides those of {len(plan.learners)} learner ranks and "
+            f"{len(plan.critics)} critic ranks in all; this machine has {len(plan.gpus)}; use weights.transport=gloo, "
+            "or auto"
         )
+
+
+def _needs_own_gpus(config: Config) -> bool:
+    """True if weights travel between GPUs, given that every process has its own."""
+    from asyncrl.weights.transports import AUTO_ON_GPUS, find_transport, transport_of  # imports torch
+
+    name = transport_of(config)
+    return find_transport(AUTO_ON_GPUS if name == "auto" else name).on_device
 
 
 def _names(gpus: Sequence[Gpu]) -> str:

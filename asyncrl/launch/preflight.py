@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from rich.console import Console
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.generator.vllm_backend.setup import check_engine_options
-from asyncrl.rewards.load import REWARDS
 from asyncrl.rewards.table import reward_names
 from asyncrl.util.files import read_json
 
@@ -71,28 +71,39 @@ def _end(process: subprocess.Popen[str]) -> None:
         process.kill()
 
 
-def check_inputs(config: Config, console: Console) -> int:
-    """Raises ConfigError for whatever in the config names something that is missing or cannot work.
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Facts that roles need and that only the launcher determines, since it imports what the config names."""
 
-    Gives the number of prompt tokens that the model's window leaves.
-    """
+    prompt_tokens: int
+    """Longest prompt that fits the model's window."""
+    group_relative: bool
+    """True if the advantage of a group whose rewards are all equal is 0."""
+    greedy_baseline: bool
+    """True if the advantage needs the reward of a greedy completion of every prompt."""
+
+
+def check_inputs(config: Config, console: Console) -> Inputs:
+    """Returns facts about what the config names. Raises ConfigError for names of missing things, and for things that
+    cannot be used."""
     room = check_model(config)
     check_data_and_rewards(config, console)
     check_engine_options(config)
     # Last, because these import torch.
     from asyncrl.launch.registry import check_parts
-    from asyncrl.learner.algorithm import check_algorithm
+    from asyncrl.learner.algorithm import check_algorithm, is_group_relative, needs_greedy_baseline
 
+    announce_imports(console, [config.weights.transport, config.launch.cluster, *config.observe.trackers])
     check_parts(config)
     announce_imports(console, [config.algorithm.advantage, config.algorithm.loss])
-    check_algorithm(config)
-    return room
+    advantage, _ = check_algorithm(config)
+    return Inputs(room, is_group_relative(advantage), needs_greedy_baseline(advantage))
 
 
 def announce_imports(console: Console, names: Iterable[str]) -> None:
     """Prints which modules of the user are imported next: they may take long, or print something themselves."""
     for name in names:
-        if name not in REWARDS and ":" in name:
+        if ":" in name:
             console.print(f"importing {name.rpartition(':')[0]} ...", highlight=False, markup=False, soft_wrap=True)
 
 

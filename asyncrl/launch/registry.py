@@ -1,4 +1,4 @@
-"""The extension points: every table of parts that a config can name."""
+"""The extension points: the tables of parts that a config can name."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from asyncrl.config import Config, unknown_name
+from asyncrl.config import Config
+
+OWN_PARTS = "One of your own goes by module:function or file.py:function, wherever the config takes one of these names."
+"""How to name a part that is in no table."""
 
 
 def tables() -> dict[str, Mapping[str, Any]]:
-    """Config key -> the table whose names it takes."""
+    """Returns the table of every config key that names parts."""
     from asyncrl.algorithms.advantages import ADVANTAGES
     from asyncrl.algorithms.losses import LOSSES
     from asyncrl.launch.local import LAUNCHERS
@@ -33,20 +36,16 @@ def tables() -> dict[str, Mapping[str, Any]]:
 
 
 def check_parts(config: Config) -> None:
-    """Raises ConfigError for a transport, launcher or tracker that does not exist, or cannot do what the run asks."""
-    from asyncrl.weights.transports import transport_of
+    """Raises ConfigError for a transport, launcher or tracker that does not exist or cannot be used in the run."""
+    from asyncrl.launch.local import find_launcher
+    from asyncrl.observe.trackers import find_tracker
+    from asyncrl.weights.transports import find_transport, transport_of
 
-    known = tables()
-    named = {
-        "weights.transport": [config.weights.transport] if config.weights.transport != "auto" else [],
-        "launch.cluster": [config.launch.cluster],
-        "observe.trackers": config.observe.trackers,
-    }
-    for key, names in named.items():
-        for name in names:
-            if name not in known[key]:
-                raise unknown_name(key, name, known[key])
-    transport_of(config)
+    find_launcher(config)
+    for name in config.observe.trackers:
+        find_tracker(name)
+    if (transport := transport_of(config)) != "auto":
+        find_transport(transport)
 
 
 def print_parts(console: Console) -> None:
@@ -58,6 +57,7 @@ def print_parts(console: Console) -> None:
         for name, part in parts.items():
             table.add_row(name, Text(_options(part)), Text(_what(part)))  # texts, as a string's [...] is markup
         console.print(table, "", sep="\n")
+    console.print(OWN_PARTS, markup=False, highlight=False, soft_wrap=True)
 
 
 def _what(part: Any) -> str:

@@ -47,8 +47,8 @@ from asyncrl.launch.console import (
 from asyncrl.launch.endpoints import run_endpoints
 from asyncrl.launch.fit import fit_memory
 from asyncrl.launch.fork_server import ForkServer
-from asyncrl.launch.local import LAUNCHERS
-from asyncrl.launch.placement import Placement, place_roles
+from asyncrl.launch.local import find_launcher
+from asyncrl.launch.placement import Placement, check_transport, place_roles
 from asyncrl.launch.preflight import check_inputs, run_recipes
 from asyncrl.launch.role_group import Progress
 from asyncrl.launch.run_dir import RunFolder, check_resume, discard_journal
@@ -94,7 +94,8 @@ def launch(config: Config, console: Console, *, without_journal: bool = False) -
     placement = place_roles(config, reward_model=reward_model)
     run_recipes(config, console)
     with preloaded(placement) as fork_server:
-        prompt_tokens = check_inputs(config, console)
+        inputs = check_inputs(config, console)
+        check_transport(config, placement)
         if not placement.gpus:
             check_cpu(config)
         placement = fit_memory(config, placement, reward_model=reward_model)
@@ -114,7 +115,17 @@ def launch(config: Config, console: Console, *, without_journal: bool = False) -
             configure_logs(folder.path, "launcher", config.observe.log_level)
             if folder.moved_to is not None:
                 console.print(f"the earlier run of this name is now {folder.moved_to}", highlight=False)
-            spec = RoleSpec("", 0, str(folder.path), endpoints, (), prompt_tokens, checkpoint=checkpoint)
+            spec = RoleSpec(
+                "",
+                0,
+                str(folder.path),
+                endpoints,
+                (),
+                inputs.prompt_tokens,
+                group_relative=inputs.group_relative,
+                greedy_baseline=inputs.greedy_baseline,
+                checkpoint=checkpoint,
+            )
             run = Run(config, placement, spec, console, interrupts)
             run.processes.fork_server = fork_server
             code = run.run()
@@ -157,7 +168,7 @@ class Run:
         self.config = config
         self.console = console
         self.interrupts = interrupts
-        self.processes = LAUNCHERS[config.launch.cluster]()
+        self.processes = find_launcher(config)()
         self.client = LauncherClient(spec.endpoints)
         self.supervisor = Supervisor(config, placement, spec, self.processes, self.client, say=self._say)
         self.summary: dict[str, Any] = {}

@@ -45,6 +45,10 @@ class RoleSpec:
     cpus: tuple[int, ...]
     prompt_tokens: int
     """Longest prompt that fits the model's window."""
+    group_relative: bool = True
+    """True if the advantage of a group whose rewards are all equal is 0."""
+    greedy_baseline: bool = False
+    """True if every group of training has a greedy completion besides its trajectories: scored, and not trained."""
     start: int = 0
     """How often the role was started before in this run."""
     checkpoint: str = ""
@@ -100,7 +104,8 @@ def run_replay_role(config: Config, spec: RoleSpec, should_stop: Callable[[], bo
     journal = Journal(run_dir / "journal", flush=settings.flush, segment_bytes=segment_bytes)
     trace = TraceWriter(run_dir / "trace.parquet")
     checkpoint = Path(spec.checkpoint).read_bytes() if spec.checkpoint else b""
-    queue = ReplayQueue(config, prompts, trace, evaluated, journal, spec.endpoints.run_id, checkpoint)
+    run_id, grouped = spec.endpoints.run_id, spec.group_relative
+    queue = ReplayQueue(config, prompts, trace, evaluated, journal, run_id, checkpoint, group_relative=grouped)
     tokens = config.generator.group_size * (spec.prompt_tokens + config.generator.max_new_tokens)
     tune_gc()
     run_replay(queue, spec.endpoints, should_stop, max_group_tokens=tokens)
@@ -116,6 +121,7 @@ def run_generator_role(config: Config, spec: RoleSpec, should_stop: Callable[[],
         run_dir=Path(spec.run_dir),
         should_stop=should_stop,
         start=spec.start,
+        greedy_baseline=spec.greedy_baseline,
     )
 
 

@@ -1,4 +1,4 @@
-"""The configured algorithm: names and options of the config turned into functions, checked before anything starts."""
+"""The configured algorithm: functions from the names and options of the config, checked before anything starts."""
 
 from __future__ import annotations
 
@@ -15,50 +15,50 @@ from asyncrl.algorithms.advantages import ADVANTAGES
 from asyncrl.algorithms.corrections import Level, importance_weights
 from asyncrl.algorithms.kl import Estimator
 from asyncrl.algorithms.losses import BOUNDS, LOSSES, PolicyTerms, aggregate
-from asyncrl.config import Config, CriticConfig, Options, check_options, did_you_mean_or_list
+from asyncrl.config import Config, CriticConfig, Options, check_options
 from asyncrl.errors import ConfigError
-from asyncrl.util.user_code import import_module
+from asyncrl.util.user_code import resolve_function
 
 TERMS = [field.name for field in fields(PolicyTerms)] + ["old_logprobs"]
 """What a loss may name as its positional parameters."""
 ADVANTAGE_TERMS = ["rewards", "values", "seq", "group", "lengths", "log_ratios", "greedy_rewards"]
 """What an advantage may name as its positional parameters. One that names `group` or `greedy_rewards` gets the rewards
-of the trajectories, another those of the action tokens. One that names `values` gives advantages and returns, others
-advantages; they are of the action tokens when it names `seq`, else of the trajectories."""
+of the trajectories, another those of the action tokens. One that names `values` returns advantages and returns, others
+return advantages; they are those of the action tokens when it names `seq`, else of the trajectories."""
 CORRECTION = "correction"
 """Keyword of a loss that takes the options in `algorithm.correction`."""
 BOUND = "bound"
-"""Keyword of a loss that takes a bound which `BOUNDS` solves over the whole batch."""
+"""Keyword of a loss that takes a bound which `BOUNDS` solves over the complete batch."""
 REDUCE = "reduce"
-"""Keyword of a function that adds up sums over the learner ranks."""
+"""Keyword for a function that sums tensors over the learner ranks."""
 BOOTSTRAP = "bootstrap"
-"""Keyword of an advantage that takes the values [S] after the last tokens of sequences that were cut, 0 for others."""
+"""Keyword of an advantage that takes the values [S] after the last tokens of truncated sequences, 0 for others."""
 HIDDEN = (CORRECTION, BOUND, REDUCE, BOOTSTRAP)
-"""Keyword-only arguments that are no options."""
+"""Keyword-only arguments that are not options."""
 
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """What `algorithm` of the config asks for, as functions."""
+    """The functions that `algorithm` of the config names, with their options."""
 
     advantage: Callable[..., Any]
-    """Advantages, or advantages and returns, from named terms; takes `reduce` and `bootstrap`."""
+    """Returns advantages, or advantages and returns, from named terms; takes `reduce` and `bootstrap`."""
     per_sequence: bool
-    """Whether it takes rewards of trajectories."""
+    """True if the advantage takes rewards of trajectories."""
     per_token: bool
-    """Whether it gives advantages of action tokens."""
+    """True if the advantage is one of action tokens."""
     needs: frozenset[str]
-    """Terms that advantage and loss name."""
+    """Terms that advantage or loss name."""
     loss: Callable[..., Tensor]
-    """One loss per action token [N] of PolicyTerms; takes `bound`."""
+    """Returns one loss per action token [N] from PolicyTerms; takes `bound`."""
     masks: Callable[[PolicyTerms], Tensor]
-    """Which action tokens [N] the loss's importance weights leave out."""
+    """Returns a mask of the action tokens [N] that the loss's importance weights leave out."""
     weights: Callable[[Tensor, Tensor], Tensor]
-    """Importance weights [N] with the run's bounds, from log ratios [N] in nats and sequences [N]."""
+    """Returns importance weights [N] within the run's bounds from log ratios [N] in nats and sequences [N]."""
     bound: Callable[..., Tensor] | None
-    """The loss's bound, from log ratios [N] and advantages [N] of the whole batch; takes `reduce`."""
+    """Returns the loss's bound from log ratios [N] and advantages [N] of the complete batch; takes `reduce`."""
     aggregate: Callable[..., Tensor]
-    """`losses.aggregate` with the run's mode and length; still takes the counts of the update."""
+    """`losses.aggregate` with the run's mode and length; takes the counts of the update."""
     correction_level: Level
     correction_cap: float | None
     kl_estimator: Estimator | None
@@ -70,7 +70,7 @@ class Algorithm:
 
 
 def make_algorithm(config: Config) -> Algorithm:
-    """The functions that `algorithm` names, with their options. Raises ConfigError as `check_algorithm` does."""
+    """Returns the functions that `algorithm` names, with their options. Raises ConfigError like `check_algorithm`."""
     settings = config.algorithm
     advantage, loss = check_algorithm(config)
     asked, wanted = _positional(advantage), _positional(loss)
@@ -130,24 +130,36 @@ def _accepted(function: Callable[..., Any], options: Options) -> Options:
     return {name: value for name, value in options.items() if name in parameters}
 
 
+def is_group_relative(advantage: Callable[..., Any]) -> bool:
+    """True if the advantage compares the trajectories of a group with nothing but one another, so that it is 0 where
+    their rewards are equal."""
+    terms = _positional(advantage)
+    return "group" in terms and "values" not in terms and "greedy_rewards" not in terms
+
+
+def needs_greedy_baseline(advantage: Callable[..., Any]) -> bool:
+    """True if the advantage needs the reward of a greedy completion of every prompt."""
+    return "greedy_rewards" in _positional(advantage)
+
+
 def _positional(function: Callable[..., Any]) -> list[str]:
     parameters = inspect.signature(function).parameters.values()
     return [parameter.name for parameter in parameters if parameter.kind is not parameter.KEYWORD_ONLY]
 
 
 def check_algorithm(config: Config) -> tuple[Callable[..., Any], Callable[..., Tensor]]:
-    """The advantage and loss functions of `algorithm`.
+    """Returns the advantage and loss functions of `algorithm`.
 
     Raises ConfigError for an unknown name, for options that are not keyword-only arguments of the function or have
-    the wrong type, for positional parameters that are no terms, and for settings of `critic` and `reference` that
-    nothing asks for.
+    the wrong type, for positional parameters that are not terms, and for settings of `critic` and `reference` that
+    nothing uses.
     """
     settings = config.algorithm
-    advantage = _find("algorithm.advantage", settings.advantage, ADVANTAGES)
+    advantage = resolve_function("algorithm.advantage", settings.advantage, ADVANTAGES)
     check_options(
         "algorithm.advantage_options", settings.advantage, advantage, settings.advantage_options, hidden=HIDDEN
     )
-    loss = _find("algorithm.loss", settings.loss, LOSSES)
+    loss = resolve_function("algorithm.loss", settings.loss, LOSSES)
     check_options("algorithm.loss_options", settings.loss, loss, settings.loss_options, hidden=HIDDEN)
     check_options("algorithm.correction", "importance_weights", importance_weights, settings.correction)
     _check_terms("algorithm.advantage", settings.advantage, advantage, ADVANTAGE_TERMS)
@@ -199,18 +211,3 @@ def _check_roles(config: Config, asked: list[str]) -> None:
             "algorithm.kl_estimator = 'k1': its gradient in the loss is zero in expectation; use k3+ or k2 with "
             "algorithm.kl_loss_coef, or move the divergence into the reward (algorithm.kl_reward_coef)"
         )
-
-
-def _find(key: str, name: str, table: Mapping[str, Callable[..., Tensor]]) -> Callable[..., Tensor]:
-    """The function of that name in the table, or of `module:function`."""
-    if name in table:
-        return table[name]
-    module, colon, function = name.partition(":")
-    if not colon:
-        raise ConfigError(
-            f"{key} = {name!r}: no such function{did_you_mean_or_list(name, table)}, or give module:function"
-        )
-    found: Any = getattr(import_module(module, key=f"{key} = {name!r}"), function, None)
-    if not callable(found):
-        raise ConfigError(f"{key} = {name!r}: {module} has no function {function}")
-    return cast("Callable[..., Tensor]", found)

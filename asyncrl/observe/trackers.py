@@ -1,7 +1,8 @@
-"""Where the metrics of each step go."""
+"""Trackers: the destinations of the metrics of each step."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import uuid
 from collections.abc import Callable, Iterable
@@ -11,22 +12,45 @@ from typing import Protocol
 import structlog
 
 from asyncrl.config import Config
+from asyncrl.errors import ConfigError
+from asyncrl.util.user_code import resolve_function
 
 log = structlog.get_logger()
 
 METRICS_FILE = "metrics.jsonl"
+KEY = "observe.trackers"
 
 
 class Tracker(Protocol):
+    """A destination of metrics: an entry of TRACKERS, or one of the user's own.
+
+    A tracker is made with the config, the run's folder, and the last step that an earlier start logged (0 if none did).
+    With this in `mine.py`, `observe.trackers=[mine.py:Printer]` prints the rewards in `logs/learner-0.out`:
+
+        class Printer:
+            def __init__(self, config, run_dir, last_step):
+                self.name = config.run
+
+            def log(self, step, metrics):
+                print(self.name, step, metrics["reward/mean"], flush=True)
+
+            def close(self):
+                pass
+
+    It is called in the process of learner rank 0, between two steps, and an exception that it raises ends the process.
+    """
+
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Records the metrics of one step."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Writes what is not yet written; the run is over."""
+        ...
 
 
 class JsonLines:
-    """`metrics.jsonl`: one object a step."""
+    """`metrics.jsonl` with one JSON object per step."""
 
     def __init__(self, config: Config, run_dir: Path, last_step: int) -> None:
         self._file = (run_dir / METRICS_FILE).open("a", buffering=1)
@@ -87,11 +111,11 @@ TRACKERS: dict[str, Callable[[Config, Path, int], Tracker]] = {
     "tensorboard": TensorBoard,
     "wandb": Wandb,
 }
-"""Made with the config, the run's folder, and the last step that an earlier start logged; 0 if none did."""
+"""Trackers by the name that `observe.trackers` gives them."""
 
 
 class Trackers:
-    """All trackers of a run as one. What an earlier start of the run logged is not logged again."""
+    """All trackers of a run. Rows that an earlier start of the run logged are not logged again."""
 
     def __init__(self, trackers: list[Tracker], *, last_step: int = 0, evaluated: Iterable[float] = ()) -> None:
         """`last_step` and the versions `evaluated` were logged before."""
@@ -120,24 +144,37 @@ class Trackers:
             tracker.log(step, metrics)
 
 
+def find_tracker(name: str) -> Callable[[Config, Path, int], Tracker]:
+    """Returns the class or function that makes the tracker. Raises ConfigError as `resolve` does, and for one that does
+    not take three arguments."""
+    found = resolve_function(KEY, name, TRACKERS)
+    try:
+        inspect.signature(found).bind(None, Path(), 0)
+    except TypeError as error:
+        raise ConfigError(
+            f"{KEY} = {name!r}: cannot be called with the config, the run's folder and the last logged step ({error})"
+        ) from None
+    return found
+
+
 def make_trackers(config: Config, run_dir: Path) -> Trackers:
-    """The trackers that `observe.trackers` names; metrics.jsonl is always among them, and what it holds is logged."""
+    """Returns the trackers that `observe.trackers` names, and metrics.jsonl, whose rows count as logged."""
     rows = _logged(run_dir / METRICS_FILE)
     last_step = max((int(row["step"]) for row in rows), default=0)
     evaluated = [row["eval/version"] for row in rows if "eval/version" in row]
     names = dict.fromkeys(["jsonl", *config.observe.trackers])
-    made = [TRACKERS[name](config, run_dir, last_step) for name in names]
+    made = [find_tracker(name)(config, run_dir, last_step) for name in names]
     return Trackers(made, last_step=last_step, evaluated=evaluated)
 
 
 def _logged(path: Path) -> list[dict[str, float]]:
-    """The rows of the file, after cutting off a last line that a killed process did not finish."""
+    """Returns the rows of the file, after cutting off a last line that a killed process did not finish."""
     if not path.exists():
         return []
     data = path.read_bytes()
-    whole = data[: data.rfind(b"\n") + 1]
-    if len(whole) < len(data):
-        log.warning("an unfinished line is cut off", path=str(path), bytes=len(data) - len(whole))
+    complete = data[: data.rfind(b"\n") + 1]
+    if len(complete) < len(data):
+        log.warning("an unfinished line is cut off", path=str(path), bytes=len(data) - len(complete))
         with path.open("r+b") as file:
-            file.truncate(len(whole))
-    return [json.loads(line) for line in whole.splitlines()]
+            file.truncate(len(complete))
+    return [json.loads(line) for line in complete.splitlines()]

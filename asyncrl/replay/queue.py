@@ -73,8 +73,12 @@ class ReplayQueue:
         journal: Journal | None = None,
         run_id: str = "",
         checkpoint: bytes = b"",
+        *,
+        group_relative: bool = True,
     ) -> None:
+        """`group_relative` as in `refund_reason`."""
         self.config = config
+        self._group_relative = group_relative
         self.store = Store(config, prompts, trace, eval_prompts, journal, run_id, checkpoint)
         self.state, self.clock = self.store.state, self.store.clock
         self.ledger, self.evaluation, self.measure = self.state.ledger, self.state.evaluation, self.state.measure
@@ -189,7 +193,7 @@ class ReplayQueue:
         if current and start_version < leased_at:
             raise ProtocolError(f"ticket {number} was leased at version {leased_at}, not started at {start_version}")
         started_s, finished_s = self.clock.span(meta["started_s"], meta["finished_s"])
-        reason = refund_reason(self.config, meta)
+        reason = refund_reason(self.config, meta, group_relative=self._group_relative)
         body = {**meta, "started_s": started_s, "finished_s": finished_s, "refunded": reason}
         self.store.apply_and_log("group", body, arrays)
         errors = [error for error in meta["errors"] if error]

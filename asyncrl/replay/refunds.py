@@ -11,13 +11,18 @@ SAME_REWARD = 1e-6
 """A group whose rewards differ by less has no training signal."""
 
 
-def refund_reason(config: Config, meta: GroupMeta) -> str:
-    """The reason why a finished group is refunded; empty if it is to be trained."""
+def refund_reason(config: Config, meta: GroupMeta, *, group_relative: bool) -> str:
+    """The reason why a finished group is refunded; empty if it is to be trained.
+
+    `group_relative`: the advantage of a group whose rewards are all equal is 0.
+    """
     if "failed" in meta["status"]:
         return "failed"
     if config.algorithm.truncated == "mask" and set(meta["status"]) == {"truncated"}:
         return "truncated"
-    if config.refunds_zero_variance and max(meta["rewards"]) - min(meta["rewards"]) < SAME_REWARD:
+    choice = config.replay.zero_variance
+    refunds_equal = choice == "refund" or (choice == "auto" and group_relative)
+    if refunds_equal and max(meta["rewards"]) - min(meta["rewards"]) < SAME_REWARD:
         return "zero_variance"
     return ""
 

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Mapping
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from asyncrl.config import check_options, did_you_mean
+from asyncrl.config import check_options
 from asyncrl.errors import ConfigError
 from asyncrl.rewards.calling import SAMPLE_ARGUMENTS, RewardFunction, parameters_of
 from asyncrl.util.redaction import MIN_SECRET_CHARACTERS, keep_secret
-from asyncrl.util.user_code import import_file, import_module
+from asyncrl.util.user_code import resolve_function
 
 REWARDS: dict[str, str] = {
     "exact": "asyncrl.rewards.builtin.text:exact",
@@ -28,35 +25,20 @@ REWARDS: dict[str, str] = {
     "code": "asyncrl.rewards.builtin.code:code",
     "reward_model": "asyncrl.rewards.reward_model:reward_model",
 }
-"""Where each built-in reward lives; imported only when used."""
+"""Module and function of each built-in reward, imported when it is used."""
 
 VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
-"""In a text option of a user's own function: the value of this environment variable."""
+"""In a text option of a user's own function, stands for the value of the environment variable."""
 
 
 def load_reward(name: str, options: Mapping[str, Any] | None = None) -> RewardFunction:
-    """The function named by a key of REWARDS, `module:function`, or `file.py:function`, with its options.
+    """Returns the reward of this name in REWARDS, or the user's own, with its options.
 
-    Modules are looked up on the Python path and in the working directory; a file may import its neighbors. Options of
-    a user's own function get the values of environment variables for `${NAME}`: only here, so that a secret is in no
-    file that a run writes. Raises ConfigError, which names what is missing, the error in the user's module, or the
-    option that is wrong.
+    In the options of a user's own function, `${NAME}` becomes the value of the environment variable: here and not
+    before, so that no file that a run writes has the secret. Raises ConfigError as `resolve` does, and for parameters
+    that a reward is not given and wrong options.
     """
-    where, colon, function_name = REWARDS.get(name, name).rpartition(":")
-    if not colon:
-        raise ConfigError(
-            f"rewards: {name!r} is not one of {', '.join(REWARDS)}{did_you_mean(name, REWARDS)}; "
-            "a function of your own is module:function or file.py:function"
-        )
-    module = _import_file(name, Path(where)) if where.endswith(".py") else _import_module(name, where)
-    function = getattr(module, function_name, None)
-    if function is None:
-        names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise ConfigError(
-            f"rewards: {name}: {where} has no function {function_name!r}{did_you_mean(function_name, names)}"
-        )
-    if not callable(function):
-        raise ConfigError(f"rewards: {name} is a {type(function).__name__}, not a function")
+    function = resolve_function("rewards", name, REWARDS)
     parameters_of(name, function)
     key, given = f"reward_options.{name}", dict(options or {})
     if name not in REWARDS:
@@ -66,7 +48,10 @@ def load_reward(name: str, options: Mapping[str, Any] | None = None) -> RewardFu
 
 
 def _filled_in(key: str, value: Any) -> Any:
-    """The option with environment variables filled in, whose values logs hide from now on. Raises ConfigError."""
+    """Returns the option with environment variables filled in, whose values logs hide from now on.
+
+    Raises ConfigError for a variable that is not set.
+    """
 
     def fill_in(match: re.Match[str]) -> str:
         variable = match[1]
@@ -79,17 +64,3 @@ def _filled_in(key: str, value: Any) -> Any:
         return os.environ[variable]
 
     return VARIABLE.sub(fill_in, value) if isinstance(value, str) else value
-
-
-def _import_module(spec: str, name: str) -> ModuleType:
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.append(os.getcwd())
-    return import_module(name, key=f"rewards: {spec}")
-
-
-def _import_file(spec: str, path: Path) -> ModuleType:
-    path = path.resolve()
-    if not path.is_file():
-        neighbors = [file.name for file in path.parent.glob("*.py")]
-        raise ConfigError(f"rewards: {spec}: no file {path}{did_you_mean(path.name, neighbors)}")
-    return import_file(path, key=f"rewards: {spec}")

@@ -1,19 +1,23 @@
-"""Modules that the user wrote, imported by name or by file."""
+"""What a config names: a built-in part of a table, or one that the user wrote, imported from a module or a file."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
+import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, ModuleType
+from typing import Any
 
 from asyncrl.errors import ConfigError
+from asyncrl.util.hints import did_you_mean
 from asyncrl.util.redaction import describe
 
 IMPORT_S = 120.0
@@ -21,24 +25,68 @@ IMPORT_S = 120.0
 
 
 class _OutOfTimeError(BaseException):
-    """No `Exception`: a module that swallows those while it is imported is interrupted, too."""
+    """Not an `Exception`, so that a module which catches those while it is imported is interrupted, too."""
 
 
-def import_module(name: str, *, key: str) -> ModuleType:
-    """The module of this name on the Python path. Raises ConfigError, which begins with `key`, whatever it raises."""
-    with _guarded(f"{key}: cannot import {name}"):
+def resolve(key: str, name: str, table: Mapping[str, Any]) -> Any:
+    """Returns the part that the config names: an entry of the table, or the user's own.
+
+    An entry is an object, or text `module:function` that is imported here. The user's own is `module:function` or
+    `file.py:function`; modules are looked up on the Python path and in the working directory, and a file may import its
+    neighbors. Raises ConfigError, which begins with the config key, if there is no such part or its import fails.
+    """
+    entry = table.get(name, name)
+    if not isinstance(entry, str):
+        return entry
+    what = f"{key} = {name!r}"
+    where, colon, attribute = entry.rpartition(":")
+    if not colon:
+        raise ConfigError(
+            f"{what}: not one of {', '.join(table)}{did_you_mean(name, table)}; "
+            "one of your own is module:function or file.py:function"
+        )
+    module = _import_file(Path(where), what) if where.endswith(".py") else _import_module(where, what)
+    try:
+        return getattr(module, attribute)
+    except AttributeError:
+        names = [known for known in vars(module) if not known.startswith("_")]
+        raise ConfigError(f"{what}: {where} has no {attribute!r}{did_you_mean(attribute, names)}") from None
+
+
+def resolve_function(key: str, name: str, table: Mapping[str, Any]) -> Callable[..., Any]:
+    """Returns the function or class that the config names. Raises ConfigError as `resolve` does, and for other objects
+    and functions whose parameters cannot be read."""
+    found = resolve(key, name, table)
+    if not callable(found):
+        raise ConfigError(f"{key} = {name!r}: is a {type(found).__name__}, not a function")
+    try:
+        inspect.signature(found)
+    except (ValueError, TypeError):
+        raise ConfigError(
+            f"{key} = {name!r}: its parameters cannot be read, as it is not written in Python; wrap it in a function"
+        ) from None
+    return found
+
+
+def _import_module(name: str, what: str) -> ModuleType:
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())
+    with _guarded(f"{what}: cannot import {name}"):
         return importlib.import_module(name)
 
 
-def import_file(path: Path, *, key: str) -> ModuleType:
-    """The module in a .py file, which may import its neighbors. Raises ConfigError as `import_module` does."""
+def _import_file(path: Path, what: str) -> ModuleType:
+    path = path.resolve()
+    if not path.is_file():
+        neighbors = [file.name for file in path.parent.glob("*.py")]
+        raise ConfigError(f"{what}: no file {path}{did_you_mean(path.name, neighbors)}")
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
-    spec = importlib.util.spec_from_file_location(f"asyncrl_reward_{path.stem}", path)
+    spec = importlib.util.spec_from_file_location(f"asyncrl_user_{path.stem}", path)
     assert spec is not None and spec.loader is not None  # always so for a .py file
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    with _guarded(f"{key}: cannot import {path}"):
+    with _guarded(f"{what}: cannot import {path}"):
         spec.loader.exec_module(module)
     return module
 
@@ -50,7 +98,7 @@ def _guarded(what: str) -> Iterator[None]:
             yield
     except _OutOfTimeError:
         raise ConfigError(
-            f"{what}: it is not done after {IMPORT_S:g} s; do what takes so long when the function is called first"
+            f"{what}: it is not done after {IMPORT_S:g} s; do what takes long in the first call of the function"
         ) from None
     except SystemExit as error:
         raise ConfigError(
@@ -63,7 +111,8 @@ def _guarded(what: str) -> Iterator[None]:
 
 @contextmanager
 def _time_limit(timeout_s: float) -> Iterator[None]:
-    """Raises _OutOfTimeError in it after so long. Only the main thread can be interrupted: others have no limit."""
+    """Raises _OutOfTimeError in the block at the time limit. Other threads than the main one cannot be interrupted and
+    have no limit."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -79,5 +128,5 @@ def _time_limit(timeout_s: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, former)
-        if left_s:  # somebody else's alarm
+        if left_s:  # an alarm that was set before
             signal.setitimer(signal.ITIMER_REAL, max(left_s - (time.monotonic() - started_s), 1e-3), every_s)

@@ -39,7 +39,7 @@ from asyncrl.weights.buckets import WeightBuffer
 from asyncrl.weights.mailbox import T
 from asyncrl.weights.membership import Membership, Peer
 from asyncrl.weights.messages import READY, RECEIVED, ReadyBody
-from asyncrl.weights.transports import TRANSPORTS, Member, ProcessGroup, abandon, broadcast, device_name, share
+from asyncrl.weights.transports import Member, ProcessGroup, abandon, broadcast, device_name, find_transport, share
 from asyncrl.wire.store_server import StoreServer
 from asyncrl.wire.torch_store import TorchStore
 
@@ -156,7 +156,7 @@ class Delivery:
     def _acceptable(self, peers: Sequence[Peer]) -> list[Peer]:
         """Returns the peers that the transport can reach. Peers on the GPU of the learner, or on that of a peer that
         joined earlier, are dropped if the transport needs a GPU for each member."""
-        if not TRANSPORTS[self.transport].on_device:
+        if not find_transport(self.transport).on_device:
             return list(peers)
         owners = {device_name(self.device): "learner rank 0"}
         refused: list[Peer] = []
@@ -191,7 +191,7 @@ class Delivery:
         if self.group is None:
             member = Member(0, size, self.device, self.timeout_s)
             store = TorchStore(self.store.values, f"group/{self.group_number}/", self.timeout_s)
-            self.group = TRANSPORTS[self.transport].connect(store, member)
+            self.group = find_transport(self.transport).connect(store, member)
         return self.group
 
     def _broadcast(self, group: ProcessGroup, buffer: WeightBuffer) -> list[int]:

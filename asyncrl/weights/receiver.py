@@ -277,7 +277,7 @@ class WeightReceiver:
 
     def _prepare(self, mail: Mailbox, offer: OfferBody) -> WeightManifest:
         name = offer["transport"]
-        if name not in transports.TRANSPORTS or self._transport not in ("auto", name):
+        if name != self._transport and (self._transport != "auto" or name not in transports.TRANSPORTS):
             raise ConfigError(f"weights.transport: the learner sends by {name!r}, here it is {self._transport!r}")
         if self._manifest is None:
             manifest = WeightManifest.from_json(mail.look(["manifest"])[0] or b"")
@@ -286,7 +286,7 @@ class WeightReceiver:
                     f"manifest of the weights: {manifest.num_bytes} bytes described, but the model of this generator "
                     f"has at most {self._max_bytes}; learner and generators must have the same model.path"
                 )
-            device = self._device if transports.TRANSPORTS[name].on_device else torch.device("cpu")
+            device = self._device if transports.find_transport(name).on_device else torch.device("cpu")
             if self._buffer.numel() != manifest.num_bytes or self._buffer.device.type != device.type:
                 self._buffer = empty_buffer(manifest.num_bytes, device, pinned=self._device.type == "cuda")
             self._manifest = manifest
@@ -298,7 +298,7 @@ class WeightReceiver:
             self._drop_group()
             member = transports.Member(go["rank"], go["size"], self._device, self._timeout_s)
             group_store = TorchStore(store, f"group/{go['group']}/", self._timeout_s)
-            self._group = transports.TRANSPORTS[offer["transport"]].connect(group_store, member)
+            self._group = transports.find_transport(offer["transport"]).connect(group_store, member)
             self._group_number = go["group"]
         group, self._group = self._group, None
         return group

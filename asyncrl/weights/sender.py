@@ -27,7 +27,7 @@ from asyncrl.weights.broadcast import Delivery, WeightSyncStats
 from asyncrl.weights.buckets import MIN_BUCKET_BYTES, WeightBuffer, WeightManifest
 from asyncrl.weights.mailbox import Interrupted, Mailbox, Wait
 from asyncrl.weights.membership import Membership
-from asyncrl.weights.transports import TRANSPORTS, choose_transport, device_name, use_own_stream, with_index
+from asyncrl.weights.transports import choose_transport, device_name, find_transport, use_own_stream, with_index
 from asyncrl.wire.store_server import StoreServer
 
 log = structlog.get_logger()
@@ -153,7 +153,7 @@ class WeightSender:
 
     def _make_buffer(self) -> WeightBuffer:
         self._delivery.transport = transport = self._choose_transport()
-        device = self._device if TRANSPORTS[transport].on_device else torch.device("cpu")
+        device = self._device if find_transport(transport).on_device else torch.device("cpu")
         pinned = self._device.type == "cuda"
         return WeightBuffer(self._manifest, device, pinned=pinned, bucket_bytes=self._delivery.bucket_bytes)
 

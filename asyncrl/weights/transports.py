@@ -1,8 +1,8 @@
 """Ways to broadcast bytes from the learner to the generators, by name.
 
-Each makes a c10d process group of its own; the default group of torch.distributed belongs to whoever runs the
-learner or the engine and is never touched. The network interface is that of GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME,
-which the launcher sets.
+Each connects a c10d process group of its own; the default group of torch.distributed belongs to the learner or the
+engine and is never used. The network interface is that of GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, which the launcher
+sets.
 """
 
 from __future__ import annotations
@@ -25,18 +25,20 @@ from torch._C._distributed_c10d import BroadcastOptions, ProcessGroupGloo, Store
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError, RunError
+from asyncrl.util.user_code import resolve
 from asyncrl.weights.buckets import checksum
 from asyncrl.weights.mailbox import POLL_S, Wait
 
 log = structlog.get_logger()
 
 _LOOK_S = 0.02
-"""Pause between two calls of `check`."""
+"""Longest wait between two calls of `check`."""
 _WORD = 1 << 64
+KEY = "weights.transport"
 
 
 class Collective(Protocol):
-    """The part of a c10d process group that is used."""
+    """The methods of a c10d process group that are used."""
 
     def broadcast(self, tensors: list[Tensor], opts: BroadcastOptions, /) -> Work: ...
 
@@ -47,17 +49,17 @@ class Collective(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ProcessGroup:
-    """One process of a group that its transport connected."""
+    """One process's end of a group that a transport connected."""
 
     ranks: Collective
     size: int
     ends: Callable[[Work, float], bool]
-    """Waits so many seconds at most; whether the work is done. Raises RuntimeError when it failed."""
+    """Waits at most this many seconds and returns True if the work is done. Raises RuntimeError when it failed."""
     store: object = None
-    """Which it was made with, and which it may need for as long as it is there."""
+    """The store that the group was made with, kept for as long as the group may use it."""
 
     def abort(self) -> None:
-        """Ends what is under way in it; a group that cannot even be ended is left alone."""
+        """Aborts the operations of the group; a group that cannot be aborted is logged."""
         try:
             self.ranks.abort()
         except RuntimeError as error:
@@ -98,7 +100,7 @@ def broadcast(
 def share(
     group: ProcessGroup, number: int, *, device: torch.device, timeout_s: float, check: Callable[[], None]
 ) -> list[int]:
-    """Everyone's number (of 64 bits), by rank. Raises as `broadcast` does."""
+    """Returns the number (of 64 bits) of every rank. Raises as `broadcast` does."""
     own = torch.tensor([number - _WORD if number >= _WORD // 2 else number], device=device)
     all_of = [torch.empty_like(own) for _ in range(group.size)]
     works: list[Work] = []
@@ -122,9 +124,9 @@ def _await(group: ProcessGroup, work: Work, timeout_s: float, check: Callable[[]
 def abandon(group: ProcessGroup, works: Sequence[Work] = ()) -> None:
     """Ends a group without waiting for operations that may be stuck in it.
 
-    The destructor of a group joins its threads. A daemon thread holds the group until its operations ended by
-    themselves; one that is still stuck when the process exits does not hold the exit up. The thread sleeps in
-    Python and not inside the operation: a thread that wakes up in C++ during the exit would crash the process.
+    The destructor of a group joins its threads. A daemon thread keeps the group until its operations have ended; if it
+    still waits when the process exits, it does not delay the exit. The thread sleeps in Python and not inside the
+    operation: a thread that wakes up in C++ during the exit would crash the process.
     """
     group.abort()
     threading.Thread(target=_hold, args=(group, list(works)), name="weights-retired", daemon=True).start()
@@ -138,10 +140,10 @@ def _hold(group: ProcessGroup, works: list[Work]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One process of a group."""
+    """The place of a process in a group."""
 
     rank: int
-    """0 is the learner, generator i is one of the following."""
+    """0 is learner rank 0; generators have the following ranks."""
     size: int
     device: torch.device
     timeout_s: float
@@ -149,12 +151,32 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Transport:
+    """A way to broadcast weights by a c10d process group: an entry of TRANSPORTS, or one of the user's own.
+
+    With this in `rails.py`, `weights.transport=rails.py:RAILS` sends weights by that group:
+
+        def connect(store, member):
+            group = make_my_group(store, member.rank, member.size, member.timeout_s)
+            return ProcessGroup(group, member.size, ends, store)
+
+        def ends(work, seconds):
+            deadline = time.monotonic() + seconds
+            while not work.is_completed() and time.monotonic() < deadline:
+                time.sleep(0.001)
+            return work.is_completed()
+
+        RAILS = Transport(connect, on_device=False, what="By the library of my network.")
+
+    The module is imported in the launcher, learner rank 0 and every generator.
+    """
+
     connect: Callable[[Store, Member], ProcessGroup]
-    """Makes the group; blocks until all members called it. Raises RuntimeError at the member's deadline."""
+    """Connects the group; blocks until all members call it. Raises RuntimeError at the member's deadline."""
     on_device: bool
-    """Whether the bytes travel from and to the memory of the accelerator, or host memory."""
+    """True if the bytes travel between the memories of accelerators, so that learner rank 0 and every generator need a
+    GPU of their own; else they travel from and to host memory."""
     what: str
-    """One sentence about it, for `asyncrl list`."""
+    """One sentence about the transport, for `asyncrl list`."""
 
 
 def _gloo(store: Store, member: Member) -> ProcessGroup:
@@ -194,7 +216,7 @@ _NCCL_VARIABLES = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MO
 
 @contextmanager
 def _environment(values: dict[str, str]) -> Iterator[None]:
-    """Has these variables set for the time of the block."""
+    """Sets these environment variables for the time of the block."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -208,7 +230,7 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 
 
 def _nccl_ends(work: Work, seconds: float) -> bool:
-    """A wait of NCCL is one of the stream, so the work is looked at again and again."""
+    """Polls the work, since a wait of NCCL blocks the stream and not the caller."""
     until_s = time.monotonic() + seconds
     while not work.is_completed():
         if time.monotonic() > until_s:
@@ -224,23 +246,38 @@ TRANSPORTS: dict[str, Transport] = {
 }
 
 
+AUTO_ON_GPUS = "nccl"
+"""The transport that "auto" chooses where every process has a GPU of its own."""
+
+
+def find_transport(name: str) -> Transport:
+    """Returns the transport that `weights.transport` names, other than auto. Raises ConfigError as `resolve` does, and
+    for an object that is not a Transport."""
+    found = resolve(KEY, name, TRANSPORTS)
+    if not isinstance(found, Transport):
+        raise ConfigError(
+            f"{KEY} = {name!r}: is a {type(found).__name__}, not a Transport of asyncrl.weights.transports"
+        )
+    return found
+
+
 def with_index(device: str) -> torch.device:
-    """The device; a GPU without an index is the first one that the process sees. Does not touch CUDA."""
+    """Returns the device; a GPU without an index is the first one that the process sees. Does not touch CUDA."""
     named = torch.device(device)
     return torch.device("cuda", 0) if named.type == "cuda" and named.index is None else named
 
 
 def use_own_stream(device: torch.device) -> None:
-    """On a GPU the calling thread computes on a stream of its own from now on: on the default stream it would wait for
-    all kernels that training or decoding has queued there."""
+    """On a GPU, lets the calling thread compute on a stream of its own from now on: on the default stream it would wait
+    for all kernels that training or decoding has queued there."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.cuda.set_stream(torch.cuda.Stream(device))
 
 
 def device_name(device: torch.device) -> str:
-    """ "cpu", or a name that no other GPU has. Does not touch CUDA, which an engine that starts in another thread may
-    not bear."""
+    """Returns "cpu", or a name that no other GPU has. Does not touch CUDA, which can break an engine that starts in
+    another thread."""
     if device.type != "cuda":
         return device.type
     visible = [card.strip() for card in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
@@ -250,7 +287,10 @@ def device_name(device: torch.device) -> str:
 
 
 def transport_of(config: Config) -> str:
-    """`weights.transport`, where "auto" of a deterministic run is gloo. Raises ConfigError for NCCL in such a run."""
+    """Returns `weights.transport`, or gloo for "auto" in a deterministic run.
+
+    Raises ConfigError for NCCL in a deterministic run.
+    """
     name = config.weights.transport
     if not config.deterministic:
         return name
@@ -263,17 +303,15 @@ def transport_of(config: Config) -> str:
 
 
 def choose_transport(name: str, devices: Sequence[str]) -> str:
-    """The name of the transport to use between `devices` (as `device_name` gives them).
+    """Returns the name of the transport to use between `devices` (as `device_name` returns them).
 
-    "auto" is nccl where every process has a GPU of its own, else gloo. Raises ConfigError for an unknown name
-    and RunError when nccl cannot work.
+    "auto" is nccl where every process has a GPU of its own, else gloo. Raises ConfigError for an unknown name, and
+    RunError when the transport needs a GPU of its own in every process and there are fewer.
     """
     own_gpus = len(set(devices)) == len(devices) and all(device.startswith("cuda") for device in devices)
     if name == "auto":
-        return "nccl" if own_gpus else "gloo"
-    if name not in TRANSPORTS:
-        raise ConfigError(f"weights.transport = {name!r}: unknown; use auto, {', '.join(TRANSPORTS)}")
-    if TRANSPORTS[name].on_device and not own_gpus:
+        return AUTO_ON_GPUS if own_gpus else "gloo"
+    if find_transport(name).on_device and not own_gpus:
         raise RunError(
             f"weights.transport = {name!r} needs a GPU of its own in the learner and in every generator, "
             f"found {', '.join(devices)}; use weights.transport=gloo"

@@ -9,7 +9,7 @@ import pytest
 from asyncrl.errors import ConfigError
 from asyncrl.launch import gpus
 from asyncrl.launch.gpus import Gpu, visible_gpus
-from asyncrl.launch.placement import Placement, place_roles, refuse_joiner
+from asyncrl.launch.placement import Placement, check_transport, place_roles, refuse_joiner
 from tests.helpers.replay import small_config
 
 
@@ -142,10 +142,12 @@ def test_nccl_needs_a_gpu_for_each_that_sends_or_receives_weights(monkeypatch: p
     show(monkeypatch, "0,1,2")
     assert place_roles(small_config(launch__generators=2, weights__transport="nccl")).sends_between_gpus
     # Whom weights do not reach may share.
-    assert place_roles(small_config(launch__generators=2, weights__transport="nccl"), reward_model=True)
+    config = small_config(launch__generators=2, weights__transport="nccl")
+    check_transport(config, place_roles(config, reward_model=True))
     rule = "needs a GPU of its own for learner rank 0 and for each of 3 generators, .* this machine has 3;"
+    config = small_config(launch__generators=3, weights__transport="nccl")
     with pytest.raises(ConfigError, match=rule):
-        place_roles(small_config(launch__generators=3, weights__transport="nccl"))
+        check_transport(config, place_roles(config))
     assert not place_roles(small_config(launch__generators=3)).sends_between_gpus
 
 
@@ -153,7 +155,7 @@ def test_nccl_needs_a_gpu_for_each_that_sends_or_receives_weights(monkeypatch: p
     ("visible", "first", "settings", "reason"),
     [
         ("0,1,2", 1, {}, ""),
-        ("0,1", 1, {}, "generator-1 would share GPU 1 with generator-0, and weights travel by NCCL, which takes one"),
+        ("0,1", 1, {}, "generator-1 would share GPU 1 with generator-0, and weights travel from GPU to GPU, which"),
         ("0,1", 1, {"weights__transport": "gloo"}, "generator-1 would share GPU 1 with generator-0, whose engine has"),
         ("0,1", 1, {"weights__transport": "gloo", "generator__kv_cache_bytes": 1 << 26}, ""),
         ("0", 1, {"generator__kv_cache_bytes": 1 << 26}, ""),

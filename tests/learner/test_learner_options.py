@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from asyncrl.algorithms.advantages import ADVANTAGES
 from asyncrl.algorithms.losses import PolicyTerms, decoupled_ppo, ppo_clip
 from asyncrl.config import Config, LearnerConfig, load_config
 from asyncrl.errors import ConfigError
-from asyncrl.learner.algorithm import check_algorithm, make_algorithm
+from asyncrl.learner.algorithm import check_algorithm, is_group_relative, make_algorithm, needs_greedy_baseline
 from asyncrl.learner.update import learning_rate
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
@@ -58,10 +59,10 @@ def test_defaults_are_fine() -> None:
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"advantage": "grop"}, "algorithm.advantage = 'grop': no such function; did you mean grpo?, or give"),
-        ({"loss": "zzz"}, "algorithm.loss = 'zzz': no such function; there are ppo_clip, decoupled_ppo, reinforce_is"),
+        ({"advantage": "grop"}, "algorithm.advantage = 'grop': not one of "),
+        ({"loss": "zzz"}, "algorithm.loss = 'zzz': not one of ppo_clip, decoupled_ppo, reinforce_is"),
         ({"loss": "no_such_module:loss"}, "algorithm.loss = 'no_such_module:loss': cannot import no_such_module"),
-        ({"loss": "math:los"}, "algorithm.loss = 'math:los': math has no function los"),
+        ({"loss": "math:los"}, "algorithm.loss = 'math:los': math has no 'los'"),
         (
             {"advantage_options": {"epps": 1.0}},
             "algorithm.advantage_options.epps = 1.0: grpo has no such option; did you mean eps?",
@@ -182,6 +183,35 @@ def test_functions_from_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(loss(given), squared(given.logprobs, given.advantages, power=3))
     with pytest.raises(ConfigError, match="its parameter values is not one of logprobs, proximal_logprobs"):
         check_algorithm(make(loss="outside:needs_more"))
+
+
+@pytest.mark.parametrize("where", ["user_functions", "user_functions.py"])
+def test_functions_of_the_working_directory(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "user_functions.py").write_text(
+        "def my_loss(logprobs, advantages): return -logprobs * advantages\n"
+        "def my_advantage(rewards, values): return rewards - values, rewards\n"
+        "def both(rewards, group, values): return rewards - values, rewards\n"
+        "def ranked(rewards, group): return rewards\n"
+        "LIMIT = 3\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    monkeypatch.delitem(sys.modules, "user_functions", raising=False)
+    advantage, loss = check_algorithm(make(advantage=f"{where}:my_advantage", loss=f"{where}:my_loss"))
+    assert loss(torch.tensor(2.0), torch.tensor(3.0)) == -6
+    assert not is_group_relative(advantage), "its groups of equal rewards are trained"
+    names = ("both", "ranked")
+    both, ranked = (check_algorithm(make(advantage=f"{where}:{name}"))[0] for name in names)
+    assert not is_group_relative(both) and is_group_relative(ranked)
+    for name, text in (("LIMIT", "is a int, not a function"), ("my_los", "no 'my_los'; did you mean my_loss?")):
+        with pytest.raises(ConfigError, match=text):
+            check_algorithm(make(loss=f"{where}:{name}"))
+
+
+def test_what_an_advantage_needs_is_in_its_signature() -> None:
+    relative = {name for name, advantage in ADVANTAGES.items() if is_group_relative(advantage)}
+    assert set(ADVANTAGES) - relative == {"gae", "vtrace", "reinforce_plus_plus", "remax"}
+    assert [name for name, advantage in ADVANTAGES.items() if needs_greedy_baseline(advantage)] == ["remax"]
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

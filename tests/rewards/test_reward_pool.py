@@ -235,7 +235,7 @@ def test_workers_killed_while_idle_are_replaced(make_pool) -> None:
 def test_functions_that_cannot_be_loaded_fail_groups_but_not_the_pool(make_pool) -> None:
     pool = make_pool("mine.py:missing")
     submit(pool, "k", [tokens("19")], prompt())
-    assert "mine.py has no function 'missing'" in gather(pool, 1)["k"].errors[0]
+    assert "mine.py has no 'missing'" in gather(pool, 1)["k"].errors[0]
 
 
 def test_close_ends_a_hanging_worker(make_pool) -> None:
@@ -342,6 +342,6 @@ def test_one_completion_that_hangs_costs_its_siblings_nothing(make_pool) -> None
     assert [t.reward for t in made.trajectories] == [4.0, 0.0, 5.0, 6.0]
     assert [t.status for t in made.trajectories] == ["completed"] * 4
     assert [bool(t.error) for t in made.trajectories] == [False, True, False, False]
-    assert refund_reason(make_config("exact"), pack_group(made)[0]) == ""
+    assert refund_reason(make_config("exact"), pack_group(made)[0], group_relative=True) == ""
     made = make_group(group, scored, generator=0, failed="refund")
-    assert refund_reason(make_config("exact"), pack_group(made)[0]) == "failed"
+    assert refund_reason(make_config("exact"), pack_group(made)[0], group_relative=True) == "failed"

@@ -164,21 +164,6 @@ def test_presets_are_short_and_run_on_the_demo() -> None:
     assert all(len(path.read_text().splitlines()) <= 25 for path in CONFIGS)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "refunds"),
-    [
-        ({}, True),
-        ({"algorithm.advantage": "gae"}, False),
-        ({"algorithm.advantage": "gae", "replay.zero_variance": "refund"}, True),
-        ({"replay.zero_variance": "train"}, False),
-    ],
-)
-def test_groups_without_signal_are_refunded_where_they_would_have_none(
-    overrides: dict[str, object], refunds: bool
-) -> None:
-    assert load_config(None, {**NEEDED, **overrides}).refunds_zero_variance is refunds
-
-
 def test_every_key_is_documented_where_it_is_defined() -> None:
     nodes = [node for module in (sections, models) for node in ast.parse(inspect.getsource(module)).body]
     classes = [node for node in nodes if isinstance(node, ast.ClassDef)]

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.config import Config
-from asyncrl.config.hints import did_you_mean
 from asyncrl.errors import ConfigError
+from asyncrl.util.hints import did_you_mean
 
 if TYPE_CHECKING:
     from torch.nn import Module

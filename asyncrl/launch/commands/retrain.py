@@ -17,7 +17,7 @@ from asyncrl.config import Config, load_config
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.launch.console import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, Interrupts
 from asyncrl.launch.endpoints import run_endpoints
-from asyncrl.launch.local import LAUNCHERS, LocalLauncher
+from asyncrl.launch.local import LocalLauncher, find_launcher
 from asyncrl.launch.placement import LOOPBACK, place_roles
 from asyncrl.launch.preflight import check_model
 from asyncrl.launch.run_dir import changes, refuse_changes
@@ -113,7 +113,7 @@ def retrain(
     (out / "config.yaml").write_text(config.to_yaml())
     configure_logs(out, "launcher", config.observe.log_level)
     interrupts = Interrupts()
-    launcher = LAUNCHERS[config.launch.cluster]()
+    launcher = find_launcher(config)()
     with interrupts.caught():
         console.print(f"training on the batches of {run_dir} into {out} ...", highlight=False, soft_wrap=True)
         with run_endpoints(on_this_machine(config)) as endpoints:

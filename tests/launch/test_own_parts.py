@@ -1,0 +1,92 @@
+"""Transports, trackers and launchers of the user's own, by module and by file."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.replay import small_config
+
+from asyncrl.errors import ConfigError
+from asyncrl.launch.local import LocalLauncher, find_launcher
+from asyncrl.launch.registry import check_parts
+from asyncrl.observe.trackers import make_trackers
+from asyncrl.replay.refunds import refund_reason
+from asyncrl.weights.transports import choose_transport, find_transport
+
+pytestmark = pytest.mark.timeout(120)
+
+PARTS = """
+from asyncrl.launch.local import LocalLauncher
+from asyncrl.weights.transports import Transport
+
+class Rows:
+    def __init__(self, config, run_dir, last_step):
+        self.file = run_dir / "rows"
+    def log(self, step, metrics):
+        self.file.write_text(f"{step} {metrics}")
+    def close(self):
+        self.file.rename(self.file.with_suffix(".closed"))
+
+def without_arguments(): ...
+
+class Mine(LocalLauncher): ...
+
+RAILS = Transport(lambda store, member: None, on_device=True, what="By rails.")
+"""
+
+
+@pytest.fixture(params=["own_parts", "own_parts.py"])
+def where(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "own_parts.py").write_text(PARTS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    monkeypatch.delitem(sys.modules, "own_parts", raising=False)
+    return str(request.param)
+
+
+def test_own_parts_are_used(where: str, tmp_path: Path) -> None:
+    names = {"transport": "RAILS", "cluster": "Mine"}
+    config = small_config(
+        weights__transport=f"{where}:{names['transport']}",
+        launch__cluster=f"{where}:{names['cluster']}",
+        observe__trackers=[f"{where}:Rows"],
+    )
+    check_parts(config)
+    trackers = make_trackers(config, tmp_path)
+    trackers.log(1, {"a": 2.0})
+    trackers.close()
+    assert (tmp_path / "rows.closed").read_text() == "1 {'a': 2.0}"
+    assert isinstance(find_launcher(config)(), LocalLauncher)
+    assert find_transport(config.weights.transport).what == "By rails."
+    assert choose_transport(f"{where}:RAILS", ["cuda a", "cuda b"]) == f"{where}:RAILS"
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "text"),
+    [
+        ("observe__trackers", "without_arguments", "cannot be called with the config, the run's folder and the last"),
+        ("observe__trackers", "RAILS", "is a Transport, not a function"),
+        ("launch__cluster", "Rows", "must be a subclass of asyncrl.launch.local.LocalLauncher"),
+        ("weights__transport", "Rows", "is a type, not a Transport"),
+        ("weights__transport", "RALS", "has no 'RALS'; did you mean RAILS?"),
+    ],
+)
+def test_parts_that_cannot_be_used_are_refused(where: str, key: str, name: str, text: str) -> None:
+    value = f"{where}:{name}"
+    with pytest.raises(ConfigError) as raised:
+        check_parts(small_config(**{key: [value] if key == "observe__trackers" else value}))
+    assert str(raised.value).startswith(f"{key.replace('__', '.')} = '{value}': ") and text in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("choice", "group_relative", "reason"),
+    [("auto", True, "zero_variance"), ("auto", False, ""), ("refund", False, "zero_variance"), ("train", True, "")],
+)
+def test_groups_of_equal_rewards_are_refunded_where_they_have_no_signal(
+    choice: str, group_relative: bool, reason: str
+) -> None:
+    meta = {"status": ["completed"] * 2, "rewards": [1.0, 1.0]}
+    config = small_config(replay__zero_variance=choice)
+    assert refund_reason(config, meta, group_relative=group_relative) == reason  # type: ignore[arg-type]
