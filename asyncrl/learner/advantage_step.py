@@ -36,6 +36,8 @@ class Estimates:
     returns: Tensor | None
     proximal_logprobs: Tensor | None
     ref_logprobs: Tensor | None
+    bound: Tensor | None = None
+    """The bound of a loss in `losses.BOUNDS`, solved over the batch of all ranks."""
     kl: float | None = None
     """Mean divergence from the reference policy over the action tokens of all ranks, nats."""
 
@@ -50,6 +52,7 @@ class Estimates:
             returns=None,
             proximal_logprobs=part(self.proximal_logprobs),
             ref_logprobs=part(self.ref_logprobs),
+            bound=self.bound,
         )
 
 
@@ -71,13 +74,22 @@ def estimate(algorithm: Algorithm, batch: Batch, scores: Scores, ranks: Ranks, *
         advantages = advantages[batch.seq]
     if algorithm.whiten:
         advantages = whiten(advantages, reduce=ranks.sum)
+    advantages = advantages.float()
     return Estimates(
-        advantages=advantages.float(),
+        advantages=advantages,
         returns=None if returns is None else returns.float(),
         proximal_logprobs=scores.proximal_logprobs,
         ref_logprobs=scores.ref_logprobs,
+        bound=_bound(algorithm, batch, scores, advantages, ranks),
         kl=None if kl is None else _mean(kl, ranks),
     )
+
+
+def _bound(algorithm: Algorithm, batch: Batch, scores: Scores, advantages: Tensor, ranks: Ranks) -> Tensor | None:
+    if algorithm.bound is None:
+        return None
+    assert scores.proximal_logprobs is not None
+    return algorithm.bound(scores.proximal_logprobs - batch.behavior_logprobs, advantages, reduce=ranks.sum)
 
 
 def _terms(algorithm: Algorithm, batch: Batch, scores: Scores, penalty: Tensor | None) -> dict[str, Tensor]:

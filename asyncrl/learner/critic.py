@@ -25,7 +25,7 @@ from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.engine import TrainedModel
 from asyncrl.learner.models import hidden_states, load_value_model
 from asyncrl.learner.packing_check import check_packing
-from asyncrl.learner.update import Minibatch, learning_rate, sync_microbatches, update
+from asyncrl.learner.update import Minibatch, learning_rate, skip_if_not_finite, sync_microbatches
 
 
 class ValueFunction(Protocol):
@@ -123,38 +123,29 @@ class Critic:
         return torch.cat([self._values, *ends])
 
     def train(self, returns: Tensor) -> None:
-        settings, clip = self.config.learner, self.config.critic.clip
-        rate = learning_rate(self._step, settings, steps=self.config.steps) / settings.lr * self.config.critic.lr
-        device = self.ranks.device
-        sums = torch.zeros(3, dtype=torch.float64)
+        settings = self.config.learner
+        lr = learning_rate(self._step, settings, steps=self.config.steps) / settings.lr * self.config.critic.lr
+        total = torch.zeros(3, dtype=torch.float64)
         norms: list[float] = []
         skipped = 0
         for minibatch in self._minibatches * settings.epochs:
-            counted = torch.zeros_like(sums)
-
-            def part(
-                micro: MicroBatch, num_tokens: int = minibatch.num_tokens, counted: Tensor = counted
-            ) -> tuple[Tensor, Tensor]:
+            sums = torch.zeros_like(total)
+            finite: list[Tensor] = []
+            for micro, last in minibatch.on(self.ranks.device):
                 values = self.model.engine(micro)
-                leaf = values.detach().requires_grad_()
-                old = self._values[micro.span].to(device)
-                loss = value_loss(leaf, old, returns[micro.span].to(device), clip=clip)
-                (gradient,) = torch.autograd.grad(loss.sum() / num_tokens, leaf)
-                outside = (values.detach() - old).abs() > (float("inf") if clip is None else clip)
-                own = torch.stack([loss.detach().sum().double(), outside.sum().double()]).cpu()
-                counted.add_(torch.cat([own, own.new_tensor([len(old)])]))
-                return values, gradient
-
-            norm = update(
-                self.model, minibatch, part, step=self._step, lr=lambda: rate, settings=settings, key="critic.lr"
-            )
-            if norm is None:
-                skipped += 1
-            else:
+                gradient, counted = self._loss(micro, values.detach(), returns, minibatch.num_tokens)
                 sums += counted
-                norms.append(norm)
-        loss, clipped, tokens = self.ranks.sum(sums).tolist()
-        metrics = self._describe(returns) | {"critic/lr": rate, "critic/skipped_updates": float(skipped)}
+                finite.append(values.detach().isfinite() & gradient.isfinite())
+                self.model.backward(values, gradient, last=last)
+            norm = self.model.gradient_norm()
+            if skip_if_not_finite(self.model, minibatch, finite, norm, self._step, settings, "critic.lr"):
+                skipped += 1
+                continue
+            self.model.step(lr=lr, max_grad_norm=settings.max_grad_norm, grad_norm=norm)
+            total += sums
+            norms.append(norm)
+        loss, clipped, tokens = self.ranks.sum(total).tolist()
+        metrics = self._describe(returns) | {"critic/lr": lr, "critic/skipped_updates": float(skipped)}
         if norms:
             metrics |= {
                 "critic/loss": loss / tokens,
@@ -162,6 +153,18 @@ class Critic:
                 "critic/grad_norm": sum(norms) / len(norms),
             }
         self._metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
+
+    def _loss(self, micro: MicroBatch, values: Tensor, returns: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """Returns the gradient [N] of the micro-batch's part of the loss, and the sums that the metrics are made of:
+        token losses, values outside the clip range, action tokens."""
+        clip = self.config.critic.clip
+        leaf = values.clone().requires_grad_()
+        old = self._values[micro.span].to(values.device)
+        loss = value_loss(leaf, old, returns[micro.span].to(values.device), clip=clip)
+        (gradient,) = torch.autograd.grad(loss.sum() / num_tokens, leaf)
+        outside = (values - old).abs() > (float("inf") if clip is None else clip)
+        sums = torch.stack([loss.detach().sum().double(), outside.sum().double()]).cpu()
+        return gradient, torch.cat([sums, sums.new_tensor([len(old)])])
 
     def finish(self) -> dict[str, float]:
         return self._metrics

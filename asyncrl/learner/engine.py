@@ -87,12 +87,13 @@ class TrainedModel:
             self.engine.train()
 
     def backward(self, outputs: Tensor, gradient: Tensor, *, last: bool) -> None:
-        """Adds the gradient of the loss through outputs [N], given its gradient [N] with respect to them.
+        """Adds this rank's part of the loss's gradient, through outputs [N] and the gradient [N] with respect to them.
 
-        Gradients add up over the micro-batches until the `last` of the update and are averaged over the ranks.
+        Gradients are summed over the micro-batches up to the `last` of the update, and over the ranks.
         """
         self.engine.set_gradient_accumulation_boundary(last)
-        self.engine.backward((outputs * gradient).sum())
+        # DeepSpeed averages gradients over the ranks.
+        self.engine.backward((outputs * (gradient * self.ranks.count)).sum())
 
     def gradient_norm(self) -> float:
         """Norm of the update's whole gradient, the same on all ranks; call after the last backward."""

@@ -1,4 +1,4 @@
-"""What an optimizer step tells of itself, summed over micro-batches and ranks."""
+"""Metrics of a step, summed over micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from asyncrl.algorithms.corrections import (
 )
 from asyncrl.learner.batch import MicroBatch
 from asyncrl.learner.distributed import Ranks
+from asyncrl.learner.token_losses import TokenLosses
 from asyncrl.types import STALENESS_BOUNDS, STALENESS_BUCKETS
 
 SUMS = (
@@ -108,20 +109,11 @@ class StepMetrics:
     staleness: StalenessMetrics = field(default_factory=StalenessMetrics)
 
     def add(
-        self,
-        micro: MicroBatch,
-        *,
-        loss: Tensor,
-        logprobs: Tensor,
-        entropies: Tensor,
-        advantages: Tensor,
-        token_gradient: Tensor,
-        masked: Tensor,
+        self, micro: MicroBatch, losses: TokenLosses, logprobs: Tensor, entropies: Tensor, advantages: Tensor
     ) -> None:
-        """Counts a micro-batch: its part of the loss, the gradient [N] of the token losses by `logprobs` [N], and which
-        tokens [N] the correction leaves out.
+        """Counts a micro-batch: its losses, and log-probs, entropies and advantages [N].
 
-        For every loss here that gradient is -(weight) * advantage, so the weight that a token really gets, after
+        The policy gradient of every loss here is -(weight) * advantage, so the effective weight of a token, after
         caps, masks and clipping, is read from it.
         """
         log_ratios = logprobs - micro.behavior_logprobs
@@ -130,12 +122,12 @@ class StepMetrics:
         fresh = staleness == 0
         kl = mismatch_kl(log_ratios)
         signal = advantages != 0
-        weights = torch.where(signal, -token_gradient / advantages, 0.0)
+        weights = torch.where(signal, -losses.policy_gradient / advantages, 0.0)
         cut = signal & (weights == 0)
         total, squares, count = weight_moments(log_ratios, micro.seq, level=self.level)
         capped_total, capped_squares, _ = weight_moments(log_ratios, micro.seq, level=self.level, high=self.cap)
         for name, value in {
-            "loss": loss,
+            "loss": losses.loss,
             "entropy": entropies.sum(),
             "tokens": torch.tensor(len(logprobs)),
             "staleness": staleness.sum(),
@@ -155,7 +147,7 @@ class StepMetrics:
             value = value.double().to(self.device)
             self.sums[name] = self.sums[name] + value if name in self.sums else value
         self._keep_max(staleness.max() if len(staleness) else torch.tensor(0, device=self.device))
-        self.staleness.add(staleness, log_ratios, advantages, clipped=cut & ~masked, masked=cut & masked)
+        self.staleness.add(staleness, log_ratios, advantages, clipped=cut & ~losses.masked, masked=cut & losses.masked)
 
     def ess(self, ranks: Ranks) -> float:
         """Effective sample size of the importance weights of all tokens or sequences so far, over all ranks."""

@@ -1,9 +1,24 @@
-"""One optimizer update: the micro-batches of a mini-batch forward and backward, and new weights if all is finite."""
+"""The parts of an optimizer update that policy and critic share: mini-batches, learning rate, skipped updates.
+
+`Trainer.train` and `Critic.train` call them from loops of the same form:
+
+    for minibatch in minibatches:
+        finite = []
+        for micro, last in minibatch.on(device):
+            outputs = ...  # forward
+            gradient = ...  # of the loss with respect to the outputs
+            finite.append(outputs.detach().isfinite() & gradient.isfinite())
+            model.backward(outputs, gradient, last=last)
+        grad_norm = model.gradient_norm()
+        if skip_if_not_finite(model, minibatch, finite, grad_norm, ...):
+            continue
+        model.step(lr=..., max_grad_norm=..., grad_norm=grad_norm)
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -21,14 +36,14 @@ SHAPES: dict[str, Callable[[float], float]] = {
     "linear": lambda progress: 1.0 - progress,
     "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
 }
-"""Factor on the learning rate by the part of the steps after the warm-up that is done, from 0 to 1."""
+"""Factor on the learning rate by the completed fraction, from 0 to 1, of the steps after the warm-up."""
 
 
 def learning_rate(step: int, settings: LearnerConfig, *, steps: int) -> float:
-    """Learning rate of optimizer step `step` (from 1) of `steps`.
+    """Returns the learning rate of step `step` (from 1) of `steps`.
 
-    Rises linearly over `warmup_steps`, whose last step has the full rate, then follows the shape, which reaches
-    0 when the last step is done: no step has rate 0.
+    It rises linearly over `warmup_steps`, whose last step has the full rate, then follows the schedule, which reaches
+    0 only after the last step: no step has rate 0.
     """
     warmup = settings.warmup_steps
     if step <= warmup:
@@ -40,12 +55,12 @@ def learning_rate(step: int, settings: LearnerConfig, *, steps: int) -> float:
 log = structlog.get_logger()
 
 MAX_NAMED = 4
-"""Trajectories that a rank names when an update is skipped; of others it tells how many."""
+"""Trajectories that each rank names when an update is skipped; the rest are only counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Minibatch:
-    """This rank's part of one optimizer update; all ranks have as many micro-batches."""
+    """This rank's part of one optimizer update; all ranks have the same number of micro-batches."""
 
     micro_batches: list[MicroBatch]
     num_tokens: int
@@ -53,98 +68,93 @@ class Minibatch:
     num_sequences: int
     """Sequences of all ranks."""
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """The denominators of the update's loss, as `losses.aggregate` takes them."""
+        return {"num_tokens": self.num_tokens, "num_sequences": self.num_sequences}
 
-Part = Callable[[MicroBatch], tuple[Tensor, Tensor]]
-"""From a micro-batch to what the model gives for its N action tokens [N], and the gradient [N] of its part of the
-update's loss with respect to that."""
+    def on(self, device: torch.device) -> Iterator[tuple[MicroBatch, bool]]:
+        """Yields each micro-batch on the device, and whether it is the last."""
+        for number, micro in enumerate(self.micro_batches, start=1):
+            yield micro.to(device), number == len(self.micro_batches)
 
 
 def sync_microbatches(batch: Batch, ranks: Ranks, step: int) -> list[Minibatch]:
-    """The mini-batches with the counts of all ranks; ranks with fewer micro-batches get empty ones.
+    """Returns the mini-batches with the counts of all ranks; ranks with fewer micro-batches get empty ones.
 
-    All ranks call it. Raises RunError when there is no action token in a mini-batch.
+    All ranks call it. Raises RunError if a mini-batch has no action token on any rank.
     """
     own = [(sum(len(m.targets) for m in p), sum(len(m.names) for m in p), len(p)) for p in batch.minibatches]
     table = ranks.gather(torch.tensor(own))
-    agreed: list[Minibatch] = []
+    synced: list[Minibatch] = []
     for number, parts in enumerate(batch.minibatches):
         num_tokens, num_sequences, _ = table[:, number].sum(dim=0).tolist()
         if not num_tokens:
             which = f", mini-batch {number + 1}" if len(batch.minibatches) > 1 else ""
             raise RunError(f"step {step}{which}: the batch has no action token")
         missing = int(table[:, number, 2].max()) - len(parts)
-        agreed.append(Minibatch(parts + [empty_micro_batch()] * missing, num_tokens, num_sequences))
-    return agreed
+        synced.append(Minibatch(parts + [empty_micro_batch()] * missing, num_tokens, num_sequences))
+    return synced
 
 
-def update(
+def skip_if_not_finite(
     model: TrainedModel,
     minibatch: Minibatch,
-    part: Part,
-    *,
+    finite: Sequence[Tensor],
+    grad_norm: float,
     step: int,
-    lr: Callable[[], float],
     settings: LearnerConfig,
-    key: str,
+    lr_key: str,
     culprits: str = "",
-) -> float | None:
-    """Updates the model once. Returns the norm of the gradient before clipping to `max_grad_norm`, or None if the
-    update was skipped because a loss or the gradient is not finite.
+) -> bool:
+    """Drops the gradient if a loss or the gradient itself is not finite. Returns True if it did.
 
-    All ranks call it, and all skip or none. `lr` is asked for the learning rate once the mini-batch is known to be
-    sound. `culprits` names trajectories that are known to spoil the step. `key` is the config key of the learning rate,
-    for the advice in errors. Raises RunError on all ranks when more than `max_skipped_updates` in a row were skipped.
+    All ranks call it after the last backward, and all skip the update or none. `finite` has, for each micro-batch,
+    which action tokens [N] have finite outputs and gradients. `culprits` names trajectories already known to break the
+    step, and `lr_key` the config key of the learning rate, for the error. Raises RunError on all ranks when more than
+    `max_skipped_updates` in a row were skipped.
     """
-    ranks = model.ranks
-    suspects: list[tuple[MicroBatch, Tensor]] = []
-    for number, micro in enumerate(minibatch.micro_batches, start=1):
-        micro = micro.to(ranks.device)
-        outputs, gradient = part(micro)
-        suspects.append((micro, outputs.detach().isfinite() & gradient.isfinite()))
-        # Gradients are averaged over the ranks, but each rank holds a part of one sum.
-        model.backward(outputs, gradient * ranks.count, last=number == len(minibatch.micro_batches))
-    grad_norm = model.gradient_norm()
-    reason = _find_reason(suspects, grad_norm, ranks, culprits)
+    reason = _find_reason(minibatch, finite, grad_norm, model.ranks, culprits)
     if not reason:
-        model.step(lr=lr(), max_grad_norm=settings.max_grad_norm, grad_norm=grad_norm)
-        return grad_norm
+        return False
     model.skip()
-    if ranks.rank == 0:
-        log.warning("an update is skipped", step=step, of=ranks.what, reason=reason, in_a_row=model.skipped)
+    if model.ranks.rank == 0:
+        log.warning("update skipped", step=step, of=model.ranks.what, reason=reason, in_a_row=model.skipped)
     if model.skipped > settings.max_skipped_updates:
         raise RunError(
             f"step {step}: {model.skipped} updates in a row are not finite, more than learner.max_skipped_updates = "
-            f"{settings.max_skipped_updates}; the last one: {reason}. The weights are those of the last update that "
-            f"was. Lower {key} or learner.max_grad_norm, or raise learner.max_skipped_updates, and continue with "
-            "`asyncrl launch --resume`, which trains the steps since the newest checkpoint again"
+            f"{settings.max_skipped_updates}; the last one: {reason}. The weights are those after the last finite "
+            f"update. Lower {lr_key} or learner.max_grad_norm, or raise learner.max_skipped_updates, and continue with "
+            "`asyncrl launch --resume`, which trains the steps after the newest checkpoint again"
         )
-    return None
-
-
-def name_together(names: Sequence[Name], ranks: Ranks) -> str:
-    """The trajectories that any rank names, as text; empty if none does. All ranks call it."""
-    return _exchange(names, False, ranks)[0]
+    return True
 
 
 def broken_names(micro: MicroBatch, finite: Tensor) -> list[Name]:
-    """The trajectories of the micro-batch with an action token [N] that is not `finite`."""
-    return [micro.names[number] for number in micro.seq[~finite].unique().cpu().tolist()]
+    """Returns the trajectories of the micro-batch with an action token [N] that is not `finite`."""
+    return [micro.names[number] for number in micro.seq[~finite.to(micro.seq.device)].unique().tolist()]
 
 
-def _find_reason(suspects: list[tuple[MicroBatch, Tensor]], grad_norm: float, ranks: Ranks, culprits: str) -> str:
-    """Why the update must be skipped, the same on all ranks; empty if it need not."""
-    names = [name for micro, finite in suspects for name in broken_names(micro, finite)]
+def name_together(names: Sequence[Name], ranks: Ranks) -> str:
+    """Returns the trajectories that any rank names, as text; empty if there are none. All ranks call it."""
+    return _exchange(names, False, ranks)[0]
+
+
+def _find_reason(minibatch: Minibatch, finite: Sequence[Tensor], grad_norm: float, ranks: Ranks, culprits: str) -> str:
+    """Returns why the update must be skipped, the same on all ranks; empty if it must not."""
+    pairs = zip(minibatch.micro_batches, finite, strict=True)
+    names = [name for micro, own in pairs for name in broken_names(micro, own)]
     losses, overflow = _exchange(names, not math.isfinite(grad_norm), ranks)
     if losses:
         return f"the loss of {culprits or losses} is not finite"
     if not overflow:
         return ""
-    names = [name for micro, _ in suspects for name in micro.names]
+    names = [name for micro in minibatch.micro_batches for name in micro.names]
     return f"the gradient is not finite (norm {grad_norm}), of one of {name_together(names, ranks)}"
 
 
 def _exchange(names: Sequence[Name], flag: bool, ranks: Ranks) -> tuple[str, bool]:
-    """The trajectories that any rank names, as text, and whether any rank has the flag."""
+    """Returns the trajectories that any rank names, as text, and whether any rank has the flag."""
     own = torch.full((2 + 2 * MAX_NAMED,), -1)
     own[0], own[1] = flag, len(names)
     for index, name in enumerate(names[:MAX_NAMED]):

@@ -19,7 +19,8 @@ from asyncrl.learner.algorithm import make_algorithm
 from asyncrl.learner.batch import Batch, make_batch
 from asyncrl.learner.critic import Critic, CriticModel, ValueHead
 from asyncrl.learner.distributed import Ranks
-from asyncrl.learner.trainer import Trainer, token_losses
+from asyncrl.learner.token_losses import token_losses
+from asyncrl.learner.trainer import Trainer
 from asyncrl.learner.update import sync_microbatches
 from asyncrl.types import Group, Trajectory
 
@@ -300,7 +301,7 @@ def test_the_divergence_in_the_loss_is_weighed_as_stale_tokens_are(
     estimates = Estimates(torch.randn(count), None, None, reference)
     counts = {"num_tokens": count, "num_sequences": len(micro.names)}
     gradients = [
-        token_losses(make_algorithm(c), c, micro, estimates, logprobs, counts=counts, version=0, bound=None).gradient
+        token_losses(make_algorithm(c), c, micro, estimates, logprobs, counts=counts, version=0).gradient
         for c in (config, without)
     ]
     ratios = (logprobs - micro.behavior_logprobs).double()

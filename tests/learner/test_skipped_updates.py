@@ -100,7 +100,7 @@ def test_training_continues_as_if_the_update_had_not_been(
 def reasons(train: Callable[[], object]) -> list[str]:
     with structlog.testing.capture_logs() as logs:
         train()
-    return [entry["reason"] for entry in logs if entry["event"] == "an update is skipped"]
+    return [entry["reason"] for entry in logs if entry["event"] == "update skipped"]
 
 
 def test_the_trajectory_is_named(one_rank: Ranks, tiny_model: Path) -> None:

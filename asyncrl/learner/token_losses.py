@@ -1,0 +1,82 @@
+"""The loss of one micro-batch and its gradient with respect to the log-probs of the current policy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from asyncrl.algorithms.corrections import loglinear_proximal, opsm_mask
+from asyncrl.algorithms.kl import kl_estimate
+from asyncrl.algorithms.losses import PolicyTerms
+from asyncrl.config import Config
+from asyncrl.learner.advantage_step import Estimates
+from asyncrl.learner.algorithm import Algorithm
+from asyncrl.learner.batch import MicroBatch
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLosses:
+    """A micro-batch's part of an update's loss; gradients are with respect to the current log-probs [N]."""
+
+    loss: Tensor
+    gradient: Tensor
+    """[N], of `loss`; NaN at tokens whose log-probs or advantage are not finite."""
+    policy_gradient: Tensor
+    """[N], of the sum of the policy's token losses."""
+    masked: Tensor
+    """[N] bool, tokens that the importance weights or the off-policy sequence mask exclude."""
+
+
+def token_losses(
+    algorithm: Algorithm,
+    config: Config,
+    micro: MicroBatch,
+    estimates: Estimates,
+    logprobs: Tensor,
+    *,
+    counts: dict[str, int],
+    version: int,
+) -> TokenLosses:
+    """Returns the loss of the micro-batch at the current log-probs [N], and its gradients.
+
+    `counts` are the denominators of the update, `version` is that of the weights before the step.
+    """
+    if not len(logprobs):
+        return TokenLosses(logprobs.sum(), logprobs, logprobs, torch.zeros_like(logprobs, dtype=torch.bool))
+    settings = config.algorithm
+    leaf = logprobs.clone().requires_grad_()
+    terms = PolicyTerms(
+        logprobs=leaf,
+        proximal_logprobs=_proximal(settings.proximal, micro, estimates, logprobs, version),
+        behavior_logprobs=micro.behavior_logprobs,
+        advantages=estimates.advantages,
+        seq=micro.seq,
+    )
+    token_loss, masked = algorithm.loss(terms, bound=estimates.bound), algorithm.masks(terms)
+    if settings.offpolicy_mask_delta is not None:
+        kept = opsm_mask(
+            logprobs, micro.behavior_logprobs, estimates.advantages, micro.seq, delta=settings.offpolicy_mask_delta
+        )
+        token_loss, masked = token_loss * kept, masked | (kept == 0)
+    loss = algorithm.aggregate(token_loss, micro.seq, **counts)
+    (policy_gradient,) = torch.autograd.grad(token_loss.sum(), leaf, retain_graph=True)
+    if settings.kl_loss_coef:
+        assert estimates.ref_logprobs is not None
+        kl = kl_estimate(leaf, estimates.ref_logprobs, estimator=algorithm.kl_estimator or "k3+")
+        # The gradient of the estimate is right only on the current policy's own tokens; stale ones are reweighted.
+        weights = algorithm.weights(logprobs - micro.behavior_logprobs, micro.seq)
+        loss = loss + settings.kl_loss_coef * algorithm.aggregate(weights * kl, micro.seq, **counts)
+    (gradient,) = torch.autograd.grad(loss, leaf)
+    inputs = torch.stack([terms.proximal_logprobs, terms.behavior_logprobs, terms.advantages])
+    # Losses clamp log ratios, which would hide that an input is not finite.
+    gradient = gradient.masked_fill(~inputs.isfinite().all(dim=0), torch.nan)
+    return TokenLosses(loss.detach(), gradient, policy_gradient, masked)
+
+
+def _proximal(how: str, micro: MicroBatch, estimates: Estimates, logprobs: Tensor, version: int) -> Tensor:
+    """Returns log-probs [N] of the proximal policy; the current ones if they were not recomputed before the update."""
+    if how == "loglinear":
+        return loglinear_proximal(logprobs, micro.behavior_logprobs, micro.versions, version=version)
+    return logprobs if estimates.proximal_logprobs is None else estimates.proximal_logprobs
