@@ -2,8 +2,18 @@
 
 A function names what it needs as positional parameters: rewards, values, seq, group, lengths, log_ratios,
 greedy_rewards. One that takes `group` or `greedy_rewards` gets one reward per sequence [S], any other one per
-token [N]; one that takes `values` gives the pair (advantages [N], returns [N] that the critic is fitted to).
-Keyword-only arguments are options, but for `reduce` and `bootstrap`, which the caller knows.
+token [N]; one that takes `values` returns the pair (advantages [N], returns [N] that the critic is fitted to).
+Keyword-only arguments are options, except `reduce` and `bootstrap`, which the caller passes. An advantage of one's own
+in `my_advantages.py`:
+
+    def fixed_baseline(rewards, group, *, baseline: float = 0.5):
+        return rewards - baseline  # one advantage per sequence [S], since `seq` is not a parameter
+
+is used with this config:
+
+    algorithm:
+      advantage: my_advantages:fixed_baseline
+      advantage_options: {baseline: 0.4}
 """
 
 from __future__ import annotations

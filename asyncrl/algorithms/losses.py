@@ -1,7 +1,18 @@
 """Policy losses by name, and the critic's: one loss per action token [N].
 
 A policy loss names the policies it needs as its positional parameters, out of the fields of `PolicyTerms`; its
-keyword-only arguments are its options, but for `bound`, which the caller knows. Only `logprobs` carries a gradient.
+keyword-only arguments are its options, except `bound` and `correction`, which the caller passes. Only `logprobs`
+carries a gradient. A loss of one's own in `my_losses.py`:
+
+    def clipped_reinforce(logprobs, behavior_logprobs, advantages, *, cap: float = 2.0):
+        weights = (logprobs.detach() - behavior_logprobs).exp().clamp(max=cap)
+        return -weights * advantages * logprobs  # one loss per action token [N]
+
+is used with this config:
+
+    algorithm:
+      loss: my_losses:clipped_reinforce
+      loss_options: {cap: 3.0}
 """
 
 from __future__ import annotations

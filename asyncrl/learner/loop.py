@@ -1,4 +1,19 @@
-"""The learner's loop: take a batch, check it, step, commit, send the weights, save a checkpoint."""
+"""The learner's loop: every rank runs it, and all ranks do each step together.
+
+    step            what happens                                    waits for                    woken by
+    ------------    --------------------------------------------    -------------------------    -----------------------
+    _agree          the ranks agree to continue or to stop          all learner ranks            a collective
+    batches.take    gets this rank's part of the next batch         groups_per_step groups       the queue's reply
+    prepare         checks staleness and packs the batch            all learner ranks            a collective
+    trainer.train   version step - 1 becomes version step           all learner ranks, critic    collectives, its reply
+    _commit         rank 0 records the step in the replay queue     the journal                  the queue's reply
+    _send           rank 0 hands a copy of the weights over         the broadcast before it      the sender's thread
+    _save           starts a checkpoint, if one is due              the checkpoint before it     the writer's thread
+         |
+         +-- back to _agree, until the last step
+
+A step is committed before its weights are sent: the replay queue must know every version that a generator has.
+"""
 
 from __future__ import annotations
 
