@@ -117,9 +117,14 @@ def test_a_listener_is_not_pushed_aside_and_one_that_died_is_replaced(base: Path
     with pytest.raises(ConfigError, match=f"replay address {address}: .* another process listens there"):
         bind_router(address, "replay")
     first.close()
-    batcher = connect_dealer(address, linger_s=0.0)
-    batcher.send(b"hello")
+    dealer = connect_dealer(address, linger_s=0.0)
     second = bind_router(address, "replay")
-    assert second.poll(5000), "callers find the new one"
-    batcher.close()
+    # ZeroMQ ends the first one's connections in the background: what is sent meanwhile may be lost.
+    for _ in range(100):
+        dealer.send(b"hello")
+        if second.poll(100):
+            break
+    else:
+        pytest.fail("callers do not find the new one")
+    dealer.close()
     second.close()
