@@ -467,7 +467,7 @@ def test_a_generator_without_a_gpu_of_its_own_is_refused_and_the_others_go_on(
     run = stage(launch__generators=1)
     run.hear()
     run.hear(generators_wanted=3)
-    said = "no more generators: generator-2 would share GPU 6 with generator-0, and weights travel by NCCL"
+    said = "no more generators: generator-2 would share GPU 6 with generator-0, and weights travel from GPU to GPU"
     assert [text for text in run.said if text.startswith(said)]
     assert run.queue.wanted == [2]
     run.hear(generators_wanted=2)

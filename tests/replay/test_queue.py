@@ -16,8 +16,9 @@ from asyncrl.types import Lease
 from tests.helpers.replay import EndlessPrompts, ask_queue, make_group, small_config
 
 
-def make_queue(tmp_path: Path, **overrides: object) -> ReplayQueue:
-    return ReplayQueue(small_config(**overrides), EndlessPrompts(), TraceWriter(tmp_path / "trace.parquet"))
+def make_queue(tmp_path: Path, *, group_relative: bool = True, **overrides: object) -> ReplayQueue:
+    trace = TraceWriter(tmp_path / "trace.parquet")
+    return ReplayQueue(small_config(**overrides), EndlessPrompts(), trace, group_relative=group_relative)
 
 
 def ask(queue: ReplayQueue, version: int = 0, num_groups: int = 100) -> list[Lease]:
@@ -222,8 +223,8 @@ def test_held_batches_force_the_staleness(tmp_path: Path) -> None:
     assert queue.summary()["staleness"]["histogram"] == [12, 24]
 
 
-def test_equal_rewards_are_trained_where_the_advantage_has_a_critic(tmp_path: Path) -> None:
-    queue = make_queue(tmp_path, algorithm__advantage="gae")
+def test_equal_rewards_are_trained_where_the_advantage_does_not_compare_within_the_group(tmp_path: Path) -> None:
+    queue = make_queue(tmp_path, group_relative=False)
     for lease in ask(queue):
         finish(queue, lease, rewards=(1.0, 1.0))
     assert train(queue, 1) == [0, 1]

@@ -104,7 +104,7 @@ def test_key_file_is_the_owners_only_and_ends_with_the_run(folder: Path) -> None
 
 
 def test_key_files_of_launchers_that_were_killed_are_removed_and_no_others(folder: Path) -> None:
-    code = "import sys; from asyncrl import keys; keys.FOLDER = sys.argv[1]; k = keys.run_keys(sys.argv[2]); "
+    code = "import sys; from asyncrl.wire import curve_keys as keys; keys.FOLDER = sys.argv[1]; k = keys.run_keys(sys.argv[2]); "
     code += "k.__enter__(); print('up', flush=True); sys.stdin.read()"
     with ExitStack() as stack:
         launchers: list[subprocess.Popen[bytes]] = []
@@ -138,5 +138,5 @@ def test_a_file_without_keys_is_refused(text: str) -> None:
 
 
 def test_a_missing_key_file_says_when_it_exists(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="No such file or directory; it exists while its run goes on"):
+    with pytest.raises(ConfigError, match="No such file or directory; it exists while its run continues"):
         read_keys(str(tmp_path / "none.json"))
