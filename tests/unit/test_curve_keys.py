@@ -104,8 +104,10 @@ def test_key_file_is_the_owners_only_and_ends_with_the_run(folder: Path) -> None
 
 
 def test_key_files_of_launchers_that_were_killed_are_removed_and_no_others(folder: Path) -> None:
-    code = "import sys; from asyncrl.wire import curve_keys as keys; keys.FOLDER = sys.argv[1]; k = keys.run_keys(sys.argv[2]); "
-    code += "k.__enter__(); print('up', flush=True); sys.stdin.read()"
+    code = (
+        "import sys; from asyncrl.wire import curve_keys; curve_keys.FOLDER = sys.argv[1]; "
+        "keys = curve_keys.run_keys(sys.argv[2]); keys.__enter__(); print('up', flush=True); sys.stdin.read()"
+    )
     with ExitStack() as stack:
         launchers: list[subprocess.Popen[bytes]] = []
         for name in ("killed", "goes-on"):
