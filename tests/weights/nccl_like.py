@@ -92,6 +92,8 @@ class Work:
 def use_nccl_like(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Has transport "gloo" go the way of "nccl", on CPUs. Gives the devices that are set, as they are."""
     devices: list[object] = []
+    for name in VARIABLES:  # two members in one process, each in a thread, may leave them set
+        monkeypatch.delenv(name, raising=False)
     NcclLike.made, NcclLike.fail_at, NcclLike.broadcasts, NcclLike.dead = [], None, 0, set()
     monkeypatch.setattr(c10d, "ProcessGroupNCCL", NcclLike, raising=False)
     monkeypatch.setattr(torch.cuda, "set_device", devices.append)

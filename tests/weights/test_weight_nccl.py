@@ -36,8 +36,8 @@ from asyncrl.wire.torch_store import TorchStore
 CPU = torch.device("cpu")
 
 
-def connect(rank: int, store: TorchStore, timeout_s: float = 20.0) -> ProcessGroup:
-    return TRANSPORTS["nccl"].connect(store, Member(rank, 2, CPU, timeout_s))
+def connect(rank: int, store: TorchStore, timeout_s: float = 20.0, *, size: int = 2) -> ProcessGroup:
+    return TRANSPORTS["nccl"].connect(store, Member(rank, size, CPU, timeout_s))
 
 
 def test_a_gpu_without_an_index_is_the_first_one(address: str, cleanup: list, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,16 +73,22 @@ def test_the_name_of_a_gpu_does_not_need_cuda(
 
 def test_a_group_is_connected_on_its_own_device_when_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     devices = use_nccl_like(monkeypatch)
-    before = {name: os.environ.get(name) for name in VARIABLES}
     store = TorchStore(Values(), "", 20.0)
     groups = on_each(lambda rank: connect(rank, store))
     assert devices == [CPU, CPU]
     assert [one.environment for one in NcclLike.made] == [dict(zip(VARIABLES, ("0", "0", "20"), strict=True))] * 2
     assert all(one._gloo is not None and one.options._timeout.total_seconds() > 20 for one in NcclLike.made)
-    assert before["TORCH_NCCL_ENABLE_MONITORING"] == os.environ.get("TORCH_NCCL_ENABLE_MONITORING")
     assert (
         on_each(lambda rank: share(groups[rank], rank, device=CPU, timeout_s=5.0, check=lambda: None)) == [[0, 1]] * 2
     )
+
+
+def test_the_variables_of_nccl_are_set_only_while_a_group_connects(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_nccl_like(monkeypatch)
+    monkeypatch.setenv(VARIABLES[0], "3")
+    connect(0, TorchStore(Values(), "", 20.0), size=1)
+    assert NcclLike.made[0].environment == dict(zip(VARIABLES, ("0", "0", "20"), strict=True))
+    assert [os.environ.get(name) for name in VARIABLES] == ["3", None, None]
 
 
 def test_who_waits_for_a_member_that_died_before_it_connected_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
