@@ -99,21 +99,26 @@ def flip(file: Path, dice: random.Random) -> None:
     file.write_bytes(data)
 
 
-@pytest.mark.parametrize("jump_s", [100_000, -5_000])
-def test_clock_jumps_between_two_launches(chaos: Make, jump_s: int) -> None:
-    """The machine's monotonic clock is another one after a restart of the machine."""
-    prefix = ("unshare", "-Ur", "-T", "--monotonic", str(jump_s), "--boottime", str(jump_s))
-    probe = subprocess.run([*prefix, "true"], capture_output=True, text=True, timeout=10, check=False)
+@pytest.mark.parametrize(("before_s", "after_s"), [(0, 100_000), (5_000, 0)])
+def test_clock_jumps_between_two_launches(chaos: Make, before_s: int, after_s: int) -> None:
+    """A restart of the machine changes its monotonic clock."""
+    before, after = clock_ahead(before_s), clock_ahead(after_s)
+    probe = subprocess.run([*before, *after, "true"], capture_output=True, text=True, timeout=10, check=False)
     if probe.returncode:
         pytest.skip(f"no time namespaces here: {probe.stderr.strip()}")
     steps = 20
-    run = chaos(f"steps={steps}", name=f"clock{jump_s}")
-    run.start()
+    run = chaos(f"steps={steps}", name=f"clock{after_s - before_s}")
+    run.start(prefix=before)
     assert run.wait_for_step(4)
     run.kill_all()
-    run.start(prefix=prefix)
+    run.start(prefix=after)
     summary = run.finish(timeout_s=200)
     check_complete(run, summary, steps)
     elapsed_s = [row["time/elapsed_s"] for row in run.rows()]
     assert all(0 <= b - a < 120 for a, b in itertools.pairwise(elapsed_s)), elapsed_s
     assert 0 < summary["wall_s"] < 400
+
+
+def clock_ahead(seconds: int) -> tuple[str, ...]:
+    """The command that starts another with the machine's monotonic clock ahead by this time."""
+    return ("unshare", "-Ur", "-T", "--monotonic", str(seconds), "--boottime", str(seconds)) if seconds else ()

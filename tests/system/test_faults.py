@@ -20,11 +20,13 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 Start = Callable[..., Launched]
 
 
-def check_complete(run: Launched, steps: int, groups_per_step: int) -> list[dict[str, Any]]:
-    """Every step once in the metrics, every group trained once, in one step and no older than the limit; returns the
-    trace's rows of the trained groups."""
+def check_complete(
+    run: Launched, steps: int, groups_per_step: int, *, status: str = "finished"
+) -> list[dict[str, Any]]:
+    """Checks that the metrics have every step once, and that every group was trained once, in one step and no older
+    than the limit. Returns the trace's rows of the trained groups."""
     summary = run.summary()
-    assert (summary["status"], summary["steps"]) == ("finished", steps)
+    assert (summary["status"], summary["steps"]) == (status, steps)
     check_ledger(summary)
     assert [row["step"] for row in run.rows()] == list(range(1, steps + 1))
     trace = pq.read_table(run.run_dir / "trace.parquet").to_pylist()
@@ -107,9 +109,8 @@ def test_failing_receiver_and_stopped_learner_and_queue(
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(FAILING_RECEIVER.replace("{marker!r}", repr(str(tmp_path / "failed"))))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    steps = 60
     run = launch(
-        "--generators", "2", "--learners", "2", "--steps", str(steps), *SMALL, "checkpoint.every_steps=4",
+        "--generators", "2", "--learners", "2", "--steps", "5000", *SMALL, "checkpoint.every_steps=4",
         "launch.progress_timeout_s=16", "launch.heartbeat_timeout_s=8", "weights.timeout_s=8", plain=True,
     )  # fmt: skip
     names = ("generator-0", "generator-1")
@@ -122,14 +123,16 @@ def test_failing_receiver_and_stopped_learner_and_queue(
     run.wait_for_step(len(run.rows()) + 2)
     os.kill(run.pid("replay"), signal.SIGSTOP)
     run.wait_until(lambda: len(run.starts("replay")) == 2, what="another start of the queue", timeout_s=60)
+    run.wait_for_step(len(run.rows()) + 2)
+    run.process.send_signal(signal.SIGINT)
     code, output = run.end(timeout_s=120)
-    assert code == 0, output
+    assert code == 130, output
     assert run.left_over() == []
     assert re.search(
         r"generator-[01] ended with code 4: MemoryError: no room for the weights; restart 1 in 0 s", output
     )
     assert "replay did not answer within launch.heartbeat_timeout_s = 8 s; restart 1 in 0 s" in output
-    trained = check_complete(run, steps, 8)
+    trained = check_complete(run, len(run.rows()), 8, status="stopped")
     assert {row["generator"] for row in trained} == {0, 1}, "both generators have given groups"
     restarts = run.summary()["restarts"]
     assert (restarts["generator"], restarts["replay"]) == (1, 1)
