@@ -18,10 +18,11 @@ import numpy as np
 
 from asyncrl.config import Config, load_config
 from asyncrl.launch.endpoints import run_endpoints
-from asyncrl.replay.client import GeneratorClient, GeneratorStats, LauncherClient, LearnerClient
+from asyncrl.replay.client import GeneratorClient, LauncherClient, LearnerClient
 from asyncrl.types import NO_VERSION, Group, Lease, Prompt, Trajectory
 from asyncrl.util.processes import end_with_parent, tune_gc
 from asyncrl.wire.endpoints import Endpoints
+from asyncrl.wire.messages import GeneratorStats
 
 GROUP_SIZE, PROMPT_TOKENS = 8, 32
 GROUPS_PER_STEP = 128
@@ -106,7 +107,7 @@ class MadeUpGenerator:
         """Finishes what is due, asks for as much, and waits so long for an answer."""
         now_s, room = time.monotonic(), self._leases - len(self._held)
         if room and not self._client.outstanding and (now_s >= self._next_ask_s or newest != self._asked):
-            self._client.ask(newest, room, GeneratorStats())
+            self._client.ask(newest, room, GeneratorStats.of())
             self._asked = newest
         reply = self._client.poll(timeout_s)
         now_s = time.monotonic()

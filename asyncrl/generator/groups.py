@@ -14,7 +14,7 @@ from asyncrl.errors import InvariantError
 from asyncrl.generator.vllm_backend.engine import Completion, Sampling
 from asyncrl.replay.ledger import wanted_groups
 from asyncrl.types import NO_VERSION, Group, Lease, Prompt, Trajectory
-from asyncrl.wire.messages import EvaluatedBody
+from asyncrl.wire.messages import Evaluated
 
 if TYPE_CHECKING:
     from asyncrl.rewards.workers import RewardPool, Scored
@@ -155,7 +155,7 @@ def _greedy_reward(scored: Scored, failed: Literal["zero", "refund"]) -> float |
     return scored.rewards[-1]
 
 
-def make_evaluated(running: Running, scored: Scored) -> EvaluatedBody:
+def make_evaluated(running: Running, scored: Scored) -> Evaluated:
     """The result of an evaluation lease. Raises InvariantError when its tokens are not all of one version."""
     lease, version, members = running.lease, running.start_version, running.members
     for completion in members:
@@ -165,15 +165,15 @@ def make_evaluated(running: Running, scored: Scored) -> EvaluatedBody:
                 f"{np.unique(completion.versions).tolist()}"
             )
     failed = [bool(error) for error in scored.errors]
-    return {
-        "ticket": lease.ticket,
-        "attempt": lease.attempt,
-        "version": version,
-        "data_source": lease.prompt.data_source,
-        "rewards": [0.0 if bad else reward for bad, reward in zip(failed, scored.rewards, strict=True)],
-        "status": ["failed" if bad else member.status for bad, member in zip(failed, members, strict=True)],
-        "tokens": sum(len(member.tokens) for member in members),
-    }
+    return Evaluated(
+        ticket=lease.ticket,
+        attempt=lease.attempt,
+        version=version,
+        data_source=lease.prompt.data_source,
+        rewards=[0.0 if bad else reward for bad, reward in zip(failed, scored.rewards, strict=True)],
+        status=["failed" if bad else member.status for bad, member in zip(failed, members, strict=True)],
+        tokens=sum(len(member.tokens) for member in members),
+    )
 
 
 def _trajectories(prompt: Prompt, completions: Sequence[Completion]) -> list[Trajectory]:

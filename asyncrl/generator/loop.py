@@ -33,10 +33,11 @@ from asyncrl.generator.cost_model import StepCosts
 from asyncrl.generator.groups import Asked, Running, free_capacity, make_evaluated, make_group, submit
 from asyncrl.generator.role import engine_seed, max_weight_bytes, try_batch_scheduling
 from asyncrl.generator.vllm_backend.engine import Completion, Engine
-from asyncrl.replay.client import GeneratorClient, GeneratorStats, LeaseReply
+from asyncrl.replay.client import GeneratorClient, LeaseReply
 from asyncrl.types import NO_VERSION, Lease
 from asyncrl.util.processes import Stopwatch, set_time_slice, use_batch_scheduling
 from asyncrl.wire.endpoints import Endpoints
+from asyncrl.wire.messages import GeneratorStats
 
 if TYPE_CHECKING:
     from asyncrl.rewards.workers import RewardPool, Scored
@@ -86,7 +87,7 @@ class GeneratorLoop:
         self.client = client
         self.should_stop = should_stop
         self._greedy_baseline = greedy_baseline
-        self.stats = GeneratorStats()
+        self.stats = GeneratorStats.of()
         self._watch = Stopwatch()
         self._costs = StepCosts()
         self._changed = 0

@@ -26,22 +26,22 @@ def check_rows(message: Message, *, minibatches: int, vocabulary: int) -> None:
     """Raises ProtocolError unless the "value" request has whole rows of tokens below `vocabulary`, for so many
     mini-batches."""
     body, arrays = message.body, message.arrays
-    rows = len(body["names"])
-    if len(body["minibatches"]) != minibatches or sum(body["minibatches"]) != rows:
+    rows = len(body.names)
+    if len(body.minibatches) != minibatches or sum(body.minibatches) != rows:
         raise ProtocolError(
-            f"value: {rows} rows in mini-batches of {str(body['minibatches'][:minibatches])[:100]}, expected "
+            f"value: {rows} rows in mini-batches of {str(body.minibatches[:minibatches])[:100]}, expected "
             f"{minibatches} mini-batches (learner.minibatches) that add up to them"
         )
     if len(arrays) != ARRAYS_PER_ROW * rows or any(NAMES[a.dtype] != "i4" or a.ndim != 1 for a in arrays):
         raise ProtocolError(f"value: {rows} rows need {ARRAYS_PER_ROW} frames each, i4 in one dimension")
-    for number, (row, names) in enumerate(zip(_rows(arrays), body["names"], strict=True)):
+    for number, (row, names) in enumerate(zip(_rows(arrays), body.names, strict=True)):
         _check_row(row, len(names), vocabulary, f"value: row {number}")
 
 
 def check_returns(message: Message, *, step: int, tokens: int) -> None:
     """Raises ProtocolError unless the "train" request has the returns of so many tokens, valued at the step."""
-    if message.body["step"] != step:
-        raise ProtocolError(f"train: step {message.body['step']}, the values given last were of step {step}")
+    if message.body.step != step:
+        raise ProtocolError(f"train: step {message.body.step}, the values given last were of step {step}")
     given = [f"{NAMES[array.dtype]}{list(array.shape)}" for array in message.arrays]
     if given != [f"f4[{tokens}]"]:
         raise ProtocolError(f"train: frames of {', '.join(given[:3]) or 'nothing'}, expected one of f4[{tokens}]")
@@ -49,9 +49,9 @@ def check_returns(message: Message, *, step: int, tokens: int) -> None:
 
 def unpack_rows(message: Message) -> list[list[MicroBatch]]:
     """The micro-batches of each mini-batch, as far as a critic needs them, of a request that `check_rows` passed."""
-    rows = zip(_rows(message.arrays), message.body["names"], strict=True)
+    rows = zip(_rows(message.arrays), message.body.names, strict=True)
     micro_batches = iter([_unpack(row, names) for row, names in rows])
-    return [[next(micro_batches) for _ in range(count)] for count in message.body["minibatches"]]
+    return [[next(micro_batches) for _ in range(count)] for count in message.body.minibatches]
 
 
 def _rows(arrays: list[Array]) -> list[list[Array]]:
@@ -76,7 +76,7 @@ def _check_row(row: list[Array], sequences: int, vocabulary: int, where: str) ->
         raise ProtocolError(f"{where}: valued positions must ascend from 0 and be less than its {size} tokens")
 
 
-def _unpack(row: list[Array], names: list[list[int]]) -> MicroBatch:
+def _unpack(row: list[Array], names: list[tuple[int, int]]) -> MicroBatch:
     input_ids, lengths, valued = (array.astype(np.int64) for array in row)
     ends = np.cumsum(lengths)
     is_last = np.isin(valued, ends - 1)
@@ -92,6 +92,6 @@ def _unpack(row: list[Array], names: list[list[int]]) -> MicroBatch:
         behavior_logprobs=nothing,
         versions=nothing.long(),
         seq=torch.from_numpy(np.searchsorted(ends, logit_index, side="right")),
-        names=[(ticket, number) for ticket, number in names],
+        names=names,
         ends=torch.from_numpy(valued[is_last]),
     )

@@ -38,9 +38,9 @@ from asyncrl.learner.checkpoint.hf_export import save_model
 from asyncrl.learner.checkpoint.manager import Checkpoints
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.trainer import Trainer
-from asyncrl.replay.client import Committed
 from asyncrl.types import Shard
 from asyncrl.util.processes import Stopwatch
+from asyncrl.wire.messages import Committed
 
 
 class Batches(Protocol):
@@ -263,7 +263,7 @@ class Learner:
 
     def _commit(self, step: int, metrics: dict[str, float], *, saving: bool) -> Committed:
         if self.ranks.rank:
-            return Committed({})
+            return Committed({}, b"", False)
         if self.sender is not None:
             metrics["weights/broadcasts"] = float(self.sender.stats.count)
             metrics["weights/broadcast_s"] = self.sender.stats.broadcast_s

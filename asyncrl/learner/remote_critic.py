@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import structlog
 import torch
@@ -23,10 +23,12 @@ from asyncrl.learner.critic import Critic
 from asyncrl.learner.critic_rows import check_returns, check_rows, pack_row, unpack_rows
 from asyncrl.learner.deepspeed_import import enable_determinism
 from asyncrl.learner.distributed import process_group
-from asyncrl.replay.client import Connection
 from asyncrl.wire.bad_peers import BadPeers
+from asyncrl.wire.bounds import Body
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.frames import Array, Buffer, Message, decode, encode
+from asyncrl.wire.rpc import Connection
+from asyncrl.wire.service_messages import Error, Leave, Ok, Restore, Save, Train, Trained, Value, Values
 from asyncrl.wire.sockets import bind_router
 
 log = structlog.get_logger()
@@ -50,26 +52,27 @@ class RemoteCritic:
         self.parts = tuple(critic_part(number) for number in range(config.critic.ranks))
         self._connection = Connection(endpoints, endpoints.critics[critic], f"critic rank {critic}")
         self._step = 0
-        self._training = 0
+        self._training, self._training_seq = Train(rank, 0), 0
 
     def values(self, batch: Batch, step: int) -> Tensor:
         self._step = step
-        body = {
-            "rank": self.rank,
-            "step": step,
-            "minibatches": [len(minibatch) for minibatch in batch.minibatches],
-            "names": [[list(name) for name in micro.names] for micro in batch.micro_batches],
-        }
+        body = Value(
+            self.rank,
+            step,
+            minibatches=[len(minibatch) for minibatch in batch.minibatches],
+            names=[micro.names for micro in batch.micro_batches],
+        )
         arrays = [array for micro in batch.micro_batches for array in pack_row(micro)]
-        answer = self._connection.request("value", body, arrays, timeout_s=self.timeout_s)
+        answer = self._connection.request(body, arrays, timeout_s=self.timeout_s)
         return torch.from_numpy(answer.arrays[0].copy())
 
     def train(self, returns: Tensor) -> None:
-        body = {"rank": self.rank, "step": self._step}
-        self._training = self._connection.send("train", body, [returns.numpy()])
+        self._training = Train(self.rank, self._step)
+        self._training_seq = self._connection.send(self._training, [returns.numpy()])
 
     def finish(self) -> dict[str, float]:
-        return self._connection.await_answer("train", self._training, timeout_s=self.timeout_s).body["metrics"]
+        answer = self._connection.await_answer(self._training, self._training_seq, timeout_s=self.timeout_s)
+        return answer.body.metrics
 
     def save(self, folder: Path) -> None:
         """Has the critic write its model as the run's result; it knows the folder."""
@@ -82,17 +85,15 @@ class RemoteCritic:
 
     def restore(self, folder: Path) -> None:
         """Has the critic read its state from this checkpoint of the run."""
-        body = {"rank": self.rank, "step": step_of(folder)}
-        self._connection.request("restore", body, timeout_s=self.timeout_s)
+        self._connection.request(Restore(self.rank, step_of(folder)), timeout_s=self.timeout_s)
 
     def close(self) -> None:
         """Lets the critic rank end, which it does when all its learner ranks have left."""
-        self._connection.send("leave", {"rank": self.rank})
+        self._connection.send(Leave(self.rank))
         self._connection.close()
 
-    def _save(self, step: int, what: str) -> None:
-        body = {"rank": self.rank, "step": step, "what": what}
-        self._connection.request("save", body, timeout_s=self.timeout_s)
+    def _save(self, step: int, what: Literal["model", "state"]) -> None:
+        self._connection.request(Save(self.rank, step, what), timeout_s=self.timeout_s)
 
 
 class CriticServer:
@@ -138,7 +139,7 @@ class CriticServer:
                 replies = _ANSWERS[kinds[0]](self, {rank: message for rank, (_, message) in received.items()})
             except AsyncrlError as error:
                 for identity, message in received.values():
-                    self._send(identity, message.seq, "error", {"text": str(error)})
+                    self._send(identity, message.seq, Error(str(error)))
                 raise
             for rank, (identity, message) in received.items():
                 self._send(identity, message.seq, *replies[rank])
@@ -161,7 +162,7 @@ class CriticServer:
             identity, *frames = self._socket.recv_multipart(copy=False)
             message = self._accept(identity.bytes, [frame.buffer for frame in frames])
             if message is not None:
-                received[message.body["rank"]] = identity.bytes, message
+                received[message.body.rank] = identity.bytes, message
         return received
 
     def _accept(self, identity: bytes, frames: list[Buffer]) -> Message | None:
@@ -180,7 +181,7 @@ class CriticServer:
             if cut_off:
                 log.error("a peer of the critic was cut off for its bad messages", peer=identity.hex())
             if not isinstance(error, StrangerError):
-                self._send(identity, seq, "error", {"text": str(error)})
+                self._send(identity, seq, Error(str(error)))
             return None
         return message
 
@@ -189,10 +190,10 @@ class CriticServer:
         kind, body = message.kind, message.body
         if kind not in (*_ANSWERS, "leave"):
             raise ProtocolError(f"{kind!r} is no request to a critic")
-        if body["rank"] not in self.learners:
-            raise ProtocolError(f"{kind!r} of learner rank {body['rank']}, this critic serves {self.learners}")
-        if self._peers.get(body["rank"], identity) != identity:
-            raise ProtocolError(f"{kind!r} of learner rank {body['rank']} by another than it")
+        if body.rank not in self.learners:
+            raise ProtocolError(f"{kind!r} of learner rank {body.rank}, this critic serves {self.learners}")
+        if self._peers.get(body.rank, identity) != identity:
+            raise ProtocolError(f"{kind!r} of learner rank {body.rank} by another than it")
         if kind == "value":
             config = self.critic.config
             vocabulary = self.critic.model.model.config.get_text_config().vocab_size
@@ -200,12 +201,12 @@ class CriticServer:
         elif kind == "train":
             if not self._spans:
                 raise ProtocolError("train: no values were given that returns could be of")
-            spans = self._spans[body["rank"]]
+            spans = self._spans[body.rank]
             check_returns(message, step=self._step, tokens=sum(span.stop - span.start for span in spans))
-        self._peers[body["rank"]] = identity
+        self._peers[body.rank] = identity
 
-    def _send(self, identity: bytes, seq: int, kind: str, body: Any, arrays: tuple[Array, ...] = ()) -> None:
-        self._socket.send_multipart([identity, *encode(self._run_id, kind, body, seq=seq, arrays=arrays)])
+    def _send(self, identity: bytes, seq: int, body: Body, arrays: tuple[Array, ...] = ()) -> None:
+        self._socket.send_multipart([identity, *encode(self._run_id, body, seq=seq, arrays=arrays)])
 
     def _value(self, messages: dict[int, Message]) -> dict[int, tuple[Any, ...]]:
         rows = {rank: unpack_rows(message) for rank, message in messages.items()}
@@ -230,7 +231,7 @@ class CriticServer:
             rank: [*(values[span] for span in self._spans[rank]), *(after[span] for span in ends[rank])]
             for rank in messages
         }
-        return {rank: ("values", {"step": step}, (torch.cat([none, *own]).numpy(),)) for rank, own in parts.items()}
+        return {rank: (Values(step), (torch.cat([none, *own]).numpy(),)) for rank, own in parts.items()}
 
     def _train(self, messages: dict[int, Message]) -> dict[int, tuple[Any, ...]]:
         returns = torch.empty(sum(len(message.arrays[0]) for message in messages.values()))
@@ -240,7 +241,7 @@ class CriticServer:
             for span, part in zip(self._spans[rank], parts, strict=True):
                 returns[span] = part
         self.critic.train(returns)
-        return dict.fromkeys(messages, ("trained", {"metrics": self.critic.finish()}))
+        return dict.fromkeys(messages, (Trained(self.critic.finish()),))
 
     def _save(self, messages: dict[int, Message]) -> dict[int, tuple[Any, ...]]:
         step, what = _agreed(messages, "step", "what")
@@ -251,12 +252,12 @@ class CriticServer:
                 raise error
             folder = partial_folder(self.checkpoints / folder_name(step))
             self._writer.start(folder, self.critic.snapshot(folder))
-        return dict.fromkeys(messages, ("ok", {}))
+        return dict.fromkeys(messages, (Ok({}),))
 
     def _restore(self, messages: dict[int, Message]) -> dict[int, tuple[Any, ...]]:
         (step,) = _agreed(messages, "step")
         self.critic.restore(self.checkpoints / folder_name(step))
-        return dict.fromkeys(messages, ("ok", {}))
+        return dict.fromkeys(messages, (Ok({}),))
 
 
 _ANSWERS = {
@@ -298,7 +299,7 @@ def run_critic(
 
 def _agreed(messages: dict[int, Message], *names: str) -> tuple[Any, ...]:
     """What all the ranks' messages say under these names. Raises InvariantError when they differ."""
-    said = {tuple(message.body[name] for name in names) for message in messages.values()}
+    said = {tuple(getattr(message.body, name) for name in names) for message in messages.values()}
     if len(said) > 1:
         raise InvariantError(f"the learner ranks ask the critic for different things: {sorted(said)}")
     return said.pop()

@@ -10,7 +10,7 @@ from asyncrl.replay.journal.reader import WAY_OUT
 from asyncrl.replay.ledger import State
 from asyncrl.replay.store import Store
 from asyncrl.replay.tickets import FinishedGroup
-from asyncrl.wire.messages import CommittedBody
+from asyncrl.wire.messages import Committed, TakeOutcome
 
 
 class Batcher:
@@ -40,7 +40,7 @@ class Batcher:
         self.catching_up = {"step": step, "of": steps} if step < steps else None
         return steps
 
-    def next_shard(self, rank: int, step: int, *, trained: bool) -> tuple[str, list[FinishedGroup]]:
+    def next_shard(self, rank: int, step: int, *, trained: bool) -> tuple[TakeOutcome, list[FinishedGroup]]:
         """Returns ("shard", groups), ("wait", []) while the batch is not complete or is being read from the journal, or
         ("stop", []) when there are no more batches.
 
@@ -73,7 +73,7 @@ class Batcher:
 
     def commit(
         self, step: int, metrics: dict[str, float], *, saving: bool = False, checkpoints: Sequence[int] = ()
-    ) -> CommittedBody:
+    ) -> Committed:
         """Ends the step in progress: its groups are trained. For a committed step it returns the same metrics again and
         changes nothing."""
         if max(checkpoints, default=0) > step:
@@ -89,7 +89,7 @@ class Batcher:
             own = self.store.commit(step, metrics, checkpoints)
         self.progress += 1
         state = self.store.snapshot(step) if saving else b""
-        return {"metrics": own, "state": state, "checkpoint_wanted": self.store.checkpoint_wanted()}
+        return Committed(own, state, self.store.checkpoint_wanted())
 
     def _committed(self, step: int) -> dict[str, float]:
         past = self.store.history(step)
@@ -115,7 +115,7 @@ class Batcher:
         numbers = self.state.ledger.select()
         if numbers is None:
             return
-        costs = [sum(self.state.held[number].finished["lengths"]) for number in numbers]
+        costs = [sum(self.state.held[number].finished.lengths) for number in numbers]
         shards = [[numbers[index] for index in shard] for shard in balance(costs, self.config.launch.learners)]
         self.store.apply_and_log("take", {"step": step, "shards": shards, "at_s": self.store.clock.now()})
 

@@ -5,16 +5,43 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import Any
+
+from msgspec import structs
 
 from asyncrl.errors import ProtocolError
 from asyncrl.replay.codec import pack_group, unpack_group, unpack_leases
 from asyncrl.types import Group, Lease, Shard
+from asyncrl.wire.bounds import Body
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.frames import Arrays, Message
-from asyncrl.wire.messages import EvaluatedBody
+from asyncrl.wire.messages import (
+    Ask,
+    Begin,
+    Commit,
+    Committed,
+    Evaluated,
+    EvaluationResult,
+    Finished,
+    GeneratorStats,
+    LeaseName,
+    Leases,
+    Lost,
+    NextEvaluation,
+    ReadStatus,
+    ReadSummary,
+    Release,
+    ReleasedEvaluation,
+    ReleasedLease,
+    Scale,
+    ShardHeader,
+    Shutdown,
+    Stop,
+    Take,
+)
 from asyncrl.wire.rpc import BACK_OFF, Connection
+from asyncrl.wire.service_messages import Error, Ok
 
 RESEND_S = 2.0
 """A message without an answer is sent again after this time: the replay queue may have died with it. The time doubles
@@ -23,57 +50,8 @@ ARRAYS_PER_GROUP = 4
 EVALUATION_POLL_S = 0.1
 
 
-@dataclass(slots=True)
-class GeneratorStats:
-    """Stats that a generator sends with every ask; sums since its first ask."""
-
-    tokens: int = 0
-    """Action tokens generated."""
-    waiting_s: float = 0.0
-    """Time without a running request. This and the next three are activities of a Stopwatch."""
-    working_s: float = 0.0
-    syncing_s: float = 0.0
-    writing_s: float = 0.0
-    stall_ms: list[float] = field(default_factory=list[float])
-    """Duration of each weight swap since the last ask, during which the engine was stalled."""
-    rewards_failed: int = 0
-    """Completions without a reward, because it could not be computed."""
-    costs: list[float] = field(default_factory=list[float])
-    """Fitted costs in seconds: per engine step, per sequence in a step, per request, and from the last token of a group
-    to its rewards; empty until known."""
-
-
-@dataclass(frozen=True, slots=True)
-class LeaseReply:
-    """The queue's answer to an ask."""
-
-    leases: list[Lease]
-    done: bool
-    """The run is over or stopping: release unfinished leases and return."""
-    reason: str
-    """The limit that reduced the leases: "staleness", "bytes", "journal", "share" (of each generator), "scale",
-    "session" (replaced by a newer one), or "" (nothing)."""
-    evaluations_left: bool = False
-    """Evaluation prompts of the loaded version are still open."""
-    leave: bool = False
-    """The generator is not needed any more: it asks for nothing, finishes its leases and exits."""
-    progress: int = 0
-    """Changes whenever a learner begins, takes or commits."""
-    pause_s: float = 0.0
-    """Minimum pause before the next ask of a generator that got fewer leases than it asked for, unless it loads another
-    version first."""
-
-
-@dataclass(frozen=True, slots=True)
-class Committed:
-    """The queue's answer to a commit."""
-
-    metrics: dict[str, float]
-    """The queue's own metrics of the step."""
-    state: bytes = b""
-    """The queue's part of a checkpoint of the step; empty unless asked for."""
-    checkpoint_wanted: bool = False
-    """The journal approaches its size limit."""
+LeaseReply = Leases[Lease]
+"""The queue's answer to an ask, with complete leases."""
 
 
 @dataclass(slots=True)
@@ -83,8 +61,7 @@ class _Unanswered:
     seq: int
     first_s: float
     last_s: float
-    kind: str
-    body: Any
+    body: Body
     arrays: Sequence[Arrays]
     resend_s: float
     """Time until it is sent again."""
@@ -131,20 +108,17 @@ class GeneratorClient:
         if self.outstanding:
             return
         self._number += 1
-        body = {
-            "generator": self.generator,
-            "session": self.session,
-            "number": self._number,
-            "version": version,
-            "num_groups": num_groups,
-            "num_evaluations": num_evaluations,
-            "stats": asdict(stats),
-            "working_on": [
-                {"ticket": lease.ticket, "attempt": lease.attempt, "evaluation": lease.evaluation}
-                for lease in working_on
-            ],
-        }
-        self._ask = self._send("ask", body)
+        body = Ask(
+            generator=self.generator,
+            session=self.session,
+            number=self._number,
+            version=version,
+            num_groups=num_groups,
+            num_evaluations=num_evaluations,
+            stats=structs.replace(stats),
+            working_on=[LeaseName(lease.ticket, lease.attempt, lease.evaluation) for lease in working_on],
+        )
+        self._ask = self._send(body)
 
     def poll(self, timeout_s: float = 0.0) -> LeaseReply | None:
         """Returns the answer to the ask if it arrives within the time. Also processes acknowledgements, and repeats
@@ -167,22 +141,22 @@ class GeneratorClient:
 
     def finish(self, group: Group) -> None:
         """Sends a finished group; it is kept and sent again until the queue acknowledges it."""
-        meta, block = pack_group(group)
-        self._unacknowledged[False, group.ticket, group.attempt] = self._send("finish", meta, [block])
+        header, block = pack_group(group)
+        self._unacknowledged[False, group.ticket, group.attempt] = self._send(header, [block])
 
-    def evaluated(self, result: EvaluatedBody) -> None:
+    def evaluated(self, result: Evaluated) -> None:
         """Sends an evaluated prompt, as `finish` does a group."""
-        self._unacknowledged[True, result["ticket"], result["attempt"]] = self._send("evaluated", result)
+        self._unacknowledged[True, result.ticket, result.attempt] = self._send(result)
 
     def release(self, leases: Sequence[tuple[int, int, int]], *, evaluations: Sequence[tuple[int, int]] = ()) -> None:
         """Releases unfinished leases: (ticket, attempt, action tokens generated so far), and (ticket, attempt) of
         evaluation prompts. Like a group, the message is sent again until it is acknowledged."""
-        body = {
-            "generator": self.generator,
-            "leases": [{"ticket": ticket, "attempt": attempt, "tokens": tokens} for ticket, attempt, tokens in leases],
-            "evaluations": [{"ticket": ticket, "attempt": attempt} for ticket, attempt in evaluations],
-        }
-        sent = self._send("release", body)
+        body = Release(
+            generator=self.generator,
+            leases=[ReleasedLease(*lease) for lease in leases],
+            evaluations=[ReleasedEvaluation(*lease) for lease in evaluations],
+        )
+        sent = self._send(body)
         self._unacknowledged[sent.seq] = sent
 
     def close(self, *, linger_s: float = 5.0) -> None:
@@ -192,27 +166,24 @@ class GeneratorClient:
             self.poll(0.05)
         self._connection.close()
 
-    def _send(self, kind: str, body: Any, arrays: Sequence[Arrays] = ()) -> _Unanswered:
+    def _send(self, body: Body, arrays: Sequence[Arrays] = ()) -> _Unanswered:
         now_s = time.monotonic()
-        return _Unanswered(self._connection.send(kind, body, arrays), now_s, now_s, kind, body, arrays, RESEND_S)
+        return _Unanswered(self._connection.send(body, arrays), now_s, now_s, body, arrays, RESEND_S)
 
     def _take(self, message: Message) -> LeaseReply | None:
         """Raises ProtocolError for an invalid answer, RunError if an outstanding message is refused."""
         body, seq = message.body, message.seq
-        match message.kind:
-            case "finished":
-                for kept in body["kept"]:
-                    self._unacknowledged.pop((kept["evaluation"], kept["ticket"], kept["attempt"]), None)
-            case "ok":
+        match body:
+            case Finished():
+                for kept in body.kept:
+                    self._unacknowledged.pop((kept.evaluation, kept.ticket, kept.attempt), None)
+            case Ok():
                 self._unacknowledged.pop(seq, None)
-            case "leases" if self._ask is not None and seq == self._ask.seq:
-                leases = unpack_leases(body["leases"], message.arrays)
+            case Leases() if self._ask is not None and seq == self._ask.seq:
+                leases = unpack_leases(body.leases, message.arrays)
                 self._ask = None
-                fields = {
-                    name: body[name] for name in ("done", "reason", "evaluations_left", "leave", "progress", "pause_s")
-                }
-                return LeaseReply(leases, **fields)
-            case "error" if seq == 0 or any(seq == sent.seq for sent in self._due()):
+                return structs.replace(body, leases=leases)
+            case Error() if seq == 0 or any(seq == sent.seq for sent in self._due()):
                 self._connection.check(message)
             case _:
                 pass  # the second answer to a repeated message
@@ -225,10 +196,10 @@ class GeneratorClient:
         now_s = time.monotonic()
         for sent in self._due():
             if now_s - sent.first_s > self.timeout_s:
-                raise self._connection.silent(sent.kind, self.timeout_s)
+                raise self._connection.silent(sent.body, self.timeout_s)
             if now_s - sent.last_s > sent.resend_s:
                 sent.last_s, sent.resend_s = now_s, BACK_OFF * sent.resend_s
-                self._connection.send(sent.kind, sent.body, sent.arrays, seq=sent.seq)
+                self._connection.send(sent.body, sent.arrays, seq=sent.seq)
 
 
 class LearnerClient:
@@ -245,15 +216,15 @@ class LearnerClient:
     def begin(self, step: int) -> int:
         """Registers this rank, which starts from a checkpoint of the step (0 without one). Returns the number of
         committed steps, up to which `take` and `commit` return the same as before."""
-        body = {"rank": self.rank, "step": step}
-        return self._connection.call("begin", body, lambda m: int(m.body["steps"]), timeout_s=self.timeout_s)
+        body = Begin(self.rank, step)
+        return self._connection.request(body, timeout_s=self.timeout_s).body.steps
 
     def take(self, step: int) -> Shard | None:
         """This rank's shard of the step, as soon as the batch is complete; None when the run is stopping, the
         same for all ranks."""
-        body = {"rank": self.rank, "step": step}
+        body = Take(self.rank, step)
         while True:
-            outcome, groups = self._connection.call("take", body, _shard, timeout_s=self.timeout_s)
+            outcome, groups = self._connection.call(body, _shard, timeout_s=self.timeout_s)
             if outcome != "wait":
                 return Shard(step, groups) if outcome == "shard" else None
 
@@ -262,19 +233,19 @@ class LearnerClient:
     ) -> Committed:
         """Reports the step as trained, and the steps of the complete checkpoints. With `saving` the answer contains the
         queue's part of a checkpoint of the step. Only rank 0 calls it."""
-        body = {"step": step, "metrics": metrics, "saving": saving, "checkpoints": list(checkpoints)}
-        return self._connection.call("commit", body, lambda m: Committed(**m.body), timeout_s=self.timeout_s)
+        body = Commit(step, metrics, saving, list(checkpoints))
+        return self._connection.request(body, timeout_s=self.timeout_s).body
 
     def evaluations(self, should_stop: Callable[[], bool]) -> Iterator[tuple[int, dict[str, float]]]:
         """Yields the evaluations that no commit has reported, as (step at which they ended, metrics), until there are
         no more. Only rank 0 calls it, after its last commit; a restarted rank gets all of them again."""
         after = 0
         while not should_stop():
-            body = self._connection.request("next_evaluation", {"after": after}, timeout_s=self.timeout_s).body
-            match body["outcome"]:
+            body: EvaluationResult = self._connection.request(NextEvaluation(after), timeout_s=self.timeout_s).body
+            match body.outcome:
                 case "ended":
                     after += 1
-                    yield body["step"], body["metrics"]
+                    yield body.step, body.metrics
                 case "none":
                     return
                 case _:
@@ -287,11 +258,12 @@ class LearnerClient:
 
 def _shard(message: Message) -> tuple[str, list[Group]]:
     """Raises ProtocolError unless the groups are complete."""
-    metas, arrays = message.body["groups"], message.arrays
-    if len(arrays) != ARRAYS_PER_GROUP * len(metas):
-        raise ProtocolError(f"shard of {len(metas)} groups with {len(arrays)} arrays")
+    body: ShardHeader = message.body
+    headers, arrays = body.groups, message.arrays
+    if len(arrays) != ARRAYS_PER_GROUP * len(headers):
+        raise ProtocolError(f"shard of {len(headers)} groups with {len(arrays)} arrays")
     parts = [arrays[i : i + ARRAYS_PER_GROUP] for i in range(0, len(arrays), ARRAYS_PER_GROUP)]
-    return message.body["outcome"], [unpack_group(meta, part) for meta, part in zip(metas, parts, strict=True)]
+    return body.outcome, [unpack_group(header, part) for header, part in zip(headers, parts, strict=True)]
 
 
 class LauncherClient:
@@ -303,31 +275,31 @@ class LauncherClient:
 
     def status(self) -> dict[str, Any]:
         """The state of the run: see `ReplayQueue.status`."""
-        return self._request("status", {})
+        return self._request(ReadStatus())
 
     def summary(self) -> dict[str, Any]:
         """The queue's part of the run's summary."""
-        return self._request("summary", {})
+        return self._request(ReadSummary())
 
     def lost(self, generator: int) -> None:
         """Reports that the generator's process has ended, so that its leases are returned at once."""
-        self._request("lost", {"generator": generator})
+        self._request(Lost(generator))
 
     def scale(self, generators: int) -> None:
         """Sets the number of generators from now on; those with a higher index leave."""
-        self._request("scale", {"generators": generators})
+        self._request(Scale(generators))
 
     def stop(self, reason: str) -> None:
         """Stops the run: learners before their next step, generators at once."""
-        self._request("stop", {"text": reason})
+        self._request(Stop(reason))
 
     def shutdown(self) -> None:
         """Ends the replay process."""
-        self._request("shutdown", {})
+        self._request(Shutdown())
 
     def close(self) -> None:
         """Closes the connection."""
         self._connection.close()
 
-    def _request(self, kind: str, body: dict[str, Any]) -> dict[str, Any]:
-        return self._connection.request(kind, body, timeout_s=self.timeout_s).body
+    def _request(self, body: Body) -> dict[str, Any]:
+        return self._connection.request(body, timeout_s=self.timeout_s).body.result

@@ -10,7 +10,7 @@ from typing import Any, Self
 import numpy as np
 
 from asyncrl.types import Status
-from asyncrl.wire.messages import EvaluatedBody
+from asyncrl.wire.messages import Evaluated
 
 CORRECT = 1.0 - 1e-6
 """A completion with at least this reward is correct."""
@@ -28,9 +28,9 @@ class PromptScore:
     """Tokens of all completions."""
 
     @classmethod
-    def of(cls, result: EvaluatedBody) -> Self:
+    def of(cls, result: Evaluated) -> Self:
         """The score of an evaluated prompt."""
-        return cls(result["data_source"], result["rewards"], result["status"], result["tokens"])
+        return cls(result.data_source, result.rewards, result.status, result.tokens)
 
     def state(self) -> list[Any]:
         """The state for msgpack."""

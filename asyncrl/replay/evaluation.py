@@ -18,7 +18,7 @@ from asyncrl.config import Config
 from asyncrl.errors import ProtocolError
 from asyncrl.replay.eval_scores import PromptScore, eval_metrics, score_table
 from asyncrl.types import Lease, Prompt
-from asyncrl.wire.messages import EvaluatedBody, ReleasedEvaluation
+from asyncrl.wire.messages import Evaluated, ReleasedEvaluation
 
 log = structlog.get_logger()
 
@@ -137,22 +137,22 @@ class EvalBook:
             if held.generator == generator
         ]
 
-    def wants(self, result: EvaluatedBody) -> bool:
+    def wants(self, result: Evaluated) -> bool:
         """False for a repeated result, or one whose evaluation has ended. Raises ProtocolError for a wrong one."""
-        evaluation = self._running.get(result["version"])
-        ticket = result["ticket"]
+        evaluation = self._running.get(result.version)
+        ticket = result.ticket
         if evaluation is None or ticket in evaluation.scores:
             return False
-        if ticket not in evaluation.attempts or result["attempt"] > evaluation.attempts[ticket]:
-            raise ProtocolError(f"evaluation ticket {ticket} of version {result['version']} was never leased")
+        if ticket not in evaluation.attempts or result.attempt > evaluation.attempts[ticket]:
+            raise ProtocolError(f"evaluation ticket {ticket} of version {result.version} was never leased")
         self._check(result)
         return True
 
-    def finish(self, result: EvaluatedBody) -> None:
+    def finish(self, result: Evaluated) -> None:
         """Counts an evaluated prompt: the first result that arrives for it. Raises ProtocolError for a wrong one."""
         if not self.wants(result):
             return
-        evaluation, ticket = self._running[result["version"]], result["ticket"]
+        evaluation, ticket = self._running[result.version], result.ticket
         evaluation.leased.pop(ticket, None)
         if ticket in evaluation.open:
             evaluation.open.remove(ticket)
@@ -186,10 +186,10 @@ class EvalBook:
         """Takes back prompts that a generator will not finish."""
         for lease in leases:
             for evaluation in self._running.values():
-                held = evaluation.leased.get(lease["ticket"])
-                if held is not None and held.attempt == lease["attempt"]:
-                    del evaluation.leased[lease["ticket"]]
-                    evaluation.open.append(lease["ticket"])
+                held = evaluation.leased.get(lease.ticket)
+                if held is not None and held.attempt == lease.attempt:
+                    del evaluation.leased[lease.ticket]
+                    evaluation.open.append(lease.ticket)
 
     def expired(self, now_s: float) -> list[ReleasedEvaluation]:
         """Prompts whose leases were not renewed for `replay.lease_timeout_s`."""
@@ -198,7 +198,7 @@ class EvalBook:
             for ticket, held in evaluation.leased.items():
                 if now_s - held.renewed_s > self._config.replay.lease_timeout_s:
                     log.warning("evaluation lease expired", ticket=ticket, generator=held.generator)
-                    found.append({"ticket": ticket, "attempt": held.attempt})
+                    found.append(ReleasedEvaluation(ticket, held.attempt))
         return found
 
     def stranded(self, now_s: float) -> list[int]:
@@ -284,13 +284,15 @@ class EvalBook:
         results = sorted(self.ended, key=lambda result: result["version"])
         return {"eval": results, "eval_tokens": self.tokens, "eval_dropped": self.dropped}
 
-    def _check(self, result: EvaluatedBody) -> None:
-        where = f"evaluation ticket {result['ticket']}"
+    def _check(self, result: Evaluated) -> None:
+        where = f"evaluation ticket {result.ticket}"
         for name in ("rewards", "status"):
-            if len(result[name]) != self._config.eval.samples:
-                raise ProtocolError(f"{where}: {len(result[name])} {name}, expected {self._config.eval.samples}")
-        if not all(map(math.isfinite, result["rewards"])):
-            raise ProtocolError(f"{where}: rewards {result['rewards']} are not finite")
+            if len(getattr(result, name)) != self._config.eval.samples:
+                raise ProtocolError(
+                    f"{where}: {len(getattr(result, name))} {name}, expected {self._config.eval.samples}"
+                )
+        if not all(map(math.isfinite, result.rewards)):
+            raise ProtocolError(f"{where}: rewards {result.rewards} are not finite")
 
     def _may_come(self, version: int, now_s: float) -> bool:
         """True if a running generator has the version loaded or can still load it."""

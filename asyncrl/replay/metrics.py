@@ -22,7 +22,7 @@ from asyncrl.replay.stats import (
 from asyncrl.types import mean_staleness
 from asyncrl.util.processes import ACTIVITIES, fractions
 from asyncrl.wire.bounds import MAX_COUNT, MAX_NUMBER
-from asyncrl.wire.messages import GroupMeta
+from asyncrl.wire.messages import GeneratorStats, GroupHeader
 
 RATE_WINDOW_S = 10.0
 LEARNER_TIMES = {
@@ -41,20 +41,20 @@ class RewardsSinceStep:
 
     means: dict[str, ExactMean] = field(default_factory=dict[str, ExactMean])
 
-    def add(self, meta: GroupMeta, completion: Sequence[int]) -> None:
+    def add(self, header: GroupHeader, completion: Sequence[int]) -> None:
         """Counts a scored group; `completion` has the action tokens of each trajectory."""
-        self._count("reward/mean", meta["rewards"])
-        self._count(f"reward/{meta['data_source']}", meta["rewards"])
-        for name in {name for parts in meta["parts"] for name in parts}:
-            self._count(f"reward_part/{name}", [parts[name] for parts in meta["parts"] if name in parts])
+        self._count("reward/mean", header.rewards)
+        self._count(f"reward/{header.data_source}", header.rewards)
+        for name in {name for parts in header.parts for name in parts}:
+            self._count(f"reward_part/{name}", [parts[name] for parts in header.parts if name in parts])
         self._count("completion/tokens", completion)
-        if meta["greedy_reward"] is not None:
-            self._count("reward/greedy", [meta["greedy_reward"]])
-        self._count("completion/truncated_fraction", [float(status == "truncated") for status in meta["status"]])
+        if header.greedy_reward is not None:
+            self._count("reward/greedy", [header.greedy_reward])
+        self._count("completion/truncated_fraction", [float(status == "truncated") for status in header.status])
 
-    def count_failed(self, meta: GroupMeta) -> None:
+    def count_failed(self, header: GroupHeader) -> None:
         """Counts the trajectories without a reward, of any group."""
-        self._count("reward/failed_fraction", [float(bool(error)) for error in meta["errors"]])
+        self._count("reward/failed_fraction", [float(bool(error)) for error in header.errors])
 
     def take(self) -> dict[str, float]:
         """Returns the means and resets them."""
@@ -98,7 +98,7 @@ class RunMetrics:
     last_metrics: dict[str, float] = field(default_factory=dict[str, float])
     """All metrics of the last step, including those of the learner."""
 
-    def heartbeat(self, generator: int, session: str, version: int, stats: dict[str, Any], now_s: float) -> None:
+    def heartbeat(self, generator: int, session: str, version: int, stats: GeneratorStats, now_s: float) -> None:
         """Records the stats of an ask."""
         self.generators.setdefault(generator, GeneratorState()).heartbeat(session, version, stats, now_s)
 
@@ -112,16 +112,16 @@ class RunMetrics:
         if self.first_lease_s is None:
             self.first_lease_s = now_s
 
-    def scored(self, meta: GroupMeta, completion: Sequence[int]) -> None:
+    def scored(self, header: GroupHeader, completion: Sequence[int]) -> None:
         """Counts a group that arrived; `completion` has the action tokens of each trajectory."""
-        self.rewards_since_step.count_failed(meta)
-        if "failed" not in meta["status"]:
-            self.rewards_since_step.add(meta, completion)
-            self.greedy_tokens += meta["greedy_tokens"]
+        self.rewards_since_step.count_failed(header)
+        if "failed" not in header.status:
+            self.rewards_since_step.add(header, completion)
+            self.greedy_tokens += header.greedy_tokens
 
-    def ended(self, outcome: str, meta: GroupMeta, completion: Sequence[int]) -> None:
+    def ended(self, outcome: str, header: GroupHeader, completion: Sequence[int]) -> None:
         """Counts a group that was trained or refunded."""
-        self.outcomes.setdefault(outcome, OutcomeStats()).add(meta, completion)
+        self.outcomes.setdefault(outcome, OutcomeStats()).add(header, completion)
 
     def committed(
         self,

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import zmq
 
 from asyncrl.replay.journal.writer import SYNCED
 from asyncrl.replay.queue import ReplayQueue
+from asyncrl.wire.bounds import Body
 from asyncrl.wire.frames import Arrays, encode
+from asyncrl.wire.messages import Committed, Finished, LeaseName, ShardHeader
 
-URGENT = frozenset({"shard", "committed"})
-"""Kinds of replies that a learner waits for."""
-PROMISES = {"group": "finished", "commit": "committed"}
-"""The kind of reply that acknowledges a record of each kind."""
+URGENT = (ShardHeader, Committed)
+"""Replies that a learner waits for."""
+PROMISES = {"group": Finished, "commit": Committed}
+"""The reply that acknowledges a record of each kind."""
 
-Reply = tuple[str, Any, Sequence[Arrays]]
-"""Kind, body and arrays."""
+
+class Reply(NamedTuple):
+    """The body and the arrays of a reply."""
+
+    body: Body
+    arrays: Sequence[Arrays] = ()
 
 
 class Answer(NamedTuple):
@@ -42,7 +48,7 @@ class Outbox:
         """Written replies that wait for the next sync of the journal to start."""
         self._syncing: list[Answer] = []
         """Written replies that wait for the sync under way."""
-        self._promises = frozenset(PROMISES[kind] for kind in SYNCED[queue.config.journal.flush])
+        self._promises = tuple(PROMISES[kind] for kind in SYNCED[queue.config.journal.flush])
 
     @property
     def syncing(self) -> bool:
@@ -52,7 +58,7 @@ class Outbox:
     @property
     def urgent(self) -> bool:
         """True if a learner waits for the last reply: it should be flushed now rather than with more messages."""
-        return bool(self.answers) and self.answers[-1].reply[0] in URGENT
+        return bool(self.answers) and isinstance(self.answers[-1].reply.body, URGENT)
 
     def add(self, identity: bytes, seq: int, reply: Reply) -> None:
         """Queues a reply for the next `flush`."""
@@ -64,8 +70,8 @@ class Outbox:
         begins = wait or self._queue.synced
         self._queue.write(wait=wait)
         answers, self.answers = self.answers, []
-        self._unsynced += [answer for answer in answers if answer.reply[0] in self._promises]
-        self._send([answer for answer in answers if answer.reply[0] not in self._promises])
+        self._unsynced += [answer for answer in answers if isinstance(answer.reply.body, self._promises)]
+        self._send([answer for answer in answers if not isinstance(answer.reply.body, self._promises)])
         if begins:
             self._syncing += self._unsynced
             self._unsynced = []
@@ -78,19 +84,19 @@ class Outbox:
             self._syncing = []
 
     def _send(self, answers: Sequence[Answer]) -> None:
-        for identity, seq, (kind, body, arrays) in joined(answers):
-            frames = encode(self._run_id, kind, body, seq=seq, arrays=arrays)
+        for identity, seq, (body, arrays) in joined(answers):
+            frames = encode(self._run_id, body, seq=seq, arrays=arrays)
             self._socket.send_multipart([identity, *frames], copy=False)
 
 
 def joined(answers: Sequence[Answer]) -> Iterator[Answer]:
-    """The answers, with all "finished" replies to a peer merged into one."""
-    kept: dict[bytes, list[Any]] = {}
+    """The answers, with all `Finished` replies to a peer merged into one."""
+    kept: dict[bytes, list[LeaseName]] = {}
     for answer in answers:
-        kind, body, _ = answer.reply
-        if kind == "finished":
-            kept.setdefault(answer.identity, []).extend(body["kept"])
+        body = answer.reply.body
+        if isinstance(body, Finished):
+            kept.setdefault(answer.identity, []).extend(body.kept)
         else:
             yield answer
     for identity, all_kept in kept.items():
-        yield Answer(identity, 0, ("finished", {"kept": all_kept}, []))
+        yield Answer(identity, 0, Reply(Finished(all_kept)))

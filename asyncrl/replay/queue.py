@@ -30,6 +30,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import structlog
+from msgspec import structs
 
 from asyncrl.config import Config
 from asyncrl.errors import ProtocolError
@@ -46,12 +47,15 @@ from asyncrl.replay.trace import TraceWriter
 from asyncrl.types import NO_VERSION, Lease, Prompt
 from asyncrl.wire.frames import Array
 from asyncrl.wire.messages import (
-    CommittedBody,
-    EvaluatedBody,
-    GroupMeta,
+    Committed,
+    Evaluated,
+    EvaluationOutcome,
+    GeneratorStats,
+    GroupHeader,
     LeaseName,
     ReleasedEvaluation,
     ReleasedLease,
+    TakeOutcome,
 )
 
 log = structlog.get_logger()
@@ -120,7 +124,7 @@ class ReplayQueue:
         generator: int,
         version: int,
         num_groups: int,
-        stats: dict[str, Any],
+        stats: GeneratorStats,
         num_evaluations: int = 0,
         *,
         session: str,
@@ -140,7 +144,7 @@ class ReplayQueue:
             return [], "session"
         self._renew(generator, working_on, now_s)
         if kind == "again":
-            self.measure.heartbeat(generator, session, version, stats | {"stall_ms": []}, now_s)
+            self.measure.heartbeat(generator, session, version, structs.replace(stats, stall_ms=[]), now_s)
             return self.sessions.leases(generator, session, number), ""
         if kind == "new session":
             self._give_back_all(self.sessions.others(generator, session))
@@ -172,14 +176,14 @@ class ReplayQueue:
         """True if the generator is not needed any more, or another process has replaced it."""
         return generator >= self.state.generators_wanted or self.sessions.is_former(session)
 
-    def finish(self, meta: GroupMeta, arrays: list[Array]) -> None:
+    def finish(self, header: GroupHeader, arrays: list[Array]) -> None:
         """Keeps a finished group, or refunds it. Only the first group of a ticket that arrives is used, and a group
         that arrives twice is counted once."""
-        check_group(meta, arrays, group_size=self.config.generator.group_size)
+        check_group(header, arrays, group_size=self.config.generator.group_size)
         newest = int(arrays[3].max())
         if newest > self.ledger.steps:
-            raise ProtocolError(f"ticket {meta['ticket']} has version {newest}, the learner is at {self.ledger.steps}")
-        number, attempt, start_version = meta["ticket"], meta["attempt"], meta["start_version"]
+            raise ProtocolError(f"ticket {header.ticket} has version {newest}, the learner is at {self.ledger.steps}")
+        number, attempt, start_version = header.ticket, header.attempt, header.start_version
         if not self.state.awaits(number, attempt):
             self._repeated(number, attempt)
             return
@@ -188,31 +192,32 @@ class ReplayQueue:
             self._lose(number, attempt, int(arrays[1].sum()))
             return
         held = self.held[number]
-        held.check_prompt(meta, arrays[0])
+        held.check_prompt(header, arrays[0])
         leased_at = self.ledger.live[number].start_version
         if current and start_version < leased_at:
             raise ProtocolError(f"ticket {number} was leased at version {leased_at}, not started at {start_version}")
-        started_s, finished_s = self.clock.span(meta["started_s"], meta["finished_s"])
-        reason = refund_reason(self.config, meta, group_relative=self._group_relative)
-        body = {**meta, "started_s": started_s, "finished_s": finished_s, "refunded": reason}
+        started_s, finished_s = self.clock.span(header.started_s, header.finished_s)
+        reason = refund_reason(self.config, header, group_relative=self._group_relative)
+        run_s = {"started_s": started_s, "finished_s": finished_s}
+        body = structs.asdict(header) | run_s | {"refunded": reason}
         self.store.apply_and_log("group", body, arrays)
-        errors = [error for error in meta["errors"] if error]
+        errors = [error for error in header.errors if error]
         if reason == "failed" or errors:
             event = "group failed" if reason == "failed" else "rewards failed"
-            log.warning(event, ticket=number, row=meta["row"], count=len(errors), error=errors[0] if errors else "")
+            log.warning(event, ticket=number, row=header.row, count=len(errors), error=errors[0] if errors else "")
         check_refunds(self.config, self.ledger, self.state.refunds_in_a_row)
 
-    def evaluated(self, result: EvaluatedBody) -> None:
+    def evaluated(self, result: Evaluated) -> None:
         """Counts an evaluated prompt: the first result that arrives for it."""
         if self.evaluation.wants(result):
-            self.store.apply_and_log("evaluated", result)
+            self.store.apply_and_log("evaluated", structs.asdict(result))
 
     def release(
         self, generator: int, leases: Sequence[ReleasedLease], evaluations: Sequence[ReleasedEvaluation] = ()
     ) -> None:
         """Takes back leases that a generator will not finish, and counts the tokens that are lost."""
         for lease in leases:
-            number, attempt, tokens = lease["ticket"], lease["attempt"], lease["tokens"]
+            number, attempt, tokens = lease.ticket, lease.attempt, lease.tokens
             if self.ledger.is_current(number, attempt):
                 self.store.return_leases(number, attempt, tokens=tokens)
                 log.info("lease returned", ticket=number, attempt=attempt, generator=generator, tokens=tokens)
@@ -220,8 +225,8 @@ class ReplayQueue:
                 self._lose(number, attempt, tokens)
         leased = {(ticket, attempt) for _, ticket, attempt in self.evaluation.held()}
         for lease in evaluations:
-            if (lease["ticket"], lease["attempt"]) in leased:
-                self.store.return_leases(lease["ticket"], lease["attempt"], evaluation=True)
+            if (lease.ticket, lease.attempt) in leased:
+                self.store.return_leases(lease.ticket, lease.attempt, evaluation=True)
 
     def lost(self, generator: int) -> None:
         """Takes back all leases of a generator whose process has ended."""
@@ -242,7 +247,7 @@ class ReplayQueue:
         now_s = self.clock.now() if now_s is None else now_s
         limit_s = self.config.replay.lease_timeout_s
         for lease in self.evaluation.expired(now_s):
-            self.store.return_leases(lease["ticket"], lease["attempt"], evaluation=True)
+            self.store.return_leases(lease.ticket, lease.attempt, evaluation=True)
         for version in self.evaluation.stranded(now_s):
             self.store.apply_and_log("drop", {"version": version, "reason": STRANDED})
         if now_s <= self._next_expiry_s:
@@ -264,17 +269,17 @@ class ReplayQueue:
         """See `Batcher.begin`."""
         return self.batcher.begin(rank, step)
 
-    def take(self, rank: int, step: int) -> tuple[str, list[FinishedGroup]]:
+    def take(self, rank: int, step: int) -> tuple[TakeOutcome, list[FinishedGroup]]:
         """See `Batcher.next_shard`."""
         return self.batcher.next_shard(rank, step, trained=self.trained)
 
     def commit(
         self, step: int, metrics: dict[str, float], *, saving: bool = False, checkpoints: Sequence[int] = ()
-    ) -> CommittedBody:
+    ) -> Committed:
         """See `Batcher.commit`."""
         return self.batcher.commit(step, metrics, saving=saving, checkpoints=checkpoints)
 
-    def next_evaluation(self, after: int) -> tuple[str, int, dict[str, float]]:
+    def next_evaluation(self, after: int) -> tuple[EvaluationOutcome, int, dict[str, float]]:
         """Returns ("ended", step, metrics) of the next result that no commit has reported, after skipping `after` of
         them; ("wait", 0, {}) while evaluations are running, or ("none", 0, {})."""
         result = self.evaluation.unreported(after)
@@ -337,8 +342,8 @@ class ReplayQueue:
 
     def _renew(self, generator: int, leases: Sequence[LeaseName], now_s: float) -> None:
         for lease in leases:
-            number, attempt = lease["ticket"], lease["attempt"]
-            if lease["evaluation"]:
+            number, attempt = lease.ticket, lease.attempt
+            if lease.evaluation:
                 self.evaluation.renew(generator, number, attempt, now_s)
             elif self.ledger.is_current(number, attempt) and self.held[number].generator == generator:
                 self.held[number].renewed_s = now_s

@@ -5,24 +5,24 @@ from __future__ import annotations
 from asyncrl.config import Config
 from asyncrl.errors import RunError
 from asyncrl.replay.ledger import Ledger
-from asyncrl.wire.messages import GroupMeta
+from asyncrl.wire.messages import GroupHeader
 
 SAME_REWARD = 1e-6
 """A group whose rewards differ by less has no training signal."""
 
 
-def refund_reason(config: Config, meta: GroupMeta, *, group_relative: bool) -> str:
+def refund_reason(config: Config, header: GroupHeader, *, group_relative: bool) -> str:
     """The reason why a finished group is refunded; empty if it is to be trained.
 
     `group_relative`: the advantage of a group whose rewards are all equal is 0.
     """
-    if "failed" in meta["status"]:
+    if "failed" in header.status:
         return "failed"
-    if config.algorithm.truncated == "mask" and set(meta["status"]) == {"truncated"}:
+    if config.algorithm.truncated == "mask" and set(header.status) == {"truncated"}:
         return "truncated"
     choice = config.replay.zero_variance
     refunds_equal = choice == "refund" or (choice == "auto" and group_relative)
-    if refunds_equal and max(meta["rewards"]) - min(meta["rewards"]) < SAME_REWARD:
+    if refunds_equal and max(header.rewards) - min(header.rewards) < SAME_REWARD:
         return "zero_variance"
     return ""
 

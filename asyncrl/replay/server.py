@@ -21,7 +21,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import structlog
 import zmq
@@ -31,11 +30,30 @@ from asyncrl.replay.codec import pack_leases
 from asyncrl.replay.journal.records import FRAME_BYTES
 from asyncrl.replay.outbox import Outbox, Reply
 from asyncrl.replay.queue import ReplayQueue
-from asyncrl.replay.tickets import FinishedGroup
 from asyncrl.util.processes import Stopwatch, fractions
 from asyncrl.wire.bad_peers import BadPeers
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.frames import ALIGNMENT, MAX_REQUEST_HEADER_BYTES, Message, decode
+from asyncrl.wire.messages import (
+    Ask,
+    Begin,
+    Begun,
+    Commit,
+    Evaluated,
+    EvaluationResult,
+    Finished,
+    GroupHeader,
+    LeaseName,
+    Leases,
+    Lost,
+    NextEvaluation,
+    Release,
+    Scale,
+    ShardHeader,
+    Stop,
+    Take,
+)
+from asyncrl.wire.service_messages import Error, Ok
 from asyncrl.wire.sockets import MAX_FRAME_BYTES, bind_router
 
 log = structlog.get_logger()
@@ -122,17 +140,13 @@ class ReplayServer:
             if self.bad_peers.note(identity):
                 log.error("a peer was cut off for its bad messages", peer=identity.hex())
             if not isinstance(error, StrangerError):
-                self._outbox.add(identity, seq, ("error", {"text": str(error)}, []))
+                self._outbox.add(identity, seq, Reply(Error(str(error))))
             if isinstance(error, InvariantError):
                 self._outbox.flush(wait=True)
                 raise
             return
         if reply is None:
-            self._waiting[(message.body["rank"], message.body["step"])] = (
-                identity,
-                message,
-                time.monotonic(),
-            )
+            self._waiting[(message.body.rank, message.body.step)] = identity, message, time.monotonic()
         else:
             self._outbox.add(identity, seq, reply)
 
@@ -153,108 +167,105 @@ class ReplayServer:
             try:
                 reply = self._take(message)
             except ProtocolError as error:  # the step was committed without it
-                reply = "error", {"text": str(error)}, []
+                reply = Reply(Error(str(error)))
             if reply is None and now_s - since_s > TAKE_ANSWER_S:
-                reply = self._shard("wait", message, [])
+                reply = Reply(ShardHeader(message.body.step, "wait", []))
             if reply is not None:
                 del self._waiting[key]
                 self._outbox.add(identity, message.seq, reply)
 
     def _ask(self, message: Message) -> Reply:
-        queue, body = self.queue, message.body
+        queue = self.queue
+        body: Ask = message.body
         leases, reason = queue.ask(
-            body["generator"],
-            body["version"],
-            body["num_groups"],
-            body["stats"],
-            body["num_evaluations"],
-            session=body["session"],
-            number=body["number"],
-            working_on=body["working_on"],
+            body.generator,
+            body.version,
+            body.num_groups,
+            body.stats,
+            body.num_evaluations,
+            session=body.session,
+            number=body.number,
+            working_on=body.working_on,
         )
-        metas, prompts = pack_leases(leases)
-        answer = {
-            "leases": metas,
-            "done": queue.done,
-            "leave": queue.leaves(body["generator"], body["session"]),
-            "reason": reason,
-            "evaluations_left": queue.evaluation.left(body["version"]),
-            "progress": queue.batcher.progress,
-            "pause_s": queue.state.generators_wanted / DENIED_ASKS_PER_S,
-        }
-        return "leases", answer, [prompts]
+        headers, prompts = pack_leases(leases)
+        answer = Leases(
+            leases=headers,
+            done=queue.done,
+            leave=queue.leaves(body.generator, body.session),
+            reason=reason,
+            evaluations_left=queue.evaluation.left(body.version),
+            progress=queue.batcher.progress,
+            pause_s=queue.state.generators_wanted / DENIED_ASKS_PER_S,
+        )
+        return Reply(answer, [prompts])
 
     def _finish(self, message: Message) -> Reply:
-        self.queue.finish(message.body, message.arrays)
-        return "finished", _kept(message, evaluation=False), []
+        body: GroupHeader = message.body
+        self.queue.finish(body, message.arrays)
+        return Reply(Finished([LeaseName(body.ticket, body.attempt, evaluation=False)]))
 
     def _evaluated(self, message: Message) -> Reply:
-        self.queue.evaluated(message.body)
-        return "finished", _kept(message, evaluation=True), []
+        body: Evaluated = message.body
+        self.queue.evaluated(body)
+        return Reply(Finished([LeaseName(body.ticket, body.attempt, evaluation=True)]))
 
     def _next_evaluation(self, message: Message) -> Reply:
-        outcome, step, metrics = self.queue.next_evaluation(message.body["after"])
-        return "evaluation", {"outcome": outcome, "step": step, "metrics": metrics}, []
+        body: NextEvaluation = message.body
+        return Reply(EvaluationResult(*self.queue.next_evaluation(body.after)))
 
     def _release(self, message: Message) -> Reply:
-        body = message.body
-        self.queue.release(body["generator"], body["leases"], body["evaluations"])
-        return "ok", {}, []
+        body: Release = message.body
+        self.queue.release(body.generator, body.leases, body.evaluations)
+        return Reply(Ok({}))
 
     def _begin(self, message: Message) -> Reply:
-        rank = message.body["rank"]
-        steps = self.queue.begin(rank, message.body["step"])
-        for key in [key for key in self._waiting if key[0] == rank]:
+        body: Begin = message.body
+        steps = self.queue.begin(body.rank, body.step)
+        for key in [key for key in self._waiting if key[0] == body.rank]:
             del self._waiting[key]
-        return "begun", {"steps": steps}, []
+        return Reply(Begun(steps))
 
     def _take(self, message: Message) -> Reply | None:
-        outcome, groups = self.queue.take(message.body["rank"], message.body["step"])
-        return None if outcome == "wait" else self._shard(outcome, message, groups)
-
-    def _shard(self, outcome: str, message: Message, groups: list[FinishedGroup]) -> Reply:
-        metas = [group.meta for group in groups]
-        body = {"step": message.body["step"], "outcome": outcome, "groups": metas}
-        return "shard", body, [group.arrays for group in groups]
+        body: Take = message.body
+        outcome, groups = self.queue.take(body.rank, body.step)
+        if outcome == "wait":
+            return None
+        headers = [group.header for group in groups]
+        return Reply(ShardHeader(body.step, outcome, headers), [group.arrays for group in groups])
 
     def _commit(self, message: Message) -> Reply:
-        body = message.body
-        answer = self.queue.commit(
-            body["step"], body["metrics"], saving=body["saving"], checkpoints=body["checkpoints"]
-        )
-        return "committed", answer, []
+        body: Commit = message.body
+        return Reply(self.queue.commit(body.step, body.metrics, saving=body.saving, checkpoints=body.checkpoints))
 
     def _lost(self, message: Message) -> Reply:
-        self.queue.lost(message.body["generator"])
-        return "ok", {}, []
+        body: Lost = message.body
+        self.queue.lost(body.generator)
+        return Reply(Ok({}))
 
     def _scale(self, message: Message) -> Reply:
-        self.queue.scale(message.body["generators"])
-        return "ok", {}, []
+        body: Scale = message.body
+        self.queue.scale(body.generators)
+        return Reply(Ok({}))
 
     def _status(self, message: Message) -> Reply:
-        return "ok", self.queue.status() | self._refused(), []
+        return Reply(Ok(self.queue.status() | self._refused()))
 
     def _summary(self, message: Message) -> Reply:
         summary = self.queue.summary()
         summary["time"] |= {"replay": fractions(self._watch.seconds())}
-        return "ok", summary | self._refused(), []
+        return Reply(Ok(summary | self._refused()))
 
     def _refused(self) -> dict[str, int]:
         return {"bad_messages": self.errors.total(), "cut_off": self.bad_peers.cut_off}
 
     def _stop(self, message: Message) -> Reply:
-        self.queue.stop(message.body["text"])
-        return "ok", {}, []
+        body: Stop = message.body
+        self.queue.stop(body.reason)
+        return Reply(Ok({}))
 
     def _shutdown(self, message: Message) -> Reply:
         self.shut = True
-        return "ok", {}, []
-
-
-def _kept(message: Message, *, evaluation: bool) -> dict[str, Any]:
-    body = message.body
-    return {"kept": [{"ticket": body["ticket"], "attempt": body["attempt"], "evaluation": evaluation}]}
+        return Reply(Ok({}))
 
 
 HANDLERS: dict[str, Callable[[ReplayServer, Message], Reply | None]] = {

@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
+
 from asyncrl.config import Config
 from asyncrl.errors import JournalError
 from asyncrl.replay.evaluation import EvalBook
@@ -25,6 +27,7 @@ from asyncrl.replay.tickets import FinishedGroup, Load, PromptSource, TakenStep,
 from asyncrl.replay.trace import TraceWriter
 from asyncrl.types import Lease, Prompt
 from asyncrl.wire.frames import Array
+from asyncrl.wire.messages import Evaluated, ReleasedEvaluation
 
 MAX_LATE = 1024
 """Trained and refunded tickets whose outstanding attempts are remembered; the oldest is forgotten first."""
@@ -109,7 +112,7 @@ class QueueState:
     def _return(self, body: Any, *_: object) -> None:
         number, attempt = body["ticket"], body["attempt"]
         if body["evaluation"]:
-            self.evaluation.release([{"ticket": number, "attempt": attempt}])
+            self.evaluation.release([ReleasedEvaluation(number, attempt)])
         else:
             held = self.held[number]
             self.ledger.return_lease(number, tokens=body["tokens"])
@@ -121,13 +124,13 @@ class QueueState:
 
     def _group(self, body: Any, arrays: list[Array], location: Location | None) -> None:
         group, reason = FinishedGroup.of_record(body, arrays), body["refunded"]
-        number, meta = group.meta["ticket"], group.meta
+        number, header = group.header.ticket, group.header
         held = self.held[number]
         held.keep(group, location)
         self.leased_by[held.generator] -= self.ledger.live[number].state is State.LEASED
-        amount = {"trajectories": len(meta["lengths"]), "tokens": sum(held.completion)}
-        self.ledger.finish(number, **amount, start_version=meta["start_version"])
-        self.measure.scored(meta, held.completion)
+        amount = {"trajectories": len(header.lengths), "tokens": sum(held.completion)}
+        self.ledger.finish(number, **amount, start_version=header.start_version)
+        self.measure.scored(header, held.completion)
         if not reason:
             self.refunds_in_a_row = 0
             self.held_bytes += held.num_bytes
@@ -137,7 +140,7 @@ class QueueState:
         del self.held[number]
         self._end(number, held)
         self.refunds_in_a_row += 1
-        self.measure.ended(reason, meta, held.completion)
+        self.measure.ended(reason, header, held.completion)
         self._trace(held, reason)
 
     def _end(self, number: int, held: TicketEntry) -> None:
@@ -163,7 +166,7 @@ class QueueState:
             del self.late[number]
 
     def _evaluated(self, body: Any, *_: object) -> None:
-        self.evaluation.finish(body)
+        self.evaluation.finish(msgspec.convert(body, Evaluated))
 
     def _drop(self, body: Any, *_: object) -> None:
         self.evaluation.drop(body["version"], body["reason"])
@@ -228,7 +231,7 @@ class QueueState:
     def trace_in_flight(self) -> None:
         """Adds the groups that are finished and not trained to the trace."""
         for held in self.held.values():
-            if held.meta is not None:
+            if held.header is not None:
                 self._trace(held, "in_flight")
 
     def _trace(
@@ -328,7 +331,7 @@ class QueueState:
             elif ticket.state is not State.RETURNED:
                 self.ledger.revoke(ticket.number)
         self.step, self.coverage = None, Coverage()
-        self.evaluation.release([{"ticket": t, "attempt": attempt} for _, t, attempt in list(self.evaluation.held())])
+        self.evaluation.release([ReleasedEvaluation(t, attempt) for _, t, attempt in list(self.evaluation.held())])
 
 
 APPLY: dict[str, Callable[[QueueState, Any, list[Array], Location | None], None]] = {

@@ -14,7 +14,7 @@ from asyncrl.types import NO_VERSION
 from asyncrl.util.processes import ACTIVITIES, fractions
 from asyncrl.wire.bounds import MAX_NUMBER
 from asyncrl.wire.frames import Array
-from asyncrl.wire.messages import GroupMeta
+from asyncrl.wire.messages import GeneratorStats, GroupHeader
 
 PHASES = ("generate", "queue", "train")
 """The phases of a group: being generated, in the queue, with the learner."""
@@ -34,15 +34,15 @@ class StalenessBreakdown:
     """Seconds in each phase."""
 
     def add(
-        self, meta: GroupMeta, by_version: dict[int, int], *, taken_s: float, trained_s: float, train_version: int
+        self, header: GroupHeader, by_version: dict[int, int], *, taken_s: float, trained_s: float, train_version: int
     ) -> None:
         """Counts a group, with its action tokens by version."""
-        tokens, newest = sum(by_version.values()), meta["end_version"]
+        tokens, newest = sum(by_version.values()), header.end_version
         self.groups += 1
         self.tokens += tokens
         self.in_flight += sum((newest - version) * count for version, count in by_version.items())
         self.in_queue += (train_version - newest) * tokens
-        ends_s = meta["started_s"], meta["finished_s"], taken_s, trained_s
+        ends_s = header.started_s, header.finished_s, taken_s, trained_s
         for index, _ in enumerate(PHASES):
             self.seconds[index] += ends_s[index + 1] - ends_s[index]
 
@@ -189,10 +189,10 @@ class OutcomeStats:
     rewards: RunningMoments = field(default_factory=RunningMoments)
     """Rewards of the trajectories that have one."""
 
-    def add(self, meta: GroupMeta, completion: Sequence[int]) -> None:
+    def add(self, header: GroupHeader, completion: Sequence[int]) -> None:
         """`completion` has the action tokens of each trajectory."""
         self.tokens.add(completion)
-        pairs = zip(meta["rewards"], meta["errors"], strict=True)
+        pairs = zip(header.rewards, header.errors, strict=True)
         self.rewards.add([reward for reward, error in pairs if not error])
 
     def state(self) -> list[list[float]]:
@@ -217,9 +217,9 @@ class OutcomeStats:
         }
 
 
-def completion_tokens(meta: GroupMeta, action_mask: Array) -> list[int]:
+def completion_tokens(header: GroupHeader, action_mask: Array) -> list[int]:
     """Action tokens of each trajectory of a group."""
-    ends = list(accumulate(meta["lengths"]))
+    ends = list(accumulate(header.lengths))
     return [int(np.count_nonzero(action_mask[begin:end])) for begin, end in pairwise([0, *ends])]
 
 
@@ -284,16 +284,16 @@ class GeneratorState:
     stall_ms_sum: float = 0.0
     stall_ms_max: float = 0.0
     costs: list[float] = field(default_factory=list[float])
-    """Latest costs, as in `client.GeneratorStats`; empty until known."""
+    """Latest costs, as in `GeneratorStats`; empty until known."""
 
-    def heartbeat(self, session: str, version: int, stats: dict[str, Any], now_s: float) -> None:
+    def heartbeat(self, session: str, version: int, stats: GeneratorStats, now_s: float) -> None:
         """Records the stats of an ask. A new session counts from 0 and adds to the sums of those before."""
         if session != self.session:
             self.session, self.before = session, [getattr(self, name) for name in SUMS]
-        self.last_heartbeat_s, self.version, self.costs = now_s, version, stats["costs"]
+        self.last_heartbeat_s, self.version, self.costs = now_s, version, stats.costs
         for name, before in zip(SUMS, self.before, strict=True):
-            setattr(self, name, min(before + stats[name], MAX_NUMBER))
-        for stall_ms in stats["stall_ms"]:
+            setattr(self, name, min(before + getattr(stats, name), MAX_NUMBER))
+        for stall_ms in stats.stall_ms:
             self.stalls += 1
             self.stall_ms_sum += stall_ms
             self.stall_ms_max = max(self.stall_ms_max, stall_ms)

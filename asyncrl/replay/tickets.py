@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self, cast
+from typing import Any, Protocol, Self
 
+import msgspec
 import numpy as np
 
 from asyncrl.errors import InvariantError, ProtocolError
@@ -14,7 +15,7 @@ from asyncrl.replay.journal.records import Record
 from asyncrl.replay.stats import completion_tokens, tokens_by_version
 from asyncrl.types import Prompt
 from asyncrl.wire.frames import Array
-from asyncrl.wire.messages import GroupMeta
+from asyncrl.wire.messages import GroupHeader
 
 Load = Callable[[Location], Record]
 MAX_AWAITED = 64
@@ -25,14 +26,16 @@ MAX_AWAITED = 64
 class FinishedGroup:
     """A finished group as it is sent to a learner."""
 
-    meta: GroupMeta
+    header: GroupHeader
     arrays: list[Array]
     """A Block if they are in one frame, as they were received."""
 
     @classmethod
     def of_record(cls, body: Any, arrays: list[Array]) -> Self:
-        """The group in a journal record. The record also holds the reason for a refund, which is dropped here."""
-        return cls(cast(GroupMeta, {name: value for name, value in body.items() if name != "refunded"}), arrays)
+        """The group in a journal record. The record also holds the reason for a refund, which is dropped here. Raises
+        ValidationError if it is not what the replay queue writes."""
+        values = {name: value for name, value in body.items() if name != "refunded"}
+        return cls(msgspec.convert(values, GroupHeader), arrays)
 
 
 @dataclass(slots=True)
@@ -49,7 +52,7 @@ class TicketEntry:
     """Number, in its session, of the ask that got the lease."""
     counted: list[int] = field(default_factory=list[int])
     """Attempts that were returned or arrived too late to be used; their tokens are in the ledger."""
-    meta: GroupMeta | None = None
+    header: GroupHeader | None = None
     arrays: list[Array] = field(default_factory=list[Array])
     location: Location | None = None
     """Location of the finished group in the journal."""
@@ -64,33 +67,33 @@ class TicketEntry:
     @property
     def awaited(self) -> list[int]:
         """The latest attempts whose tokens are not in the ledger yet: their groups may still arrive."""
-        known = {*self.counted, -1 if self.meta is None else self.meta["attempt"]}
+        known = {*self.counted, -1 if self.header is None else self.header.attempt}
         return [a for a in range(max(0, self.attempt + 1 - MAX_AWAITED), self.attempt + 1) if a not in known]
 
     @property
-    def finished(self) -> GroupMeta:
+    def finished(self) -> GroupHeader:
         """Header of the finished group. Raises InvariantError if there is none."""
-        if self.meta is None:
+        if self.header is None:
             raise InvariantError("replay: a group without data counts as finished")
-        return self.meta
+        return self.header
 
     def keep(self, group: FinishedGroup, location: Location | None) -> None:
         """Stores the finished group."""
         _, mask, _, versions = group.arrays
-        self.meta, self.arrays, self.location = group.meta, group.arrays, location
+        self.header, self.arrays, self.location = group.header, group.arrays, location
         self.num_bytes = sum(array.nbytes for array in group.arrays)
-        self.completion, self.by_version = completion_tokens(group.meta, mask), tokens_by_version(versions, mask)
+        self.completion, self.by_version = completion_tokens(group.header, mask), tokens_by_version(versions, mask)
 
-    def check_prompt(self, meta: GroupMeta, tokens: Array) -> None:
+    def check_prompt(self, header: GroupHeader, tokens: Array) -> None:
         """Raises ProtocolError unless the group belongs to this prompt: same row, same data source, and the prompt's
         tokens at the start of every trajectory. `tokens` are those of all trajectories end to end."""
-        prompt, where = self.prompt, f"ticket {meta['ticket']}"
-        if meta["row"] != prompt.row:
-            raise ProtocolError(f"{where} is for row {prompt.row}, not {meta['row']}")
-        if meta["data_source"] != prompt.data_source:
-            raise ProtocolError(f"{where} is for data source {prompt.data_source!r}, not {meta['data_source']!r}")
+        prompt, where = self.prompt, f"ticket {header.ticket}"
+        if header.row != prompt.row:
+            raise ProtocolError(f"{where} is for row {prompt.row}, not {header.row}")
+        if header.data_source != prompt.data_source:
+            raise ProtocolError(f"{where} is for data source {prompt.data_source!r}, not {header.data_source!r}")
         expected, size, begin = np.asarray(prompt.tokens, dtype=np.int32).tobytes(), len(prompt.tokens), 0
-        for number, length in enumerate(meta["lengths"]):
+        for number, length in enumerate(header.lengths):
             if tokens[begin : begin + min(size, length)].tobytes() != expected:
                 raise ProtocolError(f"{where}: trajectory {number} does not begin with the tokens of row {prompt.row}")
             begin += length

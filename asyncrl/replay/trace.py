@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import structlog
 
 from asyncrl.errors import RunError
-from asyncrl.wire.messages import GroupMeta
+from asyncrl.wire.messages import GroupHeader
 
 log = structlog.get_logger()
 
@@ -75,7 +75,7 @@ class TraceWriter:
 
     def add(
         self,
-        meta: GroupMeta,
+        header: GroupHeader,
         completion: Sequence[int],
         *,
         outcome: str,
@@ -84,11 +84,11 @@ class TraceWriter:
         train_version: int,
     ) -> None:
         """Adds a row; `completion` has the action tokens of each trajectory."""
-        prompt = [length - tokens for length, tokens in zip(meta["lengths"], completion, strict=True)]
-        group = [meta[name] for name in ("ticket", "attempt", "generator", "row", "data_source")]
-        versions = [meta["start_version"], meta["end_version"], train_version]
-        times = [meta["started_s"], meta["finished_s"], taken_s, trained_s]
-        self._rows.append([*group, outcome, *versions, *times, prompt, completion, meta["rewards"]])
+        prompt = [length - tokens for length, tokens in zip(header.lengths, completion, strict=True)]
+        group = [getattr(header, name) for name in ("ticket", "attempt", "generator", "row", "data_source")]
+        versions = [header.start_version, header.end_version, train_version]
+        times = [header.started_s, header.finished_s, taken_s, trained_s]
+        self._rows.append([*group, outcome, *versions, *times, prompt, completion, header.rewards])
         if len(self._rows) >= ROWS_PER_WRITE or time.monotonic() - self._flushed_s > FLUSH_S:
             self.flush()
 

@@ -1,10 +1,12 @@
-"""Bounds of the values in messages, and the types that enforce them in the schemas."""
+"""Bounds of the values in messages, the types that enforce them, and the base class of all message bodies."""
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated, TypeVar
 
-from pydantic import FailFast, Field
+import msgspec
+from msgspec import Meta
 
 from asyncrl.types import MAX_NAME_CHARACTERS, NO_VERSION
 
@@ -18,18 +20,27 @@ MAX_REWARD = 1e30
 """Larger rewards do not fit float32, or their squares do not fit float64."""
 MAX_TEXT_CHARACTERS = 1 << 16
 MAX_DOCUMENT_CHARACTERS = 1 << 24
+MAX_DURATION_S = 3600.0
 
 _T = TypeVar("_T")
-Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
-Version = Annotated[int, Field(ge=NO_VERSION, le=MAX_COUNT)]
-Number = Annotated[int, Field(ge=0, le=MAX_NUMBER)]
+Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
+Version = Annotated[int, Meta(ge=NO_VERSION, le=MAX_COUNT)]
+Number = Annotated[int, Meta(ge=0, le=MAX_NUMBER)]
 """A ticket, a row, or a sum over the run."""
-Index = Annotated[int, Field(ge=0, le=MAX_INDEX)]
+Index = Annotated[int, Meta(ge=0, le=MAX_INDEX)]
 """Index of a generator or a learner rank. Its bound limits the memory kept for each of them."""
-Time = Annotated[float, Field(ge=-1e12, le=1e12, allow_inf_nan=False)]
-Reward = Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD, allow_inf_nan=False)]
-Name = Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)]
-Text = Annotated[str, Field(max_length=MAX_TEXT_CHARACTERS)]
-Document = Annotated[str, Field(max_length=MAX_DOCUMENT_CHARACTERS)]
-Items = Annotated[list[_T], Field(max_length=MAX_ITEMS), FailFast()]
-Metrics = Annotated[dict[Annotated[str, Field(max_length=1000)], float], Field(max_length=MAX_ITEMS)]
+Time = Annotated[float, Meta(ge=-1e12, le=1e12)]
+"""Seconds. As of every type with bounds, NaN is not one."""
+Duration = Annotated[float, Meta(ge=0.0, le=MAX_DURATION_S)]
+"""Seconds."""
+Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
+Reward = Annotated[float, Meta(ge=-MAX_REWARD, le=MAX_REWARD)]
+Name = Annotated[str, Meta(max_length=MAX_NAME_CHARACTERS)]
+Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARACTERS)]
+Document = Annotated[str, Meta(max_length=MAX_DOCUMENT_CHARACTERS)]
+Items = Annotated[list[_T], Meta(max_length=MAX_ITEMS)]
+Metrics = Annotated[dict[Annotated[str, Meta(max_length=1000)], float], Meta(max_length=MAX_ITEMS)]
+
+
+class Body(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of a message, or a part of one. It has no optional fields: a message has all of them, and no others."""

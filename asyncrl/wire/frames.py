@@ -3,7 +3,7 @@
 A message is `[header, frame, frame, ...]`. The header is a map with the schema version, the run id, the kind, the
 sequence number that pairs a reply with its request, a body, and the dtype and shape of every array. A frame holds one
 array, or several one after another, each at a multiple of ALIGNMENT bytes. `decode` validates every message against the
-schema of its kind.
+body of its kind.
 """
 
 from __future__ import annotations
@@ -14,19 +14,21 @@ import reprlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, cast
+from typing import Annotated, Any, Literal
 
-import msgpack
+import msgspec
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
 from asyncrl.errors import ProtocolError, StrangerError
-from asyncrl.wire.bounds import MAX_DOCUMENT_CHARACTERS, MAX_ITEMS, MAX_NUMBER
-from asyncrl.wire.messages import BODIES, REQUESTS, WITH_ARRAYS
+from asyncrl.wire.bounds import MAX_DOCUMENT_CHARACTERS, MAX_ITEMS, Body, Name, Number
+from asyncrl.wire.kinds import BODIES, KINDS, REQUESTS, WITH_ARRAYS
+from asyncrl.wire.packing import UNREADABLE, make_encoder, problem_of
 from asyncrl.wire.sockets import MAX_FRAME_BYTES
-from asyncrl.wire.unpack import check, unpack
+from asyncrl.wire.unpack import unpack
 
-SCHEMA = 2
+SCHEMA = 3
 MAX_FRAMES = 1 << 16
 """Maximum number of frames in a message, and of arrays in a frame."""
 MAX_HEADER_BYTES = 1 << 28
@@ -45,6 +47,31 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 Array = NDArray[Any]
 Buffer = bytes | memoryview
+
+
+class _Header(msgspec.Struct, forbid_unknown_fields=True):
+    v: int
+    run: Name
+    kind: Name
+    seq: Number
+    body: msgspec.Raw
+    arrays: msgspec.Raw
+
+
+class _RunId(msgspec.Struct):
+    """What a header must have to be answered when the rest of it cannot be read."""
+
+    run: Name
+
+
+Shape = Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=MAX_DIMENSIONS)]
+Specs = Annotated[list[tuple[Literal["i4", "f4", "b1"], Shape]], Meta(max_length=MAX_FRAMES)]
+"""Dtype and shape of each array in a frame."""
+
+_ENCODER = make_encoder()
+_HEADER, _RUN_ID = msgspec.msgpack.Decoder(_Header), msgspec.msgpack.Decoder(_RunId)
+_DECODERS = {kind: msgspec.msgpack.Decoder(body) for kind, body in BODIES.items()}
+_SPECS = msgspec.msgpack.Decoder(Annotated[list[Specs], Meta(max_length=MAX_FRAMES)])
 
 
 class Block(list[Array]):
@@ -71,9 +98,10 @@ Arrays = Array | list[Array]
 """One array, or several; a Block is sent as its frame."""
 
 
-def encode(run_id: str, kind: str, body: Any, *, seq: int = 0, arrays: Sequence[Arrays] = ()) -> list[Buffer]:
+def encode(run_id: str, body: Body, *, seq: int = 0, arrays: Sequence[Arrays] = ()) -> list[Buffer]:
     """Returns the frames of a message: the header, and one frame for each Block and for each other array. Contiguous
     buffers are not copied. Raises ProtocolError if the body is too large for a header."""
+    kind = KINDS[type(body)]
     specs: list[list[Any]] = []
     frames: list[Buffer] = []
     for part in arrays:
@@ -84,8 +112,7 @@ def encode(run_id: str, kind: str, body: Any, *, seq: int = 0, arrays: Sequence[
         for array in part if isinstance(part, list) else [part]:
             specs.append([[NAMES[array.dtype], list(array.shape)]])
             frames.append(np.ascontiguousarray(array).data.cast("B"))
-    header = {"v": SCHEMA, "run": run_id, "kind": kind, "seq": seq, "body": body, "arrays": specs}
-    packed = cast(bytes, msgpack.packb(header))
+    packed = _ENCODER.encode({"v": SCHEMA, "run": run_id, "kind": kind, "seq": seq, "body": body, "arrays": specs})
     if kind in REQUESTS and len(packed) > MAX_REQUEST_HEADER_BYTES:
         raise ProtocolError(
             f"{kind}: a header of {len(packed)} bytes, at most {MAX_REQUEST_HEADER_BYTES} can be sent in a request; "
@@ -102,42 +129,70 @@ def encode(run_id: str, kind: str, body: Any, *, seq: int = 0, arrays: Sequence[
 def decode(run_id: str, frames: Sequence[Buffer], *, max_header_bytes: int = MAX_REQUEST_HEADER_BYTES) -> Message:
     """Returns the validated message in `frames`; the header of an answer may have MAX_HEADER_BYTES. Raises
     ProtocolError that names the mismatch, and StrangerError for a message without the run id."""
-    try:
-        header = _header(frames, max_header_bytes)
-    except ProtocolError as error:
-        raise StrangerError(str(error)) from None
-    run = header.get("run")
-    if not isinstance(run, str) or not hmac.compare_digest(run.encode(), run_id.encode()):
-        raise StrangerError("the message does not have the id of this run")
-    if header.get("v") != SCHEMA:
-        raise ProtocolError(f"schema version {reprlib.repr(header.get('v'))}, this process speaks {SCHEMA}")
-    kind, seq = header.get("kind"), header.get("seq")
-    if not isinstance(kind, str) or kind not in BODIES:
+    header = _header(run_id, frames, max_header_bytes)
+    kind = header.kind
+    if header.v != SCHEMA:
+        raise ProtocolError(f"schema version {header.v}, this process speaks {SCHEMA}")
+    if kind not in _DECODERS:
         raise ProtocolError(f"unknown kind {reprlib.repr(kind)}")
-    if type(seq) is not int or not 0 <= seq <= MAX_NUMBER:
-        raise ProtocolError(f"{kind}: sequence number {reprlib.repr(seq)} is not an integer from 0 to {MAX_NUMBER}")
-    body = check(header.get("body"), BODIES[kind], kind)
-    return Message(kind, seq, body, _arrays(kind, header.get("arrays"), frames[1:]))
+    # Every value takes at least one byte: a short header cannot have too many.
+    if memoryview(frames[0]).nbytes > MAX_HEADER_VALUES:
+        _count_values(frames[0])
+    try:
+        body = _DECODERS[kind].decode(header.body)
+    except UNREADABLE as error:
+        raise ProtocolError(f"{kind}: {problem_of(error)}") from None
+    return Message(kind, header.seq, body, _arrays(kind, header.arrays, frames[1:]))
 
 
-def _header(frames: Sequence[Buffer], max_bytes: int) -> dict[str, Any]:
+def _header(run_id: str, frames: Sequence[Buffer], max_bytes: int) -> _Header:
+    """The header, with its body and its list of arrays skipped: a stranger's are never decoded."""
     if not frames:
-        raise ProtocolError("empty message")
-    header = unpack(
-        frames[0],
+        raise StrangerError("empty message")
+    size = memoryview(frames[0]).nbytes
+    if size > max_bytes:
+        raise StrangerError(f"a header of {size} bytes, at most {max_bytes} are read")
+    try:
+        header = _HEADER.decode(frames[0])
+    except UNREADABLE as error:
+        kind = ProtocolError if _has_run_id(run_id, frames[0]) else StrangerError
+        raise kind(f"header: {problem_of(error)}") from None
+    if not _same(header.run, run_id):
+        raise StrangerError("the message does not have the id of this run")
+    return header
+
+
+def _has_run_id(run_id: str, frame: Buffer) -> bool:
+    try:
+        return _same(_RUN_ID.decode(frame).run, run_id)
+    except UNREADABLE:
+        return False
+
+
+def _same(given: str, run_id: str) -> bool:
+    return hmac.compare_digest(given.encode(), run_id.encode())
+
+
+def _count_values(frame: Buffer) -> None:
+    """Raises ProtocolError if the header has more than MAX_HEADER_VALUES values in all lists and maps together."""
+    unpack(
+        frame,
         "header",
-        max_bytes=max_bytes,
+        max_bytes=MAX_HEADER_BYTES,
         max_values=MAX_HEADER_VALUES,
         max_items=MAX_ITEMS,
         max_characters=MAX_DOCUMENT_CHARACTERS,
     )
-    if not isinstance(header, dict):
-        raise ProtocolError(f"header is {type(header).__name__}, expected a map")
-    return header
 
 
-def _arrays(kind: str, specs: Any, frames: Sequence[Buffer]) -> Block:
-    if not isinstance(specs, list) or len(specs) != len(frames) or len(specs) > MAX_FRAMES:
+def _arrays(kind: str, packed: msgspec.Raw, frames: Sequence[Buffer]) -> Block:
+    try:
+        specs = _SPECS.decode(packed)
+    except UNREADABLE as error:
+        raise ProtocolError(
+            f"{kind}: an array description does not name a known dtype and a shape: {problem_of(error)}"
+        ) from None
+    if len(specs) != len(frames):
         raise ProtocolError(f"{kind}: {len(frames)} frames do not fit the header's list of arrays")
     if specs and kind not in WITH_ARRAYS:
         raise ProtocolError(f"{kind}: {len(specs)} frames of arrays, this kind has none")
@@ -147,14 +202,15 @@ def _arrays(kind: str, specs: Any, frames: Sequence[Buffer]) -> Block:
     return arrays
 
 
-def _members(kind: str, specs: Any, frame: Buffer) -> list[Array]:
+def _members(kind: str, specs: list[tuple[str, list[int]]], frame: Buffer) -> list[Array]:
     """The arrays of a frame."""
     size, begin, end = memoryview(frame).nbytes, 0, 0
-    if type(specs) is not list or len(specs) > MAX_FRAMES or size > MAX_FRAME_BYTES:
-        raise ProtocolError(f"{kind}: a frame of {size} bytes with {reprlib.repr(specs)} is not a list of arrays")
     arrays: list[Array] = []
-    for spec in specs:
-        dtype, shape = _description(kind, spec)
+    for name, shape in specs:
+        dtype = DTYPES[name]
+        # A dimension of 0 hides the others from the product, but numpy still multiplies them.
+        if len(shape) != 1 and math.prod(filter(None, shape)) > MAX_FRAME_BYTES:
+            raise ProtocolError(f"{kind}: no frame holds {name}{shape}")
         count = shape[0] if len(shape) == 1 else math.prod(shape)
         begin = _aligned(end)
         end = begin + count * dtype.itemsize
@@ -164,33 +220,13 @@ def _members(kind: str, specs: Any, frame: Buffer) -> list[Array]:
         if dtype is TRUTH and count and array.view(np.uint8).max() > 1:
             raise ProtocolError(f"{kind}: a truth value is neither 0 nor 1")
         arrays.append(array if len(shape) == 1 else array.reshape(shape))
-    if end != size or len(arrays) != len(specs):
+    if end != size or len(arrays) != len(specs) or size > MAX_FRAME_BYTES:
         raise ProtocolError(f"{kind}: a frame of {size} bytes does not hold {reprlib.repr(specs)}")
     return arrays
 
 
-def _description(kind: str, spec: Any) -> tuple[np.dtype[Any], list[int]]:
-    """The dtype and shape of an array."""
-    name: Any = None
-    shape: Any = None
-    if type(spec) is list and len(spec) == 2:
-        name, shape = spec
-    dtype = DTYPES.get(name) if type(name) is str else None
-    if dtype is None or not _is_shape(shape):
-        what = reprlib.repr(spec)
-        raise ProtocolError(f"{kind}: array description {what} does not name a known dtype and a shape")
-    # A dimension of 0 hides the others from the product, but numpy still multiplies them.
-    if len(shape) != 1 and math.prod(filter(None, shape)) > MAX_FRAME_BYTES:
-        raise ProtocolError(f"{kind}: no frame holds {name}{shape}")
-    return dtype, shape
-
-
 def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-def _is_shape(shape: Any) -> bool:
-    return type(shape) is list and len(shape) <= MAX_DIMENSIONS and all(type(n) is int and n >= 0 for n in shape)
 
 
 def joined(columns: Sequence[Sequence[Array]]) -> Block:

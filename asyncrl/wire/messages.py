@@ -1,20 +1,15 @@
-"""The messages of the replay queue and of critics: every kind, with the schema of its body.
-
-Unknown and missing keys are refused, and every number, text and list has bounds: a valid message fits the columns and
-arrays that it is written to. Each body says who sends it and which kind of message answers it (`ANSWERS`); "error"
-(TextBody) may answer any request.
-"""
+"""The messages of the replay queue. Each body says who sends it and how it is answered; `kinds` has the tables."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Generic, Literal, Self, TypeVar
 
-from pydantic import ConfigDict, Field, TypeAdapter, with_config
-from typing_extensions import TypedDict
+from msgspec import Meta
 
 from asyncrl.types import Status
 from asyncrl.wire.bounds import (
     MAX_PARTS,
+    Body,
     Count,
     Document,
     Index,
@@ -28,25 +23,37 @@ from asyncrl.wire.bounds import (
     Version,
 )
 
-_CLOSED = with_config(ConfigDict(extra="forbid", strict=True))
+T = TypeVar("T")
+TakeOutcome = Literal["shard", "wait", "stop"]
+EvaluationOutcome = Literal["ended", "wait", "none"]
 
 
-@_CLOSED
-class StatsBody(TypedDict):
-    """Part of "ask": the `GeneratorStats` of the sender."""
+class GeneratorStats(Body):
+    """Part of `Ask`: stats that a generator sends with every ask; sums since its first ask."""
 
     tokens: Number
+    """Action tokens generated."""
     waiting_s: Time
+    """Time without a running request. This and the next three are activities of a Stopwatch."""
     working_s: Time
     syncing_s: Time
     writing_s: Time
     stall_ms: Items[Time]
+    """Duration of each weight swap since the last ask, during which the engine was stalled."""
     rewards_failed: Count
-    costs: Annotated[list[Time], Field(max_length=4)]
+    """Completions without a reward, because it could not be computed."""
+    costs: Annotated[list[Time], Meta(max_length=4)]
+    """Fitted costs in seconds: per engine step, per sequence in a step, per request, and from the last token of a group
+    to its rewards; empty until known."""
+
+    @classmethod
+    def of(cls, **values: Any) -> Self:
+        """The stats with these values; the others are 0 or empty."""
+        times = dict.fromkeys(("waiting_s", "working_s", "syncing_s", "writing_s"), 0.0)
+        return cls(**{"tokens": 0, **times, "stall_ms": [], "rewards_failed": 0, "costs": [], **values})
 
 
-@_CLOSED
-class LeaseName(TypedDict):
+class LeaseName(Body):
     """Identifies a lease in other messages."""
 
     ticket: Number
@@ -54,9 +61,8 @@ class LeaseName(TypedDict):
     evaluation: bool
 
 
-@_CLOSED
-class AskBody(TypedDict):
-    """ "ask", sent by a generator for more leases, and to renew those it has; answered by "leases"."""
+class Ask(Body):
+    """Sent by a generator for more leases, and to renew those it has; answered by `Leases`."""
 
     generator: Index
     session: Name
@@ -67,14 +73,13 @@ class AskBody(TypedDict):
     """Policy version loaded; NO_VERSION before the first one."""
     num_groups: Count
     num_evaluations: Count
-    stats: StatsBody
+    stats: GeneratorStats
     working_on: Items[LeaseName]
     """Leases to renew: the generator is working on them."""
 
 
-@_CLOSED
-class LeaseMeta(TypedDict):
-    """Part of "leases": a lease without its prompt tokens, which are an array of the message."""
+class LeaseHeader(Body):
+    """Part of `Leases`: a lease without its prompt tokens, which are an array of the message."""
 
     ticket: Number
     attempt: Count
@@ -87,16 +92,19 @@ class LeaseMeta(TypedDict):
     evaluation: bool
 
 
-@_CLOSED
-class LeasesBody(TypedDict):
-    """ "leases", the answer of the queue to "ask"; `LeaseReply` documents the fields."""
+class Leases(Body, Generic[T]):
+    """The answer of the queue to `Ask`; the client replaces every LeaseHeader with its Lease."""
 
-    leases: Items[LeaseMeta]
+    leases: Items[T]
     done: bool
+    """The run is over or stopping: release unfinished leases and return."""
     leave: bool
-    """The generator is not needed any more: it finishes its leases and exits."""
+    """The generator is not needed any more: it asks for nothing, finishes its leases and exits."""
     reason: Text
+    """The limit that reduced the leases: "staleness", "bytes", "journal", "share" (of each generator), "scale",
+    "session" (replaced by a newer one), or "" (nothing)."""
     evaluations_left: bool
+    """Evaluation prompts of the loaded version are still open."""
     progress: Number
     """Changes whenever a learner begins, takes or commits."""
     pause_s: Time
@@ -104,12 +112,9 @@ class LeasesBody(TypedDict):
     version first."""
 
 
-@_CLOSED
-class GroupMeta(TypedDict):
-    """ "finish", sent by a generator for each finished group; answered by "finished". Also part of "shard".
-
-    A group without its arrays, which are the tokens, action_mask, behavior_logprobs and versions of all trajectories
-    end to end."""
+class GroupHeader(Body):
+    """A group without its arrays, which are the tokens, action_mask, behavior_logprobs and versions of all trajectories
+    end to end. Sent by a generator for each finished group; answered by `Finished`. Also part of `ShardHeader`."""
 
     ticket: Number
     attempt: Count
@@ -124,14 +129,20 @@ class GroupMeta(TypedDict):
     greedy_tokens: Count
     lengths: Items[Count]
     rewards: Items[float]
-    parts: Items[Annotated[dict[Name, float], Field(max_length=MAX_PARTS)]]
+    parts: Items[Annotated[dict[Name, float], Meta(max_length=MAX_PARTS)]]
     status: Items[Status]
     errors: Items[Text]
 
 
-@_CLOSED
-class EvaluatedBody(TypedDict):
-    """ "evaluated", sent by a generator for each evaluation prompt it has completed; answered by "finished"."""
+class Finished(Body):
+    """The answer of the queue to `GroupHeader` and `Evaluated`: groups and evaluated prompts of one generator that need
+    not be sent again."""
+
+    kept: Items[LeaseName]
+
+
+class Evaluated(Body):
+    """Sent by a generator for each evaluation prompt it has completed; answered by `Finished`."""
 
     ticket: Number
     attempt: Count
@@ -145,71 +156,62 @@ class EvaluatedBody(TypedDict):
     """Tokens of all completions."""
 
 
-@_CLOSED
-class ReleasedLease(TypedDict):
-    """Part of "release": a lease, and the action tokens generated for it so far."""
+class ReleasedLease(Body):
+    """Part of `Release`: a lease, and the action tokens generated for it so far."""
 
     ticket: Number
     attempt: Count
     tokens: Count
 
 
-@_CLOSED
-class ReleasedEvaluation(TypedDict):
-    """Part of "release": a lease of an evaluation prompt."""
+class ReleasedEvaluation(Body):
+    """Part of `Release`: a lease of an evaluation prompt."""
 
     ticket: Number
     attempt: Count
 
 
-@_CLOSED
-class ReleaseBody(TypedDict):
-    """ "release", sent by a generator for leases it will not finish; answered by "ok"."""
+class Release(Body):
+    """Sent by a generator for leases it will not finish; answered by `Ok`."""
 
     generator: Index
     leases: Items[ReleasedLease]
     evaluations: Items[ReleasedEvaluation]
 
 
-@_CLOSED
-class TakeBody(TypedDict):
-    """ "take", sent by each learner rank for its part of a step's batch; answered by "shard". Also "train", sent by a
-    learner rank to its critic with the returns of the step; answered by "trained"."""
-
-    rank: Index
-    step: Count
-
-
-@_CLOSED
-class ShardBody(TypedDict):
-    """ "shard", the answer of the queue to "take". "wait": the batch is not complete, ask again; "stop": there are no
-    more batches."""
-
-    step: Count
-    outcome: Literal["shard", "wait", "stop"]
-    groups: Items[GroupMeta]
-
-
-@_CLOSED
-class BeginBody(TypedDict):
-    """ "begin", sent by each learner rank when it starts; answered by "begun"."""
+class Begin(Body):
+    """Sent by each learner rank when it starts; answered by `Begun`."""
 
     rank: Index
     step: Count
     """Step of the checkpoint that the rank starts from; 0 without one."""
 
 
-@_CLOSED
-class BegunBody(TypedDict):
-    """ "begun", the answer of the queue to "begin"."""
+class Begun(Body):
+    """The answer of the queue to `Begin`."""
 
     steps: Count
     """Committed steps: up to this one the rank takes the same batches again."""
 
 
-@_CLOSED
-class CommitBody(TypedDict):
-    """ "commit", sent by learner rank 0 after each optimizer step; answered by "committed"."""
+class Take(Body):
+    """Sent by each learner rank for its part of a step's batch; answered by `ShardHeader`."""
+
+    rank: Index
+    step: Count
+
+
+class ShardHeader(Body):
+    """The answer of the queue to `Take`. "wait": the batch is not complete, ask again; "stop": there are no more
+    batches."""
+
+    step: Count
+    outcome: TakeOutcome
+    groups: Items[GroupHeader]
+
+
+class Commit(Body):
+    """Sent by learner rank 0 after each optimizer step; answered by `Committed`."""
 
     step: Count
     metrics: Metrics
@@ -219,9 +221,8 @@ class CommitBody(TypedDict):
     """Steps of the complete checkpoints that exist."""
 
 
-@_CLOSED
-class CommittedBody(TypedDict):
-    """ "committed", the answer of the queue to "commit"."""
+class Committed(Body):
+    """The answer of the queue to `Commit`."""
 
     metrics: Metrics
     """The queue's own metrics of the step; the same when it is committed again."""
@@ -231,171 +232,47 @@ class CommittedBody(TypedDict):
     """The journal approaches its size limit: a checkpoint would allow segments to be dropped."""
 
 
-@_CLOSED
-class LostBody(TypedDict):
-    """ "lost", sent by the launcher when the process of a generator has ended; answered by "ok"."""
-
-    generator: Index
-
-
-@_CLOSED
-class ScaleBody(TypedDict):
-    """ "scale", sent by `asyncrl scale` to set the number of generators; answered by "ok"."""
-
-    generators: Index
-
-
-@_CLOSED
-class MetricsBody(TypedDict):
-    """ "trained", the answer of a critic to "train": its metrics of the step."""
-
-    metrics: Metrics
-
-
-@_CLOSED
-class NextEvaluationBody(TypedDict):
-    """ "next_evaluation", sent by learner rank 0 after its last commit; answered by "evaluation"."""
+class NextEvaluation(Body):
+    """Sent by learner rank 0 after its last commit; answered by `EvaluationResult`."""
 
     after: Count
     """Number of evaluations that the sender has received in this way."""
 
 
-@_CLOSED
-class EvaluationBody(TypedDict):
-    """ "evaluation", the answer of the queue to "next_evaluation". "ended": a result; "wait": evaluations are running,
-    ask again; "none": there are no more."""
+class EvaluationResult(Body):
+    """The answer of the queue to `NextEvaluation`. "ended": a result; "wait": evaluations are running, ask again;
+    "none": there are no more."""
 
-    outcome: Literal["ended", "wait", "none"]
+    outcome: EvaluationOutcome
     step: Count
     metrics: Metrics
 
 
-@_CLOSED
-class FinishedBody(TypedDict):
-    """ "finished", the answer of the queue to "finish" and "evaluated": groups and evaluated prompts of one generator
-    that need not be sent again."""
+class Lost(Body):
+    """Sent by the launcher when the process of a generator has ended; answered by `Ok`."""
 
-    kept: Items[LeaseName]
+    generator: Index
 
 
-@_CLOSED
-class ValueBody(TypedDict):
-    """ "value", sent by a learner rank to its critic for each step; answered by "values".
+class Scale(Body):
+    """Sent by `asyncrl scale` to set the number of generators; answered by `Ok`."""
 
-    Packed rows; the frames are the tokens, sequence lengths and positions to value of each row. The answer has the
-    values of positions that are not the last of their sequence, then of those that are."""
-
-    rank: Index
-    step: Count
-    minibatches: Items[Count]
-    """Number of rows of each mini-batch."""
-    names: Items[Items[Annotated[list[Number], Field(min_length=2, max_length=2)]]]
-    """Ticket and number of every sequence of each row."""
+    generators: Index
 
 
-@_CLOSED
-class StepBody(TypedDict):
-    """ "values", the answer of a critic to "value"; the values are arrays of the message."""
-
-    step: Count
+class ReadStatus(Body):
+    """Sent by the launcher for the state of the run; answered by `Ok` with it."""
 
 
-@_CLOSED
-class SaveBody(TypedDict):
-    """ "save", sent by a learner rank to its critic; answered by "ok"."""
-
-    rank: Index
-    step: Count
-    what: Literal["model", "state"]
-    """The model in Hugging Face format as the run's result, or the training state for the checkpoint of the step. The
-    critic knows the folders."""
+class ReadSummary(Body):
+    """Sent by the launcher for the queue's part of the run's summary; answered by `Ok` with it."""
 
 
-@_CLOSED
-class RestoreBody(TypedDict):
-    """ "restore", sent by a learner rank to its critic before training resumes; answered by "ok"."""
+class Stop(Body):
+    """Sent by the launcher to end the run early; answered by `Ok`."""
 
-    rank: Index
-    step: Count
-    """Step of the checkpoint to load."""
+    reason: Text
 
 
-@_CLOSED
-class LeaveBody(TypedDict):
-    """ "leave", sent by a learner rank to its critic when it ends; not answered."""
-
-    rank: Index
-
-
-@_CLOSED
-class TextBody(TypedDict):
-    """ "stop", sent by the launcher with its reason; answered by "ok". Also "error", the answer to a bad request."""
-
-    text: Text
-
-
-@_CLOSED
-class EmptyBody(TypedDict):
-    """ "status", "summary" and "shutdown", sent by the launcher; answered by "ok", with the result as its body."""
-
-
-BODIES: dict[str, TypeAdapter[Any]] = {
-    "ask": TypeAdapter(AskBody),
-    "leases": TypeAdapter(LeasesBody),
-    "finish": TypeAdapter(GroupMeta),
-    "finished": TypeAdapter(FinishedBody),
-    "evaluated": TypeAdapter(EvaluatedBody),
-    "release": TypeAdapter(ReleaseBody),
-    "take": TypeAdapter(TakeBody),
-    "shard": TypeAdapter(ShardBody),
-    "begin": TypeAdapter(BeginBody),
-    "begun": TypeAdapter(BegunBody),
-    "commit": TypeAdapter(CommitBody),
-    "committed": TypeAdapter(CommittedBody),
-    "value": TypeAdapter(ValueBody),
-    "values": TypeAdapter(StepBody),
-    "train": TypeAdapter(TakeBody),
-    "trained": TypeAdapter(MetricsBody),
-    "save": TypeAdapter(SaveBody),
-    "restore": TypeAdapter(RestoreBody),
-    "leave": TypeAdapter(LeaveBody),
-    "next_evaluation": TypeAdapter(NextEvaluationBody),
-    "evaluation": TypeAdapter(EvaluationBody),
-    "lost": TypeAdapter(LostBody),
-    "scale": TypeAdapter(ScaleBody),
-    "status": TypeAdapter(EmptyBody),
-    "summary": TypeAdapter(EmptyBody),
-    "shutdown": TypeAdapter(EmptyBody),
-    "stop": TypeAdapter(TextBody),
-    "ok": TypeAdapter(dict[str, Any]),
-    "error": TypeAdapter(TextBody),
-}
-"""Every kind of message, with the schema of its body."""
-
-WITH_ARRAYS = frozenset({"leases", "finish", "shard", "value", "values", "train"})
-"""Kinds that may carry arrays."""
-
-ANSWERS: dict[str, str] = {
-    "ask": "leases",
-    "finish": "finished",
-    "evaluated": "finished",
-    "release": "ok",
-    "begin": "begun",
-    "take": "shard",
-    "commit": "committed",
-    "next_evaluation": "evaluation",
-    "value": "values",
-    "train": "trained",
-    "save": "ok",
-    "restore": "ok",
-    "lost": "ok",
-    "scale": "ok",
-    "status": "ok",
-    "summary": "ok",
-    "stop": "ok",
-    "shutdown": "ok",
-}
-"""The kind of the answer to each request."""
-
-REQUESTS = frozenset(BODIES) - frozenset(ANSWERS.values()) - {"error"}
-"""Kinds that are sent to a listening socket."""
+class Shutdown(Body):
+    """Sent by the launcher to end the replay process; answered by `Ok`."""

@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import structlog
 import zmq
 
 from asyncrl.errors import PeerTimeoutError, ProtocolError, RunError
+from asyncrl.wire.bounds import Body
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.frames import MAX_HEADER_BYTES, Arrays, Message, decode, encode
-from asyncrl.wire.messages import ANSWERS
+from asyncrl.wire.kinds import ANSWERS, KINDS
 from asyncrl.wire.sockets import connect_dealer
 
 log = structlog.get_logger()
@@ -41,16 +42,16 @@ class Connection:
         self._seq = 0
         self._socket = connect_dealer(self.address, keys=endpoints.keys)
 
-    def send(self, kind: str, body: Any, arrays: Sequence[Arrays] = (), *, seq: int | None = None) -> int:
+    def send(self, body: Body, arrays: Sequence[Arrays] = (), *, seq: int | None = None) -> int:
         """Sends a request under the next number, or again under the number `seq`. Returns the number."""
         if seq is None:
             self._seq += 1
             seq = self._seq
-        frames = encode(self.endpoints.run_id, kind, body, seq=seq, arrays=arrays)
+        frames = encode(self.endpoints.run_id, body, seq=seq, arrays=arrays)
         try:
             self._socket.send_multipart(frames, zmq.DONTWAIT, copy=False)
         except zmq.Again:  # the peer has been away for long, and its queue is full
-            log.warning("message not sent, too many wait", kind=kind, peer=self.peer)
+            log.warning("message not sent, too many wait", kind=KINDS[type(body)], peer=self.peer)
         return seq
 
     def receive(self, timeout_s: float) -> Message | None:
@@ -74,25 +75,25 @@ class Connection:
     def check(self, message: Message) -> None:
         """Raises RunError if the message is an error."""
         if message.kind == "error":
-            raise RunError(f"{self.peer} refused a message: {message.body['text']}")
+            raise RunError(f"{self.peer} refused a message: {message.body.text}")
 
-    def request(self, kind: str, body: Any, arrays: Sequence[Arrays] = (), *, timeout_s: float) -> Message:
+    def request(self, body: Body, arrays: Sequence[Arrays] = (), *, timeout_s: float) -> Message:
         """Sends a request and returns its answer. Raises PeerTimeoutError, and RunError if the peer refuses."""
-        return self.await_answer(kind, self.send(kind, body, arrays), timeout_s=timeout_s, again=(body, arrays))
+        return self.await_answer(body, self.send(body, arrays), arrays, timeout_s=timeout_s)
 
-    def await_answer(
-        self, kind: str, seq: int, *, timeout_s: float, again: tuple[Any, Sequence[Arrays]] | None = None
-    ) -> Message:
-        """Returns the answer to request `seq` of that kind. Raises PeerTimeoutError, and RunError if it is refused."""
-        return self._await(kind, seq, lambda message: message, timeout_s=timeout_s, again=again)
+    def await_answer(self, body: Body, seq: int, arrays: Sequence[Arrays] = (), *, timeout_s: float) -> Message:
+        """Returns the answer to the request that was sent with this body and these arrays under the number `seq`.
+        Raises PeerTimeoutError, and RunError if it is refused."""
+        return self._await(body, seq, arrays, lambda message: message, timeout_s=timeout_s)
 
-    def call(self, kind: str, body: Any, read: Callable[[Message], T], *, timeout_s: float) -> T:
+    def call(self, body: Body, read: Callable[[Message], T], *, timeout_s: float) -> T:
         """Sends a request and returns `read(answer)`. An answer for which `read` raises ProtocolError is ignored, and
         the wait continues. Raises PeerTimeoutError, and RunError if the peer refuses."""
-        return self._await(kind, self.send(kind, body), read, timeout_s=timeout_s, again=(body, ()))
+        return self._await(body, self.send(body), (), read, timeout_s=timeout_s)
 
-    def silent(self, kind: str, timeout_s: float) -> PeerTimeoutError:
+    def silent(self, body: Body, timeout_s: float) -> PeerTimeoutError:
         """The error for a request that was not answered in time."""
+        kind = KINDS[type(body)]
         return PeerTimeoutError(f"{self.peer} at {self.address} did not answer {kind!r} within {timeout_s:g} s")
 
     def close(self) -> None:
@@ -100,20 +101,15 @@ class Connection:
         self._socket.close()
 
     def _await(
-        self,
-        kind: str,
-        seq: int,
-        read: Callable[[Message], T],
-        *,
-        timeout_s: float,
-        again: tuple[Any, Sequence[Arrays]] | None,
+        self, body: Body, seq: int, arrays: Sequence[Arrays], read: Callable[[Message], T], *, timeout_s: float
     ) -> T:
+        kind = KINDS[type(body)]
         resend_s, sent_s = self.resend_s, time.monotonic()
         deadline_s = sent_s + timeout_s
         while (now_s := time.monotonic()) < deadline_s:
-            if again is not None and now_s - sent_s >= resend_s:
+            if now_s - sent_s >= resend_s:
                 resend_s, sent_s = BACK_OFF * resend_s, now_s
-                self.send(kind, *again, seq=seq)
+                self.send(body, arrays, seq=seq)
             message = self.receive(min(deadline_s, sent_s + resend_s) - now_s)
             if message is None or message.seq not in (seq, 0):
                 continue  # 0: the peer could not even read the number
@@ -124,4 +120,4 @@ class Connection:
                 return read(message)
             except ProtocolError as error:
                 self.ignore(error)
-        raise self.silent(kind, timeout_s)
+        raise self.silent(body, timeout_s)

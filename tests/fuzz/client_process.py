@@ -17,8 +17,9 @@ from collections.abc import Callable
 import structlog
 
 from asyncrl.errors import InvariantError, PeerTimeoutError, ProtocolError, RunError
-from asyncrl.replay.client import GeneratorClient, GeneratorStats, LearnerClient
+from asyncrl.replay.client import GeneratorClient, LearnerClient
 from asyncrl.wire.endpoints import Endpoints
+from asyncrl.wire.messages import GeneratorStats
 from tests.fuzz.frames import GROUP_SIZE, RUN_ID
 from tests.helpers.replay import loopback_endpoints, make_group
 
@@ -31,7 +32,7 @@ def generator_turns(endpoints: Endpoints, outcomes: Counter[str]) -> Callable[[]
     client = GeneratorClient(endpoints, 0, timeout_s=TIMEOUT_S)
 
     def turn() -> None:
-        client.ask(0, 2, GeneratorStats())
+        client.ask(0, 2, GeneratorStats.of())
         reply = client.poll(0.02)
         if reply is None:
             return

@@ -20,7 +20,9 @@ import psutil
 import zmq
 
 from asyncrl.launch.placement import reserve_ports
-from asyncrl.wire.messages import ANSWERS
+from asyncrl.wire.bounds import Body
+from asyncrl.wire.kinds import ANSWERS, KINDS
+from asyncrl.wire.messages import ReadStatus, ReadSummary, Take
 from tests.fuzz import frames as sound
 from tests.fuzz.mutate import Frames, Mutator
 
@@ -98,14 +100,14 @@ class Honest:
         self._seq = self._sessions = 0
         self._socket = self._connect()
 
-    def send(self, kind: str, body: Any) -> int:
+    def send(self, body: Body) -> int:
         self._seq += 1
-        self._socket.send_multipart(sound.frames_of(kind, body, seq=self._seq))
+        self._socket.send_multipart(sound.frames_of(body, seq=self._seq))
         return self._seq
 
-    def ask(self, kind: str, body: Any, timeout_s: float = STATUS_S) -> dict[str, Any] | None:
+    def ask(self, body: Body, timeout_s: float = STATUS_S) -> dict[str, Any] | None:
         """The body of the answer; None when it is an error. Raises FuzzError when there is none in time."""
-        seq, start_s = self.send(kind, body), time.monotonic()
+        seq, start_s = self.send(body), time.monotonic()
         while (left_s := start_s + timeout_s - time.monotonic()) > 0:
             if self._socket.poll(round(left_s * 1000)):
                 header = msgpack.unpackb(self._socket.recv_multipart()[0])
@@ -113,13 +115,14 @@ class Honest:
                     return None if header["kind"] == "error" else header["body"]
             if self.child.poll() is not None:
                 raise FuzzError(f"{self.report.what}: ended with {self.child.returncode}")
-        raise FuzzError(f"{self.report.what}: {kind} was not answered within {timeout_s} s")
+        raise FuzzError(f"{self.report.what}: {KINDS[type(body)]} was not answered within {timeout_s} s")
 
     def status(self, timeout_s: float = STATUS_S) -> dict[str, Any]:
         start_s = time.monotonic()
-        status = self.ask("status", {}, timeout_s)
-        if status is None:
+        answer = self.ask(ReadStatus(), timeout_s)
+        if answer is None:
             raise FuzzError(f"{self.report.what}: a status request was refused")
+        status = answer["result"]
         if timeout_s == STATUS_S:
             self.report.slowest_status_s = max(self.report.slowest_status_s, time.monotonic() - start_s)
         self.step = status["step"]
@@ -128,12 +131,12 @@ class Honest:
     def lease(self) -> list[Frames]:
         """Sound messages that end new leases."""
         body = sound.ask_body(0, self.step, 4, session=f"honest-{self._sessions}")
-        answer = self.ask("ask", body) or {"leases": []}
+        answer = self.ask(body) or {"leases": []}
         found: list[Frames] = []
         for lease in answer["leases"]:
             if lease["evaluation"]:
                 body = sound.evaluated_body(lease["ticket"], lease["attempt"], self.step)
-                found.append(sound.frames_of("evaluated", body))
+                found.append(sound.frames_of(body))
             else:
                 found.append(sound.finish_frames(lease["ticket"], lease["attempt"], lease["row"], self.step))
         return found
@@ -141,8 +144,8 @@ class Honest:
     def finish(self, work: list[Frames]) -> None:
         for frames in work:
             self._socket.send_multipart(frames)
-        self.send("take", sound.take_body(self.step + 1))
-        self.send("commit", sound.commit_body(self.step + 1))
+        self.send(Take(0, self.step + 1))
+        self.send(sound.commit_body(self.step + 1))
 
     def renew(self) -> None:
         """Goes on under another identity: what the others do to the run makes its own requests wrong at times."""
@@ -217,7 +220,7 @@ def fuzz_server(messages: int, seed: int, say: Callable[[str], None]) -> Report:
                 say(f"server: {sent} messages, step {honest.step}, {report.rss_bytes[-1] >> 20} MiB")
         rabble.close()
         status = honest.status()
-        honest.ask("summary", {})
+        honest.ask(ReadSummary())
         honest.close()
         report.seconds = time.monotonic() - start_s
         report.outcomes["sent"] = sent

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+from msgspec import structs
 
-from asyncrl.replay.client import GeneratorStats, LeaseReply
+from asyncrl.replay.client import LeaseReply
 from asyncrl.rewards.workers import Scored
 from asyncrl.types import Group, Lease, Prompt
 from asyncrl.weights.staging import StagedWeights
-from asyncrl.wire.messages import EvaluatedBody
+from asyncrl.wire.messages import Evaluated, GeneratorStats
 
 
 def lease(ticket: int, tokens: Sequence[int] = (5, 6, 7), attempt: int = 0) -> Lease:
     prompt = Prompt(ticket * 10, np.array(tokens, dtype=np.int32), str(ticket), "test")
     return Lease(ticket, attempt, prompt)
+
+
+def lease_reply(leases: list[Lease], done: bool, reason: str, **others: Any) -> LeaseReply:
+    """An answer to an ask, by default of a run that goes on."""
+    usual = {"leave": False, "evaluations_left": False, "progress": 0, "pause_s": 0.0}
+    return LeaseReply(leases=leases, done=done, reason=reason, **(usual | others))
 
 
 @dataclass
@@ -31,7 +38,7 @@ class FakeClient:
     asks: list[tuple[int, int, GeneratorStats]] = field(default_factory=list)
     groups: list[Group] = field(default_factory=list)
     released: list[tuple[int, int, int]] = field(default_factory=list)
-    evaluations: list[EvaluatedBody] = field(default_factory=list)
+    evaluations: list[Evaluated] = field(default_factory=list)
     released_evaluations: list[tuple[int, int]] = field(default_factory=list)
     num_evaluations: int = 0
     """Evaluation prompts that the last ask was for."""
@@ -52,7 +59,7 @@ class FakeClient:
         assert not self.outstanding
         self.num_evaluations = num_evaluations
         self.working_on.append([(lease.ticket, lease.attempt, lease.evaluation) for lease in working_on])
-        self.asks.append((version, num_groups, replace(stats, stall_ms=list(stats.stall_ms))))
+        self.asks.append((version, num_groups, structs.replace(stats, stall_ms=list(stats.stall_ms))))
         self.outstanding = True
 
     def poll(self, timeout_s: float = 0.0) -> LeaseReply | None:
@@ -65,7 +72,7 @@ class FakeClient:
     def finish(self, group: Group) -> None:
         self.groups.append(group)
 
-    def evaluated(self, result: EvaluatedBody) -> None:
+    def evaluated(self, result: Evaluated) -> None:
         self.evaluations.append(result)
 
     def release(self, leases: Sequence[tuple[int, int, int]], *, evaluations: Sequence[tuple[int, int]] = ()) -> None:

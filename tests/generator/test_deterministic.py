@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator
 
 import pytest
-from generator_fakes import FakeClient, FakeReceiver, FakeRewards, lease
+from generator_fakes import FakeClient, FakeReceiver, FakeRewards, lease, lease_reply
 from generator_model import run_all, small_config, weights_of
 from transformers import Qwen2ForCausalLM
 
@@ -72,7 +72,7 @@ def run_loop(engine: Engine, model_path: str, policies: Policies, leases: list[L
     left = iter(leases)
 
     def answer(version: int, num_groups: int) -> LeaseReply:
-        return LeaseReply(list(itertools.islice(left, num_groups)), len(client.groups) == len(leases), "")
+        return lease_reply(list(itertools.islice(left, num_groups)), len(client.groups) == len(leases), "")
 
     client, receiver = FakeClient(answer), FakeReceiver()
     receiver.versions.append((0, weights_of(policies[0])))
@@ -108,7 +108,7 @@ def test_completions_are_of_one_version(engines: list[Engine], model_path: str, 
     engine = engines[0]
     engine.version = NO_VERSION
     left = iter([lease(0), lease(1)])
-    client = FakeClient(lambda _, number: LeaseReply(list(itertools.islice(left, number)), False, ""))
+    client = FakeClient(lambda _, number: lease_reply(list(itertools.islice(left, number)), False, ""))
     receiver = FakeReceiver()
     receiver.versions.append((0, weights_of(policies[0])))
     loop = GeneratorLoop(

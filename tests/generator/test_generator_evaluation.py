@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from generator_fakes import FakeClient, FakeReceiver, FakeRewards, lease
+from generator_fakes import FakeClient, FakeReceiver, FakeRewards, lease, lease_reply
 from generator_model import reference_logprobs, run_all, small_config, weights_of
 from transformers import Qwen2ForCausalLM
 
@@ -59,7 +59,7 @@ class Queue:
         for _ in range(num_groups):
             leases.append(lease(self.issued, [3 + self.issued % 50, 9, 4, 17]))
             self.issued += 1
-        return LeaseReply(leases, False, "", evaluations_left=bool(waiting))
+        return lease_reply(leases, False, "", evaluations_left=bool(waiting))
 
 
 def make_loop(
@@ -97,12 +97,12 @@ def test_due_version_stays_until_its_evaluation_is_done_and_training_goes_on(
         loop.tick()
     assert receiver.acknowledged[:3] == [0, 1, 2]
     assert receiver.holds > 10
-    assert [result["version"] for result in client.evaluations] == [0] * 12 + [2] * 5
-    tickets = sorted(result["ticket"] for result in client.evaluations)
+    assert [result.version for result in client.evaluations] == [0] * 12 + [2] * 5
+    tickets = sorted(result.ticket for result in client.evaluations)
     assert tickets == [*range(12), *range(2000, 2005)]
     for result in client.evaluations:
-        assert (len(result["rewards"]), result["data_source"]) == (3, "test")
-        assert sum(result["rewards"]) == result["tokens"] > 0
+        assert (len(result.rewards), result.data_source) == (3, "test")
+        assert sum(result.rewards) == result.tokens > 0
     assert loop.stats.tokens >= sum(group.num_action_tokens for group in client.groups)
 
 
@@ -185,7 +185,7 @@ def test_a_failed_reward_is_0_and_marked() -> None:
         logprobs, versions = np.zeros(1, dtype=np.float32), np.array([4], dtype=np.int32)
         running.completions[index] = Completion("x", [1], logprobs, versions, "truncated")
     result = make_evaluated(running, Scored("x", [float("nan"), 1.0], [{}, {}], ["it broke", ""]))
-    assert (result["rewards"], result["status"], result["tokens"]) == ([0.0, 1.0], ["failed", "truncated"], 2)
+    assert (result.rewards, result.status, result.tokens) == ([0.0, 1.0], ["failed", "truncated"], 2)
 
 
 def test_the_models_own_weights_are_those_of_its_folder(make_engine: Callable[..., Engine], model_path: str) -> None:

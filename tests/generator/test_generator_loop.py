@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from generator_fakes import FakeClient, FakeReceiver, FakeRewards, lease
+from generator_fakes import FakeClient, FakeReceiver, FakeRewards, lease, lease_reply
 from generator_model import EOS, reference_logprobs, small_config, weights_of
 from transformers import Qwen2ForCausalLM
 
@@ -66,7 +66,7 @@ class Leases:
 
     def __call__(self, version: int, num_groups: int) -> LeaseReply:
         done = self.client is not None and len(self.client.groups) == len(self.leases)
-        return LeaseReply(list(itertools.islice(self._left, num_groups)), done, "")
+        return lease_reply(list(itertools.islice(self._left, num_groups)), done, "")
 
 
 def test_groups_come_back_whole_and_exact(engine: Engine, model_path: str, policies: Policies) -> None:
@@ -159,7 +159,7 @@ def test_stopping_gives_back_every_unfinished_lease(
     leases = Leases(100)
 
     def answer(version: int, num_groups: int) -> LeaseReply:
-        return LeaseReply([], True, "") if stop and how == "done" else leases(version, num_groups)
+        return lease_reply([], True, "") if stop and how == "done" else leases(version, num_groups)
 
     loop, client, _ = make_loop(
         engine, model_path, answer, policies[:1], should_stop=lambda: stop and how == "should_stop"
@@ -199,7 +199,7 @@ def test_the_engine_is_kept_full_of_group_members(engine: Engine, model_path: st
 def test_a_denied_ask_is_repeated_with_a_pause_and_at_once_after_new_weights(
     engine: Engine, model_path: str, policies: Policies
 ) -> None:
-    loop, client, receiver = make_loop(engine, model_path, lambda *_: LeaseReply([], False, "staleness"), policies[:1])
+    loop, client, receiver = make_loop(engine, model_path, lambda *_: lease_reply([], False, "staleness"), policies[:1])
     loop._swap_staged()
     start = time.monotonic()
     while len(client.asks) < 50:
@@ -217,7 +217,7 @@ def test_a_denied_ask_is_repeated_with_a_pause_and_at_once_after_new_weights(
 
 
 def test_a_denied_ask_waits_as_long_as_the_queue_says(engine: Engine, model_path: str, policies: Policies) -> None:
-    reply = LeaseReply([], False, "staleness", pause_s=60.0)
+    reply = lease_reply([], False, "staleness", pause_s=60.0)
     loop, client, _ = make_loop(engine, model_path, lambda *_: reply, policies[:1])
     loop._swap_staged()
     start = time.monotonic()
@@ -268,7 +268,7 @@ def test_what_runs_and_what_is_scored_is_named_every_second(
 
 
 def test_missing_first_weights_are_an_error_that_names_the_learner(engine: Engine, model_path: str) -> None:
-    loop, client, _ = make_loop(engine, model_path, lambda *_: LeaseReply([], False, ""), launch__start_timeout_s=0.1)
+    loop, client, _ = make_loop(engine, model_path, lambda *_: lease_reply([], False, ""), launch__start_timeout_s=0.1)
     with pytest.raises(PeerTimeoutError, match=r"generator 3: learner rank 0 did not send the first weights .* 0.1 s"):
         loop.run()
     assert [ask[:2] for ask in client.asks] == [(NO_VERSION, 0)]
@@ -284,7 +284,7 @@ def test_a_generator_without_weights_speaks_each_second_and_waits_while_the_lear
         number = len(client.asks)
         if number == 8:
             receiver.versions.extend(weights)
-        return LeaseReply([], version != NO_VERSION, "", progress=number)
+        return lease_reply([], version != NO_VERSION, "", progress=number)
 
     loop, client, receiver = make_loop(engine, model_path, answer, launch__start_timeout_s=1.4)
     loop.run()
@@ -300,7 +300,7 @@ def test_a_generator_that_leaves_finishes_what_it_has_time_for(
     leaving = False
 
     def answer(version: int, num_groups: int) -> LeaseReply:
-        return LeaseReply([], False, "", leave=True) if leaving else leases(version, num_groups)
+        return lease_reply([], False, "", leave=True) if leaving else leases(version, num_groups)
 
     loop, client, _ = make_loop(engine, model_path, answer, policies[:1], launch__stop_timeout_s=stop_timeout_s)
     loop._swap_staged()
@@ -319,6 +319,6 @@ def test_a_generator_that_leaves_finishes_what_it_has_time_for(
 
 
 def test_a_generator_that_has_no_weights_leaves_at_once(engine: Engine, model_path: str) -> None:
-    loop, client, _ = make_loop(engine, model_path, lambda *_: LeaseReply([], False, "", leave=True))
+    loop, client, _ = make_loop(engine, model_path, lambda *_: lease_reply([], False, "", leave=True))
     loop.run()
     assert (len(client.asks), client.released) == (1, [])

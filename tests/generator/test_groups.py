@@ -53,7 +53,7 @@ def test_truncated_completions_are_penalized_and_the_penalty_is_a_part() -> None
 def test_evaluated_prompts_have_one_version() -> None:
     one = running()
     scored = Scored((4, 0), [1.0, 0.0], [{}, {}], ["", "broken"])
-    assert make_evaluated(one, scored)["status"] == ["completed", "failed"]
+    assert make_evaluated(one, scored).status == ["completed", "failed"]
     one.completions[1] = completion(1, "completed", version=4)
     with pytest.raises(InvariantError, match=r"of version 3 has tokens of the versions \[4\]"):
         make_evaluated(one, scored)

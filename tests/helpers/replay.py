@@ -13,7 +13,7 @@ from asyncrl.config import Config, load_config
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.types import NO_VERSION, Group, Lease, Prompt, Status, Trajectory
 from asyncrl.wire.endpoints import Endpoints
-from asyncrl.wire.messages import LeaseName
+from asyncrl.wire.messages import GeneratorStats, LeaseName
 
 PROMPT_TOKENS = 3
 
@@ -32,16 +32,7 @@ def small_config(**overrides: object) -> Config:
     return load_config(None, values)
 
 
-STATS: dict[str, Any] = {
-    "tokens": 0,
-    "waiting_s": 0.0,
-    "working_s": 1.0,
-    "syncing_s": 0.0,
-    "writing_s": 0.0,
-    "stall_ms": [],
-    "rewards_failed": 0,
-    "costs": [],
-}
+STATS = GeneratorStats.of(working_s=1.0)
 _numbers = count(1)
 
 
@@ -54,7 +45,7 @@ def ask_queue(
     *,
     session: str | None = None,
     number: int | None = None,
-    stats: dict[str, Any] | None = None,
+    stats: GeneratorStats | None = None,
     working_on: Sequence[LeaseName] = (),
 ) -> tuple[list[Lease], str]:
     """An ask of a generator, by default the next one of its only session."""

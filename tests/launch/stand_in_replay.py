@@ -11,6 +11,7 @@ import zmq
 
 from asyncrl.launch.worker import read_spec
 from asyncrl.wire.frames import decode, encode
+from asyncrl.wire.service_messages import Ok
 
 
 def main() -> None:
@@ -27,9 +28,7 @@ def main() -> None:
             stopped.touch()
         done = time.time() > until_s or stopped.exists()
         answers = {"status": status(done), "summary": {"idle": {"generator": 0.0, "learner": 0.0}, "steps": 3}}
-        socket.send_multipart(
-            [identity.bytes, *encode(run_id, "ok", answers.get(kind, {}), seq=message.seq, arrays=[])]
-        )
+        socket.send_multipart([identity.bytes, *encode(run_id, Ok(answers.get(kind, {})), seq=message.seq)])
     socket.close(linger=500)
     zmq.Context.instance().term()
     sys.exit(int(sys.argv[2]) if len(sys.argv) > 2 else 0)

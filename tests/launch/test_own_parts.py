@@ -6,13 +6,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.replay import small_config
+from helpers.replay import EndlessPrompts, make_group, small_config
 
 from asyncrl.errors import ConfigError
 from asyncrl.launch.local import LocalLauncher, find_launcher
 from asyncrl.launch.registry import check_parts
 from asyncrl.observe.trackers import make_trackers
+from asyncrl.replay.codec import pack_group
 from asyncrl.replay.refunds import refund_reason
+from asyncrl.types import Lease
 from asyncrl.weights.transports import choose_transport, find_transport
 
 pytestmark = pytest.mark.timeout(120)
@@ -87,6 +89,6 @@ def test_parts_that_cannot_be_used_are_refused(where: str, key: str, name: str, 
 def test_groups_of_equal_rewards_are_refunded_where_they_have_no_signal(
     choice: str, group_relative: bool, reason: str
 ) -> None:
-    meta = {"status": ["completed"] * 2, "rewards": [1.0, 1.0]}
+    header, _ = pack_group(make_group(Lease(0, 0, EndlessPrompts().prompt(0)), 0, rewards=(1.0, 1.0)))
     config = small_config(replay__zero_variance=choice)
-    assert refund_reason(config, meta, group_relative=group_relative) == reason  # type: ignore[arg-type]
+    assert refund_reason(config, header, group_relative=group_relative) == reason

@@ -21,9 +21,9 @@ from worlds import endpoints, make_config, make_groups
 import asyncrl.replay.client
 import asyncrl.weights.sender
 from asyncrl.learner.role import run_learner, run_offline
-from asyncrl.replay.client import Committed
 from asyncrl.types import Shard
 from asyncrl.weights.buckets import WeightManifest
+from asyncrl.wire.messages import Committed
 
 rank, port, model, out = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4])
 
@@ -46,7 +46,7 @@ class Client:
 
     def commit(self, step: int, metrics: dict[str, float], **options: Any) -> Committed:
         assert self.rank == 0
-        return Committed({"replay/ready": 1.0}, b"the queue")
+        return Committed({"replay/ready": 1.0}, b"the queue", False)
 
     def close(self) -> None:
         (out / f"closed-{self.rank}").touch()

@@ -19,8 +19,8 @@ from worlds import make_config, make_groups, make_trainer, spawn
 from asyncrl.errors import InvariantError, PeerTimeoutError
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.loop import Learner
-from asyncrl.replay.client import Committed
 from asyncrl.types import Shard
+from asyncrl.wire.messages import Committed
 
 
 class Batches:
@@ -41,7 +41,7 @@ class Batches:
     ) -> Committed:
         assert not saving and not checkpoints
         self.commits.append((step, metrics))
-        return Committed({"replay/ready": 3.0})
+        return Committed({"replay/ready": 3.0}, b"", False)
 
     def evaluations(self, should_stop: Callable[[], bool]) -> list[tuple[int, dict[str, float]]]:
         return self.left

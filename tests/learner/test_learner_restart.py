@@ -27,8 +27,8 @@ from asyncrl.learner.checkpoint.zero_state import collect_state
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.loop import Learner
 from asyncrl.observe.trackers import Trackers, make_trackers
-from asyncrl.replay.client import Committed
 from asyncrl.types import Shard
+from asyncrl.wire.messages import Committed
 
 STEPS = 6
 TOY: dict[str, Any] = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,14 @@ from asyncrl.learner.critic import Critic
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.remote_critic import CriticServer, RemoteCritic, _agreed
 from asyncrl.wire.bad_peers import MAX_BAD_MESSAGES
+from asyncrl.wire.bounds import Body
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.frames import Block, Message, encode
+from asyncrl.wire.messages import ReadStatus
 from asyncrl.wire.rpc import Connection
+from asyncrl.wire.service_messages import Leave, Ok, Save, Train, Value
 from asyncrl.wire.sockets import connect_dealer
+from tests.helpers.messages import raw_frames
 from tests.helpers.serving import serving
 
 
@@ -168,19 +172,19 @@ def peer(addresses: Endpoints, server: CriticServer) -> Iterator[Connection]:
 
 
 TOKENS, LENGTHS, VALUED = [1, 2, 3, 4, 5], [3, 2], [0, 3]
-NAMES = [[10, 0], [10, 1]]
+NAMES = [(10, 0), (10, 1)]
 
 
-def refusal(peer: Connection, kind: str, body: Any, arrays: list[np.ndarray]) -> str:
+def refusal(peer: Connection, body: Body, arrays: Sequence[np.ndarray] = ()) -> str:
     with pytest.raises(RunError, match="refused a message") as raised:
-        peer.request(kind, body, arrays, timeout_s=10)
+        peer.request(body, arrays, timeout_s=10)
     return str(raised.value)
 
 
 @pytest.mark.parametrize(
     ("rows", "names", "minibatches", "text"),
     [
-        ([[[1], [30_000_000], []]], [[[1, 0]]], [1, 0], "row 0: lengths of at least 1 must add up to its 1 tokens"),
+        ([[[1], [30_000_000], []]], [[(1, 0)]], [1, 0], "row 0: lengths of at least 1 must add up to its 1 tokens"),
         ([[TOKENS, [5, 0], VALUED]], [NAMES], [1, 0], "row 0: lengths of at least 1"),
         ([[TOKENS, [6, -1], VALUED]], [NAMES], [1, 0], "row 0: lengths of at least 1"),
         ([[TOKENS, [2**31 - 1] * 2, VALUED]], [NAMES], [1, 0], "row 0: lengths of at least 1"),
@@ -189,8 +193,8 @@ def refusal(peer: Connection, kind: str, body: Any, arrays: list[np.ndarray]) ->
         ([[TOKENS, LENGTHS, [5]]], [NAMES], [1, 0], "row 0: valued positions must ascend from 0"),
         ([[TOKENS, LENGTHS, [-1]]], [NAMES], [1, 0], "row 0: valued positions must ascend from 0"),
         ([[TOKENS, LENGTHS, [1] * 9]], [NAMES], [1, 0], "row 0: valued positions must ascend from 0"),
-        ([[[1, 48], [2], [0]]], [[[1, 0]]], [1, 0], "row 0: tokens from 1 to 48, the critic's vocabulary has 48"),
-        ([[[-1, 1], [2], [0]]], [[[1, 0]]], [1, 0], "row 0: tokens from -1 to 1"),
+        ([[[1, 48], [2], [0]]], [[(1, 0)]], [1, 0], "row 0: tokens from 1 to 48, the critic's vocabulary has 48"),
+        ([[[-1, 1], [2], [0]]], [[(1, 0)]], [1, 0], "row 0: tokens from -1 to 1"),
         ([[TOKENS, LENGTHS]], [NAMES], [1, 0], "1 rows need 3 frames each"),
         ([], [NAMES], [1, 0], "1 rows need 3 frames each"),
         ([[TOKENS, [[3, 2]], VALUED]], [NAMES], [1, 0], "1 rows need 3 frames each, i4 in one dimension"),
@@ -201,14 +205,14 @@ def refusal(peer: Connection, kind: str, body: Any, arrays: list[np.ndarray]) ->
 def test_rows_that_are_not_whole_are_refused(
     peer: Connection, rows: list[list[Any]], names: Any, minibatches: list[int], text: str
 ) -> None:
-    body = {"rank": 0, "step": 1, "minibatches": minibatches, "names": names}
-    assert f"value: {text}" in refusal(peer, "value", body, [np.array(a, np.int32) for row in rows for a in row])
+    body = Value(0, 1, minibatches, names)
+    assert f"value: {text}" in refusal(peer, body, [np.array(a, np.int32) for row in rows for a in row])
 
 
 def test_rows_of_another_dtype_are_refused(peer: Connection) -> None:
-    body = {"rank": 0, "step": 1, "minibatches": [1, 0], "names": [NAMES]}
+    body = Value(0, 1, [1, 0], [NAMES])
     arrays = [np.array(values, np.float32) for values in (TOKENS, LENGTHS, VALUED)]
-    assert "1 rows need 3 frames each, i4" in refusal(peer, "value", body, arrays)
+    assert "1 rows need 3 frames each, i4" in refusal(peer, body, arrays)
 
 
 def test_returns_that_are_not_of_the_last_values_are_refused(
@@ -217,8 +221,8 @@ def test_returns_that_are_not_of_the_last_values_are_refused(
     config = make_config(tiny_model, **GAE_CONFIG)
     batch = pack_groups(config, make_groups(2))
     critic, count = RemoteCritic(config, 0, addresses), batch.num_tokens
-    peer, body = critic._connection, {"rank": 0, "step": 0}
-    assert "no values were given" in refusal(peer, "train", body, [np.zeros(0, np.float32)])
+    peer = critic._connection
+    assert "no values were given" in refusal(peer, Train(0, 0), [np.zeros(0, np.float32)])
     critic.values(batch, 1)
     for arrays, given in (
         ([], "nothing"),
@@ -227,10 +231,10 @@ def test_returns_that_are_not_of_the_last_values_are_refused(
         ([np.zeros((1, count), np.float32)], f"f4[1, {count}]"),
         ([np.zeros(count, np.float32)] * 2, f"f4[{count}], f4[{count}]"),
     ):
-        text = refusal(peer, "train", body | {"step": 1}, arrays)
+        text = refusal(peer, Train(0, 1), arrays)
         assert f"train: frames of {given}, expected one of f4[{count}]" in text
     assert "train: step 2, the values given last were of step 1" in refusal(
-        peer, "train", body | {"step": 2}, [np.zeros(count, np.float32)]
+        peer, Train(0, 2), [np.zeros(count, np.float32)]
     )
     critic.train(torch.zeros(count))
     assert "critic/loss" in critic.finish(), "what was refused changed nothing"
@@ -238,36 +242,38 @@ def test_returns_that_are_not_of_the_last_values_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("kind", "body", "text"),
+    ("body", "text"),
     [
-        ("leave", {"rank": 7}, "'leave' of learner rank 7, this critic serves [0]"),
-        ("status", {}, "'status' is no request to a critic"),
-        ("ok", {"rank": "x" * 100_000}, "'ok' is no request to a critic"),
+        (Leave(7), "'leave' of learner rank 7, this critic serves [0]"),
+        (ReadStatus(), "'status' is no request to a critic"),
+        (Ok({"rank": "x" * 100_000}), "'ok' is no request to a critic"),
     ],
 )
-def test_other_requests_are_refused(peer: Connection, kind: str, body: Any, text: str) -> None:
-    seq = peer.send(kind, body)
+def test_other_requests_are_refused(peer: Connection, body: Body, text: str) -> None:
+    seq = peer.send(body)
     answer = peer.receive(10)
-    assert answer is not None and (answer.kind, answer.seq) == ("error", seq) and text in answer.body["text"]
+    assert answer is not None and (answer.kind, answer.seq) == ("error", seq) and text in answer.body.text
 
 
 @pytest.mark.parametrize(
     ("kind", "body", "text"),
     [
-        ("restore", {"rank": 0, "step": 1, "folder": "/etc"}, "restore: folder: Extra inputs are not permitted"),
-        ("save", {"rank": 0, "step": "../1", "what": "state"}, "save: step: Input should be a valid integer"),
-        ("save", {"rank": 0, "step": -1, "what": "state"}, "save: step: Input should be greater than or equal to 0"),
+        ("restore", {"rank": 0, "step": 1, "folder": "/etc"}, "restore: Object contains unknown field `folder`"),
+        ("save", {"rank": 0, "step": "../1", "what": "state"}, "save: step: Expected `int`, got `str`"),
+        ("save", {"rank": 0, "step": -1, "what": "state"}, "save: step: Expected `int` >= 0"),
     ],
 )
-def test_no_request_names_a_path(peer: Connection, kind: str, body: Any, text: str) -> None:
-    assert text in refusal(peer, kind, body, [])
+def test_no_request_names_a_path(addresses: Endpoints, peer: Connection, kind: str, body: Any, text: str) -> None:
+    peer._socket.send_multipart(raw_frames(addresses.run_id, kind, body))
+    answer = peer.receive(10)
+    assert answer is not None and answer.kind == "error" and text in answer.body.text
 
 
 def test_a_peer_of_bad_messages_is_cut_off_by_the_critic_and_nobody_else(
     addresses: Endpoints, server: CriticServer, tiny_model: Path
 ) -> None:
     rubbish = connect_dealer(addresses.critics[0])
-    bad = [bytes(frame) for frame in encode(addresses.run_id, "status", {})]
+    bad = [bytes(frame) for frame in encode(addresses.run_id, ReadStatus())]
     config = make_config(tiny_model, **GAE_CONFIG)
     critic = RemoteCritic(config, 0, addresses)
     with structlog.testing.capture_logs() as logs:
@@ -290,9 +296,9 @@ def test_a_stranger_gets_no_answer_of_the_critic_and_changes_nothing(
     addresses: Endpoints, server: CriticServer, tmp_path: Path
 ) -> None:
     stranger = connect_dealer(addresses.critics[0])
-    save = encode("another-run", "save", {"rank": 0, "step": 1, "what": "model"})
+    save = encode("another-run", Save(0, 1, "model"))
     with structlog.testing.capture_logs() as logs:
-        for message in (save, encode("another-run", "leave", {"rank": 0}), [b"rubbish"]):
+        for message in (save, encode("another-run", Leave(0)), [b"rubbish"]):
             stranger.send_multipart(message)
         assert not stranger.poll(300)
         assert len([entry for entry in logs if entry["event"] == "bad message to the critic"]) == 3, "it is counted"
@@ -307,8 +313,8 @@ def test_a_rank_speaks_only_for_itself(
     batch = pack_groups(config, make_groups(2))
     critic = RemoteCritic(config, 0, addresses)
     critic.values(batch, 1)
-    for kind, body in (("save", {"rank": 0, "step": 1, "what": "model"}), ("leave", {"rank": 0})):
-        assert f"{kind!r} of learner rank 0 by another than it" in refusal(peer, kind, body, [])
+    for kind, body in (("save", Save(0, 1, "model")), ("leave", Leave(0))):
+        assert f"{kind!r} of learner rank 0 by another than it" in refusal(peer, body)
     critic.train(torch.zeros(batch.num_tokens))
     assert "critic/loss" in critic.finish(), "it serves the one that came first"
     assert not (tmp_path / "critic").exists()
@@ -316,9 +322,7 @@ def test_a_rank_speaks_only_for_itself(
 
 
 def test_learner_ranks_must_agree_on_the_step() -> None:
-    messages = {
-        rank: Message("save", 1, {"rank": rank, "step": rank, "what": "state"}, Block([], None)) for rank in (0, 1)
-    }
+    messages = {rank: Message("save", 1, Save(rank, rank, "state"), Block([], None)) for rank in (0, 1)}
     with pytest.raises(InvariantError, match=r"different things: \[\(0, 'state'\), \(1, 'state'\)\]"):
         _agreed(messages, "step", "what")
 

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from asyncrl.errors import ProtocolError
 from asyncrl.replay.eval_scores import CORRECT, PromptScore, pass_at_k, pass_ks, score_table
 from asyncrl.replay.evaluation import EvalBook
 from asyncrl.types import Lease, Prompt
-from asyncrl.wire.messages import EvaluatedBody
+from asyncrl.wire.messages import Evaluated, ReleasedEvaluation
 from tests.helpers.replay import small_config
 
 LEASE_S = 100.0
@@ -35,16 +36,16 @@ def make_book(prompts: int = 4, samples: int = 2, every: int | None = 2, steps: 
     return EvalBook(config, make_prompts(prompts))
 
 
-def result_of(lease: Lease, version: int, rewards: Sequence[float] = (0.0, 1.0)) -> EvaluatedBody:
-    return {
-        "ticket": lease.ticket,
-        "attempt": lease.attempt,
-        "version": version,
-        "data_source": lease.prompt.data_source,
-        "rewards": list(rewards),
-        "status": ["completed"] * len(rewards),
-        "tokens": 10,
-    }
+def result_of(lease: Lease, version: int, rewards: Sequence[float] = (0.0, 1.0)) -> Evaluated:
+    return Evaluated(
+        ticket=lease.ticket,
+        attempt=lease.attempt,
+        version=version,
+        data_source=lease.prompt.data_source,
+        rewards=list(rewards),
+        status=["completed"] * len(rewards),
+        tokens=10,
+    )
 
 
 def test_due_versions() -> None:
@@ -124,9 +125,9 @@ def test_result_is_complete_counted_once_and_reported_once() -> None:
 def test_released_and_expired_prompts_are_handed_out_again() -> None:
     book = make_book(prompts=2)
     released, expired = book.lease(0, 0, 9, 1.0)
-    book.release([{"ticket": released.ticket, "attempt": 5}])
+    book.release([ReleasedEvaluation(released.ticket, 5)])
     assert not book.left(0), "another attempt is not the one that holds the lease"
-    book.release([{"ticket": released.ticket, "attempt": 0}])
+    book.release([ReleasedEvaluation(released.ticket, 0)])
     (again,) = book.lease(1, 0, 9, 2.0)
     assert (again.ticket, again.attempt, again.prompt.row) == (released.ticket, 1, released.prompt.row)
     book.expire(1.0 + LEASE_S)
@@ -152,7 +153,7 @@ def test_dropped_with_its_reason_when_no_generator_has_the_version_any_more() ->
     book.lease(0, 1, 9, 4.0)
     book.expire(5.0)
     assert book.running, "a prompt is still leased"
-    book.release([{"ticket": lost.ticket, "attempt": lost.attempt}])
+    book.release([ReleasedEvaluation(lost.ticket, lost.attempt)])
     book.expire(6.0)
     assert not book.running
     reason = "no generator has the version any more"
@@ -191,7 +192,7 @@ def test_a_result_that_does_not_fit_is_refused(change: dict, message: str) -> No
     book = make_book()
     (lease,) = book.lease(0, 0, 1, 1.0)
     with pytest.raises(ProtocolError, match=message):
-        book.finish({**result_of(lease, 0), **change})
+        book.finish(structs.replace(result_of(lease, 0), **change))
 
 
 @dataclass
@@ -223,7 +224,7 @@ class Generator:
     def stop(self, book: EvalBook, *, cleanly: bool) -> None:
         """Ends; its place is taken by a new one that loads whatever is newest."""
         if cleanly:
-            book.release({"ticket": lease.ticket, "attempt": lease.attempt} for lease in self.leases)
+            book.release(ReleasedEvaluation(lease.ticket, lease.attempt) for lease in self.leases)
         self.leases, self.version, self.pinned = [], -1, False
 
 

@@ -14,6 +14,7 @@ from asyncrl.replay.ledger import Ledger
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.trace import TraceWriter
 from asyncrl.types import Lease
+from asyncrl.wire.messages import LeaseName, ReleasedLease
 from tests.helpers.replay import EndlessPrompts, ask_queue, make_group, small_config
 
 LONG_TOKENS = 32_000
@@ -34,7 +35,7 @@ class Simulated:
         """Lease, version and the time when it is done, of generator 0."""
 
     def ask(self, num_groups: int = 0, *, generator: int = 0, working_on: Iterable[Lease] = ()) -> list[Lease]:
-        names = [{"ticket": one.ticket, "attempt": one.attempt, "evaluation": one.evaluation} for one in working_on]
+        names = [LeaseName(one.ticket, one.attempt, one.evaluation) for one in working_on]
         version = self.queue.ledger.steps
         return ask_queue(self.queue, generator, version, num_groups, working_on=names)[0]
 
@@ -122,7 +123,7 @@ def test_an_evaluation_lease_is_renewed_too(tmp_path: Path) -> None:
     (lease,) = ask_queue(queue, 0, 0, 0, 1)[0]
     assert lease.evaluation
     for now_s in range(10, 200, 10):  # noqa: B007
-        ask_queue(queue, 0, 0, 0, working_on=[{"ticket": lease.ticket, "attempt": 0, "evaluation": True}])
+        ask_queue(queue, 0, 0, 0, working_on=[LeaseName(lease.ticket, 0, True)])
         queue.expire()
     assert list(queue.evaluation.held()) == [(0, lease.ticket, 0)]
     for now_s in range(200, 300, 10):  # noqa: B007
@@ -146,7 +147,7 @@ def test_of_two_attempts_the_first_that_comes_is_trained_and_both_are_counted(tm
     assert (run.queue.ledger.live[0].tokens, run.queue.state.duplicates) == (6, 2)
     run.finish(leases[1])
     assert run.queue.take(0, 1)[0] == "shard"
-    assert [group.meta["attempt"] for group in run.queue.take(0, 1)[1]] == [0, 0]
+    assert [group.header.attempt for group in run.queue.take(0, 1)[1]] == [0, 0]
     run.queue.commit(1, {})
     run.finish(again[1], completion_tokens=(100, 200))  # its ticket is trained
     run.finish(again[1], completion_tokens=(100, 200))
@@ -175,7 +176,7 @@ def test_what_a_superseded_attempt_gives_back_is_counted_once(tmp_path: Path, re
     (again,) = run.ask(1)
     run.finish(lease, rewards=(1.0, 1.0) if refunded else (0.0, 1.0))
     for _ in range(2):
-        run.queue.release(0, [{"ticket": again.ticket, "attempt": again.attempt, "tokens": 7}])
+        run.queue.release(0, [ReleasedLease(again.ticket, again.attempt, 7)])
     run.finish(again)
     assert (run.tokens["generated"], run.tokens["returned"]) == (13, 7)
     run.queue.ledger.check()

@@ -13,6 +13,7 @@ from asyncrl.replay.codec import pack_group
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.trace import TraceWriter
 from asyncrl.types import Lease
+from asyncrl.wire.messages import Evaluated, ReleasedLease
 from tests.helpers.replay import EndlessPrompts, ask_queue, make_group, small_config
 
 
@@ -34,7 +35,7 @@ def train(queue: ReplayQueue, step: int, ranks: int = 1) -> list[int]:
     for rank in range(ranks):
         outcome, groups = queue.take(rank, step)
         assert outcome == "shard"
-        tickets += [group.meta["ticket"] for group in groups]
+        tickets += [group.header.ticket for group in groups]
     queue.commit(step, {"learner/wait_s": 0.5})
     return tickets
 
@@ -111,7 +112,7 @@ def test_a_completion_without_a_reward_is_trained_with_0_and_counted(tmp_path: P
         queue.finish(*pack_group(group))
     finish(queue, leases[3], status="failed")
     queue.take(0, 1)
-    metrics = queue.commit(1, {})["metrics"]
+    metrics = queue.commit(1, {}).metrics
     assert (metrics["reward/mean"], metrics["reward/failed_fraction"]) == (0.5, 5 / 8)
     outcome = queue.summary()["outcomes"]["trained"]
     assert (outcome["trajectories"], outcome["rewards_failed"], outcome["reward_mean"]) == (4, 2, 1.0)
@@ -132,7 +133,7 @@ def test_duplicate_and_superseded_groups_count_once(tmp_path: Path) -> None:
     finish(queue, first)
     finish(queue, first)
     assert queue.state.duplicates == 1
-    queue.release(0, [{"ticket": second.ticket, "attempt": second.attempt, "tokens": 5}])
+    queue.release(0, [ReleasedLease(second.ticket, second.attempt, 5)])
     again = ask(queue, num_groups=1)[0]
     assert (again.ticket, again.attempt, again.prompt.row) == (second.ticket, 1, second.prompt.row)
     finish(queue, second)
@@ -157,9 +158,9 @@ def test_ranks_get_disjoint_balanced_shards_and_the_same_again(tmp_path: Path) -
     queue = make_queue(tmp_path, launch__learners=2, replay__groups_per_step=4)
     for lease, length in zip(ask(queue), (40, 2, 38, 3, 1, 1, 1, 1), strict=True):
         finish(queue, lease, completion_tokens=(length, length))
-    shards = [[h.meta["ticket"] for h in queue.take(rank, 1)[1]] for rank in (0, 1)]
+    shards = [[h.header.ticket for h in queue.take(rank, 1)[1]] for rank in (0, 1)]
     assert sorted(map(sorted, shards)) == [[0, 1], [2, 3]], "the two long groups are on different ranks"
-    assert [h.meta["ticket"] for h in queue.take(0, 1)[1]] == shards[0]
+    assert [h.header.ticket for h in queue.take(0, 1)[1]] == shards[0]
 
 
 def test_full_memory_stops_leases_but_never_the_next_batch(tmp_path: Path) -> None:
@@ -203,7 +204,7 @@ def test_generators_share_what_may_start(tmp_path: Path) -> None:
     assert len(ask_queue(queue, 1, 0, 100)[0]) == 2
     finish(queue, first[0])
     assert ask_queue(queue, 0, 0, 100) == ([], "staleness")
-    queue.release(0, [{"ticket": first[1].ticket, "attempt": 0, "tokens": 0}])
+    queue.release(0, [ReleasedLease(first[1].ticket, 0, 0)])
     assert len(ask_queue(queue, 0, 0, 100)[0]) == 1
 
 
@@ -249,15 +250,7 @@ def evaluate(queue: ReplayQueue, version: int) -> None:
     assert len(leases) == 2
     for lease in leases:
         queue.evaluated(
-            {
-                "ticket": lease.ticket,
-                "attempt": lease.attempt,
-                "version": version,
-                "data_source": "test",
-                "rewards": [0.0, version + 0.5],
-                "status": ["completed", "completed"],
-                "tokens": 7,
-            }
+            Evaluated(lease.ticket, lease.attempt, version, "test", [0.0, version + 0.5], ["completed", "completed"], 7)
         )
 
 
@@ -298,7 +291,7 @@ def test_a_commit_gives_the_metrics_of_an_evaluation_that_ended(tmp_path: Path) 
         finish(queue, lease)
     evaluate(queue, 0)
     queue.take(0, 1)
-    metrics = queue.commit(1, {})["metrics"]
+    metrics = queue.commit(1, {}).metrics
     assert (metrics["eval/version"], metrics["eval/test/pass@1"], metrics["staleness/max"]) == (0.0, 0.0, 0.0)
 
 
@@ -310,8 +303,7 @@ def test_evaluations_are_summed_up_by_version_whichever_ended_first(tmp_path: Pa
     train(queue, 1)
     evaluate(queue, 1)
     for lease in leases:
-        body = {"ticket": lease.ticket, "attempt": 0, "version": 0, "data_source": "test", "tokens": 7}
-        queue.evaluated(body | {"rewards": [0.0, 1.0], "status": ["completed", "completed"]})
+        queue.evaluated(Evaluated(lease.ticket, 0, 0, "test", [0.0, 1.0], ["completed", "completed"], 7))
     assert [result["version"] for result in queue.evaluation.ended] == [1, 0]
     assert [result["version"] for result in queue.summary()["eval"]] == [0, 1]
 
@@ -330,7 +322,7 @@ def test_what_was_scored_since_the_last_step_is_in_its_metrics(tmp_path: Path) -
     for lease in leases[1:]:
         finish(queue, lease, status="truncated", completion_tokens=(1, 3))
     queue.take(0, 1)
-    metrics = queue.commit(1, {})["metrics"]
+    metrics = queue.commit(1, {}).metrics
     assert metrics["reward/mean"] == metrics["reward/test"] == metrics["reward_part/exact"] == pytest.approx(5 / 8)
     assert metrics["completion/tokens"] == pytest.approx((6 + 3 * 4) / 8)
     assert metrics["completion/truncated_fraction"] == 6 / 8

@@ -22,19 +22,9 @@ from asyncrl.replay.stats import GeneratorState
 from asyncrl.replay.trace import TraceWriter
 from asyncrl.wire.bounds import MAX_NUMBER, MAX_REWARD
 from asyncrl.wire.frames import Array, decode, encode
-from asyncrl.wire.messages import GroupMeta
+from asyncrl.wire.messages import GeneratorStats, GroupHeader, Take
+from asyncrl.wire.service_messages import Error
 from tests.helpers.replay import PROMPT_TOKENS, EndlessPrompts, ask_queue, loopback_endpoints, make_group, small_config
-
-STATS = {
-    "tokens": MAX_NUMBER,
-    "waiting_s": 0.0,
-    "working_s": 0.0,
-    "syncing_s": 0.0,
-    "writing_s": 0.0,
-    "stall_ms": [],
-    "rewards_failed": 0,
-    "costs": [],
-}
 
 
 @pytest.fixture
@@ -91,18 +81,18 @@ def test_a_group_older_than_its_lease_is_refused(queue: ReplayQueue) -> None:
         queue.finish(*pack_group(make_group(lease, 0)))
 
 
-def swap_source(meta: GroupMeta, arrays: list[Array]) -> None:
-    meta["data_source"] = "other"
+def swap_source(header: GroupHeader, arrays: list[Array]) -> None:
+    header.data_source = "other"
 
 
-def swap_a_prompt_token(meta: GroupMeta, arrays: list[Array]) -> None:
-    arrays[0][meta["lengths"][0] + PROMPT_TOKENS - 1] = (1 << 31) - 1
+def swap_a_prompt_token(header: GroupHeader, arrays: list[Array]) -> None:
+    arrays[0][header.lengths[0] + PROMPT_TOKENS - 1] = (1 << 31) - 1
 
 
-def cut_into_a_prompt(meta: GroupMeta, arrays: list[Array]) -> None:
+def cut_into_a_prompt(header: GroupHeader, arrays: list[Array]) -> None:
     """The second trajectory loses all but a token, and those of a third prompt would follow."""
-    meta["lengths"][1] = PROMPT_TOKENS - 1
-    arrays[:] = [array[: sum(meta["lengths"])] for array in arrays]
+    header.lengths[1] = PROMPT_TOKENS - 1
+    arrays[:] = [array[: sum(header.lengths)] for array in arrays]
 
 
 @pytest.mark.parametrize(
@@ -115,12 +105,12 @@ def cut_into_a_prompt(meta: GroupMeta, arrays: list[Array]) -> None:
 )
 def test_a_group_of_another_prompt_is_refused(queue: ReplayQueue, change: Any, text: str) -> None:
     (lease,), _ = ask_queue(queue, 0, 0, 1)
-    meta, arrays = pack_group(make_group(lease, 0))
-    change(meta, arrays)
+    header, arrays = pack_group(make_group(lease, 0))
+    change(header, arrays)
     with pytest.raises(ProtocolError, match=text):
-        queue.finish(meta, arrays)
+        queue.finish(header, arrays)
     queue.finish(*pack_group(make_group(lease, 0)))
-    assert queue.held[lease.ticket].meta is not None
+    assert queue.held[lease.ticket].header is not None
 
 
 def test_checkpoints_of_the_future_are_refused(queue: ReplayQueue) -> None:
@@ -131,7 +121,7 @@ def test_checkpoints_of_the_future_are_refused(queue: ReplayQueue) -> None:
 def test_sums_over_sessions_stay_in_the_wire(queue: ReplayQueue) -> None:
     state = GeneratorState()
     for number in range(8):
-        state.heartbeat(str(number), 0, STATS, 0.0)
+        state.heartbeat(str(number), 0, GeneratorStats.of(tokens=MAX_NUMBER), 0.0)
     assert state.tokens == MAX_NUMBER
     msgpack.packb(state.tokens)
 
@@ -147,12 +137,12 @@ def test_a_learner_left_behind_while_it_waits_is_told_so(queue: ReplayQueue) -> 
     endpoints = loopback_endpoints(reserve_ports(0, 1)[0])
     server = ReplayServer(queue, endpoints)
     try:
-        frames = encode("test", "take", {"rank": 0, "step": 7}, seq=3)
+        frames = encode("test", Take(0, 7), seq=3)
         server._waiting[(0, 7)] = (b"peer", decode("test", frames), time.monotonic())
         server._answer_waiting()
-        ((peer, seq, (kind, body, _)),) = server._outbox.answers
-        assert (peer, seq, kind) == (b"peer", 3, "error")
-        assert "learner rank 0 takes step 7, the next one is 1" in body["text"]
+        ((peer, seq, (body, _)),) = server._outbox.answers
+        assert (peer, seq, type(body)) == (b"peer", 3, Error)
+        assert "learner rank 0 takes step 7, the next one is 1" in body.text
         assert server._waiting == {}
     finally:
         server.close()

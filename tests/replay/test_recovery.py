@@ -24,8 +24,9 @@ from asyncrl.replay.ledger import State
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.trace import TraceWriter
 from asyncrl.types import Lease
+from asyncrl.wire.messages import Evaluated, GeneratorStats, LeaseName, ReleasedEvaluation, ReleasedLease
 from tests.helpers.examples import examples
-from tests.helpers.replay import STATS, EndlessPrompts, ask_queue, kill_queue, make_group, small_config
+from tests.helpers.replay import EndlessPrompts, ask_queue, kill_queue, make_group, small_config
 
 SEGMENT_BYTES = 12 << 10
 """So small that a few steps fill one."""
@@ -57,7 +58,7 @@ def train(queue: ReplayQueue, step: int, **options: Any) -> dict[str, float]:
     for lease in ask_queue(queue, 0, step - 1, 100)[0]:
         finish(queue, lease, step - 1)
     assert queue.take(0, step)[0] == "shard"
-    metrics = queue.commit(step, {"learner/wait_s": 0.1}, **options)["metrics"]
+    metrics = queue.commit(step, {"learner/wait_s": 0.1}, **options).metrics
     queue.write()
     return metrics
 
@@ -67,7 +68,7 @@ def names(leases: list[Lease]) -> list[tuple[int, int, bool]]:
 
 
 def frames(groups: list[Any]) -> list[tuple[Any, list[bytes]]]:
-    return [(group.meta, [array.tobytes() for array in group.arrays]) for group in groups]
+    return [(group.header, [array.tobytes() for array in group.arrays]) for group in groups]
 
 
 @dataclass
@@ -166,7 +167,7 @@ class Run:
         in_time = self.queue.ledger.accepts(lease.ticket, version)
         self._send(lease, version)
         if waits and in_time:
-            assert self.queue.held[lease.ticket].finished["attempt"] == lease.attempt, "the first that came is not used"
+            assert self.queue.held[lease.ticket].finished.attempt == lease.attempt, "the first that came is not used"
 
     def _send(self, lease: Lease, version: int, *, zero_variance: bool = False) -> None:
         rewards = (1.0, 1.0) if zero_variance else (0.0, 1.0)
@@ -181,7 +182,7 @@ class Run:
         renewed = [lease for lease in held[:: 1 + pick % 2] if pick % 3 and is_current(lease.ticket, lease.attempt)]
         self.ahead_s += 0.9 * limit_s
         self.number += 1
-        names = [{"ticket": lease.ticket, "attempt": lease.attempt, "evaluation": False} for lease in renewed]
+        names = [LeaseName(lease.ticket, lease.attempt, False) for lease in renewed]
         ask_queue(self.queue, 0, self.steps, 0, session=f"session {self.session}", number=self.number, working_on=names)
         self.ahead_s += 0.2 * limit_s
         self.queue.expire()
@@ -191,8 +192,8 @@ class Run:
     def _evaluated(self, lease: Lease) -> None:
         for one in self.queue.evaluation._running.values():
             if one.first <= lease.ticket < one.first + 2:
-                body = {"ticket": lease.ticket, "attempt": lease.attempt, "version": one.version, "tokens": 3}
-                self.queue.evaluated(body | {"data_source": "test", "rewards": [1.0], "status": ["completed"]})  # type: ignore[arg-type]
+                result = Evaluated(lease.ticket, lease.attempt, one.version, "test", [1.0], ["completed"], 3)
+                self.queue.evaluated(result)
                 return
 
     def send_again(self, pick: int) -> None:
@@ -204,10 +205,10 @@ class Run:
             lease = self.leases.pop(pick % len(self.leases))
             for _ in range(2):
                 if lease.evaluation:
-                    self.queue.release(0, [], [{"ticket": lease.ticket, "attempt": lease.attempt}])
+                    self.queue.release(0, [], [ReleasedEvaluation(lease.ticket, lease.attempt)])
                 else:
                     self.generated.setdefault((lease.ticket, lease.attempt), pick)
-                    self.queue.release(0, [{"ticket": lease.ticket, "attempt": lease.attempt, "tokens": pick}])
+                    self.queue.release(0, [ReleasedLease(lease.ticket, lease.attempt, pick)])
 
     def lose(self, pick: int) -> None:
         """The generator dies; its messages may still arrive."""
@@ -226,9 +227,9 @@ class Run:
         assert frames(groups) == self.batches.setdefault(step, frames(groups)), "another batch was served again"
         if pick % 2:
             checkpoints = [max(0, step - 2)] if step > 2 else []
-            self.metrics[step] = self.queue.commit(step, {"learner/wait_s": 0.5}, checkpoints=checkpoints)["metrics"]
+            self.metrics[step] = self.queue.commit(step, {"learner/wait_s": 0.5}, checkpoints=checkpoints).metrics
             self.queue.write()
-            again = self.queue.commit(step, {"learner/wait_s": 9.0})["metrics"]
+            again = self.queue.commit(step, {"learner/wait_s": 9.0}).metrics
             assert again == self.metrics[step], "committed again, other metrics came"
 
     def catch_up(self, pick: int) -> None:
@@ -241,8 +242,8 @@ class Run:
         for step in range(begin + 1, self.steps + 1):
             assert frames(self.queue.take(0, step)[1]) == self.batches[step]
             saved = self.queue.commit(step, {}, saving=True)
-            assert saved["metrics"] == self.metrics[step]
-            assert msgpack.unpackb(saved["state"])["queue"]["ledger"]["steps"] == step
+            assert saved.metrics == self.metrics[step]
+            assert msgpack.unpackb(saved.state)["queue"]["ledger"]["steps"] == step
         assert self.queue.state.state_dict() == before
 
     def die(self, _: int) -> None:
@@ -309,7 +310,7 @@ def test_any_schedule_with_deaths_loses_nothing(events: list[tuple[str, int]], m
         rows = pq.read_table(Path(name) / "trace.parquet").to_pylist()
         trained = [row["ticket"] for row in rows if row["outcome"] == "trained"]
         assert len(trained) == len(set(trained)) == 2 * run.steps
-        served = {meta["ticket"] for step, batch in run.batches.items() if step <= run.steps for meta, _ in batch}
+        served = {header.ticket for step, batch in run.batches.items() if step <= run.steps for header, _ in batch}
         assert set(trained) == served
         assert all(0 <= row["started_s"] <= row["finished_s"] for row in rows)
         ages = [row["train_version"] - row["start_version"] for row in rows if row["outcome"] == "trained"]
@@ -364,7 +365,7 @@ def test_segments_go_when_checkpoints_cover_them(tmp_path: Path) -> None:
 def test_keep_all_drops_nothing(tmp_path: Path) -> None:
     queue = open_queue(tmp_path, small_config(steps=200, replay__max_staleness=0, journal__retention="all"))
     for step in range(1, 61):
-        assert not queue.commit(step - 1, {})["checkpoint_wanted"] if step > 1 else True
+        assert not queue.commit(step - 1, {}).checkpoint_wanted if step > 1 else True
         train(queue, step, checkpoints=[step])
     segments = segments_of(tmp_path / "journal")
     assert segments == list(range(1, len(segments) + 1))
@@ -387,8 +388,8 @@ def test_a_journal_that_grows_asks_for_checkpoints_and_stops_leases_at_its_ceili
         queue.take(0, step)
         told = queue.commit(step, {})
         queue.write()
-        assert not told["checkpoint_wanted"] or journal.num_bytes > config.journal.max_bytes / 2
-        wanted += told["checkpoint_wanted"]
+        assert not told.checkpoint_wanted or journal.num_bytes > config.journal.max_bytes / 2
+        wanted += told.checkpoint_wanted
     assert 1 <= wanted <= 9
     leases, reason = ask_queue(queue, 0, step, 100)
     assert reason == "journal"
@@ -415,7 +416,7 @@ def test_checkpoint_without_journal_takes_every_ticket_back(tmp_path: Path) -> N
     queue = open_queue(tmp_path / "before", config)
     for step in (1, 2):
         train(queue, step)
-    saved = queue.commit(2, {}, saving=True)["state"]
+    saved = queue.commit(2, {}, saving=True).state
     live = {number: held.prompt.row for number, held in queue.held.items()}
     train(queue, 3)
     queue.close()
@@ -493,10 +494,10 @@ def test_scaling_down_lets_the_last_leave_and_shares_among_the_others(tmp_path: 
 
 def test_statistics_of_a_repeated_ask_count_once_and_sessions_add_up(tmp_path: Path) -> None:
     queue = open_queue(tmp_path, small_config())
-    told = STATS | {"tokens": 10, "stall_ms": [5.0]}
+    told = GeneratorStats.of(tokens=10, stall_ms=[5.0])
     for _ in range(3):
         ask_queue(queue, 0, 0, 1, session="a", number=1, stats=told)
-    ask_queue(queue, 0, 0, 1, session="b", number=1, stats=STATS | {"tokens": 4, "stall_ms": [7.0]})
+    ask_queue(queue, 0, 0, 1, session="b", number=1, stats=GeneratorStats.of(tokens=4, stall_ms=[7.0]))
     assert queue.measure.generators[0].tokens == 14
     assert queue.summary()["weight_sync"]["stall_ms_mean"] == 6.0
     train(queue, 1)
@@ -508,17 +509,7 @@ def test_statistics_of_a_repeated_ask_count_once_and_sessions_add_up(tmp_path: P
 
 def evaluate(queue: ReplayQueue, version: int) -> None:
     for lease in ask_queue(queue, 0, version, 0, 9)[0]:
-        queue.evaluated(
-            {
-                "ticket": lease.ticket,
-                "attempt": lease.attempt,
-                "version": version,
-                "data_source": "test",
-                "rewards": [1.0],
-                "status": ["completed"],
-                "tokens": 3,
-            }
-        )
+        queue.evaluated(Evaluated(lease.ticket, lease.attempt, version, "test", [1.0], ["completed"], 3))
     queue.write()
 
 
@@ -645,7 +636,7 @@ def test_a_limit_that_moves_goes_on_from_the_journal(tmp_path: Path) -> None:
         for lease in ask_queue(queue, 0, step - 1, 100)[0]:
             finish(queue, lease, step - 1)
         queue.take(0, step)
-        limits.append(queue.commit(step, told)["metrics"]["replay/staleness_limit"])
+        limits.append(queue.commit(step, told).metrics["replay/staleness_limit"])
         queue.write()
     assert (limits[0], queue.ledger.max_staleness) == (0, 3)
     assert queue.ledger.admission_limit > 0

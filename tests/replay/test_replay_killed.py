@@ -16,8 +16,9 @@ import pytest
 
 from asyncrl.launch.placement import reserve_ports
 from asyncrl.replay import client as client_module
-from asyncrl.replay.client import GeneratorClient, GeneratorStats, LauncherClient, LearnerClient
+from asyncrl.replay.client import GeneratorClient, LauncherClient, LearnerClient
 from asyncrl.types import Lease
+from asyncrl.wire.messages import GeneratorStats
 from tests.helpers.replay import loopback_endpoints, make_group
 from tests.replay.replay_process import MAX_STALENESS
 
@@ -59,7 +60,7 @@ def generate(endpoints, learned: list[int], errors: list[Exception]) -> None:  #
     try:
         while not done:
             version = learned[0]
-            client.ask(version, 3, GeneratorStats(tokens=tokens))
+            client.ask(version, 3, GeneratorStats.of(tokens=tokens))
             reply = client.poll(0.005)
             if reply is not None:
                 leases, done = leases + reply.leases, reply.done

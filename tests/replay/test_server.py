@@ -18,7 +18,7 @@ import zmq
 from asyncrl.errors import ConfigError, PeerTimeoutError, RunError
 from asyncrl.launch.placement import reserve_ports
 from asyncrl.replay import server as server_module
-from asyncrl.replay.client import GeneratorClient, GeneratorStats, LauncherClient, LearnerClient, LeaseReply
+from asyncrl.replay.client import GeneratorClient, LauncherClient, LearnerClient, LeaseReply
 from asyncrl.replay.codec import pack_group
 from asyncrl.replay.journal import history as catchup_module
 from asyncrl.replay.journal.records import FRAME_BYTES
@@ -32,7 +32,9 @@ from asyncrl.wire.bad_peers import MAX_BAD_MESSAGES
 from asyncrl.wire.curve_keys import write_keys
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.frames import MAX_REQUEST_HEADER_BYTES, Message, encode
+from asyncrl.wire.messages import Evaluated, Finished, GeneratorStats, Lost, ReadStatus, Stop, Take
 from asyncrl.wire.rpc import Connection
+from asyncrl.wire.service_messages import Error, Ok
 from asyncrl.wire.sockets import connect_dealer
 from tests.helpers.replay import EndlessPrompts, ask_queue, loopback_endpoints, make_group, small_config
 
@@ -70,7 +72,7 @@ def test_generator_and_learners_through_a_step(served: ReplayQueue, endpoints: E
     launcher = LauncherClient(endpoints)
     with ThreadPoolExecutor(2) as pool:
         shards = [pool.submit(learner.take, 1) for learner in learners]
-        generator.ask(0, 10, GeneratorStats(tokens=12, working_s=1.0, stall_ms=[2.0]))
+        generator.ask(0, 10, GeneratorStats.of(tokens=12, working_s=1.0, stall_ms=[2.0]))
         reply = wait_for(generator)
         assert (len(reply.leases), reply.reason, reply.done) == (4, "staleness", False)
         for lease in reply.leases:
@@ -82,13 +84,13 @@ def test_generator_and_learners_through_a_step(served: ReplayQueue, endpoints: E
     status = launcher.status()
     assert (status["step"], status["trained"], status["finished"]) == (1, 2, 2)
     assert set(status["heard"]) == {"generator-0", "learner-0", "learner-1"}
-    generator.ask(1, 1, GeneratorStats())
+    generator.ask(1, 1, GeneratorStats.of())
     (lease,) = wait_for(generator).leases
     generator.release([(lease.ticket, lease.attempt, 3)])
     launcher.stop("enough")
     assert learners[0].take(2) is None
     assert learners[1].take(2) is None
-    generator.ask(1, 1, GeneratorStats())
+    generator.ask(1, 1, GeneratorStats.of())
     assert wait_for(generator).done
     assert served.ledger.returned_tokens == 3
     generator.close()
@@ -121,7 +123,7 @@ def test_promises_of_the_disk_wait_for_their_sync_and_the_queue_works_on(
     with ThreadPoolExecutor(2) as pool:
         served = pool.submit(run_replay, queue, endpoints, stop.is_set)
         try:
-            generator.ask(0, 3, GeneratorStats())
+            generator.ask(0, 3, GeneratorStats.of())
             *leases, last = wait_for(generator).leases
             for lease in leases:
                 generator.finish(make_group(lease, 0))
@@ -138,7 +140,7 @@ def test_promises_of_the_disk_wait_for_their_sync_and_the_queue_works_on(
             while queue.ledger.count(State.FINISHED) < 1:
                 assert time.monotonic() < deadline_s, "nothing is done while the journal is synced"
                 generator.poll(0.02)
-            generator.ask(1, 1, GeneratorStats())
+            generator.ask(1, 1, GeneratorStats.of())
             assert len(wait_for(generator).leases) == 1, "a lease promises nothing"
             generator.poll(0.2)
             assert not committed.done(), "answered before the disk had it"
@@ -161,7 +163,7 @@ def test_one_answer_tells_a_generator_of_all_that_was_kept(tmp_path: Path, endpo
     queue = ReplayQueue(config, EndlessPrompts(), TraceWriter(tmp_path / "trace.parquet"))
     server, generator = ReplayServer(queue, endpoints), GeneratorClient(endpoints, 0)
     try:
-        generator.ask(0, 3, GeneratorStats())
+        generator.ask(0, 3, GeneratorStats.of())
         while generator.outstanding:
             server.serve(once())
             reply = generator.poll(0.01)
@@ -173,7 +175,7 @@ def test_one_answer_tells_a_generator_of_all_that_was_kept(tmp_path: Path, endpo
         while len(server._outbox.answers) < 3 and time.monotonic() < deadline_s:
             server._receive()
         sent = list(joined(server._outbox.answers))
-        assert [(kind, len(body["kept"])) for _, _, (kind, body, _) in sent] == [("finished", 3)]
+        assert [(type(body), len(body.kept)) for _, _, (body, _) in sent] == [(Finished, 3)]
         server._outbox.flush()
         while generator.unacknowledged and time.monotonic() < deadline_s:
             generator.poll(0.05)
@@ -220,20 +222,20 @@ def test_others_are_answered_while_the_journal_is_read_for_a_learner(
         queue.commit(step, {})
     queue.write()
     server, learner, launcher = ReplayServer(queue, endpoints), Connection(endpoints), Connection(endpoints)
-    learner.send("take", {"rank": 0, "step": 1})
+    learner.send(Take(0, 1))
     while queue.store._history is None:
         server.serve(once())
-    launcher.send("status", {})
+    launcher.send(ReadStatus())
     assert server._socket.poll(10_000)
     server.serve(once())
     status, between = launcher.receive(10.0), learner.receive(0.0)
     assert status is not None and status.kind == "ok"
-    assert between is None or between.body["outcome"] == "wait"
-    while (answer := learner.receive(0.0)) is None or answer.body["outcome"] == "wait":
+    assert between is None or between.body.outcome == "wait"
+    while (answer := learner.receive(0.0)) is None or answer.body.outcome == "wait":
         if answer is not None:
-            learner.send("take", {"rank": 0, "step": 1})
+            learner.send(Take(0, 1))
         server.serve(once())
-    assert (answer.body["outcome"], len(answer.body["groups"])) == ("shard", 16)
+    assert (answer.body.outcome, len(answer.body.groups)) == ("shard", 16)
     for end in (learner, launcher, server, queue):
         end.close()
 
@@ -244,11 +246,11 @@ def test_rubbish_is_counted_and_hurts_nobody(served: ReplayQueue, endpoints: End
     rubbish.connect(endpoints.replay)
     for frames in ([b""], [b"\x00" * 100], [b"\x81\xa1v\x01", b"x" * 10]):
         rubbish.send_multipart(frames)
-    rubbish.send_multipart(encode("another-run", "stop", {"text": "now"}))
+    rubbish.send_multipart(encode("another-run", Stop("now")))
     assert not rubbish.poll(300), "who does not know the run id gets no answer"
-    told = [("lost", {"generator": "first"}, "lost: generator"), ("error", {"text": "no"}, "error is an answer, not a")]
-    for kind, body, text in told:
-        rubbish.send_multipart(encode(endpoints.run_id, kind, body))
+    told = [(Lost("first"), "lost: generator"), (Error("no"), "error is an answer, not a")]  # type: ignore[arg-type]
+    for body, text in told:
+        rubbish.send_multipart(encode(endpoints.run_id, body))
         assert rubbish.poll(10_000), "a bad message of the run is answered"
         assert text in msgpack.unpackb(rubbish.recv_multipart()[0])["body"]["text"]
     rubbish.close()
@@ -291,7 +293,7 @@ def test_a_message_that_breaks_its_reader_ends_nothing_and_a_broken_invariant_do
 
 def test_a_peer_of_bad_messages_is_cut_off_and_nobody_else(served: ReplayQueue, endpoints: Endpoints) -> None:
     rubbish = connect_dealer(endpoints.replay)
-    bad, sound = ([bytes(frame) for frame in encode("test", kind, {})] for kind in ("lost", "status"))
+    bad, sound = ([bytes(frame) for frame in encode("test", body)] for body in (Ok({}), ReadStatus()))
     for _ in range(MAX_BAD_MESSAGES + 1):
         rubbish.send_multipart(bad)
         assert rubbish.poll(10_000), "a bad message is answered"
@@ -337,7 +339,7 @@ def test_a_frame_larger_than_any_group_ends_its_connection(endpoints: Endpoints,
     try:
         for size, comes in ((group_bytes, True), (group_bytes + 1000, False)):
             peer = connect_dealer(endpoints.replay, linger_s=0.0)
-            peer.send_multipart([bytes(frame) for frame in encode("test", "lost", {})] + [bytes(size)])
+            peer.send_multipart([bytes(frame) for frame in encode("test", Ok({}))] + [bytes(size)])
             assert bool(peer.poll(5000 if comes else 500)) is comes
             peer.close()
     finally:
@@ -358,7 +360,7 @@ def test_silent_queue_is_named_by_everybody(endpoints: Endpoints) -> None:
     with pytest.raises(PeerTimeoutError, match=f"the replay queue at {endpoints.replay} did not answer 'take' within"):
         learner.take(1)
     generator = GeneratorClient(endpoints, 0, timeout_s=0.3)
-    generator.ask(0, 1, GeneratorStats())
+    generator.ask(0, 1, GeneratorStats.of())
     with pytest.raises(PeerTimeoutError, match="did not answer 'ask' within"):
         wait_for(generator)
     learner.close()
@@ -382,25 +384,15 @@ def test_evaluation_over_the_wire(endpoints: Endpoints, tmp_path: Path) -> None:
     thread.start()
     generator, learner = GeneratorClient(endpoints, 0), LearnerClient(endpoints, 0)
     try:
-        generator.ask(0, 0, GeneratorStats(), num_evaluations=2)
+        generator.ask(0, 0, GeneratorStats.of(), num_evaluations=2)
         reply = wait_for(generator)
         assert ([lease.evaluation for lease in reply.leases], reply.evaluations_left) == ([True, True], True)
         generator.release([], evaluations=[(reply.leases[1].ticket, 0)])
-        generator.ask(0, 0, GeneratorStats(), num_evaluations=9)
+        generator.ask(0, 0, GeneratorStats.of(), num_evaluations=9)
         again = wait_for(generator)
         assert ([lease.attempt for lease in again.leases], again.evaluations_left) == ([0, 1], False)
         for lease in (reply.leases[0], *again.leases):
-            generator.evaluated(
-                {
-                    "ticket": lease.ticket,
-                    "attempt": lease.attempt,
-                    "version": 0,
-                    "data_source": "test",
-                    "rewards": [1.0],
-                    "status": ["completed"],
-                    "tokens": 3,
-                }
-            )
+            generator.evaluated(Evaluated(lease.ticket, lease.attempt, 0, "test", [1.0], ["completed"], 3))
         results = learner.evaluations(lambda: False)
         step, metrics = next(results)
         assert (step, metrics["eval/pass@1"], metrics["eval/prompts"]) == (0, 1.0, 3.0)

@@ -16,7 +16,7 @@ from asyncrl.config import Config
 from asyncrl.errors import ConfigError, PeerTimeoutError, RunError
 from asyncrl.launch.placement import reserve_ports
 from asyncrl.replay import client as client_module
-from asyncrl.replay.client import GeneratorClient, GeneratorStats, LauncherClient, LearnerClient, LeaseReply
+from asyncrl.replay.client import GeneratorClient, LauncherClient, LearnerClient, LeaseReply
 from asyncrl.replay.codec import pack_group
 from asyncrl.replay.journal.writer import Journal
 from asyncrl.replay.queue import ReplayQueue
@@ -25,7 +25,10 @@ from asyncrl.replay.trace import TraceWriter
 from asyncrl.types import Lease
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.frames import Block, Message, encode
+from asyncrl.wire.messages import GeneratorStats, ShardHeader
+from asyncrl.wire.service_messages import Error, Ok
 from asyncrl.wire.sockets import bind_router
+from tests.helpers.messages import raw_frames
 from tests.helpers.replay import EndlessPrompts, kill_queue, loopback_endpoints, make_group, small_config
 
 T = TypeVar("T")
@@ -106,7 +109,7 @@ def test_everything_is_asked_again_of_a_queue_that_was_dead(replay: Replay, endp
     assert learner.begin(0) == 0
     for step in range(1, 4):
         replay.kill()
-        generator.ask(step - 1, 10, GeneratorStats(tokens=step))
+        generator.ask(step - 1, 10, GeneratorStats.of(tokens=step))
         for _ in range(20):
             assert generator.poll(0.01) is None
         replay.start()
@@ -134,7 +137,7 @@ def test_an_answer_that_is_lost_is_given_again(tmp_path: Path, endpoints: Endpoi
     replay.kill()
     router = once_free(lambda: bind_router(endpoints.replay, "replay"))
     generator, learner = GeneratorClient(endpoints, 0), LearnerClient(endpoints, 0, timeout_s=20)
-    generator.ask(0, 10, GeneratorStats())
+    generator.ask(0, 10, GeneratorStats.of())
     assert router.poll(5000)
     seen = router.recv_multipart()[1:]  # whoever had it died with it
     router.close()
@@ -170,10 +173,10 @@ def test_an_answer_that_is_lost_is_given_again(tmp_path: Path, endpoints: Endpoi
 
 def test_launcher_reports_a_lost_generator_and_scales(replay: Replay, endpoints: Endpoints) -> None:
     launcher, generator = LauncherClient(endpoints), GeneratorClient(endpoints, 1)
-    generator.ask(0, 10, GeneratorStats())
+    generator.ask(0, 10, GeneratorStats.of())
     assert leased(generator).leave, "there is one generator, with index 0"
     launcher.scale(2)
-    generator.ask(0, 10, GeneratorStats())
+    generator.ask(0, 10, GeneratorStats.of())
     reply = leased(generator)
     assert (len(reply.leases), reply.leave) == (2, False)
     status = launcher.status()
@@ -215,10 +218,10 @@ class Babbler:
 def damaged_shard(seq: int) -> list[bytes]:
     leases = [client_lease(ticket) for ticket in (0, 1)]
     packed = [pack_group(make_group(lease, 0)) for lease in leases]
-    packed[1][0]["lengths"][0] += 1
+    packed[1][0].lengths[0] += 1
     arrays = [array for _, group in packed for array in group]
-    body = {"step": 1, "outcome": "shard", "groups": [meta for meta, _ in packed]}
-    return [bytes(frame) for frame in encode("test", "shard", body, seq=seq, arrays=arrays)]
+    body = ShardHeader(1, "shard", [header for header, _ in packed])
+    return [bytes(frame) for frame in encode("test", body, seq=seq, arrays=arrays)]
 
 
 def client_lease(ticket: int) -> Lease:
@@ -229,8 +232,8 @@ def client_lease(ticket: int) -> Lease:
     "answer",
     [
         lambda seq: [b"rubbish"],
-        lambda seq: [bytes(f) for f in encode("test", "ok", {}, seq=seq)],
-        lambda seq: [bytes(f) for f in encode("test", "shard", {"step": 1}, seq=seq)],
+        lambda seq: [bytes(f) for f in encode("test", Ok({}), seq=seq)],
+        lambda seq: raw_frames("test", "shard", {"step": 1}, seq=seq),
         damaged_shard,
     ],
 )
@@ -244,7 +247,7 @@ def test_answers_without_sense_are_counted_and_end_at_the_deadline(
             learner.take(1)
         assert learner._connection.bad_messages >= 2, "the request was sent again"
         generator = GeneratorClient(endpoints, 0, timeout_s=1.0)
-        generator.ask(0, 1, GeneratorStats())
+        generator.ask(0, 1, GeneratorStats.of())
         with pytest.raises(PeerTimeoutError, match="did not answer 'ask' within 1 s"):
             leased(generator)
         learner.close()
@@ -265,7 +268,7 @@ def test_requests_without_an_answer_are_sent_again_less_and_less_often(
             if kind == "take":
                 learner.take(1)
             else:
-                generator.ask(0, 1, GeneratorStats())
+                generator.ask(0, 1, GeneratorStats.of())
                 poll(generator, lambda _: False)
         kinds: list[str] = []
         while router.poll(5000 if len(kinds) < 2 else 200):
@@ -280,7 +283,7 @@ def test_requests_without_an_answer_are_sent_again_less_and_less_often(
 
 def test_an_error_for_something_that_was_answered_is_left_aside(replay: Replay, endpoints: Endpoints) -> None:
     generator = GeneratorClient(endpoints, 0)
-    text = {"text": "late"}
+    text = Error("late")
     assert generator._take(Message("error", 77, text, Block([], None))) is None
     with pytest.raises(RunError, match="refused a message: late"):
         generator._take(Message("error", 0, text, Block([], None)))

@@ -32,7 +32,7 @@ from asyncrl.rewards.reward_model import await_reward_model, uses_reward_model
 from asyncrl.types import Lease, Prompt
 from asyncrl.util.files import check_writable, read_json, replace_file
 from asyncrl.wire.endpoints import Endpoints
-from asyncrl.wire.messages import EvaluatedBody
+from asyncrl.wire.messages import Evaluated
 
 if TYPE_CHECKING:
     from asyncrl.generator.groups import Running
@@ -67,7 +67,7 @@ def evaluate(config: Config, console: Console, *, model: str | None = None, out:
     if len(results) < len(prompts):
         console.print(f"interrupted after {len(results)} of {len(prompts)} prompts: nothing is written")
         return EXIT_INTERRUPTED
-    scores = {result["ticket"]: PromptScore.of(result) for result in results}
+    scores = {result.ticket: PromptScore.of(result) for result in results}
     metrics = score_table(scores.values())
     print_table(console, metrics, config.eval.samples)
     if out is not None:
@@ -118,7 +118,7 @@ def check_evaluation(config: Config, console: Console) -> int:
 
 def evaluate_prompts(
     config: Config, prompts: list[Prompt], console: Console, *, should_stop: Callable[[], bool]
-) -> list[EvaluatedBody]:
+) -> list[Evaluated]:
     """Completes and scores all prompts; the ticket is the index of the prompt. Fewer results after `should_stop()`."""
     from asyncrl.generator.vllm_backend.engine import Engine
     from asyncrl.rewards.workers import RewardPool
@@ -165,7 +165,7 @@ class Evaluator:
     """Feeds the prompts through the engine and the reward workers."""
 
     def __init__(self, config: Config, engine: Engine, rewards: RewardPool, prompts: list[Prompt]) -> None:
-        self.results: list[EvaluatedBody] = []
+        self.results: list[Evaluated] = []
         self._samples = config.eval.samples
         self._slots = max(config.generator.max_running_groups * config.generator.group_size, self._samples)
         self._engine = engine

@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from msgspec import ValidationError
+
 from asyncrl.errors import JournalError, ProtocolError
-from asyncrl.replay.client import Committed
 from asyncrl.replay.codec import unpack_group
 from asyncrl.replay.journal.reader import WAY_OUT, Loader, Segment, scan_journal
 from asyncrl.replay.journal.writer import Journal, Location, Record, segments_of
 from asyncrl.replay.tickets import FinishedGroup
 from asyncrl.types import Group, Shard
-from asyncrl.wire.messages import GroupMeta
+from asyncrl.wire.messages import Committed
 
 READ_AT_ONCE_BYTES = 64 << 20
 """Bytes of the journal that are read before other requests are served."""
@@ -213,7 +214,7 @@ class JournalBatches:
         self, step: int, metrics: dict[str, float], *, saving: bool = False, checkpoints: Sequence[int] = ()
     ) -> Committed:
         """Returns the queue's answer to the commit of the step. There is no state to save."""
-        return Committed(cast(dict[str, float], self._step(step).metrics))
+        return Committed(cast(dict[str, float], self._step(step).metrics), b"", False)
 
     def evaluations(self, should_stop: Callable[[], bool]) -> Iterator[tuple[int, dict[str, float]]]:
         """Empty: there are no evaluations."""
@@ -231,7 +232,7 @@ class JournalBatches:
     def _group(self, place: Location) -> Group:
         record = self._loader.load(place)
         try:
-            meta = cast(GroupMeta, {name: record.body[name] for name in GroupMeta.__annotations__})
-            return unpack_group(meta, record.arrays)
-        except (ProtocolError, KeyError, TypeError, IndexError) as error:
+            group = FinishedGroup.of_record(record.body, record.arrays)
+            return unpack_group(group.header, group.arrays)
+        except (ProtocolError, AttributeError, ValidationError) as error:
             raise unreadable(self.folder, place, record, error) from None

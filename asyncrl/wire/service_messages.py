@@ -1,0 +1,77 @@
+"""The messages of the other servers, which are critics and the reward model, and the answers of every server."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from asyncrl.wire.bounds import Body, Count, Index, Items, Metrics, Number, Text
+
+
+class Value(Body):
+    """Sent by a learner rank to its critic for each step; answered by `Values`.
+
+    Packed rows; the frames are the tokens, sequence lengths and positions to value of each row. The answer has the
+    values of positions that are not the last of their sequence, then of those that are."""
+
+    rank: Index
+    step: Count
+    minibatches: Items[Count]
+    """Number of rows of each mini-batch."""
+    names: Items[Items[tuple[Number, Number]]]
+    """Ticket and number of every sequence of each row."""
+
+
+class Values(Body):
+    """The answer of a critic to `Value`; the values are arrays of the message."""
+
+    step: Count
+
+
+class Train(Body):
+    """Sent by a learner rank to its critic with the returns of the step; answered by `Trained`."""
+
+    rank: Index
+    step: Count
+
+
+class Trained(Body):
+    """The answer of a critic to `Train`: its metrics of the step."""
+
+    metrics: Metrics
+
+
+class Save(Body):
+    """Sent by a learner rank to its critic; answered by `Ok`."""
+
+    rank: Index
+    step: Count
+    what: Literal["model", "state"]
+    """The model in Hugging Face format as the run's result, or the training state for the checkpoint of the step. The
+    critic knows the folders."""
+
+
+class Restore(Body):
+    """Sent by a learner rank to its critic before training resumes; answered by `Ok`."""
+
+    rank: Index
+    step: Count
+    """Step of the checkpoint to load."""
+
+
+class Leave(Body):
+    """Sent by a learner rank to its critic when it ends; not answered."""
+
+    rank: Index
+
+
+class Ok(Body):
+    """The answer to requests without an answer of their own."""
+
+    result: dict[str, Any]
+    """What was asked for; empty if nothing was."""
+
+
+class Error(Body):
+    """The answer to a bad request."""
+
+    text: Text
