@@ -16,20 +16,19 @@ import torch
 from torch import Tensor
 
 from asyncrl.config import Config
-from asyncrl.errors import AsyncrlError, InvariantError, ProtocolError, StrangerError
+from asyncrl.errors import AsyncrlError, InvariantError, ProtocolError
 from asyncrl.learner.batch import Batch, MicroBatch
 from asyncrl.learner.checkpoint.files import CHECKPOINTS, Files, PartWriter, folder_name, partial_folder, step_of
 from asyncrl.learner.critic import Critic
 from asyncrl.learner.critic_rows import check_returns, check_rows, pack_row, unpack_rows
 from asyncrl.learner.deepspeed_import import enable_determinism
 from asyncrl.learner.distributed import process_group
-from asyncrl.wire.bad_peers import BadPeers
 from asyncrl.wire.bounds import Body
 from asyncrl.wire.endpoints import Endpoints
-from asyncrl.wire.frames import Array, Buffer, Message, decode, encode
-from asyncrl.wire.rpc import Connection
+from asyncrl.wire.frames import Message
+from asyncrl.wire.kinds import KINDS
+from asyncrl.wire.rpc import Connection, Reply, Server
 from asyncrl.wire.service_messages import Error, Leave, Ok, Restore, Save, Train, Trained, Value, Values
-from asyncrl.wire.sockets import bind_router
 
 log = structlog.get_logger()
 
@@ -116,99 +115,75 @@ class CriticServer:
         self.learners = learners
         self.should_stop = should_stop
         self._writer = PartWriter(critic_part(critic.ranks.rank))
-        self._run_id = endpoints.run_id
-        self._bad_peers = BadPeers()
         self._peers: dict[int, bytes] = {}
         """The connection of every learner rank."""
+        self._received: dict[int, Message] = {}
+        """Messages of the round, by learner rank."""
         self._step = 0
         """Of the values that were given last."""
         self._spans: dict[int, list[slice]] = {}
         """Of every learner rank: where the action tokens of its micro-batches are in the joined batch."""
-        self._socket = bind_router(endpoints.critics[critic.ranks.rank], "critic", keys=endpoints.keys)
+        handlers = dict.fromkeys((*_ANSWERS, Leave), self._collect)
+        self._server = Server(endpoints, endpoints.critics[critic.ranks.rank], "critic", handlers)
 
     def serve(self) -> None:
         """Answers until all learner ranks have left or `should_stop`. Raises what the training raises, after the
         learner ranks were told."""
         while (received := self._round()) is not None:
-            kinds = sorted({message.kind for _, message in received.values()})
-            if kinds == ["leave"]:
+            kinds = {type(message.body) for message in received.values()}
+            if kinds == {Leave}:
                 return
             try:
                 if len(kinds) > 1:
-                    raise InvariantError(f"the learner ranks ask the critic for different things: {kinds}")
-                replies = _ANSWERS[kinds[0]](self, {rank: message for rank, (_, message) in received.items()})
+                    names = sorted(KINDS[kind] for kind in kinds)
+                    raise InvariantError(f"the learner ranks ask the critic for different things: {names}")
+                replies = _ANSWERS[kinds.pop()](self, received)
             except AsyncrlError as error:
-                for identity, message in received.values():
-                    self._send(identity, message.seq, Error(str(error)))
+                self._answer(received, dict.fromkeys(received, Reply(Error(str(error)))))
                 raise
-            for rank, (identity, message) in received.items():
-                self._send(identity, message.seq, *replies[rank])
+            self._answer(received, replies)
 
     def close(self) -> None:
-        self._socket.close()
+        self._server.close()
         self._writer.close(wait=False)  # a part that the learner ranks wait for is written before they leave
 
-    def _round(self) -> dict[int, tuple[bytes, Message]] | None:
+    def _round(self) -> dict[int, Message] | None:
         """One message of every learner rank; None when the process should stop. Raises RunError when a checkpoint
         could not be written."""
-        received: dict[int, tuple[bytes, Message]] = {}
-        while len(received) < len(self.learners):
+        self._received = {}
+        while len(self._received) < len(self.learners):
             if error := self._writer.failure():
                 raise error
             if self.should_stop():
                 return None
-            if not self._socket.poll(round(TICK_S * 1000)):
-                continue
-            identity, *frames = self._socket.recv_multipart(copy=False)
-            message = self._accept(identity.bytes, [frame.buffer for frame in frames])
-            if message is not None:
-                received[message.body.rank] = identity.bytes, message
-        return received
+            if self._server.poll(TICK_S):
+                self._server.handle_next()
+        return self._received
 
-    def _accept(self, identity: bytes, frames: list[Buffer]) -> Message | None:
-        """The request in the frames; None for a bad one, which is answered with an error unless it is a stranger's, and
-        for what comes from a peer that was cut off."""
-        if self._bad_peers.ignores(identity):
-            return None
-        seq = 0
-        try:
-            message = decode(self._run_id, frames)
-            seq = message.seq
-            self._check(identity, message)
-        except ProtocolError as error:
-            cut_off = self._bad_peers.note(identity)
-            log.warning("bad message to the critic", error=str(error), total=self._bad_peers.bad_messages)
-            if cut_off:
-                log.error("a peer of the critic was cut off for its bad messages", peer=identity.hex())
-            if not isinstance(error, StrangerError):
-                self._send(identity, seq, Error(str(error)))
-            return None
-        return message
+    def _answer(self, received: dict[int, Message], replies: dict[int, Reply]) -> None:
+        for rank, message in received.items():
+            self._server.send(message.peer, message.seq, replies[rank])
 
-    def _check(self, identity: bytes, message: Message) -> None:
-        """Raises ProtocolError unless it is a request that this critic rank can act on."""
-        kind, body = message.kind, message.body
-        if kind not in (*_ANSWERS, "leave"):
-            raise ProtocolError(f"{kind!r} is no request to a critic")
+    def _collect(self, message: Message) -> None:
+        """Adds a message to the round. Raises ProtocolError unless it is a request that this critic rank can act on."""
+        kind, body, peer = message.kind, message.body, message.peer
         if body.rank not in self.learners:
             raise ProtocolError(f"{kind!r} of learner rank {body.rank}, this critic serves {self.learners}")
-        if self._peers.get(body.rank, identity) != identity:
+        if self._peers.get(body.rank, peer) != peer:
             raise ProtocolError(f"{kind!r} of learner rank {body.rank} by another than it")
-        if kind == "value":
+        if isinstance(body, Value):
             config = self.critic.config
             vocabulary = self.critic.model.model.config.get_text_config().vocab_size
             check_rows(message, minibatches=config.learner.minibatches, vocabulary=vocabulary)
-        elif kind == "train":
+        elif isinstance(body, Train):
             if not self._spans:
                 raise ProtocolError("train: no values were given that returns could be of")
             spans = self._spans[body.rank]
             check_returns(message, step=self._step, tokens=sum(span.stop - span.start for span in spans))
-        self._peers[body.rank] = identity
+        self._peers[body.rank] = peer
+        self._received[body.rank] = message
 
-    def _send(self, identity: bytes, seq: int, body: Body, arrays: tuple[Array, ...] = ()) -> None:
-        self._socket.send_multipart([identity, *encode(self._run_id, body, seq=seq, arrays=arrays)])
-
-    def _value(self, messages: dict[int, Message]) -> dict[int, tuple[Any, ...]]:
+    def _value(self, messages: dict[int, Message]) -> dict[int, Reply]:
         rows = {rank: unpack_rows(message) for rank, message in messages.items()}
         minibatches: list[list[MicroBatch]] = []
         self._spans = {rank: [] for rank in rows}
@@ -231,9 +206,9 @@ class CriticServer:
             rank: [*(values[span] for span in self._spans[rank]), *(after[span] for span in ends[rank])]
             for rank in messages
         }
-        return {rank: (Values(step), (torch.cat([none, *own]).numpy(),)) for rank, own in parts.items()}
+        return {rank: Reply(Values(step), [torch.cat([none, *own]).numpy()]) for rank, own in parts.items()}
 
-    def _train(self, messages: dict[int, Message]) -> dict[int, tuple[Any, ...]]:
+    def _train(self, messages: dict[int, Message]) -> dict[int, Reply]:
         returns = torch.empty(sum(len(message.arrays[0]) for message in messages.values()))
         for rank, message in messages.items():
             own = torch.from_numpy(message.arrays[0].copy())
@@ -241,9 +216,9 @@ class CriticServer:
             for span, part in zip(self._spans[rank], parts, strict=True):
                 returns[span] = part
         self.critic.train(returns)
-        return dict.fromkeys(messages, (Trained(self.critic.finish()),))
+        return dict.fromkeys(messages, Reply(Trained(self.critic.finish())))
 
-    def _save(self, messages: dict[int, Message]) -> dict[int, tuple[Any, ...]]:
+    def _save(self, messages: dict[int, Message]) -> dict[int, Reply]:
         step, what = _agreed(messages, "step", "what")
         if what == "model":
             self.critic.save(self.model_folder)
@@ -252,19 +227,19 @@ class CriticServer:
                 raise error
             folder = partial_folder(self.checkpoints / folder_name(step))
             self._writer.start(folder, self.critic.snapshot(folder))
-        return dict.fromkeys(messages, (Ok({}),))
+        return dict.fromkeys(messages, Reply(Ok({})))
 
-    def _restore(self, messages: dict[int, Message]) -> dict[int, tuple[Any, ...]]:
+    def _restore(self, messages: dict[int, Message]) -> dict[int, Reply]:
         (step,) = _agreed(messages, "step")
         self.critic.restore(self.checkpoints / folder_name(step))
-        return dict.fromkeys(messages, (Ok({}),))
+        return dict.fromkeys(messages, Reply(Ok({})))
 
 
-_ANSWERS = {
-    "value": CriticServer._value,
-    "train": CriticServer._train,
-    "save": CriticServer._save,
-    "restore": CriticServer._restore,
+_ANSWERS: dict[type[Body], Callable[[CriticServer, dict[int, Message]], dict[int, Reply]]] = {
+    Value: CriticServer._value,
+    Train: CriticServer._train,
+    Save: CriticServer._save,
+    Restore: CriticServer._restore,
 }
 """What a critic does with the messages of one round."""
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
-
-import zmq
 
 from asyncrl.replay.journal.writer import SYNCED
 from asyncrl.replay.queue import ReplayQueue
-from asyncrl.wire.bounds import Body
-from asyncrl.wire.frames import Arrays, encode
 from asyncrl.wire.messages import Committed, Finished, LeaseName, ShardHeader
+from asyncrl.wire.rpc import Reply
 
 URGENT = (ShardHeader, Committed)
 """Replies that a learner waits for."""
@@ -19,17 +16,10 @@ PROMISES = {"group": Finished, "commit": Committed}
 """The reply that acknowledges a record of each kind."""
 
 
-class Reply(NamedTuple):
-    """The body and the arrays of a reply."""
-
-    body: Body
-    arrays: Sequence[Arrays] = ()
-
-
 class Answer(NamedTuple):
-    """A reply to the request `seq` of the peer `identity`."""
+    """A reply to the request `seq` of the peer."""
 
-    identity: bytes
+    peer: bytes
     seq: int
     reply: Reply
 
@@ -40,10 +30,10 @@ class Outbox:
     Replies that promise durability (`journal.flush`) wait for a sync in the background; other replies do not.
     """
 
-    def __init__(self, queue: ReplayQueue, run_id: str, socket: zmq.Socket[bytes]) -> None:
+    def __init__(self, queue: ReplayQueue, send: Callable[[bytes, int, Reply], None]) -> None:
         self.answers: list[Answer] = []
         """Replies that wait for the next write."""
-        self._queue, self._run_id, self._socket = queue, run_id, socket
+        self._queue, self._send_one = queue, send
         self._unsynced: list[Answer] = []
         """Written replies that wait for the next sync of the journal to start."""
         self._syncing: list[Answer] = []
@@ -60,9 +50,9 @@ class Outbox:
         """True if a learner waits for the last reply: it should be flushed now rather than with more messages."""
         return bool(self.answers) and isinstance(self.answers[-1].reply.body, URGENT)
 
-    def add(self, identity: bytes, seq: int, reply: Reply) -> None:
+    def add(self, peer: bytes, seq: int, reply: Reply) -> None:
         """Queues a reply for the next `flush`."""
-        self.answers.append(Answer(identity, seq, reply))
+        self.answers.append(Answer(peer, seq, reply))
 
     def flush(self, *, wait: bool = False) -> None:
         """Writes the journal and sends the replies whose records are durable; with `wait` all of them."""
@@ -84,9 +74,8 @@ class Outbox:
             self._syncing = []
 
     def _send(self, answers: Sequence[Answer]) -> None:
-        for identity, seq, (body, arrays) in joined(answers):
-            frames = encode(self._run_id, body, seq=seq, arrays=arrays)
-            self._socket.send_multipart([identity, *frames], copy=False)
+        for answer in joined(answers):
+            self._send_one(*answer)
 
 
 def joined(answers: Sequence[Answer]) -> Iterator[Answer]:
@@ -95,8 +84,8 @@ def joined(answers: Sequence[Answer]) -> Iterator[Answer]:
     for answer in answers:
         body = answer.reply.body
         if isinstance(body, Finished):
-            kept.setdefault(answer.identity, []).extend(body.kept)
+            kept.setdefault(answer.peer, []).extend(body.kept)
         else:
             yield answer
-    for identity, all_kept in kept.items():
-        yield Answer(identity, 0, Reply(Finished(all_kept)))
+    for peer, all_kept in kept.items():
+        yield Answer(peer, 0, Reply(Finished(all_kept)))

@@ -19,21 +19,18 @@ One thread, one loop (`ReplayServer.serve`). A pass of it:
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable
+from functools import partial
 
-import structlog
-import zmq
-
-from asyncrl.errors import InvariantError, ProtocolError, StrangerError
+from asyncrl.errors import InvariantError, ProtocolError
 from asyncrl.replay.codec import pack_leases
 from asyncrl.replay.journal.records import FRAME_BYTES
-from asyncrl.replay.outbox import Outbox, Reply
+from asyncrl.replay.outbox import Outbox
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.util.processes import Stopwatch, fractions
-from asyncrl.wire.bad_peers import BadPeers
+from asyncrl.wire.bounds import Body
 from asyncrl.wire.endpoints import Endpoints
-from asyncrl.wire.frames import ALIGNMENT, MAX_REQUEST_HEADER_BYTES, Message, decode
+from asyncrl.wire.frames import ALIGNMENT, MAX_REQUEST_HEADER_BYTES, Message
 from asyncrl.wire.messages import (
     Ask,
     Begin,
@@ -47,16 +44,18 @@ from asyncrl.wire.messages import (
     Leases,
     Lost,
     NextEvaluation,
+    ReadStatus,
+    ReadSummary,
     Release,
     Scale,
     ShardHeader,
+    Shutdown,
     Stop,
     Take,
 )
+from asyncrl.wire.rpc import Reply, Server
 from asyncrl.wire.service_messages import Error, Ok
-from asyncrl.wire.sockets import MAX_FRAME_BYTES, bind_router
-
-log = structlog.get_logger()
+from asyncrl.wire.sockets import MAX_FRAME_BYTES
 
 TICK_S = 0.05
 """Maximum wait of the loop: delay until an expired lease or a signal is noticed."""
@@ -72,30 +71,25 @@ DENIED_ASKS_PER_S = 1000.0
 
 
 class ReplayServer:
-    """Answers each message once. A bad message is counted and answered with an error; one from outside the run is
-    only counted.
-
-    The changes of a message are in the journal before its reply is sent, with one write for each pass of the loop: see
-    `Outbox`.
-    """
+    """Answers each message once. The changes of a message are in the journal before its reply is sent, with one write
+    for each pass of the loop: see `Outbox`."""
 
     def __init__(self, queue: ReplayQueue, endpoints: Endpoints, *, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
         self.queue = queue
-        self.run_id = endpoints.run_id
-        self.errors: Counter[str] = Counter()
-        self.bad_peers = BadPeers()
         self.shut = False
         self._watch = Stopwatch()
-        self._waiting: dict[tuple[int, int], tuple[bytes, Message, float]] = {}
-        self._socket = bind_router(endpoints.replay, "replay", keys=endpoints.keys, max_frame_bytes=max_frame_bytes)
-        self._outbox = Outbox(queue, endpoints.run_id, self._socket)
+        self._waiting: dict[tuple[int, int], tuple[Message, float]] = {}
+        """Requests for batches that are not complete, by rank and step, and when they came."""
+        handlers = {body: partial(handle, self) for body, handle in HANDLERS.items()}
+        self._server = Server(endpoints, endpoints.replay, "replay queue", handlers, max_frame_bytes=max_frame_bytes)
+        self._outbox = Outbox(queue, self._server.send)
+        self._server.reply = self._outbox.add
 
     def serve(self, should_stop: Callable[[], bool]) -> None:
         """Serves until a shutdown request or `should_stop()`."""
         while not (self.shut or should_stop()):
             self._watch.switch("syncing" if self._outbox.syncing else "waiting")
-            patience_s = SYNC_LOOK_S if self._outbox.syncing else TICK_S
-            ready = self._socket.poll(round(patience_s * 1000))
+            ready = self._server.poll(SYNC_LOOK_S if self._outbox.syncing else TICK_S)
             self._watch.switch("working")
             if ready:
                 self._receive()
@@ -107,72 +101,33 @@ class ReplayServer:
 
     def close(self) -> None:
         """Closes the socket."""
-        self._socket.close()
+        self._server.close()
 
     def _receive(self) -> None:
         for _ in range(RECEIVE_AT_ONCE):
             try:
-                identity, *frames = self._socket.recv_multipart(zmq.DONTWAIT, copy=False)
-            except zmq.Again:
-                return
-            self._handle(identity.bytes, frames)
+                if self._server.handle_next() is None:
+                    return
+            except InvariantError:
+                self._outbox.flush(wait=True)
+                raise
             self._outbox.send_synced()
             if self._outbox.urgent:
                 return
 
-    def _handle(self, identity: bytes, frames: list[zmq.Frame]) -> None:
-        seq = 0
-        if self.bad_peers.ignores(identity):
-            self.errors["ignored"] += 1
-            return
-        try:
-            message = self._read(frames)
-            seq = message.seq
-            if message.arrays.frame is not None:
-                message.arrays.frame = frames[-1]  # ZeroMQ forwards a received frame without a copy
-            handler = HANDLERS.get(message.kind)
-            if handler is None:
-                raise ProtocolError(f"{message.kind} is an answer, not a request")
-            reply = handler(self, message)
-        except (ProtocolError, InvariantError) as error:
-            self.errors[type(error).__name__] += 1
-            log.warning("bad message", error=str(error), total=self.errors.total())
-            if self.bad_peers.note(identity):
-                log.error("a peer was cut off for its bad messages", peer=identity.hex())
-            if not isinstance(error, StrangerError):
-                self._outbox.add(identity, seq, Reply(Error(str(error))))
-            if isinstance(error, InvariantError):
-                self._outbox.flush(wait=True)
-                raise
-            return
-        if reply is None:
-            self._waiting[(message.body.rank, message.body.step)] = identity, message, time.monotonic()
-        else:
-            self._outbox.add(identity, seq, reply)
-
-    def _read(self, frames: list[zmq.Frame]) -> Message:
-        """Returns the validated message. Any failure here is the message's fault: nothing has been changed yet."""
-        try:
-            return decode(self.run_id, [frame.buffer for frame in frames])
-        except ProtocolError:
-            raise
-        except Exception as error:
-            log.exception("unexpected error while decoding a message")
-            raise ProtocolError(f"a message that cannot be read: {type(error).__name__}: {error}") from error
-
     def _answer_waiting(self) -> None:
         """Answers waiting learners: with their batch once it is complete, otherwise with a sign of life when due."""
         now_s = time.monotonic()
-        for key, (identity, message, since_s) in list(self._waiting.items()):
+        for key, (message, since_s) in list(self._waiting.items()):
             try:
-                reply = self._take(message)
+                reply = self._shard(message.body)
             except ProtocolError as error:  # the step was committed without it
                 reply = Reply(Error(str(error)))
             if reply is None and now_s - since_s > TAKE_ANSWER_S:
                 reply = Reply(ShardHeader(message.body.step, "wait", []))
             if reply is not None:
                 del self._waiting[key]
-                self._outbox.add(identity, message.seq, reply)
+                self._outbox.add(message.peer, message.seq, reply)
 
     def _ask(self, message: Message) -> Reply:
         queue = self.queue
@@ -227,6 +182,12 @@ class ReplayServer:
 
     def _take(self, message: Message) -> Reply | None:
         body: Take = message.body
+        reply = self._shard(body)
+        if reply is None:
+            self._waiting[body.rank, body.step] = message, time.monotonic()
+        return reply
+
+    def _shard(self, body: Take) -> Reply | None:
         outcome, groups = self.queue.take(body.rank, body.step)
         if outcome == "wait":
             return None
@@ -256,7 +217,7 @@ class ReplayServer:
         return Reply(Ok(summary | self._refused()))
 
     def _refused(self) -> dict[str, int]:
-        return {"bad_messages": self.errors.total(), "cut_off": self.bad_peers.cut_off}
+        return {"bad_messages": self._server.errors.total(), "cut_off": self._server.bad_peers.cut_off}
 
     def _stop(self, message: Message) -> Reply:
         body: Stop = message.body
@@ -268,23 +229,23 @@ class ReplayServer:
         return Reply(Ok({}))
 
 
-HANDLERS: dict[str, Callable[[ReplayServer, Message], Reply | None]] = {
-    "ask": ReplayServer._ask,
-    "finish": ReplayServer._finish,
-    "evaluated": ReplayServer._evaluated,
-    "release": ReplayServer._release,
-    "begin": ReplayServer._begin,
-    "take": ReplayServer._take,
-    "commit": ReplayServer._commit,
-    "next_evaluation": ReplayServer._next_evaluation,
-    "lost": ReplayServer._lost,
-    "scale": ReplayServer._scale,
-    "status": ReplayServer._status,
-    "summary": ReplayServer._summary,
-    "stop": ReplayServer._stop,
-    "shutdown": ReplayServer._shutdown,
+HANDLERS: dict[type[Body], Callable[[ReplayServer, Message], Reply | None]] = {
+    Ask: ReplayServer._ask,
+    GroupHeader: ReplayServer._finish,
+    Evaluated: ReplayServer._evaluated,
+    Release: ReplayServer._release,
+    Begin: ReplayServer._begin,
+    Take: ReplayServer._take,
+    Commit: ReplayServer._commit,
+    NextEvaluation: ReplayServer._next_evaluation,
+    Lost: ReplayServer._lost,
+    Scale: ReplayServer._scale,
+    ReadStatus: ReplayServer._status,
+    ReadSummary: ReplayServer._summary,
+    Stop: ReplayServer._stop,
+    Shutdown: ReplayServer._shutdown,
 }
-"""The handler of each kind of request; a handler that returns None makes the sender wait."""
+"""The handler of each request; one that returns None makes the sender wait."""
 
 
 def run_replay(

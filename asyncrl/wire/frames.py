@@ -92,6 +92,8 @@ class Message:
     body: Any
     arrays: Block
     """Views into the received frames, read-only."""
+    peer: bytes = b""
+    """Routing id of the sender at a server; empty at a client."""
 
 
 Arrays = Array | list[Array]
@@ -126,7 +128,14 @@ def encode(run_id: str, body: Body, *, seq: int = 0, arrays: Sequence[Arrays] = 
     return [packed, *frames]
 
 
-def decode(run_id: str, frames: Sequence[Buffer], *, max_header_bytes: int = MAX_REQUEST_HEADER_BYTES) -> Message:
+def decode(
+    run_id: str,
+    frames: Sequence[Buffer],
+    *,
+    peer: bytes = b"",
+    max_header_bytes: int = MAX_REQUEST_HEADER_BYTES,
+    max_values: int = MAX_HEADER_VALUES,
+) -> Message:
     """Returns the validated message in `frames`; the header of an answer may have MAX_HEADER_BYTES. Raises
     ProtocolError that names the mismatch, and StrangerError for a message without the run id."""
     header = _header(run_id, frames, max_header_bytes)
@@ -136,13 +145,13 @@ def decode(run_id: str, frames: Sequence[Buffer], *, max_header_bytes: int = MAX
     if kind not in _DECODERS:
         raise ProtocolError(f"unknown kind {reprlib.repr(kind)}")
     # Every value takes at least one byte: a short header cannot have too many.
-    if memoryview(frames[0]).nbytes > MAX_HEADER_VALUES:
-        _count_values(frames[0])
+    if memoryview(frames[0]).nbytes > max_values:
+        _count_values(frames[0], max_values)
     try:
         body = _DECODERS[kind].decode(header.body)
     except UNREADABLE as error:
         raise ProtocolError(f"{kind}: {problem_of(error)}") from None
-    return Message(kind, header.seq, body, _arrays(kind, header.arrays, frames[1:]))
+    return Message(kind, header.seq, body, _arrays(kind, header.arrays, frames[1:]), peer)
 
 
 def _header(run_id: str, frames: Sequence[Buffer], max_bytes: int) -> _Header:
@@ -173,13 +182,13 @@ def _same(given: str, run_id: str) -> bool:
     return hmac.compare_digest(given.encode(), run_id.encode())
 
 
-def _count_values(frame: Buffer) -> None:
-    """Raises ProtocolError if the header has more than MAX_HEADER_VALUES values in all lists and maps together."""
+def _count_values(frame: Buffer, max_values: int) -> None:
+    """Raises ProtocolError if the header has more than `max_values` values in all lists and maps together."""
     unpack(
         frame,
         "header",
         max_bytes=MAX_HEADER_BYTES,
-        max_values=MAX_HEADER_VALUES,
+        max_values=max_values,
         max_items=MAX_ITEMS,
         max_characters=MAX_DOCUMENT_CHARACTERS,
     )

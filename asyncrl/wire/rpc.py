@@ -1,21 +1,32 @@
-"""The client side of a connection to the replay queue, or to another server with the same protocol."""
+"""Requests and their answers over ZeroMQ: the connection of a client, and the server."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 import structlog
 import zmq
 
-from asyncrl.errors import PeerTimeoutError, ProtocolError, RunError
+from asyncrl.errors import InvariantError, PeerTimeoutError, ProtocolError, RunError, StrangerError
+from asyncrl.wire.bad_peers import BadPeers
 from asyncrl.wire.bounds import Body
 from asyncrl.wire.endpoints import Endpoints
-from asyncrl.wire.frames import MAX_HEADER_BYTES, Arrays, Message, decode, encode
+from asyncrl.wire.frames import (
+    MAX_HEADER_BYTES,
+    MAX_HEADER_VALUES,
+    MAX_REQUEST_HEADER_BYTES,
+    Arrays,
+    Message,
+    decode,
+    encode,
+)
 from asyncrl.wire.kinds import ANSWERS, KINDS
-from asyncrl.wire.sockets import connect_dealer
+from asyncrl.wire.service_messages import Error
+from asyncrl.wire.sockets import LINGER_S, MAX_FRAME_BYTES, bind_router, connect_dealer
 
 log = structlog.get_logger()
 
@@ -26,11 +37,19 @@ BACK_OFF = 2.0
 class Connection:
     """A DEALER socket with numbered requests; by default to the replay queue.
 
-    Unreadable messages are counted in `bad_messages`, logged and ignored.
+    Unreadable messages are counted in `bad_messages` and logged.
     """
 
     def __init__(
-        self, endpoints: Endpoints, address: str = "", peer: str = "the replay queue", *, resend_s: float = math.inf
+        self,
+        endpoints: Endpoints,
+        address: str = "",
+        peer: str = "the replay queue",
+        *,
+        resend_s: float = math.inf,
+        strict: bool = False,
+        linger_s: float = LINGER_S,
+        max_frame_bytes: int = MAX_FRAME_BYTES,
     ) -> None:
         self.endpoints = endpoints
         self.address = address or endpoints.replay
@@ -38,9 +57,13 @@ class Connection:
         self.resend_s = resend_s
         """A request without an answer is sent again after this time, then after BACK_OFF times as long, and so on; only
         for peers whose requests are idempotent."""
+        self.strict = strict
+        """A bad message ends the request with RunError; otherwise it is ignored, and the wait continues."""
         self.bad_messages = 0
         self._seq = 0
-        self._socket = connect_dealer(self.address, keys=endpoints.keys)
+        self._socket = connect_dealer(
+            self.address, keys=endpoints.keys, linger_s=linger_s, max_frame_bytes=max_frame_bytes
+        )
 
     def send(self, body: Body, arrays: Sequence[Arrays] = (), *, seq: int | None = None) -> int:
         """Sends a request under the next number, or again under the number `seq`. Returns the number."""
@@ -68,9 +91,11 @@ class Connection:
         return None
 
     def ignore(self, error: ProtocolError) -> None:
-        """Counts and logs a bad message of the peer."""
+        """Counts and logs a bad message of the peer. Raises RunError if the connection is strict."""
         self.bad_messages += 1
         log.warning("bad answer", peer=self.peer, error=str(error), total=self.bad_messages)
+        if self.strict:
+            raise RunError(f"{self.peer} at {self.address} sent a bad answer: {error}") from None
 
     def check(self, message: Message) -> None:
         """Raises RunError if the message is an error."""
@@ -121,3 +146,111 @@ class Connection:
             except ProtocolError as error:
                 self.ignore(error)
         raise self.silent(body, timeout_s)
+
+
+class Reply(NamedTuple):
+    """The body and the arrays of an answer."""
+
+    body: Body
+    arrays: Sequence[Arrays] = ()
+
+
+Handler = Callable[[Message], Reply | None]
+"""Handles a request and returns its answer; with None the request is answered later, by `Server.send`, or never. Raises
+ProtocolError for a request that does not fit the state: it is answered with an error."""
+
+
+class Server:
+    """A ROUTER socket with a handler for each kind of request.
+
+    A bad message is counted, logged and answered with an error; one from outside the run is not answered. The messages
+    of a peer that sends many bad ones are dropped without decoding.
+    """
+
+    def __init__(
+        self,
+        endpoints: Endpoints,
+        address: str,
+        what: str,
+        handlers: Mapping[type[Body], Handler],
+        *,
+        max_frame_bytes: int = MAX_FRAME_BYTES,
+        max_header_bytes: int = MAX_REQUEST_HEADER_BYTES,
+        max_values: int = MAX_HEADER_VALUES,
+    ) -> None:
+        """`what` names the server in errors and logs."""
+        self.what = what
+        self.errors: Counter[str] = Counter()
+        """Bad and dropped messages, by the name of the error."""
+        self.bad_peers = BadPeers()
+        self.reply: Callable[[bytes, int, Reply], None] = self.send
+        """Where answers of handlers go; by default they are sent at once."""
+        self._run_id = endpoints.run_id
+        self._handlers = {KINDS[body]: handler for body, handler in handlers.items()}
+        self._limits = {"max_header_bytes": max_header_bytes, "max_values": max_values}
+        self._socket = bind_router(address, what, keys=endpoints.keys, max_frame_bytes=max_frame_bytes)
+
+    def poll(self, timeout_s: float) -> bool:
+        """True as soon as a message waits; False if none comes within the time."""
+        return bool(self._socket.poll(round(timeout_s * 1000)))
+
+    def handle_next(self) -> int | None:
+        """Handles the next message, if one waits. Returns its size in bytes; None if there is none.
+
+        Raises what its handler raises, except ProtocolError. An InvariantError is answered before it is raised."""
+        try:
+            peer, *frames = self._socket.recv_multipart(zmq.DONTWAIT, copy=False)
+        except zmq.Again:
+            return None
+        self._handle(peer.bytes, frames)
+        return sum(map(len, frames))
+
+    def send(self, peer: bytes, seq: int, reply: Reply) -> None:
+        """Sends an answer to the request `seq` of a peer."""
+        frames = encode(self._run_id, reply.body, seq=seq, arrays=reply.arrays)
+        self._socket.send_multipart([peer, *frames], copy=False)
+
+    def close(self) -> None:
+        """Closes the socket."""
+        self._socket.close()
+
+    def _handle(self, peer: bytes, frames: list[zmq.Frame]) -> None:
+        if self.bad_peers.ignores(peer):
+            self.errors["ignored"] += 1
+            return
+        seq = 0
+        try:
+            message = self._read(peer, frames)
+            seq = message.seq
+            handler = self._handlers.get(message.kind)
+            if handler is None:
+                raise ProtocolError(f"{message.kind!r} is no request to the {self.what}")
+            reply = handler(message)
+        except (ProtocolError, InvariantError) as error:
+            self._refuse(peer, seq, error)
+            if isinstance(error, InvariantError):
+                raise
+            return
+        if reply is not None:
+            self.reply(peer, seq, reply)
+
+    def _read(self, peer: bytes, frames: list[zmq.Frame]) -> Message:
+        """Returns the validated message. Any failure here is the message's fault: nothing has been changed yet."""
+        try:
+            message = decode(self._run_id, [frame.buffer for frame in frames], peer=peer, **self._limits)
+        except ProtocolError:
+            raise
+        except Exception as error:
+            log.exception("unexpected error while decoding a message")
+            raise ProtocolError(f"a message that cannot be read: {type(error).__name__}: {error}") from error
+        if message.arrays.frame is not None:
+            message.arrays.frame = frames[-1]  # ZeroMQ forwards a received frame without a copy
+        return message
+
+    def _refuse(self, peer: bytes, seq: int, error: Exception) -> None:
+        self.errors[type(error).__name__] += 1
+        log.warning(f"bad message to the {self.what}", error=str(error), total=self.errors.total())
+        if self.bad_peers.note(peer):
+            log.error(f"a peer of the {self.what} was cut off for its bad messages", peer=peer.hex())
+        if not isinstance(error, StrangerError):
+            self.reply(peer, seq, Reply(Error(str(error))))

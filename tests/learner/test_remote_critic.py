@@ -245,8 +245,8 @@ def test_returns_that_are_not_of_the_last_values_are_refused(
     ("body", "text"),
     [
         (Leave(7), "'leave' of learner rank 7, this critic serves [0]"),
-        (ReadStatus(), "'status' is no request to a critic"),
-        (Ok({"rank": "x" * 100_000}), "'ok' is no request to a critic"),
+        (ReadStatus(), "'status' is no request to the critic"),
+        (Ok({"rank": "x" * 100_000}), "'ok' is no request to the critic"),
     ],
 )
 def test_other_requests_are_refused(peer: Connection, body: Body, text: str) -> None:

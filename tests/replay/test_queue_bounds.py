@@ -138,7 +138,7 @@ def test_a_learner_left_behind_while_it_waits_is_told_so(queue: ReplayQueue) -> 
     server = ReplayServer(queue, endpoints)
     try:
         frames = encode("test", Take(0, 7), seq=3)
-        server._waiting[(0, 7)] = (b"peer", decode("test", frames), time.monotonic())
+        server._waiting[(0, 7)] = (decode("test", frames, peer=b"peer"), time.monotonic())
         server._answer_waiting()
         ((peer, seq, (body, _)),) = server._outbox.answers
         assert (peer, seq, type(body)) == (b"peer", 3, Error)

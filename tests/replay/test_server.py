@@ -28,6 +28,7 @@ from asyncrl.replay.outbox import joined
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.server import ReplayServer, run_replay
 from asyncrl.replay.trace import TraceWriter
+from asyncrl.wire import rpc as rpc_module
 from asyncrl.wire.bad_peers import MAX_BAD_MESSAGES
 from asyncrl.wire.curve_keys import write_keys
 from asyncrl.wire.endpoints import Endpoints
@@ -226,7 +227,7 @@ def test_others_are_answered_while_the_journal_is_read_for_a_learner(
     while queue.store._history is None:
         server.serve(once())
     launcher.send(ReadStatus())
-    assert server._socket.poll(10_000)
+    assert server._server.poll(10.0)
     server.serve(once())
     status, between = launcher.receive(10.0), learner.receive(0.0)
     assert status is not None and status.kind == "ok"
@@ -248,7 +249,7 @@ def test_rubbish_is_counted_and_hurts_nobody(served: ReplayQueue, endpoints: End
         rubbish.send_multipart(frames)
     rubbish.send_multipart(encode("another-run", Stop("now")))
     assert not rubbish.poll(300), "who does not know the run id gets no answer"
-    told = [(Lost("first"), "lost: generator"), (Error("no"), "error is an answer, not a")]  # type: ignore[arg-type]
+    told = [(Lost("first"), "lost: generator"), (Error("no"), "'error' is no request to the replay queue")]  # type: ignore[arg-type]
     for body, text in told:
         rubbish.send_multipart(encode(endpoints.run_id, body))
         assert rubbish.poll(10_000), "a bad message of the run is answered"
@@ -264,7 +265,7 @@ def test_a_message_that_breaks_its_reader_ends_nothing_and_a_broken_invariant_do
     endpoints: Endpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     queue = ReplayQueue(small_config(), EndlessPrompts(), TraceWriter(tmp_path / "trace.parquet"))
-    sound = server_module.decode
+    sound = rpc_module.decode
 
     def decode(run_id: str, frames: list[Any], **options: Any) -> Message:
         message = sound(run_id, frames, **options)
@@ -272,7 +273,7 @@ def test_a_message_that_breaks_its_reader_ends_nothing_and_a_broken_invariant_do
             raise KeyError("unforeseen")
         return message
 
-    monkeypatch.setattr(server_module, "decode", decode)
+    monkeypatch.setattr(rpc_module, "decode", decode)
     with ThreadPoolExecutor(1) as pool:
         stop = threading.Event()
         served = pool.submit(run_replay, queue, endpoints, stop.is_set)
