@@ -30,7 +30,8 @@ from asyncrl.replay.queue import ReplayQueue
 from asyncrl.util.processes import Stopwatch, fractions
 from asyncrl.wire.bounds import Body
 from asyncrl.wire.endpoints import Endpoints
-from asyncrl.wire.frames import ALIGNMENT, MAX_REQUEST_HEADER_BYTES, Message
+from asyncrl.wire.frames import ALIGNMENT, Message
+from asyncrl.wire.kinds import MAX_REQUEST_HEADER_BYTES
 from asyncrl.wire.messages import (
     Ask,
     Begin,

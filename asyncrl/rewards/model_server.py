@@ -8,33 +8,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-import msgpack
 import structlog
 import torch
 from transformers import AutoModelForSequenceClassification
 
 from asyncrl.config import Config
-from asyncrl.errors import ConfigError, ProtocolError, StrangerError
+from asyncrl.errors import ConfigError
 from asyncrl.rewards.calling import describe
-from asyncrl.rewards.reward_model import (
-    KEY,
-    MAX_REQUEST_BYTES,
-    NAME,
-    UNREAD,
-    WAY_OUT,
-    ReplyBody,
-    check_model_folder,
-    read_request,
-)
+from asyncrl.rewards.reward_model import KEY, NAME, WAY_OUT, check_model_folder
 from asyncrl.util.tokenizer import load_tokenizer
-from asyncrl.wire.bad_peers import BadPeers
 from asyncrl.wire.endpoints import Endpoints
-from asyncrl.wire.sockets import bind_router
+from asyncrl.wire.frames import Message
+from asyncrl.wire.kinds import MAX_SCORE_BYTES
+from asyncrl.wire.rpc import Reply, Server
+from asyncrl.wire.service_messages import Score, Scores
 
 log = structlog.get_logger()
 
 TICK_S = 0.05
 """Longest wait of the loop, and so the delay of a signal."""
+MAX_VALUES = 1 << 18
+"""Maximum number of values in all lists and maps of a request."""
 RECEIVE_AT_ONCE = 256
 RECEIVE_BYTES_AT_ONCE = 1 << 20
 """Limits of one round, since all its requests are tokenized before any of them is answered."""
@@ -42,8 +36,7 @@ RECEIVE_BYTES_AT_ONCE = 1 << 20
 
 @dataclass(slots=True)
 class _Request:
-    sender: bytes
-    id: int
+    message: Message
     deadline_s: float
     tokens: list[list[int]] = field(default_factory=list)
     scores: list[float | None] = field(default_factory=list)
@@ -129,69 +122,54 @@ class RewardModel:
 
 
 class ModelServer:
-    """Serves a reward model on a ROUTER socket; requests that wait together are scored in common batches.
-
-    A bad request is counted and logged, and answered with an error when it has the run id; a peer that sends many is
-    cut off."""
+    """Serves a reward model; requests that wait together are scored in common batches."""
 
     def __init__(self, model: RewardModel, endpoints: Endpoints) -> None:
         self.model = model
-        self._run_id = endpoints.run_id
-        self._bad_peers = BadPeers()
-        # Twice the limit, so that a request slightly above it gets an answer.
-        self._socket = bind_router(
-            endpoints.reward_model, "reward model", keys=endpoints.keys, max_frame_bytes=2 * MAX_REQUEST_BYTES
+        self._requests: list[_Request] = []
+        """Requests received in this round."""
+        self._server = Server(
+            endpoints,
+            endpoints.reward_model,
+            "reward model",
+            {Score: self._accept},
+            max_frame_bytes=2 * MAX_SCORE_BYTES,  # so that a request slightly above the limit gets an answer
+            max_bytes=MAX_SCORE_BYTES,
+            max_values=MAX_VALUES,
         )
 
     def serve(self, should_stop: Callable[[], bool]) -> None:
         """Answers until `should_stop()`."""
         while not should_stop():
-            if self._socket.poll(round(TICK_S * 1000)):
+            if self._server.poll(TICK_S):
                 self._answer(self._receive())
 
     def close(self) -> None:
         """Closes the socket."""
-        self._socket.close()
+        self._server.close()
 
     def _receive(self) -> list[_Request]:
-        requests: list[_Request] = []
-        num_bytes = 0
+        self._requests, num_bytes = [], 0
         for _ in range(RECEIVE_AT_ONCE):
-            if num_bytes >= RECEIVE_BYTES_AT_ONCE or not self._socket.poll(0):
+            size = self._server.handle_next() if num_bytes < RECEIVE_BYTES_AT_ONCE else None
+            if size is None:
                 break
-            sender, *frames = self._socket.recv_multipart(copy=False)
-            num_bytes += sum(len(frame) for frame in frames)
-            request = self._accept(sender.bytes, [frame.buffer for frame in frames])
-            if request is not None:
-                requests.append(request)
-        return requests
+            num_bytes += size
+        return self._requests
 
-    def _accept(self, sender: bytes, frames: list[memoryview]) -> _Request | None:
-        """The request in the frames; None for a bad one, which is answered with an error unless it lacks the run id,
-        and for any message of a peer that was cut off."""
-        if self._bad_peers.ignores(sender):
-            return None
-        try:
-            body = read_request(frames, self._run_id)
-        except ProtocolError as error:
-            cut_off = self._bad_peers.note(sender)
-            log.warning("bad request to the reward model", error=str(error), total=self._bad_peers.bad_messages)
-            if cut_off:
-                log.error("a peer of the reward model was cut off for its bad messages", peer=sender.hex())
-            if not isinstance(error, StrangerError):
-                self._send(sender, UNREAD, refusal=str(error))
-            return None
-        request = _Request(sender, body["id"], time.monotonic() + body["timeout_s"])
-        for completion in body["completions"]:
+    def _accept(self, message: Message) -> None:
+        body: Score = message.body
+        request = _Request(message, time.monotonic() + body.timeout_s)
+        for completion in body.completions:
             tokens, error = [], ""
             try:
-                tokens = self.model.tokenize(body["prompt"], completion)
+                tokens = self.model.tokenize(body.prompt, completion)
             except Exception as problem:  # templates may raise anything; it fails one completion
                 error = describe(problem)
             request.tokens.append(tokens)
             request.errors.append(error)
         request.scores = [None] * len(request.tokens)
-        return request
+        self._requests.append(request)
 
     def _answer(self, requests: list[_Request]) -> None:
         now_s = time.monotonic()
@@ -199,19 +177,7 @@ class ModelServer:
         places = [(request, index) for request in live for index, error in enumerate(request.errors) if not error]
         self._score(places)
         for request in live:
-            self._send(request.sender, request.id, request.scores, request.errors)
-
-    def _send(
-        self,
-        receiver: bytes,
-        request_id: int,
-        scores: Sequence[float | None] = (),
-        errors: Sequence[str] = (),
-        *,
-        refusal: str = "",
-    ) -> None:
-        reply: ReplyBody = {"id": request_id, "scores": [*scores], "errors": [*errors], "refusal": refusal}
-        self._socket.send_multipart([receiver, cast(bytes, msgpack.packb(reply))])
+            self._server.send(request.message.peer, request.message.seq, Reply(Scores(request.scores, request.errors)))
 
     def _score(self, places: list[tuple[_Request, int]]) -> None:
         try:

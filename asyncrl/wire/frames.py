@@ -23,7 +23,15 @@ from numpy.typing import NDArray
 
 from asyncrl.errors import ProtocolError, StrangerError
 from asyncrl.wire.bounds import MAX_DOCUMENT_CHARACTERS, MAX_ITEMS, Body, Name, Number
-from asyncrl.wire.kinds import BODIES, KINDS, REQUESTS, WITH_ARRAYS
+from asyncrl.wire.kinds import (
+    BODIES,
+    KINDS,
+    MAX_HEADER_BYTES,
+    MAX_REQUEST_HEADER_BYTES,
+    REQUESTS,
+    WITH_ARRAYS,
+    max_header_bytes,
+)
 from asyncrl.wire.packing import UNREADABLE, make_encoder, problem_of
 from asyncrl.wire.sockets import MAX_FRAME_BYTES
 from asyncrl.wire.unpack import unpack
@@ -31,13 +39,13 @@ from asyncrl.wire.unpack import unpack
 SCHEMA = 3
 MAX_FRAMES = 1 << 16
 """Maximum number of frames in a message, and of arrays in a frame."""
-MAX_HEADER_BYTES = 1 << 28
-"""Maximum size of an answer's header, which may hold many prompts with their documents."""
-MAX_REQUEST_HEADER_BYTES = 1 << 21
-"""Maximum size of a request's header. Any peer can send one, and nested lists take forty bytes of memory per byte while
-they are unpacked. A thousand trajectories with ten reward parts and an error each take less than half of it."""
 MAX_HEADER_VALUES = 1 << 20
-"""Maximum number of values in all lists and maps of a header: one byte can take a hundred bytes when unpacked."""
+"""Maximum number of values in all lists and maps of a header: one byte can take a hundred bytes when decoded."""
+WAYS_OUT = {
+    True: "lower generator.group_size, generator.max_new_tokens or replay.groups_per_step, or give rewards fewer parts",
+    False: "shorten the other columns of the data (ground_truth, extra_info), or lower replay.groups_per_step",
+}
+"""What can be done about a header of a request that is too large, and of an answer."""
 MAX_DIMENSIONS = 8
 ALIGNMENT = 8
 """Alignment of the arrays in a frame, in bytes."""
@@ -115,16 +123,9 @@ def encode(run_id: str, body: Body, *, seq: int = 0, arrays: Sequence[Arrays] = 
             specs.append([[NAMES[array.dtype], list(array.shape)]])
             frames.append(np.ascontiguousarray(array).data.cast("B"))
     packed = _ENCODER.encode({"v": SCHEMA, "run": run_id, "kind": kind, "seq": seq, "body": body, "arrays": specs})
-    if kind in REQUESTS and len(packed) > MAX_REQUEST_HEADER_BYTES:
-        raise ProtocolError(
-            f"{kind}: a header of {len(packed)} bytes, at most {MAX_REQUEST_HEADER_BYTES} can be sent in a request; "
-            "lower generator.group_size or replay.groups_per_step, or give rewards fewer parts"
-        )
-    if len(packed) > MAX_HEADER_BYTES:
-        raise ProtocolError(
-            f"{kind}: a header of {len(packed)} bytes, at most {MAX_HEADER_BYTES} can be sent; shorten the other "
-            "columns of the data (ground_truth, extra_info), or lower replay.groups_per_step"
-        )
+    if len(packed) > (most := max_header_bytes(kind)):
+        way_out = WAYS_OUT[kind in REQUESTS]
+        raise ProtocolError(f"{kind}: a header of {len(packed)} bytes, at most {most} can be sent; {way_out}")
     return [packed, *frames]
 
 
@@ -133,12 +134,13 @@ def decode(
     frames: Sequence[Buffer],
     *,
     peer: bytes = b"",
-    max_header_bytes: int = MAX_REQUEST_HEADER_BYTES,
+    max_bytes: int = MAX_REQUEST_HEADER_BYTES,
     max_values: int = MAX_HEADER_VALUES,
 ) -> Message:
-    """Returns the validated message in `frames`; the header of an answer may have MAX_HEADER_BYTES. Raises
-    ProtocolError that names the mismatch, and StrangerError for a message without the run id."""
-    header = _header(run_id, frames, max_header_bytes)
+    """Returns the validated message in `frames`, whose header has at most `max_bytes` and `max_values`: an answer may
+    have MAX_HEADER_BYTES. Raises ProtocolError that names the mismatch, and StrangerError for a message without the run
+    id."""
+    header = _header(run_id, frames, max_bytes)
     kind = header.kind
     if header.v != SCHEMA:
         raise ProtocolError(f"schema version {header.v}, this process speaks {SCHEMA}")

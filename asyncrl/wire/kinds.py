@@ -38,6 +38,8 @@ from asyncrl.wire.service_messages import (
     Ok,
     Restore,
     Save,
+    Score,
+    Scores,
     Train,
     Trained,
     Value,
@@ -72,6 +74,8 @@ BODIES: dict[str, Any] = {
     "save": Save,
     "restore": Restore,
     "leave": Leave,
+    "score": Score,
+    "scores": Scores,
     "ok": Ok,
     "error": Error,
 }
@@ -93,6 +97,7 @@ ANSWERS: dict[str, str] = {
     "train": "trained",
     "save": "ok",
     "restore": "ok",
+    "score": "scores",
     "lost": "ok",
     "scale": "ok",
     "status": "ok",
@@ -107,3 +112,18 @@ REQUESTS = frozenset(BODIES) - frozenset(ANSWERS.values()) - {"error"}
 
 WITH_ARRAYS = frozenset({"leases", "finish", "shard", "value", "values", "train"})
 """Kinds that may carry arrays."""
+
+MAX_HEADER_BYTES = 1 << 28
+"""Maximum size of an answer's header, which may hold many prompts with their documents."""
+MAX_REQUEST_HEADER_BYTES = 1 << 21
+"""Maximum size of a request's header. Any peer can send one, and nested lists take forty bytes of memory per byte while
+they are decoded. A thousand trajectories with ten reward parts and an error each take less than half of it."""
+MAX_SCORE_BYTES = 1 << 26
+"""The same of a request to the reward model, which has prompt and completions as text."""
+
+
+def max_header_bytes(kind: str) -> int:
+    """Maximum size of the header of a message of this kind."""
+    if kind == "score":
+        return MAX_SCORE_BYTES
+    return MAX_REQUEST_HEADER_BYTES if kind in REQUESTS else MAX_HEADER_BYTES

@@ -15,16 +15,8 @@ from asyncrl.errors import InvariantError, PeerTimeoutError, ProtocolError, RunE
 from asyncrl.wire.bad_peers import BadPeers
 from asyncrl.wire.bounds import Body
 from asyncrl.wire.endpoints import Endpoints
-from asyncrl.wire.frames import (
-    MAX_HEADER_BYTES,
-    MAX_HEADER_VALUES,
-    MAX_REQUEST_HEADER_BYTES,
-    Arrays,
-    Message,
-    decode,
-    encode,
-)
-from asyncrl.wire.kinds import ANSWERS, KINDS
+from asyncrl.wire.frames import MAX_HEADER_VALUES, Arrays, Message, decode, encode
+from asyncrl.wire.kinds import ANSWERS, KINDS, MAX_HEADER_BYTES, MAX_REQUEST_HEADER_BYTES
 from asyncrl.wire.service_messages import Error
 from asyncrl.wire.sockets import LINGER_S, MAX_FRAME_BYTES, bind_router, connect_dealer
 
@@ -58,7 +50,8 @@ class Connection:
         """A request without an answer is sent again after this time, then after BACK_OFF times as long, and so on; only
         for peers whose requests are idempotent."""
         self.strict = strict
-        """A bad message ends the request with RunError; otherwise it is ignored, and the wait continues."""
+        """A bad message ends the request with RunError, too many waiting ones with PeerTimeoutError; otherwise the wait
+        continues."""
         self.bad_messages = 0
         self._seq = 0
         self._socket = connect_dealer(
@@ -66,7 +59,8 @@ class Connection:
         )
 
     def send(self, body: Body, arrays: Sequence[Arrays] = (), *, seq: int | None = None) -> int:
-        """Sends a request under the next number, or again under the number `seq`. Returns the number."""
+        """Sends a request under the next number, or again under the number `seq`. Returns the number. Raises
+        ProtocolError for one that is too large, and on a strict connection PeerTimeoutError if too many wait."""
         if seq is None:
             self._seq += 1
             seq = self._seq
@@ -74,6 +68,9 @@ class Connection:
         try:
             self._socket.send_multipart(frames, zmq.DONTWAIT, copy=False)
         except zmq.Again:  # the peer has been away for long, and its queue is full
+            if self.strict:
+                problem = "takes no more requests, or refused the keys of this process"
+                raise PeerTimeoutError(f"{self.peer} at {self.address} {problem}") from None
             log.warning("message not sent, too many wait", kind=KINDS[type(body)], peer=self.peer)
         return seq
 
@@ -83,9 +80,7 @@ class Connection:
         while self._socket.poll(max(0, math.ceil(1000 * (deadline_s - time.monotonic())))):
             frames = self._socket.recv_multipart(copy=False)
             try:
-                return decode(
-                    self.endpoints.run_id, [frame.buffer for frame in frames], max_header_bytes=MAX_HEADER_BYTES
-                )
+                return decode(self.endpoints.run_id, [frame.buffer for frame in frames], max_bytes=MAX_HEADER_BYTES)
             except ProtocolError as error:
                 self.ignore(error)
         return None
@@ -175,10 +170,10 @@ class Server:
         handlers: Mapping[type[Body], Handler],
         *,
         max_frame_bytes: int = MAX_FRAME_BYTES,
-        max_header_bytes: int = MAX_REQUEST_HEADER_BYTES,
+        max_bytes: int = MAX_REQUEST_HEADER_BYTES,
         max_values: int = MAX_HEADER_VALUES,
     ) -> None:
-        """`what` names the server in errors and logs."""
+        """`what` names the server in errors and logs; `max_bytes` and `max_values` are limits of a request's header."""
         self.what = what
         self.errors: Counter[str] = Counter()
         """Bad and dropped messages, by the name of the error."""
@@ -187,7 +182,7 @@ class Server:
         """Where answers of handlers go; by default they are sent at once."""
         self._run_id = endpoints.run_id
         self._handlers = {KINDS[body]: handler for body, handler in handlers.items()}
-        self._limits = {"max_header_bytes": max_header_bytes, "max_values": max_values}
+        self._limits = {"max_bytes": max_bytes, "max_values": max_values}
         self._socket = bind_router(address, what, keys=endpoints.keys, max_frame_bytes=max_frame_bytes)
 
     def poll(self, timeout_s: float) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from asyncrl.wire.bounds import Body, Count, Index, Items, Metrics, Number, Text
+from asyncrl.wire.bounds import Body, Count, Duration, Finite, Index, Items, Metrics, Number, Text
 
 
 class Value(Body):
@@ -62,6 +62,25 @@ class Leave(Body):
     """Sent by a learner rank to its critic when it ends; not answered."""
 
     rank: Index
+
+
+class Score(Body):
+    """Sent by a reward worker to the reward model for the completions of one prompt; answered by `Scores`."""
+
+    prompt: str | list[dict[str, Any]]
+    """Text or messages."""
+    completions: Items[str]
+    timeout_s: Duration
+    """Time after which nobody waits for the answer."""
+
+
+class Scores(Body):
+    """The answer of the reward model to `Score`."""
+
+    scores: Items[Finite | None]
+    """The score of each completion; None with an error."""
+    errors: Items[str]
+    """The error of each completion; "" with a score."""
 
 
 class Ok(Body):

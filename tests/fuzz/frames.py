@@ -42,6 +42,8 @@ from asyncrl.wire.service_messages import (
     Ok,
     Restore,
     Save,
+    Score,
+    Scores,
     Train,
     Trained,
     Value,
@@ -130,6 +132,7 @@ def requests(step: int = 0) -> dict[str, list[bytes]]:
         Save(0, 1, "model"),
         Restore(0, 1),
         Leave(0),
+        Score([{"role": "user", "content": "1+1="}], ["2", "3"], timeout_s=1.5),
     ]
     return {
         **{KINDS[type(body)]: frames_of(body) for body in bodies},
@@ -163,6 +166,7 @@ def answers(seq: int = 1, *, ticket: int = 0, attempt: int = 0, step: int = 1) -
         (Trained(METRICS), []),
         (EvaluationResult("ended", step, METRICS), []),
         (Ok({"step": step, "generators": {"0": {"version": 1}}}), []),
+        (Scores([0.5, None], ["", "it broke"]), []),
         (Error("it broke"), []),
     ]
     return {KINDS[type(body)]: frames_of(body, arrays, seq=seq) for body, arrays in bodies}

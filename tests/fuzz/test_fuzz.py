@@ -83,9 +83,9 @@ def test_every_way_to_mutate_changes_what_is_sent() -> None:
 
 
 def test_every_reason_to_refuse_a_message_is_reached() -> None:
-    mutator, reasons = Mutator(4), Counter[str]()
+    mutator, reasons = Mutator(5), Counter[str]()
     pool = [*SOUND.values(), *[SOUND["finish"]] * 16]
-    for _ in range(12_000):
+    for _ in range(16_000):
         frames = mutator.mutant(pool)
         try:
             message = decode(RUN_ID, frames)

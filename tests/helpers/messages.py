@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgpack
+import msgspec
 
 from asyncrl.wire.frames import SCHEMA
 
@@ -12,4 +12,4 @@ from asyncrl.wire.frames import SCHEMA
 def raw_frames(run_id: str, kind: str, body: Any, *, seq: int = 1) -> list[bytes]:
     """A message without arrays, with any body."""
     header = {"v": SCHEMA, "run": run_id, "kind": kind, "seq": seq, "body": body, "arrays": []}
-    return [msgpack.packb(header)]
+    return [msgspec.msgpack.encode(header)]

@@ -15,7 +15,8 @@ from msgspec import structs
 from asyncrl.errors import ProtocolError
 from asyncrl.replay.codec import check_group, pack_group, pack_leases, unpack_group, unpack_leases
 from asyncrl.types import Lease, Prompt
-from asyncrl.wire.frames import MAX_HEADER_BYTES, MAX_REQUEST_HEADER_BYTES, SCHEMA, decode, encode
+from asyncrl.wire.frames import SCHEMA, decode, encode
+from asyncrl.wire.kinds import MAX_HEADER_BYTES, MAX_REQUEST_HEADER_BYTES
 from asyncrl.wire.messages import Leases, ShardHeader
 from tests.helpers.examples import examples
 from tests.helpers.replay import EndlessPrompts, make_group
@@ -168,7 +169,7 @@ def test_a_request_has_a_smaller_header_than_an_answer() -> None:
     frames = [bytes(frame) for frame in encode("run", body, arrays=arrays)]
     with pytest.raises(ProtocolError, match=rf"a header of 7\d+ bytes, at most {MAX_REQUEST_HEADER_BYTES} are read"):
         decode("run", frames)
-    assert decode("run", frames, max_header_bytes=MAX_HEADER_BYTES).body == body
+    assert decode("run", frames, max_bytes=MAX_HEADER_BYTES).body == body
 
 
 def test_nested_lists_that_never_end_take_little_memory() -> None:

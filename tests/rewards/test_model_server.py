@@ -7,19 +7,23 @@ import threading
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import msgpack
+import msgspec
 import pytest
 import structlog
 import zmq
 from test_reward_model import endpoints_at, save_model
 
-from asyncrl.errors import ProtocolError, RunError, StrangerError
+from asyncrl.errors import ProtocolError, RunError
 from asyncrl.rewards.calling import Failed
-from asyncrl.rewards.model_server import ModelServer, RewardModel
-from asyncrl.rewards.reward_model import _Client, read_request
+from asyncrl.rewards.model_client import ModelClient
+from asyncrl.rewards.model_server import MAX_VALUES, ModelServer, RewardModel
 from asyncrl.wire.bad_peers import MAX_BAD_MESSAGES
+from asyncrl.wire.frames import decode
+from asyncrl.wire.kinds import MAX_SCORE_BYTES
 from asyncrl.wire.sockets import bind_router, connect_dealer
+from tests.helpers.messages import raw_frames
 from tests.helpers.serving import serving
 
 
@@ -39,99 +43,96 @@ def server(model: RewardModel, tmp_path: Path) -> Iterator[ModelServer]:
 
 
 @pytest.fixture
-def client(server: ModelServer, tmp_path: Path) -> Iterator[_Client]:
-    client = _Client(endpoints_at(tmp_path / "model"))
+def client(server: ModelServer, tmp_path: Path) -> Iterator[ModelClient]:
+    client = ModelClient(endpoints_at(tmp_path / "model"))
     yield client
     client.close()
 
 
-RUN = memoryview(b"run")
-SOUND = {"id": 1, "prompt": "1", "completions": ["2"], "timeout_s": 60.0}
+SOUND = {"prompt": "1", "completions": ["2"], "timeout_s": 60.0}
+
+
+def request(**changes: Any) -> list[bytes]:
+    return raw_frames("run", "score", SOUND | changes)
+
+
+def request_of(body: bytes) -> list[bytes]:
+    """A request with any bytes as its body."""
+    header, _, after = raw_frames("run", "score", "the body")[0].partition(msgspec.msgpack.encode("the body"))
+    return [header + body + after]
+
+
 BAD_REQUESTS = [
-    (b"", "request is not msgpack"),
-    (b"\xc1", "request is not msgpack"),
-    (b"\x91" * 8_000_000, "request is not msgpack"),
-    (b"\xdc\xff\xff" + b"\x94\x90\x90\x90\x90" * 65535, "request is not msgpack: more than 262144 values"),
-    (b"\x90" * 2, "request is not msgpack"),
-    (msgpack.packb([1]), "request: Input should be a valid dictionary"),
-    (msgpack.packb({"id": 1}), "request: prompt: Field required"),
-    (msgpack.packb(SOUND | {"id": "x"}), "request: id: Input should be a valid integer"),
-    (msgpack.packb(SOUND | {"id": 0}), "request: id: Input should be greater than 0"),
-    (msgpack.packb(SOUND | {"prompt": 5}), "request: prompt"),
-    (msgpack.packb(SOUND | {"prompt": ["text"]}), "request: prompt"),
-    (msgpack.packb(SOUND | {"completions": "2"}), "request: completions: Input should be a valid list"),
-    (msgpack.packb(SOUND | {"completions": [2]}), "request: completions.0: Input should be a valid string"),
-    (msgpack.packb(SOUND | {"completions": ["2"] * 65537}), "65537 exceeds max_array_len"),
-    (msgpack.packb(SOUND | {"timeout_s": float("nan")}), "request: timeout_s: Input should be a finite number"),
-    (msgpack.packb(SOUND | {"timeout_s": 1e9}), "request: timeout_s: Input should be less than or equal to 3600"),
-    (msgpack.packb(SOUND | {"more": 1}), "request: more: Extra inputs are not permitted"),
+    (request_of(b"\xdc\xff\xff" + b"\x94\x90\x90\x90\x90" * 65535), "more than 262144 values"),
+    (request_of(b"\x90"), "score: Expected `object`, got `array`"),
+    (request_of(msgspec.msgpack.encode({"prompt": "1"})), "score: Object missing required field `completions`"),
+    (raw_frames("run", "score", SOUND, seq="x"), "header: seq: Expected `int`, got `str`"),  # type: ignore[arg-type]
+    (raw_frames("run", "score", SOUND, seq=-1), "header: seq: Expected `int` >= 0"),
+    (request(prompt=5), "score: prompt: Expected `str | array`, got `int`"),
+    (request(prompt=["text"]), "score: prompt[0]: Expected `object`, got `str`"),
+    (request(completions="2"), "score: completions: Expected `array`, got `str`"),
+    (request(completions=[2]), "score: completions[0]: Expected `str`, got `int`"),
+    (request(completions=["2"] * 65537), "completions: Expected `array` of length <= 65536"),
+    (request(timeout_s=float("nan")), "score: timeout_s: Expected `float` >= 0.0"),
+    (request(timeout_s=1e9), "score: timeout_s: Expected `float` <= 3600.0"),
+    (request(more=1), "score: Object contains unknown field `more`"),
+    ([*request(), b""], "score: 1 frames do not fit the header's list of arrays"),
+    (raw_frames("run", "status", {}), "'status' is no request to the reward model"),
 ]
 
 
-@pytest.mark.parametrize(("message", "text"), BAD_REQUESTS)
-def test_a_bad_request_is_refused_and_takes_little_memory(message: bytes, text: str) -> None:
+@pytest.mark.parametrize(("message", "text"), BAD_REQUESTS[:-1])
+def test_a_bad_request_is_refused_and_takes_little_memory(message: list[bytes], text: str) -> None:
     tracemalloc.start()
     try:
         with pytest.raises(ProtocolError, match=re.escape(text)):
-            read_request([RUN, memoryview(message)], "run")
+            decode("run", message, max_bytes=MAX_SCORE_BYTES, max_values=MAX_VALUES)
         assert tracemalloc.get_traced_memory()[1] < 48 << 20
     finally:
         tracemalloc.stop()
 
 
-def test_a_request_has_two_frames_and_an_upper_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    for frames in ([RUN], [RUN] * 3):
-        with pytest.raises(ProtocolError, match=r"request of . frames, expected two"):
-            read_request(frames, "run")
-    monkeypatch.setattr("asyncrl.rewards.reward_model.MAX_REQUEST_BYTES", 100)
-    with pytest.raises(ProtocolError, match="a request of 101 bytes, at most 100 are read"):
-        read_request([RUN, memoryview(b"x" * 101)], "run")
-
-
 def test_a_request_that_is_too_large_is_not_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.rewards.reward_model.MAX_REQUEST_BYTES", 100)
-    with pytest.raises(RunError, match=r"are \d+ bytes, the reward model process reads at most 100: lower generator"):
-        _Client(endpoints_at(tmp_path / "nobody")).score("p" * 100, ["c"], 60.0)
+    monkeypatch.setattr("asyncrl.wire.kinds.MAX_SCORE_BYTES", 100)
+    client = ModelClient(endpoints_at(tmp_path / "nobody"))
+    with pytest.raises(RunError, match=r"score: a header of \d+ bytes, at most 100 can be sent; lower generator"):
+        client.score("p" * 100, ["c"], 60.0)
+    client.close()
 
 
-def test_bad_requests_are_answered_and_counted(client: _Client, tmp_path: Path) -> None:
+def test_bad_requests_are_answered_and_counted(client: ModelClient, tmp_path: Path) -> None:
     with structlog.testing.capture_logs() as logs:
         for message, text in BAD_REQUESTS:
             peer = connect_dealer(f"ipc://{tmp_path}/model")
-            peer.send_multipart([b"run", message])
+            peer.send_multipart(message)
             assert peer.poll(5000), "a bad request is answered"
-            reply = msgpack.unpackb(peer.recv())
+            header = msgspec.msgpack.decode(peer.recv())
             peer.close()
-            assert reply["id"] == 0 and text in reply["refusal"]
-    assert [entry["event"] for entry in logs] == ["bad request to the reward model"] * len(BAD_REQUESTS)
+            assert header["kind"] == "error" and text in header["body"]["text"]
+    assert [entry["event"] for entry in logs] == ["bad message to the reward model"] * len(BAD_REQUESTS)
     assert [entry["total"] for entry in logs] == list(range(1, len(BAD_REQUESTS) + 1))
     assert len(client.score("1", ["2"], 60.0)) == 1
 
 
 def test_a_peer_of_bad_requests_is_cut_off_and_nobody_else(
-    server: ModelServer, client: _Client, tmp_path: Path
+    server: ModelServer, client: ModelClient, tmp_path: Path
 ) -> None:
     peer = connect_dealer(f"ipc://{tmp_path}/model")
     for _ in range(MAX_BAD_MESSAGES + 1):
-        peer.send_multipart([b"run", b"rubbish"])
+        peer.send_multipart(request(prompt=5))
         assert peer.poll(5000), "a bad request is answered"
         peer.recv()
-    for message in (b"rubbish", msgpack.packb(SOUND)):
-        peer.send_multipart([b"run", message])
+    for message in ([b"rubbish"], request()):
+        peer.send_multipart(message)
     assert not peer.poll(300), "whatever it sends now"
     peer.close()
     assert len(client.score("1", ["2"], 60.0)) == 1
 
 
-@pytest.mark.parametrize("frames", [[], [b""], [b"ruN", b"x"], [b"x" * 1000, b"x"], [b"\xc1" * 3, b"x"]])
-def test_a_request_without_the_run_id_is_a_strangers(frames: list[bytes]) -> None:
-    with pytest.raises(StrangerError, match="does not have the id of this run"):
-        read_request([memoryview(frame) for frame in frames], "run")
-
-
-def test_a_stranger_gets_no_answer_of_the_reward_model(client: _Client, tmp_path: Path) -> None:
+def test_a_stranger_gets_no_answer_of_the_reward_model(client: ModelClient, tmp_path: Path) -> None:
     stranger = connect_dealer(f"ipc://{tmp_path}/model")
-    for frames in ([b"another-run", msgpack.packb(SOUND)], [msgpack.packb(SOUND)], [b"rubbish"]):
+    own_body = request_of(b"\xc1"), request_of(b"\x91" * 8_000_000)
+    for frames in (raw_frames("another-run", "score", SOUND), [msgspec.msgpack.encode(SOUND)], [b"rubbish"], *own_body):
         stranger.send_multipart(frames)
     assert not stranger.poll(300)
     stranger.close()
@@ -145,43 +146,48 @@ def test_requests_are_tokenized_in_portions(
     server = ModelServer(model, endpoints_at(tmp_path / "model"))
     server.close()
     # Within a process, what is sent has arrived.
-    server._socket = zmq.Context.instance().socket(zmq.ROUTER)
-    server._socket.bind("inproc://reward-model")
+    server._server._socket = zmq.Context.instance().socket(zmq.ROUTER)
+    server._server._socket.bind("inproc://reward-model")
     peer = zmq.Context.instance().socket(zmq.DEALER)
     peer.connect("inproc://reward-model")
     try:
         for number in range(1, 12):
-            peer.send_multipart([b"run", msgpack.packb(SOUND | {"id": number, "prompt": "1" * 500})])
-        portions = [[request.id for request in server._receive()] for _ in range(7)]
+            peer.send_multipart(raw_frames("run", "score", SOUND | {"prompt": "1" * 500}, seq=number))
+        portions = [[request.message.seq for request in server._receive()] for _ in range(7)]
         assert portions == [[1, 2], [3, 4], [5, 6], [7, 8], [9, 10], [11], []]
     finally:
         peer.close()
         server.close()
 
 
-SOUND_REPLY = {"id": 1, "scores": [0.5], "errors": [""], "refusal": ""}
+SOUND_ANSWER = {"scores": [0.5], "errors": [""]}
 
 
 @pytest.mark.parametrize(
-    ("reply", "text"),
+    ("answer", "text"),
     [
-        ([b"\xc1"], "sent a malformed reply: reply is not msgpack"),
-        ([msgpack.packb([1])], "sent a malformed reply: reply: Input should be a valid dictionary"),
-        ([msgpack.packb({"id": 1})], "sent a malformed reply: reply: scores: Field required"),
-        ([msgpack.packb(SOUND_REPLY | {"scores": [float("nan")]})], "sent a malformed reply: reply: scores.0"),
-        ([msgpack.packb(SOUND_REPLY | {"errors": []})], "sent a malformed reply: reply: 1 scores and 0 errors"),
-        ([msgpack.packb(SOUND_REPLY | {"scores": [1.0] * 2, "errors": [""] * 2})], "gave 2 scores for 1 completions"),
-        ([msgpack.packb(SOUND_REPLY)] * 2, "sent a malformed reply: reply of 2 frames, expected one"),
+        ([b"\xc1"], "sent a bad answer: header: MessagePack data is malformed"),
+        (raw_frames("another-run", "scores", SOUND_ANSWER), "does not have the id of this run"),
+        (raw_frames("run", "scores", [1]), "sent a bad answer: scores: Expected `object`, got `array`"),
+        (raw_frames("run", "scores", {"errors": []}), "scores: Object missing required field `scores`"),
+        (
+            raw_frames("run", "scores", SOUND_ANSWER | {"scores": [float("nan")]}),
+            "sent a bad answer: scores: scores[0]",
+        ),
+        (raw_frames("run", "scores", SOUND_ANSWER | {"errors": []}), "gave 1 scores and 0 errors for 1 completions"),
+        (raw_frames("run", "scores", {"scores": [1.0] * 2, "errors": [""] * 2}), "gave 2 scores and 2 errors for 1"),
+        ([*raw_frames("run", "scores", SOUND_ANSWER), b""], "sent a bad answer: scores: 1 frames do not fit"),
+        (raw_frames("run", "ok", {"result": {}}), "sent a bad answer: 'ok' as the answer to 'score'"),
     ],
 )
-def test_the_client_believes_no_reply_before_it_is_checked(tmp_path: Path, reply: list[bytes], text: str) -> None:
+def test_the_client_believes_no_reply_before_it_is_checked(tmp_path: Path, answer: list[bytes], text: str) -> None:
     router = bind_router(f"ipc://{tmp_path}/model", "reward model")
-    client = _Client(endpoints_at(tmp_path / "model"))
+    client = ModelClient(endpoints_at(tmp_path / "model"))
 
-    def answer() -> None:
-        router.send_multipart([router.recv_multipart()[0], *reply])
+    def serve() -> None:
+        router.send_multipart([router.recv_multipart()[0], *answer])
 
-    thread = threading.Thread(target=answer)
+    thread = threading.Thread(target=serve)
     thread.start()
     with pytest.raises(RunError, match=re.escape(text)):
         client.score("1", ["2"], 20.0)
@@ -190,14 +196,14 @@ def test_the_client_believes_no_reply_before_it_is_checked(tmp_path: Path, reply
     router.close()
 
 
-def test_a_refused_request_fails_its_reward(client: _Client) -> None:
-    with pytest.raises(RunError, match=r"refused a request: request: prompt"):
+def test_a_refused_request_fails_its_reward(client: ModelClient) -> None:
+    with pytest.raises(RunError, match=r"refused a message: score: prompt"):
         client.score(5, ["2"], 60.0)
     assert len(client.score("1", ["2"], 60.0)) == 1
 
 
 def test_an_exception_while_scoring_is_named_and_the_server_goes_on(
-    server: ModelServer, client: _Client, monkeypatch: pytest.MonkeyPatch
+    server: ModelServer, client: ModelClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(texts: list[list[int]]) -> list[float]:
         raise IndexError("index out of range in self")

@@ -20,8 +20,9 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM,
 from asyncrl.errors import ConfigError, PeerTimeoutError
 from asyncrl.rewards.calling import CompletedGroup
 from asyncrl.rewards.load import load_reward
+from asyncrl.rewards.model_client import ModelClient
 from asyncrl.rewards.model_server import RewardModel, run_reward_model
-from asyncrl.rewards.reward_model import _Client, connect, uses_reward_model
+from asyncrl.rewards.reward_model import connect, uses_reward_model
 from asyncrl.rewards.table import check_rewards
 from asyncrl.rewards.workers import RewardPool
 from asyncrl.wire.endpoints import Endpoints
@@ -128,7 +129,7 @@ def test_two_clients_at_once_get_their_own_scores(model_folder: Path, serve) -> 
     results: dict[int, list[object]] = {}
 
     def ask(number: int) -> None:
-        client = _Client(endpoints)
+        client = ModelClient(endpoints)
         results[number] = [client.score(f"{number}+{i}=", ["1", "22"], 60.0) for i in range(5)]
         client.close()
 
@@ -188,9 +189,10 @@ def test_reward_workers_ask_the_process_of_the_reward_model(
 
 def test_no_answer_names_the_process_and_the_time(tmp_path: Path) -> None:
     with pytest.raises(PeerTimeoutError) as raised:
-        _Client(endpoints_at(tmp_path / "nobody")).score("p", ["c"], 0.2)
+        ModelClient(endpoints_at(tmp_path / "nobody")).score("p", ["c"], 0.2)
     assert str(raised.value) == (
-        f"the reward model process at ipc://{tmp_path}/nobody did not answer within 0.2 s (generator.reward_timeout_s)"
+        f"the reward model process at ipc://{tmp_path}/nobody did not answer 'score' within 0.2 s "
+        "(generator.reward_timeout_s)"
     )
 
 
@@ -275,7 +277,7 @@ def test_the_process_runs_by_itself_and_stops(model_folder: Path, tmp_path: Path
     """
     with subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], cwd=Path(__file__).parents[2]) as process:
         try:
-            assert _Client(endpoints_at(tmp_path / "own")).score("1+2=", ["3"], 60.0) == [
+            assert ModelClient(endpoints_at(tmp_path / "own")).score("1+2=", ["3"], 60.0) == [
                 pytest.approx(direct(model_folder, "1+2=3"), abs=1e-5)
             ]
             (tmp_path / "stop").touch()
