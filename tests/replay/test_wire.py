@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+from collections.abc import Iterator
 from contextlib import suppress
 
 import msgpack
@@ -10,13 +11,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec import structs
+from msgspec import inspect, structs
 
-from asyncrl.errors import ProtocolError
+from asyncrl.errors import ProtocolError, StrangerError
 from asyncrl.replay.codec import check_group, pack_group, pack_leases, unpack_group, unpack_leases
 from asyncrl.types import Lease, Prompt
 from asyncrl.wire.frames import SCHEMA, decode, encode
-from asyncrl.wire.kinds import MAX_HEADER_BYTES, MAX_REQUEST_HEADER_BYTES
+from asyncrl.wire.kinds import BODIES, MAX_HEADER_BYTES, MAX_REQUEST_HEADER_BYTES, REQUESTS
 from asyncrl.wire.messages import Leases, ShardHeader
 from tests.helpers.examples import examples
 from tests.helpers.replay import EndlessPrompts, make_group
@@ -170,6 +171,55 @@ def test_a_request_has_a_smaller_header_than_an_answer() -> None:
     with pytest.raises(ProtocolError, match=rf"a header of 7\d+ bytes, at most {MAX_REQUEST_HEADER_BYTES} are read"):
         decode("run", frames)
     assert decode("run", frames, max_bytes=MAX_HEADER_BYTES).body == body
+
+
+def parts_of(kind: inspect.Type) -> Iterator[inspect.Type]:
+    """The type and all types in it."""
+    yield kind
+    match kind:
+        case inspect.StructType():
+            inner = [field.type for field in kind.fields]
+        case inspect.ListType():
+            inner = [kind.item_type]
+        case inspect.DictType():
+            inner = [kind.key_type, kind.value_type]
+        case inspect.TupleType():
+            inner = list(kind.item_types)
+        case inspect.UnionType():
+            inner = list(kind.types)
+        case _:
+            inner = []
+    for one in inner:
+        yield from parts_of(one)
+
+
+@pytest.mark.parametrize("kind", sorted(BODIES))
+def test_a_body_has_no_optional_fields_and_refuses_unknown_ones(kind: str) -> None:
+    for part in parts_of(inspect.type_info(BODIES[kind])):
+        if isinstance(part, inspect.StructType):
+            assert part.forbid_unknown_fields
+            assert [field.name for field in part.fields if not field.required] == []
+
+
+@pytest.mark.parametrize("kind", sorted(REQUESTS - {"score"}))
+def test_numbers_texts_and_lists_of_a_request_have_bounds(kind: str) -> None:
+    for part in parts_of(inspect.type_info(BODIES[kind])):
+        match part:
+            case inspect.IntType():
+                assert part.ge is not None and part.le is not None
+            case inspect.StrType() | inspect.ListType() | inspect.DictType():
+                assert part.max_length is not None
+            case _:
+                assert not isinstance(part, inspect.AnyType)
+
+
+def test_the_body_and_the_arrays_of_a_stranger_are_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    frames = frames_of_a_group()
+    monkeypatch.setattr("asyncrl.wire.frames._DECODERS", {})
+    with pytest.raises(ProtocolError, match="unknown kind 'finish'"):
+        decode("run", frames)
+    with pytest.raises(StrangerError):
+        decode("another", frames)
 
 
 def test_nested_lists_that_never_end_take_little_memory() -> None:
