@@ -1,10 +1,10 @@
-"""Advantages from rewards. They carry no gradient; results keep the dtype and device of the rewards.
+"""Advantages computed from rewards. They carry no gradient; results keep the dtype and device of the rewards.
 
-A function names what it needs as positional parameters: rewards, values, seq, group, lengths, log_ratios,
-greedy_rewards. One that takes `group` or `greedy_rewards` gets one reward per sequence [S], any other one per
-token [N]; one that takes `values` returns the pair (advantages [N], returns [N] that the critic is fitted to).
-Keyword-only arguments are options, except `reduce` and `bootstrap`, which the caller passes. An advantage of one's own
-in `my_advantages.py`:
+An advantage function declares its inputs as positional parameters, chosen from: rewards, values, seq, group, lengths,
+log_ratios, greedy_rewards. A function with the parameter `group` or `greedy_rewards` receives one reward per
+sequence [S]; any other function receives one reward per token [N]. A function with the parameter `values` returns the
+pair (advantages [N], returns [N]), where the returns are the critic's regression targets. Keyword-only arguments are
+options, except `reduce` and `bootstrap`, which the caller passes. A user-defined advantage in `my_advantages.py`:
 
     def fixed_baseline(rewards, group, *, baseline: float = 0.5):
         return rewards - baseline  # one advantage per sequence [S], since `seq` is not a parameter
@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 Reduce = Callable[[Tensor], Tensor]
-"""Sums a tensor over the ranks that share an optimizer batch; all of them call it equally often."""
+"""Sums a tensor over the ranks that share an optimizer batch. A collective: every rank must call it equally often."""
 
 
 @torch.no_grad()
@@ -104,7 +104,7 @@ def vtrace(
 
 @wraps(vtrace, assigned=("__annotations__",))
 def vtrace_advantages(*terms: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    """`vtrace` as (advantages [N], returns [N]), the order of every advantage that needs values."""
+    """`vtrace` with its results as (advantages [N], returns [N]), the order of every advantage that needs values."""
     returns, advantages = vtrace(*terms, **options)
     return advantages, returns
 
@@ -113,7 +113,7 @@ def vtrace_advantages(*terms: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
 def reinforce_plus_plus(rewards: Tensor, seq: Tensor, *, gamma: float = 1.0, reduce: Reduce | None = None) -> Tensor:
     """Whitened discounted rewards to go: whiten(G) [N], G_t = r_t + gamma G_{t+1}, arXiv:2501.03262.
 
-    From rewards [N] and `seq` [N]. `reduce` as in `whiten`.
+    The inputs are rewards [N] and `seq` [N]. `reduce` as in `whiten`.
     """
     ends = sequence_ends(seq)
     precise = rewards.double()
@@ -125,9 +125,9 @@ def reinforce_plus_plus(rewards: Tensor, seq: Tensor, *, gamma: float = 1.0, red
 def reinforce_plus_plus_baseline(
     rewards: Tensor, group: Tensor, seq: Tensor, *, reduce: Reduce | None = None
 ) -> Tensor:
-    """Rewards [S] minus the mean of their group [S], given to all tokens `seq` [N] and whitened, arXiv:2501.03262.
+    """Rewards [S] minus the mean of their group [S], broadcast to all tokens [N] and whitened, arXiv:2501.03262.
 
-    `seq` numbers the rewards. A group of one has no baseline: its tokens get 0 and do not count in the
+    `seq` [N] indexes the rewards. A group of one has no baseline: its tokens get 0 and are excluded from the
     statistics. `reduce` as in `whiten`.
     """
     centered = dr_grpo(rewards, group)[seq]
@@ -137,11 +137,11 @@ def reinforce_plus_plus_baseline(
 
 @torch.no_grad()
 def whiten(x: Tensor, *, shift_mean: bool = True, reduce: Reduce | None = None) -> Tensor:
-    """(x - mean) rsqrt(var + 1e-8) of x [N], with the mean added again when `shift_mean` is false.
+    """(x - mean) rsqrt(var + 1e-8) of x [N], with the mean added back when `shift_mean` is false.
 
-    The variance is unbiased; that of a single value counts as 0. Mean and variance are those of the whole
-    optimizer batch: `reduce` sums a tensor over the ranks that hold its parts (None: x is the whole); every rank
-    calls this, also one whose x is empty.
+    The variance is unbiased; the variance of a single value is taken as 0. Mean and variance are computed over the
+    complete optimizer batch: `reduce` sums a tensor over the ranks that hold its parts (None: x is the complete
+    batch). Every rank must call this function, even if its x is empty.
     """
     total = reduce or (lambda part: part)
     precise = x.double()
@@ -164,4 +164,4 @@ ADVANTAGES: dict[str, Callable[..., Any]] = {
     "reinforce_plus_plus": reinforce_plus_plus,
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
 }
-"""By config name."""
+"""Advantage functions by config name."""

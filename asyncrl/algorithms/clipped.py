@@ -1,6 +1,6 @@
-"""Losses through the ratio r = current / old, bounded so that an update stays near the old policy.
+"""Losses of the ratio r = current / old, bounded so that an update stays near the old policy.
 
-All tensors are [N], log-probs in nats. The gradient flows through r; log ratios are clamped to +-20.
+All tensors are [N]; log-probs are in nats. The gradient flows through r; log ratios are clamped to +-20.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from asyncrl.algorithms.corrections import importance_weights
 from asyncrl.algorithms.segments import MAX_LOG_RATIO, num_segments, safe_exp, segment_mean
 
 TRUNCATED: Mapping[str, Any] = MappingProxyType({"level": "token", "mode": "truncate", "high": 2.0})
-"""Options of `importance_weights`: truncated importance sampling per token."""
+"""Options of `importance_weights` for truncated importance sampling per token."""
 
 MAX_LOG_SEQUENCE_RATIO = 10.0
-"""Upper bound of the log of a geometric mean of ratios."""
+"""Upper bound on the log of a geometric mean of ratios."""
 
 
 def _surrogate(
     ratio: Tensor, advantages: Tensor, low: float | Tensor, high: float | Tensor, dual_clip: float | None = None
 ) -> Tensor:
-    """max(-A r, -A clip(r, low, high)), and at most -dual_clip A where A < 0; None does not bound that.
+    """max(-A r, -A clip(r, low, high)), and at most -dual_clip A where A < 0; None disables the dual clip.
 
-    It is -A r with r bounded on the side where the update gains: above by `high` where A >= 0, and where A < 0
-    below by `low` and above by `dual_clip`.
+    This equals -A r with r bounded on the side on which the update improves the objective: from above by `high` where
+    A >= 0; where A < 0, from below by `low` and from above by `dual_clip`.
     """
     low, high, dual, zero = (
         torch.as_tensor(bound, dtype=ratio.dtype, device=ratio.device)
@@ -50,7 +50,7 @@ def ppo_clip(
     """Clipped surrogate max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), r = current / old, arXiv:1707.06347.
 
     A wider upper bound is clip-higher, arXiv:2503.14476. Where A < 0 the loss is at most -dual_clip A,
-    arXiv:1912.09729; None switches that off.
+    arXiv:1912.09729; None disables the dual clip.
     """
     ratio = safe_exp(logprobs - old_logprobs)
     return _surrogate(ratio, advantages, 1 - clip_low, 1 + clip_high, dual_clip)
@@ -68,7 +68,7 @@ def decoupled_ppo(
     dual_clip: float | None = 3.0,
     correction: Mapping[str, Any] = TRUNCATED,
 ) -> Tensor:
-    """PPO clipped around the proximal policy, times the weight of proximal against behavior policy.
+    """PPO clipped around the proximal policy, times the importance weight of the proximal against the behavior policy.
 
     arXiv:2110.00641, arXiv:2505.24298 eq. 5. `correction` holds options of `importance_weights`.
     """
@@ -88,10 +88,10 @@ def gspo(
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
 ) -> Tensor:
-    """The clipped surrogate on one ratio per sequence, the geometric mean s of its tokens' r, arXiv:2507.18071.
+    """The clipped surrogate of one ratio per sequence, the geometric mean s of its tokens' r, arXiv:2507.18071.
 
-    GSPO-token: every token has the value of s and the gradient s d log p of its own. log s is clamped above at 10.
-    Made for seq-mean-token-mean aggregation.
+    This is the GSPO-token form: every token has the value s and the gradient s d log p of its own log-prob. log s is
+    clamped from above at 10. Intended for seq-mean-token-mean aggregation.
     """
     means = segment_mean(logprobs.detach() - old_logprobs, seq, num_segments(seq))
     log_ratios = means[seq] + (logprobs - logprobs.detach())
@@ -109,8 +109,8 @@ def sapo(
 ) -> Tensor:
     """Soft clipping: -A (4 / tau) sigmoid(tau (r - 1)), arXiv:2511.20347.
 
-    tau is `tau_positive` where A > 0 and `tau_negative` elsewhere. On-policy the gradient is REINFORCE's; it fades
-    as r leaves 1, faster for a larger tau.
+    tau is `tau_positive` where A > 0 and `tau_negative` elsewhere. On-policy the gradient equals REINFORCE's; it
+    decays as r moves away from 1, faster for a larger tau.
     """
     ratio = safe_exp(logprobs - old_logprobs)
     tau = torch.where(advantages > 0, ratio.new_tensor(tau_positive), tau_negative)
@@ -130,9 +130,9 @@ def m2po(
 ) -> Tensor:
     """PPO's surrogate within [min(e^-tau, 1 - clip_low), max(e^tau, 1 + clip_high)], arXiv:2510.01161.
 
-    tau = `bound` is `m2po_bound` of the whole optimizer batch; None solves it for the given tokens with `budget`,
-    so that a micro-batch alone gives another result. `clip_low` and `clip_high` are the narrowest trust region (0:
-    as narrow as the budget asks for); `dual_clip` as in `ppo_clip`.
+    tau = `bound` is `m2po_bound` of the complete optimizer batch. None solves for tau over the passed tokens with
+    `budget`, so the result depends on how the batch is split into micro-batches. `clip_low` and `clip_high` set the
+    narrowest trust region (0: as narrow as the budget requires); `dual_clip` as in `ppo_clip`.
     """
     log_ratios = logprobs - old_logprobs
     if bound is None:
@@ -152,9 +152,10 @@ def m2po_bound(
 ) -> Tensor:
     """The log ratio tau, a scalar, at which clipping keeps the second moment within the budget, arXiv:2510.01161.
 
-    Over the n tokens that leave the old policy in their advantage's direction (A d > 0, d the clamped log ratio
-    [N]): infinite when mean(d^2) <= budget, and else the root of sum min(d^2, tau^2) = budget n. `reduce` sums a
-    tensor over the ranks of the optimizer batch (None: this is all of it); every rank calls it equally often.
+    Only the n tokens that move away from the old policy in the direction of their advantage count (A d > 0, d the
+    clamped log ratio [N]). tau is infinite when mean(d^2) <= budget, and otherwise the root of
+    sum min(d^2, tau^2) = budget n. `reduce` sums a tensor over the ranks of the optimizer batch (None: the inputs are
+    the complete batch); every rank must call it equally often.
     """
     total = reduce or (lambda part: part)
     bounded = log_ratios.double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -162,8 +163,8 @@ def m2po_bound(
     count, moment = total(torch.stack([squares.new_tensor(len(squares)), squares.sum()])).unbind()
     if moment <= budget * count:
         return torch.full_like(moment, torch.inf).to(log_ratios.dtype)
-    # The sum is concave and piecewise linear in tau^2: Newton's steps from the left never pass the root, and end
-    # on its piece after a few.
+    # The sum is concave and piecewise linear in tau^2: Newton's method from the left never overshoots the root and
+    # reaches the root's linear piece after a few steps.
     square, step = count.new_tensor(0.0), count.new_tensor(budget)
     while step > square:
         square = step

@@ -1,4 +1,4 @@
-"""Importance weights against the policy that sampled the tokens. Weights carry no gradient."""
+"""Importance weights relative to the policy that sampled the tokens. Weights carry no gradient."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Level = Literal["token", "sequence", "geometric"]
 Mode = Literal["truncate", "clip", "mask"]
 
 REDUCE: dict[Level, Callable[[Tensor, Tensor, int], Tensor]] = {"sequence": segment_sum, "geometric": segment_mean}
-"""Log weight of a sequence from those of its tokens: the product of the ratios, or their geometric mean."""
+"""Reduces tokens' log ratios to the log weight of a sequence: the product of the ratios, or their geometric mean."""
 
 
 @torch.no_grad()
@@ -44,10 +44,10 @@ def importance_weights(
 ) -> Tensor:
     """Weights [N] of the tokens from log ratios [N] in nats (proximal minus behavior policy) and `seq` [N].
 
-    `level` says whose ratio bounds and weighs a token: its own (token), the product over its sequence
-    (sequence, unbiased but of high variance) or the geometric mean over its sequence (geometric).
-    `mode` says what the bounds do: truncate caps at `high` (TIS), clip holds the weight within [low, high],
-    mask sets weights outside of it to 0 (MIS, IcePop, arXiv:2510.18855). A bound of None does not bind.
+    `level` selects the ratio that becomes the token's weight: the token's ratio (token), the product over its
+    sequence (sequence, unbiased but of high variance) or the geometric mean over its sequence (geometric).
+    `mode` selects how the bounds apply: truncate caps the weight at `high` (TIS), clip restricts it to [low, high],
+    mask sets weights outside [low, high] to 0 (MIS, IcePop, arXiv:2510.18855). A bound of None has no effect.
     Raises ValueError for an unknown level or mode.
     """
     weights = _weights(log_ratios, seq, level)
@@ -72,10 +72,11 @@ def importance_weights(
 def effective_sample_size(
     log_ratios: Tensor, seq: Tensor, *, level: Level = "token", high: float | None = None
 ) -> Tensor:
-    """(sum w)^2 / (n sum w^2) over tokens or sequences: a scalar in (0, 1], 1 on-policy, NaN when there are none.
+    """(sum w)^2 / (n sum w^2) over tokens or sequences: a scalar in (0, 1], 1 on-policy, NaN for empty input.
 
-    From log ratios [N] in nats and `seq` [N]. Raw without `high`; with it, of the weights truncated there, which
-    looks healthier than it is when many weights are cut. Kong, 1992; used for control in arXiv:2602.17616.
+    The inputs are log ratios [N] in nats and `seq` [N]. `high` truncates the weights first, which overestimates the
+    effective sample size when it truncates many weights; None uses the raw weights. Kong, 1992; used for control in
+    arXiv:2602.17616.
     """
     moments = weight_moments(log_ratios.double(), seq, level=level, high=high)
     return ess_from_moments(torch.stack(moments)).to(log_ratios.dtype)
@@ -85,7 +86,7 @@ def effective_sample_size(
 def weight_moments(
     log_ratios: Tensor, seq: Tensor, *, level: Level = "token", high: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(sum w, sum w^2, count) of the weights of tokens, or of sequences: what several parts of a batch add up."""
+    """(sum w, sum w^2, count) of the weights of tokens or of sequences; the moments of a batch's parts add up."""
     weights = _weights(log_ratios, seq, level)
     if level != "token":
         weights = weights[torch.unique_consecutive(seq)]
@@ -94,8 +95,8 @@ def weight_moments(
 
 
 def ess_from_moments(moments: Tensor) -> Tensor:
-    """Effective sample sizes [...] from sums [3, ...] of weights, of their squares, and counts; NaN
-    where there is no weight."""
+    """Effective sample sizes [...] from [3, ...]: sums of weights, sums of their squares, and counts. NaN for a count
+    of 0."""
     total, squares, count = moments
     return (total.square() / (count * squares)).clamp(max=1.0)
 
@@ -104,8 +105,8 @@ def ess_from_moments(moments: Tensor) -> Tensor:
 def mismatch_kl(log_ratios: Tensor) -> Tensor:
     """Estimates [N] of KL(behavior || current) in nats, float64: ratio - 1 - log ratio, never negative.
 
-    From log ratios [N] of current against behavior policy. Engines that match have ratios within 1e-4 of 1: in
-    float32 the difference would be rounding only.
+    The input is the log ratios [N] of the current against the behavior policy. Ratios of engines that match are within
+    1e-4 of 1: in float32 the result would consist of rounding error only.
     """
     log_ratios = log_ratios.double()
     return (log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).expm1() - log_ratios).clamp(min=0.0)
@@ -116,7 +117,7 @@ def opsm_mask(logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor, s
     """Off-policy sequence mask [N], 1 for tokens to train and 0 for others, arXiv:2512.02556.
 
     0 where the mean advantage of the sequence is negative and mean_t(log p_behavior - log p_current) > delta nats.
-    All inputs are [N]; its dtype is that of `logprobs`.
+    All inputs are [N]; the mask has the dtype of `logprobs`.
     """
     count = num_segments(seq)
     drift = segment_mean(behavior_logprobs - logprobs, seq, count)
@@ -128,18 +129,18 @@ def opsm_mask(logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor, s
 def loglinear_proximal(logprobs: Tensor, behavior_logprobs: Tensor, versions: Tensor, *, version: int) -> Tensor:
     """Log-probs [N] of the proximal policy without a forward pass: lp_mu + alpha (lp - lp_mu), arXiv:2512.06547.
 
-    alpha = (v_prox - v_mu) / (v_theta - v_mu) held within [0, 1], with `versions` [N] (int64) as v_mu. `version` is
-    that of the learner's weights before the update, so v_prox = version, and the policy that the update makes is
-    v_theta = version + 1: alpha = staleness / (staleness + 1) with staleness = version - versions. A token that the
-    proximal policy itself sampled (staleness 0) keeps its behavior log-prob; the older a token, the nearer is the
-    proximal policy to the current one.
+    alpha = (v_prox - v_mu) / (v_theta - v_mu), clamped to [0, 1], with `versions` [N] (int64) as v_mu. `version` is
+    the version of the learner's weights before the update, so v_prox = version, and the updated policy has
+    v_theta = version + 1: alpha = staleness / (staleness + 1) with staleness = version - versions. A token sampled by
+    the proximal policy itself (staleness 0) keeps its behavior log-prob; the older a token, the closer its proximal
+    log-prob is to the current one.
     """
     staleness = (version - versions).clamp(min=0).to(logprobs.dtype)
     return torch.lerp(behavior_logprobs, logprobs, staleness / (staleness + 1))
 
 
 def _weights(log_ratios: Tensor, seq: Tensor, level: Level) -> Tensor:
-    """Unbounded weights: [N] of tokens, or one for each sequence number."""
+    """Unbounded weights: [N] at token level, otherwise one for each sequence number."""
     if level == "token":
         return safe_exp(log_ratios)
     if level not in REDUCE:

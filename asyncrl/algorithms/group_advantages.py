@@ -1,4 +1,4 @@
-"""Advantages of whole sequences against a baseline from their prompt's group; no gradient, dtype of the rewards."""
+"""Advantages per sequence against a baseline from the prompt's group. No gradient; dtype of the rewards."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from asyncrl.algorithms.segments import num_segments, segment_sum
 
 
 def _numbered(group: Tensor) -> Tensor:
-    """Number [S] of each sequence's group, counted from 0 without gaps."""
+    """Index [S] of each sequence's group, counted from 0 without gaps."""
     return torch.unique(group, return_inverse=True)[1]
 
 
 def _total(x: Tensor, group: Tensor) -> Tensor:
-    """Sum [S] of x [S] over the group of each sequence, whose groups are numbered."""
+    """Sum [S] of x [S] over the group of each sequence; `group` [S] comes from `_numbered`."""
     return segment_sum(x, group, num_segments(group))[group]
 
 
 def _compare(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
-    """Size [S] of each sequence's numbered group, and reward minus group mean [S]."""
+    """(group sizes [S], rewards minus group means [S]); `group` [S] comes from `_numbered`."""
     size = _total(torch.ones_like(rewards), group)
     return size, rewards - _total(rewards, group) / size
 
 
 def group_sizes(group: Tensor) -> Tensor:
-    """How many sequences the group of each sequence has: int64 [S] from `group` [S]."""
+    """Number of sequences in the group of each sequence: int64 [S] from `group` [S]."""
     return _total(torch.ones_like(group), _numbered(group))
 
 
 @torch.no_grad()
 def grpo(rewards: Tensor, group: Tensor, *, eps: float = 1e-6) -> Tensor:
-    """Rewards [S] standardized within their group [S]: (r - mean) / (std + eps), with the unbiased deviation.
+    """Rewards [S] standardized within their group [S]: (r - mean) / (std + eps), with the unbiased standard deviation.
 
     A group of one gets 0. Group relative policy optimization, arXiv:2402.03300.
     """
@@ -43,7 +43,7 @@ def grpo(rewards: Tensor, group: Tensor, *, eps: float = 1e-6) -> Tensor:
 
 @torch.no_grad()
 def dr_grpo(rewards: Tensor, group: Tensor) -> Tensor:
-    """Rewards [S] minus the mean of their group [S], not divided by the deviation; 0 for a group of one.
+    """Rewards [S] minus the mean of their group [S], not divided by the standard deviation; 0 for a group of one.
 
     arXiv:2503.20783.
     """
@@ -61,7 +61,7 @@ def rloo(rewards: Tensor, group: Tensor) -> Tensor:
 def opo(rewards: Tensor, group: Tensor, lengths: Tensor) -> Tensor:
     """Rewards [S] minus the mean of their group [S] weighted by `lengths` [S]: r - sum(n r) / sum(n).
 
-    The baseline of least variance when every token's gradient has the same norm, arXiv:2505.23585. A group of one
+    This baseline minimizes the variance if every token's gradient has the same norm, arXiv:2505.23585. A group of one
     gets 0.
     """
     group = _numbered(group)
@@ -74,8 +74,8 @@ def opo(rewards: Tensor, group: Tensor, lengths: Tensor) -> Tensor:
 def maxrl(rewards: Tensor, group: Tensor, *, eps: float = 1e-6) -> Tensor:
     """(r - mean) / (mean + eps) of rewards [S] within their group [S]: maximum likelihood RL, arXiv:2602.02710.
 
-    Meant for rewards that are not negative: a negative mean turns the sign. A group of one gets 0, and so does a
-    group whose mean is within eps of 0, which has no scale.
+    Intended for non-negative rewards: a negative mean inverts the sign. A group of one gets 0, and so does a group
+    whose mean is within eps of 0 and therefore provides no scale.
     """
     size, centered = _compare(rewards, _numbered(group))
     mean = rewards - centered

@@ -1,4 +1,4 @@
-"""Divergence from a reference policy: estimators per token, and controllers of its coefficient."""
+"""KL divergence from a reference policy: estimators per token, and controllers of the KL coefficient."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from asyncrl.algorithms.segments import MAX_LOG_RATIO
 Estimator = Literal["k1", "k2", "k3", "k3+", "abs"]
 
 MAX_K3 = 10.0
-"""k3 grows like the ratio itself: one token counts at most this many nats."""
+"""Upper bound of k3 per token in nats; k3 grows linearly with the ratio."""
 MAX_STEP = 0.2
-"""Relative error of the divergence that the adaptive controller answers at most."""
+"""Bound on the relative error of the divergence to which the adaptive controller responds in one step."""
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, *, estimator: Estimator = "k3") -> Tensor:
     """Divergence [N] in nats of the current policy [N] from the reference [N], at the sampled tokens.
 
-    With d = log p_ref - log p, the value, and its derivative by log p:
+    Each estimator's value, with d = log p_ref - log p, and its derivative with respect to log p:
 
-    - k1 = -d, derivative 1: unbiased as a value. As a loss its expected gradient is 0; it belongs into the reward.
+    - k1 = -d, derivative 1: unbiased as a value. As a loss its expected gradient is 0; it belongs in the reward.
     - k2 = d^2 / 2, derivative -d: on-policy the exact gradient of KL(p || ref).
-    - k3 = e^d - d - 1, derivative 1 - e^d: low variance and never negative, but its gradient is that of
-      KL(ref || p). d is held within +-20 before, the value below 10 (no gradient beyond).
+    - k3 = e^d - d - 1, derivative 1 - e^d: low variance and never negative, but its gradient is the gradient of
+      KL(ref || p). d is clamped to +-20 first and the value to at most 10 (no gradient beyond the bounds).
     - k3+: the value of k3 with the derivative of k2.
     - abs = |d|, derivative -sign(d).
 
@@ -53,13 +53,13 @@ def _k3(log_ratios: Tensor) -> Tensor:
 
 
 class FixedKL:
-    """A coefficient that stays."""
+    """A constant coefficient."""
 
     def __init__(self, coef: float) -> None:
         self.coef = coef
 
     def update(self, kl: float, num_sequences: int) -> None:
-        """Does nothing."""
+        """Leaves the coefficient unchanged."""
 
 
 class AdaptiveKL:
@@ -76,9 +76,9 @@ class AdaptiveKL:
         self.coef, self.target, self.horizon = coef, target, horizon
 
     def update(self, kl: float, num_sequences: int) -> None:
-        """Takes the mean divergence of a step in nats and its number of sequences, over all ranks.
+        """Adapts the coefficient to a step's mean divergence in nats and number of sequences, both over all ranks.
 
-        Raises ValueError for a divergence that is not finite, which would spoil the coefficient for good.
+        Raises ValueError for a non-finite divergence, which would corrupt the coefficient permanently.
         """
         if not math.isfinite(kl):
             raise ValueError(f"kl = {kl!r}: the divergence from the reference must be finite; check its log-probs")

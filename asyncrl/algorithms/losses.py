@@ -1,8 +1,8 @@
-"""Policy losses by name, and the critic's: one loss per action token [N].
+"""Policy losses by name, and the critic's loss. Each returns one loss per action token [N].
 
-A policy loss names the policies it needs as its positional parameters, out of the fields of `PolicyTerms`; its
-keyword-only arguments are its options, except `bound` and `correction`, which the caller passes. Only `logprobs`
-carries a gradient. A loss of one's own in `my_losses.py`:
+A policy loss declares its inputs as positional parameters, chosen from the fields of `PolicyTerms`. Its keyword-only
+arguments are options, except `bound` and `correction`, which the caller passes. Only `logprobs` carries a gradient.
+A user-defined loss in `my_losses.py`:
 
     def clipped_reinforce(logprobs, behavior_logprobs, advantages, *, cap: float = 2.0):
         weights = (logprobs.detach() - behavior_logprobs).exp().clamp(max=cap)
@@ -40,13 +40,18 @@ def aggregate(
     num_tokens: int | None = None,
     num_sequences: int | None = None,
 ) -> Tensor:
-    """One number from token losses [N] of whole sequences `seq` [N]. Differentiable; 0 when N = 0.
+    """The scalar loss of token losses [N] of complete sequences `seq` [N]. Differentiable; 0 when N = 0.
 
-    token-mean divides the sum by `num_tokens` (arXiv:2503.14476); token-sum does not divide; the seq-mean modes
-    divide by `num_sequences` the sums, the means (arXiv:2402.03300), or the sums over `max_length`
-    (arXiv:2503.20783) of the sequences. The counts are those of the whole optimizer step, over all
-    micro-batches and ranks, so that the parts add up; without them, those of the given tokens.
-    Raises ValueError for an unknown mode, or when seq-mean-token-sum-norm lacks `max_length`.
+    - token-mean: the sum over all tokens, divided by `num_tokens` (arXiv:2503.14476).
+    - token-sum: the sum over all tokens.
+    - seq-mean-token-sum: the sum of the sequences' sums, divided by `num_sequences`.
+    - seq-mean-token-mean: the sum of the sequences' means, divided by `num_sequences` (arXiv:2402.03300).
+    - seq-mean-token-sum-norm: the sum of the sequences' sums, divided by `num_sequences` times `max_length`
+      (arXiv:2503.20783).
+
+    `num_tokens` and `num_sequences` count the complete optimizer step, over all micro-batches and ranks, so that the
+    losses of the parts add up; None counts the passed tokens or sequences.
+    Raises ValueError for an unknown mode, or if seq-mean-token-sum-norm lacks `max_length`.
     """
     tokens = max(token_loss.numel() if num_tokens is None else num_tokens, 1)
     sequences = max(len(torch.unique_consecutive(seq)) if num_sequences is None else num_sequences, 1)
@@ -91,21 +96,21 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class PolicyTerms:
-    """What a policy loss may ask for; all [N], log-probs in nats at the sampling temperature."""
+    """The inputs available to a policy loss. All are [N]; log-probs are in nats at the sampling temperature."""
 
     logprobs: Tensor
-    """Of the current policy, with gradient."""
+    """Log-probs of the current policy, with gradient."""
     proximal_logprobs: Tensor
-    """Of the learner's weights before this update."""
+    """Log-probs of the learner's weights before this update."""
     behavior_logprobs: Tensor
-    """Of the policy that sampled the token, as the engine recorded them."""
+    """Log-probs of the policy that sampled the token, as the engine recorded them."""
     advantages: Tensor
     seq: Tensor
-    """int64, the sequence of each token."""
+    """Index of each token's sequence, int64."""
 
     @property
     def old_logprobs(self) -> Tensor:
-        """The old policy of a loss that knows only one: the policy that sampled the data."""
+        """Log-probs of the old policy for a loss that uses only one: the policy that sampled the data."""
         return self.behavior_logprobs
 
 
@@ -122,17 +127,18 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
     "vespo": vespo,
     "vtrace": vtrace,
 }
-"""By config name: functions that give one loss per action token [N]."""
+"""Policy losses by config name. Each returns one loss per action token [N]."""
 
 BOUNDS: dict[str, Callable[..., Tensor]] = {"m2po": m2po_bound}
-"""Losses that take a `bound`: how it is solved, from log ratios [N] and advantages [N] of the whole batch."""
+"""Solvers of `bound` by the name of the loss that takes it. Inputs: log ratios [N] and advantages [N] of a complete
+batch."""
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float | None = 0.2) -> Tensor:
     """The critic's loss [N]: max((v - R)^2, (v_clipped - R)^2) / 2, v_clipped = v within old_values +- clip.
 
-    All [N], the gradient flows through `values`. A value that moved further than `clip` toward the return has no
-    gradient; None does not clip. PPO's value clipping, arXiv:1707.06347 and arXiv:2005.12729.
+    All inputs are [N]; the gradient flows through `values`. A value that moved further than `clip` toward the return
+    has no gradient; None disables clipping. PPO's value clipping, arXiv:1707.06347 and arXiv:2005.12729.
     """
     squares = (values - returns).square()
     if clip is not None:

@@ -1,4 +1,4 @@
-"""What all rooms share: sums and means over the segments of a flat tensor, and the bounded exp of a log ratio."""
+"""Sums, means and recurrences over the segments of a flat tensor, and the bounded exp of a log ratio."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
-"""Log ratios are held within +- this many nats before `exp`, so that one token cannot overflow the batch."""
+"""Log ratios are clamped to +- this many nats before `exp`, so that one token cannot make the batch overflow."""
 
 
 def safe_exp(log_ratios: Tensor) -> Tensor:
@@ -15,48 +15,49 @@ def safe_exp(log_ratios: Tensor) -> Tensor:
 
 
 def at_most(x: Tensor, high: float | None) -> Tensor:
-    """x clamped from above; None does not clamp."""
+    """x clamped from above; x unchanged if `high` is None."""
     return x if high is None else x.clamp(max=high)
 
 
 def num_segments(segment: Tensor) -> int:
-    """Number of segments when they are numbered 0, 1, ... (gaps count as empty segments)."""
+    """Number of segments that are numbered 0, 1, ... (gaps count as empty segments)."""
     return int(segment.max()) + 1 if segment.numel() else 0
 
 
 def segment_sum(values: Tensor, segment: Tensor, count: int) -> Tensor:
-    """[count] sums of `values` [N] over equal `segment` [N] (int64, 0 <= segment < count). Differentiable."""
+    """Sums [count] of `values` [N] over the segments `segment` [N] (int64, 0 <= segment < count). Differentiable."""
     return torch.zeros(count, dtype=values.dtype, device=values.device).index_add(0, segment, values)
 
 
 def segment_mean(values: Tensor, segment: Tensor, count: int) -> Tensor:
-    """[count] means, 0 for an empty segment. Differentiable."""
+    """Means [count] of `values` [N] over the segments, 0 for an empty segment. Differentiable."""
     sizes = segment_sum(torch.ones_like(values), segment, count)
     return segment_sum(values, segment, count) / sizes.clamp(min=1)
 
 
 LIMIT = 1e150
-"""Partial results are held within this: the product of two is finite, so that 0 times it is 0 at a sequence's end."""
+"""Bound on partial results of `_solve`. The product of two of them is finite, so that multiplying it by the coefficient
+0 at the end of a sequence yields 0."""
 
 
 def sequence_ends(seq: Tensor) -> Tensor:
-    """Whether each token [N] is the last of its sequence; `seq` [N] is non-decreasing."""
+    """Bool [N], true for the last token of each sequence; `seq` [N] is non-decreasing."""
     ends = torch.ones_like(seq, dtype=torch.bool)
     torch.ne(seq[1:], seq[:-1], out=ends[:-1])
     return ends
 
 
 def following(x: Tensor, ends: Tensor, last: Tensor | float = 0.0) -> Tensor:
-    """x [N] of the next token of the same sequence, and `last` (one number, or [N]) where there is none."""
+    """x [N] of the next token of the same sequence; `last` (a number or [N]) for the last token of a sequence."""
     return torch.where(ends, last, x.roll(-1))
 
 
 def backward_recurrence(a: Tensor, c: Tensor, ends: Tensor) -> Tensor:
     """x [N] with x_t = a_t + c_t x_{t+1} within a sequence, and x_t = a_t at its end. Keeps the dtype of `a`.
 
-    It is computed in float64, since a sum over thousands of tokens would lose digits in float32, by folding
-    neighbors into one affine map: log2(N) steps of halving size, about four passes in all, however long the
-    sequences are.
+    Computed in float64, since a sum over thousands of tokens would lose digits in float32. The algorithm composes
+    neighboring affine maps: log2(N) steps of halving size, about four passes over the data in total, independent of
+    the sequence lengths.
     """
     if not len(a):
         return a.clone()
@@ -64,7 +65,7 @@ def backward_recurrence(a: Tensor, c: Tensor, ends: Tensor) -> Tensor:
 
 
 def _solve(a: Tensor, c: Tensor) -> Tensor:
-    """x with x_t = a_t + c_t x_{t+1} on the flat tensors [n], n > 0; a coefficient of 0 separates sequences."""
+    """x [n] with x_t = a_t + c_t x_{t+1}, from flat tensors [n], n > 0; a coefficient of 0 separates sequences."""
     count = len(a)
     if count == 1:
         return a

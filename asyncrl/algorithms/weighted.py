@@ -1,6 +1,7 @@
 """Losses -w A log p: REINFORCE with a weight w that carries no gradient. Their gradient is -w A d log p.
 
-All tensors are [N], log-probs in nats; the old policy is the one that sampled. Log ratios are clamped to +-20.
+All tensors are [N]; log-probs are in nats. The old policy is the policy that sampled the tokens. Log ratios are clamped
+to +-20.
 """
 
 from __future__ import annotations
@@ -12,15 +13,15 @@ from asyncrl.algorithms.segments import MAX_LOG_RATIO, at_most, num_segments, sa
 
 
 def _sequence_log_ratios(logprobs: Tensor, old_logprobs: Tensor, seq: Tensor) -> Tensor:
-    """Log of the product of a sequence's ratios, for each of its tokens [N]; clamped, without gradient."""
+    """Log [N] of the product of the ratios of each token's sequence; clamped, without gradient."""
     sums = segment_sum(logprobs.detach() - old_logprobs, seq, num_segments(seq))
     return sums.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)[seq]
 
 
 def reinforce_is(logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor, *, cap: float | None = 5.0) -> Tensor:
-    """-min(u, cap) A log p with the weight u = current / behavior held constant, arXiv:2505.24034.
+    """-min(u, cap) A log p with the weight u = current / behavior treated as constant, arXiv:2505.24034.
 
-    Its gradient is -min(u, cap) A d log p; None does not cap.
+    The gradient is -min(u, cap) A d log p; a `cap` of None does not cap the weight.
     """
     weights = at_most(safe_exp(logprobs.detach() - behavior_logprobs), cap)
     return -weights * advantages * logprobs
@@ -29,9 +30,10 @@ def reinforce_is(logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor
 def cispo(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, clip_low: float = 1.0, clip_high: float = 0.28
 ) -> Tensor:
-    """-clip(r, 1 - clip_low, 1 + clip_high) A log p, r = current / old held constant, arXiv:2506.13585.
+    """-clip(r, 1 - clip_low, 1 + clip_high) A log p, r = current / old treated as constant, arXiv:2506.13585.
 
-    Clipping bounds the weight and never silences a token. A `clip_low` of 1 bounds it above only.
+    Clipping bounds the weight and never removes a token's gradient. A `clip_low` of 1 bounds the weight from above
+    only.
     """
     ratio = safe_exp(logprobs.detach() - old_logprobs)
     return -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages * logprobs
@@ -46,11 +48,12 @@ def dppo(
     d_low: float = 0.2,
     d_high: float = 0.2,
 ) -> Tensor:
-    """-M min(r, cap) A log p, r = current / old held constant: divergence PPO, total variation form, arXiv:2602.04879.
+    """-M min(r, cap) A log p with r = current / old constant: divergence PPO, total variation form, arXiv:2602.04879.
 
-    The mask M is 0 where the update would take the token's probability p further from p_old than the trust region:
-    A > 0 and p - p_old > d_high, or A <= 0 and p - p_old < -d_low. Being a difference of probabilities it neither
-    silences rare tokens nor lets likely ones move far, as a bound on the ratio does.
+    The mask M is 0 where the update would move the token's probability p further out of the trust region around p_old:
+    A > 0 and p - p_old > d_high, or A <= 0 and p - p_old < -d_low. A bound on the ratio removes the gradient of rare
+    tokens and lets the probability of likely tokens change a lot; a bound on the difference of probabilities does
+    neither.
     """
     current = logprobs.detach()
     weights = at_most(safe_exp(current - old_logprobs), cap)
@@ -62,8 +65,8 @@ def dppo(
 def topr(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, seq: Tensor) -> Tensor:
     """Tapered off-policy REINFORCE, -w A log p, arXiv:2503.14286.
 
-    w = 1 where A >= 0, and min(product of current / old over the sequence, 1) where A < 0: what the policy has
-    already unlearned is not pushed down further.
+    w = 1 where A >= 0, and min(product of current / old over the sequence, 1) where A < 0, so that a sequence that
+    the policy has already made unlikely is not pushed down further.
     """
     tapered = _sequence_log_ratios(logprobs, old_logprobs, seq).clamp(max=0.0).exp()
     return -torch.where(advantages < 0, tapered, 1.0) * advantages * logprobs
@@ -93,5 +96,5 @@ def vespo(
 
 
 def vtrace(logprobs: Tensor, advantages: Tensor) -> Tensor:
-    """-A log p for the advantages of `advantages.vtrace`, which contain the importance weight, arXiv:1802.01561."""
+    """-A log p for the advantages of `advantages.vtrace`, which include the importance weight, arXiv:1802.01561."""
     return -advantages.detach() * logprobs
