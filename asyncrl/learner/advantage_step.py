@@ -1,4 +1,4 @@
-"""What a step knows of its batch before the first update: log-probs of other policies, values, advantages."""
+"""The quantities computed once per step before the first update: log-probs of other policies, values, advantages."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from asyncrl.learner.distributed import Ranks
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What the models give for the batch's action tokens before the first update, float32 [N] on the CPU; None
-    where the algorithm does not ask."""
+    """Outputs of the models for the batch's action tokens before the first update, float32 [N] on the CPU. None where
+    the algorithm does not need them."""
 
     proximal_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
     values: Tensor | None = None
     after: Tensor | None = None
-    """[C], values after the last tokens of the sequences that are `ended`."""
+    """[C], values after the last tokens of the sequences in `Batch.ended`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Estimates:
-    """What the updates train on, float32 [N] on the CPU."""
+    """Inputs of the updates, float32 [N] on the CPU."""
 
     advantages: Tensor
     returns: Tensor | None
@@ -42,7 +42,7 @@ class Estimates:
     """Mean divergence from the reference policy over the action tokens of all ranks, nats."""
 
     def of(self, micro: MicroBatch, device: torch.device) -> Estimates:
-        """The micro-batch's part, for the policy: without returns."""
+        """Returns the micro-batch's part on the device, for the policy: without returns."""
 
         def part(column: Tensor | None) -> Tensor | None:
             return None if column is None else column[micro.span].to(device)
@@ -57,10 +57,10 @@ class Estimates:
 
 
 def estimate(algorithm: Algorithm, batch: Batch, scores: Scores, ranks: Ranks, *, kl_coef: float) -> Estimates:
-    """Advantages, and returns where there is a critic, from the rewards and the scores of the batch.
+    """Returns advantages, and returns if there is a critic, from the rewards and the scores of the batch.
 
-    `kl_coef` weighs the divergence of the proximal from the reference policy, which is subtracted from the rewards
-    token by token. All ranks call it.
+    `kl_coef` times the divergence of the proximal from the reference policy is subtracted from the rewards per token.
+    A collective: all ranks call it.
     """
     kl = None
     if scores.proximal_logprobs is not None and scores.ref_logprobs is not None:
@@ -93,7 +93,7 @@ def _bound(algorithm: Algorithm, batch: Batch, scores: Scores, advantages: Tenso
 
 
 def _terms(algorithm: Algorithm, batch: Batch, scores: Scores, penalty: Tensor | None) -> dict[str, Tensor]:
-    """What the advantage function asks for."""
+    """Returns the inputs available to the advantage function, by parameter name."""
     seq = batch.seq
     rewards = batch.rewards.clone()
     if algorithm.per_sequence:
@@ -108,7 +108,7 @@ def _terms(algorithm: Algorithm, batch: Batch, scores: Scores, penalty: Tensor |
     if batch.greedy_rewards is not None:
         terms["greedy_rewards"] = batch.greedy_rewards
     elif "greedy_rewards" in algorithm.needs:
-        raise InvariantError("a group came to the learner without the reward of its greedy completion")
+        raise InvariantError("a group reached the learner without the reward of its greedy completion")
     if scores.values is not None:
         terms["values"] = scores.values.double()
     if scores.after is not None and len(scores.after):

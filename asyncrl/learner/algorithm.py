@@ -1,4 +1,4 @@
-"""The configured algorithm: functions from the names and options of the config, checked before anything starts."""
+"""The configured algorithm: resolves the functions named in the config and checks their options before a run starts."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from asyncrl.errors import ConfigError
 from asyncrl.util.user_code import resolve_function
 
 TERMS = [field.name for field in fields(PolicyTerms)] + ["old_logprobs"]
-"""What a loss may name as its positional parameters."""
+"""Allowed positional parameters of a loss."""
 ADVANTAGE_TERMS = ["rewards", "values", "seq", "group", "lengths", "log_ratios", "greedy_rewards"]
-"""What an advantage may name as its positional parameters. One that names `group` or `greedy_rewards` gets the rewards
-of the trajectories, another those of the action tokens. One that names `values` returns advantages and returns, others
-return advantages; they are those of the action tokens when it names `seq`, else of the trajectories."""
+"""Allowed positional parameters of an advantage. With `group` or `greedy_rewards` it receives rewards per trajectory,
+otherwise per action token. With `values` it returns advantages and returns, otherwise advantages only. With `seq` the
+results are per action token, otherwise per trajectory."""
 CORRECTION = "correction"
 """Keyword of a loss that takes the options in `algorithm.correction`."""
 BOUND = "bound"
-"""Keyword of a loss that takes a bound which `BOUNDS` solves over the complete batch."""
+"""Keyword of a loss that takes a bound, which the function in `BOUNDS` solves over the complete batch."""
 REDUCE = "reduce"
-"""Keyword for a function that sums tensors over the learner ranks."""
+"""Keyword of a function that takes a reduction: a callable that sums tensors over the learner ranks."""
 BOOTSTRAP = "bootstrap"
 """Keyword of an advantage that takes the values [S] after the last tokens of truncated sequences, 0 for others."""
 HIDDEN = (CORRECTION, BOUND, REDUCE, BOOTSTRAP)
@@ -46,13 +46,13 @@ class Algorithm:
     per_sequence: bool
     """True if the advantage takes rewards of trajectories."""
     per_token: bool
-    """True if the advantage is one of action tokens."""
+    """True if the advantage function returns advantages of action tokens."""
     needs: frozenset[str]
-    """Terms that advantage or loss name."""
+    """Names of all terms that the advantage or the loss takes."""
     loss: Callable[..., Tensor]
     """Returns one loss per action token [N] from PolicyTerms; takes `bound`."""
     masks: Callable[[PolicyTerms], Tensor]
-    """Returns a mask of the action tokens [N] that the loss's importance weights leave out."""
+    """Returns a mask [N], true for the action tokens that the loss's importance weights exclude."""
     weights: Callable[[Tensor, Tensor], Tensor]
     """Returns importance weights [N] within the run's bounds from log ratios [N] in nats and sequences [N]."""
     bound: Callable[..., Tensor] | None
@@ -131,8 +131,7 @@ def _accepted(function: Callable[..., Any], options: Options) -> Options:
 
 
 def is_group_relative(advantage: Callable[..., Any]) -> bool:
-    """True if the advantage compares the trajectories of a group with nothing but one another, so that it is 0 where
-    their rewards are equal."""
+    """True if the advantage depends only on rewards within the group, so that it is 0 if these rewards are equal."""
     terms = _positional(advantage)
     return "group" in terms and "values" not in terms and "greedy_rewards" not in terms
 
@@ -151,8 +150,7 @@ def check_algorithm(config: Config) -> tuple[Callable[..., Any], Callable[..., T
     """Returns the advantage and loss functions of `algorithm`.
 
     Raises ConfigError for an unknown name, for options that are not keyword-only arguments of the function or have
-    the wrong type, for positional parameters that are not terms, and for settings of `critic` and `reference` that
-    nothing uses.
+    the wrong type, for positional parameters that are not terms, and for unused settings of `critic` and `reference`.
     """
     settings = config.algorithm
     advantage = resolve_function("algorithm.advantage", settings.advantage, ADVANTAGES)
@@ -203,8 +201,8 @@ def _check_roles(config: Config, asked: list[str]) -> None:
         )
     if settings.kl_target is not None and settings.kl_reward_coef == 0:
         raise ConfigError(
-            f"algorithm.kl_target = {settings.kl_target}: adapts algorithm.kl_reward_coef, which is 0; give it a "
-            "value to start from"
+            f"algorithm.kl_target = {settings.kl_target}: adapts algorithm.kl_reward_coef, which is 0; set it to the "
+            "initial coefficient"
         )
     if settings.kl_estimator == "k1" and settings.kl_loss_coef > 0:
         raise ConfigError(

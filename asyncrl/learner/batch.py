@@ -1,4 +1,4 @@
-"""From groups to packed micro-batches: flat rows of whole sequences without padding."""
+"""Packs groups into micro-batches: flat rows of complete sequences without padding."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from asyncrl.learner.packed_attention import Integers, Layout, find_firsts, make
 from asyncrl.types import Group, Trajectory
 
 Name = tuple[int, int]
-"""A trajectory: ticket of its group, and its number in the group."""
+"""Identifies a trajectory: ticket of its group, and index in the group."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """One packed forward pass of T tokens, of which N were chosen by the policy, in S whole sequences."""
+    """One packed forward pass: S complete sequences with T tokens, N of which are action tokens."""
 
     input_ids: Tensor
     """int64 [T]"""
     position_ids: Tensor
-    """int64 [T], from 0 in each sequence."""
+    """int64 [T], counted from 0 in each sequence."""
     layout: Layout
     logit_index: Tensor
-    """int64 [N], the position whose logits score each action token: the one before it."""
+    """int64 [N], the position whose logits score each action token: the position before the token."""
     targets: Tensor
     """int64 [N], the action tokens."""
     behavior_logprobs: Tensor
@@ -42,18 +42,18 @@ class MicroBatch:
     names: list[Name]
     """[S]"""
     start: int = 0
-    """Action tokens of the rank's batch before this micro-batch."""
+    """Number of action tokens in the rank's batch before this micro-batch."""
     ends: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    """int64 [C], positions of the last tokens of sequences that are valued after them, too."""
+    """int64 [C], positions of the last tokens of sequences for which the critic also values the state after the end."""
 
     @property
     def ended(self) -> Tensor:
-        """int64 [C], the sequences of `ends`."""
+        """int64 [C], indices of the sequences of `ends`."""
         return torch.cumsum(self.position_ids == 0, dim=0)[self.ends] - 1
 
     @property
     def span(self) -> slice:
-        """Where its action tokens are among those of the rank's batch."""
+        """Range of its action tokens in the rank's batch."""
         return slice(self.start, self.start + len(self.targets))
 
     def to(self, device: torch.device) -> MicroBatch:
@@ -67,10 +67,10 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Batch:
-    """One rank's part of a step. Its N action tokens and S sequences are in the order of the micro-batches.
+    """One rank's part of a step. The N action tokens and S sequences are in the order of the micro-batches.
 
-    The groups may have more trajectories than are trained; all A of them have a reward. The first S of these are the
-    packed sequences.
+    The groups have A trajectories, all with a reward. The first S of them are the packed sequences; the others are not
+    trained.
     """
 
     minibatches: list[list[MicroBatch]]
@@ -80,9 +80,9 @@ class Batch:
     group: Tensor
     """int64 [A], group of each trajectory."""
     lengths: Tensor
-    """int64 [A], action tokens."""
+    """int64 [A], number of action tokens."""
     greedy_rewards: Tensor | None = None
-    """float64 [A], reward of the greedy completion of each trajectory's prompt, when all groups have one."""
+    """float64 [A], reward of the greedy completion of each trajectory's prompt; None unless all groups have one."""
 
     @property
     def micro_batches(self) -> list[MicroBatch]:
@@ -100,7 +100,7 @@ class Batch:
 
     @property
     def ended(self) -> Tensor:
-        """int64 [C], the sequences that are valued after their last token, too."""
+        """int64 [C], indices of the sequences for which the critic also values the state after the last token."""
         starts = [0, *accumulate(len(micro.names) for micro in self.micro_batches)]
         parts = [micro.ended + start for micro, start in zip(self.micro_batches, starts, strict=False)]
         return torch.cat([torch.empty(0, dtype=torch.int64), *parts])
@@ -112,7 +112,7 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        """Action tokens that are trained."""
+        """Number of trained action tokens."""
         return len(self.seq)
 
     @property
@@ -122,7 +122,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Trajectories laid end to end; `starts` and `lengths` are per trajectory."""
+    """Concatenated trajectories; `starts` and `lengths` are per trajectory."""
 
     tokens: NDArray[np.int32]
     action_mask: NDArray[np.bool_]
@@ -132,11 +132,12 @@ class _Rows:
     lengths: Integers
     names: list[Name]
     ended: NDArray[np.bool_]
-    """Whether the trajectory is valued after its last token."""
+    """True for a trajectory for which the critic also values the state after the last token."""
 
 
 def check_staleness(groups: Sequence[Group], *, version: int, max_staleness: int) -> None:
-    """Raises InvariantError when a token was sampled more than `max_staleness` versions ago, or in the future."""
+    """Raises InvariantError if a token was sampled by a version older than `version` - `max_staleness`, or newer than
+    `version`."""
     for group in groups:
         for trajectory in group.trajectories:
             versions = trajectory.versions[trajectory.action_mask]
@@ -145,12 +146,13 @@ def check_staleness(groups: Sequence[Group], *, version: int, max_staleness: int
             oldest, newest = int(versions.min()), int(versions.max())
             if version - oldest > max_staleness:
                 raise InvariantError(
-                    f"ticket {group.ticket}: a token of version {oldest} came to version {version}, "
+                    f"ticket {group.ticket}: a token of version {oldest} reached the learner at version {version}, "
                     f"{version - oldest} steps later; replay.max_staleness = {max_staleness}"
                 )
             if newest > version:
                 raise InvariantError(
-                    f"ticket {group.ticket}: a token of version {newest} came to version {version}, before it existed"
+                    f"ticket {group.ticket}: a token of version {newest} reached the learner at version {version}, "
+                    "before its version existed"
                 )
 
 
@@ -162,10 +164,10 @@ def make_batch(
     skip_truncated: bool = False,
     bootstrap_truncated: bool = False,
 ) -> Batch:
-    """Packs the trajectories that have action tokens, whole groups to each mini-batch.
+    """Returns the batch with all trajectories that have action tokens packed. Mini-batches consist of complete groups.
 
-    With `skip_truncated` trajectories cut at the token limit are not packed; their rewards stay. With
-    `bootstrap_truncated` they are valued after their last token, too.
+    With `skip_truncated`, trajectories truncated at the token limit are not packed, but keep their rewards. With
+    `bootstrap_truncated`, the critic also values the state after their last token.
     Raises InvariantError for a trajectory without a reward, or whose first token is an action.
     """
     named = [((group.ticket, n), trajectory) for group in groups for n, trajectory in enumerate(group.trajectories)]
@@ -205,15 +207,16 @@ def make_batch(
 
 
 def empty_micro_batch() -> MicroBatch:
-    """One token and no action: keeps a rank without work in step with the others."""
+    """A micro-batch of one token and no action. A rank without work runs it to take part in the other ranks'
+    collectives."""
     none, zero = torch.empty(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     numbers = torch.empty(0, dtype=torch.float32)
     return MicroBatch(zero, zero, make_layout(np.ones(1, np.int64)), none, none, numbers, none, none, [])
 
 
 def pack_groups(lengths: Integers, groups: Integers, capacity: int) -> list[Integers]:
-    """Sequence numbers of each micro-batch: groups stay together where they fit, so that their common tokens are
-    computed once."""
+    """Returns the sequence numbers of each micro-batch of at most `capacity` tokens. Groups stay together if they fit,
+    so that their common tokens are computed once."""
     chunks = [
         members[chosen]
         for members in (np.flatnonzero(groups == group) for group in np.unique(groups))
@@ -224,16 +227,16 @@ def pack_groups(lengths: Integers, groups: Integers, capacity: int) -> list[Inte
 
 
 def pack(lengths: Integers, capacity: int) -> list[Integers]:
-    """Numbers of what shares a room of that capacity: first fit, the longest first; one above it goes alone."""
-    rooms: list[int] = []
+    """Returns the item numbers of each bin by first-fit decreasing; an item longer than `capacity` gets its own bin."""
+    free: list[int] = []
     members: list[list[int]] = []
     for number in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[number])
-        place = next((i for i, room in enumerate(rooms) if length <= room), len(rooms))
-        if place == len(rooms):
-            rooms.append(capacity)
+        place = next((i for i, space in enumerate(free) if length <= space), len(free))
+        if place == len(free):
+            free.append(capacity)
             members.append([])
-        rooms[place] -= length
+        free[place] -= length
         members[place].append(number)
     return [np.sort(np.array(chosen, dtype=np.int64)) for chosen in members]
 
@@ -258,7 +261,7 @@ def _check(name: Name, trajectory: Trajectory) -> None:
     if trajectory.status == "failed":
         raise InvariantError(f"{where}: it has no reward ({trajectory.error}) and cannot be trained")
     if len(trajectory.tokens) and trajectory.action_mask[0]:
-        raise InvariantError(f"{where}: its first token is an action, but no token before it gives its log-prob")
+        raise InvariantError(f"{where}: its first token is an action, but no earlier token predicts it")
 
 
 def _join(arrays: list[NDArray], dtype: type[np.generic]) -> NDArray:

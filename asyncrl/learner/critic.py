@@ -1,6 +1,6 @@
 """The critic: one value for the state before every action token, trained towards the returns.
 
-Sequences that were cut may have one more, after their last token, which is never trained.
+Truncated sequences may have an additional value, of the state after the last token. It is never trained.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from asyncrl.learner.update import Minibatch, learning_rate, skip_if_not_finite,
 
 
 class ValueFunction(Protocol):
-    """A critic as a training step uses it: in the learner's own processes, or in processes of its own."""
+    """The critic's interface for a training step. The critic runs in the learner's processes or in separate ones."""
 
     def values(self, batch: Batch, step: int) -> Tensor:
-        """Values [N + C] of the batch, float32, on the CPU: before its action tokens, then after the last tokens of its
-        `ended` sequences. All ranks call it."""
+        """Returns values [N + C] of the batch, float32, on the CPU: those before its action tokens, then those after
+        the last tokens of its `ended` sequences. All ranks call it."""
         ...
 
     def train(self, returns: Tensor) -> None:
-        """Starts to train on the returns [N] of the batch that was valued last."""
+        """Starts training on the returns [N] of the batch most recently passed to `values`."""
         ...
 
     def finish(self) -> dict[str, float]:
-        """Waits for the training and gives its metrics."""
+        """Waits for the training to finish and returns its metrics."""
         ...
 
     def save(self, folder: Path) -> None:
@@ -49,20 +49,20 @@ class ValueFunction(Protocol):
         ...
 
     def snapshot(self, folder: Path) -> Files:
-        """What this rank writes of the critic into the checkpoint in `folder`; processes of its own write there by
-        themselves. All ranks call it."""
+        """Returns the critic's files that this rank writes to the checkpoint in `folder`. Separate critic processes
+        write their own files there. All ranks call it."""
         ...
 
     def restore(self, folder: Path) -> None:
-        """Takes over the critic of the checkpoint. All ranks call it."""
+        """Loads the critic from the checkpoint. All ranks call it."""
         ...
 
 
 class ValueHead(nn.Module):
-    """The model's linear head, computed in float32 whatever its dtype: in bfloat16 values near 1 would be multiples of
-    1/128, and advantages are differences of neighbors.
+    """The model's linear head, computed in float32 for every dtype of its parameters. In bfloat16, values near 1 would
+    be multiples of 1/128, which is too coarse for advantages, the differences of neighboring values.
 
-    It shares the head's parameters, so that ZeRO stage 3 gathers them for this module.
+    The module shares the head's parameters, so that ZeRO stage 3 gathers them for this module.
     """
 
     def __init__(self, head: nn.Linear) -> None:
@@ -70,13 +70,13 @@ class ValueHead(nn.Module):
         self.weight, self.bias = head.weight, head.bias
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Values [N], float32, of hidden states [N, size]."""
+        """Returns values [N], float32, of hidden states [N, size]."""
         bias = None if self.bias is None else self.bias.float()
         return linear(hidden.float(), self.weight.float(), bias).squeeze(-1)
 
 
 class ValueNetwork(nn.Module):
-    """The model's body and a linear head with one output; its forward is what DeepSpeed sees."""
+    """The model's body and a linear head with one output, as the module that DeepSpeed wraps."""
 
     def __init__(self, model: PreTrainedModel, head: nn.Linear) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class CriticModel(TrainedModel):
 
 
 class Critic:
-    """The critic in these processes, in a DeepSpeed engine of its own."""
+    """The critic in the learner's processes, in a separate DeepSpeed engine."""
 
     def __init__(self, config: Config, ranks: Ranks) -> None:
         self.config = config
@@ -155,8 +155,8 @@ class Critic:
         self._metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
 
     def _loss(self, micro: MicroBatch, values: Tensor, returns: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-        """Returns the gradient [N] of the micro-batch's part of the loss, and the sums that the metrics are made of:
-        token losses, values outside the clip range, action tokens."""
+        """Returns the gradient [N] of the micro-batch's part of the loss, and three sums for the metrics: token losses,
+        number of values outside the clip range, number of action tokens."""
         clip = self.config.critic.clip
         leaf = values.clone().requires_grad_()
         old = self._values[micro.span].to(values.device)
@@ -179,7 +179,7 @@ class Critic:
         restore_state(self.model, folder / "critic")
 
     def _describe(self, returns: Tensor) -> dict[str, float]:
-        """How well the values before the training told the returns."""
+        """Returns metrics of how well the values from before the training predicted the returns."""
         columns = torch.stack([returns, self._values]).double()
         error = columns[0] - columns[1]
         count = torch.tensor(float(len(returns)), dtype=torch.float64)

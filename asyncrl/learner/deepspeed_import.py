@@ -1,6 +1,6 @@
-"""DeepSpeed as the learner uses it: imported for the accelerator that is there, and quiet.
+"""Imports DeepSpeed for the available accelerator and silences its logs.
 
-The other modules import it from here, so that this comes first.
+The other modules import DeepSpeed from here, so that these settings apply before its import.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
 __all__ = ["BF16_Optimizer", "ZeROOptimizer", "deepspeed", "enable_determinism"]
 
-# cuDNN builds a plan for every new shape of attention, and packed rows have new shapes nearly every time. Read from
-# torch's sources, not measured on a GPU yet.
+# cuDNN builds a plan for every new attention shape, and almost every packed row has a new shape. Taken from torch's
+# sources, not measured on a GPU yet.
 torch.backends.cuda.enable_cudnn_sdp(False)
 deepspeed.utils.logger.setLevel(logging.WARNING)
-# Serves tensor-parallel inference only; without this every first start on CPUs would compile it.
+# This op serves tensor-parallel inference only; without this line the first start on a CPU would compile it.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-# DeepSpeed calls collectives by their older names, several times a step.
+# DeepSpeed calls deprecated names of collectives several times per step.
 warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
 
 
 def enable_determinism() -> None:
-    """From now on this process computes the same from the same; call it before it uses a GPU."""
+    """Makes this process compute identical results from identical inputs. Call it before the process uses a GPU."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    # Filling new tensors would only make memory that nobody reads the same.
+    # Filling new tensors would only make memory deterministic that nothing reads.
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,4 +1,4 @@
-"""The learner ranks as a whole: how they find one another, count together and fail together."""
+"""The process group of the learner ranks: rendezvous, collectives, and errors raised on all ranks."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ from asyncrl.wire.store_server import StoreServer
 from asyncrl.wire.torch_store import TorchStore
 
 ERROR_BYTES = 2048
-"""Longest error text that ranks tell one another."""
+"""Maximum length of an error text that one rank sends to the others."""
 SILENT, BROKEN = "t", "e"
-"""First letter of such a text: somebody did not answer, or anything else."""
+"""First letter of such a text: a peer did not answer, or any other error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process among the learner ranks. Every method is a collective: all ranks call it, in the same order."""
+    """This process's membership in the learner ranks. Every method is a collective: all ranks call it, in the same
+    order."""
 
     rank: int
     count: int
@@ -46,11 +47,11 @@ class Ranks:
         return bool(self.max(torch.tensor([int(flag)])))
 
     def barrier(self) -> None:
-        """Returns when all ranks are done with what they do together."""
+        """Waits until all ranks have called it."""
         self.any(False)
 
     def gather(self, values: Tensor) -> Tensor:
-        """[count, ...] of all ranks' values, on the CPU."""
+        """Returns the values of all ranks, [count, ...], on the CPU."""
         if self.count == 1:
             return values.unsqueeze(0).cpu()
         parts = [torch.empty_like(values, device=self.device) for _ in range(self.count)]
@@ -58,8 +59,8 @@ class Ranks:
         return torch.stack(parts).cpu()
 
     def raise_on_all_ranks(self, error: AsyncrlError | None) -> None:
-        """Raises on all ranks when any of them has an error: its own, or the first other's, as a PeerTimeoutError if
-        it is one and else as a RunError."""
+        """Raises on all ranks if any rank has an error. A rank with an error raises that one; any other rank raises the
+        error of the lowest failed rank, as a PeerTimeoutError if it is one and otherwise as a RunError."""
         first = self.count - int(self.max(torch.tensor([0 if error is None else self.count - self.rank])))
         if first == self.count:
             return
@@ -90,11 +91,11 @@ def _mark(error: AsyncrlError | None) -> str:
 def process_group(
     endpoints: Endpoints, rank: int, count: int, *, start_timeout_s: float, timeout_s: float, what: str = "learner"
 ) -> Iterator[Ranks]:
-    """The learner ranks (or what else the ranks are), connected; each collective then has the deadline `timeout_s`.
+    """Connects the ranks of the role `what` and yields them; each collective then has the deadline `timeout_s`.
 
-    Who leaves first leaves the others without it: `Ranks.part` is for the end of what they do together.
-    Rank 0 opens the rendezvous at `endpoints.learners`. Raises PeerTimeoutError naming the ranks that did not come
-    within `start_timeout_s`, and when another rank is lost later.
+    A rank that leaves the context breaks the collectives of the others: call `Ranks.barrier` before leaving.
+    Rank 0 opens the rendezvous at `endpoints.learners`. Raises PeerTimeoutError, naming the missing ranks, if not all
+    ranks connect within `start_timeout_s`, and if another rank is lost later.
     """
     local = rank % torch.cuda.device_count() if torch.cuda.is_available() else 0
     device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
@@ -117,7 +118,7 @@ def process_group(
 
 @contextmanager
 def _rendezvous(endpoints: Endpoints, rank: int, count: int, timeout_s: float, what: str) -> Iterator[TorchStore]:
-    """The ranks' store, when all are there."""
+    """Yields the store that the ranks share, once all ranks are connected to it."""
     deadline_s = time.monotonic() + timeout_s
     with ExitStack() as stack:
         store: Store
@@ -146,7 +147,7 @@ def _rendezvous(endpoints: Endpoints, rank: int, count: int, timeout_s: float, w
 
 @contextmanager
 def _failures_named(rank: int, what: str) -> Iterator[None]:
-    """Turns a broken collective into a PeerTimeoutError."""
+    """Converts the RuntimeError of a broken collective to a PeerTimeoutError."""
     try:
         yield
     except AsyncrlError:

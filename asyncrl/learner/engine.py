@@ -19,18 +19,18 @@ from asyncrl.learner.deepspeed_import import BF16_Optimizer, ZeROOptimizer, deep
 from asyncrl.learner.distributed import Ranks
 
 GATHER_ELEMENTS = 1 << 26
-"""Weights gathered at once from the ranks of ZeRO stage 3."""
+"""Number of weights gathered at a time from the ranks of ZeRO stage 3."""
 BUCKET_ELEMENTS = 50_000_000
-"""Gradients and weights that the ranks exchange at once."""
+"""Number of gradients or weights that the ranks exchange at a time."""
 
 
 def deepspeed_config(config: Config) -> dict[str, Any]:
-    """DeepSpeed's settings.
+    """Returns DeepSpeed's settings.
 
-    Micro-batches are accumulated by marking the last one, and gradients are clipped by `TrainedModel.step`. In
-    bfloat16, stage 0 runs as stage 1: DeepSpeed accumulates gradients in float32 only from there on. Ranks exchange
-    gradients in float32, too; by default DeepSpeed rounds them to bfloat16 for that, even with one rank. The config's
-    `learner.deepspeed_options` come last.
+    Gradient accumulation ends at the micro-batch that `TrainedModel.backward` marks as last, and `TrainedModel.step`
+    clips gradients. In bfloat16, stage 0 runs as stage 1, since DeepSpeed accumulates gradients in float32 only from
+    stage 1 on. Ranks also exchange gradients in float32; by default DeepSpeed rounds them to bfloat16 first, even with
+    one rank. The config's `learner.deepspeed_options` override these settings.
     """
     bfloat16 = config.model.dtype == "bfloat16"
     stage = config.learner.zero_stage
@@ -71,15 +71,15 @@ class TrainedModel:
         )
         self.engine.train()
         self.skipped = 0
-        """Updates in a row that were skipped, up to now; part of the training state."""
+        """Number of consecutive skipped updates, including the most recent one; part of the training state."""
         self.sharded: bool = isinstance(self.engine.optimizer, ZeROOptimizer)
-        """Whether each rank holds a part of the optimizer's state."""
+        """True if each rank has only a part of the optimizer's state."""
         self.partitioned: bool = self.engine.zero_optimization_partition_weights()
-        """Whether each rank holds a part of the weights, too (ZeRO stage 3)."""
+        """True if each rank also has only a part of the weights (ZeRO stage 3)."""
 
     @torch.no_grad()
     def score(self, micro: MicroBatch) -> Any:
-        """What the network gives for the micro-batch, without gradient."""
+        """Returns the network's output for the micro-batch, in evaluation mode and without gradient."""
         self.engine.eval()
         try:
             return self.engine(micro)
@@ -87,16 +87,17 @@ class TrainedModel:
             self.engine.train()
 
     def backward(self, outputs: Tensor, gradient: Tensor, *, last: bool) -> None:
-        """Adds this rank's part of the loss's gradient, through outputs [N] and the gradient [N] with respect to them.
+        """Accumulates this rank's part of the loss's gradient, from outputs [N] and the gradient [N] of the outputs.
 
-        Gradients are summed over the micro-batches up to the `last` of the update, and over the ranks.
+        Gradients are summed over the ranks and over the micro-batches of the update, the final one of which is marked
+        by `last`.
         """
         self.engine.set_gradient_accumulation_boundary(last)
         # DeepSpeed averages gradients over the ranks.
         self.engine.backward((outputs * (gradient * self.ranks.count)).sum())
 
     def gradient_norm(self) -> float:
-        """Norm of the update's whole gradient, the same on all ranks; call after the last backward."""
+        """Returns the norm of the update's complete gradient, the same on all ranks. Call after the last backward."""
         norm = get_total_norm(self._gradients()).double().cpu()
         if self.sharded:
             norm = self.ranks.sum(norm.square()).sqrt()
@@ -114,22 +115,22 @@ class TrainedModel:
         self.skipped = 0
 
     def skip(self) -> None:
-        """Drops the gradient of the update; weights and optimizer stay as they are. All ranks call it."""
+        """Drops the gradient of the update; weights and optimizer state do not change. All ranks call it."""
         self.skipped += 1
         if not self.sharded:
             self.engine.zero_grad()
             return
         for gradient in self._gradients():
-            gradient.fill_(torch.nan)  # a step that DeepSpeed drops, with what belongs to it
+            gradient.fill_(torch.nan)  # makes DeepSpeed drop the step and reset its state of the update
         self.engine.step()
         if self.engine.was_step_applied():
-            raise InvariantError("DeepSpeed made an update although its gradient is not finite")
+            raise InvariantError("DeepSpeed applied an update although its gradient is not finite")
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and full weight of every parameter, tied ones once, by the names of the model's checkpoint.
+        """Yields the name and full weight of every parameter, tied ones once, with the names of the model's checkpoint.
 
-        All ranks iterate; with ZeRO stage 3 they gather the weights together, a part at a time, and a
-        tensor is valid until the next one is asked for.
+        All ranks iterate. With ZeRO stage 3 the ranks gather the weights in parts, and a tensor is valid only until the
+        next one is requested.
         """
         for part in self._parts():
             with self._gathered([parameter for _, parameter in part]):
@@ -137,21 +138,21 @@ class TrainedModel:
                     yield name, parameter.detach()
 
     def shapes(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
-        """Name, dtype and full shape of everything that `weights` brings, in its order; nothing is gathered."""
+        """Returns the name, dtype and full shape of all weights in the order of `weights`, without gathering them."""
         named = self.model.named_parameters()
         return [
             (name, parameter.dtype, tuple(getattr(parameter, "ds_shape", parameter.shape))) for name, parameter in named
         ]
 
     def collect_weights(self) -> dict[str, Tensor]:
-        """All weights on the CPU, on rank 0; other ranks take part and get none."""
+        """Returns all weights, on the CPU, on rank 0 and an empty dict on other ranks. All ranks call it."""
         if self.ranks.rank == 0:
             return {name: weight.to("cpu", copy=True) for name, weight in self.weights()}
         self.join_gathering()
         return {}
 
     def join_gathering(self) -> None:
-        """What the other ranks do while rank 0 iterates over `weights`."""
+        """Takes part in gathering while rank 0 iterates over `weights`. All other ranks call it."""
         if self.partitioned:
             for _ in self.weights():
                 pass
@@ -172,7 +173,7 @@ class TrainedModel:
         return deepspeed.zero.GatheredParameters(parameters) if self.partitioned else nullcontext()
 
     def _gradients(self) -> list[Tensor]:
-        """This rank's shards of the reduced gradient; with stage 0, all of it."""
+        """Returns this rank's shards of the reduced gradient; with stage 0, the complete gradient."""
         optimizer: Any = self.engine.optimizer
         if isinstance(optimizer, BF16_Optimizer):
             return optimizer.fp32_groups_gradient_flat_partition

@@ -1,4 +1,5 @@
-"""Log-probs of chosen tokens from hidden states, without ever holding the logits of all of them."""
+"""Computes log-probs of target tokens from hidden states in chunks, so that memory never contains the logits of all
+tokens at once."""
 
 from __future__ import annotations
 
@@ -11,16 +12,16 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 CHUNK_BYTES = 128 << 20
-"""Float32 logits of a chunk of tokens. Twice as much is held at once, on any device, and half as much again for
-gradients in bfloat16. Every chunk reads the output layer's weights and their gradient."""
+"""Size of the float32 logits of a chunk of tokens. The peak memory on any device is twice this size, plus half of it
+for gradients in bfloat16. Every chunk reads the output layer's weights and their gradient."""
 CUDA_CHUNK_BYTES = 1 << 30
-"""The same on a GPU, where small chunks would read and write more than they compute."""
+"""Size of the float32 logits of a chunk on a GPU, where small chunks would be limited by memory bandwidth."""
 
 
 class LogprobHead(nn.Module):
-    """The model's output layer, giving log-probs of chosen tokens.
+    """The model's output layer, returning log-probs of target tokens.
 
-    It shares the layer's parameters, so that ZeRO stage 3 gathers them once for all chunks.
+    The module shares the layer's parameters, so that ZeRO stage 3 gathers them once for all chunks.
     """
 
     def __init__(self, output: nn.Linear, temperature: float) -> None:
@@ -30,7 +31,7 @@ class LogprobHead(nn.Module):
         self.vocabulary = output.out_features
 
     def forward(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probs [N] of targets [N] and entropies [N], float32 in nats, from hidden states [N, size].
+        """Returns log-probs [N] of targets [N] and entropies [N], float32 in nats, from hidden states [N, size].
 
         The entropies carry no gradient.
         """
@@ -39,8 +40,8 @@ class LogprobHead(nn.Module):
 
 
 class _Score(torch.autograd.Function):
-    """Scores tokens chunk by chunk. Backward computes the logits again, except where there is one chunk: its
-    probabilities are kept."""
+    """Scores tokens chunk by chunk. Backward recomputes the logits; with a single chunk it uses the saved
+    probabilities."""
 
     @staticmethod
     def forward(
@@ -64,7 +65,7 @@ class _Score(torch.autograd.Function):
         hidden, weight, bias, targets, kept = ctx.saved_tensors
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         of_hidden = torch.empty_like(hidden) if wants_hidden else None
-        # Summed over chunks in float32 and rounded once: in bfloat16 every chunk would round the sum.
+        # The sum over chunks is in float32 and rounded once: in bfloat16 every chunk would round it.
         of_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
         of_bias = torch.zeros_like(bias, dtype=torch.float32) if wants_bias else None
         for part in _parts(len(targets), ctx.chunk):
@@ -86,8 +87,8 @@ def _parts(count: int, size: int) -> Iterator[slice]:
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    """Float32 logits [N, vocabulary] at the temperature. On a CPU those of a bfloat16 model are rounded to it, since
-    it has no product of bfloat16 matrices in float32."""
+    """Returns float32 logits [N, vocabulary] at the temperature. On a CPU the logits of a bfloat16 model are rounded to
+    bfloat16, since torch has no product of bfloat16 matrices with a float32 result there."""
     if hidden.is_cuda and hidden.dtype is not torch.float32:
         logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
         return (logits if bias is None else logits.add_(bias)).div_(temperature)
@@ -95,8 +96,8 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: fl
 
 
 def _add_product(total: Tensor, precise: Tensor, of_logits: Tensor, hidden: Tensor) -> None:
-    """Adds the gradient of the weights [vocabulary, size] of one chunk, in float32. Both gradients [N, vocabulary] of
-    its logits are the same, one of them in float32."""
+    """Adds one chunk's gradient of the weights [vocabulary, size] to `total`, in float32. `precise` and `of_logits` are
+    the same gradient of the logits [N, vocabulary], in float32 and in the dtype of the weights."""
     if hidden.is_cuda and hidden.dtype is not torch.float32:
         total += torch.mm(of_logits.t(), hidden, out_dtype=torch.float32)
     else:

@@ -1,5 +1,5 @@
-"""Whether the engine computes what the learner computes: measured in the first steps, on tokens that both have scored
-with the same weights, since neither config nor weights tell it."""
+"""Checks in the first steps that engine and learner compute the same log-probs, on tokens that both scored with the
+same weights. Neither the config nor the weights reveal a difference in the computation."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ from asyncrl.learner.distributed import Ranks
 log = structlog.get_logger()
 
 LIMITS = {"float32": 0.02, "bfloat16": 0.25}
-"""Largest mean absolute difference of log-probs, in nats. Rounding is at most 2e-5 in float32 on a CPU, and 1e-2 on
-GPUs that shorten the factors of products. In bfloat16 it is 0.01 to 0.08, for models with weights far larger than those
-of trained ones. What engines compute otherwise is 0.1 to 5."""
+"""Upper limit of the mean absolute difference of log-probs, in nats. Rounding causes at most 2e-5 in float32 on a CPU,
+and 1e-2 on GPUs that round the factors of products. In bfloat16 it causes 0.01 to 0.08, for models with weights far
+larger than those of trained models. An engine that computes something else differs by 0.1 to 5."""
 ENOUGH_TOKENS = 32
-"""In bfloat16 single tokens differ by 1 and more where a router chooses another expert."""
+"""Minimum number of compared tokens. In bfloat16 a single token differs by 1 or more if a router chooses another
+expert."""
 ROUNDING_OPTIONS = ("quantization", "quantization_config", "kv_cache_dtype")
-"""Of `generator.engine_options`: with these the engine computes with fewer digits than `model.dtype` has."""
+"""Keys of `generator.engine_options` that make the engine compute with a lower precision than `model.dtype`."""
 
 
 class MismatchCheck:
     """Compares the learner's log-probs with the engine's, once in the life of a process.
 
-    Counts only trajectories whose tokens are all of the learner's own version: a token's context, too, was computed
-    with that version's weights then. What both compare is the whole distribution at the sampling temperature.
+    Counts only trajectories whose tokens were all sampled by the learner's own version, so that each token's context
+    was also computed with that version's weights. Both log-probs are those of the complete distribution at the sampling
+    temperature.
     """
 
     def __init__(self, config: Config, ranks: Ranks, model_type: str) -> None:
@@ -36,7 +38,7 @@ class MismatchCheck:
         settings = config.generator
         self._who = f"model.path = {config.model.path!r}: the engine computes a model of type {model_type}"
         self._dtype = config.model.dtype
-        # A temperature below 1 makes differences of logits larger.
+        # A temperature below 1 magnifies differences of logits.
         self._limit = LIMITS[self._dtype] / min(settings.temperature, 1.0)
         self._rounds = [
             f"{name}={value}"
@@ -44,10 +46,10 @@ class MismatchCheck:
             if (value := settings.engine_options.get(name)) not in (None, "auto")
         ]
         self._sums = torch.zeros(2, dtype=torch.float64)
-        """Of the absolute differences, and the number of tokens."""
+        """Sum of the absolute differences, and number of tokens."""
 
     def add(self, micro: MicroBatch, logprobs: Tensor, *, version: int) -> None:
-        """Counts a micro-batch, scored as `logprobs` [N] with the weights of `version`."""
+        """Adds a micro-batch to the sums, with its `logprobs` [N] under the weights of `version`."""
         stale = torch.zeros(len(micro.names), device=micro.seq.device)
         stale.index_add_(0, micro.seq, (micro.versions != version).float())
         differences = (logprobs - micro.behavior_logprobs).abs().double()
@@ -55,10 +57,10 @@ class MismatchCheck:
         self._sums += torch.stack([differences.sum(), torch.tensor(len(differences)).to(differences)]).cpu()
 
     def conclude(self, step: int) -> bool:
-        """Whether enough tokens were counted, up to this step. All ranks call it, and all come to the same answer.
+        """Returns True if enough tokens were counted up to this step, the same on all ranks. All ranks call it.
 
-        Raises ConfigError when engine and learner differ by more than rounding explains; where the engine was told to
-        round more than the learner, that is a warning.
+        Raises ConfigError if engine and learner differ by more than rounding explains. If the engine is configured to
+        round more than the learner, a warning is logged instead.
         """
         total, tokens = self._ranks.gather(self._sums).sum(dim=0).tolist()
         if tokens < ENOUGH_TOKENS:
@@ -70,8 +72,8 @@ class MismatchCheck:
                 log.info("engine and learner agree", mean_difference_nats=mean, tokens=int(tokens), step=step)
             return True
         said = (
-            f"{self._who} otherwise than the learner: log-probs of {tokens:.0f} tokens under the same weights differ "
-            f"by {mean:.2g} nats on average, and rounding in {self._dtype} explains at most {self._limit:.2g}"
+            f"{self._who} differently from the learner: log-probs of {tokens:.0f} tokens with the same weights differ "
+            f"by {mean:.2g} nats on average, but rounding in {self._dtype} explains at most {self._limit:.2g}"
         )
         if not self._rounds:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Models from their folders, ready for packed rows: no dropout, log-probs and values of whole batches."""
+"""Loads models from their folders for packed rows, with dropout disabled."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from asyncrl.learner.batch import MicroBatch
 from asyncrl.learner.packed_attention import PACKED
 
 HEADS = ("score", "classifier")
-"""Names that the head of a model for token classification may have."""
+"""Attribute names of the head of a token-classification model."""
 UNUSUAL_HEADS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 """Model settings that change logits after the output layer."""
 UNFIT = (AttributeError, IndexError, KeyError, NotImplementedError, TypeError)
-"""What a model raises that is not made for another attention, or for what packed rows come with."""
-WAY_OUT = (
+"""Errors raised by a model that does not support a custom attention or the keyword arguments of packed rows."""
+HOW_TO_FIX = (
     "training needs packed rows; use a model whose layers mix tokens by plain attention alone, such as Llama, Qwen3 or "
     "Gemma 3 (docs/models.md has a table)"
 )
 
 
 def load_policy_model(config: Config, path: str, key: str = "model.path") -> PreTrainedModel:
-    """The causal language model at `path`, which the config names as `key`. Raises ConfigError when it cannot be
-    trained."""
+    """Returns the causal language model at `path`, the value of the config key `key`. Raises ConfigError if it cannot
+    be trained."""
     model, _ = _load(AutoModelForCausalLM, config, path, key)
     text_config = model.config.get_text_config()
     for name in UNUSUAL_HEADS:
@@ -38,8 +38,8 @@ def load_policy_model(config: Config, path: str, key: str = "model.path") -> Pre
 
 
 def load_value_model(config: Config, path: str, key: str) -> tuple[PreTrainedModel, nn.Linear]:
-    """The model at `path` with a head that gives one value per token, and that head; it is new, and gives 0, unless
-    the folder holds one. Raises ConfigError."""
+    """Returns the model at `path` with a head that returns one value per token, and that head. If the folder has no
+    head, the head is new and returns 0. Raises ConfigError if the model cannot be used."""
     options = {"num_labels": 1, "ignore_mismatched_sizes": True}
     model, missing = _load(AutoModelForTokenClassification, config, path, key, new=HEADS, **options)
     head = next((module for name in HEADS if (module := getattr(model, name, None)) is not None), None)
@@ -56,7 +56,7 @@ def load_value_model(config: Config, path: str, key: str) -> tuple[PreTrainedMod
 def _load(
     kind: Any, config: Config, path: str, key: str, *, new: tuple[str, ...] = (), **options: Any
 ) -> tuple[PreTrainedModel, set[str]]:
-    """The model, and the names of those parameters of the modules `new` that the folder does not hold."""
+    """Returns the model, and the names of the parameters missing in the folder, which are all of the modules `new`."""
     disable_progress_bar()
     try:
         model, info = kind.from_pretrained(
@@ -72,12 +72,13 @@ def _load(
         raise ConfigError(f"{key} = {path!r}: the model cannot be loaded: {error}") from error
     except UNFIT as error:
         raise ConfigError(
-            f"{key} = {path!r}: the model cannot be loaded for packed rows ({type(error).__name__}: {error}); {WAY_OUT}"
+            f"{key} = {path!r}: the model cannot be loaded for packed rows ({type(error).__name__}: {error}); "
+            f"{HOW_TO_FIX}"
         ) from error
     if info["mismatched_keys"]:
         name, *_ = min(info["mismatched_keys"])
         raise ConfigError(
-            f"{key} = {path!r}: {name} has another shape than {type(model).__name__} needs; give a causal language "
+            f"{key} = {path!r}: {name} has another shape than {type(model).__name__} needs; use a causal language "
             "model, a critic, or a reward model with one output"
         )
     missing = set(info["missing_keys"])
@@ -85,7 +86,7 @@ def _load(
     if lost:
         raise ConfigError(
             f"{key} = {path!r}: the folder has no weights for {lost[0]} ({len(lost)} parameters are missing), which "
-            "would be random; is it a whole checkpoint of this kind of model?"
+            "would be random; is it a complete checkpoint of this kind of model?"
         )
     switch_dropout_off(model)
     if config.learner.gradient_checkpointing:
@@ -94,8 +95,8 @@ def _load(
 
 
 def switch_dropout_off(model: nn.Module) -> None:
-    """Sets all dropout and layer drop of the model to 0: the policy that sampled the tokens had none. Many models keep
-    these as plain numbers, which functions take during training."""
+    """Sets all dropout and layer-drop rates of the model to 0, as in the policy that sampled the tokens. Many models
+    have these rates as float attributes that they pass to functions during training."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -105,7 +106,7 @@ def switch_dropout_off(model: nn.Module) -> None:
 
 
 def hidden_states(model: PreTrainedModel, micro: MicroBatch) -> torch.Tensor:
-    """Last hidden states [N, size] at the positions that choose the micro-batch's action tokens."""
+    """Returns the last hidden states [N, size] at the positions `logit_index` of the micro-batch."""
     layout = micro.layout
     output = model.base_model(
         input_ids=micro.input_ids[layout.computed].unsqueeze(0),

@@ -1,8 +1,8 @@
-"""Causal attention over packed sequences: a flat row of tokens in which no sequence sees another.
+"""Causal attention over packed sequences: a flat row of tokens in which no sequence attends to another.
 
-Registered with transformers under the name PACKED. Only the attention itself sees padding: sequences of similar
-length are gathered into [batch, length] buckets, and all other layers work on the flat row. Sequences of one group
-begin with the same tokens, which have the same hidden states: these layers get them once.
+Registered with transformers under the name PACKED. Only the attention itself uses padding: it gathers sequences of
+similar length into [batch, length] buckets; all other layers work on the flat row. Sequences of one group begin with
+the same tokens, which have the same hidden states; all other layers compute those tokens once.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ PACKED = "asyncrl_packed"
 """Value of `attn_implementation` that selects `packed_attention`."""
 
 BUCKET_RANGE = 0.75
-"""Least length of a bucket over its longest. Attention costs the square of the padded length, and narrower buckets more
-calls."""
+"""Minimum ratio of the shortest to the longest sequence in a bucket. The cost of attention is quadratic in the padded
+length; a narrower range needs more calls."""
 SMALL_TOKENS = 64
-"""Sequences up to this length share a bucket whatever their lengths: padding is cheaper than another call."""
+"""Maximum length of sequences that share a bucket regardless of their lengths: padding is cheaper than another call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,20 +37,22 @@ class Bucket:
     batch: int
     length: int
     source: Tensor
-    """int64 [batch * length], the computed token at each place; padding points at some token of its sequence."""
+    """int64 [batch * length], index of the computed token at each place; padding repeats the last token of its
+    sequence."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the tokens of a packed row of T go: the model computes D of them, and the others are like one of these."""
+    """Index maps of a packed row of T tokens. The model computes D distinct tokens; each other token has the same
+    hidden state as one of them."""
 
     computed: Tensor
-    """int64 [D], places in the row of the tokens that the model computes."""
+    """int64 [D], positions in the row of the tokens that the model computes."""
     twins: Tensor
-    """int64 [T], for each token of the row which of the D it is."""
+    """int64 [T], index among the D computed tokens of each token of the row."""
     buckets: list[Bucket]
     restore: Tensor
-    """int64 [D], place of each computed token in the concatenated buckets."""
+    """int64 [D], position of each computed token in the concatenated buckets."""
     max_length: int
 
     def to(self, device: torch.device) -> Layout:
@@ -60,9 +62,9 @@ class Layout:
 
 
 def make_layout(lengths: Integers, firsts: Integers | None = None) -> Layout:
-    """Layout of packed sequences of these lengths.
+    """Returns the layout of packed sequences of these lengths.
 
-    `firsts` is what `find_firsts` gives; without it the model computes every token.
+    `firsts` is the result of `find_firsts`; if None, the model computes every token.
     """
     starts = np.cumsum(lengths) - lengths
     here = np.arange(lengths.sum())
@@ -89,8 +91,8 @@ def make_layout(lengths: Integers, firsts: Integers | None = None) -> Layout:
 
 
 def find_firsts(tokens: Integers, lengths: Integers, groups: Integers) -> Integers:
-    """For each token of a packed row the place where the row first has it after the same tokens: its own, or one in
-    the first sequence of its group. The sequences [S] of a group stand together."""
+    """Returns, for each token of a packed row, the first position in the row of the same token after the same prefix:
+    the token's own position, or one in the first sequence of its group. The sequences [S] of a group are adjacent."""
     starts = np.cumsum(lengths) - lengths
     here = np.arange(len(tokens))
     seq = np.repeat(np.arange(len(lengths)), lengths)
@@ -117,11 +119,11 @@ def packed_attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention output [1, D, heads, head size] of query [1, heads, D, head size], key and value.
+    """Returns the attention output [1, D, heads, head size] of query [1, heads, D, head size], key and value.
 
-    `packing` is the row's layout, passed as a keyword argument to the model's forward. Dropout is not applied: the
-    policy that sampled the tokens had none. With a `sliding_window` a token sees itself and the tokens before it, so
-    many in all. Raises ConfigError for kinds of attention that this is not.
+    `packing` is the row's layout, passed as a keyword argument to the model's forward. Dropout is not applied, as in
+    the policy that sampled the tokens. With a `sliding_window`, a token attends to that many tokens, including itself.
+    Raises ConfigError for unsupported kinds of attention.
     """
     if softcap is not None or s_aux is not None:
         raise ConfigError("model.path: models with capped attention scores or attention sinks cannot be trained")
@@ -147,13 +149,14 @@ def packed_attention(
 
 
 def window_mask(length: int, window: int, device: torch.device) -> Tensor:
-    """bool [length, length], true where a token (row) sees another: itself and the `window` - 1 before it."""
+    """Returns bool [length, length], true where a token (row) attends to another: itself and the `window` - 1 tokens
+    before it."""
     return torch.ones(length, length, dtype=torch.bool, device=device).tril_().triu_(1 - window)
 
 
 def lacks_grouped_kernel(query: Tensor, mask: Tensor | None) -> bool:
-    """True if torch has no attention in linear memory whose key and value heads are fewer: on a GPU in float32 or with
-    a mask, where only the kernel that writes all scores takes them. Not measured on a GPU yet."""
+    """True if torch has no memory-efficient attention kernel for grouped key and value heads: on a GPU in float32 or
+    with a mask, where only the kernel that writes all scores supports them. Not measured on a GPU yet."""
     return query.is_cuda and (query.dtype is torch.float32 or mask is not None)
 
 

@@ -1,5 +1,5 @@
-"""Whether a model scores sequences that share a row as it scores each alone: measured at the start, on the model that
-is trained, since no config tells it."""
+"""Checks at the start, on the trained model itself, that it scores sequences in a packed row as it scores each of them
+alone. The model's config does not reveal this."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ from transformers import PreTrainedModel
 from asyncrl.errors import AsyncrlError, ConfigError
 from asyncrl.learner.batch import MicroBatch, make_batch
 from asyncrl.learner.distributed import is_lost_rank
-from asyncrl.learner.models import UNFIT, WAY_OUT
+from asyncrl.learner.models import HOW_TO_FIX, UNFIT
 from asyncrl.learner.packed_attention import PACKED
 from asyncrl.types import NO_VERSION, Group, Trajectory
 
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
-"""Largest distance between a sequence's hidden states in a packed row and alone, over the norm of the latter. Rounding
-is 3e-6 in float32. In bfloat16 it is 2^-8 an operation, 0.03 of the norm after the layers of most models; a router that
-chooses another expert for one of the tokens makes it more. A leak between sequences is 0.3 to 1.5 in either."""
+"""Upper limit of the distance between a sequence's hidden states in a packed row and alone, relative to the norm of the
+latter. Rounding causes 3e-6 in float32. In bfloat16 it causes 2^-8 per operation and 0.03 after the layers of most
+models, and more if a router chooses another expert for one of the tokens. A leak between sequences causes 0.3 to 1.5 in
+both dtypes."""
 LENGTHS = (12, 9)
 COMMON_TOKENS = 3
-"""The sequences begin with the same tokens, which a packed row computes once."""
+"""Length of the sequences' common prefix, which a packed row computes once."""
 
 
 def check_packing(model: PreTrainedModel, score: Callable[[MicroBatch], Any], device: torch.device, name: str) -> None:
-    """Raises ConfigError unless `score`, which runs `model` on a micro-batch without gradient, computes the hidden
-    states of a packed row as the model's own attention does for each sequence alone, and in training as in evaluation.
+    """Raises ConfigError unless `score`, which runs `model` on a micro-batch without gradient, computes the same hidden
+    states for a packed row as the model's own attention for each sequence alone, and the same in training as in
+    evaluation mode.
 
-    `name` is the config's key and value of the model, for the error. Leaves the random state as it was. Costs four
-    forward passes of at most 21 tokens. All ranks that share the model's weights call it, and all come to the same
-    answer.
+    `name` is the config's key and value of the model, for the error. Does not change the random state. Costs four
+    forward passes of at most 21 tokens. All ranks that share the model's weights call it, and all get the same result.
     """
     together = _group([0, 1], model.config.get_text_config().vocab_size)
     what = f"{name}: a model of type {model.config.model_type}"
@@ -54,30 +55,30 @@ def check_packing(model: PreTrainedModel, score: Callable[[MicroBatch], Any], de
         if isinstance(error, RuntimeError) and is_lost_rank(error):
             raise
         raise ConfigError(
-            f"{what} cannot be scored in packed rows ({type(error).__name__}: {error}); {WAY_OUT}"
+            f"{what} cannot be scored in packed rows ({type(error).__name__}: {error}); {HOW_TO_FIX}"
         ) from error
     tolerance = TOLERANCES[model.dtype]
     rounding = (
-        f"of their norm, and rounding in {str(model.dtype).removeprefix('torch.')} explains at most {tolerance:g}"
+        f"of their norm, but rounding in {str(model.dtype).removeprefix('torch.')} explains at most {tolerance:g}"
     )
     difference = _difference(packed, alone)
     if not difference <= tolerance:
         raise ConfigError(
-            f"{what} computes sequences that share a row otherwise than each alone: hidden states differ by "
-            f"{difference:.2g} {rounding}. Its layers pass more from token to token than attention does, or attend in "
-            f"a way of their own; {WAY_OUT}"
+            f"{what} computes sequences in a packed row differently from each sequence alone: hidden states differ by "
+            f"{difference:.2g} {rounding}. Its layers mix tokens by more than attention, or use an attention that "
+            f"cannot be replaced; {HOW_TO_FIX}"
         )
     difference = _difference(trained, packed)
     if not difference <= tolerance:
         raise ConfigError(
-            f"{what} computes otherwise in training than in evaluation: hidden states differ by {difference:.2g} "
-            f"{rounding}. It has dropout or random routing that cannot be switched off, and the policy that samples "
-            "has none; use another model (docs/models.md has a table)"
+            f"{what} computes differently in training and in evaluation: hidden states differ by {difference:.2g} "
+            f"{rounding}. It has dropout or random routing that cannot be disabled, which the sampling policy does not "
+            "have; use another model (docs/models.md has a table)"
         )
 
 
 def _group(numbers: list[int], vocabulary: int) -> list[Trajectory]:
-    """Trajectories whose tokens are spread over the vocabulary, the first of them the same in all."""
+    """Returns trajectories whose tokens are spread over the vocabulary, with a common prefix."""
     trajectories: list[Trajectory] = []
     for number in numbers:
         index = np.arange(LENGTHS[number])
@@ -108,13 +109,13 @@ def _hidden_states(
     *,
     training: bool = False,
 ) -> list[Tensor]:
-    """Last hidden states [length, size] of each trajectory in one packed row, float32 on the CPU."""
+    """Returns the last hidden states [length, size] of each trajectory in one packed row, float32 on the CPU."""
     group = Group(0, 0, 0, 0, "", 0, 0, trajectories)
     (micro,) = make_batch([group], tokens_per_microbatch=sum(LENGTHS)).micro_batches
     kept: list[Tensor] = []
 
     def set_mode(body: torch.nn.Module, _: Any) -> None:
-        body.train(training)  # `score` sets evaluation before
+        body.train(training)  # overrides the evaluation mode that `score` sets
 
     def keep(_: torch.nn.Module, __: Any, output: Any) -> None:
         kept.append(output.last_hidden_state.detach())

@@ -18,7 +18,7 @@ from asyncrl.learner.packing_check import check_packing
 
 
 class PolicyNetwork(nn.Module):
-    """The model with a head that gives log-probs; its forward is what DeepSpeed sees."""
+    """The model with a head that returns log-probs, as the module that DeepSpeed wraps."""
 
     def __init__(self, model: PreTrainedModel, temperature: float) -> None:
         super().__init__()
@@ -42,16 +42,17 @@ class Policy(TrainedModel):
         check_packing(model, self.score, ranks.device, f"model.path = {config.model.path!r}")
 
     def forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Log-probs [N] of the action tokens at the sampling temperature, and detached entropies [N]; float32, nats."""
+        """Returns log-probs [N] of the action tokens at the sampling temperature, and detached entropies [N], both
+        float32 in nats."""
         return self.engine(micro)
 
     def logprobs(self, micro: MicroBatch) -> Tensor:
-        """Log-probs [N] as of `forward`, without gradient."""
+        """Returns the log-probs [N] of `forward`, without gradient."""
         return self.score(micro)[0]
 
 
 class Reference:
-    """The frozen policy that the divergence is measured from; with ZeRO stage 3 its weights are sharded, too."""
+    """The frozen reference policy of the KL divergence. With ZeRO stage 3 its weights are sharded, too."""
 
     def __init__(self, config: Config, ranks: Ranks) -> None:
         path = config.algorithm.reference or config.model.path
@@ -65,5 +66,5 @@ class Reference:
 
     @torch.no_grad()
     def logprobs(self, micro: MicroBatch) -> Tensor:
-        """Log-probs [N] of the action tokens at the sampling temperature, float32, nats."""
+        """Returns log-probs [N] of the action tokens at the sampling temperature, float32 in nats."""
         return self._network(micro)[0]

@@ -1,4 +1,4 @@
-"""A learner rank from start to end: on the batches of a run, or on those of its journal."""
+"""Sets up and runs a learner rank, on the batches of a run or on those of its journal."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ log = structlog.get_logger()
 def run_learner(
     config: Config, *, rank: int, endpoints: Endpoints, run_dir: Path, should_stop: Callable[[], bool]
 ) -> None:
-    """One learner rank, from loading the model or the newest checkpoint to writing the model to `run_dir/model`.
+    """Runs one learner rank: loads the model or the newest checkpoint, trains, and writes the model to `run_dir/model`.
 
-    Returns when all steps are done or the run is stopping. Raises an AsyncrlError when it cannot go on.
+    Returns when all steps are done or the run is stopping. Raises an AsyncrlError if training cannot continue.
     """
     from asyncrl.observe.trackers import make_trackers
     from asyncrl.replay.client import LearnerClient
@@ -76,10 +76,10 @@ def run_offline(
     should_stop: Callable[[], bool],
     start: int = 0,
 ) -> None:
-    """One learner rank that trains on the batches in the journal of the run in `run_dir`, without generators.
+    """Runs one learner rank on the batches in the journal of the run in `run_dir`, without generators.
 
     Starts from the model, or from the run's checkpoint of step `start`, and writes metrics and the model to
-    `out_dir`. Raises an AsyncrlError when it cannot go on.
+    `out_dir`. Raises an AsyncrlError if training cannot continue.
     """
     from asyncrl.observe.trackers import make_trackers
     from asyncrl.replay.journal.history import JournalBatches
@@ -88,8 +88,8 @@ def run_offline(
         if start:
             if not checkpoints.is_whole(start):
                 raise RunError(
-                    f"start = {start}: {checkpoints.path(start)} is no whole checkpoint; give the step of one that is, "
-                    "or 0 for the model that the run began with"
+                    f"start = {start}: {checkpoints.path(start)} is not a complete checkpoint; use the step of a "
+                    "complete one, or 0 for the initial model of the run"
                 )
             trainer.restore(checkpoints.path(start))
         batches = JournalBatches(run_dir / "journal", rank)
@@ -105,7 +105,7 @@ def run_offline(
 def _training(
     config: Config, rank: int, endpoints: Endpoints, run_dir: Path
 ) -> Iterator[tuple[Trainer, Checkpoints, ExitStack]]:
-    """The trainer of this rank among all, the checkpoints in `run_dir`, and what else is to be closed at the end."""
+    """Yields this rank's trainer, the checkpoints in `run_dir`, and an exit stack for objects to close at the end."""
     launch = config.launch
     if config.deterministic:
         enable_determinism()

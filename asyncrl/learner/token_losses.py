@@ -22,9 +22,9 @@ class TokenLosses:
 
     loss: Tensor
     gradient: Tensor
-    """[N], of `loss`; NaN at tokens whose log-probs or advantage are not finite."""
+    """[N], gradient of `loss`; NaN at tokens whose log-probs or advantage are not finite."""
     policy_gradient: Tensor
-    """[N], of the sum of the policy's token losses."""
+    """[N], gradient of the sum of the policy's token losses."""
     masked: Tensor
     """[N] bool, tokens that the importance weights or the off-policy sequence mask exclude."""
 
@@ -41,7 +41,7 @@ def token_losses(
 ) -> TokenLosses:
     """Returns the loss of the micro-batch at the current log-probs [N], and its gradients.
 
-    `counts` are the denominators of the update, `version` is that of the weights before the step.
+    `counts` contains the denominators of the update; `version` is the version of the weights before the step.
     """
     if not len(logprobs):
         return TokenLosses(logprobs.sum(), logprobs, logprobs, torch.zeros_like(logprobs, dtype=torch.bool))
@@ -65,18 +65,18 @@ def token_losses(
     if settings.kl_loss_coef:
         assert estimates.ref_logprobs is not None
         kl = kl_estimate(leaf, estimates.ref_logprobs, estimator=algorithm.kl_estimator or "k3+")
-        # The gradient of the estimate is right only on the current policy's own tokens; stale ones are reweighted.
+        # The gradient of the estimate is correct only for tokens of the current policy; stale tokens are reweighted.
         weights = algorithm.weights(logprobs - micro.behavior_logprobs, micro.seq)
         loss = loss + settings.kl_loss_coef * algorithm.aggregate(weights * kl, micro.seq, **counts)
     (gradient,) = torch.autograd.grad(loss, leaf)
     inputs = torch.stack([terms.proximal_logprobs, terms.behavior_logprobs, terms.advantages])
-    # Losses clamp log ratios, which would hide that an input is not finite.
+    # Losses clamp log ratios, which would hide a non-finite input.
     gradient = gradient.masked_fill(~inputs.isfinite().all(dim=0), torch.nan)
     return TokenLosses(loss.detach(), gradient, policy_gradient, masked)
 
 
 def _proximal(how: str, micro: MicroBatch, estimates: Estimates, logprobs: Tensor, version: int) -> Tensor:
-    """Returns log-probs [N] of the proximal policy; the current ones if they were not recomputed before the update."""
+    """Returns log-probs [N] of the proximal policy; the current ones if none were recomputed before the update."""
     if how == "loglinear":
         return loglinear_proximal(logprobs, micro.behavior_logprobs, micro.versions, version=version)
     return logprobs if estimates.proximal_logprobs is None else estimates.proximal_logprobs

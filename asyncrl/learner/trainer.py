@@ -1,18 +1,18 @@
-"""One step of the learner: from a batch of trajectories to the next version of the policy.
+"""One step of the learner: trains the policy on a batch of trajectories and produces its next version.
 
-The models that the algorithm needs score the batch (proximal and reference policy, critic), advantages are estimated
-once, and each of `learner.epochs` x `learner.minibatches` optimizer updates accumulates the gradients of its
-micro-batches: forward, `token_losses`, backward. Differences from PPO as published (arXiv:1707.06347):
+The models that the algorithm needs (proximal and reference policy, critic) score the batch, and advantages are computed
+once. Each of the `learner.epochs` x `learner.minibatches` optimizer updates then accumulates the gradients of its
+micro-batches: forward, `token_losses`, backward. Differences from published PPO (arXiv:1707.06347):
 
 - The batch is stale. The behavior policy, which sampled it, is up to `replay.max_staleness` versions old and may change
-  within a trajectory; its log-probs are those that the engine recorded. Losses may clip around a third policy, the
-  proximal one: the weights before the step. By default a step is one update, where proximal and current are the same.
-- One denominator: losses are divided by the tokens or sequences of the update over all micro-batches and ranks, so that
-  the gradient depends neither on packing nor on the number of ranks.
+  within a trajectory; the engine recorded its log-probs. Losses may clip around a third policy, the proximal policy:
+  the weights before the step. By default a step is one update, for which proximal and current policy are the same.
+- Losses have one denominator: the tokens or sequences of the update over all micro-batches and ranks. The gradient
+  therefore depends neither on packing nor on the number of ranks.
 - An update whose loss or gradient is not finite on any rank is skipped on all of them.
-- Baselines come from groups of trajectories, or from a critic that is a model with an optimizer of its own. During
-  `critic.warmup_steps` only the critic is updated; the policy's losses are computed for the metrics.
-- Log-probs are at the sampling temperature. The divergence from a reference policy goes into the reward or the loss.
+- Baselines are computed from groups of trajectories, or by a critic, which is a separate model with its own optimizer.
+  During `critic.warmup_steps` only the critic is updated; the policy's losses are computed for the metrics.
+- Log-probs are at the sampling temperature. The divergence from a reference policy is added to the reward or the loss.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Update(NamedTuple):
     """One optimizer update that was not skipped."""
 
     grad_norm: float
-    """Before clipping."""
+    """Norm of the gradient before clipping."""
     lr: float
 
 
@@ -69,7 +69,8 @@ class Trainer:
         self.policy = Policy(config, ranks)
         self.critic = critic
         self.mismatch_check: MismatchCheck | None = None
-        """Compares with the run's engines in the first steps; None once it has concluded, or without engines."""
+        """Compares log-probs with the run's engines in the first steps; None after it has concluded, or if the run has
+        no engines."""
         self._reference: Reference | None = None
         settings = config.algorithm
         self.kl_control: FixedKL | AdaptiveKL = FixedKL(settings.kl_reward_coef)
@@ -78,8 +79,8 @@ class Trainer:
         self._updates = config.learner.epochs * config.learner.minibatches
 
     def train(self, batch: Batch, *, step: int) -> dict[str, float]:
-        """Trains version `step` - 1 into version `step` on this rank's batch. Returns the metrics of all ranks, except
-        those that are not finite.
+        """Trains version `step` - 1 of the policy on this rank's batch, which results in version `step`. Returns the
+        finite metrics over all ranks.
 
         Raises RunError on all ranks after more than `learner.max_skipped_updates` skipped updates in a row.
         """
@@ -105,7 +106,7 @@ class Trainer:
                     self.algorithm, self.config, micro, own, current, counts=minibatch.counts, version=step - 1
                 )
                 metrics.add(micro, losses, current, entropies, own.advantages)
-                if self.mismatch_check is not None and number == 0:  # later updates have other weights
+                if self.mismatch_check is not None and number == 0:  # later updates start from other weights
                     self.mismatch_check.add(micro, current, version=step - 1)
                 if not warmup:
                     finite.append(current.isfinite() & losses.gradient.isfinite())
@@ -143,7 +144,7 @@ class Trainer:
             restore_random_state(load_file(states))
 
     def _score(self, batch: Batch, minibatches: list[Minibatch], step: int) -> Scores:
-        """Returns the batch as scored by each model that the algorithm needs."""
+        """Returns the batch's scores by each model that the algorithm needs."""
         algorithm, settings = self.algorithm, self.config.algorithm
         wants_reference = settings.kl_loss_coef > 0 or settings.kl_reward_coef > 0
         recomputes = "proximal_logprobs" in algorithm.needs and settings.proximal == "recompute" and self._updates > 1
@@ -169,14 +170,15 @@ class Trainer:
         return StepMetrics(step - 1, algorithm.correction_level, algorithm.correction_cap, self.ranks.device)
 
     def _learning_rate(self, step: int, metrics: StepMetrics) -> float:
-        """Returns the scheduled rate, scaled by the square root of the effective sample size if the config asks."""
+        """Returns the scheduled rate, scaled by the square root of the effective sample size with
+        `learner.ess_scaled_lr`."""
         settings = self.config.learner
         scale = metrics.ess(self.ranks) ** 0.5 if settings.ess_scaled_lr else 1.0
         return scale * learning_rate(step, settings, steps=self.config.steps)
 
     def _find_culprits(self, batch: Batch, scores: Scores) -> str:
-        """Returns the trajectories of all ranks whose own log-probs or values are not finite, as text: through the
-        advantages they also break the losses of others."""
+        """Returns a text naming the trajectories of all ranks whose own log-probs or values are not finite. Through the
+        advantages they also make the losses of other trajectories non-finite."""
         given = (batch.behavior_logprobs, scores.proximal_logprobs, scores.ref_logprobs, scores.values)
         finite = torch.stack([column.isfinite() for column in given if column is not None]).all(dim=0)
         names = [name for micro in batch.micro_batches for name in broken_names(micro, finite[micro.span])]
@@ -194,7 +196,7 @@ class Trainer:
         minibatches: list[Minibatch],
         estimates: Estimates,
     ) -> dict[str, float]:
-        """Returns the finite metrics of the step, those of the critic included, which it waits for."""
+        """Returns the finite metrics of the step. Waits for the critic, whose metrics are included."""
         metrics = total.reduce(self.ranks, updates=self._updates - skipped)
         metrics["learner/tokens"] = float(sum(minibatch.num_tokens for minibatch in minibatches))
         metrics["learner/skipped_updates"] = float(skipped)

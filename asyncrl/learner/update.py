@@ -1,12 +1,12 @@
 """The parts of an optimizer update that policy and critic share: mini-batches, learning rate, skipped updates.
 
-`Trainer.train` and `Critic.train` call them from loops of the same form:
+`Trainer.train` and `Critic.train` use them in loops of the same form:
 
     for minibatch in minibatches:
         finite = []
         for micro, last in minibatch.on(device):
             outputs = ...  # forward
-            gradient = ...  # of the loss with respect to the outputs
+            gradient = ...  # gradient of the loss with respect to the outputs
             finite.append(outputs.detach().isfinite() & gradient.isfinite())
             model.backward(outputs, gradient, last=last)
         grad_norm = model.gradient_norm()
@@ -36,14 +36,14 @@ SHAPES: dict[str, Callable[[float], float]] = {
     "linear": lambda progress: 1.0 - progress,
     "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
 }
-"""Factor on the learning rate by the completed fraction, from 0 to 1, of the steps after the warm-up."""
+"""Factor of the learning rate as a function of the completed fraction, from 0 to 1, of the steps after the warm-up."""
 
 
 def learning_rate(step: int, settings: LearnerConfig, *, steps: int) -> float:
     """Returns the learning rate of step `step` (from 1) of `steps`.
 
-    It rises linearly over `warmup_steps`, whose last step has the full rate, then follows the schedule, which reaches
-    0 only after the last step: no step has rate 0.
+    The rate rises linearly over `warmup_steps`, the last of which has the full rate. It then follows the schedule,
+    which reaches 0 only after the last step: no step has rate 0.
     """
     warmup = settings.warmup_steps
     if step <= warmup:
@@ -55,7 +55,7 @@ def learning_rate(step: int, settings: LearnerConfig, *, steps: int) -> float:
 log = structlog.get_logger()
 
 MAX_NAMED = 4
-"""Trajectories that each rank names when an update is skipped; the rest are only counted."""
+"""Maximum number of trajectories that each rank names for a skipped update; the others are only counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +74,13 @@ class Minibatch:
         return {"num_tokens": self.num_tokens, "num_sequences": self.num_sequences}
 
     def on(self, device: torch.device) -> Iterator[tuple[MicroBatch, bool]]:
-        """Yields each micro-batch on the device, and whether it is the last."""
+        """Yields each micro-batch on the device, and True with the last one."""
         for number, micro in enumerate(self.micro_batches, start=1):
             yield micro.to(device), number == len(self.micro_batches)
 
 
 def sync_microbatches(batch: Batch, ranks: Ranks, step: int) -> list[Minibatch]:
-    """Returns the mini-batches with the counts of all ranks; ranks with fewer micro-batches get empty ones.
+    """Returns the mini-batches with the counts over all ranks; ranks with fewer micro-batches get empty ones.
 
     All ranks call it. Raises RunError if a mini-batch has no action token on any rank.
     """
@@ -109,10 +109,10 @@ def skip_if_not_finite(
 ) -> bool:
     """Drops the gradient if a loss or the gradient itself is not finite. Returns True if it did.
 
-    All ranks call it after the last backward, and all skip the update or none. `finite` has, for each micro-batch,
-    which action tokens [N] have finite outputs and gradients. `culprits` names trajectories already known to break the
-    step, and `lr_key` the config key of the learning rate, for the error. Raises RunError on all ranks when more than
-    `max_skipped_updates` in a row were skipped.
+    All ranks call it after the last backward, and either all or none of them skip the update. `finite` has one mask per
+    micro-batch, true for the action tokens [N] with finite outputs and gradients. `culprits` names trajectories already
+    known to have non-finite scores, and `lr_key` is the config key of the learning rate, for the error. Raises RunError
+    on all ranks if more than `max_skipped_updates` updates in a row were skipped.
     """
     reason = _find_reason(minibatch, finite, grad_norm, model.ranks, culprits)
     if not reason:
@@ -131,17 +131,17 @@ def skip_if_not_finite(
 
 
 def broken_names(micro: MicroBatch, finite: Tensor) -> list[Name]:
-    """Returns the trajectories of the micro-batch with an action token [N] that is not `finite`."""
+    """Returns the trajectories of the micro-batch that have an action token [N] for which `finite` is false."""
     return [micro.names[number] for number in micro.seq[~finite.to(micro.seq.device)].unique().tolist()]
 
 
 def name_together(names: Sequence[Name], ranks: Ranks) -> str:
-    """Returns the trajectories that any rank names, as text; empty if there are none. All ranks call it."""
+    """Returns a text with the trajectories named by any rank; empty if no rank names one. All ranks call it."""
     return _exchange(names, False, ranks)[0]
 
 
 def _find_reason(minibatch: Minibatch, finite: Sequence[Tensor], grad_norm: float, ranks: Ranks, culprits: str) -> str:
-    """Returns why the update must be skipped, the same on all ranks; empty if it must not."""
+    """Returns the reason to skip the update, the same on all ranks; empty if the update is finite."""
     pairs = zip(minibatch.micro_batches, finite, strict=True)
     names = [name for micro, own in pairs for name in broken_names(micro, own)]
     losses, overflow = _exchange(names, not math.isfinite(grad_norm), ranks)
@@ -154,7 +154,7 @@ def _find_reason(minibatch: Minibatch, finite: Sequence[Tensor], grad_norm: floa
 
 
 def _exchange(names: Sequence[Name], flag: bool, ranks: Ranks) -> tuple[str, bool]:
-    """Returns the trajectories that any rank names, as text, and whether any rank has the flag."""
+    """Returns a text with the trajectories named by any rank, and True if the flag is set on any rank."""
     own = torch.full((2 + 2 * MAX_NAMED,), -1)
     own[0], own[1] = flag, len(names)
     for index, name in enumerate(names[:MAX_NAMED]):

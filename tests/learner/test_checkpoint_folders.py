@@ -180,8 +180,8 @@ def test_a_disk_that_is_full(make: Make, tmp_path: Path) -> None:
     partial = tmp_path / "checkpoints" / "step-000020.partial"
     assert str(raised.value) == (
         f"the checkpoint {partial} cannot be written: [Errno 28] No space left on device: "
-        f"'{partial}/policy/rank-0.safetensors'; make room (checkpoint.keep_last and checkpoint.keep_best say how many "
-        "are kept), then go on with `asyncrl launch --resume`"
+        f"'{partial}/policy/rank-0.safetensors'; free disk space (checkpoint.keep_last and checkpoint.keep_best set "
+        "how many are kept), then continue with `asyncrl launch --resume`"
     )
     checkpoints.close()
     assert names(tmp_path) == ["step-000010"]
@@ -197,8 +197,8 @@ def test_a_ceiling(make: Make, tmp_path: Path) -> None:
     with pytest.raises(RunError) as raised:
         save(checkpoints, 5, num_bytes=2 * mib + 101)
     assert str(raised.value) == (
-        f"checkpoint.max_bytes = {3 * mib}: the checkpoint of step 5 has {2 * mib + 106} bytes and must fit beside the "
-        f"newest one, which has {mib - 95}; raise it to at least {3 * mib + 11}, or leave it out"
+        f"checkpoint.max_bytes = {3 * mib}: the checkpoint of step 5 has {2 * mib + 106} bytes and must fit next to "
+        f"the newest one, which has {mib - 95}; raise it to at least {3 * mib + 11}, or omit it"
     )
     checkpoints.close()
     assert names(tmp_path) == ["step-000002", "step-000003", "step-000004"]
@@ -229,7 +229,7 @@ def test_parts_that_do_not_come(make: Make, tmp_path: Path) -> None:
     assert names(tmp_path) == []
     cancelled = threading.Event()
     cancelled.set()
-    with pytest.raises(RunError, match="was given up: learner-1 have not written their parts"):
+    with pytest.raises(RunError, match="was abandoned: learner-1 have not written their parts"):
         await_parts(tmp_path, ["learner-1"], timeout_s=60, cancelled=cancelled)
 
 

@@ -87,7 +87,7 @@ def test_models_that_mix_tokens_otherwise_than_by_attention_are_refused(name: st
     text = str(caught.value)
     assert text.startswith("model.path = 'it': a model of type ") and "docs/models.md" in text
     if "mamba" not in name or dtype == "float32":  # its output is float32 in bfloat16, which fails before
-        assert f"of their norm, and rounding in {dtype} explains at most" in text
+        assert f"of their norm, but rounding in {dtype} explains at most" in text
 
 
 @pytest.mark.parametrize("name", some(RAISING))
@@ -103,7 +103,7 @@ def test_models_of_another_arithmetic_are_refused(name: str, tmp_path: Path) -> 
 
 
 def test_models_that_are_random_in_training_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="computes otherwise in training than in evaluation: hidden states differ by"):
+    with pytest.raises(ConfigError, match="differently in training and in evaluation: hidden states differ by"):
         check(load(RANDOM, tmp_path, "float32"))
 
 

@@ -116,7 +116,7 @@ def test_all_ranks_skip_an_update_that_is_not_finite_on_one(name: str, two_ranks
 
 
 def test_a_batch_that_is_too_stale_on_one_rank_stops_all(two_ranks: Path) -> None:
-    reason = "ticket 10: a token of version 4 came to version 7, 3 steps later; replay.max_staleness = 2"
+    reason = "ticket 10: a token of version 4 reached the learner at version 7, 3 steps later; replay.max_staleness = 2"
     for rank, prefix in ((0, "RunError: learner rank 1: "), (1, "InvariantError: ")):
         assert json.loads((two_ranks / f"errors-{rank}.json").read_text())["stale"] == prefix + reason
 

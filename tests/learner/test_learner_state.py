@@ -120,9 +120,9 @@ def test_the_state_of_another_model_is_refused(one_rank: Ranks, tiny_model: Path
     key = "exp_avg/model.norm.weight"
     advice = "resume with the model.path and critic.path that the run began with"
     assert error({k: t for k, t in state.items() if k != key}) == (
-        f"{tmp_path}: lacks {key}, other than the model of this run; {advice}"
+        f"{tmp_path}: lacks {key}, unlike the model of this run; {advice}"
     )
-    assert "holds weight/score.weight, other than" in error(state | {"weight/score.weight": torch.zeros(1)})
+    assert "holds weight/score.weight, unlike" in error(state | {"weight/score.weight": torch.zeros(1)})
     assert error(state | {"weight/model.norm.weight": torch.zeros(31)}) == (
         f"{tmp_path}: model.norm.weight has shape [31], but [32] in the model of this run; {advice}"
     )
@@ -139,7 +139,7 @@ def test_a_rank_that_cannot_write_ends_all_and_leaves_nothing(two: Path) -> None
     texts = [json.loads((two / f"failed-{rank}.json").read_text()) for rank in (0, 1)]
     assert texts[0] == f"learner rank 1: {texts[1]}"
     assert texts[1].startswith(f"the checkpoint {two}/checkpoints/step-000050.partial cannot be written: ")
-    assert "File too large" in texts[1] and texts[1].endswith("then go on with `asyncrl launch --resume`")
+    assert "File too large" in texts[1] and texts[1].endswith("then continue with `asyncrl launch --resume`")
     assert list((two / "checkpoints").iterdir()) == []
 
 

@@ -174,7 +174,7 @@ def test_a_trainer_checks_its_first_step(one_rank: Ranks, tiny_model: Path, sect
     for group in groups:
         for trajectory in group.trajectories:
             trajectory.behavior_logprobs[trajectory.action_mask] -= 0.1
-    with pytest.raises(ConfigError, match="a model of type qwen2 otherwise than the learner"):
+    with pytest.raises(ConfigError, match="a model of type qwen2 differently from the learner"):
         wrong.train(pack_groups(wrong.config, groups), step=1)
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint on the disk: its manifest, and whether its files are as they were written."""
+"""A checkpoint on disk: writing its parts, its manifest, and verifying the checksums of its files."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from asyncrl.learner.engine import TrainedModel
 from asyncrl.util.files import replace_file
 
 PARTS = ".parts"
-"""Folder in an unfinished checkpoint with the sums of each process that has written its part."""
+"""Folder in an unfinished checkpoint with the checksums of each process that has written its part."""
 POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class PartContent:
-    """What is to be written at one path of a checkpoint: a file, or a folder of files."""
+    """Content to write at one path of a checkpoint: a file, or a folder of files."""
 
     num_bytes: int
-    """Of its tensors or data."""
+    """Size of its tensors or data."""
     write: Callable[[Path], object]
 
 
 Files = dict[str, PartContent]
-"""Path in the checkpoint -> what it gets."""
+"""Contents by path in the checkpoint."""
 
 
 def tensors_file(tensors: dict[str, Tensor]) -> PartContent:
@@ -52,9 +52,9 @@ def bytes_file(data: bytes) -> PartContent:
 
 
 def model_files(trained: TrainedModel, name: str, *, tokenizer: str) -> Files:
-    """The model's training state in the folder `name`, and the model itself, with the tokenizer of the one at
-    `tokenizer`, in Hugging Face format: `model` for the policy, `NAME_model` for another. Copied to the CPU; all
-    ranks call it, and rank 0 gets the model."""
+    """Returns the checkpoint files of a model: this rank's part of the training state in the folder `name`, and on rank
+    0 also the model in Hugging Face format with the tokenizer of the model at `tokenizer`, in the folder `model` for
+    the policy and `NAME_model` otherwise. Tensors are copied to the CPU. All ranks call it."""
     rank = trained.ranks.rank
     files = {f"{name}/rank-{rank}.safetensors": tensors_file(collect_state(trained))}
     weights = trained.collect_weights()
@@ -66,10 +66,10 @@ def model_files(trained: TrainedModel, name: str, *, tokenizer: str) -> Files:
 
 
 class PartWriter:
-    """Writes the part of one process, a checkpoint at a time, in a thread of its own."""
+    """Writes the part of one process, one checkpoint at a time, in a background thread."""
 
     def __init__(self, name: str) -> None:
-        """`name` tells this process from the others that write to the same checkpoint."""
+        """`name` identifies this process among those that write to the same checkpoint."""
         self.name = name
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._running: Future[None] | None = None
@@ -79,7 +79,8 @@ class PartWriter:
         return self._running is not None and not self._running.done()
 
     def start(self, folder: Path, files: Files, *, then: Callable[[], None] | None = None) -> None:
-        """Writes the files to `folder`, its sums last, then calls `then`. Call `wait` before the next."""
+        """Starts to write the files to `folder`, their checksums last, and to call `then` afterwards. Call `wait`
+        before the next `start`."""
         assert self._running is None
 
         def work() -> None:
@@ -91,18 +92,19 @@ class PartWriter:
                 raise
             except (OSError, SafetensorError) as error:
                 raise RunError(
-                    f"the checkpoint {folder} cannot be written: {error}; make room (checkpoint.keep_last and "
-                    "checkpoint.keep_best say how many are kept), then go on with `asyncrl launch --resume`"
+                    f"the checkpoint {folder} cannot be written: {error}; free disk space (checkpoint.keep_last and "
+                    "checkpoint.keep_best set how many are kept), then continue with `asyncrl launch --resume`"
                 ) from error
 
         self._running = self._executor.submit(work)
 
     def failure(self) -> AsyncrlError | None:
-        """The error of the write that has ended, once. Raises what is none of the package's errors."""
+        """Returns the error of a finished write, once; None if it succeeded or is still running. Never waits. Raises an
+        error that is not an AsyncrlError."""
         return self.wait() if self._running is not None and self._running.done() else None
 
     def wait(self) -> AsyncrlError | None:
-        """Waits for the write under way; its error."""
+        """Waits for the running write. Returns its error, or None. Raises an error that is not an AsyncrlError."""
         running, self._running = self._running, None
         error = running.exception() if running is not None else None
         if error is not None and not isinstance(error, AsyncrlError):
@@ -110,11 +112,11 @@ class PartWriter:
         return error
 
     def ends(self, limit_s: float) -> bool:
-        """Whether no write is under way, or it ends within the limit."""
+        """Waits for at most `limit_s`. Returns True if no write is running or the write ends within the limit."""
         return self._running is None or not wait([self._running], limit_s).not_done
 
     def close(self, *, wait: bool = True) -> None:
-        """Without `wait` a write under way goes on until the process ends."""
+        """Stops the thread. Without `wait`, a running write continues until the process ends."""
         self._executor.shutdown(wait=wait)
 
 
@@ -131,13 +133,13 @@ def _write(folder: Path, name: str, files: Files) -> None:
 
 
 def await_parts(folder: Path, names: Iterable[str], *, timeout_s: float, cancelled: threading.Event) -> dict[str, Sum]:
-    """The sums of all files, by path, when all these processes have written their parts. Raises PeerTimeoutError
-    naming those that have not within the time, and RunError when `cancelled`."""
+    """Waits until all named processes have written their parts and returns the checksums of all files by path. Raises
+    PeerTimeoutError, naming the missing processes, after `timeout_s`, and RunError if `cancelled` is set."""
     deadline_s = time.monotonic() + timeout_s
     paths = [folder / PARTS / f"{name}.json" for name in names]
     while missing := [path.stem for path in paths if not path.exists()]:
         if cancelled.wait(POLL_S):
-            raise RunError(f"the checkpoint {folder} was given up: {', '.join(missing)} have not written their parts")
+            raise RunError(f"the checkpoint {folder} was abandoned: {', '.join(missing)} have not written their parts")
         if time.monotonic() > deadline_s:
             raise PeerTimeoutError(
                 f"the checkpoint {folder} lacks the parts of {', '.join(missing)} after {timeout_s:g} s "
@@ -152,22 +154,22 @@ CHECKPOINTS = "checkpoints"
 """Folder of the checkpoints in a run's folder."""
 MANIFEST = "checkpoint.json"
 PARTIAL = ".partial"
-"""At the end of a folder's name: the checkpoint in it is not whole yet."""
+"""Suffix of the folder of an incomplete checkpoint."""
 UNREADABLE = (OSError, ValueError, TypeError)
-"""What reading a damaged manifest raises."""
+"""Errors raised on reading a damaged manifest."""
 CHUNK_BYTES = 16 << 20
 
 Sum = dict[str, Any]
-"""`bytes` and `xxh3` (of 64 bits, hexadecimal) of a file."""
+"""Size `bytes` and checksum `xxh3` (64 bits, hexadecimal) of a file."""
 
 
 @dataclass(slots=True)
 class CheckpointManifest:
-    """`checkpoint.json`: what the checkpoint is, and the sums of its other files."""
+    """`checkpoint.json`: metadata of the checkpoint, and the checksums of its other files."""
 
     step: int
     reward: float | None
-    """Mean reward of the steps before it, or of its evaluation."""
+    """Mean reward of the steps before the checkpoint, or of its evaluation if `evaluated`."""
     evaluated: bool = False
     files: dict[str, Sum] = field(default_factory=dict[str, Sum])
 
@@ -181,12 +183,12 @@ def folder_name(step: int) -> str:
 
 
 def partial_folder(checkpoint: Path) -> Path:
-    """Where a checkpoint is written until it is complete."""
+    """Returns the folder to which a checkpoint is written until it is complete."""
     return checkpoint.with_name(f"{checkpoint.name}{PARTIAL}")
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step that the folder of a checkpoint is named after, complete or not."""
+    """Returns the step in the folder name of a checkpoint, complete or not."""
     return int(checkpoint.name.removesuffix(PARTIAL).removeprefix("step-"))
 
 
@@ -195,7 +197,7 @@ def read_manifest(path: Path) -> CheckpointManifest:
 
 
 def has_manifest(path: Path) -> bool:
-    """Whether the checkpoint's manifest can be read."""
+    """True if the checkpoint's manifest can be read."""
     try:
         read_manifest(path)
     except UNREADABLE:
@@ -204,22 +206,20 @@ def has_manifest(path: Path) -> bool:
 
 
 def finished_steps(folder: Path) -> list[int]:
-    """Steps of the checkpoints in the folder that were finished, ascending; whether they are damaged is not looked
-    at."""
+    """Returns the steps of the finished checkpoints in the folder, ascending, without checking them for damage."""
     names = [path.parent.name.removeprefix("step-") for path in folder.glob(f"step-*/{MANIFEST}")]
     return sorted(int(name) for name in names if name.isdigit())
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """The newest checkpoint in the folder whose files are as they were written, if there is one. Those that are
-    damaged are named in the log."""
+    """Returns the newest undamaged checkpoint in the folder, or None. Damaged ones are logged."""
     paths = [folder / folder_name(step) for step in reversed(finished_steps(folder))]
     return next((path for path in paths if not is_damaged(path)), None)
 
 
 def is_damaged(path: Path, *, part: int = 0, parts: int = 1) -> bool:
-    """Whether a file of the checkpoint is not as it was written, which is named in the log; looks at the files of
-    one of so many parts."""
+    """True if a file of the checkpoint does not have its checksum, which is logged. Checks only the files of part
+    `part` of `parts`."""
     damage = _find_damage(path, part, parts)
     if damage:
         log.warning("a damaged checkpoint is not used", path=str(path), reason=damage)
@@ -242,7 +242,7 @@ def _find_damage(path: Path, part: int, parts: int) -> str:
 
 
 def seal(path: Path) -> Sum:
-    """Brings the file to the disk; gives its sum."""
+    """Flushes the file to disk and returns its checksum."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
     return sum_of(path)
@@ -259,5 +259,5 @@ def sum_of(path: Path) -> Sum:
 
 
 def write_manifest(path: Path, manifest: CheckpointManifest) -> None:
-    """Makes the folder a whole checkpoint, or replaces what is said of it."""
+    """Writes or replaces the manifest, which makes the folder a complete checkpoint."""
     replace_file(path / MANIFEST, json.dumps(asdict(manifest), indent=1))

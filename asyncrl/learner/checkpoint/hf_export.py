@@ -1,4 +1,4 @@
-"""A model written in Hugging Face format."""
+"""Writes models in Hugging Face format."""
 
 from __future__ import annotations
 
@@ -25,12 +25,11 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-"""Copied as they are: a tokenizer that is loaded and saved again may come out changed."""
+"""Copied unchanged, since loading and saving a tokenizer may change it."""
 
 
 def save_model(trained: TrainedModel, folder: Path, *, tokenizer: str) -> None:
-    """Writes the model, and the tokenizer of the model at `tokenizer`, to `folder`, which appears whole or not at
-    all; all ranks call it."""
+    """Writes the model, and the tokenizer of the model at `tokenizer`, atomically to `folder`. All ranks call it."""
     weights = trained.collect_weights()
     if trained.ranks.rank:
         return

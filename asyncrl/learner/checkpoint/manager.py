@@ -1,4 +1,4 @@
-"""The checkpoints of a run: chosen on start, saved in the background, and kept while they are wanted."""
+"""The checkpoints of a run: selection at the start, saving in the background, and retention."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ log = structlog.get_logger()
 
 
 class Checkpoints:
-    """The checkpoints in a folder, as one learner rank sees them. Rank 0 removes what is not kept."""
+    """The checkpoints in a folder, used by one learner rank. Rank 0 removes those that are not retained."""
 
     def __init__(self, config: Config, folder: Path, ranks: Ranks, *, others: tuple[str, ...] = ()) -> None:
-        """`others` are processes that are no learner ranks and write parts of their own."""
+        """`others` are processes other than learner ranks that also write parts of each checkpoint."""
         self.folder = folder
         self.ranks = ranks
         self._settings = config.checkpoint
@@ -48,14 +48,14 @@ class Checkpoints:
         self._writer = PartWriter(f"learner-{ranks.rank}")
         self._cancelled = threading.Event()
         self._partial: Path | None = None
-        """Where a checkpoint is under way."""
+        """Folder of the checkpoint that is being written."""
         self._late = False
-        """It was not whole in time, and is not waited for any more."""
+        """True if that checkpoint was not complete in time and is abandoned."""
         self._evaluations: dict[int, float] = {}
-        """Rewards of evaluated versions that no manifest has yet."""
+        """Rewards of evaluated versions that are not in a manifest yet."""
         self._write_s: float | None = None
         self.took_s = 0.0
-        """How long the last checkpoint took until it was whole, on rank 0."""
+        """Duration of the last checkpoint until it was complete, on rank 0."""
         self._whole: list[int] = []
 
     def path(self, step: int) -> Path:
@@ -63,12 +63,12 @@ class Checkpoints:
 
     @property
     def recent(self) -> list[int]:
-        """Steps of the newest checkpoints that are whole, `checkpoint.keep_last` of them, ascending."""
+        """Steps of the newest `checkpoint.keep_last` complete checkpoints, ascending."""
         return self._whole[-self._settings.keep_last :]
 
     def newest(self) -> int:
-        """Step of the newest checkpoint whose files are as they were written; 0 without one. All ranks call it,
-        before anything is saved. A damaged one is named in the log; what a killed process left behind is removed."""
+        """Returns the step of the newest undamaged checkpoint, or 0. All ranks call it, before anything is saved.
+        Damaged checkpoints are logged; those that a killed process left unfinished are removed."""
         if self.ranks.rank == 0:
             for left in [path for path in self.folder.glob("step-*") if not _is_finished(path)]:
                 log.warning("an unfinished checkpoint is removed", path=str(left))
@@ -83,15 +83,15 @@ class Checkpoints:
             self._whole = [step for step in self._whole if step != newest]
 
     def is_whole(self, step: int) -> bool:
-        """Whether the checkpoint's files are as they were written. All ranks call it, and each reads a part."""
+        """True if the checkpoint's files have their checksums. All ranks call it, and each checks a part."""
         damaged = is_damaged(self.path(step), part=self.ranks.rank, parts=self.ranks.count)
         return not self.ranks.any(damaged)
 
     def save(self, step: int, snapshot: Callable[[Path], Files], *, reward: float | None) -> None:
-        """Starts a checkpoint of this step; all ranks call it. Waits for the one before, takes the snapshot of this
-        rank, and goes on in the background.
+        """Starts a checkpoint of this step. Waits for the previous checkpoint, takes the snapshot of this rank, and
+        writes it in the background. All ranks call it.
 
-        Raises RunError on all ranks when the one before failed or `checkpoint.max_bytes` is too low.
+        Raises RunError on all ranks if the previous checkpoint failed or `checkpoint.max_bytes` is too low.
         """
         self.finish()
         begun_s = time.monotonic()
@@ -111,13 +111,13 @@ class Checkpoints:
         self._writer.start(unfinished, files, then=complete if self.ranks.rank == 0 else None)
 
     def failure(self) -> AsyncrlError | None:
-        """Why this rank's part of the last checkpoint failed, once it has; never waits."""
+        """Returns the error of this rank's part of the last checkpoint, once, or None. Never waits."""
         self._rate()
         return self._writer.failure()
 
     def finish(self, limit_s: float | None = None) -> bool:
-        """Waits for the checkpoint under way; all ranks call it. False when it is not whole within the limit, and only
-        `close` may follow. Raises RunError on all ranks when it failed."""
+        """Waits for the checkpoint that is being written. All ranks call it. Returns False if it is not complete within
+        the limit; then only `close` may follow. Raises RunError on all ranks if it failed."""
         self._late = limit_s is not None and self.ranks.any(not self._writer.ends(limit_s))
         if self._late:
             return False
@@ -127,26 +127,27 @@ class Checkpoints:
         return True
 
     def evaluated(self, version: int, reward: float) -> None:
-        """Takes note of the reward of an evaluated version, which then is the one of its checkpoint, if it has one:
-        that was begun before any generator had the version."""
+        """Records the reward of an evaluated version as the reward of its checkpoint, if the version has one. The
+        checkpoint was started before the evaluation, since generators receive a version only afterwards."""
         if version in self._whole or self._partial == partial_folder(self.path(version)):
             self._evaluations[version] = reward
             self._rate()
 
     def metrics(self) -> dict[str, float]:
-        """How long the last checkpoint took to write, once it is whole; told once."""
+        """Returns the write time of the last checkpoint once it is complete; each is reported once."""
         write_s, self._write_s = self._write_s, None
         return {} if write_s is None else {"checkpoint/write_s": write_s}
 
     def close(self) -> None:
-        """Gives up a checkpoint that is not whole. The next start removes what is left of one that was late."""
+        """Abandons an incomplete checkpoint and removes it. The next start removes one that was late."""
         self._cancelled.set()
         self._writer.close(wait=not self._late)
         if self._partial is not None and self.ranks.rank == 0 and not self._late:
             shutil.rmtree(self._partial, ignore_errors=True)
 
     def _make_room(self, step: int, num_bytes: int) -> RunError | None:
-        """Removes older checkpoints until one of `num_bytes` fits beside the newest; the error when it cannot."""
+        """Removes older checkpoints until one of `num_bytes` fits in addition to the newest. Returns an error if it
+        cannot fit."""
         limit = self._settings.max_bytes
         if limit is None or self.ranks.rank:
             return None
@@ -155,7 +156,7 @@ class Checkpoints:
         if newest + num_bytes > limit:
             return RunError(
                 f"checkpoint.max_bytes = {limit}: the checkpoint of step {step} has {num_bytes} bytes and must fit "
-                f"beside the newest one, which has {newest}; raise it to at least {newest + num_bytes}, or leave it out"
+                f"next to the newest one, which has {newest}; raise it to at least {newest + num_bytes}, or omit it"
             )
         order = [whole for whole in sorted(sizes) if whole not in self._kept()] + sorted(sizes)
         while sum(sizes.values()) + num_bytes > limit:
@@ -165,7 +166,7 @@ class Checkpoints:
         return None
 
     def _complete(self, step: int, unfinished: Path, reward: float | None) -> None:
-        """Makes the checkpoint whole when all parts are there, and removes those that are not kept any more."""
+        """Waits for all parts, completes the checkpoint, and removes those that are no longer retained."""
         files = await_parts(unfinished, self._names, timeout_s=self._timeout_s, cancelled=self._cancelled)
         manifest = CheckpointManifest(step, reward, files=files)
         if error := self._make_room(step, manifest.num_bytes):
@@ -192,13 +193,13 @@ class Checkpoints:
         return kept
 
     def _rank_of(self, step: int) -> tuple[bool, float, int]:
-        """An evaluated checkpoint before one that is not, then the better, then the newer."""
+        """Sort key: evaluated checkpoints rank above others, then those of higher reward, then newer ones."""
         manifest = read_manifest(self.path(step))
         reward = float("-inf") if manifest.reward is None else manifest.reward
         return manifest.evaluated, reward, step
 
     def _rate(self) -> None:
-        """Writes rewards that came late into their checkpoints; not while one is under way."""
+        """Writes the rewards of evaluations to the manifests of their checkpoints, unless one is being written."""
         if self._writer.busy:
             return
         for step in [step for step in self._whole if step in self._evaluations]:
@@ -207,7 +208,7 @@ class Checkpoints:
             write_manifest(self.path(step), manifest)
 
     def _remove(self, step: int) -> None:
-        """Removes the checkpoint, its manifest first: half of one is none."""
+        """Removes the checkpoint, its manifest first, so that a partly removed checkpoint counts as unfinished."""
         path = self.path(step)
         (path / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(path)
@@ -217,5 +218,5 @@ class Checkpoints:
 
 
 def _is_finished(path: Path) -> bool:
-    """False for what is left of one that was being written or removed."""
+    """False for a folder whose checkpoint was not completely written or removed."""
     return path.suffix != PARTIAL and (path / MANIFEST).exists()

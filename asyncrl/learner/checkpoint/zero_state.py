@@ -1,8 +1,8 @@
-"""The training state of a model by parameter name, the same whatever the ZeRO stage and the number of ranks.
+"""The training state of a model by parameter name, independent of the ZeRO stage and the number of ranks.
 
-Every rank holds a fragment of each parameter's float32 weights and of Adam's moments: all of it with stage 0, a piece
-of the flattened parameter otherwise. Parameters are dealt to the ranks round robin: each rank puts together, and
-writes, its own.
+Every rank has a fragment of each parameter's float32 weights and Adam moments: the complete tensor with stage 0, a
+slice of the flattened parameter otherwise. Parameters are assigned to ranks round robin; each rank assembles and writes
+the tensors of its parameters.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from asyncrl.learner.deepspeed_import import BF16_Optimizer
 from asyncrl.learner.engine import TrainedModel
 
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
-"""What is kept of each parameter, float32: the key of a tensor is one of these, a slash, and the parameter's name."""
+"""Tensors saved for each parameter, float32, with the key `KIND/PARAMETER`."""
 STEP = "step"
 """Key of the number of updates, int64; in every file."""
 SKIPPED = "skipped"
-"""Key of the number of updates that were skipped in a row, int64; in every file, but for those of older checkpoints."""
+"""Key of the number of consecutive skipped updates, int64; in every file, except those of older checkpoints."""
 
 
 @torch.no_grad()
 def collect_state(trained: TrainedModel) -> dict[str, Tensor]:
-    """This rank's share of the training state, copied to the CPU. All ranks call it."""
+    """Returns this rank's part of the training state, copied to the CPU. All ranks call it."""
     ranks = trained.ranks
     flats = _prepare(trained)
     updates = max(int(trained.optimizer.state[flat]["step"]) for flat in flats)
@@ -47,9 +47,9 @@ def collect_state(trained: TrainedModel) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def restore_state(trained: TrainedModel, folder: Path) -> None:
-    """Takes over the state that any number of ranks wrote to `folder`. All ranks call it.
+    """Loads the state that any number of ranks wrote to `folder`. All ranks call it.
 
-    Raises RunError, the same on all ranks, when it is the state of another model.
+    Raises RunError, the same on all ranks, if it is the state of another model.
     """
     flats = _prepare(trained)
     with ExitStack() as opened:
@@ -71,7 +71,7 @@ def restore_state(trained: TrainedModel, folder: Path) -> None:
 
 
 def random_state() -> dict[str, Tensor]:
-    """The states of this process's random number generators, uint8."""
+    """Returns the states of this process's random number generators, uint8."""
     states = {"cpu": torch.get_rng_state()}
     return states | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
 
@@ -83,7 +83,8 @@ def restore_random_state(states: dict[str, Tensor]) -> None:
 
 
 def _prepare(trained: TrainedModel) -> list[Tensor]:
-    """The tensors that AdamW updates on this rank, with the state that it else makes in its first update."""
+    """Returns the tensors that AdamW updates on this rank. Creates their optimizer state, which AdamW otherwise creates
+    in its first update."""
     optimizer: Any = trained.engine.optimizer
     if isinstance(optimizer, BF16_Optimizer):
         flats: list[Tensor] = optimizer.fp32_groups_flat_partition
@@ -105,7 +106,7 @@ def _prepare(trained: TrainedModel) -> list[Tensor]:
 
 
 def _fragments(trained: TrainedModel, parameter: Any, kind: str) -> Iterator[tuple[Tensor, int]]:
-    """This rank's fragment of the flattened parameter, float32, and where it starts; none if it has none."""
+    """Yields this rank's fragment of the flattened parameter, float32, and its offset, if it has a fragment."""
     key = None if kind == "weight" else kind
     optimizer: Any = trained.engine.optimizer
     if trained.partitioned:
@@ -122,7 +123,7 @@ def _fragments(trained: TrainedModel, parameter: Any, kind: str) -> Iterator[tup
 
 
 def _assemble(trained: TrainedModel, parameter: Any, kind: str, owner: int) -> Tensor:
-    """On rank `owner`, the whole tensor; nothing of use on others."""
+    """Returns the complete tensor on rank `owner`; undefined on other ranks."""
     shape = parameter.ds_shape if trained.partitioned else parameter.shape
     fragments = list(_fragments(trained, parameter, kind))
     if not trained.sharded:
@@ -131,13 +132,13 @@ def _assemble(trained: TrainedModel, parameter: Any, kind: str, owner: int) -> T
     for fragment, start in fragments:
         full[start : start + len(fragment)] = fragment
     if trained.ranks.count > 1:
-        # As bits, of which all but one rank has zeros, so that every value comes through, -0.0 too.
+        # The sum over int32 bits, which are zero on all ranks but one, preserves every value, including -0.0.
         dist.reduce(full.view(torch.int32), owner)
     return full.view(shape)
 
 
 def _refresh(trained: TrainedModel) -> None:
-    """The weights that the model computes with, from the float32 ones."""
+    """Updates the weights that the model computes with from the float32 weights."""
     optimizer: Any = trained.engine.optimizer
     if trained.partitioned:
         optimizer._partition_all_parameters()
@@ -154,7 +155,7 @@ def _check_names(folder: Path, keys: set[str], parameters: dict[str, nn.Paramete
     if keys != wanted:
         key = min(keys ^ wanted)
         raise RunError(
-            f"{folder}: {'holds' if key in keys else 'lacks'} {key}, other than the model of this run; resume with the "
+            f"{folder}: {'holds' if key in keys else 'lacks'} {key}, unlike the model of this run; resume with the "
             "model.path and critic.path that the run began with"
         )
 
