@@ -59,7 +59,7 @@ def test_overrides_are_yaml() -> None:
         ),
         (
             {"data.weights": [1.0, 2.0]},
-            "data.weights = [1.0, 2.0]: there are 1 training files; give one for each",
+            "data.weights = [1.0, 2.0]: there are 1 training files; set one for each",
         ),
         ({"data.weights": [-1.0]}, "data.weights = [-1.0]: each must be above 0"),
         (
