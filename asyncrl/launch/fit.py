@@ -1,6 +1,6 @@
-"""Checks that the roles of a run fit the memory of their GPUs, and sizes the share of each engine.
+"""Checks that the roles of a run fit the memory of their GPUs, and computes the memory fraction of each engine.
 
-All by arithmetic (`memory`), before anything starts.
+The needs are computed (`memory`), not measured, before any process starts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ REWARD_MODEL = {"dtype": "float32", "tokens_per_batch": 16384, "device": "auto"}
 
 @dataclass(frozen=True)
 class Models:
-    """Shapes of the models of a run; None where it has no such model."""
+    """Shapes of the models of a run; None if the run has no such model."""
 
     policy: Shape
     reference: Shape | None = None
@@ -45,7 +45,7 @@ class Models:
 
     @classmethod
     def read(cls, config: Config, *, reward_model: bool) -> Models | None:
-        """Reads the shapes from the model folders of the config; None when a `config.json` lacks the sizes."""
+        """Reads the shapes from the model folders of the config; None if a `config.json` lacks the sizes."""
         from asyncrl.learner.algorithm import make_algorithm  # imports torch
 
         algorithm, path = config.algorithm, config.model.path
@@ -94,7 +94,7 @@ class Card:
 
     @property
     def missing_bytes(self) -> int:
-        """Bytes by which the needs exceed the limit; 0 when they fit."""
+        """Bytes by which the needs exceed the limit; 0 if they fit."""
         return max(0, sum(need.num_bytes for need in self.needs) - self.limit_bytes)
 
     def __str__(self) -> str:
@@ -104,65 +104,65 @@ class Card:
         )
 
 
-def fit_memory(config: Config, plan: Placement, *, reward_model: bool) -> Placement:
-    """The placement with the fraction of its GPU's memory that each engine may use.
+def fit_memory(config: Config, placement: Placement, *, reward_model: bool) -> Placement:
+    """Returns the placement with `gpu_memory_utilization` set for each engine.
 
-    Raises ConfigError with the sums, and the keys that would help, when a GPU is too small. When the memory of the GPUs
-    or the sizes of a model are unknown, engines on one GPU divide `generator.gpu_memory_utilization`.
+    Raises ConfigError with the sums, and the settings that would help, if a GPU is too small. If the memory of the GPUs
+    or the sizes of a model are unknown, engines on one GPU divide `generator.gpu_memory_utilization` equally.
     """
-    if not plan.gpus:
-        return plan
-    known = all(gpu.memory_bytes is not None for gpu in plan.gpus)
+    if not placement.gpus:
+        return placement
+    known = all(gpu.memory_bytes is not None for gpu in placement.gpus)
     models = Models.read(config, reward_model=reward_model) if known else None
     if models is None:
-        return _divided(config, plan)
-    cards = make_cards(config, plan, models)
+        return _divided(config, placement)
+    cards = make_cards(config, placement, models)
     if short := [card for card in cards if card.missing_bytes]:
-        raise ConfigError(_refusal(config, plan, models, short))
+        raise ConfigError(_refusal(config, placement, models, short))
     for card in cards:
         log.info("computed memory needs", gpu=str(card))
-    return _with_fractions(config, plan, models, cards)
+    return _with_fractions(config, placement, models, cards)
 
 
-def make_cards(config: Config, plan: Placement, models: Models) -> list[Card]:
-    """Every GPU of the placement that has roles, with their needs."""
-    by_gpu: dict[str, list[Need]] = {gpu.name: [] for gpu in plan.gpus}
-    for gpu, need in _needs(config, plan, models):
+def make_cards(config: Config, placement: Placement, models: Models) -> list[Card]:
+    """Returns every GPU of the placement that has roles, with their needs."""
+    by_gpu: dict[str, list[Need]] = {gpu.name: [] for gpu in placement.gpus}
+    for gpu, need in _needs(config, placement, models):
         by_gpu[gpu].append(need)
-    engines = {gpu for share in plan.generators for gpu in share.gpus}
+    engines = {gpu for resources in placement.generators for gpu in resources.gpus}
     cards: list[Card] = []
-    for gpu in plan.gpus:
+    for gpu in placement.gpus:
         memory_bytes = gpu.memory_bytes or 0
         fraction = config.generator.gpu_memory_utilization if gpu.name in engines else TRAINED_FRACTION
         cards.append(Card(gpu.name, memory_bytes, by_gpu[gpu.name], round(fraction * memory_bytes)))
     return [card for card in cards if card.needs]
 
 
-def _needs(config: Config, plan: Placement, models: Models) -> Iterator[tuple[str, Need]]:
+def _needs(config: Config, placement: Placement, models: Models) -> Iterator[tuple[str, Need]]:
     inside = models.critic if not config.critic.ranks else None
-    for rank, share in enumerate(plan.learners):
-        packs = rank == 0 and _by_nccl(config, plan)
+    for rank, resources in enumerate(placement.learners):
+        packs = rank == 0 and _by_nccl(config, placement)
         parts = learner_parts(config, models.policy, reference=models.reference, critic=inside, packs=packs)
-        yield share.gpus[0], Need(f"learner-{rank}", parts)
-    for rank, share in enumerate(plan.critics):
-        yield share.gpus[0], Need(f"critic-{rank}", critic_parts(config, models.critic or models.policy))
-    for index, share in enumerate(plan.generators):
-        beside = staging_parts(config, models.policy, on_gpu=_by_nccl(config, plan))
-        yield share.gpus[0], Need(f"generator-{index}", engine_parts(config, models.policy) | beside)
+        yield resources.gpus[0], Need(f"learner-{rank}", parts)
+    for rank, resources in enumerate(placement.critics):
+        yield resources.gpus[0], Need(f"critic-{rank}", critic_parts(config, models.critic or models.policy))
+    for index, resources in enumerate(placement.generators):
+        staged = staging_parts(config, models.policy, on_gpu=_by_nccl(config, placement))
+        yield resources.gpus[0], Need(f"generator-{index}", engine_parts(config, models.policy) | staged)
     options: dict[str, Any] = REWARD_MODEL | config.reward_options.get("reward_model", {})
-    if plan.reward_model is not None and models.reward_model is not None and options["device"] != "cpu":
+    if placement.reward_model is not None and models.reward_model is not None and options["device"] != "cpu":
         tokens, dtype = int(options["tokens_per_batch"]), str(options["dtype"])
         parts = reward_model_parts(models.reward_model, dtype=dtype, tokens=tokens)
-        yield plan.reward_model.gpus[0], Need("reward_model", parts)
+        yield placement.reward_model.gpus[0], Need("reward_model", parts)
 
 
-def _by_nccl(config: Config, plan: Placement) -> bool:
-    return plan.sends_between_gpus and config.weights.transport != "gloo"
+def _by_nccl(config: Config, placement: Placement) -> bool:
+    return placement.sends_between_gpus and config.weights.transport != "gloo"
 
 
-def _with_fractions(config: Config, plan: Placement, models: Models, cards: list[Card]) -> Placement:
-    """Divides the memory that the other roles of a GPU leave among its engines, less their staged weights."""
-    beside = sum(staging_parts(config, models.policy, on_gpu=_by_nccl(config, plan)).values())
+def _with_fractions(config: Config, placement: Placement, models: Models, cards: list[Card]) -> Placement:
+    """Divides the memory that the other roles of a GPU leave among its engines, minus their staged weights."""
+    staged = sum(staging_parts(config, models.policy, on_gpu=_by_nccl(config, placement)).values())
     least = sum(engine_parts(config, models.policy).values())
     fractions: dict[str, float] = {}
     for card in cards:
@@ -170,53 +170,58 @@ def _with_fractions(config: Config, plan: Placement, models: Models, cards: list
         if not engines:
             continue
         others = sum(need.num_bytes for need in card.needs if need not in engines)
-        engine_bytes = (card.limit_bytes - others) // len(engines) - beside
+        engine_bytes = (card.limit_bytes - others) // len(engines) - staged
         if config.generator.kv_cache_bytes is not None:
-            engine_bytes = min(engine_bytes, least)  # it takes no more, and checks that as much is free
+            engine_bytes = min(engine_bytes, least)  # the engine uses no more, and requires that this much is free
         fractions[card.name] = engine_bytes / card.memory_bytes
-    return _set_fractions(plan, lambda share: fractions[share.gpus[0]])
+    return _set_fractions(placement, lambda resources: fractions[resources.gpus[0]])
 
 
-def _divided(config: Config, plan: Placement) -> Placement:
-    counts = {share.gpus: sum(share.gpus == other.gpus for other in plan.generators) for share in plan.generators}
-    return _set_fractions(plan, lambda share: config.generator.gpu_memory_utilization / counts[share.gpus])
+def _divided(config: Config, placement: Placement) -> Placement:
+    counts = {
+        resources.gpus: sum(resources.gpus == other.gpus for other in placement.generators)
+        for resources in placement.generators
+    }
+    return _set_fractions(placement, lambda resources: config.generator.gpu_memory_utilization / counts[resources.gpus])
 
 
-def _set_fractions(plan: Placement, fraction: Callable[[RoleResources], float]) -> Placement:
-    generators = tuple(replace(share, gpu_memory_utilization=fraction(share)) for share in plan.generators)
-    return replace(plan, generators=generators)
+def _set_fractions(placement: Placement, fraction: Callable[[RoleResources], float]) -> Placement:
+    generators = tuple(
+        replace(resources, gpu_memory_utilization=fraction(resources)) for resources in placement.generators
+    )
+    return replace(placement, generators=generators)
 
 
-def _refusal(config: Config, plan: Placement, models: Models, short: list[Card]) -> str:
+def _refusal(config: Config, placement: Placement, models: Models, short: list[Card]) -> str:
     lines = "\n  ".join(map(str, short))
-    changes = find_changes(config, plan, models)
-    way_out = (
+    changes = find_changes(config, placement, models)
+    advice = (
         f"with {' '.join(changes)} it would fit"
         if changes
-        else "no setting of these keys is enough: take more ranks (launch.learners, critic.ranks) or a smaller model"
+        else "no setting of these keys is enough: use more ranks (launch.learners, critic.ranks) or a smaller model"
     )
-    return f"by arithmetic the run does not fit its GPUs:\n  {lines}\n{way_out}"
+    return f"by arithmetic the run does not fit its GPUs:\n  {lines}\n{advice}"
 
 
-def find_changes(config: Config, plan: Placement, models: Models) -> list[str]:
-    """A small set of overrides with which the same placement fits, found greedily; empty when none suffice."""
+def find_changes(config: Config, placement: Placement, models: Models) -> list[str]:
+    """Returns a small set of overrides with which the same placement fits, found greedily; empty if none suffice."""
     tried: list[tuple[str, Any]] = []
-    for change in _candidates(config, plan):
+    for change in _candidates(config, placement):
         tried.append(change)
-        if _fits(config, plan, models, tried):
+        if _fits(config, placement, models, tried):
             break
     else:
         return []
     for change in tried[-2::-1]:
         fewer = [other for other in tried if other is not change]
-        if _fits(config, plan, models, fewer):
+        if _fits(config, placement, models, fewer):
             tried = fewer
     last = dict(tried)
     return [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in last.items()]
 
 
-def _candidates(config: Config, plan: Placement) -> Iterator[tuple[str, Any]]:
-    """Settings that need less memory, the least costly first."""
+def _candidates(config: Config, placement: Placement) -> Iterator[tuple[str, Any]]:
+    """Yields settings that need less memory, in ascending order of their cost in speed."""
     if config.model.dtype != "bfloat16":
         yield "model.dtype", "bfloat16"
     longest = longest_tokens(config)
@@ -230,12 +235,12 @@ def _candidates(config: Config, plan: Placement) -> Iterator[tuple[str, Any]]:
         yield "learner.gradient_checkpointing", True
     for stage in range(config.learner.zero_stage + 1, 4 if config.launch.learners > 1 else 0):
         yield "learner.zero_stage", stage
-    if _by_nccl(config, plan):
+    if _by_nccl(config, placement):
         yield "weights.transport", "gloo"
 
 
-def _fits(config: Config, plan: Placement, models: Models, changes: list[tuple[str, Any]]) -> bool:
+def _fits(config: Config, placement: Placement, models: Models, changes: list[tuple[str, Any]]) -> bool:
     for key, value in changes:
         section, _, name = key.partition(".")
         config = config.model_copy(update={section: getattr(config, section).model_copy(update={name: value})})
-    return not any(card.missing_bytes for card in make_cards(config, plan, models))
+    return not any(card.missing_bytes for card in make_cards(config, placement, models))

@@ -1,8 +1,8 @@
 """The fork server: a process that has imported the modules of all roles and is forked for each role, so that a role
-starts in milliseconds instead of seconds. Only for roles without GPUs: CUDA does not survive a fork.
+starts in milliseconds instead of seconds. It serves only roles without GPUs, since CUDA does not survive a fork.
 
-Roles are forked twice, so that they become children of the launcher (a subreaper) and not of the fork server. The
-launcher waits for them, signals them and ends them as if it had started them; they do not depend on the fork server.
+Roles are forked twice, so that they become children of the launcher (a subreaper) instead of the fork server. The
+launcher waits for them, signals them and ends them like its own subprocesses; they do not depend on the fork server.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ log = structlog.get_logger()
 
 PR_SET_CHILD_SUBREAPER = 36
 MESSAGE_BYTES = 128 << 10
-"""Largest request; fits a Unix socket with default limits."""
+"""Maximum size of a request; within the default limits of a Unix socket."""
 READY_S = 180.0
 """Deadline for the imports, on a busy machine."""
 FORK_S = 20.0
@@ -60,7 +60,7 @@ PRELOADED = (
 )
 """Modules of all roles, and modules that vLLM imports while it builds an engine."""
 ENVIRONMENT = {
-    # No other thread may run at a fork: Arrow's allocator would start one.
+    # No other thread may run during a fork; Arrow's allocator would start one.
     "JE_ARROW_MALLOC_CONF": "background_thread:false",
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -78,7 +78,7 @@ class ForkServerError(AsyncrlError):
 
 
 class Forked:
-    """A child process forked by the fork server; has the part of subprocess.Popen that a launcher uses."""
+    """A child process forked by the fork server, with the methods of subprocess.Popen that a launcher uses."""
 
     def __init__(self, pid: int, stdin: IO[bytes]) -> None:
         self.pid = pid
@@ -95,7 +95,7 @@ class Forked:
         return self.returncode or 0
 
     def poll(self) -> int | None:
-        """The exit code, negative for a signal; None while the process runs."""
+        """Returns the exit code, negative for a signal; None while the process runs."""
         if self.returncode is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             self.returncode = os.waitstatus_to_exitcode(status) if pid else None
@@ -115,7 +115,7 @@ class ForkServer:
     """The launcher's handle of a fork server. They communicate over a socket pair, which no other process can open."""
 
     _open = 0
-    """Number of open fork servers of this process: while there is one, this process adopts their orphans."""
+    """Number of open fork servers of this process. While it is positive, this process adopts their orphans."""
 
     def __init__(self, module: str = "asyncrl.launch.fork_server") -> None:
         """Starts `module`, which calls `main`; returns immediately, before its imports are done."""
@@ -139,9 +139,9 @@ class ForkServer:
         return self._process.pid
 
     def fork(self, arguments: Sequence[str], environment: Mapping[str, str], output: int) -> Forked:
-        """Forks a child of this process in its own process group, with these arguments and this environment; its output
-        goes to the file descriptor `output`. It does nothing before its standard input is closed. Raises
-        ForkServerError when the fork fails."""
+        """Forks a child of this process in its own process group, with these arguments and this environment, and with
+        its output redirected to the file descriptor `output`. The child waits until its standard input is closed.
+        Raises ForkServerError if the fork fails."""
         request = json.dumps({"arguments": list(arguments), "environment": dict(environment)}).encode()
         read_end, write_end = os.pipe()
         stdin = os.fdopen(write_end, "wb")
@@ -164,10 +164,10 @@ class ForkServer:
         answer = self._socket.recv(MESSAGE_BYTES)
         if not answer:
             raise ForkServerError(f"it ended with code {self._exit_code()}")
-        told = json.loads(answer)
-        if "error" in told:
-            raise ForkServerError(told["error"])
-        return told
+        reply = json.loads(answer)
+        if "error" in reply:
+            raise ForkServerError(reply["error"])
+        return reply
 
     def _exit_code(self) -> str:
         try:
@@ -176,7 +176,7 @@ class ForkServer:
             return f"unknown: process {self.pid} closed its socket and still runs after {KILL_S:g} s"
 
     def reap(self) -> None:
-        """Reaps orphans that have ended: processes that a role leaves behind become children of this process."""
+        """Reaps ended orphans: processes that outlive their role become children of this process."""
         for child in psutil.Process().children():
             with suppress(psutil.NoSuchProcess, ChildProcessError):
                 if child.pid not in self._children and child.status() == psutil.STATUS_ZOMBIE:
@@ -184,7 +184,7 @@ class ForkServer:
 
     @staticmethod
     def _adopt(change: int = 1) -> None:
-        """Makes this process a subreaper with its first fork server, and an ordinary process after its last."""
+        """Makes this process a subreaper when its first fork server starts, and an ordinary process after its last."""
         ForkServer._open += change
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.prctl(PR_SET_CHILD_SUBREAPER, int(ForkServer._open > 0), 0, 0, 0):
@@ -224,16 +224,16 @@ def serve(own: socket.socket, parent: int, run: Callable[[list[str]], int]) -> i
         request, descriptors, _, _ = socket.recv_fds(own, MESSAGE_BYTES, 2)
         if not request:
             return 0
-        told = json.loads(request)
+        decoded = json.loads(request)
         read_end, write_end = os.pipe()
         intermediate = os.fork()
         if not intermediate:
             own.close()
             os.close(read_end)
-            _fork_again(write_end, lambda: _be_child(told, descriptors, parent, run))  # noqa: B023
+            _fork_again(write_end, lambda: _be_child(decoded, descriptors, parent, run))  # noqa: B023
         for descriptor in (*descriptors, write_end):
             os.close(descriptor)
-        os.waitpid(intermediate, 0)  # from here on the child belongs to the parent
+        os.waitpid(intermediate, 0)  # afterwards the child is a child of the parent
         pid = int.from_bytes(os.read(read_end, 4))
         os.close(read_end)
         answer = {"pid": pid} if pid else {"error": "the system refuses another process"}
@@ -259,21 +259,21 @@ def _preload(modules: Sequence[str]) -> dict[str, Any]:
     return {"ready": True}
 
 
-def _fork_again(told: int, run: Callable[[], NoReturn]) -> NoReturn:
+def _fork_again(pid_pipe: int, run: Callable[[], NoReturn]) -> NoReturn:
     try:
         pid = os.fork()
         if not pid:
-            os.close(told)
+            os.close(pid_pipe)
             os.setpgid(0, 0)
             run()
         os.setpgid(pid, pid)
-        os.write(told, pid.to_bytes(4))
+        os.write(pid_pipe, pid.to_bytes(4))
     finally:
-        os._exit(0)  # without Python's exit handlers
+        os._exit(0)  # skips Python's exit handlers
 
 
 def _be_child(
-    told: Mapping[str, Any], descriptors: Sequence[int], parent: int, run: Callable[[list[str]], int]
+    request: Mapping[str, Any], descriptors: Sequence[int], parent: int, run: Callable[[list[str]], int]
 ) -> NoReturn:
     code = 1
     try:
@@ -281,11 +281,11 @@ def _be_child(
         os.dup2(descriptors[1], 1)
         _redirect(descriptors[1], 2)
         os.environ.clear()
-        os.environ.update(told["environment"])
+        os.environ.update(request["environment"])
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        setproctitle(" ".join([os.path.basename(sys.executable), *told["arguments"]]))
+        setproctitle(" ".join([os.path.basename(sys.executable), *request["arguments"]]))
         _settle(parent)
-        code = run(told["arguments"])
+        code = run(request["arguments"])
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except BaseException:
@@ -297,8 +297,8 @@ def _be_child(
 
 
 def _settle(parent: int) -> None:
-    """Sets the threads and seeds that imports set in a fresh process. Returns once the intermediate process has
-    ended."""
+    """Sets the number of threads and the seeds, as imports do in a new process. Waits until the intermediate process
+    has ended."""
     import numpy as np
     import torch
 
@@ -316,7 +316,7 @@ def _redirect(descriptor: int, to: int) -> None:
 
 
 if __name__ == "__main__":
-    from asyncrl.launch import worker as role
+    from asyncrl.launch import worker
 
-    # Its arguments are those of `python -m asyncrl.launch.worker`.
-    sys.exit(main(lambda arguments: role.main(arguments[2:])))
+    # The arguments are those of `python -m asyncrl.launch.worker`.
+    sys.exit(main(lambda arguments: worker.main(arguments[2:])))

@@ -16,22 +16,22 @@ log = structlog.get_logger()
 
 QUERY_TIMEOUT_S = 30
 LEAST_DRIVERS = {"12": 525, "13": 580}
-"""Major version of the CUDA runtime -> oldest major version of the driver that runs it."""
+"""Oldest supported major version of the driver, by major version of the CUDA runtime."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU that CUDA shows to this process."""
+    """A GPU that is visible to this process in CUDA."""
 
     name: str
     """An entry of CUDA_VISIBLE_DEVICES: a number, a UUID, or the name of a MIG instance."""
     memory_bytes: int | None = None
-    """None when nvidia-smi does not report it."""
+    """None if nvidia-smi does not report it."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Listed:
-    """A line of nvidia-smi."""
+    """A line in the output of nvidia-smi."""
 
     index: str
     uuid: str
@@ -40,10 +40,11 @@ class _Listed:
 
 
 def visible_gpus() -> list[Gpu]:
-    """The GPUs that CUDA shows to this process, in the order of CUDA_VISIBLE_DEVICES; none if torch is a CPU build.
+    """Returns the GPUs visible to this process in CUDA, in the order of CUDA_VISIBLE_DEVICES; none if torch is a CPU
+    build.
 
-    As in CUDA, the first entry that names no GPU ends the list. Raises ConfigError when an entry occurs twice, when
-    nvidia-smi does not answer, and when the driver is too old for the installed CUDA runtime.
+    As in CUDA, the first entry that is not a GPU ends the list. Raises ConfigError if an entry occurs twice, if
+    nvidia-smi does not answer, and if the driver is too old for the installed CUDA runtime.
     """
     variable = os.environ.get("CUDA_VISIBLE_DEVICES")
     if variable is not None and not variable.strip():
@@ -84,15 +85,15 @@ def _named(variable: str, listed: list[_Listed] | None) -> list[Gpu]:
 
 
 def _memory_bytes(name: str, found: _Listed, listed: list[_Listed]) -> int:
-    """The GPU's memory; the smallest of all when its number is ambiguous: by default CUDA numbers the fastest GPU
-    first, nvidia-smi by the PCI bus."""
+    """Returns the GPU's memory, or the smallest of all if its number is ambiguous: by default CUDA numbers the fastest
+    GPU first, while nvidia-smi numbers by PCI bus."""
     if name.isdecimal() and os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
         return min(line.memory_bytes for line in listed)
     return found.memory_bytes
 
 
 def _listed_gpus() -> list[_Listed] | None:
-    """All GPUs of the machine; None without nvidia-smi."""
+    """Returns all GPUs of the machine; None without nvidia-smi."""
     if shutil.which("nvidia-smi") is None:
         return None
     query = ["nvidia-smi", "--query-gpu=index,uuid,memory.total,driver_version", "--format=csv,noheader,nounits"]
@@ -111,7 +112,7 @@ def _listed_gpus() -> list[_Listed] | None:
 
 
 def _check_driver(driver: str) -> None:
-    """Raises ConfigError when the driver cannot run the CUDA runtime that torch was installed with."""
+    """Raises ConfigError if the driver cannot run the CUDA runtime that was installed with torch."""
     for package in ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12"):
         try:
             runtime = importlib.metadata.version(package)

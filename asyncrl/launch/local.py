@@ -1,4 +1,4 @@
-"""Role processes on this machine: started, watched and ended by process id."""
+"""Starts, monitors and ends role processes on this machine."""
 
 from __future__ import annotations
 
@@ -28,22 +28,23 @@ log = structlog.get_logger()
 
 POLL_S = 0.02
 STACKS_S = 0.1
-"""Time for a role that hangs to write where it hangs."""
+"""Time for a hanging role to write its stacks."""
 KILL_S = 5.0
-"""How long the kernel may take to end processes."""
+"""Deadline for the kernel to end processes."""
 REDACTED_BYTES = 64 << 20
-"""A larger output is left as it is: to look for secrets in it would hold the launcher up."""
+"""Maximum size of an output file in which secrets are redacted; a larger file would block the launcher too long."""
 
 
 @dataclass(slots=True)
 class RoleProcess:
-    """A started role; its output other than the log goes to `logs/<role>.out`, where secrets show until it is ended."""
+    """A started role. Its output other than the log is written to `logs/<role>.out`; secrets in it are redacted when
+    the role has ended."""
 
     spec: RoleSpec
     process: subprocess.Popen[bytes] | Forked
     output: IO[bytes]
     log_start_bytes: int = 0
-    """Where the log of this start begins; what is before it was said by earlier ones."""
+    """Offset of this start's entries in the log; earlier entries belong to earlier starts."""
     output_start_bytes: int = 0
 
     @property
@@ -52,8 +53,8 @@ class RoleProcess:
 
     @property
     def code(self) -> int | None:
-        """Exit code, negative for a signal; None while it runs. Its number stays taken until it is killed: no other
-        process can be hit by that."""
+        """Exit code, negative for a signal; None while it runs. Reading it does not reap the process: its process id
+        stays reserved, so that a later kill cannot hit another process."""
         if self.process.returncode is not None:
             return self.process.returncode
         ended = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -66,7 +67,7 @@ class RoleProcess:
         return self.spec.logs / f"{self.name}.out"
 
     def cause(self) -> str:
-        """Why it ended, as far as its exit code and its log tell; secrets show as ***."""
+        """Returns why it ended, according to its exit code, log and output; secrets are replaced by ***."""
         code = self.code
         if code is not None and code < 0:
             return f"{self.name} was killed by signal {signal.Signals(-code).name}"
@@ -79,36 +80,36 @@ class RoleProcess:
             said = lines[-1] if lines else "it said nothing"
         if code == EXIT_DISK_FULL:
             return (
-                f"{self.name} ended: no space is left on the disk of {self.spec.logs.parent}; free some and go on with "
-                f"`asyncrl launch --resume` ({said})"
+                f"{self.name} ended: no space is left on the disk of {self.spec.logs.parent}; free some and continue "
+                f"with `asyncrl launch --resume` ({said})"
             )
         return f"{self.name} ended with code {code}: {said}"
 
     def close(self) -> None:
-        """Closes its output and takes the secrets out of it; the role must have ended."""
+        """Closes its output and redacts secrets in it. The role must have ended."""
         self.output.close()
         file = self.output_file
         try:
             if (size := file.stat().st_size) > REDACTED_BYTES:
-                log.warning("secrets are not taken out of a large output", file=str(file), bytes=size)
+                log.warning("secrets are not redacted in a large output file", file=str(file), bytes=size)
             else:
                 redact_file(file)
         except OSError as error:
-            log.warning("secrets are not taken out of an output", file=str(file), error=str(error))
+            log.warning("secrets are not redacted in an output file", file=str(file), error=str(error))
 
 
 class LocalLauncher:
-    """Starts roles as processes in groups of their own, so that a terminal's Ctrl-C reaches the launcher only.
+    """Starts each role as a process in a separate process group, so that a terminal's Ctrl-C reaches only the launcher.
 
-    The processes stay in the launcher's session: Linux schedules sessions against one another (autogroups), which can
-    leave almost no time to a role that starts on a busy core.
+    The processes stay in the launcher's session: Linux divides CPU time among sessions (autogroups), which can leave
+    almost no time for a role that starts on a busy core.
 
-    A launcher of the user's own is a subclass, whose processes are on this machine, too. With this in `polite.py`,
-    `launch.cluster=polite.py:Polite` starts roles of low priority:
+    A user-defined launcher is a subclass, whose processes also run on this machine. With this in `polite.py`,
+    `launch.cluster=polite.py:Polite` starts roles with low priority:
 
         class Polite(LocalLauncher):
-            def start(self, spec, share):
-                role = super().start(spec, share)
+            def start(self, spec, resources):
+                role = super().start(spec, resources)
                 os.setpriority(os.PRIO_PROCESS, role.process.pid, 10)
                 return role
     """
@@ -116,19 +117,19 @@ class LocalLauncher:
     def __init__(self) -> None:
         self.roles: list[RoleProcess] = []
         self.fork_server: ForkServer | None = None
-        """Roles without GPUs are forked from it; where there is none, each does its own imports."""
+        """Roles without GPUs are forked from it; if None, roles are started as subprocesses."""
 
-    def start(self, spec: RoleSpec, share: RoleResources) -> RoleProcess:
+    def start(self, spec: RoleSpec, resources: RoleResources) -> RoleProcess:
         log_file, path = spec.logs / f"{spec.name}.jsonl", spec.logs / f"{spec.name}.out"
         path.parent.mkdir(parents=True, exist_ok=True)
         output = path.open("ab")
         environment = {
             **os.environ,
             "TOKENIZERS_PARALLELISM": "false",
-            **share.environment(),
+            **resources.environment(),
             **network_environment(spec.endpoints.host),
         }
-        process = self._fork(spec, share, environment, output) or subprocess.Popen(
+        process = self._fork(spec, resources, environment, output) or subprocess.Popen(
             self.command(spec),
             stdin=subprocess.PIPE,
             stdout=output,
@@ -137,37 +138,39 @@ class LocalLauncher:
             process_group=0,
         )
         assert process.stdin is not None
-        with suppress(BrokenPipeError), process.stdin as pipe:  # one that died already says so by its exit code
+        with suppress(BrokenPipeError), process.stdin as pipe:  # the exit code shows that a role died already
             pipe.write(spec.to_json().encode())
         log_bytes = log_file.stat().st_size if log_file.exists() else 0
         role = RoleProcess(spec, process, output, log_bytes, output.tell())
         self.roles.append(role)
-        log.info("role started", name=spec.name, start=spec.start, pid=process.pid, cpus=share.cpus, gpus=share.gpus)
+        log.info(
+            "role started", name=spec.name, start=spec.start, pid=process.pid, cpus=resources.cpus, gpus=resources.gpus
+        )
         return role
 
     def _fork(
-        self, spec: RoleSpec, share: RoleResources, environment: dict[str, str], output: IO[bytes]
+        self, spec: RoleSpec, resources: RoleResources, environment: dict[str, str], output: IO[bytes]
     ) -> Forked | None:
-        """The role forked from the fork server; None where it has to be started otherwise."""
-        if self.fork_server is None or share.gpus:
+        """Returns the role forked from the fork server; None if it must be started as a subprocess."""
+        if self.fork_server is None or resources.gpus:
             return None
         try:
             return self.fork_server.fork(self.command(spec)[1:], environment, output.fileno())
         except ForkServerError as error:
-            log.warning("roles are started with imports of their own from here on", error=str(error))
+            log.warning("the fork server failed: roles are started as subprocesses", error=str(error))
             self.fork_server.close()
             self.fork_server = None
             return None
 
     def command(self, spec: RoleSpec) -> list[str]:
-        """What is run for the role; it reads its spec from standard input."""
+        """Returns the command of the role's process, which reads its spec from standard input."""
         return [sys.executable, "-m", "asyncrl.launch.worker", spec.name, str(os.getpid())]
 
     def of(self, role: str) -> list[RoleProcess]:
         return [process for process in self.roles if process.spec.role == role]
 
     def wait(self, roles: list[RoleProcess], timeout_s: float) -> list[RoleProcess]:
-        """Waits for roles to end; gives those that did not within the time."""
+        """Waits for roles to end. Returns those still running after `timeout_s`."""
         deadline_s = time.monotonic() + timeout_s
         while running := [role for role in roles if role.code is None]:
             if time.monotonic() >= deadline_s:
@@ -176,9 +179,10 @@ class LocalLauncher:
         return []
 
     def kill(self, roles: list[RoleProcess], *, show_stacks: bool = False) -> list[RoleProcess]:
-        """Ends roles at once, with their children, and forgets them; on request they write first where they hang.
+        """Kills roles with their children and removes them from `roles`. With `show_stacks` they first write the stacks
+        of their threads.
 
-        Returns those that the kernel does not end within KILL_S, as they wait inside a driver or for a disk.
+        Returns those that the kernel does not end within KILL_S because they wait in a driver or for a disk.
         """
         if show_stacks:
             for role in roles:
@@ -202,8 +206,8 @@ class LocalLauncher:
         return immortal
 
     def end(self, *, grace_s: float) -> list[RoleProcess]:
-        """Ends whatever still runs: a request first, after the grace the kernel; takes their children along. Returns
-        those that `kill` does."""
+        """Ends all roles with their children: sends SIGTERM, and kills those still running after `grace_s`. Returns the
+        result of `kill`."""
         for role in self.roles:
             if role.code is None:
                 role.process.terminate()
@@ -217,16 +221,16 @@ class LocalLauncher:
         try:
             os.killpg(role.process.pid, signal.SIGKILL)
         except ProcessLookupError:
-            return  # nobody of it is left
+            return  # the process group has ended
 
 
 LAUNCHERS: dict[str, Callable[[], LocalLauncher]] = {"local": LocalLauncher}
-"""Launchers by the name that `launch.cluster` gives them."""
+"""Launchers by their names in `launch.cluster`."""
 
 
 def find_launcher(config: Config) -> Callable[[], LocalLauncher]:
-    """Returns the class that `launch.cluster` names. Raises ConfigError as `resolve` does, and for anything but a
-    LocalLauncher."""
+    """Returns the class that `launch.cluster` names. Raises ConfigError if it cannot be resolved or is not a subclass
+    of LocalLauncher."""
     key, name = "launch.cluster", config.launch.cluster
     found = resolve_function(key, name, LAUNCHERS)
     if name not in LAUNCHERS and not (isinstance(found, type) and issubclass(found, LocalLauncher)):

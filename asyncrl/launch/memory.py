@@ -1,7 +1,7 @@
 """Estimates the GPU memory of a role from the shape of its model.
 
-The sums follow the sources of DeepSpeed 0.19, vLLM 0.32 and this project; none was measured on a GPU. A quantity that
-varies counts with its largest value.
+The formulas are derived from the sources of DeepSpeed 0.19, vLLM 0.32 and this project; none was measured on a GPU.
+Varying quantities count with their largest value.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ GIB = 1 << 30
 PROCESS_BYTES = 2 * GIB
 """CUDA context, workspaces of cuBLAS and cuDNN, NCCL's channels, and fragmentation of the allocator."""
 BUCKET_BYTES = 2 * 50_000_000 * 4
-"""Two buckets of float32 gradients that the ranks exchange."""
+"""Two buckets of float32 gradients for the exchange between ranks."""
 LIVE_ELEMENTS = 1_000_000_000
-"""Weights that ZeRO stage 3 keeps gathered (DeepSpeed's `stage3_max_live_parameters`)."""
+"""Number of weights that ZeRO stage 3 keeps gathered (DeepSpeed's `stage3_max_live_parameters`)."""
 HEAD_BYTES = 3 * GIB
 """Logits of a chunk of tokens in the learner, with their copies."""
 BUCKET_PADDING = 4 / 3
@@ -34,7 +34,7 @@ STAGING_MARGIN_BYTES = GIB
 """NCCL's channels between learner and generators, and the allocator's rounding."""
 
 Parts = dict[str, int]
-"""Use of memory -> bytes."""
+"""Bytes by use of the memory."""
 
 NAMES = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers"),
@@ -53,7 +53,7 @@ class Shape:
     layers: int
     hidden: int
     intermediate: int
-    """Feed-forward size for one token: in a mixture of experts, of the experts that the token passes through."""
+    """Feed-forward size for one token; in a mixture of experts, the sum over the experts of the token."""
     query: int
     """Heads times head size."""
     key_value: int
@@ -63,7 +63,7 @@ class Shape:
 
     @classmethod
     def of(cls, settings: dict[str, Any], parameters: int) -> Shape | None:
-        """The shape in a model's `config.json`; None when it lacks the sizes."""
+        """Returns the shape in a model's `config.json`; None if the sizes are missing."""
         settings = settings.get("text_config") or settings
         found = {
             key: number
@@ -88,37 +88,38 @@ class Shape:
 
     @classmethod
     def read(cls, folder: str) -> Shape | None:
-        """The shape of the model in a folder; reads only the headers of its safetensors files. Raises RunError when it
-        has none."""
+        """Returns the shape of the model in a folder, from its `config.json` and the headers of its safetensors files.
+        Raises RunError if it has no such files."""
         settings = json.loads((Path(folder) / "config.json").read_text())
         return cls.of(settings, sum(math.prod(tensor.shape) for tensor in stored_tensors(Path(folder)).values()))
 
 
 def item_bytes(dtype: str) -> int:
-    """Bytes of one element."""
+    """Returns the size of one element in bytes."""
     return {"float32": 4, "bfloat16": 2}[dtype]
 
 
 def trained_parts(config: Config, shape: Shape, ranks: int, *, of: str = "") -> Parts:
-    """Memory of one rank for a trained model: weights, optimizer and gradients, as ZeRO partitions them."""
-    size, whole = item_bytes(config.model.dtype), shape.parameters
-    share = -(-whole // ranks)
+    """Returns the memory of one rank for a trained model: weights, optimizer and gradients, partitioned by ZeRO."""
+    size, total = item_bytes(config.model.dtype), shape.parameters
+    sharded = -(-total // ranks)
     stage = max(config.learner.zero_stage, 1) if size == 2 else config.learner.zero_stage
     parts = {
-        "weights": size * (share if stage == 3 else whole),
-        "float32 copy of the weights": 4 * share if size == 2 or stage in (1, 2) else 0,
-        "optimizer states": 8 * (share if stage else whole),
-        "gradients": 4 * (share if stage >= 2 else whole),
+        "weights": size * (sharded if stage == 3 else total),
+        "float32 copy of the weights": 4 * sharded if size == 2 or stage in (1, 2) else 0,
+        "optimizer states": 8 * (sharded if stage else total),
+        "gradients": 4 * (sharded if stage >= 2 else total),
         "buckets": BUCKET_BYTES if ranks > 1 or stage else 0,
     }
     return {f"{of}{name}": num_bytes for name, num_bytes in parts.items()}
 
 
 def activation_bytes(config: Config, shape: Shape, tokens: int) -> int:
-    """Activations of a micro-batch of `tokens` tokens: kept by the forward pass, and added by the backward pass."""
+    """Returns the bytes of activations of a micro-batch of `tokens` tokens: those stored by the forward pass, and those
+    added by the backward pass."""
     size = item_bytes(config.model.dtype)
     norms = 2 * shape.hidden * (4 + 2 * size)
-    # In float32 attention on a GPU repeats keys and values for every head.
+    # In float32, attention on a GPU repeats keys and values for every head.
     key_value = shape.query if size == 4 else shape.key_value
     attention = size * (BUCKET_PADDING * 2 * (shape.query + key_value) + shape.query)
     layer = norms + attention + 4 * size * shape.intermediate
@@ -129,35 +130,35 @@ def activation_bytes(config: Config, shape: Shape, tokens: int) -> int:
 
 
 def learner_parts(config: Config, shape: Shape, *, reference: Shape | None, critic: Shape | None, packs: bool) -> Parts:
-    """Memory of one learner rank. `critic` is given when it is trained in this process; `packs` is True for the rank
-    that sends weights."""
+    """Returns the memory of one learner rank. `critic` is the critic trained in this process, if any; `packs` is True
+    for the rank that sends weights."""
     ranks, size = config.launch.learners, item_bytes(config.model.dtype)
     parts = trained_parts(config, shape, ranks)
     if critic is not None:
         parts |= trained_parts(config, critic, ranks, of="critic: ")
     if reference is not None:
-        share = -(-reference.parameters // ranks) if config.learner.zero_stage == 3 else reference.parameters
-        parts["reference"] = size * share
+        count = -(-reference.parameters // ranks) if config.learner.zero_stage == 3 else reference.parameters
+        parts["reference"] = size * count
     if packs:
         parts["weights to send"] = size * shape.parameters
     return parts | _passes(config, shape, ranks)
 
 
 def critic_parts(config: Config, shape: Shape) -> Parts:
-    """Memory of one critic rank with its own process."""
+    """Returns the memory of one critic rank in a separate process."""
     return trained_parts(config, shape, config.critic.ranks) | _passes(config, shape, config.critic.ranks)
 
 
 def _passes(config: Config, shape: Shape, ranks: int) -> Parts:
-    """Transient memory of a step: micro-batches, or the optimizer's copy of the gradients when that is larger."""
+    """Returns the transient memory of a step: micro-batches, or the optimizer's copy of the gradients if larger."""
     tokens = max(config.learner.tokens_per_microbatch, longest_tokens(config))
     size = item_bytes(config.model.dtype)
     passes = {
         f"activations of {tokens} tokens": activation_bytes(config, shape, tokens),
         "output layer": HEAD_BYTES + 4 * shape.vocabulary * shape.hidden,
     }
-    share = -(-shape.parameters // ranks)
-    copies = 4 * (min(share, LIVE_ELEMENTS) if config.learner.zero_stage == 3 else share)
+    sharded = -(-shape.parameters // ranks)
+    copies = 4 * (min(sharded, LIVE_ELEMENTS) if config.learner.zero_stage == 3 else sharded)
     if copies > sum(passes.values()):
         passes = {"gradients in the optimizer": copies}
     gathered = size * min(shape.parameters, LIVE_ELEMENTS) if config.learner.zero_stage == 3 else 0
@@ -165,13 +166,13 @@ def _passes(config: Config, shape: Shape, ranks: int) -> Parts:
 
 
 def longest_tokens(config: Config) -> int:
-    """Length of the longest trajectory that the config allows, in tokens."""
+    """Returns the maximum length of a trajectory that the config allows, in tokens."""
     longest = config.generator.max_new_tokens + (config.data.max_prompt_tokens or 0)
     return min(longest, config.generator.max_model_tokens or longest)
 
 
 def engine_parts(config: Config, shape: Shape) -> Parts:
-    """Memory of one vLLM engine with the smallest key-value cache that it can start with."""
+    """Returns the memory of one vLLM engine with the smallest key-value cache that it can start with."""
     size = item_bytes(config.model.dtype)
     window = config.generator.max_model_tokens or shape.window or longest_tokens(config)
     given = config.generator.engine_options.get("max_num_batched_tokens")
@@ -188,15 +189,15 @@ def engine_parts(config: Config, shape: Shape) -> Parts:
 
 
 def staging_parts(config: Config, shape: Shape, *, on_gpu: bool) -> Parts:
-    """GPU memory of a generator beside its engine: the next version of the weights, complete with NCCL, else one
-    tensor at a time from host memory."""
+    """Returns the GPU memory of a generator in addition to its engine: the complete next version of the weights with
+    NCCL, otherwise one tensor at a time from host memory."""
     size = item_bytes(config.model.dtype)
     staging = size * shape.parameters if on_gpu else size * shape.vocabulary * shape.hidden
     return {"staged weights": staging, "process": STAGING_MARGIN_BYTES}
 
 
 def reward_model_parts(shape: Shape, *, dtype: str, tokens: int) -> Parts:
-    """Memory of the reward model's process with batches of `tokens` tokens."""
+    """Returns the memory of the reward model's process with batches of `tokens` tokens."""
     size = item_bytes(dtype)
     return {
         "weights": size * shape.parameters,

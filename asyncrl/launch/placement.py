@@ -1,4 +1,4 @@
-"""Who runs on which cores and GPUs, with how many threads."""
+"""Assigns cores, threads, GPUs and ports of this machine to roles."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from asyncrl.launch.gpus import Gpu, visible_gpus
 LOOPBACK = "127.0.0.1"
 LAST_PORT = 65535
 OWN_PORTS = range(20000, 32000)
-"""Where free ports are looked for: below those that Linux gives to outgoing connections (32768 and up)."""
+"""Range to search for free ports, below the ports that Linux assigns to outgoing connections (32768 and up)."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoleResources:
-    """What one role process may use."""
+    """The cores, threads and GPUs of one role process."""
 
     cpus: tuple[int, ...]
     threads: int
     gpus: tuple[str, ...] = ()
-    """Entries of CUDA_VISIBLE_DEVICES, as this process was given them."""
+    """Entries of CUDA_VISIBLE_DEVICES, with the names in this process's environment."""
     helper_cpus: tuple[int, ...] = ()
-    """Cores of the role's own helper processes; those of the role itself when empty."""
+    """Cores of the role's helper processes; empty for the cores of the role itself."""
     gpu_memory_utilization: float | None = None
-    """Of the GPU's memory, what the engine of a generator may take."""
+    """Fraction of the GPU's memory for the engine of a generator."""
 
     def environment(self) -> dict[str, str]:
-        """Variables that must be set before the process imports numpy or torch."""
+        """Returns the variables that must be set before the process imports numpy or torch."""
         threads = str(self.threads)
         names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
         environment: dict[str, str] = dict.fromkeys(names, threads)
@@ -52,7 +52,7 @@ class RoleResources:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Shares by role and index."""
+    """The resources of all roles of a run, by role and index."""
 
     generators: tuple[RoleResources, ...]
     learners: tuple[RoleResources, ...]
@@ -60,16 +60,16 @@ class Placement:
     critics: tuple[RoleResources, ...] = ()
     reward_model: RoleResources | None = None
     gpus: tuple[Gpu, ...] = ()
-    """Of the machine, as far as the run may use them."""
+    """The GPUs of the machine that the run may use."""
 
     @property
     def sends_between_gpus(self) -> bool:
-        """Whether learner rank 0 and every generator have a GPU that none of the others has, as NCCL needs it."""
-        gpus = [gpu for share in (self.learners[0], *self.generators) for gpu in share.gpus]
+        """True if learner rank 0 and every generator each have a GPU that none of the others uses, as NCCL requires."""
+        gpus = [gpu for resources in (self.learners[0], *self.generators) for gpu in resources.gpus]
         return len(set(gpus)) == len(gpus) == 1 + len(self.generators)
 
     def of(self, role: str) -> tuple[RoleResources, ...]:
-        """One share for every process of the role."""
+        """Returns the resources of each process of the role."""
         return {
             "replay": (self.replay,),
             "generator": self.generators,
@@ -80,10 +80,11 @@ class Placement:
 
 
 def place_roles(config: Config, *, reward_model: bool = False) -> Placement:
-    """Splits this machine between the roles: GPUs one each as far as they go, cores by number of processes.
+    """Returns the division of this machine among the roles: one GPU for each process while enough are available, and
+    cores in proportion to the numbers of processes.
 
-    Critics and the reward model count with the learners: they share their cores. Raises ConfigError when the ranks of
-    the learner, or of the critic, have no GPU each.
+    Critics and the reward model use the cores of the learners. Raises ConfigError if a machine with GPUs has fewer of
+    them than learner ranks or critic ranks.
     """
     if gpus := visible_gpus():
         return _plan_gpus(config, gpus, reward_model=reward_model)
@@ -94,10 +95,10 @@ def place_roles(config: Config, *, reward_model: bool = False) -> Placement:
     if config.launch.pin_cores and len(cpus) >= 2:
         wanted = round(len(cpus) * num_generators / (num_generators + num_trained))
         cut = min(max(wanted, 1), len(cpus) - 1)
-        # The replay queue and the reward workers run beside the learners: an engine keeps its core to itself.
-        beside = tuple(cpus[cut:])
-        replay = RoleResources(beside, threads=1)
-        generators = [replace(share, helper_cpus=beside) for share in _deal(cpus[:cut], num_generators)]
+        # The replay queue and the reward workers use the cores of the learners: nothing else runs on an engine's core.
+        shared_cpus = tuple(cpus[cut:])
+        replay = RoleResources(shared_cpus, threads=1)
+        generators = [replace(resources, helper_cpus=shared_cpus) for resources in _deal(cpus[:cut], num_generators)]
         trained = _deal(cpus[cut:], num_trained)
     else:
         threads = max(1, len(cpus) // (num_generators + num_trained))
@@ -110,16 +111,17 @@ def place_roles(config: Config, *, reward_model: bool = False) -> Placement:
 
 
 def _plan_gpus(config: Config, gpus: Sequence[Gpu], *, reward_model: bool) -> Placement:
-    """Learner and critic ranks take the first GPUs, generators and the reward model the others.
+    """Returns the placement on GPUs: learner and critic ranks use the first GPUs, generators and the reward model the
+    others.
 
-    Where GPUs are fewer than roles, generators share among themselves before they share with what is trained.
+    With fewer GPUs than processes, generators share GPUs with one another before they share with trained models.
     """
     num_generators, num_learners, num_critics = config.launch.generators, config.launch.learners, config.critic.ranks
     for key, ranks in (("launch.learners", num_learners), ("critic.ranks", num_critics)):
         if ranks > len(gpus):
             raise ConfigError(
-                f"{key} = {ranks}: the ranks exchange gradients by NCCL, which takes one rank for each GPU, and "
-                f"{ranks} ranks are more than the {len(gpus)} GPUs there are ({_names(gpus)}); use {key}={len(gpus)} "
+                f"{key} = {ranks}: the ranks exchange gradients by NCCL, which needs a separate GPU for each rank, and "
+                f"{ranks} ranks are more than the {len(gpus)} visible GPUs ({_names(gpus)}); use {key}={len(gpus)} "
                 "or fewer, or set CUDA_VISIBLE_DEVICES= to run on the CPU"
             )
     trained = [index % len(gpus) for index in range(num_learners + num_critics)]
@@ -127,57 +129,57 @@ def _plan_gpus(config: Config, gpus: Sequence[Gpu], *, reward_model: bool) -> Pl
     if not left:
         load = [trained.count(card) for card in range(len(gpus))]
         left = [card for card in reversed(range(len(gpus))) if load[card] == min(load)]
-    # The reward model keeps a GPU to itself where there is one over.
+    # The reward model gets a separate GPU if one is left.
     places = left[:-1] if reward_model and len(left) > num_generators else left
     cpus = tuple(sorted(os.sched_getaffinity(0)))
     threads = max(1, len(cpus) // (num_generators + len(trained) + int(reward_model)))
-    shares = [RoleResources(cpus, threads, (gpu.name,)) for gpu in gpus]
+    by_gpu = [RoleResources(cpus, threads, (gpu.name,)) for gpu in gpus]
     return Placement(
-        generators=tuple(shares[places[index % len(places)]] for index in range(num_generators)),
-        learners=tuple(shares[card] for card in trained[:num_learners]),
+        generators=tuple(by_gpu[places[index % len(places)]] for index in range(num_generators)),
+        learners=tuple(by_gpu[card] for card in trained[:num_learners]),
         replay=RoleResources(cpus, threads=1),
-        critics=tuple(shares[card] for card in trained[num_learners:]),
-        reward_model=shares[left[-1]] if reward_model else None,
+        critics=tuple(by_gpu[card] for card in trained[num_learners:]),
+        reward_model=by_gpu[left[-1]] if reward_model else None,
         gpus=tuple(gpus),
     )
 
 
 def refuse_joiner(config: Config, running: Placement, wanted: Placement, index: int) -> str:
-    """Why generator `index` cannot join a run that began with the plan `running`; empty when it can.
+    """Returns why generator `index` cannot join a run that started with the placement `running`; empty if it can.
 
-    A transport between GPUs takes one process for each, and engines have taken the memory of theirs, unless
-    `generator.kv_cache_bytes` bounds it.
+    A transport between GPUs needs a separate GPU for each process. Engines have allocated the memory of their GPUs,
+    unless `generator.kv_cache_bytes` limits it.
     """
     gpus = wanted.generators[index].gpus
     if not gpus or index < len(running.generators):
         return ""
     owners = {"learner rank 0": wanted.learners[0].gpus}
-    owners |= {f"generator-{other}": share.gpus for other, share in enumerate(wanted.generators[:index])}
+    owners |= {f"generator-{other}": resources.gpus for other, resources in enumerate(wanted.generators[:index])}
     owner = next((name for name, theirs in owners.items() if theirs == gpus), "")
     if not owner:
         return ""
     shared = f"generator-{index} would share GPU {gpus[0]} with {owner}"
     if running.sends_between_gpus and _needs_own_gpus(config):
-        return f"{shared}, and weights travel from GPU to GPU, which takes one process for each GPU"
+        return f"{shared}, and weights are sent between GPUs, which needs a separate GPU for each process"
     if owner != "learner rank 0" and config.generator.kv_cache_bytes is None:
-        return f"{shared}, whose engine has taken the memory; generator.kv_cache_bytes bounds it for the next run"
+        return f"{shared}, whose engine has allocated the memory; generator.kv_cache_bytes limits it in the next run"
     return ""
 
 
-def check_transport(config: Config, plan: Placement) -> None:
-    """Raises ConfigError when the weight transport needs a GPU of its own for each process, and there are fewer."""
+def check_transport(config: Config, placement: Placement) -> None:
+    """Raises ConfigError if the weight transport needs a separate GPU for each process and the machine has fewer."""
     name = config.weights.transport
-    if name != "auto" and not plan.sends_between_gpus and _needs_own_gpus(config):
+    if name != "auto" and not placement.sends_between_gpus and _needs_own_gpus(config):
         raise ConfigError(
-            f"weights.transport = {name!r}: needs a GPU of its own for learner rank 0 and for each of "
-            f"{len(plan.generators)} generators, besides those of {len(plan.learners)} learner ranks and "
-            f"{len(plan.critics)} critic ranks in all; this machine has {len(plan.gpus)}; use weights.transport=gloo, "
-            "or auto"
+            f"weights.transport = {name!r}: needs a separate GPU for learner rank 0 and for each of "
+            f"{len(placement.generators)} generators, in addition to those of all {len(placement.learners)} learner "
+            f"ranks and {len(placement.critics)} critic ranks; this machine has {len(placement.gpus)}; use "
+            "weights.transport=gloo, or auto"
         )
 
 
 def _needs_own_gpus(config: Config) -> bool:
-    """True if weights travel between GPUs, given that every process has its own."""
+    """True if the transport sends weights between GPUs when every process has a separate GPU."""
     from asyncrl.weights.transports import AUTO_ON_GPUS, find_transport, transport_of  # imports torch
 
     name = transport_of(config)
@@ -189,13 +191,13 @@ def _names(gpus: Sequence[Gpu]) -> str:
 
 
 def network_environment(host: str) -> dict[str, str]:
-    """Variables that have torch's gloo and NCCL listen on the network interface with this address only, and not on
-    whatever the machine's name stands for; none that the user's environment sets. Raises ConfigError when no
-    interface has the address."""
+    """Returns the variables that make gloo and NCCL listen only on the network interface with this address, instead of
+    the interface of the machine's host name. Variables that the user's environment sets are left out. Raises
+    ConfigError if no interface has the address."""
     address = LOOPBACK if ipaddress.IPv4Address(host).is_loopback else host
     found = (name for name, own in psutil.net_if_addrs().items() if any(one.address == address for one in own))
     interface = next(found, None)
-    # The sign of equality has NCCL take this one only, and not all whose names begin so.
+    # With the equals sign, NCCL uses this interface only, not all interfaces with this prefix.
     wanted = {"GLOO_SOCKET_IFNAME": f"{interface}", "NCCL_SOCKET_IFNAME": f"={interface}"}
     left = {name: value for name, value in wanted.items() if not os.environ.get(name)}
     if left and interface is None:
@@ -207,7 +209,7 @@ def network_environment(host: str) -> dict[str, str]:
 
 
 def check_host(host: str) -> None:
-    """Raises ConfigError unless this is an IPv4 address of this machine that others can be told."""
+    """Raises ConfigError unless `host` is an IPv4 address of this machine to which other processes can connect."""
     key = f"launch.host = {host!r}"
     try:
         address = ipaddress.IPv4Address(host)
@@ -221,16 +223,16 @@ def check_host(host: str) -> None:
 
 
 def reserve_ports(first: int, count: int, *, host: str = LOOPBACK) -> list[int]:
-    """The ports of a run at an address of this machine: `first` and those after it, or free ones when it is 0.
+    """Returns the ports of a run at an address of this machine: `first` and the following ones, or with 0 free ones.
 
-    Free ones are none that the kernel gives to outgoing connections, as it could before the roles open them.
-    Raises ConfigError naming the port that is taken, or when there are not enough.
+    Free ports are outside of the kernel's range for outgoing connections, which could otherwise use them before the
+    roles open them. Raises ConfigError, naming the port, if one is taken, and if not enough are free.
     """
     if first:
         if first + count - 1 > LAST_PORT:
             raise ConfigError(
-                f"launch.port = {first}: the run needs {count} ports from there on, and the last one there is is "
-                f"{LAST_PORT}; use at most {LAST_PORT + 1 - count}, or 0 for free ones"
+                f"launch.port = {first}: the run needs {count} ports from there on, and the last port is {LAST_PORT}; "
+                f"use at most {LAST_PORT + 1 - count}, or 0 for free ones"
             )
         for port in range(first, first + count):
             if error := _taken(host, port):
@@ -247,7 +249,7 @@ def reserve_ports(first: int, count: int, *, host: str = LOOPBACK) -> list[int]:
 
 
 def _taken(host: str, port: int) -> str:
-    """Why a port (0: any) of an address cannot be listened on; empty when it can."""
+    """Returns why a port (0: any) of an address cannot be bound; empty if it can."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -258,7 +260,8 @@ def _taken(host: str, port: int) -> str:
 
 
 def _deal(cpus: Sequence[int], count: int) -> list[RoleResources]:
-    """Cores of `count` equal processes: cores of their own while there are enough, else all share all."""
+    """Returns the resources of `count` equal processes: separate cores if enough are available, otherwise all cores for
+    each."""
     each = len(cpus) // count
     if each == 0:
         return [RoleResources(tuple(cpus), threads=1)] * count

@@ -1,4 +1,4 @@
-"""Everything that can be known to be wrong before a process starts."""
+"""Checks of a run's inputs before any process starts: model, data, rewards, plug-ins, engine options."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from asyncrl.rewards.table import reward_names
 from asyncrl.util.files import read_json
 
 EVAL_ROWS = 100
-"""Rows of the evaluation file that a data recipe makes."""
+"""Number of rows in the evaluation file that a data recipe creates."""
 RECIPE_S = 600.0
-"""Longest time that a recipe may take."""
+"""Deadline of a recipe."""
 RECIPE_END_S = 5.0
-"""Time for a recipe that is told to stop to remove what it has begun."""
+"""Time for an interrupted recipe to remove its unfinished output."""
 
 TRAINED_LAYERS = ("full_attention", "sliding_attention", "attention")
-"""Layer types that pass something from token to token by attention alone."""
+"""Layer types that mix tokens by attention only."""
 UNTRAINED_SETTINGS = ("attn_logit_softcapping", "final_logit_softcapping", "logits_scaling", "logit_scale")
 """Model settings that change attention scores, or logits after the output layer."""
 
 
 def run_recipes(config: Config, console: Console) -> None:
-    """Makes the data and the model that have a recipe and do not exist yet."""
+    """Creates the data and the model that have a recipe and do not exist yet."""
     if config.data.recipe:
         for key, files in (("data.train", config.data.train_files), ("data.eval", config.data.eval_files)):
             if not files or any(Path(file).exists() for file in files):
                 continue
             if len(files) != 1:
                 raise ConfigError(f"data.recipe = {config.data.recipe!r}: makes one file, {key} names several")
-            # The demo trains on every sum there is, so that the rows it is evaluated on are a sample of them.
+            # The demo trains on all possible sums, so the evaluation rows are a sample of the training rows.
             rows = [f"--rows={EVAL_ROWS}"] if key == "data.eval" else []
             _make(console, config.data.recipe, files[0], config.seed, *rows)
     if config.model.recipe and not Path(config.model.path).exists():
@@ -73,7 +73,8 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Facts that roles need and that only the launcher determines, since it imports what the config names."""
+    """Properties of the config's model and algorithm that roles need. Only the launcher determines them, since they
+    require importing the user's code."""
 
     prompt_tokens: int
     """Longest prompt that fits the model's window."""
@@ -84,9 +85,9 @@ class Inputs:
 
 
 def check_inputs(config: Config, console: Console) -> Inputs:
-    """Returns facts about what the config names. Raises ConfigError for names of missing things, and for things that
-    cannot be used."""
-    room = check_model(config)
+    """Returns the properties that roles need. Raises ConfigError or DataError if a model, file, reward, plug-in or
+    option of the config is missing or cannot be used."""
+    prompt_tokens = check_model(config)
     check_data_and_rewards(config, console)
     check_engine_options(config)
     # Last, because these import torch.
@@ -97,18 +98,19 @@ def check_inputs(config: Config, console: Console) -> Inputs:
     check_parts(config)
     announce_imports(console, [config.algorithm.advantage, config.algorithm.loss])
     advantage, _ = check_algorithm(config)
-    return Inputs(room, is_group_relative(advantage), needs_greedy_baseline(advantage))
+    return Inputs(prompt_tokens, is_group_relative(advantage), needs_greedy_baseline(advantage))
 
 
 def announce_imports(console: Console, names: Iterable[str]) -> None:
-    """Prints which modules of the user are imported next: they may take long, or print something themselves."""
+    """Prints the user's modules that are imported next, since their import may take long or print text."""
     for name in names:
         if ":" in name:
             console.print(f"importing {name.rpartition(':')[0]} ...", highlight=False, markup=False, soft_wrap=True)
 
 
 def check_data_and_rewards(config: Config, console: Console) -> None:
-    """Raises ConfigError or DataError unless the files can be used, the rewards load, and every data source has one."""
+    """Raises ConfigError or DataError unless the files can be used, the rewards can be loaded, and every data source
+    has a reward."""
     from asyncrl.data.parquet import check_dataset, distinct_sources
     from asyncrl.rewards.table import check_rewards, check_sources
 
@@ -119,13 +121,14 @@ def check_data_and_rewards(config: Config, console: Console) -> None:
 
 
 def check_model(config: Config) -> int:
-    """Raises ConfigError unless `model.path` is a model folder, and gives the tokens it leaves for a prompt."""
+    """Returns the maximum number of prompt tokens that fit the model's window. Raises ConfigError unless `model.path`
+    is the folder of a trainable model."""
     folder = Path(config.model.path)
     if not folder.is_dir():
         hub = "; a model of the hub has to be downloaded first, `hf download NAME --local-dir FOLDER`"
         raise ConfigError(
-            f"model.path = {config.model.path!r}: no such folder; give a folder in Hugging Face format, or set "
-            f"model.recipe=tiny-model to have a small one made there{hub if config.model.path.count('/') == 1 else ''}"
+            f"model.path = {config.model.path!r}: no such folder; use a folder in Hugging Face format, or set "
+            f"model.recipe=tiny-model to create a small one there{hub if config.model.path.count('/') == 1 else ''}"
         )
     for name in ("config.json", "tokenizer_config.json"):
         if not (folder / name).is_file():
@@ -148,21 +151,21 @@ def check_model(config: Config) -> int:
             )
         window = config.generator.max_model_tokens
     if window is None:
-        raise ConfigError("generator.max_model_tokens: the model does not say its window; set it")
-    room = window - config.generator.max_new_tokens
-    if room < 1:
+        raise ConfigError("generator.max_model_tokens: must be set, since config.json of the model has no window")
+    prompt_tokens = window - config.generator.max_new_tokens
+    if prompt_tokens < 1:
         raise ConfigError(
             f"generator.max_new_tokens = {config.generator.max_new_tokens}: leaves no room for a prompt in a window of "
             f"{window} tokens; lower it"
         )
     if config.data.max_prompt_tokens is not None:
-        room = min(room, config.data.max_prompt_tokens)
-    return room
+        prompt_tokens = min(prompt_tokens, config.data.max_prompt_tokens)
+    return prompt_tokens
 
 
 def check_architecture(settings: dict[str, Any], path: str) -> None:
-    """Raises ConfigError for a model whose `config.json` says that the learner cannot train it. What it does not say is
-    measured by the learner."""
+    """Raises ConfigError if the model's `config.json` shows that the learner cannot train it. Properties that the file
+    does not show are measured by the learner."""
     text = settings.get("text_config")
     text = text if isinstance(text, dict) else settings
     layers = text.get("layer_types") or ()

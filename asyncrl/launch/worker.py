@@ -1,7 +1,7 @@
 """One role process: `python -m asyncrl.launch.worker NAME LAUNCHER`, started by a launcher.
 
-Its RoleSpec comes by standard input: the run id is a credential, and every user of the machine can read the arguments
-of a process.
+It reads its RoleSpec from standard input, since the run id is a credential and every user of the machine can read the
+arguments of a process.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from asyncrl.wire.endpoints import Endpoints
 log = structlog.get_logger()
 
 MIN_SEGMENTS = 16
-"""Segments of the journal below its ceiling."""
+"""Minimum number of journal segments within `journal.max_bytes`."""
 SHOW_STACKS = signal.SIGUSR1
-"""Has a role write where all its threads are to its `.out` file."""
+"""Makes a role write the stacks of all its threads to its `.out` file."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoleSpec:
-    """What a role process must know; its config is the run folder's `config.yaml`."""
+    """The inputs of a role process, apart from its config, which is `config.yaml` in the run folder."""
 
     role: str
     index: int
@@ -48,15 +48,16 @@ class RoleSpec:
     group_relative: bool = True
     """True if the advantage of a group whose rewards are all equal is 0."""
     greedy_baseline: bool = False
-    """True if every group of training has a greedy completion besides its trajectories: scored, and not trained."""
+    """True if every training group has, in addition to its trajectories, a greedy completion that is scored but not
+    trained."""
     start: int = 0
-    """How often the role was started before in this run."""
+    """Number of earlier starts of the role in this run."""
     checkpoint: str = ""
-    """File with the queue's state that the replay queue begins with when there is no journal; empty for none."""
+    """File with the initial state of the replay queue if there is no journal; empty for none."""
     offline: str = ""
-    """Folder of a training from the journal alone, with its own config and logs; empty in a run."""
+    """Folder of an offline training from a journal, with its own config and logs; empty in a run."""
     offline_step: int = 0
-    """Of the checkpoint that such a training starts from; 0 for the model."""
+    """Step of the checkpoint from which an offline training starts; 0 for the model."""
 
     @property
     def home(self) -> Path:
@@ -84,11 +85,12 @@ _ENDPOINTS = TypeAdapter(Endpoints)
 
 
 def endpoints_of(values: dict[str, Any]) -> Endpoints:
-    """Endpoints from their JSON object, which has lists for tuples."""
+    """Returns the endpoints from their JSON object, whose tuples are lists."""
     return _ENDPOINTS.validate_python(values)
 
 
 def run_replay_role(config: Config, spec: RoleSpec, should_stop: Callable[[], bool]) -> None:
+    """Runs the replay queue until the run ends or `should_stop` returns True."""
     from asyncrl.data.cursor import PromptCursor
     from asyncrl.data.prompts import eval_prompts
     from asyncrl.replay.journal.writer import SEGMENT_BYTES, Journal
@@ -99,7 +101,7 @@ def run_replay_role(config: Config, spec: RoleSpec, should_stop: Callable[[], bo
     run_dir, settings = Path(spec.run_dir), config.journal
     prompts = PromptCursor(config, limit_tokens=spec.prompt_tokens)
     evaluated = eval_prompts(config, limit_tokens=spec.prompt_tokens)
-    # A fraction of the ceiling, since only whole segments can go.
+    # A fraction of the limit, since only complete segments can be deleted.
     segment_bytes = min(SEGMENT_BYTES, settings.max_bytes // MIN_SEGMENTS)
     journal = Journal(run_dir / "journal", flush=settings.flush, segment_bytes=segment_bytes)
     trace = TraceWriter(run_dir / "trace.parquet")
@@ -112,6 +114,7 @@ def run_replay_role(config: Config, spec: RoleSpec, should_stop: Callable[[], bo
 
 
 def run_generator_role(config: Config, spec: RoleSpec, should_stop: Callable[[], bool]) -> None:
+    """Runs one generator until the run ends or `should_stop` returns True."""
     from asyncrl.generator.loop import run_generator
 
     run_generator(
@@ -126,11 +129,12 @@ def run_generator_role(config: Config, spec: RoleSpec, should_stop: Callable[[],
 
 
 def run_learner_role(config: Config, spec: RoleSpec, should_stop: Callable[[], bool]) -> None:
-    from asyncrl.learner import role as loop
+    """Runs one learner rank, of a run or of an offline training, until it ends or `should_stop` returns True."""
+    from asyncrl.learner.role import run_learner, run_offline
 
     run_dir = Path(spec.run_dir)
     if spec.offline:
-        loop.run_offline(
+        run_offline(
             config,
             rank=spec.index,
             endpoints=spec.endpoints,
@@ -140,10 +144,11 @@ def run_learner_role(config: Config, spec: RoleSpec, should_stop: Callable[[], b
             start=spec.offline_step,
         )
     else:
-        loop.run_learner(config, rank=spec.index, endpoints=spec.endpoints, run_dir=run_dir, should_stop=should_stop)
+        run_learner(config, rank=spec.index, endpoints=spec.endpoints, run_dir=run_dir, should_stop=should_stop)
 
 
 def run_critic_role(config: Config, spec: RoleSpec, should_stop: Callable[[], bool]) -> None:
+    """Runs one critic rank until its learner ranks have left or `should_stop` returns True."""
     from asyncrl.learner.remote_critic import run_critic
 
     run_critic(
@@ -157,6 +162,7 @@ def run_critic_role(config: Config, spec: RoleSpec, should_stop: Callable[[], bo
 
 
 def run_reward_model_role(config: Config, spec: RoleSpec, should_stop: Callable[[], bool]) -> None:
+    """Runs the reward model's server until `should_stop` returns True."""
     from asyncrl.rewards.model_server import run_reward_model
 
     run_reward_model(config, endpoints=spec.endpoints, should_stop=should_stop)
@@ -173,18 +179,19 @@ ROLES: dict[str, Callable[[Config, RoleSpec, Callable[[], bool]], None]] = {
 
 EXIT_FAILED, EXIT_CONFIG, EXIT_SILENT_PEER, EXIT_CRASHED, EXIT_DISK_FULL, EXIT_TERMINATED = 1, 2, 3, 4, 5, 6
 FINAL_CODES = (EXIT_FAILED, EXIT_CONFIG, EXIT_DISK_FULL)
-"""Exit codes of errors that a restart would only repeat."""
+"""Exit codes of errors that a restart would repeat."""
 
 
 def main(argv: list[str]) -> int:
-    """Runs the role of the spec on standard input, which is closed; arguments are the role's name, which is there for
-    lists of processes, and the launcher's process id. Returns the exit code of `run_role`."""
+    """Runs the role of the spec on standard input, which must be closed. The arguments are the role's name, which is
+    only shown in process lists, and the launcher's process id. Returns the exit code of `run_role`."""
     spec = read_spec()
     return run_role(spec, int(argv[1]))
 
 
 def read_spec() -> RoleSpec:
-    """The spec on standard input, which is /dev/null afterwards. Raises ConfigError when there is none."""
+    """Returns the spec from standard input and redirects standard input to /dev/null. Raises ConfigError if it is not a
+    spec."""
     text = sys.stdin.buffer.read()
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, sys.stdin.fileno())
@@ -196,8 +203,8 @@ def read_spec() -> RoleSpec:
 
 
 def run_role(spec: RoleSpec, parent: int) -> int:
-    """Runs the role in this process, which ends with the process `parent`. Returns 0 when it ended as it should, else
-    one of the codes above, with the cause as the last error in its log."""
+    """Runs the role in this process, which ends with the process `parent`. Returns 0 if the role ended normally,
+    otherwise one of the codes above, with the cause as the last error in its log."""
     end_with_parent(parent)
     os.sched_setaffinity(0, spec.cpus)
     stop = threading.Event()
@@ -212,7 +219,7 @@ def run_role(spec: RoleSpec, parent: int) -> int:
     except AsyncrlError as error:
         log.error("failed", error=str(error), kind=type(error).__name__, exc_info=True)
         return exit_code(error)
-    except Exception as error:  # the last line of defense: whatever it was, the log must say it
+    except Exception as error:  # any error must be in the log
         log.error("crashed", error=f"{type(error).__name__}: {error}", exc_info=True)
         return EXIT_DISK_FULL if is_disk_full(error) else EXIT_CRASHED
     if stop.is_set():
@@ -223,9 +230,9 @@ def run_role(spec: RoleSpec, parent: int) -> int:
 
 
 def exit_code(error: AsyncrlError) -> int:
-    """The code that tells the launcher whether a start anew may help."""
+    """Returns the exit code, by which the launcher decides whether to restart the role."""
     if is_disk_full(error):
-        return EXIT_DISK_FULL  # the log may not have been written
+        return EXIT_DISK_FULL  # checked first, since the log may be incomplete then
     if isinstance(error, ConfigError | DataError):
         return EXIT_CONFIG
     return EXIT_SILENT_PEER if isinstance(error, PeerTimeoutError) else EXIT_FAILED

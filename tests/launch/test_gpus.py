@@ -39,8 +39,10 @@ def show(monkeypatch: pytest.MonkeyPatch, visible: str) -> None:
 def test_roles_get_the_gpus_that_the_user_gave(monkeypatch: pytest.MonkeyPatch, visible: str, names: list[str]) -> None:
     show(monkeypatch, visible)
     assert [gpu.name for gpu in visible_gpus()] == names
-    plan = place_roles(small_config())
-    given = [share.environment()["CUDA_VISIBLE_DEVICES"] for share in (*plan.learners, *plan.generators)]
+    placement = place_roles(small_config())
+    given = [
+        resources.environment()["CUDA_VISIBLE_DEVICES"] for resources in (*placement.learners, *placement.generators)
+    ]
     assert given == ([names[0], names[-1]] if names else ["", ""])
 
 
@@ -90,10 +92,14 @@ def test_nvidia_smi_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     assert gpus._listed_gpus() is None
 
 
-def places(plan: Placement) -> dict[str, str]:
+def places(placement: Placement) -> dict[str, str]:
     """GPUs by role."""
     roles = ("learner", "critic", "generator", "reward_model")
-    return {role: ",".join(gpu for share in plan.of(role) for gpu in share.gpus) for role in roles if plan.of(role)}
+    return {
+        role: ",".join(gpu for resources in placement.of(role) for gpu in resources.gpus)
+        for role in roles
+        if placement.of(role)
+    }
 
 
 @pytest.mark.parametrize(
@@ -122,14 +128,14 @@ def test_generators_share_among_themselves_before_they_share_with_learners(
     config = small_config(
         launch__generators=generators, launch__learners=learners, critic__ranks=critics, replay__groups_per_step=12
     )
-    plan = place_roles(config, reward_model=reward_model)
-    assert places(plan) == expected
-    assert "DS_ACCELERATOR" not in plan.learners[0].environment()
+    placement = place_roles(config, reward_model=reward_model)
+    assert places(placement) == expected
+    assert "DS_ACCELERATOR" not in placement.learners[0].environment()
 
 
 def test_ranks_that_would_share_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     show(monkeypatch, "4,5")
-    rule = r"4 ranks are more than the 2 GPUs there are \(CUDA_VISIBLE_DEVICES=4,5\); use launch.learners=2 or fewer"
+    rule = r"4 ranks are more than the 2 visible GPUs \(CUDA_VISIBLE_DEVICES=4,5\); use launch.learners=2 or fewer"
     with pytest.raises(ConfigError, match=f"launch.learners = 4: .* NCCL, .*{rule}, or set CUDA"):
         place_roles(small_config(launch__learners=4, replay__groups_per_step=4))
     show(monkeypatch, "4")
@@ -144,7 +150,7 @@ def test_nccl_needs_a_gpu_for_each_that_sends_or_receives_weights(monkeypatch: p
     # Whom weights do not reach may share.
     config = small_config(launch__generators=2, weights__transport="nccl")
     check_transport(config, place_roles(config, reward_model=True))
-    rule = "needs a GPU of its own for learner rank 0 and for each of 3 generators, .* this machine has 3;"
+    rule = "needs a separate GPU for learner rank 0 and for each of 3 generators, .* this machine has 3;"
     config = small_config(launch__generators=3, weights__transport="nccl")
     with pytest.raises(ConfigError, match=rule):
         check_transport(config, place_roles(config))
@@ -155,7 +161,7 @@ def test_nccl_needs_a_gpu_for_each_that_sends_or_receives_weights(monkeypatch: p
     ("visible", "first", "settings", "reason"),
     [
         ("0,1,2", 1, {}, ""),
-        ("0,1", 1, {}, "generator-1 would share GPU 1 with generator-0, and weights travel from GPU to GPU, which"),
+        ("0,1", 1, {}, "generator-1 would share GPU 1 with generator-0, and weights are sent between GPUs, which"),
         ("0,1", 1, {"weights__transport": "gloo"}, "generator-1 would share GPU 1 with generator-0, whose engine has"),
         ("0,1", 1, {"weights__transport": "gloo", "generator__kv_cache_bytes": 1 << 26}, ""),
         ("0", 1, {"generator__kv_cache_bytes": 1 << 26}, ""),

@@ -84,11 +84,13 @@ def test_every_preset_fits_by_arithmetic(monkeypatch: pytest.MonkeyPatch, name: 
     config = load_config(name)
     count, settings, parameters = PRESETS.get(name, (2, DEMO, 516_864))
     models = models_of(config, settings, parameters)
-    plan = fitted(monkeypatch, config, count, mib, models)
-    cards = make_cards(config, plan, models)
+    placement = fitted(monkeypatch, config, count, mib, models)
+    cards = make_cards(config, placement, models)
     print("\n".join(map(str, cards)))
     assert len(cards) == count, "a GPU of the preset is not used"
-    cache_bytes = [_cache_bytes(config, share.gpu_memory_utilization, mib << 20, models) for share in plan.generators]
+    cache_bytes = [
+        _cache_bytes(config, resources.gpu_memory_utilization, mib << 20, models) for resources in placement.generators
+    ]
     group_bytes = config.generator.group_size * longest_tokens(config) * token_bytes(config, models)
     assert min(cache_bytes) > group_bytes, "an engine has no room for the keys and values of a group"
 
@@ -141,7 +143,7 @@ def test_a_run_that_cannot_fit_is_refused_with_the_sum_and_the_keys_that_help(mo
     config = load_config(None, settings | {"learner.gradient_checkpointing": True})
     assert fitted(monkeypatch, config, 5, MIB_80GB, Models(SEVEN)).generators[0].gpu_memory_utilization
     config = load_config(None, SETTINGS | {"launch.learners": 1, "learner.zero_stage": 0})
-    with pytest.raises(ConfigError, match="no setting of these keys is enough: take more ranks"):
+    with pytest.raises(ConfigError, match="no setting of these keys is enough: use more ranks"):
         fitted(monkeypatch, config, 2, MIB_141GB, Models(SEVEN))
     config = load_config(None, settings | {"learner.zero_stage": 2, "learner.tokens_per_microbatch": 32768})
     show(monkeypatch, 5, MIB_80GB)
@@ -152,15 +154,15 @@ def test_a_run_that_cannot_fit_is_refused_with_the_sum_and_the_keys_that_help(mo
 def test_an_engine_gets_what_staging_and_the_other_roles_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     total = MIB_80GB << 20
     alone = load_config(None, SETTINGS | {"launch.learners": 4, "launch.generators": 1})
-    (share,) = fitted(monkeypatch, alone, 5, MIB_80GB, Models(SEVEN)).generators
+    (resources,) = fitted(monkeypatch, alone, 5, MIB_80GB, Models(SEVEN)).generators
     staged = 2 * SEVEN.parameters + GIB
-    assert (share.gpu_memory_utilization or 0) * total == pytest.approx(0.9 * total - staged)
-    assert share.environment()["ASYNCRL_GPU_MEMORY_FRACTION"] == f"{share.gpu_memory_utilization:.4f}"
+    assert (resources.gpu_memory_utilization or 0) * total == pytest.approx(0.9 * total - staged)
+    assert resources.environment()["ASYNCRL_GPU_MEMORY_FRACTION"] == f"{resources.gpu_memory_utilization:.4f}"
 
     # Two generators on one GPU have the half each, with gloo and so without staging on it.
     two = load_config(None, SETTINGS | {"launch.learners": 4, "launch.generators": 2})
-    plan = fitted(monkeypatch, two, 5, MIB_80GB, Models(SEVEN))
-    fractions = [share.gpu_memory_utilization or 0 for share in plan.generators]
+    placement = fitted(monkeypatch, two, 5, MIB_80GB, Models(SEVEN))
+    fractions = [resources.gpu_memory_utilization or 0 for resources in placement.generators]
     assert fractions[0] == fractions[1]
     assert fractions[0] * total == pytest.approx(0.45 * total - GIB - 2 * SEVEN.vocabulary * SEVEN.hidden)
 
@@ -168,26 +170,28 @@ def test_an_engine_gets_what_staging_and_the_other_roles_leave(monkeypatch: pyte
     small = Shape.of(DEMO | {"max_position_embeddings": 32}, 516_864)
     assert small is not None
     one = load_config(None, {"model.path": "m", "data.train": "d", "generator.kv_cache_bytes": 64 << 20})
-    (share,) = fitted(monkeypatch, one, 1, MIB_80GB, Models(small)).generators
-    needed = (share.gpu_memory_utilization or 0) * total
+    (resources,) = fitted(monkeypatch, one, 1, MIB_80GB, Models(small)).generators
+    needed = (resources.gpu_memory_utilization or 0) * total
     assert needed == pytest.approx(sum(engine_parts(one, small).values()))
     assert 2 * GIB < needed < 4 * GIB
     free = load_config(None, {"model.path": "m", "data.train": "d"})
-    plan = fitted(monkeypatch, free, 1, MIB_80GB, Models(small))
-    (learner,) = [need for card in make_cards(free, plan, Models(small)) for need in card.needs if need.name[0] == "l"]
+    placement = fitted(monkeypatch, free, 1, MIB_80GB, Models(small))
+    (learner,) = [
+        need for card in make_cards(free, placement, Models(small)) for need in card.needs if need.name[0] == "l"
+    ]
     left = 0.9 * total - learner.num_bytes - GIB - 4 * small.vocabulary * small.hidden
-    assert (plan.generators[0].gpu_memory_utilization or 0) * total == pytest.approx(left)
+    assert (placement.generators[0].gpu_memory_utilization or 0) * total == pytest.approx(left)
 
 
 def test_where_memory_is_not_known_engines_on_one_gpu_divide_the_fraction(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus, "_listed_gpus", lambda: None)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     config = load_config(None, SETTINGS | {"launch.learners": 1, "launch.generators": 3})
-    plan = fit_memory(config, place_roles(config), reward_model=False)
-    assert [share.gpu_memory_utilization for share in plan.generators] == [0.45, 0.9, 0.45]
+    placement = fit_memory(config, place_roles(config), reward_model=False)
+    assert [resources.gpu_memory_utilization for resources in placement.generators] == [0.45, 0.9, 0.45]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    plan = place_roles(config)
-    assert fit_memory(config, plan, reward_model=False) is plan
+    placement = place_roles(config)
+    assert fit_memory(config, placement, reward_model=False) is placement
 
 
 def test_shapes_are_read_from_folders_of_other_families(tmp_path: Path) -> None:

@@ -30,27 +30,27 @@ def four_cores_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_generators_and_learners_get_cores_of_their_own() -> None:
-    plan = place_roles(small_config(launch__generators=3))
-    assert [share.cpus for share in plan.generators] == [(0,), (1,), (2,)]
-    assert [share.cpus for share in plan.learners] == [(3,)]
+    placement = place_roles(small_config(launch__generators=3))
+    assert [resources.cpus for resources in placement.generators] == [(0,), (1,), (2,)]
+    assert [resources.cpus for resources in placement.learners] == [(3,)]
 
 
 def test_one_of_each_splits_the_machine() -> None:
-    plan = place_roles(small_config())
-    (generator,), (learner,) = plan.generators, plan.learners
+    placement = place_roles(small_config())
+    (generator,), (learner,) = placement.generators, placement.learners
     assert (generator.cpus, generator.threads) == ((0, 1), 2)
     assert (learner.cpus, learner.threads) == ((2, 3), 2)
     assert generator.environment()["OMP_NUM_THREADS"] == "2"
     assert generator.environment()["DS_ACCELERATOR"] == "cpu"
-    assert plan.replay.cpus == (2, 3), "the engine's cores are its own"
+    assert placement.replay.cpus == (2, 3), "the engine's cores are its own"
     assert generator.environment()["ASYNCRL_HELPER_CPUS"] == "2,3"
 
 
 def test_more_roles_than_cores_share_with_one_thread_each() -> None:
-    plan = place_roles(small_config(launch__generators=8, launch__learners=4, replay__groups_per_step=4))
-    assert {share.threads for share in plan.generators + plan.learners} == {1}
-    generators = {cpu for share in plan.generators for cpu in share.cpus}
-    learners = {cpu for share in plan.learners for cpu in share.cpus}
+    placement = place_roles(small_config(launch__generators=8, launch__learners=4, replay__groups_per_step=4))
+    assert {resources.threads for resources in placement.generators + placement.learners} == {1}
+    generators = {cpu for resources in placement.generators for cpu in resources.cpus}
+    learners = {cpu for resources in placement.learners for cpu in resources.cpus}
     assert generators | learners == {0, 1, 2, 3}
     assert not generators & learners
 
@@ -65,17 +65,19 @@ def test_generators_that_take_turns_are_counted(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_unpinned_roles_may_use_every_core() -> None:
-    plan = place_roles(small_config(launch__pin_cores=False))
-    assert {share.cpus for share in plan.generators + plan.learners} == {(0, 1, 2, 3)}
+    placement = place_roles(small_config(launch__pin_cores=False))
+    assert {resources.cpus for resources in placement.generators + placement.learners} == {(0, 1, 2, 3)}
 
 
 def test_critics_and_the_reward_model_share_with_the_learners() -> None:
     config = small_config(launch__learners=2, critic__ranks=1, algorithm__advantage="gae", replay__groups_per_step=4)
-    plan = place_roles(config, reward_model=True)
-    assert [len(plan.of(role)) for role in ("generator", "learner", "critic", "reward_model")] == [1, 2, 1, 1]
-    learners = {cpu for share in plan.learners for cpu in share.cpus}
-    assert {cpu for share in (*plan.critics, plan.reward_model) if share for cpu in share.cpus} <= learners | {1, 2, 3}
-    assert 0 in plan.generators[0].cpus and 0 not in learners
+    placement = place_roles(config, reward_model=True)
+    assert [len(placement.of(role)) for role in ("generator", "learner", "critic", "reward_model")] == [1, 2, 1, 1]
+    learners = {cpu for resources in placement.learners for cpu in resources.cpus}
+    assert {
+        cpu for resources in (*placement.critics, placement.reward_model) if resources for cpu in resources.cpus
+    } <= learners | {1, 2, 3}
+    assert 0 in placement.generators[0].cpus and 0 not in learners
 
 
 def test_taken_port_is_named() -> None:

@@ -63,8 +63,8 @@ class Stage:
         self.launcher, self.queue, self.said = StandIns(), ScriptedQueue(), list[str]()
         self.now_s = 1000.0
         spec = RoleSpec("", 0, str(folder), loopback_endpoints(1), (), 8)
-        plan = place_roles(config)
-        self.supervisor = Supervisor(config, plan, spec, self.launcher, self.queue, say=self.said.append)  # type: ignore[arg-type]
+        placement = place_roles(config)
+        self.supervisor = Supervisor(config, placement, spec, self.launcher, self.queue, say=self.said.append)  # type: ignore[arg-type]
         self.supervisor.tick(self.now_s)
 
     def status(self, **told: Any) -> dict[str, Any]:
@@ -467,7 +467,7 @@ def test_a_generator_without_a_gpu_of_its_own_is_refused_and_the_others_go_on(
     run = stage(launch__generators=1)
     run.hear()
     run.hear(generators_wanted=3)
-    said = "no more generators: generator-2 would share GPU 6 with generator-0, and weights travel from GPU to GPU"
+    said = "no more generators: generator-2 would share GPU 6 with generator-0, and weights are sent between GPUs"
     assert [text for text in run.said if text.startswith(said)]
     assert run.queue.wanted == [2]
     run.hear(generators_wanted=2)

@@ -113,10 +113,10 @@ def test_output_that_cannot_be_cleaned_of_secrets_is_named(tmp_path: Path, monke
     spec = RoleSpec("learner", 0, str(tmp_path), loopback_endpoints(1), (), 8)
     launcher = LocalLauncher()
     monkeypatch.setattr(launcher, "command", lambda _: ["printf", "%s", "\\xff a tell-nobody\nof-this"])
-    share = RoleResources((0,), threads=1)
+    resources = RoleResources((0,), threads=1)
 
     def ended() -> tuple[bytes, list[MutableMapping[str, Any]]]:
-        role = launcher.start(spec, share)
+        role = launcher.start(spec, resources)
         assert launcher.wait([role], 20.0) == []
         with capture_logs() as events:
             launcher.kill([role])
