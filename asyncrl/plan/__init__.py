@@ -1,1 +1,1 @@
-"""Where the time of a run would go if it were set otherwise: a model of the whole system, and a search over it."""
+"""Predicts the throughput of a run with other settings: a simulator of the complete system, and search over setups."""

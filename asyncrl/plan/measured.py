@@ -23,7 +23,8 @@ MAX_GROUPS = 16384
 """Number of groups whose lengths are kept."""
 MIN_STEPS = 3
 WARM_STEPS = 2
-"""First steps whose times are left out when there are more: they include one-time compilation and allocation."""
+"""Number of first steps whose times are excluded if a run has more steps: they include one-time compilation and
+allocation."""
 MIN_SPREAD = 0.1
 """Relative spread of the steps' tokens below which a step's time counts as proportional to its tokens."""
 
@@ -43,9 +44,9 @@ class Measured:
 
 def read_run(path: Path, *, generators_per_device: int | None = None, turns: float = TURNS) -> Measured:
     """Reads the folder of a run, live or ended, or the `trace.parquet` in it. `generators_per_device` defaults to the
-    value in the summary of an ended run; `turns` is the workload's.
+    value in the summary of an ended run; `turns` is stored in the workload.
 
-    Raises DataError when a file is missing or incomplete, or has fewer than MIN_STEPS steps.
+    Raises DataError if a file is missing or incomplete, or has fewer than MIN_STEPS steps.
     """
     folder = path if path.is_dir() else path.parent
     trace = read_trace(path)
@@ -71,9 +72,10 @@ class RecentRun:
         self._trace = TraceTail(config.run_dir, rows=groups)
 
     def read(self) -> tuple[Workload, Setup]:
-        """The workload and the setup of the run. Raises DataError as `read_run` does."""
+        """Returns the workload and the setup of the run. Raises DataError as `read_run` does."""
         folder, trace = self._config.run_dir, self._trace.read()
-        # Only complete steps: groups of the first ones may not be read, groups of the last ones not be written yet.
+        # Only complete steps: the tail may lack groups of its first step, and the run may not have written all groups
+        # of its last steps yet.
         steps = {
             number: step for number, step in _steps(trace).items() if step.groups == self._config.replay.groups_per_step
         }
@@ -89,7 +91,7 @@ def _is_evaluation(row: dict[str, float]) -> bool:
 
 
 def _rows_of(steps: dict[int, _Step], rows: list[dict[str, float]], folder: Path) -> list[dict[str, float]]:
-    """The metrics rows of these steps. Raises DataError when there are too few, or costs are missing."""
+    """Returns the metrics rows of these steps. Raises DataError if they are too few, or if costs are missing."""
     rows = [row for row in rows if row["step"] in steps and not _is_evaluation(row)]
     if len(rows) < MIN_STEPS:
         raise DataError(f"{folder}: has {len(rows)} steps, at least {MIN_STEPS} are needed; let it run longer")
@@ -108,11 +110,11 @@ class _Step:
     tokens: int
     """Tokens of completions and prompts."""
     span_s: float
-    """Seconds from the take of its batch to its commit."""
+    """Seconds from the assignment of its batch to its commit."""
 
 
 def _steps(trace: pa.Table) -> dict[int, _Step]:
-    """The steps of a trace by number."""
+    """Returns the steps of a trace by number."""
     trained = trace.filter(trace.column("train_version").to_numpy() >= 0)
     steps = trained.column("train_version").to_numpy() + 1
     tokens = _sums(trained, "prompt_tokens") + _sums(trained, "completion_tokens")
@@ -124,7 +126,7 @@ def _steps(trace: pa.Table) -> dict[int, _Step]:
 
 
 def _sums(table: pa.Table, column: str) -> NDArray[np.int64]:
-    """The sum of the list in each row."""
+    """Returns the sum of the list in each row."""
     lists = table.column(column).combine_chunks()
     values, offsets = lists.values.to_numpy(), lists.offsets.to_numpy()
     ends = np.concatenate([[0], np.cumsum(values, dtype=np.int64)])
@@ -188,13 +190,13 @@ def _setup(config: Config, steps: int, generators_per_device: int) -> Setup:
 
 
 def _lengths(trace: pa.Table, group_size: int) -> Lengths:
-    """Lengths of at most MAX_GROUPS groups, spread over the trace."""
+    """Returns the lengths of at most MAX_GROUPS complete groups, evenly spaced in the trace."""
     trace = trace.take(np.arange(0, len(trace), -(-len(trace) // MAX_GROUPS)))
     offsets = trace.column("completion_tokens").combine_chunks().offsets.to_numpy()
-    whole = trace.filter(np.diff(offsets) == group_size)
-    completions = whole.column("completion_tokens").combine_chunks().values.to_numpy().reshape(-1, group_size)
-    prompts = whole.column("prompt_tokens").combine_chunks().values.to_numpy().reshape(-1, group_size)[:, 0]
-    refunded = [outcome not in ("trained", "in_flight") for outcome in whole.column("outcome").to_pylist()]
+    complete = trace.filter(np.diff(offsets) == group_size)
+    completions = complete.column("completion_tokens").combine_chunks().values.to_numpy().reshape(-1, group_size)
+    prompts = complete.column("prompt_tokens").combine_chunks().values.to_numpy().reshape(-1, group_size)[:, 0]
+    refunded = [outcome not in ("trained", "in_flight") for outcome in complete.column("outcome").to_pylist()]
     return Lengths(np.maximum(completions, 1), prompts, np.array(refunded))
 
 
@@ -224,6 +226,6 @@ def _sync_cost(rows: list[dict[str, float]]) -> SyncCost:
 
 
 def _summary(folder: Path) -> dict[str, Any]:
-    """The summary of an ended run; empty for a live one."""
+    """Returns the summary of an ended run; empty for a live one."""
     file = folder / "summary.json"
     return read_json(file) if file.is_file() else {}

@@ -1,4 +1,4 @@
-"""`asyncrl simulate` and `asyncrl plan` on the console."""
+"""Console output of `asyncrl simulate` and `asyncrl plan`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from asyncrl.plan.workload import TURNS, EngineCost, LearnerCost, Lengths, Setup
 from asyncrl.types import mean_staleness
 
 ROWS = 12
-"""Rows in the table of a plan."""
+"""Maximum number of rows in the table of a plan."""
 MAX_TOKENS = 2.0**27
-"""Longest completion or prompt: lengths of a group and their sums are 32-bit numbers."""
+"""Maximum length of a completion or prompt, since the lengths of a group and their sums are 32-bit numbers."""
 RANGES = {
     "mean_tokens": (1.0, MAX_TOKENS),
     "max_tokens": (1.0, MAX_TOKENS),
@@ -28,7 +28,7 @@ RANGES = {
     "sigma": (0.0, 10.0),
     "refunded_fraction": (0.0, 1.0),
 }
-"""Range of each option of a synthetic workload; the others are times, at least 0."""
+"""Range of each option of a synthetic workload. Options without a range here are times of at least 0."""
 TITLES = (
     "generators", "learners", "max\nstaleness", "tokens/s", "generators\nidle", "learners\nidle", "mean\nstaleness"
 )  # fmt: skip
@@ -43,7 +43,8 @@ def show_simulation(
     turns: float | None = None,
     seed: int = 0,
 ) -> Prediction:
-    """Simulates the job of a run, or a synthetic one, with changed settings. Raises ConfigError and DataError."""
+    """Simulates the job of a run, or a synthetic job, with changed settings, and prints the prediction. Raises
+    ConfigError for invalid options and DataError for a run that cannot be read."""
     max_tokens = changes.pop("max_new_tokens", None)
     turns = TURNS if turns is None else turns
     if run is not None:
@@ -65,7 +66,7 @@ def show_simulation(
 
 
 def made_up(numbers: dict[str, float], changes: dict[str, int]) -> tuple[Workload, Setup]:
-    """A synthetic workload from the options of `asyncrl simulate`, and a default setup."""
+    """Returns a synthetic workload from the options of `asyncrl simulate`, and a default setup."""
     missing = [name for name in ("mean_tokens", "engine_base_ms", "learner_token_us") if numbers.get(name) is None]
     if missing:
         raise ConfigError(
@@ -136,7 +137,8 @@ def _print_prediction(console: Console, found: Prediction, measured: Measured | 
 
 
 def show_plan(console: Console, run: Path, *, devices: int, max_staleness: int) -> list[Candidate]:
-    """Prints the best splits of the devices for the job of a run. Raises ConfigError and DataError."""
+    """Prints the best splits of the devices for the job of a run. Raises ConfigError for invalid options and DataError
+    for a run that cannot be read."""
     measured = read_run(run)
     found = search(measured.workload, measured.setup, devices=devices, max_staleness=max_staleness)
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")

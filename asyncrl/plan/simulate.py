@@ -1,7 +1,7 @@
-"""A discrete-event model of a run: generators, admission by the production ledger, learner, broadcasts.
+"""A discrete-event simulation of a run: generators, admission by the run's own ledger, learner, broadcasts.
 
-Decisions are made by the same code as in a run (`replay.ledger`); durations come from the workload. The model leaves
-out failures, evaluation, and the time of messages.
+Decisions are made by the same code as in a run (`replay.ledger`); durations come from the workload. The simulation
+omits failures, evaluation, and the time of messages.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from asyncrl.types import mean_staleness
 
 DRAWN_AT_ONCE = 4096
 COUNTED = 256
-"""Approximate number of times that tokens in flight are counted."""
+"""Approximate number of measurements of the tokens in flight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class _Group:
     leased_s: float
     tokens: int
     prompt_tokens: int
-    """Prompt tokens of all members together."""
+    """Sum of the prompt tokens of all members."""
     refunded: bool
     by_version: dict[int, int] = field(default_factory=dict[int, int])
 
@@ -88,15 +88,15 @@ class _Simulation:
         slots = setup.max_running_groups * setup.group_size
         self._engines = [SimulatedEngine(workload.engine, slots=slots) for _ in range(setup.generators)]
         self._busy = [False] * setup.generators
-        self._held = [0] * setup.generators
-        """Unfinished leases of each generator."""
+        self._leases = [0] * setup.generators
+        """Number of unfinished leases of each generator."""
         self._epochs = [0] * setup.generators
-        """Number of the next event of each generator; events with an older number are void."""
+        """Number of the next event of each generator; events with an older number are ignored."""
         self._denied: dict[int, None] = {}
-        """Generators with free capacity that got too few leases, in order."""
+        """Generators with free capacity that received too few leases, in the order of their requests."""
         self._groups: dict[int, _Group] = {}
         self._wanted = wanted_groups(setup.max_running_groups)
-        self._share = self._ledger.per_generator_limit(setup.generators)
+        self._limit = self._ledger.per_generator_limit(setup.generators)
         self._events: list[tuple[float, int, str, int, int]] = []
         self._order = count()
         self._now_s = 0.0
@@ -144,19 +144,19 @@ class _Simulation:
     # --- generators
 
     def _ask(self, generator: int, *, changed: bool = False) -> None:
-        """Leases as many groups as fit and admission allows; reschedules the generator's next event when that, or an
-        earlier change (`changed`), moves it."""
+        """Leases as many groups as the engine has capacity for and admission allows. Reschedules the generator's next
+        event if new groups or an earlier change (`changed`) move it."""
         engine, ledger, version = self._engines[generator], self._ledger, self._engines[generator].version
         engine.advance(self._now_s)
-        room = self._wanted - -(-len(engine) // self._setup.group_size)
-        given = min(room, self._share - self._held[generator], ledger.capacity(version))
-        for _ in range(given):
+        free = self._wanted - -(-len(engine) // self._setup.group_size)
+        leased = min(free, self._limit - self._leases[generator], ledger.capacity(version))
+        for _ in range(leased):
             number = ledger.lease(version).number
             engine.add(number, self._draw(number, generator))
-        if given > 0:
-            self._held[generator] += given
-            room, changed = room - given, True
-        if room > 0:
+        if leased > 0:
+            self._leases[generator] += leased
+            free, changed = free - leased, True
+        if free > 0:
             self._denied[generator] = None
         else:
             self._denied.pop(generator, None)
@@ -164,7 +164,7 @@ class _Simulation:
             self._schedule(generator)
 
     def _draw(self, number: int, generator: int) -> list[int]:
-        """The lengths of a new group."""
+        """Draws a new group and returns its lengths."""
         if not self._drawn:
             self._drawn = self._dice.integers(len(self._completions), size=DRAWN_AT_ONCE).tolist()
         row = self._drawn.pop()
@@ -183,7 +183,7 @@ class _Simulation:
             self._push(next_s, "sequence", generator, self._epochs[generator])
 
     def _share_device(self, generator: int) -> None:
-        """A generator has begun or ceased to compute: the others on its device get slower or faster."""
+        """Updates the slowdown of all generators on the device after this one started or stopped computing."""
         self._busy[generator] = not self._busy[generator]
         each = self._setup.generators_per_device
         first = generator - generator % each
@@ -196,7 +196,7 @@ class _Simulation:
                 self._schedule(one)
 
     def _end_sequences(self, generator: int) -> None:
-        """Ends the group or the sequence that is due."""
+        """Ends the group or the sequence whose end is the current event."""
         engine = self._engines[generator]
         engine.advance(self._now_s)
         ended = engine.end_next()
@@ -213,7 +213,7 @@ class _Simulation:
         self._ask(generator, changed=True)
 
     def _load(self, version: int) -> None:
-        """The weights of a version have arrived."""
+        """Loads a version in all engines after its broadcast has ended."""
         swap_s = self._workload.sync.swap_s
         for generator, engine in enumerate(self._engines):
             engine.advance(self._now_s)
@@ -224,7 +224,7 @@ class _Simulation:
 
     def _finish(self, number: int) -> None:
         group = self._groups[number]
-        self._held[group.generator] -= 1
+        self._leases[group.generator] -= 1
         self._ledger.finish(number, trajectories=self._setup.group_size, tokens=group.tokens)
         if not group.refunded:
             self._take()
@@ -237,7 +237,7 @@ class _Simulation:
             self._ask(denied)
 
     def _take(self) -> None:
-        """Starts the next step when its batch is complete."""
+        """Starts the next step if its batch is complete."""
         ledger = self._ledger
         if self._training or ledger.count(State.FINISHED) < self._setup.groups_per_step:
             return
@@ -262,7 +262,7 @@ class _Simulation:
         if not version % self._counted_every:
             self._count_in_flight()
         self._waits_since_s = self._now_s
-        # A broadcast waits for the previous one, and so does the learner.
+        # Both the next broadcast and the learner wait for the previous broadcast.
         if self._sent_s > self._now_s:
             self._push(self._sent_s, "sent", version + 1)
         else:

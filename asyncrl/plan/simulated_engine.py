@@ -14,11 +14,11 @@ ALMOST = 1e-6
 
 
 class SimulatedEngine:
-    """Each step adds one token to every running sequence, so a single clock, in tokens, describes the progress of all.
-    Sequences beyond the slots wait for a free slot.
+    """An engine with continuous batching. Each step adds one token to every running sequence, so a single clock, in
+    tokens, describes the progress of all. If all slots are in use, further sequences wait for a free slot.
 
-    While sequences wait, every end of a sequence is an event. Otherwise only ends of groups are, and the ends of
-    sequences before them are applied when the engine is advanced.
+    While sequences wait, every end of a sequence is an event. Otherwise only ends of groups are events, and the ends of
+    single sequences are applied when the engine is advanced.
     """
 
     __slots__ = (
@@ -34,27 +34,28 @@ class SimulatedEngine:
         """Seconds without a running sequence."""
         self._cost, self._slots = cost, slots
         self._now_s = self._free_s = 0.0
-        """Time up to which it is simulated; and time until which prompts or a swap hold up decoding."""
+        """Time up to which the engine is simulated; and time until which prompts or a swap block decoding."""
         self._clock = 0.0
         self._running: list[tuple[float, float, int]] = []
         """(clock at its end, clock at its start, group) of each running sequence, sorted."""
         self._sum_starts = 0.0
         """Sum of the start clocks of the running sequences."""
         self._lasts: list[tuple[float, int]] = []
-        """(clock at the end of its last member, group) of each group, sorted; while nothing waits."""
+        """(clock at the end of its last member, group) of each group, sorted; valid only while no sequence waits."""
         self._waiting: deque[tuple[int, int]] = deque()
         """(group, tokens) of each waiting sequence."""
         self._left: Counter[int] = Counter()
-        """Number of unfinished members of each group; while something waits."""
+        """Number of unfinished members of each group; valid only while sequences wait."""
         self._begun: dict[int, list[tuple[float, Sequence[int]]]] = {}
-        """Group -> (clock, lengths of the members that started then)."""
+        """(clock, lengths of the members that started at that clock), by group."""
         self._ended_tokens = 0.0
         """Tokens of ended members of unfinished groups."""
         self._expected = (inf, 0.0)
         """The last result of `next_s`, and the clock at that time."""
         self._mark_clocks: list[float] = [0.0]
+        """Clock at the start of each loaded version."""
         self._mark_versions: list[int] = [0]
-        """The version of tokens from each mark clock on."""
+        """Version of the tokens from each of these clocks on."""
 
     def __len__(self) -> int:
         """Number of running and waiting sequences."""
@@ -62,12 +63,12 @@ class SimulatedEngine:
 
     @property
     def tokens(self) -> float:
-        """Tokens so far of unfinished groups."""
+        """Number of tokens generated for unfinished groups."""
         return self._clock * len(self._running) - self._sum_starts + self._ended_tokens
 
     @property
     def next_s(self) -> float:
-        """Time at which the next group ends, or the next sequence while one waits, if nothing else happens before."""
+        """Time at which the next group ends (while sequences wait: the next sequence) if no other event comes first."""
         running = self._running
         at_s = self._free_s if self._free_s > self._now_s else self._now_s
         if not running:
@@ -137,7 +138,7 @@ class SimulatedEngine:
 
     def end_next(self) -> tuple[int, dict[int, int]] | None:
         """Applies the event of `next_s`, at that time. Returns the ended group and its tokens by the version that
-        sampled them; None when only a sequence ended."""
+        sampled them; None if only a sequence ended."""
         if self._waiting:
             group = self._end(0)
             self._left[group] -= 1
@@ -157,7 +158,7 @@ class SimulatedEngine:
         return group, self._by_version(begun)
 
     def swap(self, version: int, swap_s: float) -> None:
-        """Loads a version; tokens from now on belong to it."""
+        """Loads a version, which samples all later tokens."""
         self.version = version
         self._mark_clocks.append(self._clock)
         self._mark_versions.append(version)
@@ -182,7 +183,8 @@ class SimulatedEngine:
         return found
 
     def _begin_waiting(self) -> None:
-        """Starts a waiting sequence in the free slot; when none is left, only ends of groups are events again."""
+        """Starts a waiting sequence in the free slot. If no other sequence waits, only ends of groups are events
+        afterwards."""
         group, tokens = self._waiting.popleft()
         insort(self._running, (self._clock + tokens, self._clock, group))
         self._sum_starts += self._clock

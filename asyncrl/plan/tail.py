@@ -1,4 +1,4 @@
-"""The newest part of a run's trace and metrics; time and memory do not grow with the run."""
+"""Reads the newest part of a run's trace and metrics, with time and memory that do not grow with the run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CONTINUATION = 0xFFFFFFFF
 
 
 class TraceTail:
-    """The newest rows of a run's trace, read as it grows."""
+    """Reads the newest rows of a growing trace."""
 
     def __init__(self, folder: Path, *, rows: int) -> None:
         """Keeps at least the newest `rows` rows."""
@@ -35,14 +35,14 @@ class TraceTail:
         self._end = 0
         """Offset of the end of the last complete message of the log."""
         self._spans: deque[tuple[int, int]] = deque(maxlen=rows)
-        """Begin and end offsets of the newest messages; each holds at least one row."""
+        """Begin and end offsets of the newest messages; each contains at least one row."""
         self._read: dict[int, pa.Table] = {}
-        """Begin offset -> rows, for the newest messages."""
+        """Rows of the newest messages, by begin offset."""
         self._former: tuple[int, pa.Table] = -1, SCHEMA.empty_table()
         """Inode of the Parquet file, and its last rows."""
 
     def read(self) -> pa.Table:
-        """The newest rows, one per ticket. Raises DataError when there is no trace, or it is damaged."""
+        """Returns the newest rows, one per ticket. Raises DataError if the trace is missing or damaged."""
         found = [path for path in (self._file, self._log) if path.is_file()]
         if not found:
             raise DataError(f"{self._log}: no such file; the run has not begun")
@@ -71,7 +71,7 @@ class TraceTail:
             return self._newest(file)
 
     def _newest(self, file: BinaryIO) -> pa.Table:
-        """The rows of the newest messages; reads only messages that were not read before."""
+        """Returns the rows of the newest messages. Reads only messages that were not read before."""
         kept: dict[int, pa.Table] = {}
         rows = 0
         for begin, end in reversed(self._spans):
@@ -87,7 +87,7 @@ class TraceTail:
         return pa.concat_tables([SCHEMA.empty_table(), *(kept[begin] for begin in sorted(kept))])
 
     def _read_file(self) -> pa.Table:
-        """The last row groups of the file, which is replaced when a launch ends."""
+        """Returns the rows of the last row groups of the Parquet file, which is replaced when a launch ends."""
         inode = self._file.stat().st_ino
         if inode != self._former[0]:
             with pq.ParquetFile(self._file) as file:
@@ -105,7 +105,7 @@ class TraceTail:
 
 
 def read_metrics_tail(path: Path) -> list[dict[str, float]]:
-    """The rows in the last METRICS_BYTES of a `metrics.jsonl`, without a torn last line."""
+    """Returns the rows in the last METRICS_BYTES of a `metrics.jsonl`, without an incomplete last line."""
     if not path.is_file():
         return []
     with path.open("rb") as file:
@@ -116,9 +116,8 @@ def read_metrics_tail(path: Path) -> list[dict[str, float]]:
 
 
 def _message_bytes(file: BinaryIO, begin: int) -> int:
-    """The size of the message at this offset, including its body, which is not read; 0 if its head is incomplete.
-
-    Arrow's own reader would have to read the body.
+    """Returns the size of the message at this offset, including its body, which is not read; 0 if its head is
+    incomplete. Arrow's own reader would read the body.
     """
     prefix = _read(file, begin, begin + 8)
     if len(prefix) < 8:

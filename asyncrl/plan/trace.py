@@ -13,9 +13,9 @@ from asyncrl.replay.trace import END_OF_STREAM, SCHEMA, whole_bytes
 
 
 def read_trace(path: Path) -> pa.Table:
-    """The rows of a trace file, or of the trace files in a run's folder. Their schema is `replay.trace.SCHEMA`.
+    """Returns the rows of a trace file, or of the trace files in a run's folder. Their schema is `replay.trace.SCHEMA`.
 
-    Raises DataError when there is no trace, or it is incomplete or of another version.
+    Raises DataError if the trace is missing, incomplete or of another version.
     """
     if not path.is_dir():
         return _read(path)
@@ -26,21 +26,21 @@ def read_trace(path: Path) -> pa.Table:
 
 
 def last_of_tickets(table: pa.Table) -> pa.Table:
-    """The last row of each ticket: a ticket that was in flight when a launch ended has another row later."""
+    """Returns the last row of each ticket. A ticket that was in flight when a launch ended has another row later."""
     backwards = table.column("ticket").to_numpy()[::-1]
     last = len(backwards) - 1 - np.unique(backwards, return_index=True)[1]
     return table.take(pa.array(np.sort(last)))
 
 
 def check_schema(path: Path, schema: pa.Schema) -> None:
-    """Raises DataError unless this is the trace schema of this version."""
+    """Raises DataError unless `schema` is the trace schema of this version."""
     found = schema.remove_metadata()
     if found != SCHEMA:
         raise DataError(f"{path}: not a trace of this version of asyncrl: {_differences(found)}; run the job again")
 
 
 def damaged(path: Path, error: Exception) -> DataError:
-    """The error for a trace that cannot be read."""
+    """Returns the error for a trace that cannot be read."""
     return DataError(
         f"{path}: not a complete trace, it may be half written or cut: {error}; give the folder of a run that is "
         "still live, or complete the run: `asyncrl launch --resume`"
@@ -59,12 +59,12 @@ def _read(path: Path) -> pa.Table:
 
 
 def _read_log(path: Path) -> pa.Table:
-    """The complete messages of the log; a live run may be writing another."""
-    whole = whole_bytes(path)
-    if not whole:
+    """Returns the rows of the complete messages of the log; a live run may be writing another message."""
+    num_bytes = whole_bytes(path)
+    if not num_bytes:
         return SCHEMA.empty_table()
     with path.open("rb") as file:
-        return pa.ipc.open_stream(file.read(whole) + END_OF_STREAM).read_all()
+        return pa.ipc.open_stream(file.read(num_bytes) + END_OF_STREAM).read_all()
 
 
 def _differences(schema: pa.Schema) -> str:

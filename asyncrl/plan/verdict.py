@@ -1,4 +1,5 @@
-"""The bottleneck of a run in one sentence, and the simulated gain of another generator, learner or staleness limit."""
+"""Names the bottleneck of a run in one sentence, with the simulated gain of another generator, learner or staleness
+limit."""
 
 from __future__ import annotations
 
@@ -18,12 +19,12 @@ SEQUENCES, MIN_STEPS, MAX_STEPS = 20_000, 8, 200
 AS_GOOD = 0.02
 """Setups within this fraction of the best throughput are ranked by their staleness limit, the lowest first."""
 APART = 0.05
-"""Smallest difference of the idle fractions that decides which side is the bottleneck."""
+"""Minimum difference of the idle fractions that makes one side the bottleneck."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A setup that was simulated, and its bottleneck."""
+    """A simulated setup, and its bottleneck."""
 
     prediction: Prediction
     binds: str
@@ -31,17 +32,17 @@ class Candidate:
 
 
 def predict(workload: Workload, setup: Setup) -> Prediction:
-    """Simulates the setup over a number of steps that suffices for a prediction, whatever number the setup has."""
+    """Simulates the setup over a number of steps that suffices for a prediction, instead of the setup's number."""
     steps = SEQUENCES // (setup.groups_per_step * setup.group_size)
     steps = min(max(steps, MIN_STEPS + 2 * setup.max_staleness), MAX_STEPS)
     return simulate(workload, replace(setup, steps=steps))
 
 
 def search(workload: Workload, setup: Setup, *, devices: int, max_staleness: int) -> list[Candidate]:
-    """All splits of `devices` devices, with all staleness limits up to `max_staleness`, the best first.
+    """Simulates all splits of `devices` devices, with staleness limits up to `max_staleness`; returns the best first.
 
-    Each generator and each learner rank has its own device; everything else is taken from `setup`. Raises ConfigError
-    when there is no split.
+    Each generator and each learner rank has its own device; the other settings are those of `setup`. Raises ConfigError
+    if no split is possible.
     """
     if devices < 2:
         raise ConfigError(
@@ -62,7 +63,7 @@ def search(workload: Workload, setup: Setup, *, devices: int, max_staleness: int
 
 
 def binds(prediction: Prediction) -> str:
-    """The bottleneck: the side that waits less, or "staleness" when both wait."""
+    """Returns the bottleneck: the side that waits less, or "staleness" if both wait."""
     generator, learner = prediction.generator_idle, prediction.learner_idle
     if generator > APART and learner > 2 * APART:
         return "staleness"
@@ -85,7 +86,7 @@ def _setups(setup: Setup, devices: int, max_staleness: int) -> Iterator[Setup]:
 
 
 def limits(highest: int) -> list[int]:
-    """Staleness limits to try: 0 to 4, then each about half as large again as the one before."""
+    """Returns the staleness limits to try: 0 to 4, then each about 1.5 times the previous one, up to `highest`."""
     found = [limit for limit in (0, 1, 2, 3, 4) if limit <= highest]
     while found[-1] < highest:
         found.append(min(highest, found[-1] + max(1, found[-1] // 2)))
@@ -97,13 +98,13 @@ log = structlog.get_logger()
 Bound = Literal["generator", "learner", "staleness", "balanced"]
 
 MIN_GAIN = 0.03
-"""Smallest gain that is worth a recommendation."""
+"""Minimum gain for a recommendation."""
 ABOUT_AS_MUCH = 0.9
-"""A higher staleness limit with this fraction of the largest gain is recommended first, since it needs no device."""
+"""A higher staleness limit with at least this fraction of the largest gain is preferred, since it needs no device."""
 BUSY = 0.1
 """A side that is idle for less than this fraction of the time is busy."""
 CLEARLY = 0.3
-"""A side whose idle fraction is lower than that of the other by more than this is the bottleneck."""
+"""A side whose idle fraction is lower than the other side's by more than this is the bottleneck."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,16 +120,16 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The bottleneck of a run, and the changes that were simulated."""
+    """The bottleneck of a run, and the simulated changes."""
 
     bound: Bound
     sentence: str
     changes: list[Change]
-    """Sorted by gain, the largest first; empty when nothing could be simulated."""
+    """Sorted by gain, the largest first; empty if the run could not be simulated."""
 
 
 def judge(workload: Workload, setup: Setup, *, generator_idle: float, learner_idle: float) -> Verdict:
-    """The verdict on a run, from its measured workload and setup and the idle fractions of its two sides."""
+    """Returns the verdict on a run, from its measured workload and setup and the idle fractions of its two sides."""
     now = predict(workload, setup).tokens_per_s
     others = _alternatives(setup)
     changes = [Change(bound, text, predict(workload, other).tokens_per_s / now - 1) for bound, text, other in others]
@@ -151,7 +152,8 @@ def judge(workload: Workload, setup: Setup, *, generator_idle: float, learner_id
 
 
 def verdict_of(run: RecentRun, *, generator_idle: float, learner_idle: float, max_staleness: int) -> Verdict:
-    """The verdict on a run, live or ended; from the idle fractions alone while its files do not suffice to simulate."""
+    """Returns the verdict on a run, live or ended; from the idle fractions alone while its files do not suffice for a
+    simulation."""
     try:
         workload, setup = run.read()
     except DataError as error:
@@ -161,7 +163,7 @@ def verdict_of(run: RecentRun, *, generator_idle: float, learner_idle: float, ma
 
 
 def guess(*, generator_idle: float, learner_idle: float, max_staleness: int) -> Verdict:
-    """The verdict from the idle fractions of both sides alone."""
+    """Returns the verdict from the idle fractions of both sides alone."""
     idle = _idle(generator_idle, learner_idle)
     ahead = max_staleness > 0 and abs(generator_idle - learner_idle) > CLEARLY
     if generator_idle < BUSY and learner_idle < BUSY:
@@ -198,7 +200,7 @@ def _alternatives(setup: Setup) -> list[tuple[Bound, str, Setup]]:
 
 
 def ordinal(number: int) -> str:
-    """The ordinal number in English: "third", "21st"."""
+    """Returns the ordinal number in English: "third", "21st"."""
     words = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth")
     if number <= len(words):
         return words[number - 1]

@@ -11,49 +11,50 @@ from numpy.typing import NDArray
 from asyncrl.errors import ConfigError
 
 SYNTHETIC_GROUPS = 4096
-"""Number of groups in a synthetic workload, from which the simulator draws."""
+"""Number of groups in a synthetic workload. The simulator draws from them."""
 
 TURNS = 1.1
-"""Default of `Workload.turns`: about the measured value of two engines of 32 sequences on one core."""
+"""Default of `Workload.turns`: approximately the measured value of two engines of 32 sequences on one core."""
 
 
 def slowdown(computing: int, turns: float = TURNS) -> float:
-    """The factor by which steps are slower while `computing` engines compute on one device."""
+    """Returns the factor by which steps are slower while `computing` engines compute on one device."""
     return computing * turns if computing > 1 else 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class EngineCost:
-    """Seconds of an engine: `base_s + sequence_s * n` for a step that decodes one token of each of n sequences, and
-    `request_s` once for each sequence (its prompt and other one-time work)."""
+    """Costs of an engine in seconds: `base_s + sequence_s * n` for a step that decodes one token of each of n
+    sequences, and `request_s` once for each sequence (its prompt and other one-time work)."""
 
     base_s: float
     sequence_s: float
     request_s: float = 0.0
 
     def step_s(self, running: int) -> float:
-        """Seconds of a step with `running` sequences."""
+        """Returns the seconds of a step with `running` sequences."""
         return self.base_s + self.sequence_s * running
 
 
 @dataclass(frozen=True, slots=True)
 class LearnerCost:
-    """Seconds of an optimizer step, `base_s + token_s * tokens / learners`, where tokens include prompts; before it the
-    learner waits `take_s` for the batch to arrive."""
+    """Costs of an optimizer step in seconds: `base_s + token_s * tokens / learners`, where tokens include prompts.
+    Before it, the learner waits `take_s` for the transfer of the batch."""
 
     base_s: float
     token_s: float
     take_s: float = 0.0
 
     def step_s(self, tokens: int, learners: int) -> float:
-        """Seconds of an optimizer step."""
+        """Returns the seconds of an optimizer step."""
         return self.base_s + self.token_s * tokens / learners
 
 
 @dataclass(frozen=True, slots=True)
 class SyncCost:
-    """Seconds from the end of an optimizer step until generators can load its weights (`broadcast_s`), during which the
-    hand-over blocks the learner (`hold_s`), and during which a swap stalls an engine (`swap_s`)."""
+    """Costs of a weight broadcast in seconds: from the end of an optimizer step until generators can load its weights
+    (`broadcast_s`), the time that the hand-over blocks the learner (`hold_s`), and the time that a swap stalls an
+    engine (`swap_s`)."""
 
     broadcast_s: float = 0.0
     hold_s: float = 0.0
@@ -62,21 +63,23 @@ class SyncCost:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Groups to draw from; the lengths of a group stay together, since completions of one prompt are similar."""
+    """Lengths of the groups to draw from. The lengths of a group stay together, since completions of one prompt are
+    similar."""
 
     completions: NDArray[np.int32]
     """[groups, group_size] action tokens."""
     prompts: NDArray[np.int32]
     """[groups] tokens."""
     refunded: NDArray[np.bool_]
-    """[groups]; such a group is generated and never trained."""
+    """[groups], true for groups that are generated but never trained."""
 
     @classmethod
     def log_normal(
         cls, *, mean_tokens: float, sigma: float, max_tokens: int, group_size: int, prompt_tokens: int = 0,
         refunded_fraction: float = 0.0, seed: int = 0,
     ) -> Self:  # fmt: skip
-        """Independent log-normal lengths with this mean before truncation; `sigma` is that of the logarithm."""
+        """Returns independent log-normal lengths with this mean before truncation; `sigma` is the standard deviation of
+        the logarithm."""
         dice = np.random.default_rng(seed)
         shape = SYNTHETIC_GROUPS, group_size
         drawn = dice.lognormal(np.log(mean_tokens) - sigma**2 / 2, sigma, shape)
@@ -86,24 +89,24 @@ class Lengths:
 
     @property
     def group_size(self) -> int:
-        """Completions of a group."""
+        """Number of completions per group."""
         return self.completions.shape[1]
 
     def of_size(self, group_size: int, *, seed: int = 0) -> Self:
-        """Groups of another size, with members drawn from those of each group."""
+        """Returns groups of another size, with members drawn from those of each group."""
         if group_size == self.group_size:
             return self
         chosen = np.random.default_rng(seed).integers(self.group_size, size=(len(self.completions), group_size))
         return replace(self, completions=np.take_along_axis(self.completions, chosen, axis=1))
 
     def cut(self, max_tokens: int) -> Self:
-        """The same groups with completions truncated to `max_tokens`."""
+        """Returns the same groups with completions truncated to `max_tokens`."""
         return replace(self, completions=np.minimum(self.completions, max_tokens))
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Lengths and costs of a job. Raises ConfigError when no step could ever be trained."""
+    """Lengths and costs of a job. Raises ConfigError if no step could ever be trained."""
 
     lengths: Lengths
     engine: EngineCost
@@ -112,8 +115,8 @@ class Workload:
     reward_s: float = 0.0
     """Seconds from the last token of a group until it is in the replay queue."""
     turns: float = TURNS
-    """Extra factor of an engine step's time while engines share a device, beyond their number, since each finds the
-    caches filled by others. It depends on the machine (`benchmarks/turns.py`)."""
+    """Additional factor of an engine step's time while engines share a device, beyond their number, since they evict
+    one another's cache lines. It depends on the machine (`benchmarks/turns.py`)."""
 
     def __post_init__(self) -> None:
         if self.engine.step_s(1) <= 0 or self.learner.step_s(1, 1) <= 0:
@@ -129,7 +132,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """The chosen numbers of a run. Raises ConfigError for a run that could not start."""
+    """The chosen settings of a run. Raises ConfigError for settings with which a run cannot start."""
 
     generators: int
     learners: int

@@ -1,7 +1,7 @@
-"""`asyncrl sweep`: real trainings at several staleness limits, each with several seeds, one after the other.
+"""`asyncrl sweep`: sequential training runs at several staleness limits, each with several seeds.
 
 Every cell is a run, in `runs/NAME-s2-seed0` and so on. Finished cells are kept: the same command resumes an interrupted
-sweep, also in the middle of a cell.
+sweep, even in the middle of a cell.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Run = Callable[[Sequence[str], Path], int]
 """Runs `asyncrl launch` with these arguments, writes its output to the file, and returns its exit code."""
 
 END_S = 60.0
-"""Time that an interrupted launch has to end."""
+"""Deadline for an interrupted launch to end."""
 OF_THE_CELL = {"run", "seed", "resume"}
 
 
@@ -39,7 +39,7 @@ class Sweep:
     name: str
     config: str
     settings: dict[str, Any]
-    """Dotted keys that override those of the config in all cells."""
+    """Values by dotted key that override those of the config in all cells."""
     overrides: tuple[str, ...]
     """The settings as arguments of `asyncrl launch`."""
     limits: tuple[int, ...]
@@ -55,7 +55,7 @@ class Sweep:
 
     @property
     def cells(self) -> list[Cell]:
-        """All cells, seed by seed, so that an interrupted sweep has all limits with the first seeds."""
+        """All cells, ordered by seed first, so that an interrupted sweep has all limits with the first seeds."""
         first = load_config(self.config, self.settings).seed
         return [
             Cell(f"{self.name}-s{limit}-seed{seed}", limit, seed)
@@ -69,12 +69,12 @@ class Sweep:
         return Path("sweeps") / self.name
 
     def config_of(self, cell: Cell) -> Config:
-        """The config of a cell."""
+        """Returns the config of a cell."""
         own = {"run": cell.name, "seed": cell.seed, "replay.max_staleness": cell.max_staleness, "resume": "auto"}
         return load_config(self.config, self.settings | own)
 
     def arguments(self, cell: Cell) -> list[str]:
-        """The arguments of `asyncrl` for a cell."""
+        """Returns the arguments of `asyncrl` for a cell."""
         own = ["--run", cell.name, "--max-staleness", str(cell.max_staleness), f"seed={cell.seed}", "resume=auto"]
         return ["launch", "--config", self.config, *self.overrides, *own]
 
@@ -82,7 +82,8 @@ class Sweep:
 def sweep(name: str, config: str, overrides: Sequence[str], limits: str, seeds: int, console: Console) -> int:
     """Runs the unfinished cells of the sweep, reports on all finished ones, and returns the exit code.
 
-    0: all cells have finished. 1: some failed. 130: interrupted. Raises ConfigError before anything starts.
+    The code is 0 if all cells have finished, 1 if some failed, and 130 if interrupted. Raises ConfigError before any
+    cell starts.
     """
     settings = dict(parse_override(text) for text in overrides)
     one = Sweep(name, config, settings, tuple(overrides), parse_limits(limits), seeds)
@@ -108,7 +109,7 @@ def parse_limits(text: str) -> tuple[int, ...]:
 
 
 def check(sweep: Sweep) -> None:
-    """Raises ConfigError, before any cell starts, when a config is invalid or an existing cell has other settings."""
+    """Raises ConfigError, before any cell starts, if a config is invalid or an existing cell has other settings."""
     for cell in sweep.cells:
         config, file = sweep.config_of(cell), cell.run_dir / "config.yaml"
         if not file.is_file():

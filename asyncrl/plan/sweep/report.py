@@ -1,4 +1,4 @@
-"""The results of a sweep: a table on the console, and `sweep.html`, one self-contained page."""
+"""Shows the results of a sweep: a table on the console, and `sweep.html`, a self-contained page."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from asyncrl.plan.sweep.results import SweepResults
 
 COLORS = ("#3b6fd4", "#2a9d5c", "#e0b93a", "#e08a3a", "#d1533f", "#9c3a6b", "#5b5b66", "#38a3b8")
 POINTS = 200
-"""Points of a curve over time."""
+"""Number of points of a curve over time."""
 
 
 def print_results(results: SweepResults, console: Console) -> None:
@@ -55,7 +55,7 @@ def write_sweep_report(results: SweepResults, path: Path, *, name: str) -> None:
 
 
 def sweep_figure(results: SweepResults) -> Any:
-    """The plotly figure of the page."""
+    """Returns the plotly figure of the page."""
     from plotly.subplots import make_subplots
 
     titles = (
@@ -72,7 +72,7 @@ def sweep_figure(results: SweepResults) -> Any:
 
 
 def _add_curves(figure: Any, results: SweepResults, limit: int, color: str) -> None:
-    """Adds the mean over seeds, and a band from the lowest to the highest."""
+    """Adds the reward curves of a limit: the mean over seeds, and a band from the lowest to the highest value."""
     import plotly.graph_objects as go
 
     cells = [cell for cell in results.cells if cell.max_staleness == limit]

@@ -1,4 +1,4 @@
-"""The results of a sweep: throughput, reward and effective sample size by limit, and the recommended limit."""
+"""Computes the results of a sweep: throughput, reward and effective sample size by limit, and the recommended limit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from asyncrl.observe.report import OF_STEP, read_metrics
 from asyncrl.util.files import read_json
 
 SMOOTHED_STEPS = 5
-"""Steps that a smoothed reward averages over."""
+"""Number of steps over which a smoothed reward averages."""
 SAMPLES = 10_000
 """Number of bootstrap samples."""
 
@@ -46,7 +46,7 @@ class CellResult:
     ess: float
     """Effective sample size of the importance weights, mean of the last half of the steps."""
     reward: float
-    """Mean of the last tenth of the steps."""
+    """Mean reward of the last tenth of the steps."""
     steps: list[int]
     seconds: list[float]
     """Seconds from the first lease to the end of each step."""
@@ -54,7 +54,7 @@ class CellResult:
     """Smoothed reward of each step."""
 
     def reward_at(self, seconds: float) -> float:
-        """The smoothed reward after `seconds`."""
+        """Returns the smoothed reward after `seconds`."""
         return float(np.interp(seconds, self.seconds, self.rewards))
 
 
@@ -84,7 +84,7 @@ class Recommendation:
     max_staleness: int
     sentence: str
     best_fraction: dict[int, float]
-    """Limit -> fraction of the bootstrap samples in which it has the highest reward in equal time."""
+    """Fraction of the bootstrap samples in which a limit has the highest reward in equal time, by limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class SweepResults:
 
 
 def status_of(cell: Cell) -> str:
-    """The status in the cell's summary; "missing" if there is none."""
+    """Returns the status in the cell's summary; "missing" if the cell has no summary."""
     file = cell.run_dir / "summary.json"
     return read_json(file)["status"] if file.is_file() else "missing"
 
@@ -127,7 +127,7 @@ def read_cell(cell: Cell) -> CellResult:
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """The mean of the last SMOOTHED_STEPS values up to each value."""
+    """Returns, for each value, the mean of the last SMOOTHED_STEPS values up to it."""
     sums = np.concatenate([[0.0], np.cumsum(values)])
     ends = np.arange(1, len(values) + 1)
     begins = np.maximum(ends - SMOOTHED_STEPS, 0)
@@ -135,7 +135,7 @@ def smoothed(values: Sequence[float]) -> list[float]:
 
 
 def read_results(cells: Sequence[Cell], *, seed: int = 0) -> SweepResults:
-    """The results of the finished cells. Raises DataError when none is finished."""
+    """Returns the results of the finished cells. Raises DataError if no cell has finished."""
     found = [read_cell(cell) for cell in cells if status_of(cell) == "finished"]
     if not found:
         raise DataError("no cell of the sweep has finished; see its logs")
@@ -149,10 +149,10 @@ def read_results(cells: Sequence[Cell], *, seed: int = 0) -> SweepResults:
 
 
 def recommend(rewards: dict[int, NDArray[np.float64]], seconds: float, *, seed: int = 0) -> Recommendation:
-    """The recommended limit, from the rewards [seeds] of each, with its confidence.
+    """Returns the recommended limit and its confidence, from the rewards [seeds] of each limit.
 
-    The lowest of the limits that the bootstrap over seeds does not distinguish from the best at 95 % is recommended:
-    more staleness must pay. The sentence names the others.
+    Of the limits that the bootstrap over seeds does not distinguish from the best at 95 %, the lowest is recommended:
+    a higher limit must be significantly better. The sentence names the others.
     """
     dice = np.random.default_rng(seed)
     limits = sorted(rewards)
