@@ -1,6 +1,6 @@
-"""Measures the rows of the bench, and says which reach their limits.
+"""Measures the rows of the bench and reports which of them reach their limits.
 
-Exit code 0: every row was measured; 1: one could not run, or with --against one fell behind; 2: no such row.
+Exit code 0: every row was measured; 1: a row could not run, or with --against a row got worse; 2: unknown row.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROWS = (
     "end_to_end",
     "start",
 )
-"""Modules of this folder with a ROW, in the order they are measured."""
+"""Modules of this folder with a ROW, in the order of measurement."""
 ROUNDS, QUICK_ROUNDS = 5, 1
 
 
@@ -37,12 +37,14 @@ def main() -> int:
         "rows",
         nargs="*",
         metavar="ROW",
-        help=f"Of {', '.join(ROWS)}; all when none is named, but for the long ones of a quick bench.",
+        help=f"Rows to measure, of {', '.join(ROWS)}. Default: all; with --quick, all except long ones.",
     )
-    parser.add_argument("--quick", action="store_true", help="One short round of each, in three minutes.")
-    parser.add_argument("--rounds", type=int, help=f"Of each row: {ROUNDS}, {QUICK_ROUNDS} when quick.")
+    parser.add_argument("--quick", action="store_true", help="Measure one short round of each row, in three minutes.")
     parser.add_argument(
-        "--json", type=Path, help="File to write the results to; rows that it has and that are not measured now stay."
+        "--rounds", type=int, help=f"Rounds of each row. Default: {ROUNDS}, or {QUICK_ROUNDS} with --quick."
+    )
+    parser.add_argument(
+        "--json", type=Path, help="File to write the results to. Its rows that are not measured again are kept."
     )
     parser.add_argument("--against", type=Path, help="Results to compare with: a file that --json wrote.")
     parser.add_argument(
@@ -58,13 +60,13 @@ def main() -> int:
         return 0
     unknown = [name for name in options.rows if name not in ROWS]
     if unknown:
-        parser.error(f"no row is called {', '.join(unknown)}; there are {', '.join(ROWS)}")
+        parser.error(f"no row is called {', '.join(unknown)}; the rows are {', '.join(ROWS)}")
     before = Results.read(options.against) if options.against else None
     names = options.rows or [name for name in ROWS if not (options.quick and load(name).long)]
     code = bench(names, rounds, quick=options.quick, out=options.json, before=before)
     left_out = [name for name in ROWS if not options.rows and name not in names]
     if left_out:
-        print(f"left out of a quick bench, unless they are named: {', '.join(left_out)}")
+        print(f"not part of a quick bench unless named: {', '.join(left_out)}")
     return code
 
 
@@ -79,7 +81,9 @@ def bench(names: list[str], rounds: int, *, quick: bool, out: Path | None, befor
         results.keep(Results.read(out), out)
     for name, row in rows.items():
         console.print(f"[bold]{name}[/]: {row.what}, against {row.against}")
-        result = run_row(name, row, rounds=rounds, quick=quick, told=lambda one: console.print(f"  {in_words(one)}"))
+        result = run_row(
+            name, row, rounds=rounds, quick=quick, on_round=lambda one: console.print(f"  {in_words(one)}")
+        )
         result.origin = origin
         results.rows[name] = result
         if result.reason:

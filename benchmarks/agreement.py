@@ -1,4 +1,4 @@
-"""Log-probs of an engine and of the learner, of the same tokens under the same weights, for one tiny model."""
+"""Compares the log-probs of an engine and of the learner for the same tokens and weights of one tiny model."""
 
 from __future__ import annotations
 
@@ -25,30 +25,31 @@ from asyncrl.types import Group, Trajectory
 from benchmarks.families import VOCABULARY
 
 NO_ENGINE = (ValueError, RuntimeError, NotImplementedError, AssertionError, AttributeError, KeyError, TypeError)
-"""What vLLM raises for models that it cannot run."""
+"""Errors that vLLM raises for models that it cannot run."""
 SAMPLING_S = 300.0
-"""Time for an engine to start, sample, and sample again with other weights."""
+"""Deadline for an engine to start, to sample, and to sample again with other weights."""
 PROMPTS = [[3 + (7 * i + 5 * j) % (VOCABULARY - 3) for j in range(4 + 3 * i)] for i in range(6)]
 
 
 class EngineError(Exception):
-    """Why there is nothing to compare with."""
+    """The engine returned no log-probs to compare with; the text is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Differences between the engine's log-probs of what it sampled and the learner's of the same tokens, in nats."""
+    """Absolute differences between the engine's and the learner's log-probs of the tokens that the engine sampled, in
+    nats."""
 
     start: float
-    """Largest, with the weights that both read from the folder."""
+    """Largest difference with the weights that both read from the folder."""
     swapped: float
-    """Largest, with other weights that went from the learner into the running engine."""
+    """Largest difference with other weights, which the running engine received from the learner."""
     mean: float
-    """The larger mean of the absolute differences, of both."""
+    """The larger of the two mean differences."""
 
     def agrees(self, dtype: str) -> bool:
-        """True if they differ by no more than rounding. A router that chooses another expert for some token in bfloat16
-        makes the largest difference large, but not the mean."""
+        """True if the differences are explained by rounding. In bfloat16, a router that chooses another expert for a
+        token increases the largest difference, but hardly the mean."""
         return max(self.start, self.swapped) < 1e-4 if dtype == "float32" else self.mean < 0.1
 
 
@@ -70,7 +71,7 @@ def family_config(folder: Path, dtype: str) -> Config:
 
 @torch.no_grad()
 def disturb(model: nn.Module) -> None:
-    """Changes every weight by a third of the usual."""
+    """Adds noise to every weight, of a third of its usual size."""
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         noise = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
@@ -78,8 +79,8 @@ def disturb(model: nn.Module) -> None:
 
 
 def sample(folder: Path, dtype: str, disturbed: Path) -> list[list[Completion]]:
-    """What an engine over the folder's model says to PROMPTS: with the model's own weights, and after a swap to those
-    in the file `disturbed`. Raises ConfigError, or what vLLM raises, when it cannot run the model."""
+    """Returns an engine's completions of PROMPTS with the folder's model: with the model's own weights, and after a
+    swap to those in the file `disturbed`. Raises ConfigError or one of NO_ENGINE if vLLM cannot run the model."""
     config = family_config(folder, dtype)
     engine = Engine(config, seed=1, sent=SentWeights(config))
     try:
@@ -92,8 +93,8 @@ def sample(folder: Path, dtype: str, disturbed: Path) -> list[list[Completion]]:
 
 
 def sample_apart(folder: Path, dtype: str, disturbed: Path) -> list[list[Completion]]:
-    """As `sample`, by a process of its own, as a generator is: vLLM runs some families by transformers' own classes,
-    which it changes for the whole process. Raises EngineError when that process fails."""
+    """Returns the result of `sample` in a separate process, like a generator: vLLM runs some families with classes of
+    transformers, which it patches for the complete process. Raises EngineError if that process fails."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["vllm", "benchmarks.agreement"])
     answers, sender = context.Pipe(duplex=False)
@@ -133,7 +134,8 @@ def complete(engine: Engine) -> list[Completion]:
 
 @torch.no_grad()
 def differences(completions: list[Completion], network: PolicyNetwork) -> Tensor:
-    """Of the log-probs of all sampled tokens, nats; scored in packed rows of the network."""
+    """Returns the absolute differences of the log-probs of all sampled tokens, in nats. The network scores them in
+    packed rows."""
     trajectories = [trajectory(prompt, done) for prompt, done in zip(PROMPTS, completions, strict=True)]
     (micro,) = make_batch([Group(0, 0, 0, 0, "", 0, 0, trajectories)], tokens_per_microbatch=10_000).micro_batches
     return network(micro)[0] - micro.behavior_logprobs
@@ -157,11 +159,11 @@ def load(folder: Path, dtype: str) -> PolicyNetwork:
 def compare(
     folder: Path, dtype: str, sampler: Callable[[Path, str, Path], list[list[Completion]]] = sample
 ) -> Comparison:
-    """Of the folder's model in this precision. Raises ConfigError, or what vLLM raises, when the model cannot be
-    used."""
+    """Returns the comparison for the folder's model in this dtype. Raises ConfigError or one of NO_ENGINE if the model
+    cannot be used."""
     start, other = load(folder, dtype), load(folder, dtype)
     disturb(other.model)
-    disturbed = folder / "disturbed.weights"  # no *.safetensors, which would be taken for a part of the model
+    disturbed = folder / "disturbed.weights"  # a *.safetensors file would be read as a part of the model
     save_file({name: weight.detach().contiguous() for name, weight in other.model.named_parameters()}, disturbed)
     before, swapped = sampler(folder, dtype, disturbed)
     differ = differences(before, start), differences(swapped, other)

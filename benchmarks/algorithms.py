@@ -1,8 +1,8 @@
-"""Advantages and losses on 1 M action tokens against a plain elementwise pass of the same size.
+"""Measures advantages and losses on 1 M action tokens against a plain elementwise pass of the same size.
 
 The plain pass is (a * b + c).exp() on as many float32 numbers, forward and backward; the two run alternately on one
-thread. Losses and the critic's run forward and backward, advantages forward; `mixed` batches have sequences of
-1k to 8k tokens, `short` ones of 3.
+thread. Losses, including the critic's, run forward and backward; advantages run forward only. `mixed` batches have
+sequences of 1k to 8k tokens, `short` batches of 3 tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ GROUP_SIZE = 8
 
 
 def lengths_of(mix: str, generator: torch.Generator) -> Tensor:
-    """Tokens of each sequence, about NUM_TOKENS in all."""
+    """Returns the number of tokens of each sequence, about NUM_TOKENS in total."""
     if mix == "short":
         return torch.full((NUM_TOKENS // 3,), 3)
     drawn = torch.randint(1024, 8193, (NUM_TOKENS // 1024,), generator=generator)
@@ -34,7 +34,7 @@ def lengths_of(mix: str, generator: torch.Generator) -> Tensor:
 
 
 def columns_of(mix: str) -> dict[str, Tensor]:
-    """Everything that a loss or an advantage may name, for tokens and, under their own keys, for sequences."""
+    """Returns all possible inputs of a loss or an advantage: per token, and under separate keys per sequence."""
     generator = torch.Generator().manual_seed(0)
     lengths = lengths_of(mix, generator)
     seq = torch.arange(len(lengths)).repeat_interleave(lengths)
@@ -65,7 +65,7 @@ def names_of(function: Callable[..., object]) -> list[str]:
 
 
 def passes(columns: dict[str, Tensor]) -> dict[str, Callable[[], object]]:
-    """What is timed, by name."""
+    """Returns the timed functions by name."""
 
     def advantage(function: Callable[..., object]) -> Callable[[], object]:
         names = names_of(function)

@@ -1,4 +1,4 @@
-"""Runs of the demo for the bench: its data and models are made once, and what it starts ends with it."""
+"""Runs of the demo for the bench. The data and models are created once; started processes end with the bench."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STOP_S = 60.0
 
 
 def prepare() -> str:
-    """Makes the data and the demo's model, unless they are there; gives the model's folder."""
+    """Creates the data and the demo's model if they do not exist. Returns the model's folder."""
     for recipe, path in (("arithmetic", DATA), ("tiny-model", MODEL)):
         if not path.exists():
             subprocess.run([sys.executable, "-m", "asyncrl.cli", "data", recipe, str(path)], check=True, timeout=300)
@@ -23,7 +23,8 @@ def prepare() -> str:
 
 
 def prepare_cold() -> str:
-    """The same, with the demo's model before its warm start: its completions are long. Gives its folder."""
+    """Creates the data and the demo's model before its warm start, whose completions are long, if they do not exist.
+    Returns the model's folder."""
     prepare()
     if not COLD_MODEL.exists():
         from asyncrl.data.tiny_model import make_tiny_model
@@ -34,7 +35,7 @@ def prepare_cold() -> str:
 
 @contextmanager
 def launched(run: str, overrides: list[str]) -> Iterator[subprocess.Popen[bytes]]:
-    """`asyncrl launch` of the demo with other settings; it is stopped at the end."""
+    """Runs `asyncrl launch` of the demo with these overrides, and stops it when the context ends."""
     command = [sys.executable, "-m", "asyncrl.cli", "launch", "--config", "demo", "--run", run, *overrides]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         try:
@@ -48,7 +49,7 @@ def launched(run: str, overrides: list[str]) -> Iterator[subprocess.Popen[bytes]
 
 
 def rows_of(run: str) -> list[dict[str, Any]]:
-    """The metrics of a run, step by step."""
+    """Returns the metrics of a run, one row per step."""
     return [json.loads(line) for line in (Path("runs") / run / "metrics.jsonl").read_text().splitlines()]
 
 

@@ -1,8 +1,8 @@
-"""The demo from its model to a reward of 0.85, in `asyncrl launch` and in TRL's GRPOTrainer.
+"""Trains the demo to a reward of 0.85, in `asyncrl launch` and in TRL's GRPOTrainer.
 
-Model, data, group size, batch, learning rate and schedule are the same; groups with equal rewards are trained, as
-TRL does. TRL generates by the loop of transformers, with a thread on each core. Neither start is counted: the clocks
-begin with the first generation.
+Model, data, group size, batch, learning rate and schedule are the same; groups with equal rewards are trained, as in
+TRL. TRL generates with transformers, with one thread per core. Start-up does not count: the clocks start with the first
+generation.
 """
 
 from __future__ import annotations
@@ -24,24 +24,25 @@ from benchmarks.frame import CannotRun, Limit, Round, Row, one_thread, output_of
 
 RUN = "bench-end-to-end"
 REWARD, SMOOTHED_STEPS = 0.85, 5
-"""The reward to reach, as the mean of so many steps."""
+"""The reward to reach, and the number of steps over which it is averaged."""
 STEPS, QUICK_STEPS = 300, 6
 WARM_STEPS = 1
-"""The first steps, which the rate leaves out."""
+"""Number of first steps that the rate excludes."""
 TIMEOUT_S = 900.0
 
 Step = dict[str, float]
-"""At the end of a step: seconds since the first generation, tokens trained in it, and its reward."""
+"""The seconds from the first generation to the end of a step, the tokens trained in the step, and its reward."""
 
 
 def ours(quick: bool) -> list[Step]:
     shutil.rmtree(Path("runs") / RUN, ignore_errors=True)
-    # The schedule of the learning rate is that of all steps: a quick run is cut, and not shorter.
+    # A quick run is stopped early instead of configured with fewer steps, so that the learning rate has the same
+    # schedule.
     with launched(RUN, [f"steps={STEPS}", "replay.zero_variance=train"]) as process:
         until_s = time.monotonic() + TIMEOUT_S
         while len(steps := our_steps()) < STEPS and not enough(steps, quick):
             if process.poll() or time.monotonic() > until_s:
-                raise CannotRun(f"asyncrl launch did not get to the reward; see runs/{RUN}/logs")
+                raise CannotRun(f"asyncrl launch did not reach the reward; see runs/{RUN}/logs")
             time.sleep(0.2)
     return steps
 
@@ -58,7 +59,7 @@ def enough(steps: list[Step], quick: bool) -> bool:
 
 
 def trl(model: str, quick: bool) -> list[Step]:
-    """In a process of its own."""
+    """Returns the steps of TRL, which runs in a separate process."""
     command = [sys.executable, "-m", "benchmarks.end_to_end", model, *["quick"] * quick]
     threads = str(len(os.sched_getaffinity(0)))
     environment = one_thread() | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
@@ -66,7 +67,7 @@ def trl(model: str, quick: bool) -> list[Step]:
 
 
 def trl_process(model: str, quick: bool) -> None:
-    """The other side, run by `trl`: prints its steps."""
+    """Runs TRL's training and prints its steps. The process that `trl` starts calls it."""
     import pyarrow.parquet as pq
     import torch
     from datasets import Dataset
@@ -117,7 +118,7 @@ def trl_process(model: str, quick: bool) -> None:
 
 
 def seconds_to_reward(steps: list[Step]) -> float | None:
-    """When the mean of the latest rewards first was high enough."""
+    """Returns the time at which the mean of the latest rewards first reached REWARD; None if it did not."""
     for end in range(SMOOTHED_STEPS, len(steps) + 1):
         if fmean(step["reward"] for step in steps[end - SMOOTHED_STEPS : end]) >= REWARD:
             return steps[end - 1]["seconds"]
@@ -144,8 +145,8 @@ def measure(quick: bool) -> Iterator[Round]:
 def to_reward(own: list[Step], theirs: list[Step]) -> Round:
     own_s, their_s = seconds_to_reward(own), seconds_to_reward(theirs)
     if own_s is None:
-        raise CannotRun(f"asyncrl launch was not at a reward of {REWARD} after {STEPS} steps")
-    # A TRL that does not get there is later than its last step.
+        raise CannotRun(f"asyncrl launch did not reach a reward of {REWARD} after {STEPS} steps")
+    # If TRL does not reach the reward, the time of its last step is a lower bound.
     return {
         "seconds of TRL": own_s / (their_s or theirs[-1]["seconds"]),
         "seconds to reward": own_s,

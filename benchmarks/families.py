@@ -1,4 +1,4 @@
-"""Model families in tiny random form, as folders that learner and engine load."""
+"""Creates tiny random models of many families, as folders that learner and engine load."""
 
 from __future__ import annotations
 
@@ -95,12 +95,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "nemotron": {},
     "stablelm": {},
 }  # fmt: skip
-"""Model type of transformers -> its settings over the sizes that all share."""
+"""Settings by model type of transformers, in addition to the sizes common to all."""
 
 
 def save_family(name: str, folder: Path, *, seed: int = 0) -> Path:
-    """Writes a model of the type `name` with random float32 weights, far larger than at the start of a training, so
-    that every part of it counts, and a tokenizer with a word for each of VOCABULARY tokens."""
+    """Writes a model of the type `name` and a tokenizer with one word for each of VOCABULARY tokens. The random float32
+    weights are much larger than usual initial weights, so that every part of the model has an effect."""
     import torch
     from tokenizers import Tokenizer, models
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast

@@ -1,4 +1,4 @@
-"""What a row of the bench is, and how it is run: in a process of its own, with a deadline."""
+"""Defines a row of the bench and runs it in a separate process, with a deadline."""
 
 from __future__ import annotations
 
@@ -21,37 +21,37 @@ import psutil
 
 ROOT = Path(__file__).parents[1]
 ROUND = "round "
-"""Begins each line of a row's process that holds the figures of a round."""
+"""Prefix of the lines of a row's process that contain the figures of a round."""
 TAIL_LINES = 15
 ERROR_CHARACTERS = 1500
 END_S = 10.0
-"""How long a process that was killed may take to end."""
+"""Deadline for a killed process to end."""
 
 BOUND_MARGIN = 1.05
-"""A median ratio to a bound above this is not noise."""
+"""Maximum median ratio to a bound that noise can explain."""
 
 Round = dict[str, float]
-"""Figures of one round, by name: ratios, and absolute numbers with their unit at the end of the name."""
+"""Figures of one round, by name: ratios, and absolute numbers with the unit as suffix of the name."""
 
 
 class CannotRun(Exception):
-    """Why a row cannot be measured on this machine, and what would change that."""
+    """A row cannot be measured on this machine; the text says why, and how to make it possible."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """What the median of a figure must reach."""
+    """The value that the median of a figure must reach."""
 
     value: float
     at_most: bool = False
     bound: bool = False
-    """The figure is a ratio to a bound that nothing can exceed: above BOUND_MARGIN the bound was measured wrongly."""
+    """True if the figure is a ratio to an upper bound: above BOUND_MARGIN the bound was measured incorrectly."""
 
     def reached(self, figure: float) -> bool:
         return figure <= self.value if self.at_most else figure >= self.value
 
     def is_valid(self, figure: float) -> bool:
-        """False if the figure exceeds what it is bounded by, by more than the noise of a median."""
+        """False if the figure exceeds its bound by more than the noise of a median."""
         return not self.bound or figure <= BOUND_MARGIN
 
     def __str__(self) -> str:
@@ -60,26 +60,26 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Something of ours against something else."""
+    """A comparison of a part of asyncrl with an alternative."""
 
     what: str
     against: str
     limits: dict[str, Limit]
-    """By figure. The others that a round has are shown, and must reach nothing."""
+    """Limits by figure. Figures without a limit are only shown."""
     measure: Callable[[bool], Iterator[Round]]
-    """Round after round for as long as it is asked, each with both sides measured one after the other; quick or not."""
+    """Yields rounds without end, quick ones if the argument is True. Each round measures both sides in sequence."""
     timeout_s: float = 1800.0
-    """Of the whole row; a quick one has a tenth."""
+    """Deadline of the complete row; a tenth of it for a quick row."""
     long: bool = False
-    """Even a quick round takes half a minute or more: a quick bench has it only when it is named."""
+    """True if even a quick round takes half a minute or more: a quick bench includes the row only if it is named."""
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The code and the machine that a row was measured with."""
+    """The commit, the date and the machine of a measurement."""
 
     commit: str = "unknown"
-    """Abbreviated; ends with "-dirty" when tracked files had changed since."""
+    """Abbreviated; ends with "-dirty" if tracked files had changes."""
     date: str = "unknown"
     """ISO, UTC."""
     machine: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -87,12 +87,12 @@ class Origin:
 
 @dataclass(slots=True)
 class Result:
-    """What was measured of a row; its rounds are empty when it cannot run."""
+    """The measurements of a row; without rounds if it cannot run."""
 
     row: str
     rounds: list[Round] = field(default_factory=list[Round])
     reason: str = ""
-    """Why it cannot run, or ended early."""
+    """Why the row cannot run or ended early; empty if it was measured."""
     origin: Origin = field(default_factory=lambda: Origin())
 
     @property
@@ -101,7 +101,7 @@ class Result:
         return {name: statistics.median(one[name] for one in self.rounds if name in one) for name in names}
 
     def spread(self, figure: str) -> tuple[float, float]:
-        """Least and largest of the rounds."""
+        """Returns the smallest and the largest value over the rounds."""
         values = [one[figure] for one in self.rounds if figure in one]
         return min(values), max(values)
 
@@ -115,21 +115,22 @@ class Result:
         }
 
 
-def run_row(name: str, row: Row, *, rounds: int, quick: bool, told: Callable[[Round], None]) -> Result:
-    """Measures a row in a process of its own; `told` hears of every round."""
+def run_row(name: str, row: Row, *, rounds: int, quick: bool, on_round: Callable[[Round], None]) -> Result:
+    """Measures a row in a separate process and calls `on_round` after every round."""
     command = [sys.executable, "-m", "benchmarks", "--child", name, "--rounds", str(rounds), *["--quick"] * quick]
     result = Result(name)
 
     def keep(one: Round) -> None:
         result.rounds.append(one)
-        told(one)
+        on_round(one)
 
-    result.reason = follow(command, timeout_s=row.timeout_s / 10 if quick else row.timeout_s, told=keep)
+    result.reason = follow(command, timeout_s=row.timeout_s / 10 if quick else row.timeout_s, on_round=keep)
     return result
 
 
-def follow(command: list[str], *, timeout_s: float, told: Callable[[Round], None]) -> str:
-    """Runs the process of a row, and ends all that it started; gives why it failed, if it did."""
+def follow(command: list[str], *, timeout_s: float, on_round: Callable[[Round], None]) -> str:
+    """Runs the process of a row, calls `on_round` after every round, and ends all processes that it started. Returns
+    why it failed; empty if it succeeded."""
     child = subprocess.Popen(
         command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
@@ -141,7 +142,7 @@ def follow(command: list[str], *, timeout_s: float, told: Callable[[Round], None
         assert child.stdout is not None
         for line in child.stdout:
             if line.startswith(ROUND):
-                told(json.loads(line.removeprefix(ROUND)))
+                on_round(json.loads(line.removeprefix(ROUND)))
             else:
                 tail.append(line.rstrip())
         code = child.wait()
@@ -154,7 +155,7 @@ def follow(command: list[str], *, timeout_s: float, told: Callable[[Round], None
 
 
 def child(row: Row, *, rounds: int, quick: bool) -> int:
-    """The process of a row: tells of each round in a line."""
+    """Measures a row in its process and prints each round as a line. Returns the exit code."""
     try:
         for one in islice(row.measure(quick), rounds):
             print(f"\n{ROUND}{json.dumps(one)}", flush=True)
@@ -165,7 +166,7 @@ def child(row: Row, *, rounds: int, quick: bool) -> int:
 
 
 def output_of(what: str, command: list[str], *, environment: dict[str, str], timeout_s: float) -> str:
-    """What a process prints, which runs to its end. Raises CannotRun with `what` it does and the end of its error."""
+    """Runs a process and returns its output. Raises CannotRun with `what` it does and the end of its error output."""
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s)
     if done.returncode:
         raise CannotRun(f"{what} failed: {done.stderr[-ERROR_CHARACTERS:]}")
@@ -173,14 +174,14 @@ def output_of(what: str, command: list[str], *, environment: dict[str, str], tim
 
 
 def one_thread() -> dict[str, str]:
-    """The environment, with one thread for each library that has a pool of them."""
+    """Returns this process's environment with the thread pools of all libraries limited to one thread."""
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
     return os.environ | {"PYTHONPATH": str(ROOT)} | dict.fromkeys(names, "1")
 
 
 def _end_session(child: subprocess.Popen[str]) -> None:
-    """Ends what is left of the row's processes, and returns when none of them runs: the child leads a session, and all
-    that it starts are in its group or end with their parent."""
+    """Kills the remaining processes of the row and waits until none of them runs. The child leads a session, and all
+    processes that it starts are in its group or end with their parent."""
     try:
         os.killpg(child.pid, signal.SIGKILL)
     except ProcessLookupError:

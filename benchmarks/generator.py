@@ -1,8 +1,8 @@
-"""Tokens a second of the generator inside `asyncrl launch`, weights swapped every second.
+"""Measures tokens/s of the generator inside `asyncrl launch` with a weight swap every second.
 
-The model is the demo's before its warm start: completions of 1 to 48 tokens. The launched run trains with a learning
-rate so small that the lengths stay so, and with a staleness limit so wide that the generator never waits; its weights
-are swapped at every step, about once a second.
+The model is the demo's before its warm start, with completions of 1 to 48 tokens. The run has a learning rate so small
+that the lengths do not change, and a staleness limit so high that the generator never waits. Its weights are swapped at
+every step, about once per second.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def overrides(model: str, steps: int) -> list[str]:
 
 
 def inside_launch(settings: list[str]) -> dict[str, float]:
-    """Tokens/s of generator 0 while it was busy, from the middle of the run, and its swap stalls. The launcher gives
-    generators the first cores."""
+    """Returns tokens/s of generator 0 while busy, from the middle of the run, and its swap stalls. The launcher assigns
+    the first cores to generators."""
     shutil.rmtree(Path("runs") / RUN, ignore_errors=True)
     with launched(RUN, settings) as process:
         if process.wait(TIMEOUT_S):
@@ -50,7 +50,7 @@ def inside_launch(settings: list[str]) -> dict[str, float]:
 
 
 def bare(core: int, settings: list[str], requests: int) -> float:
-    """Tokens/s of `LLM.generate` in a process of its own on the core."""
+    """Returns tokens/s of `LLM.generate` in a separate process on the core."""
     command = ["taskset", "-c", str(core), sys.executable, "-m", "benchmarks.generator", str(requests), *settings]
     environment = one_thread() | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     printed = output_of("LLM.generate", command, environment=environment, timeout_s=TIMEOUT_S)
@@ -58,7 +58,7 @@ def bare(core: int, settings: list[str], requests: int) -> float:
 
 
 def bare_process(settings: list[str], requests: int) -> None:
-    """The other side, run by `bare`: prints its rate."""
+    """Runs `LLM.generate` and prints its rate. The process that `bare` starts calls it."""
     from asyncrl.config import load_config, parse_override
     from asyncrl.generator.vllm_backend.setup import ENVIRONMENT
 

@@ -1,4 +1,4 @@
-"""Groups/s of the replay queue with its journal, against the same queue without one, through its sockets.
+"""Measures groups/s of the replay queue with its journal against the same queue without one, through its sockets.
 
 PYTHONPATH=. python benchmarks/journal.py --rounds 5
 """
@@ -17,13 +17,13 @@ import psutil
 from benchmarks.queue_load import Load
 
 SIZES = {"13 KB": 96, "200 KB": 1900}
-"""Completion tokens that make a group so large in the mean."""
+"""Completion tokens by the resulting average size of a group."""
 WAYS = (None, "os", "step", "group")
 WARM_S = 2.0
 
 
 def measure(folder: Path, flush: str | None, tokens: int, seconds: float) -> tuple[float, float]:
-    """Groups trained in a second, and microseconds of the replay process's processor time for each."""
+    """Returns groups trained per second, and microseconds of the replay process's CPU time per group."""
     settings = {"journal.flush": flush} if flush else {}
     load = Load(folder, completion_tokens=tokens, journaled=flush is not None, settings=settings)
     while load.client.status()["step"] < 1:
@@ -41,8 +41,8 @@ def measure(folder: Path, flush: str | None, tokens: int, seconds: float) -> tup
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=5.0, help="Of each measurement.")
-    parser.add_argument("--folder", type=Path, help="Where journals go; the temporary folder when not given.")
+    parser.add_argument("--seconds", type=float, default=5.0, help="Duration of each measurement.")
+    parser.add_argument("--folder", type=Path, help="Folder for journals; by default the temporary folder.")
     parser.add_argument("--json", type=Path, help="File to write the results to.")
     options = parser.parse_args()
     results: list[dict[str, object]] = []

@@ -1,4 +1,4 @@
-"""Trained tokens a second of a learner step on a packed, long-tailed batch."""
+"""Measures trained tokens/s of a learner step on a packed, long-tailed batch."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""One long-tailed batch, and ways to train on it: ours, padded loops of Hugging Face's, and TRL's trainer.
+"""Trains on one long-tailed batch with several implementations: asyncrl, padded Hugging Face loops, and TRL's trainer.
 
-Each runs in a process of its own, `python -m benchmarks.learner_batch WAY MODEL GROUPS`. The first line that it reads
-says that the model is there; every other makes it do a step, and it tells the seconds of it. Model, optimizer, tokens
-and loss (clipped importance ratio, one update) are the same, and nothing is computed but what the step needs; only ours
-and TRL's have metrics of the policy besides.
+Each runs in a separate process, `python -m benchmarks.learner_batch WAY MODEL GROUPS`. The first input line means that
+the model exists; each further line requests a step, and the process prints its seconds. Model, optimizer, tokens and
+loss (clipped importance ratio, one update) are the same, and only the necessary computations of a step are made, except
+that asyncrl and TRL also compute metrics of the policy.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.worker import answer, told
+from benchmarks.worker import answer, instructions
 
 GROUPS, GROUP_SIZE = 16, 8
 PROMPT_TOKENS, MEAN_TOKENS, MAX_TOKENS = 32, 64, 256
 SIGMA = 1.0
-"""Of the logarithm of the lengths."""
+"""Standard deviation of the logarithm of the lengths."""
 VOCABULARY, HIDDEN, LAYERS = 2048, 256, 4
 ROWS = 16
-"""Sequences of a padded micro-batch."""
+"""Number of sequences in a padded micro-batch."""
 TOKENS_PER_MICROBATCH = ROWS * (PROMPT_TOKENS + MAX_TOKENS)
 LR = 1e-5
 ENDLESS = 1_000_000
 
 
 class Turns:
-    """Steps when told to; the process ends when nobody can tell it any more."""
+    """Waits for an instruction before each step and reports its seconds. The process exits at the end of the input."""
 
     def __init__(self) -> None:
-        self._told = told()
+        self._instructions = instructions()
 
     def wait(self) -> None:
-        if next(self._told, None) is None:
+        if next(self._instructions, None) is None:
             raise SystemExit
 
     def begin(self) -> None:
@@ -54,7 +54,7 @@ class Turns:
 
 
 def make_model(folder: Path) -> None:
-    """Writes a random Qwen2 of some 5 million parameters, and a tokenizer."""
+    """Writes a random Qwen2 model of about 5 million parameters, and a tokenizer."""
     import torch
     from tokenizers import Tokenizer, models
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
@@ -72,13 +72,13 @@ def make_model(folder: Path) -> None:
 
 
 def lengths(groups: int) -> np.ndarray:
-    """Completion tokens [groups, group size], log-normal."""
+    """Returns log-normal numbers of completion tokens [groups, group size]."""
     dice = np.random.default_rng(0).normal(np.log(MEAN_TOKENS) - SIGMA**2 / 2, SIGMA, (GROUPS, GROUP_SIZE))
     return np.exp(dice).round().astype(int).clip(1, MAX_TOKENS)[:groups]
 
 
 def sequences(groups: int) -> list[np.ndarray]:
-    """Prompt and completion of every trajectory; those of a group have one prompt."""
+    """Returns prompt and completion of every trajectory. The trajectories of a group have the same prompt."""
     dice = np.random.default_rng(1)
     prompts = dice.integers(2, VOCABULARY, (groups, PROMPT_TOKENS), dtype=np.int32)
     return [
@@ -93,7 +93,7 @@ def rewards(groups: int) -> np.ndarray:
 
 
 def advantages(groups: int) -> np.ndarray:
-    """[trajectories], of GRPO."""
+    """Returns the GRPO advantages [trajectories]."""
     values = rewards(groups)
     return ((values - values.mean(1, keepdims=True)) / (values.std(1, ddof=1, keepdims=True) + 1e-6)).ravel()
 
@@ -138,8 +138,8 @@ def ours(model: str, groups: int, turns: Turns) -> None:
 
 
 def padded(model: str, groups: int, turns: Turns, *, by_length: bool = False) -> None:
-    """A loop that pads every micro-batch to its longest sequence; the sequences are in the order of their groups or of
-    their lengths."""
+    """Runs a loop that pads every micro-batch to its longest sequence. The sequences are sorted by group, or with
+    `by_length` by length."""
     import torch
     from torch.nn.utils.rnn import pad_sequence
     from transformers import AutoModelForCausalLM
@@ -175,7 +175,7 @@ def padded(model: str, groups: int, turns: Turns, *, by_length: bool = False) ->
 
 
 def trl(model: str, groups: int, turns: Turns) -> None:
-    """TRL's GRPOTrainer, which is given the completions and advantages instead of making them."""
+    """Runs TRL's GRPOTrainer on the prepared completions and advantages instead of generating them."""
     import torch
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback

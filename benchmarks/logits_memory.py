@@ -1,4 +1,4 @@
-"""Peak memory of the log-probs of chosen tokens, forward and backward, at a vocabulary of 150 thousand."""
+"""Measures the peak memory of log-probs of target tokens, forward and backward, with a vocabulary of 150 thousand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VOCABULARY, HIDDEN = 150_000, 64
 TOKENS, QUICK_TOKENS = 4096, 2048
 SIDES = ("ours", "plain")
 SAME = 1e-5
-"""Log-probs and gradients that differ by more are not the same, and make the row fail."""
+"""Maximum difference of log-probs and gradients; a larger one makes the row fail."""
 
 
 def measure(quick: bool) -> Iterator[Round]:
@@ -40,7 +40,7 @@ def measure(quick: bool) -> Iterator[Round]:
 
 
 def _in_process(side: str, tokens: int, out: Path) -> tuple[float, float]:
-    """Bytes at the peak above what the process had before, and seconds."""
+    """Returns the peak memory above the initial memory of the process in bytes, and the seconds."""
     command = [sys.executable, "-m", "benchmarks.logits_memory", side, str(tokens), str(out)]
     printed = output_of(side, command, environment=one_thread(), timeout_s=600)
     peak_bytes, seconds = printed.split()[-2:]
@@ -48,7 +48,7 @@ def _in_process(side: str, tokens: int, out: Path) -> tuple[float, float]:
 
 
 def run_side(side: str, tokens: int, out: Path) -> None:
-    """Scores random hidden states, and writes log-probs and gradients to a file; prints the peak and the seconds."""
+    """Scores random hidden states, writes log-probs and gradients to a file, and prints the peak and the seconds."""
     import torch
     from torch import nn
 
@@ -67,7 +67,7 @@ def run_side(side: str, tokens: int, out: Path) -> None:
     else:
         logprobs = torch.log_softmax(output(hidden), dim=-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
     (logprobs @ slopes).backward()
-    peak_bytes = _peak_bytes(device)  # waits for a GPU
+    peak_bytes = _peak_bytes(device)  # synchronizes with the GPU
     print(peak_bytes - before, time.perf_counter() - started_s)
     assert hidden.grad is not None and output.weight.grad is not None
     values = {"logprobs": logprobs.detach(), "hidden": hidden.grad, "weight": output.weight.grad}
@@ -75,7 +75,7 @@ def run_side(side: str, tokens: int, out: Path) -> None:
 
 
 def _forget_peak(device: str) -> None:
-    """From now on the peak is that of what follows."""
+    """Resets the peak memory."""
     import torch
 
     if device == "cuda":
@@ -85,7 +85,7 @@ def _forget_peak(device: str) -> None:
 
 
 def _peak_bytes(device: str) -> int:
-    """Tensors in the memory of the GPU; on a CPU resident memory of the process."""
+    """Returns the peak size of tensors in GPU memory; on a CPU, the peak resident memory of the process."""
     import torch
 
     if device == "cuda":

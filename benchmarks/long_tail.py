@@ -1,8 +1,8 @@
-"""A workload with long-tailed lengths: the demo's sums, answered by a model whose completions are log-normally long.
+"""A workload with long-tailed lengths: the demo's prompts with a model whose completions have log-normal lengths.
 
-The next token depends on the last one only: a completion stays in a class of some mean length, passes the phases of
-the class, and ends. The means of the classes are quantiles of a log-normal distribution. All of the network is
-computed as in any other model, but what its layers add to the residual stream is 0.
+The next token depends only on the last one: a completion stays in a class with a fixed mean length, passes through the
+phases of the class, and ends. The means of the classes are quantiles of a log-normal distribution. The complete network
+is computed as in any other model, but its layers add 0 to the residual stream.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from benchmarks.demo import prepare
 
 MODEL = Path("demo/long-tail-model")
 MEAN_TOKENS, MAX_TOKENS, SIGMA = 64, 256, 1.0
-"""SIGMA is that of the logarithm of the lengths."""
+"""SIGMA is the standard deviation of the logarithm of the lengths."""
 VOCABULARY, HIDDEN, LAYERS, HEADS, WINDOW_TOKENS = 64, 192, 2, 6, 512
 CLASSES, PHASES = 15, 3
 FIRST = VOCABULARY - CLASSES * PHASES - 1
-"""Token of the first phase of the first class; those below are the tokenizer's."""
+"""Token of the first phase of the first class. Lower tokens belong to the tokenizer."""
 END = 1
 PHASES_VARIANCE = 0.3949
-"""Of the logarithm of a sum of PHASES exponential times."""
+"""Variance of the logarithm of a sum of PHASES exponential times."""
 NEVER = 1e-13
 GROUP_SIZE, GROUPS_PER_STEP, QUICK_GROUPS_PER_STEP, RUNNING_GROUPS = 8, 16, 8, 4
 
 
 def prepare_long_tail() -> str:
-    """Makes the data and the model, unless they are there; gives the model's folder."""
+    """Creates the data and the model if they do not exist. Returns the model's folder."""
     prepare()
     if not (MODEL / "config.json").exists():
         _make_model()
@@ -36,7 +36,7 @@ def prepare_long_tail() -> str:
 
 
 def settings(model: str, *, steps: int, max_staleness: int, quick: bool) -> list[str]:
-    """What a run of the demo has otherwise. The learning rate is so small that the lengths stay."""
+    """Returns overrides of the demo for this workload. The learning rate is so small that the lengths do not change."""
     groups = QUICK_GROUPS_PER_STEP if quick else GROUPS_PER_STEP
     return [
         f"model.path={model}", "model.recipe=null", f"steps={steps}", f"replay.max_staleness={max_staleness}",
@@ -47,7 +47,7 @@ def settings(model: str, *, steps: int, max_staleness: int, quick: bool) -> list
 
 
 def transitions() -> np.ndarray:
-    """[token, next token] probabilities."""
+    """Returns the transition probabilities [token, next token]."""
     table = np.full((VOCABULARY, VOCABULARY), NEVER)
     firsts = FIRST + PHASES * np.arange(CLASSES)
     table[:FIRST, firsts] = 1.0 / CLASSES
@@ -61,7 +61,7 @@ def transitions() -> np.ndarray:
 
 
 def class_means() -> np.ndarray:
-    """Mean tokens of each class, such that cut completions have MEAN_TOKENS in the mean."""
+    """Returns the mean tokens of each class, such that truncated completions have MEAN_TOKENS on average."""
     from statistics import NormalDist
 
     spread = (SIGMA**2 - PHASES_VARIANCE) ** 0.5
@@ -93,7 +93,7 @@ def _make_model() -> None:
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
-        # The last norm makes of a unit vector one of the length sqrt(HIDDEN).
+        # The last norm scales a unit vector to the length sqrt(HIDDEN).
         model.model.embed_tokens.weight.copy_(torch.eye(VOCABULARY, HIDDEN))
         table = torch.from_numpy(np.log(transitions())).float() / HIDDEN**0.5
         model.lm_head.weight.zero_()

@@ -1,4 +1,5 @@
-"""`python -m benchmarks.models`: which model families the learner can pack and the engine can follow, as a table."""
+"""`python -m benchmarks.models`: a table of the model families that the learner can pack, and for which the engine
+computes the same log-probs."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from benchmarks.families import FAMILIES, save_family
 
 
 def main(names: list[str]) -> None:
-    """Prints the table's rows as they are measured; all families, or those of these names."""
+    """Prints each row of the table after its measurement, for all families or for `names`."""
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     print("| model type | packed rows | engine = learner | float32, start | float32, swapped | bfloat16, mean |")
@@ -37,7 +38,7 @@ def main(names: list[str]) -> None:
 
 
 def packs(folder: Path) -> str:
-    """Whether the learner takes the model, or why not."""
+    """Returns the cell on whether the learner accepts the model, or why not."""
     try:
         network = load(folder, "float32")
         with torch.no_grad():
@@ -50,7 +51,7 @@ def packs(folder: Path) -> str:
 
 
 def engine_cells(folder: Path) -> list[str]:
-    """Whether engine and learner agree, or why not, and the differences in both precisions."""
+    """Returns the cells on whether engine and learner agree, or why not, and on the differences in both dtypes."""
     try:
         found = {dtype: compare(folder, dtype, sample_apart) for dtype in ("float32", "bfloat16")}
     except EngineError as error:

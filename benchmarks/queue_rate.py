@@ -1,5 +1,5 @@
-"""Trajectories a second through the replay queue, from lease to commit with its journal, against other queues that only
-move as many bytes, and against the disk that the journal is on."""
+"""Measures trajectories/s through the replay queue, from lease to commit with its journal, against other queues that
+only move as many bytes, and against the journal's disk."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from benchmarks.peers import PEERS
 from benchmarks.queue_load import GROUP_SIZE, PROMPT_TOKENS, Load
 
 TOKEN_BYTES = 13
-"""Of a token: its number, its log-prob, its version, and whether the policy chose it."""
+"""Bytes per token: token id, log-prob, version, and action mask."""
 SIZES = {"1k": 1_000, "16k": 16_000}
-"""Completion tokens of a trajectory, in the mean."""
+"""Average number of completion tokens per trajectory."""
 QUICK_SIZES = ("1k",)
 BESIDES, QUICK_BESIDES = ("Redis", "Ray", "mp.Queue"), ("Redis",)
-"""Compared at the smaller size only: it is the one that favors them."""
+"""Queues compared at the smaller size only, which favors them."""
 WARM_S, LOOK_S = 1.0, 0.01
 
 
 def through_queue(folder: Path, tokens: int, seconds: float, *, journaled: bool) -> float:
-    """Trajectories trained in a second."""
+    """Returns trajectories trained per second."""
     load = Load(folder, generators=1, completion_tokens=tokens, journaled=journaled)
     while load.client.status()["step"] < 1:
         time.sleep(0.02)
@@ -36,7 +36,7 @@ def through_queue(folder: Path, tokens: int, seconds: float, *, journaled: bool)
 
 
 def _after_a_step(load: Load) -> tuple[int, float]:
-    """Groups trained when the next step ends, and when that is."""
+    """Waits for the end of the next step; returns the number of trained groups, and the time."""
     step = load.client.status()["step"]
     while (status := load.client.status())["step"] == step:
         time.sleep(LOOK_S)

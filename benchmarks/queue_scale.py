@@ -1,5 +1,5 @@
-"""Processor time that the replay process takes for a group, by the number of generators that are connected: all of them
-together finish as many groups a second."""
+"""Measures the replay process's CPU time per group by the number of connected generators, at the same total rate of
+groups."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from benchmarks.queue_load import Load
 
 GENERATORS, QUICK_GENERATORS = (1, 16, 64, 256), (1, 256)
 LEASES = 4
-"""That a generator holds, however many there are."""
+"""Number of leases of each generator, independent of the number of generators."""
 GROUPS_PER_S = 300.0
-"""Of all generators together."""
+"""Total rate of all generators."""
 SETTINGS = {"replay.max_staleness": 1000, "replay.groups_per_step": 32}
 WARM_S, SECONDS = 1.0, 4.0
 
 
 def cost_us(generators: int) -> float:
-    """Microseconds of the replay process's processor time for a group, from lease to commit."""
+    """Returns microseconds of the replay process's CPU time per group, from lease to commit."""
     with tempfile.TemporaryDirectory() as folder:
         group_s = generators * LEASES / GROUPS_PER_S
         load = Load(

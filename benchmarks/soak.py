@@ -1,4 +1,4 @@
-"""The replay queue at full rate for a long time: does the memory of any process grow?
+"""Runs the replay queue at full rate for a long time and measures the memory growth of every process.
 
 PYTHONPATH=. python benchmarks/soak.py --minutes 30
 """
@@ -20,7 +20,7 @@ from benchmarks.queue_load import Load
 
 SAMPLE_S = 5.0
 SETTLE = 0.2
-"""Part of the time at the start that is left out: buffers grow to their size."""
+"""Fraction of the time at the start that is excluded, since buffers grow to their final size."""
 
 
 @dataclass
@@ -38,7 +38,8 @@ class Memory:
         self.rss_mib.append(psutil.Process(self.process.pid).memory_info().rss / 2**20)
 
     def slope(self) -> tuple[float, float]:
-        """Growth in MiB an hour after the start has settled, and its standard error, from means of tenths."""
+        """Returns the growth after the excluded start in MiB per hour, and its standard error, from means of tenths of
+        the time."""
         keep = [i for i, t in enumerate(self.times_s) if t >= SETTLE * self.times_s[-1]]
         times, sizes = np.array(self.times_s)[keep], np.array(self.rss_mib)[keep]
         parts = [part for part in np.array_split(np.arange(len(times)), 10) if len(part)]

@@ -1,7 +1,7 @@
-"""Reward on the demo after the same steps, synchronous and at a forced staleness, for several losses.
+"""Measures the reward on the demo after the same steps, synchronous and at a forced staleness, for several losses.
 
 Every loss is trained once synchronously and once with tokens that are `--staleness` steps old, with the same seed and
-steps; runs follow one another. Policies are compared by the evaluation of their last version on all prompts.
+number of steps, in sequence. Policies are compared by the evaluation of their last version on all prompts.
 
     python benchmarks/staleness.py --staleness 8 --steps 200
 """
@@ -23,7 +23,7 @@ LOSSES: dict[str, list[str]] = {
     "ppo_clip (around the stale policy)": ["algorithm.loss=ppo_clip"],
     "no correction": ["algorithm.loss=decoupled_ppo", "algorithm.correction={mode: clip, low: 1.0, high: 1.0}"],
 }
-"""Overrides of each way. The last one is PPO around the learner's own policy, as if the data were fresh."""
+"""Overrides by loss. The last loss is PPO around the learner's own policy, as for on-policy data."""
 
 
 def main() -> None:
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def run(name: str, staleness: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The summary of one run."""
+    """Runs a training and returns its summary."""
     label = f"staleness-{name.split()[0]}-{len(name.split())}-{staleness}"
     command = [
         sys.executable, "-m", "asyncrl.cli", "launch", "--run", label, "--steps", str(arguments.steps),

@@ -1,4 +1,4 @@
-"""Seconds from `asyncrl launch` to the end of the first optimizer step."""
+"""Measures the seconds from `asyncrl launch` to the end of the first optimizer step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LLM(model=sys.argv[1], dtype="float32", enforce_eager=True, kv_cache_memory_byte
 
 
 def launch_s() -> float:
-    """Seconds from the command to the first step's metrics."""
+    """Returns the seconds from the command to the first step's metrics."""
     folder = Path("runs") / RUN
     shutil.rmtree(folder, ignore_errors=True)
     started_s = time.monotonic()
@@ -41,7 +41,7 @@ def launch_s() -> float:
 
 
 def load_s(model: str) -> float:
-    """Seconds to import vLLM and load the model, in a process of its own."""
+    """Returns the seconds to import vLLM and load the model, in a separate process."""
     environment = one_thread() | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     started_s = time.monotonic()
     command = [sys.executable, "-c", LOAD, model]

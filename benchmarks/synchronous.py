@@ -1,6 +1,6 @@
-"""A hand-written synchronous loop: vLLM generates the groups of a step, the learner's own code trains on them, and the
-weights are loaded into vLLM again. It also measures each side alone: the engine with all of its slots busy, and the
-trainer on complete batches.
+"""A hand-written synchronous loop: vLLM generates the groups of a step, the learner's code trains on them, and the
+weights are loaded into vLLM again. The module also measures each side alone: the engine with all of its slots busy, and
+the trainer on complete batches.
 
 `benchmarks.worker` runs it as a process pinned to one core: `python -m benchmarks.synchronous SETTING...`.
 """
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.worker import answer, told
+from benchmarks.worker import answer, instructions
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput
@@ -40,7 +40,7 @@ class Sides:
         self._batch = self._generate()
 
     def loop(self, steps: int) -> float:
-        """The synchronous loop: generate, train, load the weights."""
+        """Measures the synchronous loop: generate, train, load the weights."""
         tokens, began_s = 0, time.perf_counter()
         for _ in range(steps):
             batch = self._generate()
@@ -49,7 +49,7 @@ class Sides:
         return tokens / (time.perf_counter() - began_s)
 
     def engine(self, seconds: float) -> float:
-        """The engine alone while all slots are busy: each step samples one token for each slot."""
+        """Measures the engine alone while all slots are busy: each step samples one token per slot."""
         from vllm import TokensPrompt
 
         engine = self._llm.llm_engine
@@ -68,7 +68,7 @@ class Sides:
         return slots * steps / elapsed_s
 
     def learner(self, seconds: float) -> float:
-        """The trainer alone, on one batch again and again."""
+        """Measures the trainer alone, repeatedly on one batch."""
         tokens, began_s = 0, time.perf_counter()
         while (elapsed_s := time.perf_counter() - began_s) < seconds:
             tokens += self._train(self._batch)
@@ -118,7 +118,7 @@ def make_llm(config: Config) -> LLM:
 
 
 def all_prompts(config: Config) -> Iterator[list[int]]:
-    """Token ids, again and again."""
+    """Yields the token ids of all prompts in an endless loop."""
     import pyarrow.parquet as pq
     from tokenizers import Tokenizer
 
@@ -134,7 +134,7 @@ def sampling(config: Config) -> Any:
 
 
 def generate(llm: LLM, config: Config, prompts: Iterator[list[int]]) -> list[Group]:
-    """The groups of one step."""
+    """Generates and returns the groups of one step."""
     from vllm import TokensPrompt
 
     from asyncrl.types import Group
@@ -176,9 +176,9 @@ def main() -> None:
     endpoints = Endpoints("bench", "", "", learners=f"tcp://127.0.0.1:{reserve_ports(0, 1)[0]}")
     with process_group(endpoints, 0, 1, start_timeout_s=60, timeout_s=60) as ranks:
         sides = Sides(config, ranks)
-        for side, amount in told():
+        for side, amount in instructions():
             answer(getattr(sides, side)(amount))
-    os._exit(0)  # vLLM and DeepSpeed share a process group that both would end
+    os._exit(0)  # vLLM and DeepSpeed share a process group, which both would destroy
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""What taking turns costs: steps of an engine while another one computes on its core, against steps alone.
+"""Measures the cost of sharing a core: steps of an engine while another one computes on its core, against steps alone.
 
-Blocks with and without the other engine alternate in one run; a learner trains on the other core all the time, as it
-does in a run. What the median is above 2 times is `turns` of the simulator: of this machine, at this hour.
+Blocks with and without the other engine alternate in one run. A learner trains on the other core all the time, as in a
+run. Half of the median ratio is `turns` of the simulator, for this machine at this time.
 
     python -m benchmarks.turns
 """
@@ -24,11 +24,11 @@ BLOCK_S = 0.8
 READY_S = 180.0
 ENGINE_CORE, LEARNER_CORE = 1, 0
 BATCH, LENGTH_TOKENS = 64, 64
-"""Of the learner's batches."""
+"""Shape of the learner's batches."""
 
 
 def engine_step(model: str, running: int) -> Callable[[], None]:
-    """A step of an engine in which so many sequences run."""
+    """Starts an engine and returns a function that runs one step with `running` sequences."""
     from asyncrl.config import load_config, parse_override
     from asyncrl.generator.vllm_backend.setup import ENVIRONMENT
 
@@ -59,7 +59,7 @@ def engine_step(model: str, running: int) -> Callable[[], None]:
 
 
 def measured(model: str, running: int, blocks: int, ready: Barrier, times: Queue[list[float]]) -> None:
-    """Mean seconds of a step in each block."""
+    """Puts the mean seconds of a step in each block into `times`."""
     os.sched_setaffinity(0, {ENGINE_CORE})
     step, found = engine_step(model, running), list[float]()
     ready.wait(READY_S)
@@ -82,7 +82,7 @@ def other(model: str, running: int, blocks: int, ready: Barrier) -> None:
     while (block := int((time.monotonic() - began_s) / BLOCK_S)) < blocks:
         if block % 2:
             step()
-        else:  # not once in between: every look would take the core from the one that is measured
+        else:  # sleeps once per block: each wake-up would take the core from the measured engine
             time.sleep(max(0.0, began_s + (block + 1) * BLOCK_S - time.monotonic()))
 
 
@@ -104,8 +104,8 @@ def learner(model: str, blocks: int, ready: Barrier) -> None:
 
 
 def measure(model: str, *, running: int, blocks: int) -> tuple[float, list[float]]:
-    """Seconds of a step alone, in the median, and how many times longer those of each block with another engine are
-    than in the blocks before and after it."""
+    """Returns the median seconds of a step alone, and for each block with the other engine the ratio of its step time
+    to that of the blocks before and after it."""
     spawn = multiprocessing.get_context("spawn")
     ready, times = spawn.Barrier(3), spawn.Queue()
     os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}

@@ -1,4 +1,4 @@
-"""Bytes a second from the learner to its generators, and how long a swap holds an engine up."""
+"""Measures bytes/s from the learner to its generators, and the time that a weight swap stalls an engine."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from benchmarks.worker import Worker
 SIDES = "benchmarks.weights_sides"
 SIZES = {"1 MB": 10**6, "100 MB": 10**8, "1 GB": 10**9}
 PAIRS = {"1 MB": 20, "100 MB": 8, "1 GB": 3}
-"""Versions that are sent in a round, each by ours and by a bare broadcast."""
+"""Number of versions sent in a round, each by asyncrl and by a bare broadcast."""
 RECEIVERS = (1, 2, 4)
 QUICK_SIZES, QUICK_RECEIVERS = ("1 MB", "100 MB"), (1,)
 
 
 class Ranks:
-    """The learner's process on the first core and those of the generators on the others; they do what they are told
+    """The learner's process on the first core and the generators' processes on the others, which follow instructions
     until the stack ends."""
 
     def __init__(self, stack: ExitStack, receivers: int) -> None:
@@ -33,7 +33,7 @@ class Ranks:
         ]
 
     def measure(self, receivers: int, num_bytes: int, pairs: int) -> dict[str, float]:
-        """Seconds of a version by ours and by a bare broadcast, from the first `receivers` ranks; medians."""
+        """Returns the median seconds per version by asyncrl and by a bare broadcast to the first `receivers` ranks."""
         (bare_port,) = reserve_ports(0, 1)
         for worker in self._workers[: receivers + 1]:
             worker.tell([bare_port, f"ipc://{self._sockets}/{bare_port}", receivers, num_bytes, pairs])
@@ -41,7 +41,7 @@ class Ranks:
 
 
 def stall(model: str, swaps: int) -> Round:
-    """Of an engine alone on the first core."""
+    """Returns the swap figures of an engine that runs alone on the first core."""
     with ExitStack() as stack:
         times = Worker(SIDES, "swap", model, swaps, cores=[min(os.sched_getaffinity(0))], stack=stack).answer()
     return {

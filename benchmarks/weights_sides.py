@@ -17,21 +17,21 @@ from asyncrl.weights.buckets import WeightManifest
 from asyncrl.weights.receiver import WeightReceiver
 from asyncrl.weights.sender import WeightSender
 from asyncrl.weights.staging import StagedWeights
-from benchmarks.worker import answer, told
+from benchmarks.worker import answer, instructions
 
 TENSORS = 16
 WARM = 2
 TIMEOUT_S = 120.0
 REST_S = 0.15
-"""Before a version is sent: every receiver is back at its wait for one, as it is in a run."""
+"""Pause before a version is sent, after which every receiver waits for it, as in a run."""
 BUCKET_BYTES = 64 << 20
 """The default of `weights.bucket_bytes`."""
 HOST = "127.0.0.1"
 
 
 def rank(number: int) -> None:
-    """Process `number` of the broadcasts: 0 is the learner. Each thing it is told is one of them."""
-    for bare_port, address, receivers, num_bytes, pairs in told():
+    """Runs process `number` of the broadcasts; 0 is the learner. Each instruction is one measurement."""
+    for bare_port, address, receivers, num_bytes, pairs in instructions():
         on_device = torch.cuda.device_count() > receivers
         device = torch.device("cuda", number) if on_device else torch.device("cpu")
         if on_device:
@@ -47,7 +47,8 @@ def rank(number: int) -> None:
 
 
 def send(address: str, receivers: int, num_bytes: int, pairs: int, device: torch.device) -> dict[str, float]:
-    """The learner's side: seconds from `send` until all have a version, and of a bare broadcast of the same bytes."""
+    """Runs the learner's side. Returns the seconds from `send` until all receivers have a version, and the seconds of a
+    bare broadcast of the same bytes."""
     data = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     size = num_bytes // TENSORS // 4 * 4
     weights = [(f"layer-{i}", data[i * size : (i + 1) * size].view(torch.float32)) for i in range(TENSORS)]
@@ -74,8 +75,8 @@ def send(address: str, receivers: int, num_bytes: int, pairs: int, device: torch
 
 
 def receive(address: str, number: int, num_bytes: int, pairs: int, device: torch.device) -> None:
-    """A generator's side: takes every version and the bare broadcast after it into the same memory, so that four
-    receivers of a gigabyte fit a small machine."""
+    """Runs a generator's side. It receives every version and the bare broadcast after it into the same memory, so that
+    four receivers of a gigabyte fit a small machine."""
     receiver = WeightReceiver(
         address, rank=number, transport="auto", timeout_s=TIMEOUT_S, max_bytes=2 * num_bytes,
         device=str(device),
@@ -87,7 +88,7 @@ def receive(address: str, number: int, num_bytes: int, pairs: int, device: torch
         if staged.version != version or any(
             int(tensor.view(torch.uint8)[-1]) != version for _, tensor in staged.tensors
         ):
-            raise SystemExit(f"version {staged.version} came with other bytes than were sent as version {version}")
+            raise SystemExit(f"version {staged.version} has other bytes than were sent as version {version}")
         data = torch.empty(0, dtype=torch.uint8, device=device).set_(staged.tensors[0][1].untyped_storage())
         receiver.loaded(staged)
         dist.barrier()
@@ -100,13 +101,13 @@ def _next(receiver: WeightReceiver) -> StagedWeights:
     deadline_s = time.monotonic() + TIMEOUT_S
     while (staged := receiver.staged()) is None:
         if time.monotonic() > deadline_s:
-            raise SystemExit("no weights came")
+            raise SystemExit("no weights were received")
         time.sleep(0.005)
     return staged
 
 
 def _broadcast(data: Tensor) -> float:
-    """Seconds of a bare broadcast, until all ranks have it."""
+    """Returns the seconds of a bare broadcast, until all ranks have received it."""
     dist.barrier()
     started_s = time.perf_counter()
     dist.broadcast(data, 0)
@@ -115,7 +116,7 @@ def _broadcast(data: Tensor) -> float:
 
 
 def swap(model: str, swaps: int) -> None:
-    """An engine that decodes: seconds of a step, of a swap, and of copying as many bytes; medians."""
+    """Measures a decoding engine: median seconds of a step, of a swap, and of copying as many bytes."""
     from asyncrl.config import load_config
     from asyncrl.generator.vllm_backend.engine import Engine
 

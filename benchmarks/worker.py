@@ -1,4 +1,4 @@
-"""A process of a row that does what it is told, for things that are measured in turns: a line each way."""
+"""A process of a row that follows instructions, for alternating measurements. Each message is one line of JSON."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any
 from benchmarks.frame import ERROR_CHARACTERS, CannotRun, one_thread
 
 ANSWER = "answer "
-"""Begins the lines that are answers, among all that a process prints."""
+"""Prefix of the lines that are answers, among all output of a process."""
 
 
 class Worker:
-    """`python -m MODULE ARGUMENTS...` on these cores, until the stack ends."""
+    """Runs `python -m MODULE ARGUMENTS...` on these cores until the stack ends."""
 
     def __init__(self, module: str, *arguments: Any, cores: Iterable[int], stack: ExitStack) -> None:
         call = [module, *map(str, arguments)]
@@ -31,7 +31,7 @@ class Worker:
         stack.callback(self._process.kill)
 
     def tell(self, what: Any) -> None:
-        """What to do next. Raises CannotRun when the process has ended."""
+        """Sends the next instruction. Raises CannotRun if the process has ended."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(what) + "\n")
@@ -40,7 +40,8 @@ class Worker:
             raise self._failure() from None
 
     def answer(self) -> Any:
-        """The next answer; waits for it, as long as the deadline of the row lets it. Raises CannotRun."""
+        """Waits for the next answer and returns it; only the deadline of the row limits the wait. Raises CannotRun if
+        the process has ended."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith(ANSWER):
@@ -54,12 +55,12 @@ class Worker:
         return CannotRun(f"{self._name} ended with code {code}: {end}")
 
 
-def told() -> Iterator[Any]:
-    """In the process: what it is told, until nobody can tell it any more."""
+def instructions() -> Iterator[Any]:
+    """Yields the instructions in the worker process until the end of its input."""
     for line in sys.stdin:
         yield json.loads(line)
 
 
 def answer(value: Any) -> None:
-    """In the process."""
+    """Sends an answer from the worker process."""
     print(f"\n{ANSWER}{json.dumps(value)}", flush=True)

@@ -43,10 +43,10 @@ def test_every_row_says_what_it_must_reach() -> None:
 def test_rounds_come_as_they_are_measured_and_the_rest_is_the_cause() -> None:
     code = f"print('noise'); print('{ROUND}' + '{{\"ratio\": 0.5}}'); print('cannot: no server'); raise SystemExit(1)"
     rounds: list[Round] = []
-    reason = follow([sys.executable, "-c", code], timeout_s=30, told=rounds.append)
+    reason = follow([sys.executable, "-c", code], timeout_s=30, on_round=rounds.append)
     assert rounds == [{"ratio": 0.5}]
     assert reason == "noise\ncannot: no server"
-    assert follow([sys.executable, "-c", "pass"], timeout_s=30, told=rounds.append) == ""
+    assert follow([sys.executable, "-c", "pass"], timeout_s=30, on_round=rounds.append) == ""
 
 
 def test_a_row_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_a_row_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> N
         f"Path({str(tmp_path / 'pid')!r}).write_text(str(child.pid)); time.sleep(600)"
     )
     started_s = time.monotonic()
-    assert follow([sys.executable, "-c", code], timeout_s=3, told=lambda _: None) == "not done after 3 s"
+    assert follow([sys.executable, "-c", code], timeout_s=3, on_round=lambda _: None) == "not done after 3 s"
     assert time.monotonic() - started_s < 60
     state = Path(f"/proc/{(tmp_path / 'pid').read_text()}/stat")
     assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
@@ -159,4 +159,4 @@ def test_command_refuses_a_row_that_there_is_not() -> None:
     command = [sys.executable, "-m", "asyncrl.cli", "bench", "speed"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
-    assert "no row is called speed; there are" in done.stderr
+    assert "no row is called speed; the rows are" in done.stderr
