@@ -1,4 +1,4 @@
-"""Random batches of the oracle and invariant tests, and ranks that are threads."""
+"""Random batches for the oracle and invariant tests, and ranks as threads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def numbers(low: float, high: float) -> st.SearchStrategy[float]:
 
 @st.composite
 def batches(draw: st.DrawFn, columns: dict[str, tuple[float, float]]) -> Batch:
-    """`seq` as a list of sequence numbers in order, and columns of as many numbers."""
+    """Draws `seq`, a list of ascending sequence numbers, and columns of the same length."""
     lengths = draw(st.lists(st.integers(1, 5), min_size=1, max_size=5))
     seq = [i for i, length in enumerate(lengths) for _ in range(length)]
     return {"seq": seq} | {
@@ -44,7 +44,7 @@ def _shuffled(batch: Batch) -> st.SearchStrategy[Batch]:
 
 
 grouped = batches({"rewards": (-3, 3)}).flatmap(_shuffled)
-"""Rewards, group numbers in any order with gaps, and lengths, of sequences."""
+"""Sequences with rewards, lengths, and group numbers in any order and with gaps."""
 tokens = batches({"logprobs": (-4, 0), "proximal": (-4, 0), "behavior": (-4, 0), "advantages": (-2, 2)})
 episodes = batches({"log_ratios": (-2, 2), "rewards": (-3, 3), "values": (-3, 3)})
 
@@ -58,7 +58,7 @@ def gradient(loss: Tensor, logprobs: Tensor) -> Tensor:
 
 
 def on_ranks(parts: Sequence[Any], call: Callable[[Any, Callable[[Tensor], Tensor]], Tensor]) -> list[Tensor]:
-    """`call(part, reduce)` of each part in a thread of its own; `reduce` sums over them in order."""
+    """Returns `call(part, reduce)` of each part, computed in separate threads; `reduce` sums over them in order."""
     slots: list[Tensor] = [torch.empty(0)] * len(parts)
     barrier = threading.Barrier(len(parts), timeout=30)
 
@@ -77,7 +77,7 @@ def on_ranks(parts: Sequence[Any], call: Callable[[Any, Callable[[Tensor], Tenso
 
 
 def reordered(seq: list[int], order: list[int]) -> Tensor:
-    """Token indices that put the sequences into that order."""
+    """Returns the token indices that sort the sequences into `order`."""
     return torch.tensor([i for number in order for i, own in enumerate(seq) if own == number], dtype=torch.int64)
 
 
@@ -90,7 +90,7 @@ def terms(batch: Batch, dtype: torch.dtype = torch.float64) -> PolicyTerms:
 
 
 def call(name: str, given_terms: PolicyTerms) -> Tensor:
-    """The loss of that name with its own options, given the terms that it names."""
+    """Returns the loss `name` with its default options and the terms that it takes."""
     parameters = inspect.signature(LOSSES[name]).parameters.values()
     names = [parameter.name for parameter in parameters if parameter.kind is not parameter.KEYWORD_ONLY]
     return LOSSES[name](*(getattr(given_terms, key) for key in names))

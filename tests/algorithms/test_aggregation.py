@@ -1,4 +1,4 @@
-"""Aggregation of token losses against a plain loop, its parts and its order."""
+"""Aggregation of token losses: against a plain loop, over parts of a batch, and in any order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers that other systems' own functions gave for the same inputs."""
+"""Losses and advantages against the results of other systems' functions for the same inputs."""
 
 from __future__ import annotations
 

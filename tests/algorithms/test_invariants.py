@@ -1,4 +1,4 @@
-"""What holds for all losses and advantages alike: order, gaps, parts, on-policy gradients, emptiness, precision."""
+"""Invariants of all losses and advantages: order, gaps, parts, on-policy gradients, empty input, precision."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_extreme_log_ratios_stay_finite(name: str) -> None:
 
 
 def estimate(name: str, columns: dict[str, Tensor]) -> Tensor:
-    """Advantages [N] of the tokens, whatever the function asks for."""
+    """Returns advantages [N] of the tokens by the function `name`, with the inputs that it takes."""
     function = ADVANTAGES[name]
     names = positional(function)
     rewards = columns["sequence_rewards" if {"group", "greedy_rewards"} & set(names) else "rewards"]
@@ -150,7 +150,7 @@ def test_a_reward_moves_no_other_sequence(batch: Batch, number: int) -> None:
     assert (after[seq == number] > before[seq == number]).all()
 
 
-# --- nothing at all ---
+# --- empty input ---
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -1,4 +1,4 @@
-"""Weights, sample sizes, masks and divergences against a plain loop written from their formula."""
+"""Weights, sample sizes, masks and divergences against plain loops written from their formulas."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_loglinear_proximal(batch: Batch) -> None:
 
 
 def loop_kl(estimator: str, current: float, reference: float) -> tuple[float, float]:
-    """Value and derivative by the current log-prob."""
+    """Returns the value and its derivative by the current log-prob."""
     d = reference - current
     k3 = math.exp(d) - d - 1
     return {
@@ -202,7 +202,7 @@ def test_adaptive_kl_refuses_what_would_spoil_it() -> None:
 def test_mismatch_is_precise_and_never_negative(log_ratio: float) -> None:
     (got,) = mismatch_kl(torch.tensor([log_ratio])).tolist()
     bounded = max(-20.0, min(20.0, log_ratio))
-    # e^d - 1 - d: its series where the difference cancels.
+    # For small d, e^d - 1 - d is computed by its series, since the difference cancels.
     near = bounded**2 / 2 + bounded**3 / 6 + bounded**4 / 24
     expected = near if abs(log_ratio) < 1e-3 else math.expm1(bounded) - log_ratio
     assert got >= 0 and got == pytest.approx(expected, rel=1e-6, abs=1e-20)

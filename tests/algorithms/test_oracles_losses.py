@@ -104,7 +104,7 @@ def weighted(weight: float, advantage: float, logprob: float) -> Pair:
 
 
 def ratios_of(batch: Batch, i: int) -> list[float]:
-    """Log ratios of all tokens of the sequence of token i."""
+    """Returns the log ratios of all tokens in the sequence of token i."""
     own = [j for j, number in enumerate(batch["seq"]) if number == batch["seq"][i]]
     return [batch["logprobs"][j] - batch["behavior"][j] for j in own]
 
@@ -159,7 +159,7 @@ def loop_vtrace(batch: Batch, i: int, p: float, q: float, a: float) -> Pair:
 
 
 def loop_bound(log_ratios: list[float], advantages: list[float], budget: float) -> float:
-    """tau by sorting the squares and trying every piece between two of them."""
+    """Returns tau by sorting the squares and trying every interval between two of them."""
     squares = sorted(d * d for d, a in zip(log_ratios, advantages, strict=True) if a * d > 0)
     if sum(squares) <= budget * len(squares):
         return math.inf

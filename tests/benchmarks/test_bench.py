@@ -1,4 +1,4 @@
-"""The frame of the bench, with rows that are no benchmarks; nothing here looks at how fast anything is."""
+"""The frame of the bench, with synthetic rows. These tests measure no speed."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_origin_of_a_measurement_is_this_checkout() -> None:
 
 
 def test_table_of_the_documentation_is_that_of_the_results() -> None:
-    """`python -m benchmarks --markdown benchmarks/results/cpu-2-cores.json` prints it."""
+    """`python -m benchmarks --markdown benchmarks/results/cpu-2-cores.json` prints the table."""
     file = Results.read(ROOT / "benchmarks/results/cpu-2-cores.json")
     table = "\n".join(markdown(file, {name: load(name) for name in ROWS}))
     assert table in (ROOT / "docs/performance.md").read_text()

@@ -1,4 +1,4 @@
-"""Size of the chaos suite, and the figures it prints at the end."""
+"""The size of the chaos suite, and the figures that it prints at the end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from asyncrl.launch.fork_server import ForkServer
 from tests.chaos.runs import Chaos
 
 FULL = bool(os.environ.get("CHAOS"))
-"""`make chaos` sets it; without, each test is a short form of itself."""
+"""Set by `make chaos`; otherwise each test runs in a short form."""
 FIGURES = pytest.StashKey[list[str]]()
 
 
@@ -27,7 +27,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.fixture
 def figure(request: pytest.FixtureRequest) -> Callable[[str], None]:
-    """Notes a line of figures that is printed when all tests are done."""
+    """Records a line of figures that is printed after all tests."""
     return lambda text: request.config.stash[FIGURES].append(f"{request.node.name}: {text}")
 
 
@@ -38,7 +38,7 @@ def full() -> bool:
 
 @pytest.fixture
 def chaos(demo_folder: Path, preloaded: ForkServer, request: pytest.FixtureRequest) -> Iterator[Callable[..., Chaos]]:
-    """Makes runs of the demo that things happen to; whatever is left of them is ended."""
+    """Creates runs of the demo for fault injection; remaining processes are killed at the end."""
     made: list[Chaos] = []
 
     def make(*settings: str, name: str = "", folder: Path = demo_folder, seen_from: Path = Path("/")) -> Chaos:

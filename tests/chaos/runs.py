@@ -1,4 +1,4 @@
-"""Runs that get killed, stopped and resumed, and what must hold of them afterwards."""
+"""Runs that are killed, stopped and resumed, and the checks of their results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.helpers.preloaded import Command
 from tests.helpers.runs import SMALL, Launched, check_ledger
 
 LEARNING = ["learner.warmup_steps=10", "learner.lr=3e-4"]
-"""Makes the demo learn in few small steps."""
+"""Settings with which the demo learns in few small steps."""
 PATIENT = [
     "launch.max_restarts=1000",
     "launch.start_timeout_s=120",
@@ -29,12 +29,12 @@ PATIENT = [
 
 
 class Chaos:
-    """One run of the demo through several launches."""
+    """A run of the demo with several launches."""
 
     def __init__(
         self, folder: Path, name: str, settings: tuple[str, ...], preloaded: ForkServer, seen_from: Path
     ) -> None:
-        """`seen_from` is where the run's own / is to be found."""
+        """`seen_from` is the path of the run's root folder in this process."""
         self.folder = folder
         self.seen_at = seen_from / folder.relative_to("/")
         self.name = name
@@ -47,7 +47,7 @@ class Chaos:
         return self.seen_at / "runs" / self.name
 
     def start(self, *more: str, prefix: tuple[str, ...] = ()) -> Launched:
-        """Launches the run, or resumes it when there is one. `prefix` is a command that starts the launch."""
+        """Launches the run, or resumes it if it exists. `prefix` is a command that starts the launch."""
         resumes = (self.run_dir / "config.yaml").exists()
         how = ["--resume"] if resumes else ["--config", "demo", *self.settings]
         arguments = ["launch", "--run", self.name, *how, *more]
@@ -66,7 +66,7 @@ class Chaos:
 
     @property
     def step(self) -> int:
-        """Last step in the metrics; 0 before the first."""
+        """The last step in the metrics; 0 before the first."""
         rows = self.rows()
         return int(rows[-1]["step"]) if rows else 0
 
@@ -76,12 +76,12 @@ class Chaos:
         return [json.loads(line) for line in lines if line.endswith("}")]
 
     def roles(self) -> dict[str, int]:
-        """Process id of every role that is alive, by name."""
+        """Returns the process ids of all live roles by name."""
         assert self.launched is not None
         found: dict[str, int] = {}
         for child in psutil.Process(self.launched.process.pid).children():
             try:
-                # A role that was forked has one title where others have arguments.
+                # A forked role has a single title instead of separate arguments.
                 arguments = " ".join(child.cmdline()).split()
             except psutil.NoSuchProcess:
                 continue
@@ -90,7 +90,8 @@ class Chaos:
         return found
 
     def wait_for_step(self, step: int, *, timeout_s: float = 120.0) -> bool:
-        """True when the run has made the step, false when it ended before. Fails when neither happens in time."""
+        """Waits for the step. Returns True if the run has made it, False if the run ended before. Fails after
+        `timeout_s`."""
         assert self.launched is not None
         deadline_s = time.monotonic() + timeout_s
         while self.step < step:
@@ -101,7 +102,7 @@ class Chaos:
         return True
 
     def kill_all(self) -> None:
-        """kill -9 of the whole process tree at once."""
+        """Kills the complete process tree at once with SIGKILL."""
         assert self.launched is not None
         self.launched.note_tree()
         process = psutil.Process(self.launched.process.pid)
@@ -118,7 +119,7 @@ class Chaos:
             self.launched.kill()
 
     def finish(self, timeout_s: float) -> dict[str, Any]:
-        """The summary of a run that ends well."""
+        """Waits for the end of the run, which must succeed, and returns its summary."""
         assert self.launched is not None
         code, output = self.launched.end(timeout_s)
         assert code == 0, output
@@ -127,7 +128,8 @@ class Chaos:
 
 
 def check_complete(run: Chaos, summary: dict[str, Any], steps: int, groups_per_step: int = 8) -> None:
-    """The run is whole: every step once, every group trained once and in one step, the ledger balances."""
+    """Checks that the run is complete: every step once, every group trained once and in one step, and the ledger
+    balances."""
     assert (summary["status"], summary["steps"]) == ("finished", steps)
     assert [row["step"] for row in run.rows()] == list(range(1, steps + 1))
     check_ledger(summary)

@@ -1,4 +1,4 @@
-"""A small file system that only the processes in its namespace see."""
+"""A small file system that is visible only to the processes in its namespace."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 
 class SmallDisk:
-    """A tmpfs at `folder`. Skips the test where the kernel does not let users mount one."""
+    """A tmpfs at `folder`. Skips the test if the kernel does not allow users to mount one."""
 
     def __init__(self, folder: Path, size_bytes: int) -> None:
         self.folder = folder
@@ -25,11 +25,11 @@ class SmallDisk:
 
     @property
     def root(self) -> Path:
-        """Where everybody sees what the processes in the namespace see at /."""
+        """The path outside of the namespace of the root folder inside it."""
         return Path(f"/proc/{self._keeper.pid}/root")
 
     def command(self, working_folder: Path) -> tuple[str, ...]:
-        """What to put before a command that is to see the disk."""
+        """Returns the prefix of a command that runs in the namespace."""
         enter = ("nsenter", "-t", str(self._keeper.pid), "-U", "-m", "--preserve-credentials")
         return (*enter, "sh", "-c", f'cd {working_folder} && exec "$@"', "sh")
 

@@ -1,4 +1,4 @@
-"""Stopped processes, full disks, flipped bits, clocks that jump."""
+"""Fault injection: stopped processes, full disks, flipped bits, clock jumps."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def test_stopped_generator_does_not_stop_the_others(chaos: Make, figure: Callabl
         f"longest wait for a step {longest_s:.1f} s with weights.timeout_s = {timeout_s:g} and "
         f"launch.heartbeat_timeout_s = {heartbeat_s:g}"
     )
-    # A broadcast waits for it once; the batch after it may need prompts that it holds until it counts as dead.
+    # A broadcast waits once for the stopped generator; the next batch may need prompts that it has leased until it
+    # counts as dead.
     assert longest_s < timeout_s + heartbeat_s + 10
 
 
@@ -67,7 +68,7 @@ def test_full_disk_is_an_error_and_the_run_goes_on_afterwards(chaos: Make, demo_
 
 
 def test_flipped_bits_in_the_journal(chaos: Make, figure: Callable[[str], None], full: bool) -> None:
-    """Either the run goes on as if nothing had been, or it says what is broken and goes on from its checkpoint."""
+    """Either the run continues normally, or it names the damaged file and continues from its checkpoint."""
     dice = random.Random(3)
     outcomes: list[str] = []
     for number in range(8 if full else 1):

@@ -1,4 +1,4 @@
-"""kill -9 at random moments: of single processes, and of all at once."""
+"""SIGKILL at random moments, of single processes and of all at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.system, pytest.mark.slow, pytest.mark.timeout(3000)]
 Make = Callable[..., Chaos]
 KINDS = ("generator", "learner", "replay")
 NOISE = 0.08
-"""Difference of the final reward that two runs with other random numbers show."""
+"""Difference of the final reward between two runs with different random numbers."""
 
 
 def test_processes_killed_at_random(chaos: Make, figure: Callable[[str], None], full: bool) -> None:
@@ -32,7 +32,7 @@ def test_processes_killed_at_random(chaos: Make, figure: Callable[[str], None], 
         assert run.wait_for_step(at), "the run ended before all kills"
         time.sleep(dice.uniform(0.0, 2.0 if full else 0.3))
         roles = sorted((name, pid) for name, pid in run.roles().items() if name.startswith(KINDS[number % 3]))
-        if not roles:  # it is down already
+        if not roles:  # the run is already down
             continue
         name, pid = dice.choice(roles)
         os.kill(pid, signal.SIGKILL)
@@ -40,7 +40,7 @@ def test_processes_killed_at_random(chaos: Make, figure: Callable[[str], None], 
     summary = run.finish(timeout_s=300)
     elapsed_s = time.monotonic() - started_s
     check_complete(run, summary, steps)
-    # One that dies while the last step is made is not missed.
+    # A role that dies during the last step is not restarted.
     assert sum(summary["restarts"].values()) >= sum(killed.values()) - 1 >= kills * 0.7, summary["restarts"]
     if not full:
         return
@@ -63,7 +63,7 @@ def test_everything_killed_and_resumed(chaos: Make, figure: Callable[[str], None
     for number in range(kills):
         run.start()
         before = run.step
-        # Some die while they start, some in the middle.
+        # Some kills hit the start of a launch, some its middle.
         if dice.random() < 0.2:
             time.sleep(dice.uniform(0.5, 4.0))
         else:

@@ -1,4 +1,4 @@
-"""Runs that give identical results, and training again from the journal."""
+"""Runs with identical results, and training from the journal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 Make = Callable[..., Chaos]
 STEPS = 6
 OWN_TIME = ("time/", "throughput/", "_s", "idle", "generator/", "replay/", "weights/", "journal/")
-"""Metrics of time and of places, which no two runs share."""
+"""Metrics of time and of processes, which differ between runs."""
 
 
 def comparable(row: dict[str, Any]) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def test_same_seed_same_run_and_resume_changes_nothing(chaos: Make, full: bool) 
     first.start()
     check_complete(first, first.finish(timeout_s=200), STEPS)
     others = [resumed, two]
-    if full:  # the other two say the same and more
+    if full:  # the other two runs cover this and more
         second.start()
         second.finish(timeout_s=200)
         others.append(second)
@@ -61,7 +61,7 @@ def test_same_seed_same_run_and_resume_changes_nothing(chaos: Make, full: bool) 
 
 
 def offline(preloaded: ForkServer, folder: Path, *arguments: str) -> str:
-    """What `asyncrl retrain` prints when it ends well."""
+    """Runs `asyncrl retrain`, which must succeed, and returns its output."""
     command = Command(preloaded, folder, ["retrain", *arguments])
     output, _ = command.communicate(timeout=200)
     assert command.returncode == 0, output

@@ -1,4 +1,4 @@
-"""A fork server that imports torch, and what FORK_SERVER_IMPORTS names; its children are roles or run Python code."""
+"""A fork server that imports torch and the modules in FORK_SERVER_IMPORTS. Children are roles or run Python code."""
 
 from __future__ import annotations
 

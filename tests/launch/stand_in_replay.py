@@ -1,5 +1,5 @@
-"""A replay process without a queue: `stand_in_replay.py SECONDS [CODE]` with its spec on standard input says that all
-steps are done after so long, and ends with the exit code."""
+"""A fake replay process without a queue: `stand_in_replay.py SECONDS [CODE]` reads its spec from standard input,
+reports after SECONDS that all steps are done, and ends with the exit code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that the learner cannot train are refused before a process starts, where config.json says it."""
+"""Models that the learner cannot train are refused before a process starts, if their config.json shows it."""
 
 from __future__ import annotations
 

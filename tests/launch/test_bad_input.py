@@ -1,4 +1,4 @@
-"""What cannot work is refused by the command with exit code 2, before a run folder exists."""
+"""The command refuses invalid input with exit code 2, before a run folder exists."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.helpers.inputs import make_inputs
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with data and a model that pass the checks; no weights are ever loaded here."""
+    """A folder with data and a model that pass the checks; these tests never load weights."""
     _, rows = make_inputs(tmp_path)
     pq.write_table(pa.table({"question": ["1+1="]}), tmp_path / "other.parquet")
     empty = [rows[0] | {"reward_model": {"style": "rule", "ground_truth": truth}} for truth in ("2", None)]
@@ -87,7 +87,7 @@ def test_the_command_of_the_shell(folder: Path) -> None:
 
 
 def test_taken_port(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.launch.endpoints.is_loopback", lambda host: False)  # only others have ports
+    monkeypatch.setattr("asyncrl.launch.endpoints.is_loopback", lambda host: False)  # loopback addresses have no ports
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         holder.listen()

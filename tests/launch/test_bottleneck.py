@@ -1,4 +1,4 @@
-"""The verdict on a run that goes on takes as much work for a long run as for a short one."""
+"""The verdict on a live run takes as much work for a long run as for a short one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def verdict(judge: BottleneckMonitor) -> str:
 
 
 def bytes_read() -> int:
-    """By this process so far."""
+    """Returns the bytes that this process has read so far."""
     return int(Path("/proc/self/io").read_text().split()[1])
 
 

@@ -1,4 +1,4 @@
-"""A run from start to end with processes that stand in for the roles."""
+"""A run from start to end with fake processes instead of roles."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ UNTIL = "import os, sys, time\nwhile time.time() < {until_s} and not os.path.exi
 CRASH = "import sys; print('it broke'); sys.exit({code})"
 
 Codes = dict[str, list[int]]
-"""Exit codes of the first starts of a role; later ones do what they are there for."""
+"""Exit codes of the first starts of a role; later starts work normally."""
 
 
 class StandIns(LocalLauncher):
@@ -55,7 +55,7 @@ Conduct = Callable[..., tuple[int, Run, str]]
 
 @pytest.fixture
 def conduct(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Conduct:
-    """Conducts a run of one generator and two learners: its exit code, the run, and what it printed."""
+    """Runs one generator and two learners. Returns the exit code, the run, and its output."""
 
     def start(codes: Codes, *, last_s: float = 1.5, interrupts: int = 0, **settings: object) -> tuple[int, Run, str]:
         monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""Consoles whose terminal or pipe goes away."""
+"""Consoles whose terminal or pipe is closed."""
 
 from __future__ import annotations
 

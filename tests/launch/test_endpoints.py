@@ -1,4 +1,4 @@
-"""Where a run listens: unix sockets of its owner on one machine, encrypted ports on several."""
+"""The endpoints of a run: unix sockets of its owner on one machine, encrypted ports on several."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `asyncrl eval` is told to evaluate, and where its reward model listens."""
+"""The inputs of `asyncrl eval`, and the endpoint of its reward model."""
 
 from __future__ import annotations
 

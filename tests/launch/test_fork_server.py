@@ -1,4 +1,4 @@
-"""Roles that are forked from a preloaded process are children like any others."""
+"""Roles forked from a preloaded process behave like other child processes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CPUS = tuple(sorted(os.sched_getaffinity(0)))
 
 @pytest.fixture(scope="module")
 def fork_server() -> Iterator[ForkServer]:
-    """One that has imported torch only, and runs the Python code that its children are given."""
+    """A fork server that has imported only torch, and whose children run Python code from their arguments."""
     fork_server = ForkServer("tests.launch.fork_server_process")
     yield fork_server
     fork_server.close()
@@ -58,7 +58,7 @@ def test_a_forked_child_has_its_own_streams_environment_group_and_threads(
         " print(open('/proc/self/cmdline').read().strip(chr(0))[-11:], file=sys.stderr); sys.exit(7)"
     )
     assert run(fork_server, code, tmp_path / "out", b"spec", OMP_NUM_THREADS="3") == 7
-    # The fourth descriptor is that of the listing.
+    # The fourth descriptor is open for the listing itself.
     assert (tmp_path / "out").read_text() == "spec {'OMP_NUM_THREADS': '3'} 3 True 4\nsys.exit(7)\n"
 
 
@@ -85,7 +85,7 @@ def test_a_child_does_nothing_before_it_has_its_input(tmp_path: Path) -> None:
         child = fork_server.fork(["-c", "import sys; print('input', sys.stdin.read())"], {}, file.fileno())
     os.kill(fork_server.pid, signal.SIGKILL)
     time.sleep(0.1)
-    assert (tmp_path / "out").read_bytes() == b"", "and it does not need the fork_server"
+    assert (tmp_path / "out").read_bytes() == b"", "the child does not need the fork server"
     child.stdin.close()
     assert child.wait() == 0
     assert (tmp_path / "out").read_text() == "input \n"

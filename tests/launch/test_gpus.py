@@ -1,4 +1,4 @@
-"""Which GPUs the roles get, and who must not share one."""
+"""The assignment of GPUs to roles, and the roles that must not share one."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_what_nvidia_smi_lists_bounds_the_gpus_and_gives_their_memory(monkeypatc
     show(monkeypatch, "GPU-aa,GPU-cc")
     assert visible_gpus() == [Gpu("GPU-aa", 80 << 30)]
     show(monkeypatch, "0")
-    assert visible_gpus() == [Gpu("0", 40 << 30)], "CUDA numbers the fastest first, so that 0 may be either"
+    assert visible_gpus() == [Gpu("0", 40 << 30)], "CUDA numbers the fastest GPU first, so 0 may be either of them"
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     assert visible_gpus() == [Gpu("0", 80 << 30)]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
@@ -93,7 +93,7 @@ def test_nvidia_smi_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 
 def places(placement: Placement) -> dict[str, str]:
-    """GPUs by role."""
+    """Returns the GPUs by role."""
     roles = ("learner", "critic", "generator", "reward_model")
     return {
         role: ",".join(gpu for resources in placement.of(role) for gpu in resources.gpus)
@@ -147,7 +147,7 @@ def test_ranks_that_would_share_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatc
 def test_nccl_needs_a_gpu_for_each_that_sends_or_receives_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     show(monkeypatch, "0,1,2")
     assert place_roles(small_config(launch__generators=2, weights__transport="nccl")).sends_between_gpus
-    # Whom weights do not reach may share.
+    # Roles that receive no weights may share a GPU.
     config = small_config(launch__generators=2, weights__transport="nccl")
     check_transport(config, place_roles(config, reward_model=True))
     rule = "needs a separate GPU for learner rank 0 and for each of 3 generators, .* this machine has 3;"

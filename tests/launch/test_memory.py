@@ -1,4 +1,4 @@
-"""What a run takes of its GPUs, by arithmetic, and that every preset for GPUs fits theirs. No GPU is measured here."""
+"""The computed GPU memory of a run. Every GPU preset fits its GPUs. These tests measure no GPU."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LLAMA_8B = {
     "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
     "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072, "tie_word_embeddings": False,
 }  # fmt: skip
-"""`config.json` of the models that the presets name, as far as it tells sizes."""
+"""The sizes in `config.json` of the presets' models."""
 
 PRESETS = {
     "gsm8k_0.5b": (2, QWEN2_05B, 494_032_768),
@@ -40,7 +40,7 @@ PRESETS = {
     "math_7b": (8, QWEN2_7B, 7_615_616_512),
     "rlhf_8b": (8, LLAMA_8B, 8_030_261_248),
 }
-"""GPUs, shape and parameters of the presets that are not the demo's."""
+"""GPUs, shape and parameters of the presets with other models than the demo's."""
 MIB_80GB, MIB_141GB = 81559, 143771
 """`memory.total` of an H100 and an H200."""
 DEMO: dict[str, Any] = {
@@ -92,11 +92,11 @@ def test_every_preset_fits_by_arithmetic(monkeypatch: pytest.MonkeyPatch, name: 
         _cache_bytes(config, resources.gpu_memory_utilization, mib << 20, models) for resources in placement.generators
     ]
     group_bytes = config.generator.group_size * longest_tokens(config) * token_bytes(config, models)
-    assert min(cache_bytes) > group_bytes, "an engine has no room for the keys and values of a group"
+    assert min(cache_bytes) > group_bytes, "an engine has not enough memory for the keys and values of a group"
 
 
 def _cache_bytes(config: Config, fraction: float | None, total_bytes: int, models: Models) -> float:
-    """What vLLM has for keys and values."""
+    """Returns the memory that vLLM has for keys and values."""
     parts = engine_parts(config, models.policy)
     cache = next(num_bytes for name, num_bytes in parts.items() if "key" in name)
     return (fraction or 0) * total_bytes - sum(parts.values()) + cache
@@ -159,14 +159,14 @@ def test_an_engine_gets_what_staging_and_the_other_roles_leave(monkeypatch: pyte
     assert (resources.gpu_memory_utilization or 0) * total == pytest.approx(0.9 * total - staged)
     assert resources.environment()["ASYNCRL_GPU_MEMORY_FRACTION"] == f"{resources.gpu_memory_utilization:.4f}"
 
-    # Two generators on one GPU have the half each, with gloo and so without staging on it.
+    # Two generators on one GPU have half of it each; with gloo they stage no weights there.
     two = load_config(None, SETTINGS | {"launch.learners": 4, "launch.generators": 2})
     placement = fitted(monkeypatch, two, 5, MIB_80GB, Models(SEVEN))
     fractions = [resources.gpu_memory_utilization or 0 for resources in placement.generators]
     assert fractions[0] == fractions[1]
     assert fractions[0] * total == pytest.approx(0.45 * total - GIB - 2 * SEVEN.vocabulary * SEVEN.hidden)
 
-    # Beside a learner, what that leaves; with a bounded cache no more than the engine needs.
+    # On a learner's GPU the engine gets the remaining memory; with a bounded cache, no more than it needs.
     small = Shape.of(DEMO | {"max_position_embeddings": 32}, 516_864)
     assert small is not None
     one = load_config(None, {"model.path": "m", "data.train": "d", "generator.kv_cache_bytes": 64 << 20})

@@ -1,4 +1,4 @@
-"""Transports, trackers and launchers of the user's own, by module and by file."""
+"""User-defined transports, trackers and launchers, by module and by file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cores, threads, GPUs and ports of the roles."""
+"""The cores, threads, GPUs and ports of the roles."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_one_of_each_splits_the_machine() -> None:
     assert (learner.cpus, learner.threads) == ((2, 3), 2)
     assert generator.environment()["OMP_NUM_THREADS"] == "2"
     assert generator.environment()["DS_ACCELERATOR"] == "cpu"
-    assert placement.replay.cpus == (2, 3), "the engine's cores are its own"
+    assert placement.replay.cpus == (2, 3), "no other role uses the engine's cores"
     assert generator.environment()["ASYNCRL_HELPER_CPUS"] == "2,3"
 
 
@@ -95,10 +95,10 @@ def test_free_ports_are_free_and_different() -> None:
     ports = reserve_ports(0, 3)
     assert len(set(ports)) == 3
     outgoing, _ = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
-    assert max(ports) < int(outgoing), "the kernel must not give them away before the roles listen there"
+    assert max(ports) < int(outgoing), "the kernel could assign them before the roles listen"
     for port in ports:
         with socket.socket() as sock:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as roles do: connections may linger there
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as roles do: closed connections may linger
             sock.bind(("127.0.0.1", port))
 
 

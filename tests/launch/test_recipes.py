@@ -1,4 +1,4 @@
-"""The files of a data recipe are made where they are missing."""
+"""A data recipe creates its files if they do not exist."""
 
 from __future__ import annotations
 

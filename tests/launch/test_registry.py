@@ -1,4 +1,4 @@
-"""What `asyncrl list` prints."""
+"""The output of `asyncrl list`."""
 
 from __future__ import annotations
 

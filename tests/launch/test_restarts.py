@@ -1,4 +1,4 @@
-"""How often and after which pause a role is restarted; no processes, time is passed in."""
+"""The number of restarts of a role and the pauses before them. The tests start no processes and set the time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which runs go on, and with which settings."""
+"""The runs that can be resumed, and the settings that may change."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def attempt(config: Config, status: str = "", *, steps: int = 1, wall_s: float = 10.0) -> RunFolder:
-    """A launch that ended so, or was killed."""
+    """Records a launch that ended with this status, or was killed if the status is empty."""
     with RunFolder(config) as folder:
         folder.begin(config, loopback_endpoints(1))
         (folder.path / "journal").mkdir(exist_ok=True)
@@ -76,7 +76,7 @@ def test_time_of_a_killed_launch_ends_with_what_it_wrote_last() -> None:
 @pytest.mark.parametrize(("status", "steps", "goes"), [("finished", 3, False), ("finished", 2, True), ("", 0, True)])
 def test_auto_goes_on_with_what_is_not_finished(status: str, steps: int, goes: bool) -> None:
     auto = small_config(run="one", resume="auto")
-    assert not check_resume(auto), "there is none yet"
+    assert not check_resume(auto), "no run exists yet"
     attempt(auto, status, steps=steps)
     assert check_resume(auto) == goes
     with RunFolder(auto) as folder:
@@ -128,7 +128,7 @@ def test_what_is_learned_and_from_what_must_stay() -> None:
         "learner__max_grad_norm": 0.1,
         "learner__max_skipped_updates": 50,
     }
-    assert check_resume(must(**way_out)), "what the error of updates that are not finite advises"
+    assert check_resume(must(**way_out)), "the advice in the error for non-finite updates"
 
 
 def test_the_config_of_a_resumed_run_starts_a_new_one_elsewhere() -> None:
@@ -157,7 +157,7 @@ def test_a_discarded_journal_leaves_what_the_run_goes_on_from(tmp_path: Path) ->
     files = {"queue.msgpack": sum_of(checkpoint / "queue.msgpack")}
     write_manifest(checkpoint, CheckpointManifest(step=2, reward=None, files=files))
     state = Path(discard_journal(run_dir))
-    shutil.rmtree(checkpoint)  # a newer one took its place, and then the replay queue dies
+    shutil.rmtree(checkpoint)  # a newer checkpoint replaced it before the replay queue died
     assert state.read_bytes() == b"queue"
     aside = run_dir / "journal.discarded-1"
     assert sorted(path.name for path in aside.iterdir()) == ["metrics.jsonl", "queue.msgpack", "trace.arrow"]
@@ -175,7 +175,7 @@ def test_endpoints_are_there_for_their_owner_while_the_run_goes_on() -> None:
         assert read_endpoints(folder.path) == endpoints
         kept = file.read_text()
     assert not file.exists()
-    file.write_text(kept)  # as a killed launcher leaves it
+    file.write_text(kept)  # the state after the launcher was killed
     assert not is_running(folder.path)
     with pytest.raises(ConfigError, match="runs/one: this run is not running"):
         read_endpoints(folder.path)

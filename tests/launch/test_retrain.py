@@ -1,4 +1,4 @@
-"""Parts of the offline replay that need no training."""
+"""The parts of offline training that need no training step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from asyncrl.launch.commands.retrain import first_difference, make_out, show_met
 
 
 def save(folder: Path, **tensors: np.ndarray) -> Path:
-    """A model folder of two files."""
+    """Writes a model folder with two files."""
     folder.mkdir()
     names = sorted(tensors)
     for number, part in enumerate((names[:1], names[1:])):

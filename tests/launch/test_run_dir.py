@@ -1,4 +1,4 @@
-"""The run folder: one live run of a name, the earlier one kept."""
+"""The run folder: only one live run per name, and earlier runs are kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`asyncrl scale` against a replay queue that the test speaks for."""
+"""`asyncrl scale` against a scripted replay queue."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Heard = dict[str, tuple[float, int]]
 
 
 class ScriptedQueue:
-    """Gives one status after the other, the last one for ever; None is silence."""
+    """Returns one status after the other, then repeats the last one; None means no answer."""
 
     def __init__(self, *statuses: dict[str, Any] | None) -> None:
         self.statuses = list(statuses)
@@ -37,7 +37,7 @@ class ScriptedQueue:
 
 
 def status(wanted: int, generators: Heard, step: int = 5) -> dict[str, Any]:
-    """Seconds since each generator was heard, and its version."""
+    """Returns a status with the seconds since the last heartbeat of each generator, and its version."""
     told = {index: {"heard_ago_s": ago_s, "version": version} for index, (ago_s, version) in generators.items()}
     return {"generators_wanted": wanted, "generators": told, "step": step}
 
@@ -46,7 +46,7 @@ TWO: Heard = {"0": (0.0, 5), "1": (0.0, 4)}
 
 
 def change(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wanted: int, queue: ScriptedQueue, **settings: Any) -> str:
-    """The output of a change of a live run."""
+    """Scales a live run and returns the output."""
     monkeypatch.chdir(tmp_path)
     out = io.StringIO()
     with RunFolder(small_config(run="one", **settings)) as folder:
@@ -61,7 +61,7 @@ def test_joiners_are_awaited_until_they_have_the_weights(monkeypatch: pytest.Mon
         status(2, TWO),
         status(3, TWO),
         None,
-        status(3, TWO | {"2": (900.0, 5)}),  # an earlier generator of that number
+        status(3, TWO | {"2": (900.0, 5)}),  # an earlier generator with this number
         status(3, TWO | {"2": (0.0, -1)}),
         status(3, TWO | {"2": (0.0, 5)}, step=6),
     )

@@ -1,4 +1,4 @@
-"""When training that does not get on is started anew, and when the run fails."""
+"""Stall detection: when training that makes no progress is restarted, and when the run fails."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_learners_that_hold_a_batch_are_blamed_once_for_a_step() -> None:
     reason = check(progress, status(4, taken=True), 111.0)
     assert reason.startswith("no optimizer step ended within launch.progress_timeout_s = 60 s: step 4, 3 groups leased")
     assert check(progress, status(4, taken=True), 150.0, started_s=112.0) == ""
-    assert check(progress, status(4, taken=True, again=3), 170.0, started_s=112.0) == "", "steps trained again count"
+    assert check(progress, status(4, taken=True, again=3), 170.0, started_s=112.0) == "", "repeated steps are progress"
     with pytest.raises(RunError, match="no optimizer step ended"):
         check(progress, status(4, taken=True, again=3), 231.0, started_s=112.0)
 

@@ -1,4 +1,4 @@
-"""Supervision of real processes that stand in for the roles, by a status that the test writes."""
+"""Supervision of real processes that replace the roles, with a status set by the test."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SLEEP = "import time; time.sleep(600)"
 
 
 class StandIns(LocalLauncher):
-    """Starts Python code in place of each role, by name."""
+    """A launcher that starts Python code instead of each role, by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class StandIns(LocalLauncher):
 
 
 class ScriptedQueue:
-    """What the launcher asks of the replay queue."""
+    """A fake of the replay queue's client, with the requests that the launcher sends."""
 
     def __init__(self) -> None:
         self.lost_generators: list[int] = []
@@ -56,7 +56,7 @@ class ScriptedQueue:
 
 
 class Stage:
-    """A supervisor, its processes, and a clock that the test sets."""
+    """A supervisor, its processes, and a clock set by the test."""
 
     def __init__(self, config: Config, folder: Path) -> None:
         self.config = config
@@ -78,7 +78,8 @@ class Stage:
         return status | told
 
     def heard(self, *, former: bool = False, **ago_s: float) -> dict[str, Any]:
-        """Generators by the seconds since they were heard, in their latest start or the one before it."""
+        """Returns the status of generators with the seconds since their last heartbeat, in their latest start or the
+        one before it."""
         told: dict[str, Any] = {}
         for name, seconds in ago_s.items():
             index = name.removeprefix("generator-").removeprefix("g")
@@ -105,7 +106,7 @@ class Stage:
         self.group(name).processes[rank].process.wait(30)
 
     def run_code(self, name: str, code: str) -> None:
-        """Starts the one process of a group anew with this code, and waits for its end."""
+        """Restarts the only process of a group with this code, and waits for its end."""
         self.launcher.code[name] = code
         self.supervisor.restart(self.group(name), "test", self.now_s)
         self.tick(100)
@@ -178,7 +179,7 @@ def crash(said: str, code: int = 4) -> str:
 
 
 def fall(one: Stage, *codes: str) -> None:
-    """Has generator-0 start with this code, then with the next one, and so on; each start ends by itself."""
+    """Starts generator-0 with each code in turn; each start ends by itself."""
     one.run_code("generator-0", codes[0])
     for code in codes[1:]:
         one.launcher.code["generator-0"] = code
@@ -252,7 +253,7 @@ def test_learner_ranks_are_restarted_together(stage: Make) -> None:
     before = one.pids("learner")
     one.kill("learner", rank=1)
     one.tick()
-    assert one.pids("learner") == before, "another rank may still say why"
+    assert one.pids("learner") == before, "another rank may still log the cause"
     one.tick(GRACE_S)
     assert len(set(one.pids("learner")) - set(before)) == 2
     assert not Path(f"/proc/{before[0]}").exists()
@@ -305,7 +306,7 @@ def test_silent_generator_is_killed_once_it_was_heard(stage: Make) -> None:
     assert one.said == ["generator-1 sent no heartbeat for launch.heartbeat_timeout_s = 10 s; restart 1 in 0 s"]
     assert not Path(f"/proc/{frozen}").exists()
     one.tick()
-    # The queue may still know the old one: heard before this start says nothing of it.
+    # The queue may still have the old process: a heartbeat from before this start does not count.
     one.hear(50.0, generators=one.heard(g0=0.0, g1=62.0))
     assert len(one.said) == 1
     one.hear(51.0, generators=one.heard(g0=0.0))
@@ -375,7 +376,7 @@ def test_wanted_generators_join_and_leave(stage: Make) -> None:
     assert one.group("generator-2").processes[0].spec.cpus
     one.run_code("generator-2", "pass")
     one.tick()
-    one.hear(generators_wanted=2)  # it may have been told before the launcher was
+    one.hear(generators_wanted=2)  # the queue may receive the change before the launcher
     one.tick()
     assert [group.index for group in one.supervisor.generators] == [0, 1]
     assert one.said[-1] == "generator-2 has left"
@@ -411,7 +412,7 @@ def test_generators_are_not_missed_at_the_end(stage: Make) -> None:
     assert (one.said, [group.index for group in one.supervisor.generators]) == ([], [1])
     one.kill("replay")
     one.tick()
-    assert one.group("replay").running, "the summary comes from it"
+    assert one.group("replay").running, "it writes the summary"
 
 
 def test_generators_that_the_last_status_has_heard_end_by_themselves(stage: Make) -> None:
@@ -427,7 +428,7 @@ def test_generator_that_ends_before_the_run_is_restarted(stage: Make) -> None:
     one.hear()
     one.run_code("generator-0", "pass")
     one.tick()
-    assert len(one.said) == 1, "only a status tells whether it may have ended"
+    assert len(one.said) == 1, "only a status shows whether it was allowed to end"
     one.hear()
     one.tick()
     assert one.said[-1] == "generator-0 ended before the run did; restart 2 in 1 s"

@@ -1,4 +1,4 @@
-"""`asyncrl top` on a replay queue that the test speaks for."""
+"""`asyncrl top` with a scripted replay queue."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STATUS: dict[str, Any] = {
 
 
 class ScriptedQueue:
-    """Gives one status after the other, then is interrupted by Ctrl-C; None is silence."""
+    """Returns one status after the other, then raises as on Ctrl-C; None means no answer."""
 
     def __init__(self, statuses: Iterable[dict[str, Any] | None]) -> None:
         self.statuses = iter(statuses)
@@ -67,7 +67,7 @@ def test_it_shows_the_run_until_ctrl_c(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert lines[0] == "waiting for the first step ..."
     assert lines[1] == "the replay queue does not answer; it may be starting ..."
     assert lines[2].startswith("step 3/3  reward 0.500")
-    assert any(line.startswith("learner-bound: generators idle 10%") for line in lines), "what holds the run back"
+    assert any(line.startswith("learner-bound: generators idle 10%") for line in lines), "the bottleneck is shown"
     assert queue.closed
 
 

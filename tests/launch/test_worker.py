@@ -1,4 +1,4 @@
-"""What a role process is told, and how it ends."""
+"""The spec of a role process, and its exit codes."""
 
 from __future__ import annotations
 
@@ -139,6 +139,6 @@ def test_roles_have_groups_of_their_own_in_the_launchers_session(
     role = launcher.start(spec, RoleResources((0,), threads=1))
     try:
         assert os.getpgid(role.process.pid) == role.process.pid, "Ctrl-C in a terminal would reach it"
-        assert os.getsid(role.process.pid) == os.getsid(0), "it may get next to nothing of a core that others use"
+        assert os.getsid(role.process.pid) == os.getsid(0), "a new session may get no time on a busy core"
     finally:
         launcher.kill([role])

@@ -1,4 +1,4 @@
-"""Files that cannot be used, and commands given what belongs to somebody else: one line, exit code 2, nothing lost."""
+"""Unusable files, and commands on files of somebody else: an error of one line, exit code 2, and no lost data."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def refused(folder: Path, *arguments: str) -> str:
-    """The one line that a command prints which ends with exit code 2."""
+    """Runs a command that must end with exit code 2; returns the single line that it prints."""
     code, output = asyncrl(*arguments, cwd=folder)
     assert code == 2, output
     assert ONE_LINE.fullmatch(output), output
@@ -106,7 +106,7 @@ def test_model_of_the_hub(folder: Path) -> None:
 
 
 def test_ports_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.launch.endpoints.is_loopback", lambda host: False)  # only others have ports
+    monkeypatch.setattr("asyncrl.launch.endpoints.is_loopback", lambda host: False)  # loopback addresses have no ports
     settings = ["algorithm.advantage=gae", "critic.ranks=1", "generator.group_size=1"]
     output = refused_launch(folder, "launch.port=65535", *settings)
     assert re.search(r"launch\.port = 65535: the run needs \d ports .* 65535; use at most \d+", output), output
@@ -154,7 +154,7 @@ def test_module_that_hangs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert f"cannot import {folder / 'mine.py'}: it is not done after 0.2 s" in output
     left_s = signal.getitimer(signal.ITIMER_REAL)[0]
     assert signal.getsignal(signal.SIGALRM) == former[0]
-    assert (left_s > 0) == (former[1] > 0) and left_s <= former[1], "the alarm of others stays as it was"
+    assert (left_s > 0) == (former[1] > 0) and left_s <= former[1], "an earlier alarm is not changed"
 
 
 @pytest.mark.parametrize("out", ["/proc/nowhere/results.json", "model", "notes.json", "data.parquet"])
@@ -205,7 +205,7 @@ def test_a_recipe_that_takes_too_long(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def foreign(folder: Path) -> Path:
-    """A folder in which somebody else's work lies."""
+    """A folder with somebody else's files."""
     (folder / "theirs").mkdir()
     (folder / "theirs" / "thesis.txt").write_text("years of work")
     pq.write_table(pa.table({"x": [1]}), folder / "theirs" / "rows.parquet")
@@ -230,7 +230,7 @@ def test_no_command_replaces_what_it_did_not_make(tmp_path: Path, command: list[
     before = {path: path.read_bytes() for path in theirs.iterdir()}
     assert message in refused(tmp_path, *command)
     assert {path: path.read_bytes() for path in theirs.iterdir()} == before
-    assert list(tmp_path.iterdir()) == [theirs], "nothing is left behind"
+    assert list(tmp_path.iterdir()) == [theirs], "no files remain"
 
 
 def test_what_a_command_made_it_may_replace(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""One model, one connection of a single rank, and one run of two ranks for all tests of the learner."""
+"""Fixtures for all tests of the learner: a model, the process group of a single rank, and a run of two ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def free_port() -> Callable[[], int]:
 
 @pytest.fixture(scope="session")
 def one_rank(free_port: Callable[[], int]) -> Iterator[object]:
-    """The connection of a single learner rank in this process."""
+    """The process group of a single learner rank in this process."""
     from worlds import endpoints
 
     from asyncrl.learner.distributed import process_group

@@ -1,4 +1,4 @@
-"""The process that ranks of learners and critics are forked from: imports are done once in a session."""
+"""The fork server of learner and critic ranks, so that imports are done once per test session."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PRELOADED = ("asyncrl.learner.role", "asyncrl.learner.remote_critic", "transform
 
 
 def run_script(arguments: list[str]) -> int:
-    """A script of this folder with its arguments, in the folder that PWD names."""
+    """Runs a script of this folder with its arguments, in the folder that PWD names."""
     os.chdir(os.environ["PWD"])
     sys.path.insert(0, os.path.dirname(arguments[0]))
     sys.argv = arguments

@@ -1,4 +1,4 @@
-"""The one critic rank, in this process."""
+"""Runs a single critic rank in this process."""
 
 from __future__ import annotations
 

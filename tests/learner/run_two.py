@@ -1,7 +1,7 @@
-"""`run_learner` as one of two ranks with ZeRO stage 3, with fakes for the replay queue and the weight sender.
+"""Runs `run_learner` as one of two ranks with ZeRO stage 3, with fakes for the replay queue and the weight sender.
 
-`begin.json` in the folder says how many steps were committed before, `offline.json` that it is `run_offline`, `exact`
-that the engine is said to compute with all digits. The log-probs of the trajectories are made up.
+In the folder, `begin.json` contains the number of steps committed before, `offline.json` selects `run_offline`, and
+`exact` declares that the engine does not round. The log-probs of the trajectories are synthetic.
 """
 
 from __future__ import annotations

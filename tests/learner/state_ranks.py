@@ -1,5 +1,5 @@
-"""One of two learner ranks: saves its training state half-way, continues from it, fails to write a checkpoint, and, as
-rank 1, hangs."""
+"""Runs one of two learner ranks: saves its training state half-way, continues from it, fails to write a checkpoint, and
+hangs as rank 1."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ TIMEOUT_S, SHORT_S = 30.0, 1.5
 
 
 def halve(name: str, config: Config, ranks: Ranks, out: Path) -> None:
-    """Steps 1 to 4 in one go, and with another engine from step 3 on; the states after 2 and, of both, after 4."""
+    """Trains steps 1 to 4 without interruption, and again with a new engine from step 3 on. Writes the state after step
+    2, and both states after step 4."""
     whole = make_trainer(config, ranks)
     train_steps(whole, (1, 2))
     half = collect_state(whole.policy)
@@ -54,7 +55,7 @@ def halve(name: str, config: Config, ranks: Ranks, out: Path) -> None:
 
 
 def fail_to_write(ranks: Ranks, config: Config, out: Path) -> str:
-    """Rank 1 may write no large file."""
+    """Lets rank 1 fail to write its part, by a limit on its file size; returns the error."""
     if ranks.rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
     checkpoints = Checkpoints(config, out / "checkpoints", ranks)
@@ -78,7 +79,7 @@ def main(rank: int, port: int, model: Path, out: Path) -> None:
 
     def partition_more(config: Config) -> dict[str, Any]:
         settings = original(config)
-        settings["zero_optimization"]["stage3_param_persistence_threshold"] = 1000  # some are gathered always
+        settings["zero_optimization"]["stage3_param_persistence_threshold"] = 1000  # some are always gathered
         return settings
 
     engine_module.deepspeed_config = policy_module.deepspeed_config = partition_more
@@ -98,7 +99,7 @@ def main(rank: int, port: int, model: Path, out: Path) -> None:
 
 
 def wait_for_a_rank_that_hangs(ranks: Ranks, out: Path, hung: dict[str, Any]) -> None:
-    """Rank 1 stops in front of a collective. Its deadline is that of `connected`, made shorter for the test."""
+    """Stops rank 1 before a collective. The deadline is that of `process_group`, shortened for the test."""
     if ranks.rank == 1:
         (out / "pid").write_text(str(os.getpid()))
         ranks.barrier()

@@ -1,4 +1,4 @@
-"""Which checkpoints there are: written whole, found again, damaged, kept and removed."""
+"""The checkpoints of a run: written completely, found again, damaged, kept and removed."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_the_newest_are_kept_and_the_best(make: Make, tmp_path: Path) -> None:
     again = make(keep_last=1)
     assert again.newest() == 5 and again.recent == [5]
     save(again, 6, rewards={6: 0.9})
-    assert names(tmp_path) == ["step-000006"]  # as good, and newer
+    assert names(tmp_path) == ["step-000006"]  # of equal reward, and newer
     last = make(keep_last=1, keep_best=False)
     last.newest()
     save(last, 7, rewards={7: 0.0})
@@ -91,13 +91,13 @@ def test_an_evaluation_is_the_better_judge(make: Make, tmp_path: Path) -> None:
     save(checkpoints, 1, rewards={1: 0.9})
     checkpoints.evaluated(1, 0.2)
     checkpoints.save(2, content(2), reward=0.1)
-    checkpoints.evaluated(2, 0.3)  # while it is under way
+    checkpoints.evaluated(2, 0.3)  # while the checkpoint is being written
     checkpoints.finish()
     assert json.loads((tmp_path / "checkpoints/step-000002/checkpoint.json").read_text())["reward"] == 0.3
     save(checkpoints, 3, rewards={3: 0.8})
     assert names(tmp_path) == ["step-000002", "step-000003"]
-    checkpoints.evaluated(1, 0.9)  # it is removed
-    checkpoints.evaluated(7, 0.9)  # it never was
+    checkpoints.evaluated(1, 0.9)  # its checkpoint is removed
+    checkpoints.evaluated(7, 0.9)  # it has no checkpoint
     assert checkpoints._evaluations == {}
     assert make().newest() == 3
 
@@ -105,7 +105,7 @@ def test_an_evaluation_is_the_better_judge(make: Make, tmp_path: Path) -> None:
 def test_what_a_killed_process_left_is_removed_and_the_one_before_is_used(make: Make, tmp_path: Path) -> None:
     save(make(), 10, 20)
     unfinished = tmp_path / "checkpoints" / "step-000030.partial"
-    (tmp_path / "checkpoints" / "step-000020").rename(unfinished)  # killed just before it was whole
+    (tmp_path / "checkpoints" / "step-000020").rename(unfinished)  # killed just before the checkpoint was complete
     with structlog.testing.capture_logs() as logs:
         again = make()
         assert again.newest() == 10
@@ -150,7 +150,7 @@ def test_a_damaged_checkpoint_is_named_and_skipped(damage: str, make: Make, tmp_
     assert entry["path"] == str(path) and entry["reason"].startswith(f"{path / name}{reason}")
     assert again.recent == [10]
     assert newest_checkpoint(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "step-000010"
-    save(again, 20)  # takes its place
+    save(again, 20)  # replaces it
     assert make().newest() == 20
     change(path / "policy/rank-0.safetensors")
     change(tmp_path / "checkpoints/step-000010/policy/rank-0.safetensors")
@@ -191,7 +191,7 @@ def test_a_ceiling(make: Make, tmp_path: Path) -> None:
     mib = 1 << 20
     checkpoints = make(keep_last=3, max_bytes=3 * mib)
     save(checkpoints, 1, 2, 3, rewards={1: 0.9}, num_bytes=mib)
-    assert names(tmp_path) == ["step-000002", "step-000003"]  # three have more than 3 MiB with their other files
+    assert names(tmp_path) == ["step-000002", "step-000003"]  # three exceed 3 MiB with their other files
     save(checkpoints, 4, num_bytes=mib - 100)
     assert names(tmp_path) == ["step-000002", "step-000003", "step-000004"]
     with pytest.raises(RunError) as raised:

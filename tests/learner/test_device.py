@@ -1,4 +1,4 @@
-"""A training step on a device that is not the CPU gives the CPU's numbers, and mixes no tensors of both."""
+"""A training step on a device other than the CPU produces the CPU's results, and does not mix tensors of both."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def train(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, float]]:
-    """Two steps on the device with the settings; the metrics of the second, after which all weights are there."""
+    """Trains two steps on the device with the settings. Returns the metrics of the second step, after checking that all
+    weights are on the device."""
     monkeypatch.setattr(engine_module.deepspeed, "initialize", plain_engine)
 
     def run(device: torch.device, sections: dict[str, Any]) -> dict[str, float]:

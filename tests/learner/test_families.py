@@ -1,4 +1,5 @@
-"""Model families in tiny random form: a packed row gives what each sequence alone gives, or the model is refused."""
+"""Tiny random models of many families: a packed row has the same scores as each sequence alone, or the model is
+refused."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ RIGHT = (
     "persimmon starcoder2 olmo olmo2 olmo3 granite glm glm4 smollm3 exaone4 ernie4_5 seed_oss hunyuan_v1_dense apertus "
     "cohere cohere2",
 )
-"""Those of every test run, and the others."""
+"""Families tested in every run, and families tested by `make test-all` only."""
 LEAKING = (
     "qwen3_next bloom",
     "qwen3_5_text lfm2 minimax mamba mamba2 falcon_mamba jamba falcon_h1 bamba granitemoehybrid recurrent_gemma "
@@ -33,7 +34,7 @@ LEAKING = (
 )
 RAISING = ("gptj nemotron", "llama4_text falcon gpt_neo mpt stablelm")
 RANDOM = "phimoe"
-"""Samples its experts during training."""
+"""A family that samples its experts during training."""
 BEFORE = {"gemma2": "final_logit_softcapping", "gpt_oss": "attention sinks"}
 
 
@@ -56,7 +57,7 @@ def check(network: PolicyNetwork) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", some(RIGHT))
 def test_packed_rows_give_what_each_sequence_gives(name: str, dtype: str, tmp_path: Path) -> None:
-    """Sequences longer than the windows of those that have one."""
+    """The sequences are longer than the sliding windows of families that have one."""
     network = load(name, tmp_path, dtype)
     before = torch.get_rng_state()
     check(network)
@@ -70,7 +71,7 @@ def test_packed_rows_give_what_each_sequence_gives(name: str, dtype: str, tmp_pa
     with torch.no_grad():
         packed, _ = network(micro)
         network.train()
-        torch.testing.assert_close(network(micro)[0], packed, atol=0, rtol=0)  # without dropout
+        torch.testing.assert_close(network(micro)[0], packed, atol=0, rtol=0)  # dropout is disabled
         for number, (ticket, index) in enumerate(micro.names):
             trajectory = groups[ticket - 10].trajectories[index]
             tokens = torch.from_numpy(trajectory.tokens).long()
@@ -86,7 +87,7 @@ def test_models_that_mix_tokens_otherwise_than_by_attention_are_refused(name: st
         check(load(name, tmp_path, dtype))
     text = str(caught.value)
     assert text.startswith("model.path = 'it': a model of type ") and "docs/models.md" in text
-    if "mamba" not in name or dtype == "float32":  # its output is float32 in bfloat16, which fails before
+    if "mamba" not in name or dtype == "float32":  # mamba outputs float32 in bfloat16 models, which fails earlier
         assert f"of their norm, but rounding in {dtype} explains at most" in text
 
 

@@ -1,5 +1,5 @@
-"""The launcher's arithmetic for the learner's memory against what autograd and DeepSpeed keep. On a CPU: kernels of a
-GPU may keep other tensors."""
+"""The launcher's estimate of the learner's memory against the tensors that autograd and DeepSpeed keep. Measured on a
+CPU; GPU kernels may keep other tensors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SIZES: dict[str, Any] = {
 
 
 def groups_of(lengths: list[int]) -> list[Group]:
-    """Groups of one trajectory, so that no two share a prompt."""
+    """Returns groups of one trajectory each, so that no trajectories share a prompt."""
     made: list[Group] = []
     for ticket, length in enumerate(lengths):
         tokens = np.random.default_rng(ticket).integers(0, SIZES["vocab_size"], length).astype(np.int32)
@@ -50,7 +50,7 @@ def groups_of(lengths: list[int]) -> list[Group]:
 
 
 def kept_bytes(config: Config) -> tuple[int, int]:
-    """What a forward pass over packed rows keeps for its backward pass, and its tokens."""
+    """Returns the bytes that a forward pass over packed rows keeps for its backward pass, and the number of tokens."""
     model = load_policy_model(config, config.model.path).train()
     (micro,) = make_batch(groups_of([96, 90, 80, 75] * 6), tokens_per_microbatch=1 << 20).micro_batches
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}

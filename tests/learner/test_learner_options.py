@@ -1,4 +1,4 @@
-"""The learning rate, and algorithm settings: what is refused and what the functions get."""
+"""The learning rate, and algorithm settings: rejected values, and the arguments of the functions."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def test_functions_of_the_working_directory(where: str, tmp_path: Path, monkeypa
     monkeypatch.delitem(sys.modules, "user_functions", raising=False)
     advantage, loss = check_algorithm(make(advantage=f"{where}:my_advantage", loss=f"{where}:my_loss"))
     assert loss(torch.tensor(2.0), torch.tensor(3.0)) == -6
-    assert not is_group_relative(advantage), "its groups of equal rewards are trained"
+    assert not is_group_relative(advantage), "groups with equal rewards are trained"
     names = ("both", "ranked")
     both, ranked = (check_algorithm(make(advantage=f"{where}:{name}"))[0] for name in names)
     assert not is_group_relative(both) and is_group_relative(ranked)

@@ -1,4 +1,4 @@
-"""The policy's numbers against the model run plainly, one trajectory at a time, in double precision."""
+"""The policy's results against a plain computation of one trajectory at a time, in double precision."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LOSSES: list[dict[str, Any]] = [
 
 
 def plain_logprobs(model: Any, tokens: np.ndarray, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-prob and entropy of every token but the first."""
+    """Returns log-prob and entropy of every token except the first."""
     ids = torch.from_numpy(tokens.astype(np.int64))
     logprobs = torch.log_softmax(model(input_ids=ids.unsqueeze(0)).logits[0, :-1] / temperature, dim=-1)
     entropies = -(logprobs.exp() * logprobs).sum(dim=-1)
@@ -44,7 +44,7 @@ def plain_logprobs(model: Any, tokens: np.ndarray, temperature: float) -> tuple[
 
 
 def plain_gradients(config: Config, groups: list[Group]) -> tuple[float, dict[str, Tensor]]:
-    """The step's loss and its gradient, without packing, micro-batches or chunks."""
+    """Returns the step's loss and its gradient, computed without packing, micro-batches or chunks."""
     model = AutoModelForCausalLM.from_pretrained(config.model.path, attn_implementation="eager", dtype=torch.float64)
     algorithm = make_algorithm(config)
     columns: dict[str, list[Tensor]] = {name: [] for name in ("logprobs", "behavior", "advantages", "seq")}
@@ -269,7 +269,7 @@ def test_models_that_cannot_be_trained_are_refused(tiny_model: Path, tmp_path: P
 
 
 def test_long_trajectories_cross_bucket_borders(one_rank: Ranks, tiny_model: Path) -> None:
-    """Lengths far apart, so that attention uses several buckets in one row."""
+    """The lengths differ so much that attention uses several buckets for one row."""
     config = make_config(tiny_model)
     policy = Policy(config, one_rank)
     group = make_groups(1)[0]

@@ -1,4 +1,4 @@
-"""Two ranks are one rank, at every ZeRO stage; what one rank meets, all learn of."""
+"""Two ranks produce the results of one rank, at every ZeRO stage; an error of one rank is raised on all."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_two_ranks_are_one_rank(name: str, alone: Record, alone_with_critic: Rec
         for parameter, gradient in part(tensors, f"gradient/{step}/").items():
             torch.testing.assert_close(gradient, expected.pop(parameter), atol=1e-6, rtol=1e-4)
         assert not expected
-        # Adam's first steps are nearly lr * sign(gradient), also where the gradient is no more than rounding.
+        # Adam's first steps are nearly lr * sign(gradient), even if the gradient consists of rounding errors only.
         firm = {n: g.abs() > 1e-5 for n, g in part(alone[0], f"gradient/{step}/").items()}
         for parameter, weight in part(alone[0], f"weight/{step}/").items():
             difference = (weight - tensors[f"weight/{step}/{parameter}"]).abs()
@@ -128,7 +128,7 @@ def test_a_rank_that_died_is_reported(two_ranks: Path) -> None:
 
 def test_ranks_that_do_not_come_up_are_named(free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, os.environ.get(name, "0"))  # put back for the tests that follow
+        monkeypatch.setenv(name, os.environ.get(name, "0"))  # monkeypatch restores it after the test
     with (
         pytest.raises(PeerTimeoutError, match=r"learner ranks \[1, 2\] of 3 did not come up within 0.5 s"),
         process_group(endpoints(free_port()), 0, 3, start_timeout_s=0.5, timeout_s=5),

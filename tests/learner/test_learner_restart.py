@@ -1,4 +1,4 @@
-"""A learner that starts again from a checkpoint ends with the bits of one that was never interrupted."""
+"""A learner that resumes from a checkpoint produces results bit-identical to one that was never interrupted."""
 
 from __future__ import annotations
 
@@ -37,28 +37,28 @@ TOY: dict[str, Any] = {
     "learner": {"warmup_steps": 2, "lr_schedule": "cosine", "epochs": 2},
     "steps": STEPS,
 }
-"""All that has a state: policy, critic, schedule, and the coefficient of the divergence."""
+"""Settings with all kinds of training state: policy, critic, schedule, and the KL coefficient."""
 
 
 @dataclass
 class Queue:
-    """The replay queue with its journal: it outlives the learners that take from it."""
+    """The replay queue with its journal, which outlives the learners that use it."""
 
     commits: dict[int, dict[str, float]] = field(default_factory=dict[int, dict[str, float]])
     saving: list[tuple[int, bool, list[int]]] = field(default_factory=list[tuple[int, bool, list[int]]])
     wanted_at: int = 0
-    """Step at whose commit the queue asks for a checkpoint."""
+    """Step at whose commit the queue requests a checkpoint."""
     begun: list[int] = field(default_factory=list[int])
     stopped_at: int = 0
-    """The run is asked to stop before this step's batch."""
+    """Step before whose batch the run is asked to stop."""
     killed_at: int = 0
-    """The learner is killed when it would take this step's batch."""
+    """Step at whose batch the learner is killed."""
     spoiled: tuple[int, ...] = ()
-    """Steps whose batch has a reward that is no number, and so spoils the updates of policy and critic."""
+    """Steps whose batch has a NaN reward, which makes the updates of policy and critic non-finite."""
     evaluated: list[tuple[int, dict[str, float]]] = field(default_factory=list[tuple[int, dict[str, float]]])
-    """What the evaluations after the last step come to."""
+    """Versions and metrics of the evaluations that end after the last step."""
     slow: tuple[int, Path] | None = None
-    """A step whose batch is only there when this path is."""
+    """A step whose batch is available only after this path exists."""
 
     def begin(self, step: int) -> int:
         self.begun.append(step)
@@ -103,7 +103,7 @@ class Sender:
 
 @dataclass
 class World:
-    """A run's folder and its queue, and learners that start in it."""
+    """A run's folder, its queue, and the learners that are started in it."""
 
     config: Config
     ranks: Ranks
@@ -115,7 +115,7 @@ class World:
         change: Callable[[Checkpoints], None] | None = None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> tuple[Learner, Sender]:
-        """One start of the learner, to its end."""
+        """Starts the learner and runs it to its end."""
         sender = Sender()
         checkpoints = Checkpoints(self.config, self.run_dir / "checkpoints", self.ranks)
         if change is not None:

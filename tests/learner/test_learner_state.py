@@ -1,4 +1,4 @@
-"""Training that goes on from a saved state gives the same bits as training in one go, at every ZeRO stage."""
+"""Training that continues from a saved state is bit-identical to uninterrupted training, at every ZeRO stage."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_one_rank_takes_over_the_state_of_two(name: str, two: Path, one_rank: Ra
         state = part(ends[0], "4/") | part(ends[1], "4/")
         for parameter, weight in copy_weights(trainer.policy).items():
             difference = (weight - state[f"weight/{parameter}"]).abs()
-            # Adam moves a weight by up to lr where the gradient is no more than rounding.
+            # Adam moves a weight by up to lr if its gradient consists of rounding errors only.
             assert difference.median() < 1e-6 and difference.max() < 4e-3, parameter
 
 
@@ -145,6 +145,6 @@ def test_a_rank_that_cannot_write_ends_all_and_leaves_nothing(two: Path) -> None
 
 def test_a_rank_that_hangs_is_found_by_the_deadline_of_the_others(two: Path) -> None:
     hung = json.loads((two / "hung.json").read_text())
-    assert hung["timeout_s"] == 30.0, "what `connected` was given"
+    assert hung["timeout_s"] == 30.0, "the deadline passed to `process_group`"
     assert hung["error"].startswith("learner rank 0: another learner rank stopped or did not answer: ")
     assert "imed out" in hung["error"] and 1.4 < hung["waited_s"] < 15

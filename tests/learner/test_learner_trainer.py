@@ -1,4 +1,4 @@
-"""Critic, reference, epochs and mini-batches: what a step trains on, against plain computations."""
+"""Critic, reference, epochs and mini-batches: the inputs of a step's updates against plain computations."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def estimates_of(trainer: Trainer, batch: Batch, scores: Scores, kl_coef: float 
 
 
 def by_name(batch: Batch, column: Tensor) -> dict[tuple[int, int], list[float]]:
-    """The column's values of every trajectory."""
+    """Returns the column's values of every trajectory."""
     return {
         name: column[micro.span][micro.seq == number].tolist()
         for micro in batch.micro_batches
@@ -153,7 +153,7 @@ def test_values_are_those_of_the_state_before_each_action(one_rank: Ranks, tiny_
 def test_a_truncated_trajectory_ends_with_the_value_after_its_last_token(
     advantage: str, one_rank: Ranks, tiny_model: Path
 ) -> None:
-    """Of two sequences in one row the first is cut."""
+    """The first of two sequences in one row is truncated."""
     settings = GAE if advantage == "gae" else {"advantage": "vtrace", "loss": "ppo_clip"}
     config = make_config(tiny_model, algorithm={**settings, "truncated": "bootstrap"})
     trainer = make_trainer(config, one_rank)
@@ -212,7 +212,7 @@ def fill_head(model: CriticModel) -> None:
 
 @torch.no_grad()
 def plain_hidden(critic: Critic, trajectory: Trajectory) -> Tensor:
-    """Last hidden states of all tokens of the trajectory, by itself and without packing."""
+    """Returns the last hidden states of all tokens of the trajectory, computed alone and without packing."""
     model = critic.model.model
     packed = model.config._attn_implementation
     model.set_attn_implementation("sdpa")
@@ -270,7 +270,7 @@ def test_heads_that_give_no_value_are_refused(one_rank: Ranks, tiny_model: Path,
 
 
 def test_the_loss_holds_the_divergence_from_the_reference(one_rank: Ranks, tiny_model: Path) -> None:
-    """At the start the policy is its own reference: no gradient; afterwards the gradient pulls back."""
+    """At the start the policy equals its reference, so the gradient is 0; later the gradient points back to it."""
     config = make_config(tiny_model, algorithm={"kl_loss_coef": 10.0}, learner={"lr": 1e-2, "max_grad_norm": 100})
     groups = make_groups(2)
     for group in groups:
@@ -292,7 +292,7 @@ def test_the_loss_holds_the_divergence_from_the_reference(one_rank: Ranks, tiny_
 def test_the_divergence_in_the_loss_is_weighed_as_stale_tokens_are(
     correction: dict[str, Any], tiny_model: Path
 ) -> None:
-    """Its gradient is -d of each token, times the importance weight."""
+    """The gradient is -d of each token, times the importance weight."""
     config = make_config(tiny_model, algorithm={"kl_loss_coef": 0.3, "correction": correction})
     without = make_config(tiny_model, algorithm={"correction": correction})
     (micro,) = make_batch(make_groups(2), tokens_per_microbatch=1000).micro_batches
@@ -372,7 +372,7 @@ def test_the_coefficient_of_the_divergence_adapts(one_rank: Ranks, tiny_model: P
     batch = pack_groups(config, make_groups())
     coefficients = [trainer.train(batch, step=step)["kl/reward_coef"] for step in (1, 2, 3)]
     assert coefficients[0] == 0.2
-    assert coefficients[1] == pytest.approx(0.2 * (1 - 0.2 * 24 / 1000), rel=1e-4)  # no divergence at the start
+    assert coefficients[1] == pytest.approx(0.2 * (1 - 0.2 * 24 / 1000), rel=1e-4)  # the divergence is 0 at the start
     assert coefficients[2] != coefficients[1]
 
 

@@ -1,5 +1,5 @@
-"""Engine against learner on tokens that both have scored with the same weights: what agrees trains, all else is
-refused."""
+"""Engine against learner on tokens that both have scored with the same weights: models that agree are trained, all
+others are refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
 class OneOfTwo:
-    """Rank `rank`, whose other rank has counted `other`."""
+    """Rank `rank` of two; the other rank contributes `other`."""
 
     def __init__(self, rank: int, other: tuple[float, float]) -> None:
         self.rank, self._other = rank, torch.tensor(other, dtype=torch.float64)
@@ -56,7 +56,7 @@ def looked(check: MismatchCheck, micro: MicroBatch, difference: float) -> Mismat
 
 @pytest.mark.parametrize("dtype", LIMITS)
 def test_what_rounding_does_not_explain_is_refused(dtype: str) -> None:
-    limit = LIMITS[dtype] / 0.7  # the temperature
+    limit = LIMITS[dtype] / 0.7  # 0.7 is the temperature
     sections = {"model": {"dtype": dtype}}
     assert looked(make_check(**sections), fresh_row(), 0.9 * limit).conclude(STEP)
     with pytest.raises(ConfigError) as caught:
@@ -88,7 +88,7 @@ def test_engines_that_were_told_to_round_more_are_a_warning() -> None:
 
 
 def test_only_whole_trajectories_of_the_learners_version_count() -> None:
-    """Also of others, the tokens of this version have a context of older weights."""
+    """In other trajectories even the tokens of this version have a context computed with older weights."""
     micro = fresh_row()
     for number in micro.seq.unique().tolist()[1:]:
         micro.versions[(micro.seq == number).nonzero()[0]] -= 1
@@ -136,7 +136,7 @@ def test_ranks_decide_by_what_all_have_counted(rank: int) -> None:
 
 
 def scored(trainer: Trainer, groups: list[Group], version: int) -> list[Group]:
-    """The groups as an engine gives them that computes what the learner does."""
+    """Returns the groups with the log-probs of an engine that computes the same as the learner."""
     by_name = {(g.ticket, n): t for g in groups for n, t in enumerate(g.trajectories)}
     for micro in pack_groups(trainer.config, groups).micro_batches:
         logprobs = trainer.policy.logprobs(micro)
@@ -151,7 +151,7 @@ PPO: dict[str, Any] = {
     "algorithm": {"loss": "ppo_clip", "proximal": "recompute"},
     "learner": {"epochs": 2, "minibatches": 2, "lr": 0.05},
 }
-"""Whose later updates are far from what the engine has."""
+"""Settings whose later updates move the policy far from the engine's weights."""
 
 
 @pytest.mark.parametrize("sections", [{}, PPO], ids=["one update", "epochs and mini-batches"])

@@ -1,4 +1,4 @@
-"""Groups become packed rows, and nothing is lost or mixed up on the way."""
+"""Packing of groups into rows loses no data and mixes no sequences."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_layout_is_a_way_there_and_back(sizes: np.ndarray) -> None:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, sizes: np.ndarray) -> Tensor:
-    """Each sequence by itself."""
+    """Returns the attention output of each sequence computed alone."""
     parts = [t.split(sizes.tolist(), dim=2) for t in (query, key, value)]
     outputs = [scaled_dot_product_attention(*qkv, is_causal=True, enable_gqa=True) for qkv in zip(*parts, strict=True)]
     return torch.cat(outputs, dim=2).transpose(1, 2)
@@ -96,7 +96,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, sizes: np.ndarray) -> Tens
 def test_packed_attention_is_attention_of_each_sequence(
     common: int, grouped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the last four begin with the same tokens, and where no kernel takes fewer key than query heads."""
+    """Includes sequences with a common prefix (the last four), and devices without kernels for grouped key heads."""
 
     def kernel(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool, **options: Any) -> Tensor:
         assert enable_gqa is grouped and (q.shape[1] == k.shape[1] == v.shape[1]) is not grouped
@@ -174,7 +174,7 @@ def test_kinds_of_attention_that_would_be_wrong_are_refused() -> None:
 @pytest.mark.parametrize("budget", [1, 40, 10_000])
 def test_every_action_token_keeps_what_belongs_to_it(budget: int) -> None:
     groups = make_groups(5, version=4)
-    groups[1].trajectories[2].action_mask[:] = False  # nothing to train, but its reward counts in the baseline
+    groups[1].trajectories[2].action_mask[:] = False  # not trained, but its reward counts in the baseline
     batch = make_batch(groups, tokens_per_microbatch=budget)
     advantages = grpo(batch.rewards, batch.group).float()
     seen: dict[tuple[int, int], list[tuple[float, ...]]] = {}

@@ -1,4 +1,4 @@
-"""An update that is not finite is skipped as if its batch had never been; too many in a row end the run."""
+"""A non-finite update is skipped without any effect of its batch; too many in a row end the run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def batch_of(trainer: Trainer, step: int) -> Batch:
 
 
 def spoil(batch: Batch, value: float = float("nan")) -> Batch:
-    """Gives one token of the batch's third micro-batch a log-prob that is no number."""
+    """Sets the log-prob of one token in the batch's third micro-batch to `value`; returns the batch."""
     batch.micro_batches[2].behavior_logprobs[-1] = value
     return batch
 
@@ -35,7 +35,7 @@ def train_with_bad_logprob(trainer: Trainer, batch: Batch, step: int) -> dict[st
 
 
 def train_with_bad_output(trainer: Trainer, batch: Batch, step: int) -> dict[str, float]:
-    """The model gives an infinite log-prob in the third micro-batch."""
+    """Trains a step in which the model returns an infinite log-prob in the third micro-batch."""
     forward, calls = trainer.policy.forward, [0]
 
     def overflow(micro: Any) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Off-policy metrics by staleness, against a loop over the tokens."""
+"""Off-policy metrics by staleness against a loop over the tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOKENS = st.lists(
     min_size=1,
     max_size=60,
 )
-"""(staleness, log ratio, advantage, cut, masked)."""
+"""(staleness, log ratio, advantage, clipped, masked) of each token."""
 Token = tuple[int, float, float, bool, bool]
 
 

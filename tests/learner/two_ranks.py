@@ -1,4 +1,4 @@
-"""One of two learner ranks: trains at every ZeRO stage, meets errors, and loses the other rank."""
+"""Runs one of two learner ranks: trains at every ZeRO stage, raises errors, and loses the other rank."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def train(name: str, config: Config, ranks: Ranks, out: Path) -> None:
 
 
 def skip_an_update(config: Config, ranks: Ranks) -> dict[str, Any]:
-    """Rank 1 has a log-prob that is no number; twice, which is once too often."""
+    """Trains with a NaN log-prob on rank 1 once, which is skipped, and twice in a row, which exceeds the limit."""
     trainer = make_trainer(config, ranks)
     mine = make_groups(3, seed=ranks.rank)
     sound = [trainer.train(pack_groups(config, mine), step=1)]
@@ -91,7 +91,7 @@ def main(rank: int, port: int, model: Path, out: Path) -> None:
         return settings
 
     engine_module.deepspeed_config = policy_module.deepspeed_config = partition_everything
-    head.CHUNK_BYTES = 4 * 48 * 7  # log-probs in chunks, more of them on rank 0
+    head.CHUNK_BYTES = 4 * 48 * 7  # splits log-probs into chunks, more of them on rank 0
     errors: dict[str, Any] = {}
     try:
         with process_group(endpoints(port), rank, 2, start_timeout_s=120, timeout_s=60) as ranks:

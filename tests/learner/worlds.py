@@ -1,4 +1,4 @@
-"""A tiny model, trajectories with all that can happen to them, and a record of training on them."""
+"""A tiny model, trajectories of all kinds, and a record of training on them."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ CRITIC: dict[str, Any] = {
     "algorithm": {"advantage": "gae", "whiten": True, "kl_reward_coef": 0.1, "kl_loss_coef": 0.1},
     "critic": {"lr": LR},
 }
-"""A critic beside the policy, and a reference policy."""
+"""Settings with a critic and a reference policy."""
 GAE_CONFIG: dict[str, Any] = {
     "algorithm": {"advantage": "gae", "loss": "ppo_clip"},
     "critic": {"lr": 1e-3, "ranks": 1},
     "learner": {"lr": LR, "tokens_per_microbatch": 40, "weight_decay": 0.1, "epochs": 2, "minibatches": 2},
 }
-"""A critic with a process of its own."""
+"""Settings with a critic in a separate process."""
 STATE_RUNS: dict[str, dict[str, Any]] = {
     "zero0": {"learner": {"zero_stage": 0}, "steps": 4},
     "zero2": {"learner": {"zero_stage": 2}, "steps": 4},
@@ -50,18 +50,18 @@ STATE_RUNS: dict[str, dict[str, Any]] = {
     "bfloat16-zero1": {"learner": {"zero_stage": 1}, "model": {"dtype": "bfloat16"}, "steps": 4},
     "bfloat16-zero3": {"learner": {"zero_stage": 3}, "model": {"dtype": "bfloat16"}, "steps": 4},
 }
-"""Whose training state two ranks save and restore."""
+"""Settings with which two ranks save and restore their training state, by name."""
 SKIPS: dict[str, dict[str, Any]] = {
     f"{dtype}-zero{stage}": {"learner": {"zero_stage": stage, "max_skipped_updates": 1}, "model": {"dtype": dtype}}
     for dtype, stage in (("float32", 0), ("float32", 3), ("bfloat16", 2))
 }
-"""In which an update is skipped."""
+"""Settings with which an update is skipped, by name."""
 MAX_GRAD_NORMS = (0.05, 10.0)
-"""Of the recorded steps: the first is clipped, the second is not."""
+"""Maximum norms of the recorded steps: the first step is clipped, the second is not."""
 
 
 def make_model(folder: Path) -> Path:
-    """A random Qwen2 with tied embeddings, and a tokenizer."""
+    """Writes a random Qwen2 model with tied embeddings, and a tokenizer."""
     from tokenizers import Tokenizer, models
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 
@@ -99,7 +99,8 @@ def make_config(folder: Path, /, **sections: Any) -> Config:
 
 
 def make_trajectory(rng: np.random.Generator, version: int = 0) -> Trajectory:
-    """Prompt, actions, sometimes an environment's tokens in between, and versions that may change on the way."""
+    """Returns a trajectory of a prompt, actions, sometimes an environment's tokens between actions, and versions that
+    may change within it."""
     prompt, first, tool, second = rng.integers((1, 1, 0, 0), (6, 10, 4, 8))
     mask = np.repeat([False, True, False, True], [prompt, first, tool, second])
     versions = np.where(mask, version + np.sort(rng.integers(-1, 1, len(mask))).clip(-version), NO_VERSION)
@@ -114,7 +115,7 @@ def make_trajectory(rng: np.random.Generator, version: int = 0) -> Trajectory:
 
 
 def make_trajectories(rng: np.random.Generator, version: int = 0) -> list[Trajectory]:
-    """Four that begin alike, as far as their prompts go."""
+    """Returns four trajectories with a common prefix, limited by their prompts."""
     first, *others = (make_trajectory(rng, version) for _ in range(4))
     for other in others:
         common = min(int(first.action_mask.argmax()), int(other.action_mask.argmax()))
@@ -155,7 +156,7 @@ def make_trainer(config: Config, ranks: Ranks) -> Trainer:
 
 
 def train_steps(trainer: Trainer, steps: Sequence[int]) -> None:
-    """Trains this rank's share of the groups that belong to each step; rank 0 has more of them."""
+    """Trains the steps on this rank's groups; rank 0 has more groups than rank 1."""
     ranks = trainer.ranks
     for step in steps:
         groups = make_groups(6, seed=step)
@@ -164,14 +165,15 @@ def train_steps(trainer: Trainer, steps: Sequence[int]) -> None:
 
 
 def copy_weights(model: TrainedModel) -> dict[str, Tensor]:
-    shapes = model.shapes()  # before they are gathered
+    shapes = model.shapes()  # before the weights are gathered
     weights = {name: weight.detach().clone().cpu() for name, weight in model.weights()}
     assert shapes == [(name, weight.dtype, tuple(weight.shape)) for name, weight in weights.items()]
     return weights
 
 
 def record(config: Config, ranks: Ranks, groups: Sequence[Group]) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Two steps on the groups: weights 0, 1 and 2, full gradients before clipping, and all metrics by step."""
+    """Trains two steps on the groups. Returns the weights of versions 0, 1 and 2, the full gradients before clipping,
+    and all metrics by step."""
     tensors: dict[str, Tensor] = {}
     scalars: dict[str, float] = {}
     trainer: Trainer | None = None
@@ -193,7 +195,7 @@ def record(config: Config, ranks: Ranks, groups: Sequence[Group]) -> tuple[dict[
 
 @contextmanager
 def gradients_before_step(policy: TrainedModel) -> Iterator[dict[str, Tensor]]:
-    """The full gradients that the policy has when it is about to step."""
+    """Yields a dict that receives the policy's full gradients before each step."""
     gradients: dict[str, Tensor] = {}
     step = policy.step
 
@@ -216,8 +218,8 @@ def _fork_server() -> ForkServer:
 
 
 def _start(script: str, arguments: Iterable[object], log: Path, folder: Path) -> Forked:
-    """A script of this folder as a process in `folder`, with what it prints in `log`."""
-    socket_address("any")  # the folder of this process's sockets is there from now on
+    """Starts a script of this folder as a process in `folder`, with its output in `log`."""
+    socket_address("any")  # creates the folder of this process's sockets
     command = [str(Path(__file__).parent / script), *map(str, arguments)]
     with log.open("wb") as output:
         process = _fork_server().fork(command, {**os.environ, "PWD": str(folder)}, output.fileno())
@@ -231,7 +233,7 @@ def _end(process: Forked) -> None:
 
 
 def spawn(script: str, model: Path, out: Path, port: int, *, ranks: int, timeout_s: float) -> list[int]:
-    """Runs a script of this folder as so many ranks to the end; their exit codes. The output lies in `out`."""
+    """Runs a script of this folder as `ranks` ranks to the end, with the output in `out`. Returns their exit codes."""
     processes = [_start(script, (rank, port, model, out), out / f"{rank}.log", Path.cwd()) for rank in range(ranks)]
     try:
         return [process.wait(timeout_s) for process in processes]
@@ -242,7 +244,7 @@ def spawn(script: str, model: Path, out: Path, port: int, *, ranks: int, timeout
 
 @contextmanager
 def running(script: str, model: Path, out: Path, port: int, learners: str = "2") -> Iterator[Forked]:
-    """A script of this folder as a process, ended at the end; its output is in `out`."""
+    """Runs a script of this folder as a process that is killed when the context ends, with the output in `out`."""
     process = _start(script, (port, model, learners), out / script.replace(".py", ".log"), out)
     try:
         yield process
@@ -255,7 +257,7 @@ def endpoints(port: int) -> Endpoints:
 
 
 def critic_endpoints(port: int) -> Endpoints:
-    """With one critic rank in a process of its own."""
+    """Returns endpoints with one critic rank in a separate process."""
     return replace(
         endpoints(port), critic_ranks=socket_address(f"learners-{port}"), critics=(f"tcp://127.0.0.1:{port + 1}",)
     )

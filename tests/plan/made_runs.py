@@ -1,4 +1,4 @@
-"""Folders of runs as `asyncrl launch` leaves them, made up with known costs."""
+"""Synthetic run folders, as `asyncrl launch` writes them, with known costs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GROUP_SIZE, GROUPS_PER_STEP, PROMPT_TOKENS = 2, 4, 3
 
 
 def make_run(folder: Path, *, steps: int = 12, rewards: float = 0.5, seed: int = 0, **summary: Any) -> Path:
-    """Writes config, metrics, trace and summary; every fourth group was refunded."""
+    """Writes config, metrics, trace and summary of a run in which every fourth group was refunded."""
     dice = np.random.default_rng(seed)
     folder.mkdir(parents=True)
     config = small_config(
@@ -51,7 +51,7 @@ def make_run(folder: Path, *, steps: int = 12, rewards: float = 0.5, seed: int =
 
 
 def append_log(folder: Path, rows: pa.Table, *, rows_per_message: int = 1000) -> None:
-    """Appends rows to the log of a run that goes on, as its trace writer does."""
+    """Appends rows to the log of a live run, as its trace writer does."""
     file = folder / "trace.arrow"
     with file.open("ab") as log:
         if not log.tell():

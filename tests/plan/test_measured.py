@@ -1,4 +1,4 @@
-"""A run's folder read as a workload, and what is wrong with a folder or trace said clearly."""
+"""Reading a run's folder as a workload, and errors for incomplete or damaged folders and traces."""
 
 from __future__ import annotations
 
@@ -131,5 +131,5 @@ def test_steps_of_one_size_count_by_tokens(tmp_path: Path) -> None:
     same = pa.array([[30, 30]] * len(table), SCHEMA.field("completion_tokens").type)
     pq.write_table(table.set_column(14, SCHEMA.field("completion_tokens"), same), folder / "trace.parquet")
     learner = read_run(folder).workload.learner
-    assert learner.base_s == pytest.approx(0.01), "what a commit takes"
+    assert learner.base_s == pytest.approx(0.01), "the cost of a commit"
     assert np.isfinite(learner.token_s)

@@ -1,4 +1,4 @@
-"""The simulator against throughput that another system has published."""
+"""The simulator against the published throughput of another system."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from asyncrl.plan.workload import EngineCost, LearnerCost, Lengths, Setup, SyncC
 AREAL = {0: 27.1, 1: 47.8, 2: 47.8, 4: 49.0, 8: 51.5, 16: 52.0}
 """Thousand tokens/s by the staleness limit: arXiv:2505.24298, table 7 (8 GPUs, 1.5B, completions of 8k at most)."""
 GENERATORS, LEARNERS = 6, 2
-"""Their split, 75 : 25."""
+"""The published split, 75 : 25."""
 GROUPS, GROUP_SIZE, RUNNING_GROUPS = 64, 16, 2
-"""An eighth of their batch, and places for a fifth of it in all generators together."""
+"""An eighth of the published batch, and slots for a fifth of it in all generators together."""
 STEP_S, BASE = 0.02, 0.3
-"""Of an engine step with all places taken, and the part of it that does not depend on them."""
+"""Time of an engine step with all slots in use, and the fraction of it that does not depend on their number."""
 LEARNER_OF_GENERATORS = 1.1
-"""Time of the learners for a batch, as a fraction of what it takes the generators at full rate."""
+"""Time of the learners for a batch, as a fraction of the generators' time at full rate."""
 LENGTHS = Lengths.log_normal(mean_tokens=2500, sigma=0.9, max_tokens=8192, group_size=GROUP_SIZE, prompt_tokens=200)
 
 

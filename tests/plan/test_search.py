@@ -1,4 +1,4 @@
-"""Splits of devices, and the commands that tell of them."""
+"""The search over splits of devices, and the commands that show its results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SETUP = Setup(
 
 
 def job(generating_s: float, training_s: float) -> Workload:
-    """A step takes so long on one generator, and on one learner."""
+    """Returns a workload whose step takes `generating_s` on one generator and `training_s` on one learner."""
     tokens = float(LENGTHS.completions.mean()) * 4 * 12
     return Workload(LENGTHS, EngineCost(0.0, generating_s / tokens), LearnerCost(0.0, training_s / tokens))
 
@@ -33,7 +33,7 @@ def test_devices_are_split_by_the_work(generating_s: float, training_s: float, g
     assert abs(best.setup.generators - generators) <= 1
     assert best.setup.learners == 8 - best.setup.generators
     assert best.setup.max_staleness >= 1
-    assert {c.prediction.setup.learners for c in found} == {1, 2, 3, 4, 6}, "those that divide 12 groups"
+    assert {c.prediction.setup.learners for c in found} == {1, 2, 3, 4, 6}, "the divisors of 12 groups"
     assert all(c.prediction.setup.max_staleness <= 4 for c in found)
     ideal = min(best.setup.generators / generating_s, best.setup.learners / training_s)
     assert 0.85 * ideal < best.tokens_per_s / (float(LENGTHS.completions.mean()) * 48) < 1.1 * ideal
@@ -100,7 +100,7 @@ def test_what_taking_turns_costs_can_be_told(tmp_path: Path) -> None:
     apart, nearer = (
         show_simulation(printed()[0], run, {}, more | {"generators_per_device": 1}, turns=turns) for turns in (1.0, 1.5)
     )
-    assert cheap.tokens_per_s < dear.tokens_per_s < 1.15 * cheap.tokens_per_s  # the run took turns itself
+    assert cheap.tokens_per_s < dear.tokens_per_s < 1.15 * cheap.tokens_per_s  # the measured run itself shared a device
     assert nearer.tokens_per_s > 1.2 * apart.tokens_per_s
 
 

@@ -1,4 +1,4 @@
-"""The simulator against what can be worked out by hand."""
+"""The simulator against results computed by hand."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ENGINE = EngineCost(base_s=0.01, sequence_s=1e-4, request_s=1e-3)
 
 
 def sides(workload: Workload, chosen: Setup) -> tuple[float, float]:
-    """Trained tokens/s of generators with all slots busy, and of learners that never wait."""
+    """Returns trained tokens/s of generators with all slots busy, and of learners that never wait."""
     slots = chosen.max_running_groups * chosen.group_size
     mean_tokens = float(workload.lengths.completions.mean())
     trained = 1.0 - float(workload.lengths.refunded.mean())
@@ -94,7 +94,7 @@ def test_no_token_is_older_than_the_limit_in_random_runs(schedules: int) -> None
 
 
 def test_little_law() -> None:
-    """Groups in the system are those that come per second times how long each stays."""
+    """The number of groups in the system is their arrival rate times the time that each stays."""
     for refunded in (0.0, 0.3):
         lengths = Lengths.log_normal(
             mean_tokens=30, sigma=1.0, max_tokens=200, group_size=4, refunded_fraction=refunded
@@ -124,7 +124,7 @@ def check_fractions(found: Prediction) -> None:
 
 
 def test_tokens_are_of_the_version_that_sampled_them() -> None:
-    """A swap in the middle of long completions: what was sampled before it is a step older."""
+    """After a swap in the middle of long completions, tokens sampled before it are one step older."""
     workload = Workload(same(100), EngineCost(0.01, 0.0), LearnerCost(0.5, 1e-9))
     found = simulate(workload, setup(groups_per_step=1, group_size=1, max_running_groups=2, max_staleness=2, steps=50))
     assert found.staleness_max in (1, 2)
@@ -143,7 +143,7 @@ def test_a_thousand_generators_are_simulated_in_a_minute() -> None:
     workload = Workload(LONG_TAIL, ENGINE, LearnerCost(0.0, 1e-6))
     started_s = time.process_time()
     simulate(workload, setup(generators=1024, groups_per_step=512, max_staleness=4, steps=50))
-    assert time.process_time() - started_s < 60 / 20, "1,000 steps take 20 times as long"
+    assert time.process_time() - started_s < 60 / 20, "1,000 steps take 20 times as much time"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Cells that are run once, results that say how sure they are, and pictures of both."""
+"""The cells of a sweep, which run once, their results with confidence, and the report."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.plan.made_runs import make_run
 
 
 class MadeRuns:
-    """In place of `asyncrl launch`: writes the folder of a run, or fails as it is told to."""
+    """A fake of `asyncrl launch` that writes the folder of a run, or fails on request."""
 
     def __init__(self, codes: Sequence[int] = ()) -> None:
         self.codes = list(codes)

@@ -1,4 +1,4 @@
-"""The newest part of a run's trace and metrics, as they grow, are cut, replaced and damaged."""
+"""Reading the newest part of a run's trace and metrics while they grow, are truncated, replaced and damaged."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def log_of(folder: Path, *, rows_per_message: int = 7) -> pa.Table:
-    """Turns the trace of a run that has ended into the log of one that goes on; returns its rows."""
+    """Converts the trace of an ended run to the log of a live one; returns its rows."""
     table = pq.read_table(folder / "trace.parquet")
     (folder / "trace.parquet").unlink()
     append_log(folder, table, rows_per_message=rows_per_message)
@@ -32,7 +32,7 @@ def log_of(folder: Path, *, rows_per_message: int = 7) -> pa.Table:
 
 
 def plain(rows: pa.Table) -> list[str]:
-    """Each row as text: a NaN in it is that of another row then."""
+    """Returns each row as text, so that NaN values compare as equal."""
     return [str(row) for row in rows.to_pylist()]
 
 
@@ -124,6 +124,6 @@ def test_recent_steps_tell_the_same_job_as_all(folder: Path, monkeypatch: pytest
     assert np.array_equal(workload.lengths.completions, all_of_it.workload.lengths.completions)
     monkeypatch.setattr("asyncrl.plan.measured.MAX_GROUPS", 42)
     workload, setup = RecentRun(load_config(path / "config.yaml"), generators_per_device=1).read()
-    assert setup.steps == 8, "42 groups are 8 whole steps of 4, with the refunded ones, and a part of one"
+    assert setup.steps == 8, "42 groups are 8 complete steps of 4, with the refunded groups, and an incomplete step"
     assert len(workload.lengths.completions) == 42
     assert workload.learner.take_s == pytest.approx(all_of_it.workload.learner.take_s)

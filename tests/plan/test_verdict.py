@@ -1,4 +1,4 @@
-"""The verdict on jobs whose bottleneck is known."""
+"""The verdict on jobs with a known bottleneck."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from asyncrl.plan.workload import EngineCost, LearnerCost, Lengths, Setup, SyncC
 
 LENGTHS = Lengths.log_normal(mean_tokens=64, sigma=0.8, max_tokens=256, group_size=8)
 TOKENS = float(LENGTHS.completions.mean()) * 8 * 16
-"""Of a step."""
+"""Tokens of a step."""
 
 
 def job(generating_s: float, training_s: float, sync: SyncCost | None = None) -> Workload:
-    """Each side takes so long for a step when it never waits."""
+    """Returns a workload whose sides take `generating_s` and `training_s` for a step if they never wait."""
     return Workload(
         LENGTHS, EngineCost(0.0, generating_s / TOKENS, 0.0), LearnerCost(0.0, training_s / TOKENS), sync or SyncCost()
     )

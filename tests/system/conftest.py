@@ -1,4 +1,4 @@
-"""The demo's data and model, and the process that launches are forked from, once for all system tests."""
+"""The demo's data and model, and the fork server of launches, created once for all system tests."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tests.helpers.runs import Launched, start_launch
 def launch(
     demo_folder: Path, preloaded: ForkServer, request: pytest.FixtureRequest
 ) -> Iterator[Callable[..., Launched]]:
-    """Starts launches named after the test; whatever is left of them is ended."""
+    """Starts launches named after the test; remaining processes are killed at the end."""
     started: list[Launched] = []
 
     def start(*arguments: str, run: str | None = None, plain: bool = False) -> Launched:
-        """`plain` starts it as a user does: only then does it see a PYTHONPATH that the test sets."""
+        """Starts a launch. With `plain` it is started as a user does: only then it has a PYTHONPATH set by the test."""
         name = run or request.node.name.replace("[", "-").replace("]", "")
         started.append(start_launch(demo_folder, name, *arguments, preloaded=None if plain else preloaded))
         return started[-1]
@@ -32,7 +32,7 @@ def launch(
 
 @pytest.fixture
 def asyncrl(demo_folder: Path, preloaded: ForkServer) -> Callable[..., str]:
-    """Runs a command to its end, which must be a good one, and gives what it prints."""
+    """Runs a command, which must succeed, and returns its output."""
 
     def run(*arguments: str, timeout_s: float = 100.0) -> str:
         output, _ = (command := Command(preloaded, demo_folder, list(arguments))).communicate(timeout_s)

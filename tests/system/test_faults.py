@@ -1,4 +1,4 @@
-"""Whole runs in which critic, reward model and a weight receiver fail, and learner and replay queue are stopped."""
+"""Complete runs in which critic, reward model and a weight receiver fail, and learner and replay queue are stopped."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_killed_critic_and_reward_model(launch: Start, demo_folder: Path, tmp_pa
         "generator.reward_timeout_s=1", "checkpoint.every_steps=4", "launch.progress_timeout_s=60",
     )  # fmt: skip
     run.wait_for_step(3)
-    # A reward model that is killed may be back before a request is missed; one that is stopped first is not.
+    # A killed reward model may restart before a request fails; a stopped one does not.
     before, reward_model = failed_groups(run), run.pid("reward_model")
     os.kill(reward_model, signal.SIGSTOP)
     run.wait_until(lambda: failed_groups(run) > before, what="a group without a reward")
@@ -70,7 +70,7 @@ def test_killed_critic_and_reward_model(launch: Start, demo_folder: Path, tmp_pa
     summary = run.summary()
     assert summary["restarts"] == {"generator": 0, "replay": 0, "learner": 1, "reward_model": 1}
     failed = summary["ledger"]["refunded"]["failed"]
-    assert failed == failed_groups(run) > before, "what the reward model failed is counted"
+    assert failed == failed_groups(run) > before, "failures of the reward model are counted"
     assert summary["rewards_failed"] >= failed
     assert [len(run.starts(name)) for name in ("learner-0", "critic-0")] == [2, 2], "trained ranks start together"
     assert {name: run.starts(name) for name in others} == others, "the others continue"
@@ -136,9 +136,9 @@ def test_failing_receiver_and_stopped_learner_and_queue(
     assert {row["generator"] for row in trained} == {0, 1}, "both generators have given groups"
     restarts = run.summary()["restarts"]
     assert (restarts["generator"], restarts["replay"]) == (1, 1)
-    assert restarts["learner"] in (1, 2), "on a busy machine the queue comes back too late for them"
+    assert restarts["learner"] in (1, 2), "on a busy machine the queue restarts too late for them"
     deadlines = (
         "no optimizer step ended within launch.progress_timeout_s = 16 s",
         "another learner rank stopped or did",
     )
-    assert any(deadline in output for deadline in deadlines), "the launcher's, or that of the other rank's collective"
+    assert any(deadline in output for deadline in deadlines), "of the launcher, or of the other rank's collective"

@@ -1,4 +1,4 @@
-"""A run on an address that is not the machine's own: in a network namespace, with encrypted sockets."""
+"""A run on an address of another machine: in a network namespace, with encrypted sockets."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ IN_NAMESPACE = ["unshare", "-Urn", "sh", "-c", f'ip link set lo up && ip addr ad
 def test_two_by_two_encrypted_and_the_next_run_from_their_model(
     launch: Callable[..., Launched], demo_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Two generators and two learners with ZeRO 2 at staleness 0, started as a user does; no key is left anywhere. The
-    model that they leave starts a run with data and reward of the README."""
+    """Two generators and two learners with ZeRO 2 at staleness 0, started as a user does; no key remains in a file. The
+    resulting model starts a run with the data and reward of the README."""
     probe = subprocess.run([*IN_NAMESPACE, "true"], capture_output=True, text=True, timeout=10, check=False)
     if probe.returncode:
         pytest.skip(f"no network namespaces here: {probe.stderr.strip()}")
@@ -72,7 +72,7 @@ def check_two_by_two(run: Launched) -> None:
     trace = pq.read_table(run.run_dir / "trace.parquet").to_pylist()
     assert all(row["train_version"] == row["start_version"] for row in trace if row["outcome"] == "trained")
     told = {role: [event["event"] for event in run.events(role)] for role in ("generator-0", "generator-1")}
-    # One that was not up before the other had generated everything is ended where it is.
+    # A generator that was not up before the other had generated everything is stopped during its start.
     assert all(events[-1] == "ended" or "engine is up" not in events for events in told.values()), told
     up = {index for index in (0, 1) if "engine is up" in told[f"generator-{index}"]}
     assert up and {row["generator"] for row in trace} <= up, told
@@ -81,7 +81,7 @@ def check_two_by_two(run: Launched) -> None:
 
 
 def write_own(folder: Path, model: Path) -> Path:
-    """A user's config, data and reward."""
+    """Writes a user's config, data and reward."""
     rows = [{"question": f"{n:02d}+01=", "answer": f"{n + 1:02d}"} for n in range(9)]
     pq.write_table(pa.Table.from_pylist([*rows, {"question": "1" * 70, "answer": "1"}]), folder / "mine.parquet")
     (folder / "my_reward.py").write_text(

@@ -1,5 +1,5 @@
-"""Whole runs of other models and number formats than the demo's: what engine and learner compute alike trains, and the
-rest is refused."""
+"""Complete runs with other models and number formats than the demo's: models for which engine and learner agree are
+trained, and the others are refused."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_demo_trains_in_bfloat16(launch: Start) -> None:
     rows = run.rows()
     assert len(rows) == 20
     (said,) = [event for event in run.events("learner-0") if event["event"] == "engine and learner agree"]
-    assert said["step"] == 1 and 1e-4 < said["mean_difference_nats"] < 0.1, "rounding of bfloat16, and no more"
+    assert said["step"] == 1 and 1e-4 < said["mean_difference_nats"] < 0.1, "only rounding of bfloat16"
     assert fmean(row["correction/behavior_kl"] for row in rows) < 0.05
-    assert fmean(row["reward/mean"] for row in rows) > 0.15, "what the model could do before"
+    assert fmean(row["reward/mean"] for row in rows) > 0.15, "the reward before training"
     check_ledger(run.summary())

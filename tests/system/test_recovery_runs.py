@@ -1,4 +1,4 @@
-"""Whole runs of the demo in which roles die, generators come and go, and launches are resumed."""
+"""Complete runs of the demo in which roles die, generators join and leave, and launches are resumed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROLES = ("generator-0", "replay", "learner-0")
 
 
 def check_whole(run: Launched, summary: dict[str, Any], steps: int) -> None:
-    """Every step once in the metrics, every trained group once in the trace, and the ledger balances."""
+    """Checks that every step is once in the metrics, every trained group once in the trace, and the ledger balances."""
     assert (summary["status"], summary["steps"], summary["policy_version"]) == ("finished", steps, steps)
     check_ledger(summary)
     assert [row["step"] for row in run.rows()] == list(range(1, steps + 1))
@@ -43,7 +43,7 @@ def test_a_run_is_hit_by_everything(launch: Start, asyncrl: Asyncrl) -> None:
     made = first.rows()
     second = launch("--resume", run="hit")
     second.wait_for_step(len(made) + 2)
-    assert second.rows()[: len(made)] == made, "what was done is not done again"
+    assert second.rows()[: len(made)] == made, "finished steps are not repeated"
     for name in ROLES:
         kill_role(second, name)
     scale(second, asyncrl)
@@ -66,7 +66,7 @@ def test_a_run_is_hit_by_everything(launch: Start, asyncrl: Asyncrl) -> None:
 
 
 def kill_launcher(run: Launched) -> None:
-    """kill -9 of the launcher alone leaves no process."""
+    """Kills only the launcher with SIGKILL; no process remains."""
     run.note_tree()
     run.process.kill()
     run.process.wait()
@@ -74,17 +74,17 @@ def kill_launcher(run: Launched) -> None:
 
 
 def kill_role(run: Launched, name: str) -> None:
-    """kill -9 of a role: it is restarted, the others continue as they are, and the run makes further steps."""
+    """Kills a role with SIGKILL: it is restarted, the others continue, and the run makes further steps."""
     others = {other: run.pid(other) for other in ROLES if other != name}
     killed, starts = run.pid(name), len(run.starts(name))
     os.kill(killed, signal.SIGKILL)
     run.wait_until(lambda: len(run.starts(name)) == starts + 1, what=f"another start of {name}")
     run.wait_for_step(len(run.rows()) + 2)
-    assert {other: run.pid(other) for other in others} == others, "the others go on"
+    assert {other: run.pid(other) for other in others} == others, "the others continue"
 
 
 def scale(run: Launched, asyncrl: Asyncrl) -> None:
-    """A generator joins, works, and leaves again."""
+    """Scales the run up and down: a generator joins, works, and leaves again."""
     kept = run.pid("generator-0")
     told = asyncrl("scale", "--run", run.run, "--generators", "2", timeout_s=190)
     assert "generators 1 -> 2: generator-1 is up after" in told
@@ -98,7 +98,7 @@ def scale(run: Launched, asyncrl: Asyncrl) -> None:
 
 
 def interrupt(run: Launched) -> None:
-    """Ctrl-C stops the run cleanly and keeps the model; the roles' deaths are in the summary."""
+    """Sends Ctrl-C: the run stops cleanly and keeps the model; the roles' deaths are in the summary."""
     run.note_tree()
     run.process.send_signal(signal.SIGINT)
     code, output = run.end(timeout_s=60)

@@ -1,4 +1,4 @@
-"""Whole runs with the roles besides policy and generator."""
+"""Complete runs with roles other than learner, generator and replay queue."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def test_ppo_with_critic_ranks_reference_and_reward_model(launch: Start, demo_fo
     assert run.left_over() == []
     summary, rows = run.summary(), run.rows()
     check_ledger(summary)
-    assert summary["ledger"]["refunded"] == {}, "with a critic every answer is a signal"
+    assert summary["ledger"]["refunded"] == {}, "with a critic every trajectory provides a signal"
     assert [row["learner/grad_norm"] > 0 for row in rows] == [False, False, True, True, True]
     for row in rows:
         assert {"critic/loss", "critic/value_mean", "kl/reference", "kl/reward_coef"} <= set(row)
     assert rows[0]["critic/value_mean"] == 0.0 and rows[-1]["critic/value_mean"] != 0.0
     trace = pq.read_table(run.run_dir / "trace.parquet").to_pylist()
-    assert len({reward for row in trace for reward in row["rewards"]}) > 2, "the reward model's share varies"
+    assert len({reward for row in trace for reward in row["rewards"]}) > 2, "the reward model's part varies"
     assert (run.run_dir / "critic" / "model.safetensors").is_file()
     for role in ("critic-0", "reward_model"):
         assert any(event["event"] in ("critic is up", "reward model is up") for event in run.events(role))
@@ -63,4 +63,4 @@ def test_remax_with_greedy_answers_beside_the_groups(launch: Start) -> None:
     groups = pq.read_table(run.run_dir / "trace.parquet").num_rows
     assert summary["greedy_tokens"] >= 3 * (groups - summary["ledger"]["in_flight"])
     greedy = [row["reward/greedy"] for row in run.rows() if "reward/greedy" in row]
-    assert greedy and all(0 <= reward <= 1 for reward in greedy), "a step has it if groups were scored since the last"
+    assert greedy and all(0 <= reward <= 1 for reward in greedy), "only steps after which groups were scored have it"

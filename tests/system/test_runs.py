@@ -1,4 +1,4 @@
-"""Whole runs of the demo at small scale: real vLLM, DeepSpeed, ZeroMQ, Parquet and gloo in processes of their own."""
+"""Complete runs of the demo at small scale: real vLLM, DeepSpeed, ZeroMQ, Parquet and gloo in separate processes."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
         time.sleep(60)
     return {"score": float(solution_str.strip() == ground_truth), "length": len(solution_str)}
 """
-"""It hangs three times: for a bunch of groups, for the group, and for one of its completions."""
+"""A reward function that hangs three times: for several groups, for one group, and for one of its completions."""
 
 
 @pytest.fixture(scope="module")
 def chat_model(demo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo's model with a chat template that is the last message."""
+    """The demo's model with a chat template that consists of the last message."""
     folder = tmp_path_factory.mktemp("chat") / "model"
     shutil.copytree(demo_folder / "demo" / "model", folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -69,7 +69,7 @@ def chat_model(demo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 @pytest.fixture
 def users_files(tmp_path: Path) -> list[str]:
-    """Settings for chats in verl's schema from two sources, one with a reward in verl's form and one in TRL's."""
+    """Settings for chats in verl's schema from two sources, one with a reward in verl's form and one in TRL's form."""
     rows: list[dict[str, Any]] = [
         {
             "data_source": "verl" if (a + b) % 2 else "trl",
@@ -96,8 +96,8 @@ def users_files(tmp_path: Path) -> list[str]:
 def test_one_run_has_everything(
     launch: Start, asyncrl: Asyncrl, chat_model: Path, users_files: list[str], demo_folder: Path
 ) -> None:
-    """A run with data and rewards of other systems' forms, some of which fail, with evaluation and trackers; and all
-    that commands tell of it afterwards."""
+    """A run with data and rewards in the forms of other systems, some of which fail, with evaluation and trackers; then
+    all commands that report on it."""
     steps = 20
     run = launch(
         "--max-staleness", "4", "--steps", str(steps), *SMALL, *EVALUATION, "eval.every_steps=8",
@@ -116,12 +116,12 @@ def test_one_run_has_everything(
 
 
 def trained(run: Launched) -> list[dict[str, float]]:
-    """The metrics of steps, without those of evaluations alone."""
+    """Returns the metrics of steps, without rows of evaluations only."""
     return [row for row in run.rows() if "learner/loss" in row]
 
 
 def check_folder(run: Launched, *, steps: int, max_staleness: int) -> dict[str, Any]:
-    """The folder is complete and consistent; returns the summary."""
+    """Checks that the folder is complete and consistent. Returns the summary."""
     summary = run.summary()
     assert (summary["status"], summary["steps"], summary["policy_version"]) == ("finished", steps, steps)
     assert summary["staleness"]["limit"] == max_staleness
@@ -154,7 +154,7 @@ def check_folder(run: Launched, *, steps: int, max_staleness: int) -> dict[str, 
 
 
 def check_diagnostics(run: Launched, summary: dict[str, Any]) -> None:
-    """What the run tells of staleness and costs."""
+    """Checks the run's reports of staleness and costs."""
     last = trained(run)[-1]
     assert any(f"staleness/{bucket}/ess" in last for bucket in STALENESS_BUCKETS)
     for name in ("group/generate_s", "replay/staleness_limit", "generator/request_s"):
@@ -182,8 +182,8 @@ def check_trace(run: Launched, summary: dict[str, Any]) -> None:
 
 
 def check_rewards(run: Launched, summary: dict[str, Any]) -> None:
-    """Data and rewards of verl and TRL run unchanged; a group fails when all of its rewards do, and a completion whose
-    reward hangs gets 0."""
+    """Checks that data and rewards of verl and TRL work unchanged, that a group fails if all of its rewards fail, and
+    that a completion whose reward hangs gets 0."""
     assert summary["skipped_rows"] == 0
     assert 0.1 < summary["reward_first"] < 0.6
     assert summary["rewards_failed"] > 0
@@ -200,7 +200,7 @@ def check_rewards(run: Launched, summary: dict[str, Any]) -> None:
 
 
 def check_evaluations(run: Launched, summary: dict[str, Any], output: str, versions: list[int]) -> None:
-    """Every due version was evaluated while training continued."""
+    """Checks that every due version was evaluated while training continued."""
     results = summary["eval"]
     assert [result["version"] for result in results] == versions
     assert summary["eval_dropped"] == []
@@ -225,7 +225,8 @@ def check_trackers(run: Launched) -> None:
 
 
 def check_commands(run: Launched, asyncrl: Asyncrl, last_pass: float) -> None:
-    """The run can be simulated, planned from, accounted for, and its model evaluated as its last version was."""
+    """Checks the commands on the run: simulate, plan, ledger, and an evaluation of the model with the result of the
+    last version's evaluation."""
     folder = str(run.run_dir)
     assert "measured" in asyncrl("simulate", "--from", folder)
     assert "asyncrl launch --config" in asyncrl("plan", "--from", f"{folder}/trace.parquet", "--devices", "3")
@@ -242,7 +243,7 @@ def check_commands(run: Launched, asyncrl: Asyncrl, last_pass: float) -> None:
 
 
 def watch(run: Launched) -> None:
-    """`asyncrl top` shows a step of the run, and ends with Ctrl-C."""
+    """Checks that `asyncrl top` shows a step of the run and ends on Ctrl-C."""
     assert isinstance(run.process, Command)
     view = Command(run.process.fork_server, run.folder, ["top", str(run.run_dir)])
     try:
@@ -266,7 +267,7 @@ def test_interrupted_eval_ends_its_workers_and_writes_nothing(
             assert command.poll() is None and time.monotonic() < deadline_s, command.output()
             time.sleep(0.02)
         children = psutil.Process(command.pid).children(recursive=True)
-        os.killpg(command.pid, signal.SIGINT)  # as a terminal does: to the workers too
+        os.killpg(command.pid, signal.SIGINT)  # like a terminal, also to the workers
         output, _ = command.communicate(timeout=60)
     finally:
         command.kill()
@@ -295,7 +296,7 @@ def test_two_generators_and_two_learners(launch: Start) -> None:
     check_ledger(run.summary())
     assert run.left_over() == []
     told = {role: [event["event"] for event in run.events(role)] for role in ("generator-0", "generator-1")}
-    # One that was not up before the other had generated everything is ended where it is.
+    # A generator that was not up before the other had generated everything is stopped during its start.
     assert all(events[-1] == "ended" or "engine is up" not in events for events in told.values()), told
     assert any(events[-1] == "ended" for events in told.values()), told
     for role in ("learner-0", "learner-1"):

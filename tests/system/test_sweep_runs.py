@@ -1,4 +1,4 @@
-"""A sweep of real trainings, interrupted and gone on with."""
+"""A sweep of real training runs that is interrupted and resumed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_an_interrupted_sweep_goes_on_and_recommends(demo_folder: Path) -> None:
         assert first.poll() is None, first.communicate()[0]
         assert time.monotonic() < deadline_s
         time.sleep(0.2)
-    os.killpg(first.pid, signal.SIGINT)  # as a terminal does
+    os.killpg(first.pid, signal.SIGINT)  # like a terminal
     output, _ = first.communicate(timeout=60)
     assert first.returncode == 130, output
     assert "interrupted; the same command resumes" in output
