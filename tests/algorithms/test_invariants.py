@@ -142,7 +142,7 @@ def test_float32_agrees_with_float64(name: str, batch: Batch) -> None:
 
 
 @given(batches({"rewards": (-3, 3), "values": (-3, 3)}), st.integers(0, 4))
-def test_a_reward_moves_no_other_sequence(batch: Batch, number: int) -> None:
+def test_a_reward_affects_no_other_sequence(batch: Batch, number: int) -> None:
     rewards, values, seq = double(batch["rewards"]), double(batch["values"]), torch.tensor(batch["seq"])
     changed = torch.where(seq == number, rewards + 1, rewards)
     before, after = (adv.gae(r, values, seq, gamma=0.9, lam=0.8)[0] for r in (rewards, changed))

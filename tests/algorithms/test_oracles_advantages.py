@@ -70,7 +70,7 @@ def test_maxrl_does_not_depend_on_the_scale_of_the_rewards(batch: Batch) -> None
 
 
 @pytest.mark.parametrize("name", GROUPED)
-def test_group_of_one_and_equal_rewards_give_zero(name: str) -> None:
+def test_group_of_one_and_equal_rewards_have_advantage_zero(name: str) -> None:
     batch = {"rewards": [0.3, 1.0, 1.0, 1.0], "group": [4, 2, 2, 2], "lengths": [3, 1, 2, 3]}
     for dtype in (torch.float32, torch.float64):
         assert compute(name, batch, dtype=dtype).tolist() == [0.0] * 4
@@ -197,7 +197,7 @@ def test_vtrace(batch: Batch, bootstrap: list[float], clips: Clips) -> None:
 
 
 @given(episodes, st.sampled_from([1.0, 0.9]), st.sampled_from([None, [2.0, -1.0, 0.5, 3.0, -0.25]]))
-def test_vtrace_on_policy_gives_the_returns_of_gae(batch: Batch, gamma: float, bootstrap: list[float] | None) -> None:
+def test_vtrace_on_policy_has_the_returns_of_gae(batch: Batch, gamma: float, bootstrap: list[float] | None) -> None:
     rewards, values, seq = double(batch["rewards"]), double(batch["values"]), torch.tensor(batch["seq"])
     last = None if bootstrap is None else double(bootstrap)
     targets, advantages = adv.vtrace(torch.zeros_like(rewards), rewards, values, seq, gamma=gamma, bootstrap=last)

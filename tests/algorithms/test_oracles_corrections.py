@@ -75,7 +75,7 @@ def test_effective_sample_size(level: Any, batch: dict[str, Any], high: float | 
     assert 0 < float(result) <= 1 + 1e-12
 
 
-def test_weight_moments_of_parts_add_up_to_the_whole() -> None:
+def test_weight_moments_of_parts_add_up() -> None:
     ratios, seq = double([0.1, -0.4, 0.8, 1.2, -2.0]), torch.tensor([0, 0, 1, 2, 2])
     whole = torch.stack(weight_moments(ratios, seq, level="sequence"))
     parts = [weight_moments(ratios[s], seq[s], level="sequence") for s in (slice(0, 2), slice(2, 5))]
@@ -189,7 +189,7 @@ def test_adaptive_kl(updates: list[tuple[float, int]]) -> None:
         assert controller.coef == pytest.approx(coef) and fixed.coef == 0.2
 
 
-def test_adaptive_kl_refuses_what_would_spoil_it() -> None:
+def test_adaptive_kl_refuses_non_finite_divergences() -> None:
     with pytest.raises(ValueError, match=r"target = 0\.0: must be positive"):
         AdaptiveKL(0.2, 0.0, 100)
     with pytest.raises(ValueError, match="horizon = 0: must be positive"):

@@ -40,7 +40,7 @@ def test_every_row_says_what_it_must_reach() -> None:
         assert row.limits
 
 
-def test_rounds_come_as_they_are_measured_and_the_rest_is_the_cause() -> None:
+def test_rounds_are_reported_as_they_are_measured_and_other_output_is_the_cause() -> None:
     code = f"print('noise'); print('{ROUND}' + '{{\"ratio\": 0.5}}'); print('cannot: no server'); raise SystemExit(1)"
     rounds: list[Round] = []
     reason = follow([sys.executable, "-c", code], timeout_s=30, on_round=rounds.append)
@@ -155,7 +155,7 @@ def test_table_of_the_documentation_is_that_of_the_results() -> None:
     assert table in (ROOT / "docs/performance.md").read_text()
 
 
-def test_command_refuses_a_row_that_there_is_not() -> None:
+def test_command_refuses_an_unknown_row() -> None:
     command = [sys.executable, "-m", "asyncrl.cli", "bench", "speed"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2

@@ -50,7 +50,7 @@ def test_stopped_generator_does_not_stop_the_others(chaos: Make, figure: Callabl
     assert longest_s < timeout_s + heartbeat_s + 10
 
 
-def test_full_disk_is_an_error_and_the_run_goes_on_afterwards(chaos: Make, demo_folder: Path, tmp_path: Path) -> None:
+def test_full_disk_is_an_error_and_the_run_can_be_resumed(chaos: Make, demo_folder: Path, tmp_path: Path) -> None:
     steps = 40
     disk = SmallDisk(tmp_path / "runs", 400_000)
     try:

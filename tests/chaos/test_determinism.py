@@ -68,7 +68,7 @@ def offline(preloaded: ForkServer, folder: Path, *arguments: str) -> str:
     return output
 
 
-def test_a_deterministic_run_and_its_journal_alone_give_the_same_weights(
+def test_a_deterministic_run_and_its_journal_alone_have_the_same_weights(
     chaos: Make, preloaded: ForkServer, demo_folder: Path
 ) -> None:
     settings = ["deterministic=true", "replay.max_staleness=0", "steps=4", "journal.retention=all"]
@@ -81,7 +81,9 @@ def test_a_deterministic_run_and_its_journal_alone_give_the_same_weights(
 
 
 @pytest.mark.slow
-def test_journal_alone_gives_the_same_weights(chaos: Make, preloaded: ForkServer, demo_folder: Path) -> None:
+def test_training_from_the_journal_alone_has_the_same_weights(
+    chaos: Make, preloaded: ForkServer, demo_folder: Path
+) -> None:
     run = chaos(f"steps={STEPS}", "launch.learners=2", "journal.retention=all", name="recorded")
     run.start()
     run.finish(timeout_s=200)

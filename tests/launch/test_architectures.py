@@ -19,7 +19,7 @@ from asyncrl.launch.preflight import check_architecture
         {"model_type": "granite", "logits_scaling": 1.0, "final_logit_softcapping": None},
     ],
 )
-def test_models_of_attention_layers_are_taken(settings: dict[str, Any]) -> None:
+def test_models_of_attention_layers_are_accepted(settings: dict[str, Any]) -> None:
     check_architecture(settings, "folder")
 
 
@@ -34,7 +34,7 @@ def test_models_of_attention_layers_are_taken(settings: dict[str, Any]) -> None:
         ({"logit_scale": 0.0625}, "config.json has logit_scale = 0.0625"),
     ],
 )
-def test_others_are_refused(settings: dict[str, Any], fault: str) -> None:
+def test_other_models_are_refused(settings: dict[str, Any], fault: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check_architecture(settings, "folder")
     assert str(caught.value).startswith("model.path = 'folder': ")

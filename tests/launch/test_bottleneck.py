@@ -66,7 +66,7 @@ def test_work_and_memory_do_not_grow_with_the_run(tmp_path: Path, monkeypatch: p
     assert max(long) < 1.2 * min(short) < 100_000, looks
 
 
-def test_who_asks_does_not_wait_for_the_simulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_caller_does_not_wait_for_the_simulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     goes_on, threads = threading.Event(), list[str]()
 

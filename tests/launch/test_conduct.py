@@ -113,14 +113,14 @@ def test_role_that_never_works_for_one_cause_ends_the_run_at_once(conduct: Condu
     }
 
 
-def test_interrupt_is_told_once_the_queue_is_back(conduct: Conduct) -> None:
+def test_interrupt_is_reported_once_the_queue_is_back(conduct: Conduct) -> None:
     code, run, output = conduct({"replay": [4]}, last_s=600, interrupts=1, launch__stop_timeout_s=20)
     assert code == EXIT_INTERRUPTED, run.summary
     assert run.summary["status"] == "stopped"
     assert "stopping after this step" in output
 
 
-def test_training_that_does_not_get_on_fails_after_the_learners_had_another_chance(conduct: Conduct) -> None:
+def test_stalled_training_fails_after_one_restart_of_the_learners(conduct: Conduct) -> None:
     code, run, output = conduct({}, last_s=600, launch__progress_timeout_s=1.0)
     assert code == EXIT_FAILED
     assert output.count("no optimizer step ended within launch.progress_timeout_s = 1 s: step 0") == 1
@@ -128,7 +128,7 @@ def test_training_that_does_not_get_on_fails_after_the_learners_had_another_chan
     assert run.summary["restarts"]["learner"] == 1
 
 
-def test_a_trace_that_was_not_completed_is_no_good_end(conduct: Conduct) -> None:
+def test_an_incomplete_trace_is_a_failure(conduct: Conduct) -> None:
     code, run, _ = conduct({"end of replay": [5]})
     assert code == EXIT_FAILED
     assert run.summary["status"] == "failed" and run.summary["steps"] == 3

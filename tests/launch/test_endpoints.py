@@ -52,7 +52,7 @@ def test_on_other_addresses_zeromq_listens_on_encrypted_ports(tmp_path: Path, mo
     assert not Path(endpoints.keys).exists()
 
 
-def test_a_run_has_only_what_it_needs_and_an_id_that_nobody_guesses() -> None:
+def test_a_run_has_only_needed_endpoints_and_a_random_id() -> None:
     with run_endpoints(small_config(run="one")) as endpoints, run_endpoints(small_config(run="one")) as others:
         assert (endpoints.reward_model, endpoints.critics) == ("", ())
         assert endpoints.folder != others.folder

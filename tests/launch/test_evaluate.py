@@ -13,7 +13,7 @@ from asyncrl.wire.endpoints import Endpoints
 from tests.helpers.replay import small_config
 
 
-def test_checkpoint_stands_for_its_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_is_evaluated_by_its_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     checkpoint = Path("runs/one/checkpoints/step-000050")
     (checkpoint / "model").mkdir(parents=True)

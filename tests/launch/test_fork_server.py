@@ -104,7 +104,7 @@ THREAD = "import threading; threading.Thread(target=threading.Event().wait, daem
     ],
     ids=["threads", "import", "end"],
 )
-def test_one_that_cannot_fork_says_why(
+def test_a_fork_server_that_cannot_fork_says_why(
     module: str, code: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / f"{module}.py").write_text(code)
@@ -118,7 +118,7 @@ def test_one_that_cannot_fork_says_why(
         fork_server.close()
 
 
-def test_one_that_does_not_die_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_server_that_does_not_die_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     fork_server = ForkServer("tests.launch.fork_server_process")
     os.kill(fork_server.pid, signal.SIGSTOP)
     with monkeypatch.context() as patched, capture_logs() as logs:
@@ -194,7 +194,7 @@ time.sleep(600)
 """
 
 
-def test_a_launcher_that_is_killed_takes_all_along() -> None:
+def test_a_killed_launcher_ends_all_processes() -> None:
     launcher = subprocess.Popen([sys.executable, "-c", DIES_WITH_IT], stdout=subprocess.PIPE, text=True)
     assert launcher.stdout is not None
     family = [psutil.Process(int(pid)) for pid in launcher.stdout.readline().split()]

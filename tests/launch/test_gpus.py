@@ -46,7 +46,7 @@ def test_roles_get_the_gpus_that_the_user_gave(monkeypatch: pytest.MonkeyPatch, 
     assert given == ([names[0], names[-1]] if names else ["", ""])
 
 
-def test_what_nvidia_smi_lists_bounds_the_gpus_and_gives_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_list_of_nvidia_smi_bounds_the_gpus_and_has_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     listed = [gpus._Listed("0", "GPU-aa11", 80 << 30, "580.65"), gpus._Listed("1", "GPU-bb22", 40 << 30, "580.65")]
     monkeypatch.setattr(gpus, "_listed_gpus", lambda: listed)
     monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)

@@ -48,7 +48,7 @@ def where(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     return str(request.param)
 
 
-def test_own_parts_are_used(where: str, tmp_path: Path) -> None:
+def test_user_defined_parts_are_used(where: str, tmp_path: Path) -> None:
     names = {"transport": "RAILS", "cluster": "Mine"}
     config = small_config(
         weights__transport=f"{where}:{names['transport']}",

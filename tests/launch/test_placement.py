@@ -29,13 +29,13 @@ def four_cores_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus, "_listed_gpus", lambda: None)
 
 
-def test_generators_and_learners_get_cores_of_their_own() -> None:
+def test_generators_and_learners_get_separate_cores() -> None:
     placement = place_roles(small_config(launch__generators=3))
     assert [resources.cpus for resources in placement.generators] == [(0,), (1,), (2,)]
     assert [resources.cpus for resources in placement.learners] == [(3,)]
 
 
-def test_one_of_each_splits_the_machine() -> None:
+def test_one_generator_and_one_learner_split_the_machine() -> None:
     placement = place_roles(small_config())
     (generator,), (learner,) = placement.generators, placement.learners
     assert (generator.cpus, generator.threads) == ((0, 1), 2)

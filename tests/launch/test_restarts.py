@@ -8,7 +8,7 @@ from asyncrl.launch.worker import RoleSpec
 from tests.helpers.replay import loopback_endpoints
 
 
-def test_pauses_grow_and_begin_anew_once_it_worked() -> None:
+def test_pauses_grow_and_reset_after_a_working_start() -> None:
     history = RestartHistory(max_restarts=100, window_s=10_000)
     assert [history.next(10.0 * n, settled=False) for n in range(8)] == [0, 1, 2, 4, 8, 16, 30, 30]
     assert history.next(100.0, settled=True) == 0
@@ -34,7 +34,7 @@ def test_zero_restarts_nothing() -> None:
     assert RestartHistory(max_restarts=0, window_s=60).next(0.0, settled=True) is None
 
 
-def test_a_reward_model_that_served_long_begins_anew() -> None:
+def test_a_reward_model_that_worked_long_starts_with_a_new_count() -> None:
     spec = RoleSpec("reward_model", 0, "runs/run", loopback_endpoints(1), (0,), 8)
     group = RoleGroup(
         "reward_model", [(spec, RoleResources((0,), threads=1))], RestartHistory(max_restarts=3, window_s=600)

@@ -47,7 +47,7 @@ def must(**settings: object) -> Config:
     return small_config(**{"run": "one", "resume": "must"} | settings)
 
 
-def test_run_goes_on_in_its_folder_with_the_time_of_all_launches() -> None:
+def test_resumed_run_continues_in_its_folder_with_the_time_of_all_launches() -> None:
     attempt(small_config(run="one"), "stopped", wall_s=10.0)
     attempt(must(), "failed", wall_s=5.0)
     assert json.loads(Path("runs/one/summary.json").read_text())["wall_s"] == 15.0
@@ -74,7 +74,7 @@ def test_time_of_a_killed_launch_ends_with_what_it_wrote_last() -> None:
 
 
 @pytest.mark.parametrize(("status", "steps", "goes"), [("finished", 3, False), ("finished", 2, True), ("", 0, True)])
-def test_auto_goes_on_with_what_is_not_finished(status: str, steps: int, goes: bool) -> None:
+def test_auto_resumes_an_unfinished_run(status: str, steps: int, goes: bool) -> None:
     auto = small_config(run="one", resume="auto")
     assert not check_resume(auto), "no run exists yet"
     attempt(auto, status, steps=steps)
@@ -109,7 +109,7 @@ def test_live_run_is_not_resumed() -> None:
             RunFolder(must()).__enter__()
 
 
-def test_what_is_learned_and_from_what_must_stay() -> None:
+def test_settings_of_algorithm_and_data_must_not_change() -> None:
     attempt(small_config(run="one"), "failed")
     with pytest.raises(ConfigError) as caught:
         check_resume(must(learner__weight_decay=1.0, seed=4, algorithm__loss="cispo", launch__learners=2))
@@ -146,7 +146,7 @@ def test_metrics_of_steps_that_are_lost_go_aside(tmp_path: Path) -> None:
     assert [row["step"] for row in read_metrics(aside / "metrics.jsonl")] == [3, 4]
 
 
-def test_a_discarded_journal_leaves_what_the_run_goes_on_from(tmp_path: Path) -> None:
+def test_a_discarded_journal_keeps_the_state_to_resume_from(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     checkpoint = run_dir / "checkpoints" / "step-000002"
     checkpoint.mkdir(parents=True)
@@ -164,7 +164,7 @@ def test_a_discarded_journal_leaves_what_the_run_goes_on_from(tmp_path: Path) ->
     assert (run_dir / "trace.arrow").read_bytes() == b"trace"
 
 
-def test_endpoints_are_there_for_their_owner_while_the_run_goes_on() -> None:
+def test_endpoints_are_accessible_to_their_owner_while_the_run_is_live() -> None:
     endpoints = loopback_endpoints(5)
     with pytest.raises(ConfigError, match="runs/one: there is no such run"):
         read_endpoints(Path("runs/one"))
@@ -199,7 +199,7 @@ def test_endpoints_are_there_for_their_owner_while_the_run_goes_on() -> None:
         (["retrain", "runs/one", "--lr", "-1"], "learner.lr = -1.0: input should be greater than 0"),
     ],
 )
-def test_commands_refuse_what_cannot_be(arguments: list[str], message: str) -> None:
+def test_commands_refuse_impossible_values(arguments: list[str], message: str) -> None:
     attempt(small_config(run="one"), "stopped")
     before = sorted(Path("runs").rglob("*"))
     code, output = asyncrl(*arguments)

@@ -42,7 +42,7 @@ def test_weights_are_compared_tensor_by_tensor(tmp_path: Path) -> None:
         first_difference(first, tmp_path / "empty")
 
 
-def test_results_get_a_folder_of_their_own(tmp_path: Path) -> None:
+def test_results_get_a_separate_folder(tmp_path: Path) -> None:
     assert make_out(tmp_path, None) == tmp_path / "retrained" / "1"
     assert make_out(tmp_path, None) == tmp_path / "retrained" / "2"
     given = tmp_path / "given"
@@ -61,7 +61,7 @@ def test_only_the_owner_can_enter_the_folder_of_results(tmp_path: Path) -> None:
     assert stat.S_IMODE(out.stat().st_mode) == 0o700
 
 
-def test_metrics_are_shown_beside_those_of_the_run(tmp_path: Path) -> None:
+def test_metrics_are_shown_next_to_those_of_the_run(tmp_path: Path) -> None:
     for name, factor, steps in (("run", 1.0, 5), ("out", 2.0, 3)):
         rows = [
             {"step": s, "learner/tokens": 9.0, "learner/loss": factor * s, "correction/ess": 0.5}

@@ -30,7 +30,7 @@ def test_earlier_runs_are_moved_aside_never_lost() -> None:
     assert json.loads(Path("runs/again.2/summary.json").read_text()) == {"number": 1}
 
 
-def test_a_folder_that_is_no_run_is_moved_aside_as_it_is() -> None:
+def test_a_folder_that_is_not_a_run_is_moved_aside_unchanged() -> None:
     theirs = Path("runs/again")
     theirs.mkdir(parents=True)
     (theirs / "thesis.txt").write_text("years of work")

@@ -76,7 +76,7 @@ def test_leavers_are_awaited(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert change(monkeypatch, tmp_path, 2, ScriptedQueue(status(2, TWO))) == "generators 2 -> 2: nothing to do\n"
 
 
-def test_what_does_not_come_about_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_change_that_does_not_happen_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     queue = ScriptedQueue(status(2, TWO), status(3, TWO))
     with pytest.raises(
         RunError, match=r"generators 2 -> 3: not up within launch.start_timeout_s = 0.5 s: generator-2; the run"

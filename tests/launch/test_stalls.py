@@ -47,7 +47,7 @@ def test_without_a_batch_the_run_fails_and_says_what_is_awaited() -> None:
         progress.check(status(0, taken=False), learners_started_s=0.0, missing=["generator-0"], now_s=92.0)
 
 
-def test_the_time_counts_anew_once_all_are_up() -> None:
+def test_the_time_restarts_once_all_are_up() -> None:
     progress = Progress(small_config(launch__progress_timeout_s=60, launch__start_timeout_s=120), 0.0)
     told = status(0, taken=False)
     assert progress.check(told, learners_started_s=0.0, missing=["generator-0"], now_s=110.0) == ""

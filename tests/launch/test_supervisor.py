@@ -133,7 +133,7 @@ def stage(tmp_path: Path) -> Iterator[Callable[..., Stage]]:
 Make = Callable[..., Stage]
 
 
-def test_dead_generator_is_told_and_started_again_alone(stage: Make) -> None:
+def test_only_the_dead_generator_is_reported_and_restarted(stage: Make) -> None:
     one = stage()
     one.hear()
     before = {name: one.pids(name) for name in ("generator-0", "replay", "learner")}
@@ -313,7 +313,7 @@ def test_silent_generator_is_killed_once_it_was_heard(stage: Make) -> None:
     assert one.said[-1] == "generator-1 sent no heartbeat for launch.start_timeout_s = 100 s; restart 2 in 1 s"
 
 
-def test_nobody_is_blamed_for_the_time_that_the_queue_was_away(stage: Make) -> None:
+def test_no_role_is_blamed_for_the_time_that_the_queue_was_down(stage: Make) -> None:
     one = stage(launch__heartbeat_timeout_s=10)
     one.hear()
     one.now_s += 100
@@ -352,7 +352,7 @@ def test_queue_that_does_not_answer_is_killed(stage: Make) -> None:
     assert one.pids("replay") != before
 
 
-def test_lost_generator_is_told_when_the_queue_is_back(stage: Make) -> None:
+def test_lost_generator_is_reported_when_the_queue_is_back(stage: Make) -> None:
     one = stage()
     one.hear()
     one.queue.silent = True
@@ -459,7 +459,7 @@ def test_learners_that_ended_well_have_ended(stage: Make) -> None:
     assert one.supervisor.learners_ended
 
 
-def test_a_generator_without_a_gpu_of_its_own_is_refused_and_the_others_go_on(
+def test_a_generator_without_a_separate_gpu_is_refused_and_the_others_continue(
     stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")

@@ -71,7 +71,7 @@ def test_it_shows_the_run_until_ctrl_c(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert queue.closed
 
 
-def test_a_run_that_does_not_go_on_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_run_that_is_not_live_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="runs/none: there is no such run"):
         top(Path("runs/none"), Console())

@@ -93,7 +93,7 @@ sys.exit(role.main(sys.argv[1:]))
 """
 
 
-def test_a_role_that_is_told_to_stop_has_not_done_its_work(tmp_path: Path) -> None:
+def test_a_role_stopped_by_a_signal_has_not_succeeded(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(small_config().to_yaml())
     spec = RoleSpec("learner", 0, str(tmp_path), loopback_endpoints(1), tuple(os.sched_getaffinity(0)), 8)
     command = [sys.executable, "-c", WAITING, spec.name, str(os.getpid())]
@@ -130,7 +130,7 @@ def test_output_that_cannot_be_cleaned_of_secrets_is_named(tmp_path: Path, monke
     assert [file.name for file in spec.logs.iterdir()] == ["learner-0.out"]
 
 
-def test_roles_have_groups_of_their_own_in_the_launchers_session(
+def test_roles_have_separate_process_groups_in_the_launchers_session(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launcher = LocalLauncher()

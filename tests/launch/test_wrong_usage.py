@@ -233,14 +233,14 @@ def test_no_command_replaces_what_it_did_not_make(tmp_path: Path, command: list[
     assert list(tmp_path.iterdir()) == [theirs], "no files remain"
 
 
-def test_what_a_command_made_it_may_replace(tmp_path: Path) -> None:
+def test_a_command_may_replace_its_own_files(tmp_path: Path) -> None:
     for rows in ("9", "3"):
         assert asyncrl("data", "arithmetic", "new/rows.parquet", "--rows", rows, cwd=tmp_path) == (0, "")
     assert pq.read_metadata(tmp_path / "new/rows.parquet").num_rows == 3
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["rows.parquet"]
 
 
-def test_a_model_that_could_not_be_made_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_could_not_be_created_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "empty").mkdir()
     make_tiny_model(tmp_path / "empty", steps=0)
     assert (tmp_path / "empty" / "config.json").is_file()

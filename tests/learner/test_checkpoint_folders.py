@@ -52,7 +52,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoints").iterdir())
 
 
-def test_a_checkpoint_is_what_was_given(make: Make, tmp_path: Path) -> None:
+def test_a_checkpoint_contains_the_snapshot(make: Make, tmp_path: Path) -> None:
     checkpoints = make()
     assert checkpoints.newest() == 0 and checkpoints.recent == []
     save(checkpoints, 50, rewards={50: 0.25})
@@ -70,7 +70,7 @@ def test_a_checkpoint_is_what_was_given(make: Make, tmp_path: Path) -> None:
     assert make().newest() == 50
 
 
-def test_the_newest_are_kept_and_the_best(make: Make, tmp_path: Path) -> None:
+def test_the_newest_and_the_best_are_kept(make: Make, tmp_path: Path) -> None:
     checkpoints = make(keep_last=2)
     rewards = {1: 0.1, 2: 0.9, 3: 0.2, 4: 0.3, 5: 0.4}
     save(checkpoints, 1, 2, 3, 4, 5, rewards=rewards)
@@ -86,7 +86,7 @@ def test_the_newest_are_kept_and_the_best(make: Make, tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-000007"]
 
 
-def test_an_evaluation_is_the_better_judge(make: Make, tmp_path: Path) -> None:
+def test_an_evaluation_ranks_above_training_rewards(make: Make, tmp_path: Path) -> None:
     checkpoints = make(keep_last=1)
     save(checkpoints, 1, rewards={1: 0.9})
     checkpoints.evaluated(1, 0.2)
@@ -102,7 +102,7 @@ def test_an_evaluation_is_the_better_judge(make: Make, tmp_path: Path) -> None:
     assert make().newest() == 3
 
 
-def test_what_a_killed_process_left_is_removed_and_the_one_before_is_used(make: Make, tmp_path: Path) -> None:
+def test_an_unfinished_checkpoint_is_removed_and_the_previous_one_used(make: Make, tmp_path: Path) -> None:
     save(make(), 10, 20)
     unfinished = tmp_path / "checkpoints" / "step-000030.partial"
     (tmp_path / "checkpoints" / "step-000020").rename(unfinished)  # killed just before the checkpoint was complete
@@ -157,7 +157,7 @@ def test_a_damaged_checkpoint_is_named_and_skipped(damage: str, make: Make, tmp_
     assert make().newest() == 0 and newest_checkpoint(tmp_path / "checkpoints") is None
 
 
-def test_an_older_one_that_cannot_be_read_is_none(make: Make, tmp_path: Path) -> None:
+def test_an_older_unreadable_checkpoint_is_ignored(make: Make, tmp_path: Path) -> None:
     save(make(keep_last=3), 10, 20)
     (tmp_path / "checkpoints" / "step-000010" / "checkpoint.json").write_text("{")
     again = make(keep_last=3, max_bytes=1 << 20)
@@ -166,7 +166,7 @@ def test_an_older_one_that_cannot_be_read_is_none(make: Make, tmp_path: Path) ->
     assert names(tmp_path) == ["step-000020", "step-000030"]
 
 
-def test_a_disk_that_is_full(make: Make, tmp_path: Path) -> None:
+def test_a_full_disk(make: Make, tmp_path: Path) -> None:
     checkpoints = make()
     save(checkpoints, 10)
 
@@ -187,7 +187,7 @@ def test_a_disk_that_is_full(make: Make, tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-000010"]
 
 
-def test_a_ceiling(make: Make, tmp_path: Path) -> None:
+def test_the_size_limit_of_checkpoints(make: Make, tmp_path: Path) -> None:
     mib = 1 << 20
     checkpoints = make(keep_last=3, max_bytes=3 * mib)
     save(checkpoints, 1, 2, 3, rewards={1: 0.9}, num_bytes=mib)
@@ -204,7 +204,7 @@ def test_a_ceiling(make: Make, tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-000002", "step-000003", "step-000004"]
 
 
-def test_what_other_processes_write_counts(make: Make, tmp_path: Path) -> None:
+def test_parts_of_other_processes_count(make: Make, tmp_path: Path) -> None:
     checkpoints = make(("critic-0",), max_bytes=1 << 20)
 
     def snapshot(folder: Path) -> Files:
@@ -220,7 +220,7 @@ def test_what_other_processes_write_counts(make: Make, tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
-def test_parts_that_do_not_come(make: Make, tmp_path: Path) -> None:
+def test_missing_parts_are_named(make: Make, tmp_path: Path) -> None:
     checkpoints = make(("critic-0", "critic-1"))
     checkpoints.save(1, content(1), reward=None)
     with pytest.raises(PeerTimeoutError, match=r"partial lacks the parts of critic-0, critic-1 after 0.3 s"):
@@ -248,7 +248,7 @@ def test_the_next_waits_for_the_one_before(make: Make, tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-000001", "step-000002"]
 
 
-def test_an_error_of_the_program_is_no_run_error(make: Make) -> None:
+def test_a_bug_is_not_a_run_error(make: Make) -> None:
     checkpoints = make()
 
     def broken(path: Path) -> None:
@@ -259,7 +259,7 @@ def test_an_error_of_the_program_is_no_run_error(make: Make) -> None:
         checkpoints.finish()
 
 
-def test_what_a_kill_left_of_one_that_was_removed_goes(make: Make, tmp_path: Path) -> None:
+def test_a_partly_removed_checkpoint_is_removed(make: Make, tmp_path: Path) -> None:
     save(make(), 1, 2)
     (tmp_path / "checkpoints" / "step-000001" / "checkpoint.json").unlink()
     assert make().newest() == 2

@@ -56,7 +56,7 @@ def check(network: PolicyNetwork) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", some(RIGHT))
-def test_packed_rows_give_what_each_sequence_gives(name: str, dtype: str, tmp_path: Path) -> None:
+def test_packed_rows_have_the_results_of_each_sequence(name: str, dtype: str, tmp_path: Path) -> None:
     """The sequences are longer than the sliding windows of families that have one."""
     network = load(name, tmp_path, dtype)
     before = torch.get_rng_state()
@@ -82,7 +82,7 @@ def test_packed_rows_give_what_each_sequence_gives(name: str, dtype: str, tmp_pa
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", some(LEAKING))
-def test_models_that_mix_tokens_otherwise_than_by_attention_are_refused(name: str, dtype: str, tmp_path: Path) -> None:
+def test_models_that_mix_tokens_by_more_than_attention_are_refused(name: str, dtype: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         check(load(name, tmp_path, dtype))
     text = str(caught.value)
@@ -98,7 +98,7 @@ def test_models_that_do_not_take_packed_rows_are_refused(name: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", BEFORE)
-def test_models_of_another_arithmetic_are_refused(name: str, tmp_path: Path) -> None:
+def test_models_with_another_computation_are_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"{BEFORE[name]} cannot be trained"):
         check(load(name, tmp_path, "float32"))
 

@@ -87,7 +87,7 @@ def learner(one_rank: Ranks, tiny_model: Path, tmp_path: Path) -> World:
     return make
 
 
-def test_a_whole_run(learner: World, tmp_path: Path) -> None:
+def test_a_complete_run(learner: World, tmp_path: Path) -> None:
     batches, sender = Batches(), Sender()
     one = learner(batches, sender, lr_schedule="linear")
     one.run(lambda: False)

@@ -69,7 +69,7 @@ def kept_bytes(config: Config) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_activations_are_estimated_from_above_and_not_far_off(dtype: str, tmp_path: Path) -> None:
+def test_activations_are_estimated_tightly_from_above(dtype: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(tmp_path)
     config = make_config(tmp_path, model={"dtype": dtype})
@@ -82,5 +82,5 @@ def test_activations_are_estimated_from_above_and_not_far_off(dtype: str, tmp_pa
     assert 0.6 * estimate < kept < estimate
 
 
-def test_chunks_of_logits_are_as_large_as_the_sum_says() -> None:
+def test_chunks_of_logits_have_the_estimated_size() -> None:
     assert HEAD_BYTES == 3 * head.CUDA_CHUNK_BYTES

@@ -133,7 +133,7 @@ def test_settings_that_contradict_one_another_are_refused(settings: dict[str, An
     assert str(raised.value).startswith(text)
 
 
-def test_a_critic_goes_with_advantages_of_values() -> None:
+def test_only_advantages_with_values_have_a_critic() -> None:
     algorithm = make_algorithm(make(advantage="gae", generator={"group_size": 1}, critic={"lr": 1e-3}))
     assert algorithm.needs_critic and algorithm.per_token and not algorithm.per_sequence
 
@@ -167,7 +167,7 @@ def test_advantage_and_aggregation_get_their_options() -> None:
     assert float(loss) == pytest.approx(4 / (2 * 512))
 
 
-def test_functions_from_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functions_of_other_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     outside = ModuleType("outside")
 
     def squared(logprobs: Tensor, advantages: Tensor, *, power: float = 2.0) -> Tensor:
@@ -208,7 +208,7 @@ def test_functions_of_the_working_directory(where: str, tmp_path: Path, monkeypa
             check_algorithm(make(loss=f"{where}:{name}"))
 
 
-def test_what_an_advantage_needs_is_in_its_signature() -> None:
+def test_the_inputs_of_an_advantage_are_in_its_signature() -> None:
     relative = {name for name, advantage in ADVANTAGES.items() if is_group_relative(advantage)}
     assert set(ADVANTAGES) - relative == {"gae", "vtrace", "reinforce_plus_plus", "remax"}
     assert [name for name, advantage in ADVANTAGES.items() if needs_greedy_baseline(advantage)] == ["remax"]
@@ -220,7 +220,7 @@ def test_shipped_configs_name_algorithms_that_work(path: Path) -> None:
     assert make_algorithm(config).needs_critic == (config.algorithm.advantage == "gae")
 
 
-def test_options_of_deepspeed_are_laid_over_the_learners_own(tiny_model: Path) -> None:
+def test_options_of_deepspeed_override_those_of_the_learner(tiny_model: Path) -> None:
     from worlds import make_config
 
     from asyncrl.learner.engine import deepspeed_config

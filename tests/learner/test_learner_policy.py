@@ -66,7 +66,7 @@ def plain_gradients(config: Config, groups: list[Group]) -> tuple[float, dict[st
 
 @pytest.mark.parametrize("budget", [1, 60, 10_000])
 @pytest.mark.parametrize("algorithm", LOSSES, ids=lambda a: f"{a['loss']}-{len(a)}")
-def test_packed_micro_batches_give_the_gradient_of_the_whole(
+def test_packed_micro_batches_have_the_gradient_of_the_complete_batch(
     algorithm: dict[str, Any], budget: int, one_rank: Ranks, tiny_model: Path
 ) -> None:
     config = make_config(tiny_model, algorithm=algorithm, learner={"tokens_per_microbatch": budget})
@@ -184,7 +184,7 @@ def test_the_divergence_of_an_engine_that_matches_is_not_lost_in_rounding(one_ra
     assert metrics["correction/behavior_kl"] == pytest.approx(expected, rel=0.02)
 
 
-def test_masked_tokens_are_told_from_clipped_ones(one_rank: Ranks, tiny_model: Path) -> None:
+def test_masked_tokens_are_distinguished_from_clipped_ones(one_rank: Ranks, tiny_model: Path) -> None:
     correction = {"level": "token", "mode": "mask", "high": 1.0}
     config = make_config(tiny_model, algorithm={"correction": correction})
     trainer = make_trainer(config, one_rank)
@@ -204,7 +204,7 @@ def test_masked_tokens_are_told_from_clipped_ones(one_rank: Ranks, tiny_model: P
     assert metrics["staleness/0/clip_positive"] == metrics["staleness/0/clip_negative"] == 0.0
 
 
-def test_means_over_nothing_are_left_out(one_rank: Ranks, tiny_model: Path) -> None:
+def test_means_over_no_tokens_are_omitted(one_rank: Ranks, tiny_model: Path) -> None:
     config = make_config(tiny_model)
     groups = make_groups(1)
     for trajectory in groups[0].trajectories:
@@ -221,7 +221,7 @@ def test_a_batch_without_action_tokens_is_refused(one_rank: Ranks, tiny_model: P
         make_trainer(config, one_rank).train(pack_groups(config, []), step=1)
 
 
-def test_a_saved_model_gives_the_same_logits(one_rank: Ranks, tiny_model: Path, tmp_path: Path) -> None:
+def test_a_saved_model_has_the_same_logits(one_rank: Ranks, tiny_model: Path, tmp_path: Path) -> None:
     config = make_config(tiny_model, learner={"lr": 0.05})
     trainer = make_trainer(config, one_rank)
     policy = trainer.policy

@@ -236,7 +236,7 @@ def test_too_many_skipped_updates_end_the_run_and_it_can_be_resumed(world: Make)
     assert [row["learner/skipped_updates"] for row in one.rows] == [0.0, 2.0, 2.0, 2.0, 0.0, 0.0]
 
 
-def test_without_a_checkpoint_it_begins_with_the_model(world: Make, uninterrupted: Any) -> None:
+def test_without_a_checkpoint_training_starts_with_the_model(world: Make, uninterrupted: Any) -> None:
     one = world(every_steps=None)
     one.kill_at(4)
     learner, sender = one.start()
@@ -285,7 +285,7 @@ def test_the_queue_asks_for_a_checkpoint(world: Make) -> None:
     assert len(times_s) == 1 and times_s[0] > 0
 
 
-def test_a_checkpoint_that_catching_up_passes_is_made_up_for(world: Make) -> None:
+def test_a_checkpoint_missed_while_catching_up_is_written_afterwards(world: Make) -> None:
     one = world(every_steps=2)
     one.kill_at(6)
     for path in ("step-000002", "step-000004"):
@@ -338,7 +338,7 @@ def test_a_run_that_was_asked_to_stop_continues_with_its_last_step(world: Make, 
     same_end(learner, uninterrupted[0])
 
 
-def test_a_learner_that_is_ended_saves_no_checkpoint(world: Make) -> None:
+def test_a_stopped_learner_saves_no_checkpoint(world: Make) -> None:
     one = world(every_steps=4)
     one.start(should_stop=lambda: len(one.queue.commits) == 3)
     assert one.checkpoints == [] and (one.run_dir / "model" / "config.json").exists()
@@ -352,7 +352,7 @@ def test_a_stop_before_learners_have_caught_up_saves_no_checkpoint(world: Make) 
     assert one.queue.begun == [0, 0] and one.checkpoints == []
 
 
-def test_a_last_checkpoint_that_takes_too_long_is_given_up(world: Make, uninterrupted: Any) -> None:
+def test_a_last_checkpoint_that_takes_too_long_is_abandoned(world: Make, uninterrupted: Any) -> None:
     one = world(every_steps=4)
     launch = one.config.launch.model_copy(update={"stop_timeout_s": 0.2})
     one.config = one.config.model_copy(update={"launch": launch})
@@ -386,7 +386,7 @@ def test_a_last_checkpoint_that_takes_too_long_is_given_up(world: Make, uninterr
     assert written.wait(60)
 
 
-def test_a_last_checkpoint_that_would_take_too_long_is_not_begun(world: Make) -> None:
+def test_a_last_checkpoint_that_would_take_too_long_is_not_started(world: Make) -> None:
     one = world(every_steps=2)
     launch = one.config.launch.model_copy(update={"stop_timeout_s": 20.0})
     one.config = one.config.model_copy(update={"launch": launch})

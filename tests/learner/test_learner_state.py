@@ -47,7 +47,7 @@ def part(tensors: State, prefix: str) -> State:
 
 
 @pytest.mark.parametrize("name", STATE_RUNS)
-def test_two_ranks_go_on_from_their_state(name: str, two: Path) -> None:
+def test_two_ranks_continue_from_their_state(name: str, two: Path) -> None:
     names: list[set[str]] = []
     for rank in (0, 1):
         tensors = load_file(two / name / f"{rank}.safetensors")
@@ -62,7 +62,7 @@ def test_two_ranks_go_on_from_their_state(name: str, two: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["zero2", "zero3", "bfloat16-zero1"])
-def test_one_rank_takes_over_the_state_of_two(name: str, two: Path, one_rank: Ranks, tiny_model: Path) -> None:
+def test_one_rank_loads_the_state_of_two(name: str, two: Path, one_rank: Ranks, tiny_model: Path) -> None:
     sections = STATE_RUNS[name] | {"learner": {"zero_stage": 0}}
     trainer = make_trainer(make_config(tiny_model, **sections), one_rank)
     restore_state(trainer.policy, two / name / "2")
@@ -81,7 +81,7 @@ def test_one_rank_takes_over_the_state_of_two(name: str, two: Path, one_rank: Ra
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_one_rank_goes_on_from_its_state(dtype: str, one_rank: Ranks, tiny_model: Path, tmp_path: Path) -> None:
+def test_one_rank_continues_from_its_state(dtype: str, one_rank: Ranks, tiny_model: Path, tmp_path: Path) -> None:
     config = make_config(tiny_model, model={"dtype": dtype}, steps=4)
     trainers = [make_trainer(config, one_rank) for _ in range(3)]
     train_steps(trainers[0], (1, 2, 3, 4))
@@ -96,7 +96,7 @@ def test_one_rank_goes_on_from_its_state(dtype: str, one_rank: Ranks, tiny_model
     )
 
 
-def test_a_model_that_never_stepped_has_a_state(one_rank: Ranks, tiny_model: Path, tmp_path: Path) -> None:
+def test_a_model_without_updates_has_a_state(one_rank: Ranks, tiny_model: Path, tmp_path: Path) -> None:
     config = make_config(tiny_model)
     first, second = (make_trainer(config, one_rank) for _ in range(2))
     save_file(collect_state(first.policy), tmp_path / "rank-0.safetensors")
@@ -128,7 +128,7 @@ def test_the_state_of_another_model_is_refused(one_rank: Ranks, tiny_model: Path
     )
 
 
-def test_random_numbers_go_on(tmp_path: Path) -> None:
+def test_random_numbers_continue(tmp_path: Path) -> None:
     states: dict[str, Any] = random_state()
     wanted = torch.rand(5)
     restore_random_state(states)

@@ -230,7 +230,7 @@ def test_values_are_not_rounded_to_bfloat16() -> None:
     assert values.dtype is torch.float32 and not torch.equal(values, values.bfloat16().float())
 
 
-def test_a_new_critic_says_zero_and_learns_the_returns(one_rank: Ranks, tiny_model: Path) -> None:
+def test_a_new_critic_returns_zero_and_learns_the_returns(one_rank: Ranks, tiny_model: Path) -> None:
     settings = {"lr": 3e-3, "warmup_steps": 30}
     config = make_config(tiny_model, algorithm=GAE, critic=settings, steps=60)
     trainer = make_trainer(config, one_rank)
@@ -262,14 +262,14 @@ def test_a_saved_critic_is_loaded_again(one_rank: Ranks, tiny_model: Path, tmp_p
     assert AutoModelForTokenClassification.from_pretrained(tmp_path / "critic").config.num_labels == 1
 
 
-def test_heads_that_give_no_value_are_refused(one_rank: Ranks, tiny_model: Path, tmp_path: Path) -> None:
+def test_heads_that_return_no_value_are_refused(one_rank: Ranks, tiny_model: Path, tmp_path: Path) -> None:
     AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=3).save_pretrained(tmp_path / "three")
     config = make_config(tiny_model, algorithm=GAE, critic={"path": str(tmp_path / "three")})
     with pytest.raises(ConfigError, match=r"critic.path = '.*three': score.weight has another shape than"):
         Critic(config, one_rank)
 
 
-def test_the_loss_holds_the_divergence_from_the_reference(one_rank: Ranks, tiny_model: Path) -> None:
+def test_the_loss_contains_the_divergence_from_the_reference(one_rank: Ranks, tiny_model: Path) -> None:
     """At the start the policy equals its reference, so the gradient is 0; later the gradient points back to it."""
     config = make_config(tiny_model, algorithm={"kl_loss_coef": 10.0}, learner={"lr": 1e-2, "max_grad_norm": 100})
     groups = make_groups(2)

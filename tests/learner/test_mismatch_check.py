@@ -55,7 +55,7 @@ def looked(check: MismatchCheck, micro: MicroBatch, difference: float) -> Mismat
 
 
 @pytest.mark.parametrize("dtype", LIMITS)
-def test_what_rounding_does_not_explain_is_refused(dtype: str) -> None:
+def test_differences_beyond_rounding_are_refused(dtype: str) -> None:
     limit = LIMITS[dtype] / 0.7  # 0.7 is the temperature
     sections = {"model": {"dtype": dtype}}
     assert looked(make_check(**sections), fresh_row(), 0.9 * limit).conclude(STEP)
@@ -72,7 +72,7 @@ def test_temperatures_above_1_do_not_lower_the_limit() -> None:
     assert looked(check, fresh_row(), 0.9 * LIMITS["float32"]).conclude(STEP)
 
 
-def test_engines_that_were_told_to_round_more_are_a_warning() -> None:
+def test_engines_configured_to_round_more_cause_a_warning() -> None:
     for options, warns in (({"quantization": "fp8"}, True), ({"kv_cache_dtype": "fp8"}, True),
                            ({"kv_cache_dtype": "auto", "enforce_eager": True}, False)):  # fmt: skip
         check = looked(make_check(generator={"engine_options": options}), fresh_row(), 1.0)
@@ -87,7 +87,7 @@ def test_engines_that_were_told_to_round_more_are_a_warning() -> None:
         assert event["log_level"] == "warning" and f"generator.engine_options {name}={value}" in event["event"]
 
 
-def test_only_whole_trajectories_of_the_learners_version_count() -> None:
+def test_only_trajectories_completely_of_the_learners_version_count() -> None:
     """In other trajectories even the tokens of this version have a context computed with older weights."""
     micro = fresh_row()
     for number in micro.seq.unique().tolist()[1:]:

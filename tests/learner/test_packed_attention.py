@@ -73,7 +73,7 @@ def test_tokens_that_the_first_of_a_group_has_too_are_computed_once(groups: list
 
 @quick
 @given(lengths)
-def test_layout_is_a_way_there_and_back(sizes: np.ndarray) -> None:
+def test_layout_round_trip(sizes: np.ndarray) -> None:
     layout = make_layout(sizes)
     source = torch.cat([bucket.source for bucket in layout.buckets])
     assert torch.equal(source[layout.restore], torch.arange(int(sizes.sum())))
@@ -136,7 +136,7 @@ def test_packed_attention_is_attention_of_each_sequence(
         (True, torch.bfloat16, True, True),
     ],
 )
-def test_heads_are_repeated_where_a_gpu_would_hold_all_scores(
+def test_heads_are_repeated_where_a_gpu_would_store_all_scores(
     on_gpu: bool, dtype: torch.dtype, masked: bool, repeats: bool
 ) -> None:
     query: Any = SimpleNamespace(is_cuda=on_gpu, dtype=dtype)
@@ -148,7 +148,7 @@ def test_cudnn_makes_no_plan_for_every_shape_of_attention() -> None:
 
 
 @pytest.mark.parametrize("window", [1, 2, 64, 65, 199, 200, None])
-def test_a_token_sees_its_window(window: int | None) -> None:
+def test_a_token_attends_to_its_window(window: int | None) -> None:
     torch.manual_seed(0)
     sizes = [3, 70, 200, 64]
     layout = make_layout(np.array(sizes))

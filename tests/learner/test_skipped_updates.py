@@ -78,7 +78,7 @@ BAD_AT_STAGE = [
 
 
 @pytest.mark.parametrize(("dtype", "stage", "bad"), BAD_AT_STAGE)
-def test_training_continues_as_if_the_update_had_not_been(
+def test_training_continues_as_if_the_update_had_not_happened(
     dtype: str, stage: int, bad: Callable[..., dict[str, float]], one_rank: Ranks, tiny_model: Path
 ) -> None:
     config = make_config(tiny_model, model={"dtype": dtype}, learner={"zero_stage": stage})
@@ -129,7 +129,7 @@ def test_only_the_update_with_the_trajectory_is_skipped(one_rank: Ranks, tiny_mo
     assert all(weight.isfinite().all() for weight in copy_weights(trainer.policy).values())
 
 
-def test_a_value_that_spreads_over_advantages_is_blamed_on_its_trajectory(one_rank: Ranks, tiny_model: Path) -> None:
+def test_a_non_finite_value_is_attributed_to_its_trajectory(one_rank: Ranks, tiny_model: Path) -> None:
     settings = CRITIC | {"algorithm": CRITIC["algorithm"] | {"kl_target": 0.1}}
     config = make_config(tiny_model, **settings, learner={"minibatches": 2})
     trainer = make_trainer(config, one_rank)

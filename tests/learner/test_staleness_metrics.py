@@ -38,7 +38,7 @@ def tally(tokens: Sequence[Token]) -> StalenessMetrics:
 
 
 @pytest.mark.parametrize("staleness", [*range(19), 1000])
-def test_a_token_is_in_the_bucket_that_is_named_after_its_lag(staleness: int) -> None:
+def test_a_token_is_in_the_bucket_of_its_staleness(staleness: int) -> None:
     made = tally([(staleness, 0.5, 1.0, False, False)])
     assert {name.split("/")[1] for name in staleness_metrics(made.sums, made.largest)} == {bucket_of(staleness)}
     assert bucket_of(staleness) in STALENESS_BUCKETS
@@ -83,7 +83,7 @@ def test_parts_add_up(tokens: list[Token], cut: int) -> None:
     assert staleness_metrics(parts.sums, parts.largest) == pytest.approx(staleness_metrics(whole.sums, whole.largest))
 
 
-def test_no_tokens_leave_nothing() -> None:
+def test_batches_without_tokens_have_no_metrics() -> None:
     empty = torch.zeros(0)
     made = StalenessMetrics()
     made.add(empty.long(), empty, empty, clipped=empty.bool(), masked=empty.bool())

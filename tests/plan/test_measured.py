@@ -55,7 +55,7 @@ def test_generators_that_take_turns_are_faster_alone(tmp_path: Path) -> None:
     assert read_run(folder, generators_per_device=1).workload.engine == ENGINE
 
 
-def test_a_run_that_goes_on_is_read_from_its_log(tmp_path: Path) -> None:
+def test_a_live_run_is_read_from_its_log(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "r")
     table = pq.read_table(folder / "trace.parquet")
     (folder / "trace.parquet").unlink()

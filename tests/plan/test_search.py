@@ -81,7 +81,7 @@ def test_plan_prints_a_table_and_the_command(tmp_path: Path) -> None:
     )
 
 
-def test_simulation_of_a_run_beside_what_was_measured(tmp_path: Path) -> None:
+def test_simulation_of_a_run_next_to_its_measurements(tmp_path: Path) -> None:
     console, out = printed()
     run = make_run(tmp_path / "r")
     show_simulation(console, run, {}, {})
@@ -93,7 +93,7 @@ def test_simulation_of_a_run_beside_what_was_measured(tmp_path: Path) -> None:
     assert "tokens by staleness" in out.getvalue()
 
 
-def test_what_taking_turns_costs_can_be_told(tmp_path: Path) -> None:
+def test_the_cost_of_sharing_a_device_can_be_set(tmp_path: Path) -> None:
     run = make_run(tmp_path / "r", generators_per_device=2)
     more = {"generators": 4}
     cheap, dear = (show_simulation(printed()[0], run, {}, dict(more), turns=turns) for turns in (1.0, 1.5))

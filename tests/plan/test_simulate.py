@@ -40,7 +40,7 @@ def sides(workload: Workload, chosen: Setup) -> tuple[float, float]:
     return trained * chosen.generators * mean_tokens / sequence_s, tokens / step_s
 
 
-def test_a_step_takes_what_its_parts_take() -> None:
+def test_the_time_of_a_step_is_the_sum_of_its_parts() -> None:
     workload = Workload(same(10), EngineCost(0.01, 0.0, 0.05), LearnerCost(0.2, 0.001), SyncCost(0.03, 0.0, 0.02))
     found = simulate(workload, setup(groups_per_step=1, group_size=1, max_running_groups=1, steps=10))
     generating_s, training_s, syncing_s = 0.05 + 10 * 0.01, 0.2 + 10 * 0.001, 0.03 + 0.02
@@ -131,7 +131,7 @@ def test_tokens_are_of_the_version_that_sampled_them() -> None:
     assert sum(found.staleness) == 50 * 100
 
 
-def test_refunded_groups_make_place_for_others() -> None:
+def test_refunded_groups_are_replaced() -> None:
     lengths = Lengths.log_normal(
         mean_tokens=20, sigma=0.5, max_tokens=60, group_size=8, refunded_fraction=0.5, prompt_tokens=5
     )

@@ -71,7 +71,7 @@ def test_only_the_owner_can_enter_the_folder_of_a_sweep(sweep: Sweep) -> None:
     assert stat.S_IMODE(sweep.folder.stat().st_mode) == 0o700
 
 
-def test_an_interrupted_sweep_goes_on(sweep: Sweep) -> None:
+def test_an_interrupted_sweep_resumes(sweep: Sweep) -> None:
     first = MadeRuns([0, 130])
     assert run_cells(sweep, quiet(), first) == ([], True)
     second = MadeRuns()
@@ -79,7 +79,7 @@ def test_an_interrupted_sweep_goes_on(sweep: Sweep) -> None:
     assert second.names == ["try-s2-seed0", "try-s0-seed1", "try-s2-seed1"]
 
 
-def test_a_failed_cell_is_told_and_the_others_run(sweep: Sweep) -> None:
+def test_a_failed_cell_is_reported_and_the_others_run(sweep: Sweep) -> None:
     out = io.StringIO()
     failed, interrupted = run_cells(sweep, Console(file=out, width=200), MadeRuns([0, 1]))
     assert ([cell.name for cell in failed], interrupted) == (["try-s2-seed0"], False)
@@ -143,7 +143,7 @@ def test_a_partial_sweep_has_results_and_an_empty_one_none(sweep: Sweep) -> None
     assert [limit.seeds for limit in read_results(sweep.cells).limits] == [2, 1]
 
 
-def test_a_limit_that_cannot_be_told_from_the_best_is_taken_when_it_is_lower() -> None:
+def test_a_lower_limit_indistinguishable_from_the_best_is_recommended() -> None:
     rewards = {0: np.array([0.2, 0.25, 0.22]), 1: np.array([0.7, 0.8, 0.6]), 4: np.array([0.75, 0.7, 0.71])}
     found = recommend(rewards, 60.0)
     assert found.max_staleness == 1

@@ -83,7 +83,7 @@ def test_another_log_in_its_place_is_read_from_its_start(folder: Path) -> None:
     assert last.read().column("ticket").to_pylist() == list(range(20))
 
 
-def test_what_cannot_be_read_is_said(folder: Path, tmp_path: Path) -> None:
+def test_unreadable_files_are_named(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"trace\.arrow: no such file; the run has not begun"):
         TraceTail(tmp_path, rows=5).read()
     log_of(folder)
@@ -110,7 +110,7 @@ def test_last_rows_of_metrics(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert read_metrics_tail(folder / "none.jsonl") == []
 
 
-def test_recent_steps_tell_the_same_job_as_all(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recent_steps_have_the_same_workload_as_all(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder.parent)
     path = Path("runs/r")
     path.parent.mkdir()

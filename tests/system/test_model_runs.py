@@ -18,7 +18,7 @@ Start = Callable[..., Launched]
 
 
 @pytest.mark.parametrize("learners", [1, 2])
-def test_a_model_that_the_engine_computes_otherwise_is_refused_at_the_first_step(
+def test_a_model_that_differs_in_the_engine_is_refused_at_the_first_step(
     launch: Start, tmp_path: Path, learners: int
 ) -> None:
     path = save_family("gpt_neox", tmp_path)

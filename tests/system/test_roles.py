@@ -54,7 +54,7 @@ def test_ppo_with_critic_ranks_reference_and_reward_model(launch: Start, demo_fo
 
 
 @pytest.mark.slow
-def test_remax_with_greedy_answers_beside_the_groups(launch: Start) -> None:
+def test_remax_with_a_greedy_completion_for_each_group(launch: Start) -> None:
     run = launch("--steps", "3", *SMALL, "algorithm.advantage=remax", "algorithm.loss=reinforce_is")
     code, output = run.end(timeout_s=200)
     assert code == 0, output

@@ -25,7 +25,7 @@ def start(folder: Path) -> subprocess.Popen[str]:
     )
 
 
-def test_an_interrupted_sweep_goes_on_and_recommends(demo_folder: Path) -> None:
+def test_an_interrupted_sweep_resumes_and_recommends(demo_folder: Path) -> None:
     first = start(demo_folder)
     finished = demo_folder / "runs" / "small-s0-seed0" / "summary.json"
     other = demo_folder / "runs" / "small-s2-seed0" / "config.yaml"
