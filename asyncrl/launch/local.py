@@ -73,17 +73,17 @@ class RoleProcess:
             return f"{self.name} was killed by signal {signal.Signals(-code).name}"
         if code == 0:
             return f"{self.name} ended before the run did"
-        said = last_error(self.spec.logs / f"{self.name}.jsonl", start_bytes=self.log_start_bytes)
-        if not said:
+        text = last_error(self.spec.logs / f"{self.name}.jsonl", start_bytes=self.log_start_bytes)
+        if not text:
             output = self.output_file.read_bytes()[self.output_start_bytes :].decode(errors="replace")
             lines = redact(output).strip().splitlines()
-            said = lines[-1] if lines else "it said nothing"
+            text = lines[-1] if lines else "it said nothing"
         if code == EXIT_DISK_FULL:
             return (
                 f"{self.name} ended: no space is left on the disk of {self.spec.logs.parent}; free some and continue "
-                f"with `asyncrl launch --resume` ({said})"
+                f"with `asyncrl launch --resume` ({text})"
             )
-        return f"{self.name} ended with code {code}: {said}"
+        return f"{self.name} ended with code {code}: {text}"
 
     def close(self) -> None:
         """Closes its output and redacts secrets in it. The role must have ended."""

@@ -52,7 +52,7 @@ def _make(console: Console, recipe: str, path: str, seed: int, *options: str) ->
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     with process:
         try:
-            _, said = process.communicate(timeout=RECIPE_S)
+            _, errors = process.communicate(timeout=RECIPE_S)
         except subprocess.TimeoutExpired:
             _end(process)
             raise ConfigError(
@@ -60,7 +60,7 @@ def _make(console: Console, recipe: str, path: str, seed: int, *options: str) ->
                 f"{path}` while nothing else uses the machine"
             ) from None
     if process.returncode:
-        raise ConfigError(f"making {recipe} in {path} failed:\n{said.strip()}")
+        raise ConfigError(f"making {recipe} in {path} failed:\n{errors.strip()}")
 
 
 def _end(process: subprocess.Popen[str]) -> None:

@@ -71,18 +71,18 @@ class MismatchCheck:
             if first:
                 log.info("engine and learner agree", mean_difference_nats=mean, tokens=int(tokens), step=step)
             return True
-        said = (
+        text = (
             f"{self._who} differently from the learner: log-probs of {tokens:.0f} tokens with the same weights differ "
             f"by {mean:.2g} nats on average, but rounding in {self._dtype} explains at most {self._limit:.2g}"
         )
         if not self._rounds:
             raise ConfigError(
-                f"{said}. Every importance ratio would be wrong; use a family for which engine and learner agree "
+                f"{text}. Every importance ratio would be wrong; use a family for which engine and learner agree "
                 "(docs/models.md has a table)"
             )
         if first:
             log.warning(
-                f"{said}; expected with generator.engine_options {', '.join(self._rounds)}, and left to the correction "
+                f"{text}; expected with generator.engine_options {', '.join(self._rounds)}, and left to the correction "
                 "(correction/mismatch_kl, correction/ess)"
             )
         return True

@@ -86,7 +86,7 @@ def run_offline(
 
     with _training(config, rank, endpoints, run_dir) as (trainer, checkpoints, parts):
         if start:
-            if not checkpoints.is_whole(start):
+            if not checkpoints.is_intact(start):
                 raise RunError(
                     f"start = {start}: {checkpoints.path(start)} is not a complete checkpoint; use the step of a "
                     "complete one, or 0 for the initial model of the run"

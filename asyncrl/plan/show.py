@@ -13,7 +13,7 @@ from rich.table import Table
 from asyncrl.errors import ConfigError
 from asyncrl.plan.measured import Measured, read_run
 from asyncrl.plan.simulate import Prediction, simulate
-from asyncrl.plan.verdict import Candidate, binds, search
+from asyncrl.plan.verdict import Candidate, bottleneck_of, search
 from asyncrl.plan.workload import TURNS, EngineCost, LearnerCost, Lengths, Setup, SyncCost, Workload
 from asyncrl.types import mean_staleness
 
@@ -70,7 +70,7 @@ def made_up(numbers: dict[str, float], changes: dict[str, int]) -> tuple[Workloa
     missing = [name for name in ("mean_tokens", "engine_base_ms", "learner_token_us") if numbers.get(name) is None]
     if missing:
         raise ConfigError(
-            f"--{missing[0].replace('_', '-')}: is missing; give --from runs/NAME, or --mean-tokens, --engine-base-ms "
+            f"--{missing[0].replace('_', '-')}: is missing; use --from runs/NAME, or --mean-tokens, --engine-base-ms "
             "and --learner-token-us at least"
         )
     n = {name: value for name, value in numbers.items() if value is not None}
@@ -133,7 +133,7 @@ def _print_prediction(console: Console, found: Prediction, measured: Measured | 
     total = max(sum(found.staleness), 1)
     shares = ", ".join(f"{staleness}: {tokens / total:.1%}" for staleness, tokens in enumerate(found.staleness))
     console.print(f"tokens by staleness  {shares}", highlight=False, soft_wrap=True)
-    console.print(f"what binds           {binds(found)}", highlight=False)
+    console.print(f"bottleneck           {bottleneck_of(found)}", highlight=False)
 
 
 def show_plan(console: Console, run: Path, *, devices: int, max_staleness: int) -> list[Candidate]:
@@ -144,12 +144,12 @@ def show_plan(console: Console, run: Path, *, devices: int, max_staleness: int) 
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
     for title in TITLES:
         table.add_column(title, justify="right")
-    table.add_column("what\nbinds")
+    table.add_column("bottleneck")
     for candidate in found[:ROWS]:
         p = candidate.prediction
         cells: tuple[Any, ...] = (
             p.setup.generators, p.setup.learners, p.setup.max_staleness, f"{p.tokens_per_s:,.0f}",
-            f"{p.generator_idle:.0%}", f"{p.learner_idle:.0%}", f"{p.staleness_mean:.2f}", candidate.binds,
+            f"{p.generator_idle:.0%}", f"{p.learner_idle:.0%}", f"{p.staleness_mean:.2f}", candidate.bottleneck,
         )  # fmt: skip
         table.add_row(*map(str, cells))
     console.print(

@@ -117,29 +117,29 @@ class _Simulation:
         for generator in range(self._setup.generators):
             self._ask(generator)
         while self._ledger.steps < self._setup.steps:
-            self._now_s, _, kind, who, epoch = heappop(self._events)
+            self._now_s, _, kind, index, epoch = heappop(self._events)
             match kind:
                 case "sequence":
-                    if epoch == self._epochs[who]:
-                        self._end_sequences(who)
+                    if epoch == self._epochs[index]:
+                        self._end_sequences(index)
                 case "group":
-                    generator = self._groups[who].generator
-                    self._scoring_tokens -= self._groups[who].tokens
-                    self._finish(who)
+                    generator = self._groups[index].generator
+                    self._scoring_tokens -= self._groups[index].tokens
+                    self._finish(index)
                     self._ask(generator)
                 case "trained":
                     self._commit()
                 case "sent":
-                    self._send(who)
+                    self._send(index)
                 case "learner":
                     self._training = False
                     self._take()
                 case _:
-                    self._load(who)
+                    self._load(index)
         return self._prediction()
 
-    def _push(self, at_s: float, kind: str, who: int = 0, epoch: int = 0) -> None:
-        heappush(self._events, (at_s, next(self._order), kind, who, epoch))
+    def _push(self, at_s: float, kind: str, index: int = 0, epoch: int = 0) -> None:
+        heappush(self._events, (at_s, next(self._order), kind, index, epoch))
 
     # --- generators
 

@@ -45,7 +45,7 @@ class TraceTail:
         """Returns the newest rows, one per ticket. Raises DataError if the trace is missing or damaged."""
         found = [path for path in (self._file, self._log) if path.is_file()]
         if not found:
-            raise DataError(f"{self._log}: no such file; the run has not begun")
+            raise DataError(f"{self._log}: no such file; the run has not started")
         try:
             newest = self._read_log() if self._log in found else SCHEMA.empty_table()
             tables = [newest]

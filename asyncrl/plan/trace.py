@@ -21,7 +21,7 @@ def read_trace(path: Path) -> pa.Table:
         return _read(path)
     files = [file for file in (path / "trace.parquet", path / "trace.arrow") if file.is_file()]
     if not files:
-        raise DataError(f"{path}: holds neither trace.parquet nor trace.arrow; give the folder of a run, runs/NAME")
+        raise DataError(f"{path}: contains neither trace.parquet nor trace.arrow; use the folder of a run, runs/NAME")
     return last_of_tickets(pa.concat_tables(_read(file) for file in files))
 
 
@@ -42,14 +42,14 @@ def check_schema(path: Path, schema: pa.Schema) -> None:
 def damaged(path: Path, error: Exception) -> DataError:
     """Returns the error for a trace that cannot be read."""
     return DataError(
-        f"{path}: not a complete trace, it may be half written or cut: {error}; give the folder of a run that is "
+        f"{path}: not a complete trace, it may be half written or truncated: {error}; use the folder of a run that is "
         "still live, or complete the run: `asyncrl launch --resume`"
     )
 
 
 def _read(path: Path) -> pa.Table:
     if not path.is_file():
-        raise DataError(f"{path}: no such file; give the trace of a run, runs/NAME/trace.parquet")
+        raise DataError(f"{path}: no such file; use the trace of a run, runs/NAME/trace.parquet")
     try:
         table = pq.read_table(path) if path.suffix == ".parquet" else _read_log(path)
     except (pa.ArrowInvalid, OSError) as error:

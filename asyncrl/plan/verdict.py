@@ -27,7 +27,7 @@ class Candidate:
     """A simulated setup, and its bottleneck."""
 
     prediction: Prediction
-    binds: str
+    bottleneck: str
     """The bottleneck: "generators", "learners", "staleness" or "nothing"."""
 
 
@@ -47,11 +47,14 @@ def search(workload: Workload, setup: Setup, *, devices: int, max_staleness: int
     if devices < 2:
         raise ConfigError(
             f"devices = {devices}: a generator and a learner need one device each, so at least 2 are needed; with one "
-            "device both take turns on it, and there is nothing to plan"
+            "device both share it, and no split is possible"
         )
     if max_staleness < 0:
         raise ConfigError(f"max_staleness = {max_staleness}: must not be negative")
-    found = [Candidate(p, binds(p)) for p in (predict(workload, one) for one in _setups(setup, devices, max_staleness))]
+    found = [
+        Candidate(p, bottleneck_of(p))
+        for p in (predict(workload, one) for one in _setups(setup, devices, max_staleness))
+    ]
     best = max(candidate.prediction.tokens_per_s for candidate in found)
 
     def rank(candidate: Candidate) -> tuple[bool, float, float]:
@@ -62,7 +65,7 @@ def search(workload: Workload, setup: Setup, *, devices: int, max_staleness: int
     return sorted(found, key=rank)
 
 
-def binds(prediction: Prediction) -> str:
+def bottleneck_of(prediction: Prediction) -> str:
     """Returns the bottleneck: the side that waits less, or "staleness" if both wait."""
     generator, learner = prediction.generator_idle, prediction.learner_idle
     if generator > APART and learner > 2 * APART:
@@ -143,11 +146,11 @@ def judge(workload: Workload, setup: Setup, *, generator_idle: float, learner_id
         return Verdict("balanced", f"balanced: {idle}; no single change would gain 3 % (simulated)", changes)
     waits = {
         "generator": f"the learner waited {learner_idle:.0%} of the time",
-        "learner": f"generators were parked {generator_idle:.0%} of the time",
-        "staleness": f"generators were parked {generator_idle:.0%} of the time, the learner waited {learner_idle:.0%}",
+        "learner": f"generators were idle {generator_idle:.0%} of the time",
+        "staleness": f"generators were idle {generator_idle:.0%} of the time, the learner waited {learner_idle:.0%}",
         "balanced": idle,
     }[best.bound]
-    sentence = f"{best.bound}-bound: {waits}; {best.text} would give about {best.gain:+.0%} (simulated)"
+    sentence = f"{best.bound}-bound: {waits}; {best.text} would gain about {best.gain:+.0%} (simulated)"
     return Verdict(best.bound, sentence, changes)
 
 

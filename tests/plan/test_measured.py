@@ -100,14 +100,14 @@ def test_a_half_written_file_is_refused(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "r")
     file = folder / "trace.parquet"
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    with pytest.raises(DataError, match=r"trace\.parquet: not a complete trace, it may be half written or cut"):
+    with pytest.raises(DataError, match=r"trace\.parquet: not a complete trace, it may be half written or truncated"):
         read_run(folder)
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no such file; give the trace of a run"):
+    with pytest.raises(DataError, match="no such file; use the trace of a run"):
         read_trace(tmp_path / "none.parquet")
-    with pytest.raises(DataError, match=r"holds neither trace\.parquet nor trace\.arrow"):
+    with pytest.raises(DataError, match=r"contains neither trace\.parquet nor trace\.arrow"):
         read_run(tmp_path)
     folder = make_run(tmp_path / "r", steps=2)
     with pytest.raises(DataError, match="has 2 steps, at least 3 are needed"):

@@ -44,7 +44,7 @@ def test_of_equal_limits_the_lowest_is_the_best() -> None:
     first, best = found[0].prediction, max(c.prediction.tokens_per_s for c in found)
     assert first.tokens_per_s >= 0.98 * best
     assert first.setup.max_staleness < 8
-    assert found[0].binds == "generators"
+    assert found[0].bottleneck == "generators"
 
 
 def test_limits_to_try() -> None:
@@ -115,7 +115,7 @@ def test_simulation_of_numbers() -> None:
 
 def test_numbers_that_are_missing_or_too_many_are_named(tmp_path: Path) -> None:
     console, _ = printed()
-    with pytest.raises(ConfigError, match="--engine-base-ms: is missing; give --from"):
+    with pytest.raises(ConfigError, match="--engine-base-ms: is missing; use --from"):
         show_simulation(console, None, {"mean_tokens": 50.0}, {})
     with pytest.raises(ConfigError, match="--mean-tokens: is read from the run of --from"):
         show_simulation(console, make_run(tmp_path / "r"), {"mean_tokens": 50.0}, {})

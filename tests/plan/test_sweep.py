@@ -95,9 +95,9 @@ def test_cells_of_other_settings_are_refused(sweep: Sweep) -> None:
 
 
 def test_bad_limits_and_seeds_are_refused() -> None:
-    with pytest.raises(ConfigError, match="--max-staleness 0,x: give numbers separated by commas"):
+    with pytest.raises(ConfigError, match="--max-staleness 0,x: use numbers separated by commas"):
         parse_limits("0,x")
-    with pytest.raises(ConfigError, match="--max-staleness 1,1: give limits of 0 and more, each once"):
+    with pytest.raises(ConfigError, match="--max-staleness 1,1: use limits of at least 0, each once"):
         Sweep("try", "demo", {}, (), parse_limits("1,1"), 1)
     with pytest.raises(ConfigError, match="--seeds 0: at least 1"):
         Sweep("try", "demo", {}, (), (0,), 0)
@@ -117,7 +117,7 @@ def test_results_of_all_cells(sweep: Sweep, tmp_path: Path) -> None:
     assert results.recommendation.best_fraction == {0: 0.0, 2: 1.0}
     out = io.StringIO()
     print_results(results, Console(file=out, width=200))
-    assert "take max_staleness 2: reward 0.705" in out.getvalue()
+    assert "use max_staleness 2: reward 0.705" in out.getvalue()
     results.write(tmp_path / "sweep.json")
     assert json.loads((tmp_path / "sweep.json").read_text())["recommendation"]["max_staleness"] == 2
     write_sweep_report(results, tmp_path / "sweep.html", name="<try>")

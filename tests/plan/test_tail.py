@@ -84,7 +84,7 @@ def test_another_log_in_its_place_is_read_from_its_start(folder: Path) -> None:
 
 
 def test_unreadable_files_are_named(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"trace\.arrow: no such file; the run has not begun"):
+    with pytest.raises(DataError, match=r"trace\.arrow: no such file; the run has not started"):
         TraceTail(tmp_path, rows=5).read()
     log_of(folder)
     file = folder / "trace.arrow"

@@ -33,21 +33,21 @@ def test_slow_generators_bind() -> None:
     found = verdict(job(2.0, 1.0), generators=1)
     assert found.bound == "generator"
     assert found.sentence.startswith("generator-bound: the learner waited 5")
-    assert "a second generator would give about +" in found.sentence
+    assert "a second generator would gain about +" in found.sentence
     assert found.changes[0].gain == pytest.approx(0.95, abs=0.1)
 
 
 def test_a_slow_learner_binds() -> None:
     found = verdict(job(1.0, 3.0))
     assert found.bound == "learner"
-    assert "a second learner would give about +" in found.sentence
+    assert "a second learner would gain about +" in found.sentence
     assert found.changes[0].gain == pytest.approx(1.0, abs=0.1)
 
 
 def test_taking_turns_binds_when_the_sides_are_alike() -> None:
     found = verdict(job(1.0, 1.0), max_staleness=0)
     assert found.bound == "staleness"
-    assert "max_staleness 0 -> 1 would give about +" in found.sentence
+    assert "max_staleness 0 -> 1 would gain about +" in found.sentence
     assert found.changes[0].gain > 0.5
 
 

@@ -20,7 +20,7 @@ Asyncrl = Callable[..., str]
 ROLES = ("generator-0", "replay", "learner-0")
 
 
-def check_whole(run: Launched, summary: dict[str, Any], steps: int) -> None:
+def check_complete(run: Launched, summary: dict[str, Any], steps: int) -> None:
     """Checks that every step is once in the metrics, every trained group once in the trace, and the ledger balances."""
     assert (summary["status"], summary["steps"], summary["policy_version"]) == ("finished", steps, steps)
     check_ledger(summary)
@@ -54,7 +54,7 @@ def test_a_run_is_hit_by_everything(launch: Start, asyncrl: Asyncrl) -> None:
     assert code == 0, output
     assert "in 3 attempts" in output
     summary = third.summary()
-    check_whole(third, summary, steps)
+    check_complete(third, summary, steps)
     assert third.rows()[: len(made)] == made
     assert summary["attempts"] == 3
     assert summary["wall_s"] > 0
@@ -123,7 +123,7 @@ def test_roles_do_their_own_imports_once_the_process_to_fork_from_has_died(launc
     kill_role(run, "generator-0")
     code, output = run.end(timeout_s=200)
     assert code == 0, output
-    check_whole(run, run.summary(), 30)
+    check_complete(run, run.summary(), 30)
     assert any(event["event"].startswith("the fork server failed: ") for event in run.events("launcher"))
 
 

@@ -56,7 +56,7 @@ class Checkpoints:
         self._write_s: float | None = None
         self.took_s = 0.0
         """Duration of the last checkpoint until it was complete, on rank 0."""
-        self._whole: list[int] = []
+        self._finished: list[int] = []
 
     def path(self, step: int) -> Path:
         return self.folder / folder_name(step)
@@ -64,7 +64,7 @@ class Checkpoints:
     @property
     def recent(self) -> list[int]:
         """Steps of the newest `checkpoint.keep_last` complete checkpoints, ascending."""
-        return self._whole[-self._settings.keep_last :]
+        return self._finished[-self._settings.keep_last :]
 
     def newest(self) -> int:
         """Returns the step of the newest undamaged checkpoint, or 0. All ranks call it, before anything is saved.
@@ -74,15 +74,15 @@ class Checkpoints:
                 log.warning("an unfinished checkpoint is removed", path=str(left))
                 shutil.rmtree(left)
         steps = finished_steps(self.folder)
-        self._whole = [step for step in steps if has_manifest(self.path(step))]
+        self._finished = [step for step in steps if has_manifest(self.path(step))]
         while True:
             newest = int(self.ranks.max(torch.tensor([max(steps, default=0)])))
-            if newest == 0 or self.is_whole(newest):
+            if newest == 0 or self.is_intact(newest):
                 return newest
             steps = [step for step in steps if step < newest]
-            self._whole = [step for step in self._whole if step != newest]
+            self._finished = [step for step in self._finished if step != newest]
 
-    def is_whole(self, step: int) -> bool:
+    def is_intact(self, step: int) -> bool:
         """True if the checkpoint's files have their checksums. All ranks call it, and each checks a part."""
         damaged = is_damaged(self.path(step), part=self.ranks.rank, parts=self.ranks.count)
         return not self.ranks.any(damaged)
@@ -129,7 +129,7 @@ class Checkpoints:
     def evaluated(self, version: int, reward: float) -> None:
         """Records the reward of an evaluated version as the reward of its checkpoint, if the version has one. The
         checkpoint was started before the evaluation, since generators receive a version only afterwards."""
-        if version in self._whole or self._partial == partial_folder(self.path(version)):
+        if version in self._finished or self._partial == partial_folder(self.path(version)):
             self._evaluations[version] = reward
             self._rate()
 
@@ -151,18 +151,18 @@ class Checkpoints:
         limit = self._settings.max_bytes
         if limit is None or self.ranks.rank:
             return None
-        sizes = {whole: read_manifest(self.path(whole)).num_bytes for whole in self._whole if whole != step}
+        sizes = {other: read_manifest(self.path(other)).num_bytes for other in self._finished if other != step}
         newest = sizes[max(sizes)] if sizes else 0
         if newest + num_bytes > limit:
             return RunError(
                 f"checkpoint.max_bytes = {limit}: the checkpoint of step {step} has {num_bytes} bytes and must fit "
                 f"next to the newest one, which has {newest}; raise it to at least {newest + num_bytes}, or omit it"
             )
-        order = [whole for whole in sorted(sizes) if whole not in self._kept()] + sorted(sizes)
+        order = [other for other in sorted(sizes) if other not in self._kept()] + sorted(sizes)
         while sum(sizes.values()) + num_bytes > limit:
             self._remove(order[0])
             sizes.pop(order[0])
-            order = [whole for whole in order if whole in sizes]
+            order = [other for other in order if other in sizes]
         return None
 
     def _complete(self, step: int, unfinished: Path, reward: float | None) -> None:
@@ -180,7 +180,7 @@ class Checkpoints:
             self._remove(step)
         unfinished.rename(path)
         sync_folder(self.folder)
-        self._whole = sorted({*self._whole, step})
+        self._finished = sorted({*self._finished, step})
         log.info("checkpoint saved", path=str(path), bytes=manifest.num_bytes)
         kept = self._kept()
         for other in [other for other in finished_steps(self.folder) if other not in kept]:
@@ -188,8 +188,8 @@ class Checkpoints:
 
     def _kept(self) -> set[int]:
         kept = set(self.recent)
-        if self._settings.keep_best and self._whole:
-            kept.add(max(self._whole, key=self._rank_of))
+        if self._settings.keep_best and self._finished:
+            kept.add(max(self._finished, key=self._rank_of))
         return kept
 
     def _rank_of(self, step: int) -> tuple[bool, float, int]:
@@ -202,7 +202,7 @@ class Checkpoints:
         """Writes the rewards of evaluations to the manifests of their checkpoints, unless one is being written."""
         if self._writer.busy:
             return
-        for step in [step for step in self._whole if step in self._evaluations]:
+        for step in [step for step in self._finished if step in self._evaluations]:
             manifest = read_manifest(self.path(step))
             manifest.reward, manifest.evaluated = self._evaluations.pop(step), True
             write_manifest(self.path(step), manifest)
@@ -212,7 +212,7 @@ class Checkpoints:
         path = self.path(step)
         (path / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(path)
-        self._whole = [whole for whole in self._whole if whole != step]
+        self._finished = [other for other in self._finished if other != step]
         self._evaluations.pop(step, None)
         log.info("checkpoint removed", path=str(path))
 

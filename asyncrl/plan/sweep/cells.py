@@ -48,7 +48,7 @@ class Sweep:
     def __post_init__(self) -> None:
         if not self.limits or min(self.limits) < 0 or len(set(self.limits)) < len(self.limits):
             raise ConfigError(
-                f"--max-staleness {','.join(map(str, self.limits))}: give limits of 0 and more, each once, as in 0,1,2"
+                f"--max-staleness {','.join(map(str, self.limits))}: use limits of at least 0, each once, as in 0,1,2"
             )
         if self.seeds < 1:
             raise ConfigError(f"--seeds {self.seeds}: at least 1 is needed; with 3 the results have an uncertainty")
@@ -105,7 +105,7 @@ def parse_limits(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise ConfigError(f"--max-staleness {text}: give numbers separated by commas, as in 0,1,2,4,8") from None
+        raise ConfigError(f"--max-staleness {text}: use numbers separated by commas, as in 0,1,2,4,8") from None
 
 
 def check(sweep: Sweep) -> None:

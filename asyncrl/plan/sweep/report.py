@@ -36,7 +36,7 @@ def print_results(results: SweepResults, console: Console) -> None:
             "yes" if limit.pareto else "",
         )
     console.print(table)
-    console.print(f"take {results.recommendation.sentence}", style="bold", highlight=False, soft_wrap=True)
+    console.print(f"use {results.recommendation.sentence}", style="bold", highlight=False, soft_wrap=True)
 
 
 def _error(value: float, form: str) -> str:
@@ -48,7 +48,7 @@ def write_sweep_report(results: SweepResults, path: Path, *, name: str) -> None:
     path.write_text(
         PAGE.format(
             name=html.escape(name),
-            verdict=html.escape(f"Take {results.recommendation.sentence}."),
+            verdict=html.escape(f"Use {results.recommendation.sentence}."),
             figure=sweep_figure(results).to_html(full_html=False, include_plotlyjs=True),
         )
     )
