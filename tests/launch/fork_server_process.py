@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import sys
 
-from asyncrl.launch import worker as role
+from asyncrl.launch import worker
 from asyncrl.launch.fork_server import main
 
 
 def run(arguments: list[str]) -> int:
     if arguments[0] == "-m":
-        return role.main(arguments[2:])
+        return worker.main(arguments[2:])
     exec(arguments[1], {})
     return 0
 

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from asyncrl.config import load_config
-from asyncrl.launch import bottleneck as judge_module
+from asyncrl.launch import bottleneck
 from asyncrl.launch.bottleneck import BottleneckMonitor
 from asyncrl.launch.placement import place_roles
 from asyncrl.plan import measured, tail
@@ -24,15 +24,15 @@ STATUS: dict[str, Any] = {"step": 5, "generator_idle": 0.2, "learner_idle": 0.01
 STEPS = 30
 
 
-def judge_of(folder: Path) -> BottleneckMonitor:
+def monitor_of(folder: Path) -> BottleneckMonitor:
     config = load_config(folder / "config.yaml")
     return BottleneckMonitor(config, place_roles(config), first_s=0.0)
 
 
-def verdict(judge: BottleneckMonitor) -> str:
-    judge._next_s = 0.0
+def verdict(monitor: BottleneckMonitor) -> str:
+    monitor._next_s = 0.0
     deadline_s = time.monotonic() + 30
-    while not (sentence := judge.update(STATUS)):
+    while not (sentence := monitor.update(STATUS)):
         assert time.monotonic() < deadline_s
         time.sleep(0.005)
     return sentence
@@ -53,15 +53,15 @@ def test_work_and_memory_do_not_grow_with_the_run(tmp_path: Path, monkeypatch: p
         table = pq.read_table(folder / "trace.parquet")
         (folder / "trace.parquet").unlink()
         append_log(folder, table, rows_per_message=10)
-        judge = judge_of(folder)
-        verdict(judge)
+        monitor = monitor_of(folder)
+        verdict(monitor)
         looks.append([])
         for _ in range(2):
             append_log(folder, table.slice(0, 20), rows_per_message=10)
             before = bytes_read()
-            assert "(simulated)" in verdict(judge)
+            assert "(simulated)" in verdict(monitor)
             looks[-1].append(bytes_read() - before)
-            assert len(judge._run._trace.read()) < 110
+            assert len(monitor._run._trace.read()) < 110
     (short, long) = looks
     assert max(long) < 1.2 * min(short) < 100_000, looks
 
@@ -75,11 +75,11 @@ def test_the_caller_does_not_wait_for_the_simulation(tmp_path: Path, monkeypatch
         goes_on.wait(20)
         return Verdict("balanced", "balanced", [])
 
-    monkeypatch.setattr(judge_module, "verdict_of", simulate)
-    judge = judge_of(make_run(Path("runs/r")))
-    assert judge.update(STATUS | {"step": 0}) == "" and threads == [], "there is nothing to judge before the first step"
-    assert [judge.update(STATUS) for _ in range(3)] == ["", "", ""]
+    monkeypatch.setattr(bottleneck, "verdict_of", simulate)
+    monitor = monitor_of(make_run(Path("runs/r")))
+    assert monitor.update(STATUS | {"step": 0}) == "" and threads == [], "nothing to simulate yet"
+    assert [monitor.update(STATUS) for _ in range(3)] == ["", "", ""]
     goes_on.set()
-    assert verdict(judge) == "balanced"
-    assert judge.update(STATUS) == "", "the next one is due in a minute"
+    assert verdict(monitor) == "balanced"
+    assert monitor.update(STATUS) == "", "the next one is due in a minute"
     assert threads == ["judge_0"]

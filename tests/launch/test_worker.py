@@ -81,15 +81,15 @@ def test_last_error_can_be_looked_for_from_an_offset(tmp_path: Path) -> None:
 
 WAITING = """
 import sys, time
-from asyncrl.launch import worker as role
+from asyncrl.launch import worker
 
 def wait(config, spec, should_stop):
     print("here", flush=True)
     while not should_stop():
         time.sleep(0.01)
 
-role.ROLES["learner"] = wait
-sys.exit(role.main(sys.argv[1:]))
+worker.ROLES["learner"] = wait
+sys.exit(worker.main(sys.argv[1:]))
 """
 
 

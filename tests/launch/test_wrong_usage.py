@@ -15,7 +15,7 @@ from asyncrl.config import load_config
 from asyncrl.data import tiny_model
 from asyncrl.data.tiny_model import make_tiny_model
 from asyncrl.errors import ConfigError
-from asyncrl.launch import preflight as checks
+from asyncrl.launch import preflight
 from asyncrl.launch.commands.evaluate import check_out
 from asyncrl.launch.preflight import run_recipes
 from asyncrl.util import user_code
@@ -197,7 +197,7 @@ def test_seeds_are_not_negative(tmp_path: Path, command: list[str]) -> None:
 
 
 def test_a_recipe_that_takes_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "RECIPE_S", 0.3)
+    monkeypatch.setattr(preflight, "RECIPE_S", 0.3)
     values = {"data.train": "d", "model.recipe": "tiny-model", "model.path": str(tmp_path / "model")}
     with pytest.raises(ConfigError, match=r"making tiny-model in .* took longer than 0\.3 s; make it with `asyncrl da"):
         run_recipes(load_config(None, values), Console(quiet=True))

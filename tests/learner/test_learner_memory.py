@@ -15,7 +15,7 @@ from worlds import make_config
 
 from asyncrl.config import Config
 from asyncrl.launch.memory import HEAD_BYTES, Shape, activation_bytes
-from asyncrl.learner import logprob_head as head
+from asyncrl.learner import logprob_head
 from asyncrl.learner.batch import make_batch
 from asyncrl.learner.models import hidden_states, load_policy_model
 from asyncrl.types import NO_VERSION, Group, Trajectory
@@ -83,4 +83,4 @@ def test_activations_are_estimated_tightly_from_above(dtype: str, tmp_path: Path
 
 
 def test_chunks_of_logits_have_the_estimated_size() -> None:
-    assert HEAD_BYTES == 3 * head.CUDA_CHUNK_BYTES
+    assert HEAD_BYTES == 3 * logprob_head.CUDA_CHUNK_BYTES

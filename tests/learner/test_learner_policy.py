@@ -18,7 +18,7 @@ from asyncrl.algorithms.advantages import grpo
 from asyncrl.algorithms.losses import PolicyTerms
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError, RunError
-from asyncrl.learner import logprob_head as head
+from asyncrl.learner import logprob_head
 from asyncrl.learner.algorithm import make_algorithm
 from asyncrl.learner.batch import make_batch
 from asyncrl.learner.checkpoint.hf_export import save_model
@@ -97,7 +97,7 @@ def test_logprobs_are_those_of_the_sampling_temperature(
     chunked: bool, one_rank: Ranks, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if chunked:
-        monkeypatch.setattr(head, "CHUNK_BYTES", 4 * 48 * 5)
+        monkeypatch.setattr(logprob_head, "CHUNK_BYTES", 4 * 48 * 5)
     config = make_config(tiny_model, generator={"temperature": 0.35})
     policy = Policy(config, one_rank)
     model = AutoModelForCausalLM.from_pretrained(tiny_model, attn_implementation="eager", dtype=torch.float64)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from asyncrl.learner import logprob_head as head
+from asyncrl.learner import logprob_head
 from asyncrl.learner.logprob_head import LogprobHead
 
 TOKENS, HIDDEN, VOCABULARY, TEMPERATURE = 23, 6, 50, 0.7
@@ -27,7 +27,7 @@ def gradients(logprobs: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
 def test_values_and_gradients_are_those_of_all_logits(
     chunk_tokens: int, bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(head, "CHUNK_BYTES", 4 * VOCABULARY * chunk_tokens)
+    monkeypatch.setattr(logprob_head, "CHUNK_BYTES", 4 * VOCABULARY * chunk_tokens)
     output, hidden, targets = inputs(bias)
     logprobs, entropies = LogprobHead(output, TEMPERATURE)(hidden, targets)
     assert not entropies.requires_grad
@@ -75,7 +75,7 @@ def test_gradients_in_bfloat16_do_not_depend_on_the_number_of_chunks(monkeypatch
     targets, slopes = torch.randint(VOCABULARY, (tokens,)), torch.rand(tokens)
 
     def of_parameters(output: nn.Linear, chunk_tokens: int) -> list[Tensor]:
-        monkeypatch.setattr(head, "CHUNK_BYTES", 4 * VOCABULARY * chunk_tokens)
+        monkeypatch.setattr(logprob_head, "CHUNK_BYTES", 4 * VOCABULARY * chunk_tokens)
         logprobs, _ = LogprobHead(output, TEMPERATURE)(hidden.to(output.weight.dtype), targets)
         return [g.float() for g in torch.autograd.grad((logprobs * slopes).sum(), list(output.parameters()))]
 

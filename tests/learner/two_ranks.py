@@ -16,7 +16,7 @@ import asyncrl.learner.engine as engine_module
 import asyncrl.learner.policy as policy_module
 from asyncrl.config import Config
 from asyncrl.errors import AsyncrlError
-from asyncrl.learner import logprob_head as head
+from asyncrl.learner import logprob_head
 from asyncrl.learner.distributed import Ranks, process_group
 from asyncrl.learner.loop import Learner
 from asyncrl.types import Shard
@@ -91,7 +91,7 @@ def main(rank: int, port: int, model: Path, out: Path) -> None:
         return settings
 
     engine_module.deepspeed_config = policy_module.deepspeed_config = partition_everything
-    head.CHUNK_BYTES = 4 * 48 * 7  # splits log-probs into chunks, more of them on rank 0
+    logprob_head.CHUNK_BYTES = 4 * 48 * 7  # splits log-probs into chunks, more of them on rank 0
     errors: dict[str, Any] = {}
     try:
         with process_group(endpoints(port), rank, 2, start_timeout_s=120, timeout_s=60) as ranks:
