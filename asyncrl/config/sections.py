@@ -143,7 +143,7 @@ class ReplayConfig(Section):
     """A lease is reassigned if its generator has not confirmed it for this long. Generators confirm their leases every
     second, however long a group takes."""
     max_bytes: int = Field(default=4 << 30, ge=1 << 20)
-    """Limit of the finished groups in memory; above it, only groups that the next batch needs may start."""
+    """Size limit of the finished groups in memory; above it, only groups that the next batch needs may start."""
 
     @property
     def staleness_limit(self) -> int:
@@ -270,7 +270,7 @@ class CheckpointConfig(Section):
     keep_best: bool = True
     """Also keep the checkpoint with the best reward: of its evaluation, or of the `every_steps` steps before it."""
     max_bytes: int | None = Field(default=None, ge=1 << 20)
-    """Limit of `checkpoints/`. If a new checkpoint and the newest one together exceed it, the run fails."""
+    """Size limit of `checkpoints/`. If a new checkpoint and the newest one together exceed it, the run fails."""
 
 
 class JournalConfig(Section):
@@ -283,8 +283,8 @@ class JournalConfig(Section):
     retention: Literal["needed", "all"] = "needed"
     """needed: delete records that checkpoints cover; all: keep all records, to retrain the complete run offline."""
     max_bytes: int = Field(default=16 << 30, ge=1 << 20)
-    """Limit of `journal/`. At half of it a checkpoint is requested; above it, only groups that the next batch needs may
-    start."""
+    """Size limit of `journal/`. At half of it a checkpoint is requested; above it, only groups needed by the next batch
+    may start."""
 
 
 class CriticConfig(Section):

@@ -29,7 +29,8 @@ TOKENIZER_FILES = (
 
 
 def save_model(trained: TrainedModel, folder: Path, *, tokenizer: str) -> None:
-    """Writes the model, and the tokenizer of the model at `tokenizer`, atomically to `folder`. All ranks call it."""
+    """Writes the model, and the tokenizer of the model at `tokenizer`, to `folder`, which is replaced only when the new
+    files are complete. All ranks call it."""
     weights = trained.collect_weights()
     if trained.ranks.rank:
         return
