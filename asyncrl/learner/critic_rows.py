@@ -1,4 +1,4 @@
-"""Packed rows as learner ranks send them to a critic rank; nothing in them is believed before it is checked."""
+"""The message format of packed rows that learner ranks send to a critic rank. Received rows are checked before use."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ ARRAYS_PER_ROW = 3
 
 
 def pack_row(micro: MicroBatch) -> list[Array]:
-    """Tokens, sequence lengths, and the positions whose hidden states are valued: one before an action token is never
-    the last of its sequence, so that those are the `ends`."""
+    """Returns the tokens, the sequence lengths, and the positions whose hidden states are valued. A position before an
+    action token is never the last of its sequence, so last positions are always those of `ends`."""
     starts = torch.nonzero(micro.position_ids == 0).flatten()
     lengths = torch.diff(starts, append=torch.tensor([len(micro.input_ids)]))
     valued = torch.cat([micro.logit_index, micro.ends]).sort().values
@@ -23,8 +23,8 @@ def pack_row(micro: MicroBatch) -> list[Array]:
 
 
 def check_rows(message: Message, *, minibatches: int, vocabulary: int) -> None:
-    """Raises ProtocolError unless the "value" request has whole rows of tokens below `vocabulary`, for so many
-    mini-batches."""
+    """Raises ProtocolError unless the "value" request has `minibatches` mini-batches of complete rows with tokens below
+    `vocabulary`."""
     body, arrays = message.body, message.arrays
     rows = len(body.names)
     if len(body.minibatches) != minibatches or sum(body.minibatches) != rows:
@@ -39,16 +39,17 @@ def check_rows(message: Message, *, minibatches: int, vocabulary: int) -> None:
 
 
 def check_returns(message: Message, *, step: int, tokens: int) -> None:
-    """Raises ProtocolError unless the "train" request has the returns of so many tokens, valued at the step."""
+    """Raises ProtocolError unless the "train" request has the returns of `tokens` tokens, valued at step `step`."""
     if message.body.step != step:
-        raise ProtocolError(f"train: step {message.body.step}, the values given last were of step {step}")
+        raise ProtocolError(f"train: step {message.body.step}, the most recent values are of step {step}")
     given = [f"{NAMES[array.dtype]}{list(array.shape)}" for array in message.arrays]
     if given != [f"f4[{tokens}]"]:
         raise ProtocolError(f"train: frames of {', '.join(given[:3]) or 'nothing'}, expected one of f4[{tokens}]")
 
 
 def unpack_rows(message: Message) -> list[list[MicroBatch]]:
-    """The micro-batches of each mini-batch, as far as a critic needs them, of a request that `check_rows` passed."""
+    """Returns the micro-batches of each mini-batch from a request that passed `check_rows`; fields that a critic does
+    not need are zero."""
     rows = zip(_rows(message.arrays), message.body.names, strict=True)
     micro_batches = iter([_unpack(row, names) for row, names in rows])
     return [[next(micro_batches) for _ in range(count)] for count in message.body.minibatches]

@@ -1,7 +1,7 @@
-"""A critic in processes of its own: the learner ranks send it packed rows and returns, it sends values and metrics.
+"""A critic in separate processes: learner ranks send packed rows and returns, and it replies with values and metrics.
 
-Learner rank r speaks to critic rank r modulo the number of critic ranks. All of a critic rank's learners send the
-same kind of message before it acts, as the learner ranks act together.
+Learner rank r connects to critic rank r modulo the number of critic ranks. A critic rank handles a kind of message only
+when all of its learner ranks have sent it, since the learner ranks act together.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from asyncrl.wire.service_messages import Error, Leave, Ok, Restore, Save, Train
 log = structlog.get_logger()
 
 TICK_S = 0.2
-"""How late a critic sees that it should stop."""
+"""Interval at which a critic checks whether it should stop."""
 
 
 def critic_part(rank: int) -> str:
-    """Name of a critic rank among the writers of a checkpoint."""
+    """Returns the name of a critic rank as the writer of a part of a checkpoint."""
     return f"critic-{rank}"
 
 
@@ -74,20 +74,20 @@ class RemoteCritic:
         return answer.body.metrics
 
     def save(self, folder: Path) -> None:
-        """Has the critic write its model as the run's result; it knows the folder."""
+        """Makes the critic write its model as the run's result. `folder` is unused: the critic knows the path."""
         self._save(self._step, "model")
 
     def snapshot(self, folder: Path) -> Files:
-        """Has the critic write its state to this checkpoint of the run."""
+        """Makes the critic write its state to the run's checkpoint in `folder`."""
         self._save(step_of(folder), "state")
         return {}
 
     def restore(self, folder: Path) -> None:
-        """Has the critic read its state from this checkpoint of the run."""
+        """Makes the critic load its state from the run's checkpoint in `folder`."""
         self._connection.request(Restore(self.rank, step_of(folder)), timeout_s=self.timeout_s)
 
     def close(self) -> None:
-        """Lets the critic rank end, which it does when all its learner ranks have left."""
+        """Tells the critic rank that this learner rank has left. The critic rank ends when all of them have."""
         self._connection.send(Leave(self.rank))
         self._connection.close()
 
@@ -96,8 +96,8 @@ class RemoteCritic:
 
 
 class CriticServer:
-    """One critic rank: answers its learner ranks, a round of all of them at a time. A learner rank is one connection,
-    the first that speaks for it."""
+    """One critic rank. It answers its learner ranks in rounds of one request from each. A learner rank is bound to the
+    first connection that sends a request in its name."""
 
     def __init__(
         self,
@@ -109,26 +109,26 @@ class CriticServer:
         out_dir: Path,
         should_stop: Callable[[], bool],
     ) -> None:
-        """Checkpoints are in `run_dir`, and the model goes to `out_dir`: no message names a path."""
+        """Checkpoints are in `run_dir`, and the model is written to `out_dir`; messages contain no paths."""
         self.critic = critic
         self.checkpoints, self.model_folder = run_dir / CHECKPOINTS, out_dir / "critic"
         self.learners = learners
         self.should_stop = should_stop
         self._writer = PartWriter(critic_part(critic.ranks.rank))
         self._peers: dict[int, bytes] = {}
-        """The connection of every learner rank."""
+        """The connection of each learner rank."""
         self._received: dict[int, Message] = {}
-        """Messages of the round, by learner rank."""
+        """Requests of the current round, by learner rank."""
         self._step = 0
-        """Of the values that were given last."""
+        """Step of the values that were sent last."""
         self._spans: dict[int, list[slice]] = {}
-        """Of every learner rank: where the action tokens of its micro-batches are in the joined batch."""
+        """Ranges of the action tokens of each learner rank's micro-batches in the joined batch."""
         handlers = dict.fromkeys((*_ANSWERS, Leave), self._collect)
         self._server = Server(endpoints, endpoints.critics[critic.ranks.rank], "critic", handlers)
 
     def serve(self) -> None:
-        """Answers until all learner ranks have left or `should_stop`. Raises what the training raises, after the
-        learner ranks were told."""
+        """Answers requests until all learner ranks have left or `should_stop` returns True. Waits for one request of
+        each learner rank. Errors of the training are sent to the learner ranks and then raised."""
         while (received := self._round()) is not None:
             kinds = {type(message.body) for message in received.values()}
             if kinds == {Leave}:
@@ -136,7 +136,7 @@ class CriticServer:
             try:
                 if len(kinds) > 1:
                     names = sorted(KINDS[kind] for kind in kinds)
-                    raise InvariantError(f"the learner ranks ask the critic for different things: {names}")
+                    raise InvariantError(f"the learner ranks send the critic different requests: {names}")
                 replies = _ANSWERS[kinds.pop()](self, received)
             except AsyncrlError as error:
                 self._answer(received, dict.fromkeys(received, Reply(Error(str(error)))))
@@ -148,7 +148,7 @@ class CriticServer:
         self._writer.close(wait=False)  # a part that the learner ranks wait for is written before they leave
 
     def _round(self) -> dict[int, Message] | None:
-        """One message of every learner rank; None when the process should stop. Raises RunError when a checkpoint
+        """Returns one request of each learner rank, or None if the process should stop. Raises RunError if a checkpoint
         could not be written."""
         self._received = {}
         while len(self._received) < len(self.learners):
@@ -165,19 +165,19 @@ class CriticServer:
             self._server.send(message.peer, message.seq, replies[rank])
 
     def _collect(self, message: Message) -> None:
-        """Adds a message to the round. Raises ProtocolError unless it is a request that this critic rank can act on."""
+        """Adds a request to the round. Raises ProtocolError unless it is valid for this critic rank."""
         kind, body, peer = message.kind, message.body, message.peer
         if body.rank not in self.learners:
             raise ProtocolError(f"{kind!r} of learner rank {body.rank}, this critic serves {self.learners}")
         if self._peers.get(body.rank, peer) != peer:
-            raise ProtocolError(f"{kind!r} of learner rank {body.rank} by another than it")
+            raise ProtocolError(f"{kind!r} of learner rank {body.rank} came from another connection than its own")
         if isinstance(body, Value):
             config = self.critic.config
             vocabulary = self.critic.model.model.config.get_text_config().vocab_size
             check_rows(message, minibatches=config.learner.minibatches, vocabulary=vocabulary)
         elif isinstance(body, Train):
             if not self._spans:
-                raise ProtocolError("train: no values were given that returns could be of")
+                raise ProtocolError("train: no values were requested before these returns")
             spans = self._spans[body.rank]
             check_returns(message, step=self._step, tokens=sum(span.stop - span.start for span in spans))
         self._peers[body.rank] = peer
@@ -241,14 +241,14 @@ _ANSWERS: dict[type[Body], Callable[[CriticServer, dict[int, Message]], dict[int
     Save: CriticServer._save,
     Restore: CriticServer._restore,
 }
-"""What a critic does with the messages of one round."""
+"""Handlers of one round's messages, by kind."""
 
 
 def run_critic(
     config: Config, *, rank: int, endpoints: Endpoints, run_dir: Path, out_dir: Path, should_stop: Callable[[], bool]
 ) -> None:
-    """One critic rank with a process of its own, until its learner ranks have left. Checkpoints are in `run_dir`; the
-    model is written to `out_dir/critic`."""
+    """Runs one critic rank in this process until its learner ranks have left. Checkpoints are in `run_dir`; the model
+    is written to `out_dir/critic`."""
     launch, count = config.launch, config.critic.ranks
     own = replace(endpoints, learners=endpoints.critic_ranks)
     if config.deterministic:
@@ -273,8 +273,8 @@ def run_critic(
 
 
 def _agreed(messages: dict[int, Message], *names: str) -> tuple[Any, ...]:
-    """What all the ranks' messages say under these names. Raises InvariantError when they differ."""
-    said = {tuple(getattr(message.body, name) for name in names) for message in messages.values()}
-    if len(said) > 1:
-        raise InvariantError(f"the learner ranks ask the critic for different things: {sorted(said)}")
-    return said.pop()
+    """Returns the fields `names`, which are equal in all ranks' messages. Raises InvariantError if they differ."""
+    values = {tuple(getattr(message.body, name) for name in names) for message in messages.values()}
+    if len(values) > 1:
+        raise InvariantError(f"the learner ranks send the critic different requests: {sorted(values)}")
+    return values.pop()

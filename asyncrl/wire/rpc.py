@@ -219,7 +219,7 @@ class Server:
             seq = message.seq
             handler = self._handlers.get(message.kind)
             if handler is None:
-                raise ProtocolError(f"{message.kind!r} is no request to the {self.what}")
+                raise ProtocolError(f"{message.kind!r} is not a request to the {self.what}")
             reply = handler(message)
         except (ProtocolError, InvariantError) as error:
             self._refuse(peer, seq, error)

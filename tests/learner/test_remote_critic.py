@@ -1,4 +1,4 @@
-"""A critic in a process of its own gives what one in the learner's process gives."""
+"""A critic in a separate process produces the results of a critic in the learner's process."""
 
 from __future__ import annotations
 
@@ -120,14 +120,14 @@ def test_its_state_is_that_of_a_critic_in_the_learner(
 
 
 def rows(batch, *columns):  # type: ignore[no-untyped-def]
-    """Name and part of each column of every packed sequence, in order."""
+    """Returns the name of every packed sequence and its part of each column, in order."""
     for micro in batch.micro_batches:
         for number, name in enumerate(micro.names):
             yield name, *(column[micro.span][micro.seq == number] for column in columns)
 
 
 def values_after(batch: Batch, values: torch.Tensor) -> dict[Name, float]:
-    """The values after the last tokens of the trajectories that were cut."""
+    """Returns the values after the last tokens of the truncated trajectories."""
     names = [name for micro in batch.micro_batches for name in micro.names]
     return {names[seq]: value for seq, value in zip(batch.ended, values[batch.num_tokens :].tolist(), strict=True)}
 
@@ -155,7 +155,7 @@ def test_an_error_of_the_critic_reaches_its_learners(
 
 @pytest.fixture
 def server(addresses: Endpoints, one_rank: Ranks, tiny_model: Path, tmp_path: Path) -> Iterator[CriticServer]:
-    """A critic rank that serves learner rank 0, in a thread."""
+    """A critic rank in a thread that serves learner rank 0."""
     stop = threading.Event()
     critic = Critic(make_config(tiny_model, **GAE_CONFIG), one_rank)
     server = CriticServer(critic, addresses, learners=[0], run_dir=tmp_path, out_dir=tmp_path, should_stop=stop.is_set)
@@ -202,7 +202,7 @@ def refusal(peer: Connection, body: Body, arrays: Sequence[np.ndarray] = ()) -> 
         ([[TOKENS, LENGTHS, VALUED]], [NAMES], [1], "1 rows in mini-batches of [1], expected 2"),
     ],
 )
-def test_rows_that_are_not_whole_are_refused(
+def test_incomplete_rows_are_refused(
     peer: Connection, rows: list[list[Any]], names: Any, minibatches: list[int], text: str
 ) -> None:
     body = Value(0, 1, minibatches, names)
@@ -222,7 +222,7 @@ def test_returns_that_are_not_of_the_last_values_are_refused(
     batch = pack_groups(config, make_groups(2))
     critic, count = RemoteCritic(config, 0, addresses), batch.num_tokens
     peer = critic._connection
-    assert "no values were given" in refusal(peer, Train(0, 0), [np.zeros(0, np.float32)])
+    assert "no values were requested" in refusal(peer, Train(0, 0), [np.zeros(0, np.float32)])
     critic.values(batch, 1)
     for arrays, given in (
         ([], "nothing"),
@@ -233,11 +233,11 @@ def test_returns_that_are_not_of_the_last_values_are_refused(
     ):
         text = refusal(peer, Train(0, 1), arrays)
         assert f"train: frames of {given}, expected one of f4[{count}]" in text
-    assert "train: step 2, the values given last were of step 1" in refusal(
+    assert "train: step 2, the most recent values are of step 1" in refusal(
         peer, Train(0, 2), [np.zeros(count, np.float32)]
     )
     critic.train(torch.zeros(count))
-    assert "critic/loss" in critic.finish(), "what was refused changed nothing"
+    assert "critic/loss" in critic.finish(), "refused messages have no effect"
     critic.close()
 
 
@@ -245,8 +245,8 @@ def test_returns_that_are_not_of_the_last_values_are_refused(
     ("body", "text"),
     [
         (Leave(7), "'leave' of learner rank 7, this critic serves [0]"),
-        (ReadStatus(), "'status' is no request to the critic"),
-        (Ok({"rank": "x" * 100_000}), "'ok' is no request to the critic"),
+        (ReadStatus(), "'status' is not a request to the critic"),
+        (Ok({"rank": "x" * 100_000}), "'ok' is not a request to the critic"),
     ],
 )
 def test_other_requests_are_refused(peer: Connection, body: Body, text: str) -> None:
@@ -269,7 +269,7 @@ def test_no_request_names_a_path(addresses: Endpoints, peer: Connection, kind: s
     assert answer is not None and answer.kind == "error" and text in answer.body.text
 
 
-def test_a_peer_of_bad_messages_is_cut_off_by_the_critic_and_nobody_else(
+def test_only_a_peer_with_bad_messages_is_cut_off_by_the_critic(
     addresses: Endpoints, server: CriticServer, tiny_model: Path
 ) -> None:
     rubbish = connect_dealer(addresses.critics[0])
@@ -282,7 +282,7 @@ def test_a_peer_of_bad_messages_is_cut_off_by_the_critic_and_nobody_else(
             assert rubbish.poll(5000), "a bad message is answered"
             rubbish.recv_multipart()
         rubbish.send_multipart(bad)
-        assert not rubbish.poll(300), "whatever it sends now"
+        assert not rubbish.poll(300), "later messages of the peer are ignored"
         batch = pack_groups(config, make_groups(2))
         assert len(critic.values(batch, 1)) == batch.num_tokens
     noted = [entry for entry in logs if entry["event"] == "bad message to the critic"]
@@ -292,7 +292,7 @@ def test_a_peer_of_bad_messages_is_cut_off_by_the_critic_and_nobody_else(
     rubbish.close()
 
 
-def test_a_stranger_gets_no_answer_of_the_critic_and_changes_nothing(
+def test_a_stranger_gets_no_answer_from_the_critic_and_has_no_effect(
     addresses: Endpoints, server: CriticServer, tmp_path: Path
 ) -> None:
     stranger = connect_dealer(addresses.critics[0])
@@ -306,7 +306,7 @@ def test_a_stranger_gets_no_answer_of_the_critic_and_changes_nothing(
     stranger.close()
 
 
-def test_a_rank_speaks_only_for_itself(
+def test_a_rank_cannot_send_requests_for_another(
     addresses: Endpoints, server: CriticServer, peer: Connection, tiny_model: Path, tmp_path: Path
 ) -> None:
     config = make_config(tiny_model, **GAE_CONFIG)
@@ -314,20 +314,20 @@ def test_a_rank_speaks_only_for_itself(
     critic = RemoteCritic(config, 0, addresses)
     critic.values(batch, 1)
     for kind, body in (("save", Save(0, 1, "model")), ("leave", Leave(0))):
-        assert f"{kind!r} of learner rank 0 by another than it" in refusal(peer, body)
+        assert f"{kind!r} of learner rank 0 came from another connection than its own" in refusal(peer, body)
     critic.train(torch.zeros(batch.num_tokens))
-    assert "critic/loss" in critic.finish(), "it serves the one that came first"
+    assert "critic/loss" in critic.finish(), "it serves the peer that connected first"
     assert not (tmp_path / "critic").exists()
     critic.close()
 
 
 def test_learner_ranks_must_agree_on_the_step() -> None:
     messages = {rank: Message("save", 1, Save(rank, rank, "state"), Block([], None)) for rank in (0, 1)}
-    with pytest.raises(InvariantError, match=r"different things: \[\(0, 'state'\), \(1, 'state'\)\]"):
+    with pytest.raises(InvariantError, match=r"different requests: \[\(0, 'state'\), \(1, 'state'\)\]"):
         _agreed(messages, "step", "what")
 
 
-def test_a_critic_that_is_not_there_is_named(addresses: Endpoints, tiny_model: Path) -> None:
+def test_a_missing_critic_is_named(addresses: Endpoints, tiny_model: Path) -> None:
     config = make_config(tiny_model, **GAE_CONFIG, launch={"progress_timeout_s": 0.3})
     critic = RemoteCritic(config, 0, addresses)
     with pytest.raises(PeerTimeoutError, match=r"critic rank 0 at tcp://127.0.0.1:\d+ did not answer 'value' within"):

@@ -250,7 +250,7 @@ def test_rubbish_is_counted_and_hurts_nobody(served: ReplayQueue, endpoints: End
         rubbish.send_multipart(frames)
     rubbish.send_multipart(encode("another-run", Stop("now")))
     assert not rubbish.poll(300), "who does not know the run id gets no answer"
-    told = [(Lost("first"), "lost: generator"), (Error("no"), "'error' is no request to the replay queue")]  # type: ignore[arg-type]
+    told = [(Lost("first"), "lost: generator"), (Error("no"), "'error' is not a request to the replay queue")]  # type: ignore[arg-type]
     for body, text in told:
         rubbish.send_multipart(encode(endpoints.run_id, body))
         assert rubbish.poll(10_000), "a bad message of the run is answered"

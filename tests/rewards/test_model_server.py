@@ -77,7 +77,7 @@ BAD_REQUESTS = [
     (request(timeout_s=1e9), "score: timeout_s: Expected `float` <= 3600.0"),
     (request(more=1), "score: Object contains unknown field `more`"),
     ([*request(), b""], "score: 1 frames do not fit the header's list of arrays"),
-    (raw_frames("run", "status", {}), "'status' is no request to the reward model"),
+    (raw_frames("run", "status", {}), "'status' is not a request to the reward model"),
 ]
 
 
