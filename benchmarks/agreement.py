@@ -63,7 +63,7 @@ def family_config(folder: Path, dtype: str) -> Config:
             "generator.group_size": 2,
             "generator.max_running_groups": 4,
             "generator.max_new_tokens": 24,
-            "generator.max_model_tokens": 256,
+            "generator.engine_options": {"max_model_len": 256},
             "generator.kv_cache_bytes": 16 << 20,
         },
     )

@@ -96,12 +96,13 @@ def trl_process(model: str, quick: bool) -> None:
 
     rows = pq.read_table(DATA).to_pylist()
     data = Dataset.from_list([{"prompt": row["prompt"], "answer": row["reward_model"]["ground_truth"]} for row in rows])
+    adamw = learner.adamw_options
     with tempfile.TemporaryDirectory() as folder:
         settings = GRPOConfig(
             output_dir=folder, use_cpu=not torch.cuda.is_available(), bf16=False, max_steps=STEPS, num_generations=size,
             per_device_train_batch_size=groups * size, gradient_accumulation_steps=1, learning_rate=learner.lr,
-            warmup_steps=learner.warmup_steps, lr_scheduler_type="linear", weight_decay=learner.weight_decay,
-            adam_beta1=learner.adam_betas[0], adam_beta2=learner.adam_betas[1], max_grad_norm=learner.max_grad_norm,
+            warmup_steps=learner.warmup_steps, lr_scheduler_type="linear", weight_decay=adamw.weight_decay,
+            adam_beta1=adamw.betas[0], adam_beta2=adamw.betas[1], max_grad_norm=learner.max_grad_norm,
             max_completion_length=config.generator.max_new_tokens, temperature=1.0, beta=0.0, report_to=[],
             gradient_checkpointing=False, save_strategy="no", logging_strategy="no", disable_tqdm=True,
         )  # fmt: skip

@@ -39,7 +39,7 @@ def settings(model: str, *, steps: int, max_staleness: int, quick: bool) -> list
     """Returns overrides of the demo for this workload. The learning rate is so small that the lengths do not change."""
     groups = QUICK_GROUPS_PER_STEP if quick else GROUPS_PER_STEP
     return [
-        f"model.path={model}", "model.recipe=null", f"steps={steps}", f"replay.max_staleness={max_staleness}",
+        f"model.path={model}", "recipe=null", f"steps={steps}", f"replay.max_staleness={max_staleness}",
         "replay.zero_variance=train", f"replay.groups_per_step={groups}", "learner.lr=1e-12",
         "learner.warmup_steps=0", f"generator.group_size={GROUP_SIZE}", f"generator.max_new_tokens={MAX_TOKENS}",
         f"generator.max_running_groups={RUNNING_GROUPS}", "checkpoint.every_steps=null", "journal.retention=all",

@@ -130,7 +130,7 @@ def all_prompts(config: Config) -> Iterator[list[int]]:
 def sampling(config: Config) -> Any:
     from asyncrl.generator.vllm_backend.setup import sampling_params
 
-    return sampling_params(config, config.generator.temperature, config.generator.top_p)
+    return sampling_params(config, {"temperature": config.generator.temperature})
 
 
 def generate(llm: LLM, config: Config, prompts: Iterator[list[int]]) -> list[Group]:

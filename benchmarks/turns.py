@@ -42,7 +42,7 @@ def engine_step(model: str, running: int) -> Callable[[], None]:
 
     use_batch_scheduling()
     engine, prompts, begun = build_engine(config, 0), all_prompts(config), 0
-    sampling = sampling_params(config, 1.0, 1.0).clone()
+    sampling = sampling_params(config, {"temperature": 1.0}).clone()
     sampling.ignore_eos, sampling.max_tokens = True, MAX_TOKENS
 
     def step() -> None:

@@ -25,7 +25,7 @@ TIMEOUT_S = 120.0
 REST_S = 0.15
 """Pause before a version is sent, after which every receiver waits for it, as in a run."""
 BUCKET_BYTES = 64 << 20
-"""The default of `weights.bucket_bytes`."""
+"""As senders of a run."""
 HOST = "127.0.0.1"
 
 

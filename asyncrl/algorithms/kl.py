@@ -15,6 +15,8 @@ MAX_K3 = 10.0
 """Upper bound of k3 per token in nats; k3 grows linearly with the ratio."""
 MAX_STEP = 0.2
 """Bound on the relative error of the divergence to which the adaptive controller responds in one step."""
+HORIZON = 10_000
+"""Number of sequences over which the adaptive controller adapts the coefficient, as in arXiv:1909.08593."""
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, *, estimator: Estimator = "k3") -> Tensor:
@@ -69,7 +71,7 @@ class AdaptiveKL:
     Raises ValueError for a target or horizon that is not positive.
     """
 
-    def __init__(self, coef: float, target: float, horizon: int) -> None:
+    def __init__(self, coef: float, target: float, horizon: int = HORIZON) -> None:
         for name, value in (("target", target), ("horizon", horizon)):
             if not value > 0:
                 raise ValueError(f"{name} = {value!r}: must be positive")

@@ -1,17 +1,10 @@
 """The settings of a run: what there is, how it is read, and what is wrong with it."""
 
+from asyncrl.config.base import MappingValue, Options, Rewards, RewardSpec
 from asyncrl.config.config import Config
-from asyncrl.config.loading import config_keys, find_config, load_config, parse_override
-from asyncrl.config.sections import (
-    MAX_GENERATORS,
-    AlgorithmConfig,
-    CriticConfig,
-    LearnerConfig,
-    Options,
-    Rewards,
-    RewardSpec,
-    too_many_generators,
-)
+from asyncrl.config.loading import config_keys, find_config, load_config, option_fields, option_keys, parse_override
+from asyncrl.config.sections import MAX_GENERATORS, too_many_generators
+from asyncrl.config.training import AlgorithmConfig, CriticConfig, LearnerConfig
 from asyncrl.util.hints import check_options, did_you_mean, did_you_mean_or_list, unknown_name
 
 __all__ = [
@@ -20,6 +13,7 @@ __all__ = [
     "Config",
     "CriticConfig",
     "LearnerConfig",
+    "MappingValue",
     "Options",
     "RewardSpec",
     "Rewards",
@@ -29,6 +23,8 @@ __all__ = [
     "did_you_mean_or_list",
     "find_config",
     "load_config",
+    "option_fields",
+    "option_keys",
     "parse_override",
     "too_many_generators",
     "unknown_name",

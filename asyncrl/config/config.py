@@ -11,24 +11,20 @@ from typing import Literal, Self
 import yaml
 from pydantic import Field, model_validator
 
+from asyncrl.config.base import Options, Rewards, Section
 from asyncrl.config.sections import (
-    AlgorithmConfig,
     CheckpointConfig,
-    CriticConfig,
     DataConfig,
     EvalConfig,
     GeneratorConfig,
     JournalConfig,
     LaunchConfig,
-    LearnerConfig,
     ModelConfig,
     ObserveConfig,
-    Options,
     ReplayConfig,
-    Rewards,
-    Section,
     WeightsConfig,
 )
+from asyncrl.config.training import AlgorithmConfig, CriticConfig, LearnerConfig
 
 
 class Config(Section):
@@ -37,10 +33,10 @@ class Config(Section):
     model: ModelConfig
     data: DataConfig
     rewards: Rewards = "exact"
-    """A reward's name, `module:function` or `file.py:function`; or weights, {name: number}, to add several up; or a
-    table of these by data source, with "default" for the others."""
+    """A reward's name, `module:function` or `file.py:function`; or weights, {name: number}, of a sum of several; or a
+    mapping of these by data source, with "default" for the others."""
     reward_options: dict[str, Options] = Field(default_factory=dict)
-    """Options (keyword-only arguments) of reward functions, by the name they have in `rewards`."""
+    """Options (keyword-only arguments) of reward functions, by their names in `rewards`."""
     generator: GeneratorConfig = GeneratorConfig()
     replay: ReplayConfig = ReplayConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -56,14 +52,17 @@ class Config(Section):
     """Name of the run; its folder is `runs/<name>`."""
     steps: int = Field(default=100, ge=1)
     """Optimizer steps."""
+    recipe: Literal["demo"] | None = None
+    """demo: make the demo's small model in `model.path`, and its sums in `data.train` and `data.eval`, where these do
+    not exist."""
     seed: int = Field(default=0, ge=0)
-    """Of the order of prompts, the sampling of completions, and what a recipe makes."""
+    """Seed of the order of prompts, the sampling of completions, and the files of the recipe."""
     deterministic: bool = False
-    """Two runs with the same config give identical weights and metrics, also when one was interrupted and resumed.
-    Needs `replay.max_staleness: 0`; on a CPU completions are generated one at a time."""
+    """Two runs with the same config have identical weights and metrics, also if one was interrupted and resumed.
+    Requires `replay.max_staleness: 0`; on a CPU completions are generated one at a time."""
     resume: Literal["never", "auto", "must"] = "never"
-    """never: an earlier run of this name is moved aside; auto: it goes on if it has not finished; must: it goes on,
-    and there must be one (`asyncrl launch --resume`)."""
+    """never: an earlier run of this name is moved aside; auto: it is resumed if it has not finished; must: it is
+    resumed, and must exist (`asyncrl launch --resume`)."""
 
     @model_validator(mode="after")
     def _cross_checks(self) -> Self:
@@ -90,18 +89,19 @@ class Config(Section):
             )
         if self.deterministic and self.generator.prefix_caching:
             raise ValueError(
-                "deterministic with generator.prefix_caching: log-probs would depend on what is cached; switch one off"
+                "deterministic with generator.engine_options.enable_prefix_caching: log-probs would depend on what is "
+                "cached; switch one off"
             )
         window = self.generator.max_model_tokens
         if window is not None and window <= self.generator.max_new_tokens:
             raise ValueError(
-                f"generator.max_model_tokens = {window} leaves no room for a prompt: "
+                f"generator.engine_options.max_model_len = {window} leaves no room for a prompt: "
                 f"it must be above generator.max_new_tokens = {self.generator.max_new_tokens}"
             )
         return self
 
     def evaluates(self, version: int) -> bool:
-        """Whether the run evaluates this policy version: the first, the last, and multiples of `eval.every_steps`."""
+        """True if the run evaluates this policy version: the first, the last, and multiples of `eval.every_steps`."""
         every = self.eval.every_steps
         due = version in (0, self.steps) or (every is not None and version % every == 0)
         return bool(self.data.eval_files) and due
@@ -111,7 +111,7 @@ class Config(Section):
         return Path("runs") / self.run
 
     def to_yaml(self) -> str:
-        """The whole resolved config; `load_config` of it gives an equal one."""
+        """The complete resolved config; `load_config` returns an equal one from it."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
+from asyncrl.config.base import MappingValue, Section
 from asyncrl.config.config import Config
-from asyncrl.config.sections import Section
 from asyncrl.errors import ConfigError
 from asyncrl.util.hints import did_you_mean
 
@@ -30,18 +32,43 @@ KIND = re.compile(r"(str|constrained-int|literal|list|dict)(\[.*\])?")
 
 
 RENAMED = {
-    "algorithm.opsm_delta": "algorithm.offpolicy_mask_delta",
     "generator.gpu_memory_fraction": "generator.gpu_memory_utilization",
     "journal.keep": "journal.retention",
     "replay.held_steps": "replay.min_staleness",
     "replay.no_signal": "replay.zero_variance",
 }
-"""Keys of earlier versions, and their names now. Configs and saved runs with an earlier name are refused."""
-REMOVED = {
-    "generator.top_p": "training samples from the full distribution, since importance ratios of a cut one are biased; "
-    "leave it out (evaluation has eval.top_p)",
+"""Keys of earlier versions, and their names. Configs and saved runs with an earlier name are refused."""
+MOVED = {
+    "algorithm.offpolicy_mask_delta": "algorithm.correction: {mask_delta: VALUE}",
+    "algorithm.opsm_delta": "algorithm.correction: {mask_delta: VALUE}",
+    "algorithm.truncated_penalty": "algorithm.truncated: {penalize: VALUE}",
+    "data.data_source_column": "data.columns: {data_source: VALUE}",
+    "data.ground_truth_column": "data.columns: {ground_truth: VALUE}",
+    "data.prompt_column": "data.columns: {prompt: VALUE}",
+    "data.recipe": "recipe: demo",
+    "eval.temperature": "eval.sampling: {temperature: VALUE}",
+    "eval.top_p": "eval.sampling: {top_p: VALUE}",
+    "generator.max_model_tokens": "generator.engine_options: {max_model_len: VALUE}",
+    "generator.prefix_caching": "generator.engine_options: {enable_prefix_caching: VALUE}",
+    "launch.host": "launch.address: VALUE",
+    "launch.port": "launch.address: HOST:VALUE",
+    "learner.adam_betas": "learner.adamw_options: {betas: VALUE}",
+    "learner.weight_decay": "learner.adamw_options: {weight_decay: VALUE}",
+    "model.recipe": "recipe: demo",
+    "replay.auto_bounds": "replay.auto_options: {low: ..., high: ...}",
+    "replay.auto_ess": "replay.auto_options: {ess: VALUE}",
 }
-"""Keys of earlier versions that had one legal value, and why."""
+"""Keys of earlier versions that have another form; VALUE stands for the value that was given."""
+REMOVED = {
+    "algorithm.kl_horizon": "kl_reward_coef always adapts over 10000 trajectories; leave it out",
+    "generator.top_p": "training samples from the full distribution, since importance ratios of a cut one are biased; "
+    "leave it out (evaluation has eval.sampling)",
+    "launch.restart_window_s": "restarts always count for 600 s; leave it out",
+    "replay.lease_timeout_s": "a lease that is not renewed for launch.heartbeat_timeout_s is handed out again; "
+    "leave it out",
+    "weights.bucket_bytes": "weights are always sent in buckets of 64 MiB; leave it out",
+}
+"""Keys of earlier versions that had one useful value or belong to another one, and the reason."""
 
 
 def load_config(path: str | Path | None, overrides: Mapping[str, Any] | Sequence[str] = ()) -> Config:
@@ -75,11 +102,28 @@ def parse_override(text: str) -> tuple[str, Any]:
 
 
 def config_keys() -> list[str]:
-    """All dotted keys there are."""
+    """All dotted keys."""
     return [dotted for dotted, _ in _walk(Config)]
 
 
-def _walk(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def option_keys() -> list[str]:
+    """The dotted names inside the keys whose values are mappings with known names, such as `data.columns.prompt`."""
+    return [f"{dotted}.{name}" for dotted, info in _walk(Config) for name in option_fields(info)]
+
+
+def _all_keys() -> list[str]:
+    return [*config_keys(), *option_keys()]
+
+
+def option_fields(info: FieldInfo) -> dict[str, FieldInfo]:
+    """The names inside a key whose value is, or may be, a mapping with known names; empty for other keys."""
+    types = [info.annotation, *get_args(info.annotation)]
+    types += [part for one in types for part in get_args(one)]
+    mappings = [one for one in types if isinstance(one, type) and issubclass(one, MappingValue)]
+    return {name: field for one in mappings for name, field in one.model_fields.items()}
+
+
+def _walk(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     for name, info in section.model_fields.items():
         if isinstance(info.annotation, type) and issubclass(info.annotation, Section):
             yield from _walk(info.annotation, f"{prefix}{name}.")
@@ -131,24 +175,32 @@ def _explain(item: Any) -> str:
     location = [str(part) for part in item["loc"] if not KIND.fullmatch(str(part))]
     dotted = ".".join(location)
     if item["type"] == "extra_forbidden":
-        if dotted in RENAMED:
-            return f"{dotted} = {item['input']!r}: unknown key; it is now {RENAMED[dotted]}"
-        if dotted in REMOVED:
-            return f"{dotted} = {item['input']!r}: unknown key; {REMOVED[dotted]}"
-        last = location[-1]
-        keys = config_keys()
-        sections = list(Config.model_fields)
-        siblings = [key for key in [*keys, *sections] if key.rpartition(".")[0] == dotted.rpartition(".")[0]]
-        hint = did_you_mean(dotted, siblings) or did_you_mean(dotted, keys)
-        if not hint:
-            elsewhere = [key for key in keys if key.rpartition(".")[2] == last]
-            hint = f"; did you mean {elsewhere[0]}?" if elsewhere else ""
-        return f"{dotted} = {item['input']!r}: unknown key{hint}"
+        return f"{dotted} = {item['input']!r}: unknown key{_way_out(dotted, item['input'])}"
     if item["type"] == "missing":
         return f"{dotted}: required, but not set; give it in the file or as {dotted}=VALUE"
+    if item["type"] == "model_type":
+        names = [key.rpartition(".")[2] for key in _all_keys() if key.rpartition(".")[0] == dotted]
+        return f"{dotted} = {item['input']!r}: must be a mapping with {', '.join(names)}"
     message = item["msg"].removeprefix("Value error, ")
     if not dotted:
         return message
     if item["type"] == "value_error" and isinstance(item["input"], dict):
         return f"{dotted}.{message}"
     return f"{dotted} = {item['input']!r}: {message[0].lower()}{message[1:]}"
+
+
+def _way_out(dotted: str, value: Any) -> str:
+    """What an unknown key is replaced by: a former key by its present form, others by the nearest key."""
+    if dotted in RENAMED:
+        return f"; it is now {RENAMED[dotted]}"
+    if dotted in MOVED:
+        return f"; it is now {MOVED[dotted].replace('VALUE', json.dumps(value, default=str))}"
+    if dotted in REMOVED:
+        return f"; {REMOVED[dotted]}"
+    section, _, last = dotted.rpartition(".")
+    keys = _all_keys()
+    siblings = [key for key in [*keys, *Config.model_fields] if key.rpartition(".")[0] == section]
+    if hint := did_you_mean(dotted, siblings) or did_you_mean(dotted, keys):
+        return hint
+    elsewhere = [key for key in keys if key.rpartition(".")[2] == last]
+    return f"; did you mean {elsewhere[0]}?" if elsewhere else ""

@@ -1,4 +1,4 @@
-"""Options that are passed on to vLLM and DeepSpeed, and those of theirs that a config cannot set, with the reason."""
+"""The options of vLLM and DeepSpeed that a config cannot set, with the reasons, and checks of those that it can."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ ENGINE_REFUSED = {
     "dtype": "it is model.dtype",
     "trust_remote_code": "it is model.trust_remote_code",
     "seed": "it follows from seed, the generator and its start",
-    "max_model_len": "it is generator.max_model_tokens",
     "max_num_seqs": "it is generator.max_running_groups times generator.group_size",
-    "enable_prefix_caching": "it is generator.prefix_caching",
     "gpu_memory_utilization": "it is computed from generator.gpu_memory_utilization and the other roles on the GPU",
     "kv_cache_memory_bytes": "it is generator.kv_cache_bytes",
     "disable_log_stats": _OF_THE_RUN,
@@ -59,6 +57,24 @@ ENGINE_REFUSED = {
 }
 ENGINE_REFUSED_PREFIXES = {"data_parallel_": _IN_PROCESS, "_": "it is none of vLLM's public options"}
 
+_KEPT = "the log-prob of each sampled token is all that is kept"
+_NO_TEXT = "the engine samples tokens and makes no text of them"
+SAMPLING_REFUSED = {
+    "n": "it is eval.samples",
+    "max_tokens": "it is generator.max_new_tokens",
+    "seed": "it follows from seed",
+    "logprobs": _KEPT,
+    "prompt_logprobs": _KEPT,
+    "logprob_token_ids": _KEPT,
+    "flat_logprobs": _KEPT,
+    "stop": _NO_TEXT,
+    "include_stop_str_in_output": _NO_TEXT,
+    "detokenize": _NO_TEXT,
+    "skip_special_tokens": _NO_TEXT,
+    "output_kind": _OF_THE_RUN,
+    "skip_clone": _OF_THE_RUN,
+}
+
 DEEPSPEED_REFUSED = {
     "train_batch_size": "the learner forms its batches",
     "train_micro_batch_size_per_gpu": "it is learner.tokens_per_microbatch",
@@ -69,7 +85,7 @@ DEEPSPEED_REFUSED = {
     "zero_optimization.offload_optimizer": "the learner clips the gradients, which it needs on the GPU for that",
     "zero_optimization.offload_param": "the learner gathers and sends the weights, which it needs on the GPU for that",
     "zero_optimization.cpu_offload": "the learner clips the gradients, which it needs on the GPU for that",
-    "optimizer": "it is AdamW with learner.lr, learner.adam_betas and learner.weight_decay",
+    "optimizer": "it is AdamW with learner.lr and learner.adamw_options",
     "scheduler": "it is learner.lr_schedule",
     "bf16": "it is model.dtype",
     "bfloat16": "it is model.dtype",
@@ -92,6 +108,18 @@ def check_engine_options(options: Mapping[str, Any]) -> None:
         by_prefix = (why for prefix, why in ENGINE_REFUSED_PREFIXES.items() if name.startswith(prefix))
         if reason := ENGINE_REFUSED.get(name) or next(by_prefix, None):
             raise ValueError(f"engine_options.{name} = {options[name]!r}: cannot be set here: {reason}")
+    window = options.get("max_model_len")
+    if window is not None and (type(window) is not int or window < 2):
+        raise ValueError(f"engine_options.max_model_len = {window!r}: must be a number of tokens, at least 2, or null")
+    if type(caching := options.get("enable_prefix_caching", False)) is not bool:
+        raise ValueError(f"engine_options.enable_prefix_caching = {caching!r}: must be true or false")
+
+
+def check_sampling(options: Any) -> None:
+    """Raises ValueError naming the first of vLLM's sampling parameters that a config cannot set, and why."""
+    for name in options if isinstance(options, Mapping) else ():
+        if reason := SAMPLING_REFUSED.get(name):
+            raise ValueError(f"{name} = {options[name]!r}: cannot be set here: {reason}")
 
 
 def check_deepspeed_options(options: Mapping[str, Any], prefix: str = "") -> None:

@@ -1,64 +1,51 @@
-"""The sections of a config, as frozen pydantic models that reject invalid values."""
+"""The sections of a config for the model, the data, generation, the queue, storage and processes.
+
+Those of the algorithm, the learner and the critic are in `training.py`. Values that cannot work are refused.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
+from pydantic import Field, JsonValue, field_validator, model_validator
 
-from asyncrl.config.passthrough import check_deepspeed_options, check_engine_options
+from asyncrl.config.base import Section
+from asyncrl.config.mappings import AutoOptions, Columns, Sampling
+from asyncrl.config.passthrough import check_engine_options
 
 MAX_GENERATORS = 1024
-"""Maximum number of generators of a run: each is a process on this machine, and one replay queue serves all of them."""
-
-Options = dict[str, bool | int | float | str | None]
-"""Keyword-only arguments of a function named in the config."""
-
-RewardSpec = str | dict[str, float]
-"""The reward of a row: one function, or several with their weights."""
-Rewards = RewardSpec | dict[str, RewardSpec]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+"""Of a run: each is a process of this machine, and one replay queue answers them all."""
+LAST_PORT = 65535
 
 
 class ModelConfig(Section):
     """The policy to train."""
 
     path: str
-    """Folder of the policy before training, in Hugging Face format. Models of the hub must be downloaded first."""
+    """Folder of the policy to start from, in Hugging Face format; a model of the hub must be downloaded first."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of weights and activations in engine and learner; log-probs are always float32."""
-    recipe: Literal["tiny-model"] | None = None
-    """Small model to create at `path` if the folder does not exist."""
     trust_remote_code: bool = False
-    """Run Python code from the model's folder. Not needed for model types that transformers implements."""
+    """Run the Python code in the model's folder; models that transformers has itself need none."""
 
 
 class DataConfig(Section):
     """The prompts."""
 
     train: str | list[str]
-    """Parquet file or files of prompts."""
+    """Parquet file or files of training prompts."""
     eval: str | list[str] | None = None
-    """Parquet file or files of evaluation prompts; without it there is no evaluation."""
-    recipe: Literal["arithmetic"] | None = None
-    """Small dataset to create at `train` if the file does not exist."""
+    """Parquet file or files of evaluation prompts; without any nothing is evaluated."""
     weights: list[float] | None = None
-    """Weight of each training file in sampling, in the order of the files; by default its number of rows."""
-    prompt_column: str = "prompt"
-    """Column with a string or a list of chat messages."""
-    ground_truth_column: str | None = "reward_model.ground_truth"
-    """Column, or field of a struct column, with the value that the reward compares with; None for data without one."""
-    data_source_column: str = "data_source"
-    """Column with the data source of each row, which selects the reward; without this column, the file name."""
+    """Fraction of the prompts from each training file, in their order; by default proportional to their rows."""
+    columns: Columns = Columns()
+    """Columns of the files, by the names prompt, ground_truth and data_source."""
     string_prompts: Literal["text", "user"] = "text"
-    """Use a string prompt unchanged (text), or as a user message in the model's chat template (user)."""
+    """A string prompt is the complete text (text), or a user message for the model's chat template (user)."""
     shuffle: bool = True
-    """Shuffle the rows in each epoch, depending on `seed`; otherwise keep the order of the files."""
+    """Each epoch has another order of the rows, by `seed`; otherwise it is the order of the files."""
     max_prompt_tokens: int | None = Field(default=None, ge=1)
-    """Longer prompts are counted and skipped. The model's window may lower this limit."""
+    """Longer prompts are counted and skipped, as are those that do not fit the model's window."""
 
     @property
     def train_files(self) -> list[str]:
@@ -69,11 +56,11 @@ class DataConfig(Section):
         return [self.eval] if isinstance(self.eval, str) else list(self.eval or [])
 
     @model_validator(mode="after")
-    def _weigh_files(self) -> Self:
+    def _check_weights(self) -> Self:
         if self.weights is not None:
             if len(self.weights) != len(self.train_files):
                 raise ValueError(
-                    f"weights = {self.weights}: there are {len(self.train_files)} training files; set one for each"
+                    f"weights = {self.weights}: there are {len(self.train_files)} training files; give one for each"
                 )
             if min(self.weights, default=0.0) <= 0:
                 raise ValueError(f"weights = {self.weights}: each must be above 0; leave the file out of train instead")
@@ -81,32 +68,45 @@ class DataConfig(Section):
 
 
 class GeneratorConfig(Section):
-    """Sampling, the inference engine, and deadlines of rewards."""
+    """Sampling of training completions, the engine, and the workers that compute rewards."""
 
     group_size: int = Field(default=8, ge=1)
-    """Trajectories per prompt; group-relative advantages need at least 2."""
+    """Trajectories of one prompt; advantages that compare within a group need at least 2."""
     temperature: float = Field(default=1.0, gt=0.0)
-    """Sampling temperature. All log-probs, including those of the learner, are at this temperature."""
+    """Temperature of the sampled distribution; all log-probs, the learner's too, are at this temperature."""
     max_new_tokens: int = Field(default=512, ge=1)
-    """Maximum length of a completion; a longer one is truncated."""
+    """Maximum length of a completion; one that reaches it is truncated."""
     max_running_groups: int = Field(default=64, ge=1)
-    """Groups that a generator runs concurrently (continuous batching); an eighth more are queued in the engine."""
-    max_model_tokens: int | None = Field(default=None, ge=2)
-    """Window of the engine, for prompt and completion; by default that of the model."""
+    """Groups that one generator processes at once (continuous batching); an eighth more wait inside the engine."""
     kv_cache_bytes: int | None = Field(default=None, ge=1 << 20)
-    """Key-value cache of each engine; by default 1 GiB on a CPU, and chosen by the engine on a GPU."""
+    """Key-value cache of each engine; by default 1 GiB on a CPU and the engine's own choice on a GPU."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0.0, le=1.0)
-    """Fraction of a GPU's memory for all roles on it, if one of them is an engine. The engine gets the memory that the
-    computed needs of the other roles and of its staged weights leave. Not used on a CPU."""
-    prefix_caching: bool = False
-    """Share the prompt's keys and values within a group; never across policy versions."""
+    """Fraction of a GPU's memory that all roles on it use together, if one is an engine. The engine gets what the
+    others and the staged weights leave, by arithmetic. Not used on a CPU."""
     reward_workers: int = Field(default=1, ge=1)
     """Processes per generator that run the reward function."""
     reward_timeout_s: float = Field(default=10.0, gt=0.0)
-    """Deadline for the rewards of a group. After it each completion is scored alone with this deadline, or fails."""
-    engine_options: dict[str, JsonValue] = {}
-    """Additional arguments of vLLM's engine (`vllm.EngineArgs`), such as max_num_batched_tokens, kv_cache_dtype or
-    enforce_eager. Rejected: those that have a key here, and those that versions or log-probs depend on."""
+    """Time limit for the rewards of a group; when it is exceeded, for each completion alone, which may then fail."""
+    engine_options: dict[str, JsonValue] = Field(default={})
+    """Options of vLLM's engine (`vllm.EngineArgs`): max_model_len limits prompt and completion together (default: the
+    model's window); enable_prefix_caching shares the prompt's keys and values inside a group, never across versions
+    (default: false); others are max_num_batched_tokens, kv_cache_dtype, enforce_eager. Refused: those that have a key
+    here, and those that versions or log-probs depend on."""
+
+    @property
+    def engine_settings(self) -> dict[str, Any]:
+        """The options of vLLM's engine, with the run's own defaults."""
+        return {"max_model_len": None, "enable_prefix_caching": False, **self.engine_options}
+
+    @property
+    def max_model_tokens(self) -> int | None:
+        """Window of the engine, prompt and completion; None for the model's own."""
+        return self.engine_settings["max_model_len"]
+
+    @property
+    def prefix_caching(self) -> bool:
+        """True if the engine shares the keys and values of equal prompts."""
+        return self.engine_settings["enable_prefix_caching"]
 
     @model_validator(mode="after")
     def _check_engine_options(self) -> Self:
@@ -115,207 +115,91 @@ class GeneratorConfig(Section):
 
 
 class ReplayConfig(Section):
-    """The queue between generators and learner: batches, staleness limit, filtering of groups, and memory."""
+    """The queue between generators and learner: the groups of a step, their staleness, and the memory for them."""
 
     groups_per_step: int = Field(default=32, ge=1)
     """Groups in the batch of one optimizer step."""
     max_staleness: Annotated[int, Field(ge=0)] | Literal["auto"] = 2
-    """Hard bound, in learner steps, between the version that sampled a token and the version that trains on it.
-    0 is synchronous training; auto adapts the limit within `auto_bounds`, whose upper value is the hard bound."""
-    auto_bounds: tuple[int, int] = (1, 8)
-    """Lowest and highest limit of `max_staleness: auto`, which starts with the lowest."""
-    auto_ess: float = Field(default=0.9, gt=0.0, lt=1.0)
-    """`max_staleness: auto` keeps the effective sample size of tokens of every staleness above this."""
+    """Hard bound, in learner steps, between the version that sampled a token and the one that trains on it.
+    0 is synchronous training; auto adapts the limit as `auto_options` says."""
+    auto_options: AutoOptions = AutoOptions()
+    """Bounds and target of `max_staleness: auto`."""
     min_staleness: int = Field(default=0, ge=0)
-    """Finished batches that must be in the queue before another batch is trained. With `max_staleness` as the value
-    all tokens have that staleness, to study corrections at a known staleness."""
+    """Complete batches that the queue holds before one is trained. With `max_staleness` of them all tokens are that
+    old, to study corrections at a known staleness."""
     order: Literal["ready", "ticket"] = "ready"
-    """ready: finished groups may overtake slower ones if no group exceeds the bound; ticket: strictly in order."""
+    """ready: finished groups may overtake a slow one while the bound holds for all; ticket: strict order."""
     zero_variance: Literal["auto", "refund", "train"] = "auto"
-    """Handling of a group whose rewards are all equal: replace it by another prompt (refund), or train it (train).
-    auto refunds it if the advantage is group-relative and would therefore be 0."""
+    """A group whose rewards are all equal is replaced by another prompt (refund), or trained (train).
+    auto refunds it if the advantage compares within the group, and would be 0."""
     failed: Literal["zero", "refund"] = "zero"
-    """Handling of a completion whose reward raises or times out: a reward of 0 (zero), or its group is dropped and
-    replaced by another prompt (refund). A group without any reward is always dropped."""
+    """A completion whose reward raises or times out has reward 0, or its group is replaced by another prompt. A group
+    without any reward is always replaced."""
     max_refunds_in_a_row: int = Field(default=4096, ge=1)
-    """The run fails after this many consecutive refunded groups."""
-    lease_timeout_s: float = Field(default=600.0, gt=0.0)
-    """A lease is reassigned if its generator has not confirmed it for this long. Generators confirm their leases every
-    second, however long a group takes."""
+    """The run fails after this many consecutive groups without a training signal."""
     max_bytes: int = Field(default=4 << 30, ge=1 << 20)
-    """Size limit of the finished groups in memory; above it, only groups that the next batch needs may start."""
+    """Limit of the finished groups in memory; above it only groups that the next batch needs may start."""
 
     @property
     def staleness_limit(self) -> int:
-        """The hard bound of the staleness."""
-        return self.auto_bounds[1] if self.max_staleness == "auto" else self.max_staleness
+        """The hard bound."""
+        return self.auto_options.high if self.max_staleness == "auto" else self.max_staleness
 
     @property
     def first_limit(self) -> int:
-        """The admission limit at the start of a run."""
-        return self.auto_bounds[0] if self.max_staleness == "auto" else self.max_staleness
+        """The limit at the start of the run."""
+        return self.auto_options.low if self.max_staleness == "auto" else self.max_staleness
 
     @model_validator(mode="after")
-    def _can_hold(self) -> Self:
-        low, high = self.auto_bounds
-        if not 0 <= low < high:
-            raise ValueError(
-                f"auto_bounds = [{low}, {high}]: must be a limit of at least 0 and a higher one; for a constant limit "
-                "set max_staleness to a number"
-            )
+    def _check_min_staleness(self) -> Self:
         if self.min_staleness > self.first_limit:
             raise ValueError(
                 f"min_staleness = {self.min_staleness}: no more than replay.max_staleness = {self.max_staleness} "
-                "batches are ever generated ahead, so the learner would wait forever; use at most that number, and 0 "
-                "with auto"
+                "batches are ever generated ahead, so that the learner would wait forever; use at most that, and "
+                "none with auto"
             )
-        return self
-
-
-class AlgorithmConfig(Section):
-    """Advantages, importance weights, divergence from a reference policy, and aggregation of the loss."""
-
-    advantage: str = "grpo"
-    """An advantage estimator of `asyncrl list`, or your own as `module:function` or `file.py:function`."""
-    advantage_options: Options = {}
-    """Options of the advantage, as listed by `asyncrl list`."""
-    loss: str = "decoupled_ppo"
-    """A policy loss of `asyncrl list`, or your own as `module:function` or `file.py:function`."""
-    loss_options: Options = {}
-    """Options of the loss, as listed by `asyncrl list`."""
-    correction: Options = {"level": "token", "mode": "truncate", "high": 2.0}
-    """Importance weights against the behavior policy (options of `corrections.importance_weights`)."""
-    proximal: Literal["recompute", "loglinear"] = "recompute"
-    """The proximal policy: the learner's weights before the step (recompute), or an interpolation by token age that
-    needs no forward pass (loglinear, arXiv:2512.06547)."""
-    offpolicy_mask_delta: float | None = Field(default=None, gt=0.0)
-    """Trajectories of negative advantage whose mean log ratio against the behavior policy is below minus this many
-    nats are not trained (off-policy sequence mask, arXiv:2512.02556)."""
-    whiten: bool = False
-    """Standardize the advantages of all action tokens of the step."""
-    truncated: Literal["keep", "mask", "penalize", "bootstrap"] = "keep"
-    """Truncated completions are trained unchanged (keep), are not trained, but count in their group (mask), lose
-    `truncated_penalty` from their reward (penalize), or end with the critic's value of the state after their last token
-    (bootstrap; gae and vtrace)."""
-    truncated_penalty: float = Field(default=1.0, ge=0.0)
-    """Amount subtracted from the reward of a truncated completion with `truncated: penalize`."""
-    kl_reward_coef: float = Field(default=0.0, ge=0.0)
-    """Weight of the divergence from the reference policy that is subtracted from every token's reward."""
-    kl_loss_coef: float = Field(default=0.0, ge=0.0)
-    """Weight of the divergence from the reference policy that is added to the loss."""
-    kl_estimator: Literal["k1", "k2", "k3", "k3+", "abs"] | None = None
-    """Estimator of that divergence; by default k1 in the reward and k3+ in the loss."""
-    kl_target: float | None = Field(default=None, gt=0.0)
-    """Adapt `kl_reward_coef` to keep the divergence near this many nats; by default the coefficient is constant."""
-    kl_horizon: int = Field(default=10000, ge=1)
-    """Number of trajectories over which the coefficient adapts."""
-    reference: str | None = None
-    """Folder of the reference policy; by default `model.path`. Loaded only if a coefficient above is positive."""
-    aggregation: Literal[
-        "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
-    ] = "token-mean"
-    """Aggregation of token losses to the loss of a step: token-mean divides their sum by the step's tokens, token-sum
-    does not divide it; seq-mean-* average the sums, the means, or the sums divided by `max_new_tokens` of the
-    trajectories."""
-
-
-class LearnerConfig(Section):
-    """The optimizer, and the division of a step's batch into mini-batches and micro-batches."""
-
-    lr: float = Field(default=1e-6, gt=0.0)
-    """Learning rate of AdamW after the warm-up."""
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Schedule after the warm-up; linear and cosine reach 0 after the last step."""
-    warmup_steps: int = Field(default=0, ge=0)
-    """Number of steps in which the rate rises to `lr`."""
-    ess_scaled_lr: bool = False
-    """Scale the rate of every update by the square root of the effective sample size of its importance weights, so
-    that stale batches take smaller steps (arXiv:2602.17616)."""
-    weight_decay: float = Field(default=0.01, ge=0.0)
-    """Weight decay of AdamW: each update shrinks the weights by this factor times the rate."""
-    adam_betas: tuple[float, float] = (0.9, 0.95)
-    """Decay rates of AdamW's first and second moment, per update."""
-    max_grad_norm: float = Field(default=1.0, gt=0.0)
-    """Maximum norm of the gradient over all parameters; larger gradients are scaled down to it."""
-    max_skipped_updates: int = Field(default=5, ge=0)
-    """An update whose loss or gradient is not finite is skipped; more than this many in a row end the run."""
-    zero_stage: Literal[0, 1, 2, 3] = 0
-    """DeepSpeed ZeRO stage: partition nothing (0), the optimizer (1), also gradients (2), also weights (3)."""
-    epochs: int = Field(default=1, ge=1)
-    """Passes over the batch of a step."""
-    minibatches: int = Field(default=1, ge=1)
-    """Parts of the batch, with one optimizer update each. Versions and staleness count steps, not updates."""
-    tokens_per_microbatch: int = Field(default=8192, ge=1)
-    """Tokens of one packed forward pass; a longer trajectory gets a separate micro-batch."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass instead of storing them: less memory, more time."""
-    deepspeed_options: dict[str, JsonValue] = {}
-    """Additional DeepSpeed settings, such as zero_optimization.overlap_comm, which override the learner's settings.
-    Rejected: those that have a key here, and those that the learner's gradient handling replaces."""
-
-    @model_validator(mode="after")
-    def _check_deepspeed_options(self) -> Self:
-        check_deepspeed_options(self.deepspeed_options)
         return self
 
 
 class CheckpointConfig(Section):
-    """Checkpoints contain the state to resume a run: weights, optimizer, queue, prompt cursor, random states."""
+    """Checkpoints hold the complete state of a run: weights, optimizer, queue, prompt cursor, random states."""
 
     every_steps: int | None = Field(default=50, ge=1)
-    """Steps between two checkpoints; the last checkpoint is at the end of training. Without it, checkpoints are written
-    only when `journal.max_bytes` requires one."""
+    """Steps between two checkpoints; the last one is at the end of training. With null, only those that
+    `journal.max_bytes` requires."""
     keep_last: int = Field(default=2, ge=1)
-    """Number of newest checkpoints to keep; older ones are deleted."""
+    """Newest checkpoints that are kept; older ones are deleted."""
     keep_best: bool = True
-    """Also keep the checkpoint with the best reward: of its evaluation, or of the `every_steps` steps before it."""
+    """Also keep the checkpoint with the best reward: of its evaluation, else of the `every_steps` steps before it."""
     max_bytes: int | None = Field(default=None, ge=1 << 20)
-    """Size limit of `checkpoints/`. If a new checkpoint and the newest one together exceed it, the run fails."""
+    """Limit of `checkpoints/`; a checkpoint that does not fit beside the newest one ends the run with an error."""
 
 
 class JournalConfig(Section):
-    """The journal stores every finished group and every committed step on disk."""
+    """The journal holds every finished group and every committed step on disk."""
 
     flush: Literal["group", "step", "os"] = "step"
-    """When records are flushed to disk: before a group is acknowledged (group), before a step is (step), or when the
-    system writes them, at most 64 MiB late (os). A killed process loses no record; a power failure loses the records
-    that were not flushed."""
+    """When records are synced to the disk: before each group is acknowledged, before each step is, or when the system
+    writes them, at the latest after 64 MiB. A killed process loses nothing in any of them; a power failure loses the
+    records after the last sync."""
     retention: Literal["needed", "all"] = "needed"
-    """needed: delete records that checkpoints cover; all: keep all records, to retrain the complete run offline."""
+    """needed: records that checkpoints cover are deleted; all: none are, so that the run can be replayed offline."""
     max_bytes: int = Field(default=16 << 30, ge=1 << 20)
-    """Size limit of `journal/`. At half of it a checkpoint is requested; above it, only groups needed by the next batch
-    may start."""
-
-
-class CriticConfig(Section):
-    """The value function of advantages that take `values` (gae, vtrace); it uses the learner's batch settings."""
-
-    path: str | None = None
-    """Folder of the critic's initial model; by default `model.path`."""
-    lr: float = Field(default=1e-5, gt=0.0)
-    """Learning rate of the critic, with the learner's schedule."""
-    warmup_steps: int = Field(default=0, ge=0)
-    """Number of steps at the start in which only the critic is trained."""
-    clip: float | None = Field(default=0.5, gt=0.0)
-    """Maximum change of a value in one step beyond which its gradient is 0 (PPO's value clipping)."""
-    ranks: int = Field(default=0, ge=0)
-    """Number of separate critic processes; 0 runs the critic in the learner ranks."""
+    """Limit of `journal/`; half of it requests a checkpoint, and above it only groups that the next batch needs may
+    start."""
 
 
 class EvalConfig(Section):
     """Evaluation on the prompts of `data.eval`."""
 
     every_steps: int | None = Field(default=None, ge=1)
-    """Evaluate versions that are multiples of this, concurrently with training; the first and the last version are
-    always evaluated."""
+    """Versions that are multiples of this are evaluated during training; the first and last version always."""
     samples: int = Field(default=1, ge=1)
-    """Completions per prompt; pass@k is reported for k from 1 up to this number."""
-    temperature: float = Field(default=1.0, ge=0.0)
-    """Sampling temperature; 0 is greedy."""
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    """Nucleus sampling: fraction of the probability mass that tokens are sampled from; 1 disables it."""
+    """Completions of each prompt; pass@k is reported for k from 1 up to this."""
+    sampling: Sampling = Sampling()
+    """Sampling of evaluation completions, with the names of `vllm.SamplingParams`."""
     max_prompts: int | None = Field(default=None, ge=1)
-    """Evaluate only this many prompts, from the start of the data."""
+    """Number of prompts that are evaluated, from the start of the files; by default all."""
 
 
 class WeightsConfig(Section):
@@ -323,17 +207,15 @@ class WeightsConfig(Section):
 
     transport: str = "auto"
     """A transport of `asyncrl list`, or your own as `module:NAME` or `file.py:NAME`; auto is nccl if the learner and
-    every generator each have a separate GPU, otherwise gloo."""
-    bucket_bytes: int = Field(default=64 << 20, ge=1 << 16)
-    """Size of the buckets in which weights are broadcast."""
+    every generator have a GPU of their own, otherwise gloo."""
     timeout_s: float = Field(default=60.0, gt=0.0)
     """Deadline of each phase of a broadcast."""
     kv_cache: Literal["keep", "recompute"] = "keep"
-    """Effect of a weight swap on running completions: continue with the old keys and values, or prefill again."""
+    """Keys and values of running completions after a weight swap: the old ones, or computed again."""
 
 
 class LaunchConfig(Section):
-    """Processes: their number, addresses, deadlines, heartbeats and restarts."""
+    """Processes: their number, addresses, deadlines and restarts."""
 
     cluster: str = "local"
     """A launcher of `asyncrl list`, or your own as `module:Class` or `file.py:Class`."""
@@ -341,50 +223,73 @@ class LaunchConfig(Section):
     """Generator processes at the start, at most 1024; `asyncrl scale` changes their number."""
     learners: int = Field(default=1, ge=1)
     """Learner ranks; a divisor of `replay.groups_per_step`."""
-    host: str = "127.0.0.1"
-    """Address on which the roles listen. On a loopback address ZeroMQ uses unix sockets that only the user can open; on
-    any other address it uses ports with encryption (CURVE), while weights and collectives are not encrypted."""
-    port: int = Field(default=0, ge=0, le=65535)
-    """First of the ports that the roles use; 0 selects free ports. On a loopback address no ports are used, and only 0
-    is accepted."""
+    address: str = "127.0.0.1"
+    """Address that the roles listen on, as HOST or HOST:PORT. On a loopback address ZeroMQ uses unix sockets that only
+    the user can open, and a port is refused. On another one it uses ports from PORT on (by default free ones), with
+    encryption (CURVE); weights and collectives are not encrypted."""
     pin_cores: bool = True
-    """On a CPU, assign separate cores to generators and learners."""
+    """On a CPU, generators and learners have cores of their own."""
     start_timeout_s: float = Field(default=180.0, gt=0.0)
     """Deadline for the start of every role."""
     progress_timeout_s: float = Field(default=600.0, gt=0.0)
-    """The run fails if for this long no optimizer step ends and, while the learners wait for a batch, no token is
-    generated."""
+    """The run fails after this time without an optimizer step and, while the learners wait for a batch, without a
+    generated token."""
     stop_timeout_s: float = Field(default=15.0, gt=0.0)
-    """Time after which a role that was asked to stop is killed, and a leaving generator returns its groups."""
+    """Deadline for a role that was asked to stop, and for a generator that leaves; after it they are killed."""
     heartbeat_timeout_s: float = Field(default=60.0, gt=0.0)
-    """A running generator or replay queue that sends no heartbeat for this long is restarted."""
+    """A generator or replay queue that is silent for this time is restarted, and a lease that its generator does not
+    renew for this time is handed out again. Generators send heartbeats and renew their leases every second, however
+    long a group takes."""
     max_restarts: int = Field(default=10, ge=0)
-    """The run fails after more restarts of one role than this within `restart_window_s`; with 0 no role is restarted.
-    A role that never worked and fails twice for the same cause ends the run earlier."""
-    restart_window_s: float = Field(default=600.0, gt=0.0)
-    """Time for which a restart counts against `max_restarts`."""
+    """More restarts of one role than this within 10 minutes end the run; 0 restarts nothing. A role that never worked
+    and fails twice for one reason ends it earlier."""
+
+    @property
+    def host(self) -> str:
+        return split_address(self.address)[0]
+
+    @property
+    def port(self) -> int:
+        """The first port; 0 for free ones."""
+        return split_address(self.address)[1]
 
     @field_validator("generators")
     @classmethod
-    def _bound_generators(cls, generators: int) -> int:
+    def _check_generators(cls, generators: int) -> int:
         if generators > MAX_GENERATORS:
             raise ValueError(too_many_generators())
         return generators
 
+    @field_validator("address")
+    @classmethod
+    def _check_address(cls, address: str) -> str:
+        split_address(address)
+        return address
+
 
 def too_many_generators() -> str:
-    """Returns the error text for more than MAX_GENERATORS generators, with the reason and the alternative."""
+    """The error text for too many generators."""
     return (
-        f"at most {MAX_GENERATORS}: each is a process of this machine, and one replay queue serves all of them; raise "
-        "generator.max_running_groups so that each generates more groups at once"
+        f"at most {MAX_GENERATORS}: each is a process of this machine, and one replay queue answers them all; raise "
+        "generator.max_running_groups to have each generate more at once"
     )
 
 
-class ObserveConfig(Section):
-    """Metrics and logs of a run."""
+def split_address(address: str) -> tuple[str, int]:
+    """Returns host and port of HOST, HOST:PORT or [HOST]:PORT; the port is 0 if there is none. Raises ValueError."""
+    host, _, port = address.rpartition(":")
+    if ":" not in address or address.endswith("]") or (":" in host and not host.endswith("]")):
+        host, port = address, "0"  # the colons of an IPv6 address without brackets are its own
+    if not host or not port.isascii() or not port.isdigit() or int(port) > LAST_PORT:
+        raise ValueError(f"must be HOST or HOST:PORT with a port of at most {LAST_PORT}, such as 10.0.0.5:29500")
+    return host.removeprefix("[").removesuffix("]"), int(port)
 
-    trackers: list[str] = ["jsonl"]
-    """Trackers that record step metrics: names of `asyncrl list`, or your own as `module:Class` or `file.py:Class`.
-    wandb is in offline mode unless WANDB_MODE is set otherwise."""
+
+class ObserveConfig(Section):
+    """Metrics and logs."""
+
+    trackers: list[str] = Field(default=["jsonl"])
+    """Destinations of the step metrics: trackers of `asyncrl list`, or your own as `module:Class` or `file.py:Class`;
+    wandb is offline unless WANDB_MODE says otherwise."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Minimum level of the events in `logs/<role>.jsonl`."""
+    """Lowest level of the events in `logs/<role>.jsonl`."""

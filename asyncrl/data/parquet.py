@@ -21,7 +21,7 @@ from asyncrl.util.files import check_writable, read_json
 Split = Literal["train", "eval"]
 WRITTEN_HERE = {b"asyncrl": b"dataset"}
 """Schema metadata of files that `write_rows` wrote, and may replace."""
-NO_GROUND_TRUTH = "; for data without any, set data.ground_truth_column to null"
+NO_GROUND_TRUTH = "; for data without any, set data.columns.ground_truth to null"
 
 
 def dataset_files(config: Config, split: Split) -> list[str]:
@@ -49,7 +49,7 @@ def check_dataset(config: Config) -> int:
 def distinct_sources(config: Config) -> set[str]:
     """The data sources of all training and evaluation rows; reads only that column."""
     sources: set[str] = set()
-    dotted = config.data.data_source_column
+    dotted = config.data.columns.data_source
     for file in config.data.train_files + config.data.eval_files:
         schema, rows = read_schema(file)
         if _column_type(schema, dotted) is None:
@@ -62,16 +62,16 @@ def distinct_sources(config: Config) -> set[str]:
 
 def _check_file(file: str, key: str, config: Config) -> int:
     if not Path(file).is_file():
-        raise ConfigError(f"{key}: {file} does not exist; give a Parquet file, or set data.recipe=arithmetic")
+        raise ConfigError(f"{key}: {file} does not exist; give a Parquet file, or set recipe=demo")
     try:
         schema, rows = read_schema(file)
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from None
-    prompt, ground_truth = config.data.prompt_column, config.data.ground_truth_column
-    _check_prompt_type(file, _check_column(file, schema, "data.prompt_column", prompt), config)
+    prompt, ground_truth = config.data.columns.prompt, config.data.columns.ground_truth
+    _check_prompt_type(file, _check_column(file, schema, "data.columns.prompt", prompt), config)
     columns = {prompt: ""}
     if ground_truth is not None:
-        _check_column(file, schema, "data.ground_truth_column", ground_truth, NO_GROUND_TRUTH)
+        _check_column(file, schema, "data.columns.ground_truth", ground_truth, NO_GROUND_TRUTH)
         columns[ground_truth] = NO_GROUND_TRUTH
     for dotted, way_out in columns.items():
         row = first_missing(file, dotted)
@@ -111,8 +111,8 @@ def _check_prompt_type(file: str, kind: Any, config: Config) -> None:
     fields = kind.value_type if is_list and pa.types.is_struct(kind.value_type) else None
     if fields is None or min(fields.get_field_index("role"), fields.get_field_index("content")) < 0:
         raise ConfigError(
-            f"{file}: column {config.data.prompt_column!r} (data.prompt_column) is of type {kind}; a prompt must be a "
-            "string or a list of messages, each a struct with role and content"
+            f"{file}: column {config.data.columns.prompt!r} (data.columns.prompt) is of type {kind}; a prompt must be "
+            "a string or a list of messages, each a struct with role and content"
         )
     _check_template(f"{file}: the prompts are chats", config)
 
@@ -145,7 +145,7 @@ class PromptTable:
     """
 
     def __init__(self, config: Config, *, split: Split = "train") -> None:
-        self._data = config.data
+        self._columns = config.data.columns
         self._files = dataset_files(config, split)
         self._tables = [read_table(file) for file in self._files]
         self.sizes = [table.num_rows for table in self._tables]
@@ -163,7 +163,7 @@ class PromptTable:
         where = f"{self._files[number]}, row {local}"
         used = {
             column_path(dotted, list(values))[0]
-            for dotted in (self._data.prompt_column, self._data.ground_truth_column, self._data.data_source_column)
+            for dotted in (self._columns.prompt, self._columns.ground_truth, self._columns.data_source)
             if dotted is not None
         }
         others = {name: value for name, value in values.items() if name not in used and name != "extra_info"}
@@ -178,23 +178,23 @@ class PromptTable:
         }
 
     def _source(self, values: dict[str, Any], number: int, where: str) -> str:
-        source = str(_find(values, self._data.data_source_column) or Path(self._files[number]).stem)
+        source = str(_find(values, self._columns.data_source) or Path(self._files[number]).stem)
         if len(source) > MAX_NAME_CHARACTERS:
             raise DataError(
                 f"{where}: the data source has {len(source)} characters, at most {MAX_NAME_CHARACTERS} are allowed; "
-                "name another column by data.data_source_column, or shorten it"
+                "name another column by data.columns.data_source, or shorten it"
             )
         return source
 
     def _prompt(self, values: dict[str, Any], where: str) -> str | list[dict[str, Any]]:
-        prompt = _find(values, self._data.prompt_column)
-        where = f"{where}: {self._data.prompt_column!r}"
+        prompt = _find(values, self._columns.prompt)
+        where = f"{where}: {self._columns.prompt!r}"
         if prompt is None:
             raise missing(where)
         return prompt if isinstance(prompt, str) else chat_messages(prompt, where)
 
     def _ground_truth(self, values: dict[str, Any], where: str) -> str:
-        dotted = self._data.ground_truth_column
+        dotted = self._columns.ground_truth
         return "" if dotted is None else ground_truth_text(_find(values, dotted), f"{where}: {dotted!r}")
 
 

@@ -77,9 +77,8 @@ class GeneratorLoop:
         greedy_baseline: bool = False,
     ) -> None:
         self.config = config
-        algorithm = config.algorithm
         self._slots = config.generator.max_running_groups * config.generator.group_size
-        self._truncated_penalty = algorithm.truncated_penalty if algorithm.truncated == "penalize" else 0.0
+        self._truncated_penalty = config.algorithm.truncated_penalty
         self.index = index
         self.engine = engine
         self.rewards = rewards

@@ -22,8 +22,8 @@ RUN_ID_BYTES = 16
 def run_endpoints(config: Config, *, reward_model: bool = False) -> Iterator[Endpoints]:
     """Yields addresses for all roles of a run, with a new run id; valid inside the block.
 
-    With a loopback address as `launch.host`, ZeroMQ uses unix sockets in a folder that only this user can enter; with
-    any other address it uses ports, encrypted with new keys. Raises ConfigError when the host cannot be bound, when a
+    On a loopback `launch.address`, ZeroMQ uses unix sockets in a folder that only this user can enter; on any other
+    address it uses ports, encrypted with new keys. Raises ConfigError when the host cannot be bound, when a
     port is taken or has no effect, and when the socket folder cannot be created.
     """
     host, first_port = config.launch.host, config.launch.port
@@ -36,8 +36,8 @@ def run_endpoints(config: Config, *, reward_model: bool = False) -> Iterator[End
         if is_loopback(host):
             if first_port:
                 raise ConfigError(
-                    f"launch.port = {first_port}: has no effect with launch.host = {host}, where the roles listen on "
-                    "unix sockets; leave it out, or set launch.host to an address at which others reach this machine"
+                    f"launch.address = {config.launch.address!r}: a port has no effect on a loopback address, where "
+                    "the roles listen on unix sockets; leave it out, or use an address that other machines reach"
                 )
             folder, keys = str(stack.enter_context(socket_folder())), ""
             addresses = {name: f"{IPC}{folder}/{name}" for name in names}

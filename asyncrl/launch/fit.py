@@ -226,7 +226,7 @@ def _candidates(config: Config, placement: Placement) -> Iterator[tuple[str, Any
         yield "model.dtype", "bfloat16"
     longest = longest_tokens(config)
     if config.data.max_prompt_tokens is not None and (config.generator.max_model_tokens or longest + 1) > longest:
-        yield "generator.max_model_tokens", longest
+        yield "generator.engine_options.max_model_len", longest
     tokens = config.learner.tokens_per_microbatch
     while tokens // 2 >= max(longest, 4096):
         tokens //= 2
@@ -241,6 +241,8 @@ def _candidates(config: Config, placement: Placement) -> Iterator[tuple[str, Any
 
 def _fits(config: Config, placement: Placement, models: Models, changes: list[tuple[str, Any]]) -> bool:
     for key, value in changes:
-        section, _, name = key.partition(".")
-        config = config.model_copy(update={section: getattr(config, section).model_copy(update={name: value})})
+        section, name, *option = key.split(".")
+        settings = getattr(config, section)
+        value = {**getattr(settings, name), option[0]: value} if option else value
+        config = config.model_copy(update={section: settings.model_copy(update={name: value})})
     return not any(card.missing_bytes for card in make_cards(config, placement, models))

@@ -202,7 +202,7 @@ def network_environment(host: str) -> dict[str, str]:
     left = {name: value for name, value in wanted.items() if not os.environ.get(name)}
     if left and interface is None:
         raise ConfigError(
-            f"launch.host = {host!r}: no network interface of this machine has the address, so that gloo and NCCL "
+            f"launch.address = {host!r}: no network interface of this machine has the address, so that gloo and NCCL "
             f"would listen elsewhere; use an address of one, or set {' and '.join(left)} to the interface"
         )
     return left
@@ -210,7 +210,7 @@ def network_environment(host: str) -> dict[str, str]:
 
 def check_host(host: str) -> None:
     """Raises ConfigError unless `host` is an IPv4 address of this machine to which other processes can connect."""
-    key = f"launch.host = {host!r}"
+    key = f"launch.address = {host!r}"
     try:
         address = ipaddress.IPv4Address(host)
     except ValueError:
@@ -231,20 +231,22 @@ def reserve_ports(first: int, count: int, *, host: str = LOOPBACK) -> list[int]:
     if first:
         if first + count - 1 > LAST_PORT:
             raise ConfigError(
-                f"launch.port = {first}: the run needs {count} ports from there on, and the last port is {LAST_PORT}; "
-                f"use at most {LAST_PORT + 1 - count}, or 0 for free ones"
+                f"launch.address = '{host}:{first}': the run needs {count} ports from there on, and the last "
+                f"port is {LAST_PORT}; use at most {LAST_PORT + 1 - count}, or no port for free ones"
             )
         for port in range(first, first + count):
             if error := _taken(host, port):
                 raise ConfigError(
-                    f"launch.port = {first}: port {port} is taken ({error}); the run needs {count} ports from there "
-                    "on; choose another, or 0 for free ones"
+                    f"launch.address = '{host}:{first}': port {port} is taken ({error}); the run needs {count} ports "
+                    "from there on; choose another one, or leave it out for free ones"
                 )
         return list(range(first, first + count))
     candidates = random.Random().sample(OWN_PORTS, len(OWN_PORTS))
     free = list(islice((port for port in candidates if not _taken(host, port)), count))
     if len(free) < count:
-        raise ConfigError(f"launch.port = 0: fewer than {count} of the ports {OWN_PORTS[0]}-{OWN_PORTS[-1]} are free")
+        raise ConfigError(
+            f"launch.address = {host!r}: fewer than {count} of the ports {OWN_PORTS[0]}-{OWN_PORTS[-1]} are free"
+        )
     return free
 
 

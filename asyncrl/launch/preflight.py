@@ -19,7 +19,7 @@ from asyncrl.rewards.table import reward_names
 from asyncrl.util.files import read_json
 
 EVAL_ROWS = 100
-"""Number of rows in the evaluation file that a data recipe creates."""
+"""Number of rows in the evaluation file that a recipe creates."""
 RECIPE_S = 600.0
 """Deadline of a recipe."""
 RECIPE_END_S = 5.0
@@ -32,18 +32,19 @@ UNTRAINED_SETTINGS = ("attn_logit_softcapping", "final_logit_softcapping", "logi
 
 
 def run_recipes(config: Config, console: Console) -> None:
-    """Creates the data and the model that have a recipe and do not exist yet."""
-    if config.data.recipe:
-        for key, files in (("data.train", config.data.train_files), ("data.eval", config.data.eval_files)):
-            if not files or any(Path(file).exists() for file in files):
-                continue
-            if len(files) != 1:
-                raise ConfigError(f"data.recipe = {config.data.recipe!r}: makes one file, {key} names several")
-            # The demo trains on all possible sums, so the evaluation rows are a sample of the training rows.
-            rows = [f"--rows={EVAL_ROWS}"] if key == "data.eval" else []
-            _make(console, config.data.recipe, files[0], config.seed, *rows)
-    if config.model.recipe and not Path(config.model.path).exists():
-        _make(console, config.model.recipe, config.model.path, config.seed)
+    """Creates the data and the model of `recipe` that do not exist yet."""
+    if config.recipe is None:
+        return
+    for key, files in (("data.train", config.data.train_files), ("data.eval", config.data.eval_files)):
+        if not files or any(Path(file).exists() for file in files):
+            continue
+        if len(files) != 1:
+            raise ConfigError(f"recipe = {config.recipe!r}: makes one file, {key} names several")
+        # The demo trains on all possible sums, so the evaluation rows are a sample of the training rows.
+        rows = [f"--rows={EVAL_ROWS}"] if key == "data.eval" else []
+        _make(console, "arithmetic", files[0], config.seed, *rows)
+    if not Path(config.model.path).exists():
+        _make(console, "tiny-model", config.model.path, config.seed)
 
 
 def _make(console: Console, recipe: str, path: str, seed: int, *options: str) -> None:
@@ -128,7 +129,7 @@ def check_model(config: Config) -> int:
         hub = "; a model of the hub has to be downloaded first, `hf download NAME --local-dir FOLDER`"
         raise ConfigError(
             f"model.path = {config.model.path!r}: no such folder; use a folder in Hugging Face format, or set "
-            f"model.recipe=tiny-model to create a small one there{hub if config.model.path.count('/') == 1 else ''}"
+            f"recipe=demo to create a small one there{hub if config.model.path.count('/') == 1 else ''}"
         )
     for name in ("config.json", "tokenizer_config.json"):
         if not (folder / name).is_file():
@@ -144,14 +145,15 @@ def check_model(config: Config) -> int:
         raise ConfigError(
             f"model.path: {folder / 'config.json'}: max_position_embeddings = {window!r}; must be a number of tokens"
         )
-    if config.generator.max_model_tokens is not None:
-        if window is not None and config.generator.max_model_tokens > window:
-            raise ConfigError(
-                f"generator.max_model_tokens = {config.generator.max_model_tokens}: the model's window is {window}"
-            )
-        window = config.generator.max_model_tokens
+    wanted = config.generator.max_model_tokens
+    if wanted is not None:
+        if window is not None and wanted > window:
+            raise ConfigError(f"generator.engine_options.max_model_len = {wanted}: the model's window is {window}")
+        window = wanted
     if window is None:
-        raise ConfigError("generator.max_model_tokens: must be set, since config.json of the model has no window")
+        raise ConfigError(
+            "generator.engine_options.max_model_len: must be set, since config.json of the model has no window"
+        )
     prompt_tokens = window - config.generator.max_new_tokens
     if prompt_tokens < 1:
         raise ConfigError(

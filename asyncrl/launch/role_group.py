@@ -15,12 +15,14 @@ from asyncrl.launch.worker import FINAL_CODES, RoleSpec
 
 BACK_OFF_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 """Pause before each consecutive restart; the last value holds for all later ones."""
+RESTART_WINDOW_S = 600.0
+"""Time that a restart counts against `launch.max_restarts`."""
 
 
 class RestartHistory:
     """The restarts of one role group, and the back-off before the next."""
 
-    def __init__(self, *, max_restarts: int, window_s: float) -> None:
+    def __init__(self, *, max_restarts: int, window_s: float = RESTART_WINDOW_S) -> None:
         self.total = 0
         self._max_restarts = max_restarts
         self._window_s = window_s

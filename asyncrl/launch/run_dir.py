@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
-from asyncrl.config import Config, config_keys, load_config
+from asyncrl.config import Config, MappingValue, config_keys, load_config
 from asyncrl.errors import ConfigError
 from asyncrl.launch.worker import endpoints_of
 from asyncrl.observe.report import read_metrics
@@ -147,7 +147,7 @@ FREE_KEYS = {
     "steps", "resume", "run", "eval.every_steps",
     "generator.max_running_groups", "generator.reward_workers", "generator.reward_timeout_s",
     "generator.kv_cache_bytes", "generator.gpu_memory_utilization", "generator.engine_options",
-    "replay.lease_timeout_s", "replay.max_bytes", "replay.max_refunds_in_a_row",
+    "replay.max_bytes", "replay.max_refunds_in_a_row",
     "learner.tokens_per_microbatch", "learner.gradient_checkpointing", "learner.deepspeed_options",
     "learner.lr", "critic.lr", "learner.max_grad_norm", "learner.max_skipped_updates",
 }  # fmt: skip
@@ -155,18 +155,24 @@ FREE_KEYS = {
 change, since that is the remedy for updates that are not finite. Then the steps since the newest checkpoint, which are
 trained again, have other results than before. That is sound: tokens sampled meanwhile keep the log-probs of the policy
 that sampled them, and generators of a resumed run start with the new weights."""
-FIXED_KEYS = {"launch.learners"}
-"""Keys of free sections that may not change: journal and checkpoints are divided by learner ranks."""
+ENGINE_OPTIONS = "generator.engine_options"
+FIXED_KEYS = {"launch.learners", f"{ENGINE_OPTIONS}.max_model_len", f"{ENGINE_OPTIONS}.enable_prefix_caching"}
+"""Settings of free sections and keys that may not change: journal and checkpoints are divided by learner ranks, and the
+window decides which prompts are skipped."""
 
 
 def free_in_resume(key: str) -> bool:
     """True if the setting may change when a run is resumed."""
-    return key in FREE_KEYS or (key.partition(".")[0] in FREE_SECTIONS and key not in FIXED_KEYS)
+    if key in FIXED_KEYS:
+        return False
+    section, name, *_ = (*key.split("."), "")
+    return section in FREE_SECTIONS or key in FREE_KEYS or f"{section}.{name}" in FREE_KEYS
 
 
 def changes(saved: Config, config: Config) -> dict[str, tuple[Any, Any]]:
-    """Dotted keys whose values differ, with both values."""
-    pairs = {key: (_value(saved, key), _value(config, key)) for key in config_keys()}
+    """Dotted keys whose values differ, with both values; those of `option_keys` and of the engine's options, too."""
+    before, after = _values(saved), _values(config)
+    pairs = {key: (before.get(key), after.get(key)) for key in [*before, *(after.keys() - before.keys())]}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
@@ -264,8 +270,13 @@ def _summary(run_dir: Path) -> dict[str, Any]:
     return read_json(file) if file.is_file() else {}
 
 
-def _value(config: Config, key: str) -> Any:
-    value: Any = config
-    for part in key.split("."):
-        value = getattr(value, part)
-    return value
+def _values(config: Config) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for key in config_keys():
+        value: Any = config
+        for part in key.split("."):
+            value = getattr(value, part)
+        inner = config.generator.engine_settings if key == ENGINE_OPTIONS else {}
+        inner = dict(value) if isinstance(value, MappingValue) else inner
+        values |= {f"{key}.{name}": one for name, one in inner.items()} or {key: value}
+    return values

@@ -14,7 +14,7 @@ from asyncrl.errors import ConfigError, PeerTimeoutError, RunError
 from asyncrl.launch.fit import fit_memory
 from asyncrl.launch.local import LocalLauncher, RoleProcess
 from asyncrl.launch.placement import Placement, RoleResources, place_roles, refuse_joiner
-from asyncrl.launch.role_group import RestartHistory, RoleGroup
+from asyncrl.launch.role_group import RESTART_WINDOW_S, RestartHistory, RoleGroup
 from asyncrl.launch.worker import EXIT_CONFIG, EXIT_SILENT_PEER, EXIT_TERMINATED, ROLES, RoleSpec
 from asyncrl.replay.client import LauncherClient
 
@@ -185,8 +185,8 @@ class Supervisor:
         if not launch.max_restarts:
             return ""
         return (
-            f"; it was restarted {launch.max_restarts} times within launch.restart_window_s = "
-            f"{launch.restart_window_s:g} s, or without having worked (launch.max_restarts)"
+            f"; it was restarted {launch.max_restarts} times within {RESTART_WINDOW_S:g} s, "
+            "or without having worked (launch.max_restarts)"
         )
 
     def _add(self, role: str, index: int, resources: RoleResources) -> None:
@@ -197,7 +197,7 @@ class Supervisor:
             self._groups[name].members.append((spec, resources))
             return
         launch = self.config.launch
-        history = RestartHistory(max_restarts=launch.max_restarts, window_s=launch.restart_window_s)
+        history = RestartHistory(max_restarts=launch.max_restarts)
         self._groups[name] = RoleGroup(name, [(spec, resources)], history)
 
     def _check_ended(self, group: RoleGroup, now_s: float) -> None:

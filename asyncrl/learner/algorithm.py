@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ ADVANTAGE_TERMS = ["rewards", "values", "seq", "group", "lengths", "log_ratios",
 otherwise per action token. With `values` it returns advantages and returns, otherwise advantages only. With `seq` the
 results are per action token, otherwise per trajectory."""
 CORRECTION = "correction"
-"""Keyword of a loss that takes the options in `algorithm.correction`."""
+"""Keyword of a loss that takes the options of `importance_weights` in `algorithm.correction`."""
 BOUND = "bound"
 """Keyword of a loss that takes a bound, which the function in `BOUNDS` solves over the complete batch."""
 REDUCE = "reduce"
@@ -74,8 +74,7 @@ def make_algorithm(config: Config) -> Algorithm:
     settings = config.algorithm
     advantage, loss = check_algorithm(config)
     asked, wanted = _positional(advantage), _positional(loss)
-    correction = settings.correction
-    defaults = {name: p.default for name, p in inspect.signature(importance_weights).parameters.items()}
+    correction = settings.correction.weight_options()
     solve = BOUNDS.get(settings.loss)
     return Algorithm(
         advantage=_called_by_name(advantage, asked, settings.advantage_options),
@@ -84,11 +83,11 @@ def make_algorithm(config: Config) -> Algorithm:
         needs=frozenset(asked) | frozenset(wanted),
         loss=_called_with_terms(loss, wanted, settings.loss_options, correction),
         masks=partial(_masked, correction=correction if CORRECTION in inspect.signature(loss).parameters else {}),
-        weights=partial(importance_weights, **cast("dict[str, Any]", correction)),
+        weights=partial(importance_weights, **correction),
         bound=None if solve is None else partial(solve, **_accepted(solve, settings.loss_options)),
         aggregate=partial(aggregate, mode=settings.aggregation, max_length=config.generator.max_new_tokens),
-        correction_level=cast("Level", correction.get("level", defaults["level"])),
-        correction_cap=cast("float | None", correction.get("high", defaults["high"])),
+        correction_level=settings.correction.level,
+        correction_cap=settings.correction.high,
         kl_estimator=settings.kl_estimator,
         whiten=settings.whiten,
     )
@@ -159,14 +158,13 @@ def check_algorithm(config: Config) -> tuple[Callable[..., Any], Callable[..., T
     )
     loss = resolve_function("algorithm.loss", settings.loss, LOSSES)
     check_options("algorithm.loss_options", settings.loss, loss, settings.loss_options, hidden=HIDDEN)
-    check_options("algorithm.correction", "importance_weights", importance_weights, settings.correction)
     _check_terms("algorithm.advantage", settings.advantage, advantage, ADVANTAGE_TERMS)
     _check_terms("algorithm.loss", settings.loss, loss, TERMS)
     _check_roles(config, _positional(advantage))
     if settings.truncated == "bootstrap" and BOOTSTRAP not in inspect.signature(advantage).parameters:
         raise ConfigError(
             f"algorithm.truncated = 'bootstrap': algorithm.advantage = {settings.advantage!r} takes no value after the "
-            "last token; use gae or vtrace, or set algorithm.truncated to keep, mask or penalize"
+            "last token; use gae or vtrace, or set algorithm.truncated to keep, mask or {penalize: 1.0}"
         )
     return advantage, loss
 

@@ -62,8 +62,7 @@ class TrainedModel:
         self.optimizer = torch.optim.AdamW(
             self.network.parameters(),
             lr=lr,
-            betas=settings.adam_betas,
-            weight_decay=settings.weight_decay,
+            **settings.adamw_options.model_dump(),
             fused=True,
         )
         self.engine, *_ = deepspeed.initialize(

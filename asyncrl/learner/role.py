@@ -56,7 +56,6 @@ def run_learner(
                 WeightManifest.of(trainer.policy.shapes()),
                 expected_generators=launch.generators,
                 transport=transport_of(config),
-                bucket_bytes=config.weights.bucket_bytes,
                 timeout_s=config.weights.timeout_s,
                 start_timeout_s=launch.start_timeout_s,
                 device=str(trainer.ranks.device),

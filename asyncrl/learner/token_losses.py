@@ -55,10 +55,9 @@ def token_losses(
         seq=micro.seq,
     )
     token_loss, masked = algorithm.loss(terms, bound=estimates.bound), algorithm.masks(terms)
-    if settings.offpolicy_mask_delta is not None:
-        kept = opsm_mask(
-            logprobs, micro.behavior_logprobs, estimates.advantages, micro.seq, delta=settings.offpolicy_mask_delta
-        )
+    delta = settings.correction.mask_delta
+    if delta is not None:
+        kept = opsm_mask(logprobs, micro.behavior_logprobs, estimates.advantages, micro.seq, delta=delta)
         token_loss, masked = token_loss * kept, masked | (kept == 0)
     loss = algorithm.aggregate(token_loss, micro.seq, **counts)
     (policy_gradient,) = torch.autograd.grad(token_loss.sum(), leaf, retain_graph=True)

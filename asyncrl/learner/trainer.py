@@ -75,7 +75,7 @@ class Trainer:
         settings = config.algorithm
         self.kl_control: FixedKL | AdaptiveKL = FixedKL(settings.kl_reward_coef)
         if settings.kl_target is not None:
-            self.kl_control = AdaptiveKL(settings.kl_reward_coef, settings.kl_target, settings.kl_horizon)
+            self.kl_control = AdaptiveKL(settings.kl_reward_coef, settings.kl_target)
         self._updates = config.learner.epochs * config.learner.minibatches
 
     def train(self, batch: Batch, *, step: int) -> dict[str, float]:

@@ -192,11 +192,11 @@ class EvalBook:
                     evaluation.open.append(lease.ticket)
 
     def expired(self, now_s: float) -> list[ReleasedEvaluation]:
-        """Prompts whose leases were not renewed for `replay.lease_timeout_s`."""
+        """Prompts whose leases were not renewed for `launch.heartbeat_timeout_s`."""
         found: list[ReleasedEvaluation] = []
         for evaluation in self._running.values():
             for ticket, held in evaluation.leased.items():
-                if now_s - held.renewed_s > self._config.replay.lease_timeout_s:
+                if now_s - held.renewed_s > self._config.launch.heartbeat_timeout_s:
                     log.warning("evaluation lease expired", ticket=ticket, generator=held.generator)
                     found.append(ReleasedEvaluation(ticket, held.attempt))
         return found
@@ -296,7 +296,8 @@ class EvalBook:
 
     def _may_come(self, version: int, now_s: float) -> bool:
         """True if a running generator has the version loaded or can still load it."""
-        limit_s = self._config.replay.lease_timeout_s
+        launch = self._config.launch
+        limit_s = launch.heartbeat_timeout_s + launch.start_timeout_s  # until a restarted one is heard
         return any(loaded <= version and now_s - heard_s <= limit_s for loaded, heard_s in self._heartbeats.values())
 
     def _lease(self, evaluation: Evaluation, ticket: int) -> Lease:

@@ -243,9 +243,9 @@ class ReplayQueue:
             self.store.apply_and_log("scale", {"generators": generators})
 
     def expire(self, now_s: float | None = None) -> None:
-        """Takes back leases that were not renewed for `replay.lease_timeout_s`, as of `now_s` on the run's clock."""
+        """Takes back leases not renewed for `launch.heartbeat_timeout_s`, as of `now_s` on the run's clock."""
         now_s = self.clock.now() if now_s is None else now_s
-        limit_s = self.config.replay.lease_timeout_s
+        limit_s = self.config.launch.heartbeat_timeout_s
         for lease in self.evaluation.expired(now_s):
             self.store.return_leases(lease.ticket, lease.attempt, evaluation=True)
         for version in self.evaluation.stranded(now_s):

@@ -33,8 +33,8 @@ class StalenessController:
     @classmethod
     def of(cls, config: Config) -> Self | None:
         """The controller that the config asks for; None for a fixed limit."""
-        settings = config.replay
-        return cls(*settings.auto_bounds, settings.auto_ess) if settings.max_staleness == "auto" else None
+        auto = config.replay.auto_options
+        return cls(auto.low, auto.high, auto.ess) if config.replay.max_staleness == "auto" else None
 
     def next(self, limit: int, metrics: Mapping[str, float]) -> int:
         """Returns the limit after a step with these metrics."""

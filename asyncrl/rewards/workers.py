@@ -105,7 +105,7 @@ class RewardPool:
         self._spec = WorkerSpec(
             rewards=config.rewards,
             options=config.reward_options,
-            ground_truth_name=(config.data.ground_truth_column or "ground_truth").rpartition(".")[2],
+            ground_truth_name=(config.data.columns.ground_truth or "ground_truth").rpartition(".")[2],
             tokenizer_path=tokenizer_path,
             trust_remote_code=config.model.trust_remote_code,
             max_new_tokens=config.generator.max_new_tokens,

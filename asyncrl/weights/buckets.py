@@ -19,6 +19,8 @@ ROW_BYTES = 1024
 ALIGN_BYTES = 16
 MIN_BUCKET_BYTES = 1 << 16
 """Lower limit, so that a model does not have millions of buckets."""
+BUCKET_BYTES = 64 << 20
+"""Size of the pieces in which a sender broadcasts weights."""
 MAX_MANIFEST_BYTES = 16 << 20
 """Maximum size of a manifest as JSON: 100,000 tensors with names of 100 characters fit."""
 _LOOK_S = 0.1

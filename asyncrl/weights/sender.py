@@ -24,7 +24,7 @@ from torch import Tensor
 
 from asyncrl.errors import AsyncrlError, PeerTimeoutError, RunError
 from asyncrl.weights.broadcast import Delivery, WeightSyncStats
-from asyncrl.weights.buckets import MIN_BUCKET_BYTES, WeightBuffer, WeightManifest
+from asyncrl.weights.buckets import BUCKET_BYTES, MIN_BUCKET_BYTES, WeightBuffer, WeightManifest
 from asyncrl.weights.mailbox import Interrupted, Mailbox, Wait
 from asyncrl.weights.membership import Membership
 from asyncrl.weights.transports import choose_transport, device_name, find_transport, use_own_stream, with_index
@@ -53,7 +53,7 @@ class WeightSender:
         *,
         expected_generators: int,
         transport: str,
-        bucket_bytes: int,
+        bucket_bytes: int = BUCKET_BYTES,
         timeout_s: float,
         start_timeout_s: float | None = None,
         device: str = "cpu",

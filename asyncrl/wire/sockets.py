@@ -60,7 +60,7 @@ def bind_router(
     except zmq.ZMQError as error:
         router.close()
         raise ConfigError(
-            f"{what} address {address}: {zmq.strerror(error.errno or 0)}; choose another launch.port"
+            f"{what} address {address}: {zmq.strerror(error.errno or 0)}; choose another port in launch.address"
         ) from None
     return router
 

@@ -47,13 +47,13 @@ def test_files_without_rows_are_passed_over(dataset: Write, tmp_path: Path) -> N
 
 def test_plain_columns_by_name(dataset: Write) -> None:
     rows = [{"question": "1+1=", "answer": {"value": 2, "aliases": ["two"]}, "from": "sums", "level": 3}]
-    mapping = {"data__prompt_column": "question", "data__data_source_column": "from"}
-    config = dataset(rows, data__ground_truth_column="answer.value", **mapping)
+    mapping = {"data__columns__prompt": "question", "data__columns__data_source": "from"}
+    config = dataset(rows, data__columns__ground_truth="answer.value", **mapping)
     assert check_dataset(config) == 1
     values = PromptTable(config)[0]
     assert (values["prompt"], values["ground_truth"], values["data_source"]) == ("1+1=", "2", "sums")
     assert (values["extra_info"], values["columns"]) == ({}, {"level": 3})
-    whole = PromptTable(dataset(rows, data__ground_truth_column="answer", **mapping))[0]
+    whole = PromptTable(dataset(rows, data__columns__ground_truth="answer", **mapping))[0]
     assert json.loads(whole["ground_truth"]) == {"value": 2, "aliases": ["two"]}
 
 
@@ -64,7 +64,7 @@ def test_a_column_may_have_a_dot_in_its_name(dataset: Write) -> None:
 
 
 def test_data_without_ground_truth(dataset: Write) -> None:
-    config = dataset([{"prompt": "1=", "label": 4}], data__ground_truth_column=None)
+    config = dataset([{"prompt": "1=", "label": 4}], data__columns__ground_truth=None)
     assert check_dataset(config) == 1
     assert PromptTable(config)[0]["ground_truth"] == ""
     assert PromptTable(config)[0]["columns"] == {"label": 4}
@@ -81,7 +81,7 @@ def test_sources_of_evaluation_files_count(dataset: Write, tmp_path: Path) -> No
     write_rows(tmp_path / "eval.parquet", [row(0, data_source="held"), row(1, data_source="out")])
     config = dataset([row(0), row(1)], data__eval=str(tmp_path / "eval.parquet"))
     assert distinct_sources(config) == {"numbers", "held", "out"}
-    renamed = dataset([row(0, extra_info={"from": "a"})], data__data_source_column="extra_info.from")
+    renamed = dataset([row(0, extra_info={"from": "a"})], data__columns__data_source="extra_info.from")
     assert distinct_sources(renamed) == {"a"}
 
 
@@ -103,9 +103,12 @@ def test_json_lines(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"data__prompt_column": "promt"}, r"column 'promt' is missing \(data.prompt_column\); did you mean prompt\?"),
-        ({"data__ground_truth_column": "reward_model.truth"}, r"column 'reward_model.truth' is missing"),
-        ({"data__ground_truth_column": "ability.truth"}, r"The columns are data_source, prompt, ability"),
+        (
+            {"data__columns__prompt": "promt"},
+            r"column 'promt' is missing \(data.columns.prompt\); did you mean prompt\?",
+        ),
+        ({"data__columns__ground_truth": "reward_model.truth"}, r"column 'reward_model.truth' is missing"),
+        ({"data__columns__ground_truth": "ability.truth"}, r"The columns are data_source, prompt, ability"),
     ],
 )
 def test_missing_column_is_named(dataset: Write, overrides: dict[str, str], message: str) -> None:
@@ -149,7 +152,7 @@ def test_row_without_ground_truth_is_named_at_the_start_and_when_read(tmp_path: 
         pq.write_table(pa.Table.from_pylist(rows), file, row_group_size=2 if "groups" in kind else None)
     config = load_config(None, {"model.path": "m", "data.train": str(file)})
     message = r"data\.\w+, row 5: 'reward_model.ground_truth' is empty; fill it in or leave the row out"
-    with pytest.raises(DataError, match=message + r"; for data without any, set data.ground_truth_column to null"):
+    with pytest.raises(DataError, match=message + r"; for data without any, set data.columns.ground_truth to null"):
         check_dataset(config)
     with pytest.raises(DataError, match=message):
         PromptTable(config)[5]
@@ -177,7 +180,9 @@ def test_row_without_a_prompt_is_named(dataset: Write, tmp_path: Path) -> None:
 
 def test_a_prompt_is_a_string_or_a_chat(dataset: Write) -> None:
     for prompt in (7, ["a"], [{"from": "human", "value": "hello"}]):
-        with pytest.raises(ConfigError, match=r"column 'prompt' \(data.prompt_column\) is of type .* list of messages"):
+        with pytest.raises(
+            ConfigError, match=r"column 'prompt' \(data.columns.prompt\) is of type .* list of messages"
+        ):
             check_dataset(dataset([row(0, prompt=prompt)]))
 
 

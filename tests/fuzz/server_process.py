@@ -50,7 +50,7 @@ def main(port: int, folder: Path) -> None:
         data__eval="eval.parquet",
         eval__every_steps=50,
         generator__group_size=GROUP_SIZE,
-        replay__lease_timeout_s=1.0,
+        launch__heartbeat_timeout_s=1.0,
         replay__max_refunds_in_a_row=1 << 40,
     )
     queue = ReplayQueue(config, Prompts(), TraceWriter(folder / "trace.parquet"), [prompt(0), prompt(1)])

@@ -29,7 +29,7 @@ def recomputing(make_engine: EngineMaker) -> Engine:
 
 
 def keeping(make_engine: EngineMaker) -> Engine:
-    return make_engine(generator__temperature=0.7, generator__prefix_caching=True)
+    return make_engine(generator__temperature=0.7, generator__engine_options={"enable_prefix_caching": True})
 
 
 def prompts(count: int, first: int = 0) -> dict[str, list[int]]:

@@ -28,7 +28,7 @@ EVALUATING = {"data__eval": "eval.parquet", "eval__every_steps": 2, "eval__sampl
 
 @pytest.fixture
 def engine(make_engine: Callable[..., Engine]) -> Engine:
-    engine = make_engine(**EVALUATING, eval__temperature=0.0)
+    engine = make_engine(**EVALUATING, eval__sampling={"temperature": 0.0})
     engine.abort(list(engine._requests))
     engine.version = NO_VERSION
     return engine
@@ -118,6 +118,24 @@ def test_evaluation_is_greedy_at_temperature_0_while_training_samples(
     assert all(tokens == greedy[0] for tokens in greedy)
     assert len({tuple(done[f"sampled {index}"].tokens) for index in range(4)}) > 1
     assert greedy_choice(policies[0], [5, 6, 7], greedy[0]) == greedy[0]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "is_greedy"),
+    [({"top_k": 1}, True), ({"min_p": 1.0}, True), ({"top_k": 1, "repetition_penalty": 50.0}, False)],
+)
+def test_the_sampling_of_evaluation_is_that_of_the_config(
+    make_engine: Callable[..., Engine], policies: Policies, sampling: dict[str, float], is_greedy: bool
+) -> None:
+    """A cut that leaves only the likeliest token is greedy; a penalty for repetitions changes the tokens."""
+    engine = make_engine(**EVALUATING, eval__sampling=sampling)
+    engine.swap(0, weights_of(policies[0]))
+    for index in range(3):
+        engine.add(f"cut {index}", [5, 6, 7], kind="evaluation")
+    engine.add("greedy", [5, 6, 7], kind="greedy")
+    done = run_all(engine)
+    assert len({tuple(done[f"cut {index}"].tokens) for index in range(3)}) == 1
+    assert (done["cut 0"].tokens == done["greedy"].tokens) == is_greedy
 
 
 def greedy_choice(policy: Qwen2ForCausalLM, prompt: list[int], tokens: list[int]) -> list[int]:

@@ -92,7 +92,7 @@ def test_taken_port(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         port = holder.getsockname()[1]
-        code, output = launch(folder, f"launch.port={port}")
+        code, output = launch(folder, f"launch.address=127.0.0.1:{port}")
     assert code == 2
     assert f"port {port} is taken" in output
 

@@ -24,7 +24,7 @@ def all_addresses(endpoints: Endpoints) -> list[str]:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2"])
 def test_on_one_machine_zeromq_listens_in_a_folder_of_the_owner(host: str) -> None:
-    config = WITH_ALL.model_copy(update={"launch": WITH_ALL.launch.model_copy(update={"host": host})})
+    config = WITH_ALL.model_copy(update={"launch": WITH_ALL.launch.model_copy(update={"address": host})})
     with run_endpoints(config, reward_model=True) as endpoints:
         folder = Path(endpoints.folder)
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -36,8 +36,8 @@ def test_on_one_machine_zeromq_listens_in_a_folder_of_the_owner(host: str) -> No
 
 
 def test_a_port_without_effect_is_refused() -> None:
-    refused = pytest.raises(ConfigError, match=r"launch.port = 5555: has no effect with launch.host = 127.0.0.1")
-    with refused, run_endpoints(small_config(launch__port=5555)):
+    refused = pytest.raises(ConfigError, match=r"launch.address = '127.0.0.1:5555': a port has no effect on a loopback")
+    with refused, run_endpoints(small_config(launch__address="127.0.0.1:5555")):
         pass
 
 

@@ -38,7 +38,7 @@ def test_reward_model_listens_on_this_machine_whatever_the_host(monkeypatch: pyt
 
     monkeypatch.setattr("asyncrl.rewards.model_server.run_reward_model", serve)
     monkeypatch.setattr("asyncrl.launch.commands.evaluate.await_reward_model", lambda *_, **__: None)
-    config = small_config(launch__host="192.0.2.7", launch__port=1)
+    config = small_config(launch__address="192.0.2.7:1")
     with reward_model(config, lambda: False) as endpoints:
         up.set()
     assert endpoints == served[0]

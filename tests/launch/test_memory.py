@@ -110,7 +110,8 @@ SEVEN = Shape.of(QWEN2_7B, 7_615_616_512)
 assert SEVEN is not None
 SETTINGS: dict[str, Any] = {
     "model.path": "m", "data.train": "d", "model.dtype": "bfloat16", "learner.zero_stage": 3, "launch.learners": 2,
-    "learner.gradient_checkpointing": True, "generator.max_model_tokens": 4096, "generator.max_new_tokens": 3072,
+    "learner.gradient_checkpointing": True, "generator.engine_options": {"max_model_len": 4096},
+    "generator.max_new_tokens": 3072,
 }  # fmt: skip
 
 

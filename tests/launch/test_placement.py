@@ -85,9 +85,11 @@ def test_taken_port_is_named() -> None:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         taken = holder.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"launch.port = {taken}: port {taken} is taken"):
+        with pytest.raises(ConfigError, match=f"launch.address = '127.0.0.1:{taken}': port {taken} is taken"):
             reserve_ports(taken, 3)
-    with pytest.raises(ConfigError, match=r"launch.port = 65533: the run needs 4 ports .* use at most 65532"):
+    with pytest.raises(
+        ConfigError, match=r"launch.address = '127.0.0.1:65533': the run needs 4 ports .* use at most 65532"
+    ):
         reserve_ports(65533, 4)
 
 
@@ -112,7 +114,7 @@ def test_free_ports_are_free_and_different() -> None:
     ],
 )
 def test_a_host_that_cannot_be_listened_on_is_refused(host: str, reason: str) -> None:
-    with pytest.raises(ConfigError, match=f"launch.host = '{host}': .*{reason}"):
+    with pytest.raises(ConfigError, match=f"launch.address = '{host}': .*{reason}"):
         check_host(host)
 
 
@@ -127,7 +129,7 @@ def test_gloo_and_nccl_listen_on_the_interface_of_the_host(monkeypatch: pytest.M
     loopback = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
     assert network_environment("127.0.0.1") == network_environment("127.0.0.2") == loopback
     assert network_environment("10.1.2.3") == {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "=eth1"}
-    rule = "launch.host = '10.9.9.9': no network interface .*, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to"
+    rule = "launch.address = '10.9.9.9': no network interface .*, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to"
     with pytest.raises(ConfigError, match=rule):
         network_environment("10.9.9.9")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")

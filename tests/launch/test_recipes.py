@@ -1,4 +1,4 @@
-"""A data recipe creates its files if they do not exist."""
+"""A recipe creates its files if they do not exist."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asyncrl.launch.preflight import EVAL_ROWS, run_recipes
 
 def test_training_and_evaluation_files_are_made(tmp_path: Path) -> None:
     train, held = tmp_path / "train.parquet", tmp_path / "eval.parquet"
-    values = {"model.path": "m", "data.recipe": "arithmetic", "data.train": str(train)}
+    values = {"model.path": "m", "recipe": "demo", "data.train": str(train)}
     run_recipes(load_config(None, values), Console(quiet=True))
     assert pq.read_metadata(train).num_rows == 400
     made = train.stat().st_mtime_ns
@@ -26,8 +26,8 @@ def test_training_and_evaluation_files_are_made(tmp_path: Path) -> None:
 
 def test_a_recipe_makes_one_file(tmp_path: Path) -> None:
     files = [str(tmp_path / "a.parquet"), str(tmp_path / "b.parquet")]
-    with pytest.raises(ConfigError, match=r"data.recipe = 'arithmetic': makes one file, data.train names several"):
+    with pytest.raises(ConfigError, match=r"recipe = 'demo': makes one file, data.train names several"):
         run_recipes(
-            load_config(None, {"model.path": "m", "data.recipe": "arithmetic", "data.train": files}),
+            load_config(None, {"model.path": "m", "recipe": "demo", "data.train": files}),
             Console(quiet=True),
         )

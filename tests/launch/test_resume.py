@@ -112,9 +112,11 @@ def test_live_run_is_not_resumed() -> None:
 def test_settings_of_algorithm_and_data_must_not_change() -> None:
     attempt(small_config(run="one"), "failed")
     with pytest.raises(ConfigError) as caught:
-        check_resume(must(learner__weight_decay=1.0, seed=4, algorithm__loss="cispo", launch__learners=2))
+        check_resume(
+            must(learner__adamw_options={"weight_decay": 1.0}, seed=4, algorithm__loss="cispo", launch__learners=2)
+        )
     text = str(caught.value)
-    assert "learner.weight_decay: it was 0.01, now 1.0" in text
+    assert "learner.adamw_options.weight_decay: it was 0.01, now 1.0" in text
     assert "seed: it was 0, now 4" in text
     assert "algorithm.loss: it was 'decoupled_ppo', now 'cispo'" in text
     assert "launch.learners: it was 1, now 2" in text
@@ -128,6 +130,9 @@ def test_settings_of_algorithm_and_data_must_not_change() -> None:
         "learner__max_grad_norm": 0.1,
         "learner__max_skipped_updates": 50,
     }
+    with pytest.raises(ConfigError, match=r"generator.engine_options.max_model_len: it was None, now 128"):
+        check_resume(must(generator__engine_options={"max_model_len": 128, "block_size": 32}))
+    assert check_resume(must(generator__engine_options={"enable_prefix_caching": False, "block_size": 32}))
     assert check_resume(must(**way_out)), "the advice in the error for non-finite updates"
 
 

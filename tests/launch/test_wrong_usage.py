@@ -108,7 +108,7 @@ def test_model_of_the_hub(folder: Path) -> None:
 def test_ports_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncrl.launch.endpoints.is_loopback", lambda host: False)  # loopback addresses have no ports
     settings = ["algorithm.advantage=gae", "critic.ranks=1", "generator.group_size=1"]
-    output = refused_launch(folder, "launch.port=65535", *settings)
+    output = refused_launch(folder, "launch.address=127.0.0.1:65535", *settings)
     assert re.search(r"launch\.port = 65535: the run needs \d ports .* 65535; use at most \d+", output), output
 
 
@@ -198,7 +198,7 @@ def test_seeds_are_not_negative(tmp_path: Path, command: list[str]) -> None:
 
 def test_a_recipe_that_takes_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "RECIPE_S", 0.3)
-    values = {"data.train": "d", "model.recipe": "tiny-model", "model.path": str(tmp_path / "model")}
+    values = {"data.train": __file__, "recipe": "demo", "model.path": str(tmp_path / "model")}
     with pytest.raises(ConfigError, match=r"making tiny-model in .* took longer than 0\.3 s; make it with `asyncrl da"):
         run_recipes(load_config(None, values), Console(quiet=True))
     assert list(tmp_path.iterdir()) == []

@@ -29,7 +29,7 @@ CASES: dict[str, dict[str, Any]] = {
     "loglinear": {"algorithm": {"proximal": "loglinear"}, "learner": {"minibatches": 2}},
     "masks": {
         "algorithm": {
-            "offpolicy_mask_delta": 0.1, "correction": {"level": "geometric", "mode": "mask", "low": 0.5, "high": 2.0},
+            "correction": {"level": "geometric", "mode": "mask", "low": 0.5, "high": 2.0, "mask_delta": 0.1},
             "aggregation": "seq-mean-token-mean",
         }
     },

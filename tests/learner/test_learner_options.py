@@ -83,14 +83,6 @@ def test_defaults_are_fine() -> None:
             {"loss_options": {"dual_clip": True}},
             "algorithm.loss_options.dual_clip = True: input should be a valid number",
         ),
-        (
-            {"correction": {"level": "sentence"}},
-            "algorithm.correction.level = 'sentence': input should be 'token', 'sequence' or 'geometric'",
-        ),
-        (
-            {"correction": {"hihg": 2.0}},
-            "algorithm.correction.hihg = 2.0: importance_weights has no such option; did you",
-        ),
     ],
 )
 def test_wrong_settings_are_refused(settings: dict[str, Any], text: str) -> None:

@@ -33,7 +33,7 @@ from asyncrl.wire.messages import Committed
 STEPS = 6
 TOY: dict[str, Any] = {
     **CRITIC,
-    "algorithm": {**CRITIC["algorithm"], "kl_target": 0.01, "kl_horizon": 50},
+    "algorithm": {**CRITIC["algorithm"], "kl_target": 0.01},
     "learner": {"warmup_steps": 2, "lr_schedule": "cosine", "epochs": 2},
     "steps": STEPS,
 }

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 from worlds import copy_weights, make_config, make_groups, make_trainer, pack_groups
 
-from asyncrl.algorithms.kl import kl_estimate
+from asyncrl.algorithms.kl import HORIZON, AdaptiveKL, kl_estimate
 from asyncrl.errors import ConfigError, InvariantError
 from asyncrl.learner.advantage_step import Estimates, Scores, estimate
 from asyncrl.learner.algorithm import make_algorithm
@@ -365,10 +365,10 @@ def test_tokens_are_counted_once(one_rank: Ranks, tiny_model: Path) -> None:
 
 
 def test_the_coefficient_of_the_divergence_adapts(one_rank: Ranks, tiny_model: Path) -> None:
-    config = make_config(
-        tiny_model, algorithm={"kl_reward_coef": 0.2, "kl_target": 0.01, "kl_horizon": 1000}, learner={"lr": 1e-2}
-    )
+    config = make_config(tiny_model, algorithm={"kl_reward_coef": 0.2, "kl_target": 0.01}, learner={"lr": 1e-2})
     trainer = make_trainer(config, one_rank)
+    assert isinstance(trainer.kl_control, AdaptiveKL) and trainer.kl_control.horizon == HORIZON
+    trainer.kl_control = AdaptiveKL(0.2, 0.01, 1000)
     batch = pack_groups(config, make_groups())
     coefficients = [trainer.train(batch, step=step)["kl/reward_coef"] for step in (1, 2, 3)]
     assert coefficients[0] == 0.2
@@ -400,7 +400,7 @@ def test_every_advantage_trains(advantage: str, one_rank: Ranks, tiny_model: Pat
     assert ("critic/loss" in metrics) == (advantage in ("gae", "vtrace"))
 
 
-@pytest.mark.parametrize("settings", [{"proximal": "loglinear"}, {"offpolicy_mask_delta": 0.1}])
+@pytest.mark.parametrize("settings", [{"proximal": "loglinear"}, {"correction": {"mask_delta": 0.1}}])
 def test_options_of_the_correction_train(settings: dict[str, Any], one_rank: Ranks, tiny_model: Path) -> None:
     config = make_config(tiny_model, algorithm=settings, learner={"minibatches": 2})
     metrics = make_trainer(config, one_rank).train(pack_groups(config, groups_of(config)), step=1)

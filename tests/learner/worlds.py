@@ -40,7 +40,13 @@ CRITIC: dict[str, Any] = {
 GAE_CONFIG: dict[str, Any] = {
     "algorithm": {"advantage": "gae", "loss": "ppo_clip"},
     "critic": {"lr": 1e-3, "ranks": 1},
-    "learner": {"lr": LR, "tokens_per_microbatch": 40, "weight_decay": 0.1, "epochs": 2, "minibatches": 2},
+    "learner": {
+        "lr": LR,
+        "tokens_per_microbatch": 40,
+        "adamw_options": {"weight_decay": 0.1},
+        "epochs": 2,
+        "minibatches": 2,
+    },
 }
 """Settings with a critic in a separate process."""
 STATE_RUNS: dict[str, dict[str, Any]] = {
@@ -89,7 +95,7 @@ def make_config(folder: Path, /, **sections: Any) -> Config:
         "data": {"train": "none.parquet"},
         "generator": {"group_size": 4, "temperature": 0.7, "max_new_tokens": 20},
         "replay": {"groups_per_step": 6, "max_staleness": 2},
-        "learner": {"lr": LR, "tokens_per_microbatch": 40, "weight_decay": 0.1},
+        "learner": {"lr": LR, "tokens_per_microbatch": 40, "adamw_options": {"weight_decay": 0.1}},
         "launch": {"start_timeout_s": 60, "progress_timeout_s": 120},
         "steps": 3,
     }

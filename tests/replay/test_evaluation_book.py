@@ -18,7 +18,7 @@ from asyncrl.types import Lease, Prompt
 from asyncrl.wire.messages import Evaluated, ReleasedEvaluation
 from tests.helpers.replay import small_config
 
-LEASE_S = 100.0
+LEASE_S, START_S = 100.0, 30.0
 
 
 def make_prompts(count: int) -> list[Prompt]:
@@ -31,7 +31,8 @@ def make_book(prompts: int = 4, samples: int = 2, every: int | None = 2, steps: 
         eval__every_steps=every,
         eval__samples=samples,
         steps=steps,
-        replay__lease_timeout_s=LEASE_S,
+        launch__heartbeat_timeout_s=LEASE_S,
+        launch__start_timeout_s=START_S,
     )
     return EvalBook(config, make_prompts(prompts))
 
@@ -165,9 +166,9 @@ def test_dropped_with_its_reason_when_no_generator_has_the_version_any_more() ->
 def test_a_silent_generator_does_not_hold_an_evaluation_open() -> None:
     book = make_book()
     book.lease(0, 0, 0, 1.0)
-    book.expire(1.0 + LEASE_S)
-    assert book.running
-    book.expire(1.1 + LEASE_S)
+    book.expire(1.0 + LEASE_S + START_S)
+    assert book.running, "a restarted one may still come"
+    book.expire(1.1 + LEASE_S + START_S)
     assert [one["version"] for one in book.dropped] == [0]
 
 

@@ -19,7 +19,7 @@ from tests.helpers.replay import EndlessPrompts, ask_queue, make_group, small_co
 
 LONG_TOKENS = 32_000
 LONG_S = LONG_TOKENS / 30
-"""At 30 tokens a second: longer than the default of `replay.lease_timeout_s`."""
+"""At 30 tokens a second: longer than the default of `launch.heartbeat_timeout_s`."""
 BEAT_S = 10.0
 
 
@@ -62,8 +62,8 @@ class Simulated:
 
 def test_answers_that_take_longer_than_the_lease_timeout_are_trained(tmp_path: Path) -> None:
     run = Simulated(tmp_path, steps=3)
-    limit_s = run.queue.config.replay.lease_timeout_s
-    assert limit_s == load_config(None, {"model.path": "m", "data.train": "d"}).replay.lease_timeout_s < LONG_S
+    limit_s = run.queue.config.launch.heartbeat_timeout_s
+    assert limit_s == load_config(None, {"model.path": "m", "data.train": "d"}).launch.heartbeat_timeout_s < LONG_S
     while not run.queue.trained and run.now_s < 4 * LONG_S:
         run.beat(LONG_S)
     assert run.queue.ledger.steps == 3
@@ -84,7 +84,7 @@ def test_leases_that_are_not_renewed_are_trained_all_the_same_by_their_first_att
 
 @pytest.mark.parametrize("silent", ["dead", "lost one group"])
 def test_a_lease_that_nobody_works_on_is_handed_out_again(tmp_path: Path, silent: str) -> None:
-    run = Simulated(tmp_path, replay__lease_timeout_s=60)
+    run = Simulated(tmp_path, launch__heartbeat_timeout_s=60)
     lost, kept = run.ask(2)
     while run.now_s < 55:
         run.now_s += 5
@@ -102,7 +102,7 @@ def test_a_lease_that_nobody_works_on_is_handed_out_again(tmp_path: Path, silent
 
 
 def test_only_who_holds_a_lease_renews_it(tmp_path: Path) -> None:
-    run = Simulated(tmp_path, replay__lease_timeout_s=60, launch__generators=2)
+    run = Simulated(tmp_path, launch__heartbeat_timeout_s=60, launch__generators=2)
     (lease,) = run.ask(1)
     other = Lease(lease.ticket, 1, lease.prompt)
     unknown = Lease(99, 0, lease.prompt)
@@ -115,7 +115,7 @@ def test_only_who_holds_a_lease_renews_it(tmp_path: Path) -> None:
 
 
 def test_an_evaluation_lease_is_renewed_too(tmp_path: Path) -> None:
-    config = small_config(data__eval="eval.parquet", eval__samples=1, replay__lease_timeout_s=60)
+    config = small_config(data__eval="eval.parquet", eval__samples=1, launch__heartbeat_timeout_s=60)
     prompts = [EndlessPrompts().prompt(0)]
     queue = ReplayQueue(config, EndlessPrompts(), TraceWriter(tmp_path / "trace.parquet"), prompts)
     now_s = 0.0
@@ -133,7 +133,7 @@ def test_an_evaluation_lease_is_renewed_too(tmp_path: Path) -> None:
 
 
 def test_of_two_attempts_the_first_that_comes_is_trained_and_both_are_counted(tmp_path: Path) -> None:
-    run = Simulated(tmp_path, replay__lease_timeout_s=10)
+    run = Simulated(tmp_path, launch__heartbeat_timeout_s=10)
     leases = run.ask(2)
     run.now_s = 11
     run.queue.expire()
@@ -157,7 +157,7 @@ def test_of_two_attempts_the_first_that_comes_is_trained_and_both_are_counted(tm
 
 
 def test_a_group_whose_lease_was_taken_back_and_not_handed_out_again_is_used(tmp_path: Path) -> None:
-    run = Simulated(tmp_path, replay__lease_timeout_s=10)
+    run = Simulated(tmp_path, launch__heartbeat_timeout_s=10)
     (lease,) = run.ask(1)
     run.now_s = 11
     run.queue.expire()
@@ -169,7 +169,7 @@ def test_a_group_whose_lease_was_taken_back_and_not_handed_out_again_is_used(tmp
 
 @pytest.mark.parametrize("refunded", [True, False])
 def test_what_a_superseded_attempt_gives_back_is_counted_once(tmp_path: Path, refunded: bool) -> None:
-    run = Simulated(tmp_path, replay__lease_timeout_s=10)
+    run = Simulated(tmp_path, launch__heartbeat_timeout_s=10)
     (lease,) = run.ask(1)
     run.now_s = 11
     run.queue.expire()
@@ -183,7 +183,7 @@ def test_what_a_superseded_attempt_gives_back_is_counted_once(tmp_path: Path, re
 
 
 def test_a_late_attempt_that_is_too_old_by_now_is_not_trained(tmp_path: Path) -> None:
-    run = Simulated(tmp_path, replay__groups_per_step=1, replay__lease_timeout_s=10, steps=10)
+    run = Simulated(tmp_path, replay__groups_per_step=1, launch__heartbeat_timeout_s=10, steps=10)
     late, other = run.ask(2)
     run.finish(other)
     assert run.queue.take(0, 1)[0] == "shard"

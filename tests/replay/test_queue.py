@@ -145,7 +145,7 @@ def test_duplicate_and_superseded_groups_count_once(tmp_path: Path) -> None:
 
 
 def test_expired_lease_is_handed_out_again(tmp_path: Path) -> None:
-    queue = make_queue(tmp_path, replay__lease_timeout_s=10)
+    queue = make_queue(tmp_path, launch__heartbeat_timeout_s=10)
     (lease,) = ask(queue, num_groups=1)
     leased_s = queue.held[lease.ticket].renewed_s
     queue.expire(leased_s + 9)

@@ -177,7 +177,7 @@ class Run:
 
     def expire(self, pick: int) -> None:
         """Time passes; the generator renews every second lease, or none."""
-        limit_s = self.config.replay.lease_timeout_s
+        limit_s = self.config.launch.heartbeat_timeout_s
         is_current, held = self.queue.ledger.is_current, [lease for lease in self.leases if not lease.evaluation]
         renewed = [lease for lease in held[:: 1 + pick % 2] if pick % 3 and is_current(lease.ticket, lease.attempt)]
         self.ahead_s += 0.9 * limit_s
@@ -318,7 +318,7 @@ def test_any_schedule_with_deaths_loses_nothing(events: list[tuple[str, int]], m
 
 
 def test_restart_within_a_launch_keeps_leases_and_another_launch_takes_them_back(tmp_path: Path) -> None:
-    config = small_config(replay__lease_timeout_s=10)
+    config = small_config(launch__heartbeat_timeout_s=10)
     queue = open_queue(tmp_path, config)
     first, second, *_ = ask_queue(queue, 0, 0, 100)[0]
     finish(queue, first, 0)
@@ -628,7 +628,7 @@ def test_the_trace_of_a_run_without_its_journal_is_of_the_line_that_goes_on(tmp_
 
 
 def test_a_limit_that_moves_goes_on_from_the_journal(tmp_path: Path) -> None:
-    config = small_config(replay__max_staleness="auto", replay__auto_bounds=[0, 3], steps=20)
+    config = small_config(replay__max_staleness="auto", replay__auto_options={"low": 0, "high": 3}, steps=20)
     queue = open_queue(tmp_path, config)
     told = {"staleness/0/ess": 1.0, "staleness/0/tokens_fraction": 1.0}
     limits: list[float] = []

@@ -68,14 +68,16 @@ def test_it_goes_on_from_its_state() -> None:
 
 
 def test_config() -> None:
-    config = small_config(replay__max_staleness="auto", replay__auto_bounds=[0, 5])
+    config = small_config(replay__max_staleness="auto", replay__auto_options={"low": 0, "high": 5})
     assert (config.replay.first_limit, config.replay.staleness_limit) == (0, 5)
     control = StalenessController.of(config)
     assert control is not None
     assert (control.low, control.high) == (0, 5)
     assert StalenessController.of(small_config()) is None
-    with pytest.raises(ConfigError, match=r"auto_bounds = \[4, 4\]: must be a limit of at least 0 and a higher one"):
-        small_config(replay__max_staleness="auto", replay__auto_bounds=[4, 4])
+    with pytest.raises(
+        ConfigError, match=r"auto_options.low = 4 with high = 4: must be a limit of at least 0 and a higher one"
+    ):
+        small_config(replay__max_staleness="auto", replay__auto_options={"low": 4, "high": 4})
     with pytest.raises(ConfigError, match="max_staleness"):
         small_config(replay__max_staleness="often")
 

@@ -137,7 +137,7 @@ def test_special_tokens_are_no_part_of_the_text(make_pool) -> None:
 
 
 def test_columns_of_the_data_reach_a_group_reward(make_pool) -> None:
-    pool = make_pool("mine.py:of_prompt", ground_truth_column="reward_model.answer")
+    pool = make_pool("mine.py:of_prompt", columns={"ground_truth": "reward_model.answer"})
     submit(pool, "k", [tokens("1"), tokens("2")], prompt(level=4))
     assert gather(pool, 1)["k"] == Scored("k", [5.0, 5.0], [{}, {}], ["", ""])
 

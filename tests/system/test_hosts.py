@@ -33,7 +33,7 @@ def test_two_by_two_encrypted_and_the_next_run_from_their_model(
     command = [sys.executable, "-m", "asyncrl.cli", "launch", "--config", "demo", "--run", "encrypted", "--steps", "10"]
     command += ["--generators", "2", "--learners", "2", "--max-staleness", "0", "learner.zero_stage=2"]
     process = subprocess.Popen(
-        [*IN_NAMESPACE, *command, f"launch.host={HOST}", *SMALL],
+        [*IN_NAMESPACE, *command, f"launch.address={HOST}", *SMALL],
         cwd=demo_folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -90,7 +90,7 @@ def write_own(folder: Path, model: Path) -> Path:
     )
     (folder / "my.yaml").write_text(
         f"model: {{path: {model}}}\n"
-        f"data: {{train: {folder / 'mine.parquet'}, prompt_column: question, ground_truth_column: answer}}\n"
+        f"data: {{train: {folder / 'mine.parquet'}, columns: {{prompt: question, ground_truth: answer}}}}\n"
         f"rewards: {folder / 'my_reward.py'}:compute_score\n"
         "generator: {max_new_tokens: 4, kv_cache_bytes: 16777216}\n"
         "learner: {lr: 1e-5}\n"

@@ -13,7 +13,7 @@ import pytest
 import typer
 
 from asyncrl.cli import app
-from asyncrl.config import Config, config_keys, parse_override
+from asyncrl.config import Config, config_keys, option_keys, parse_override
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "README.md"]
@@ -92,10 +92,10 @@ def test_modules_named_in_the_text_exist(page: str) -> None:
 
 @every_page
 def test_config_keys_in_the_text_exist(page: str) -> None:
-    keys = set(config_keys())
+    keys = {*config_keys(), *option_keys()}
     sections = {key.partition(".")[0] for key in keys if "." in key}
     for code in CODE.findall(BLOCK.sub("", TEXTS[page])):
-        key = re.match(r"([a-z]+\.[a-z_]+)(?=$|[=: ])", code)
+        key = re.match(r"([a-z]+(?:\.[a-z_]+)+)(?=$|[=: ])", code)
         if key and not key[1].endswith(".py") and key[1].partition(".")[0] in sections:
             # The page on algorithms has a table of other systems' keys.
             assert key[1] in keys or page == "docs/algorithms.md", f"{page}: `{code}`: no such key"
@@ -123,7 +123,7 @@ def test_commands_are_accepted(page: str, arguments: list[str]) -> None:
         assert name in group.commands, f"{page}: asyncrl {name}: no such command"
         group = group.commands[name]
     context = group.make_context(group.name, list(arguments))
-    keys = {*config_keys(), *Config.model_fields}
+    keys = {*config_keys(), *option_keys(), *Config.model_fields}
     for override in cast("list[str]", context.params.get("overrides") or []):
         key, _ = parse_override(override)
         assert key in keys or key == "learner.lrr", f"{page}: {override}: no such key"

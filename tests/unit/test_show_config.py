@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config import config_keys, load_config
+from asyncrl.config import config_keys, load_config, option_keys
 from asyncrl.launch.commands.show_config import config_keys_of
 from tests.helpers.cli import asyncrl
 
@@ -48,6 +48,19 @@ def test_diff_shows_what_a_config_and_settings_change() -> None:
     assert (code, output) == (0, "every key has its default\n")
 
 
+@pytest.mark.usefixtures("wide")
+def test_the_names_inside_a_mapping_are_shown_with_their_defaults_and_meanings() -> None:
+    code, output = asyncrl("config", "eval.sampling.top_k=20")
+    assert code == 0
+    lines = re.findall(r"^      (\.[a-z_]+) = ", output, re.MULTILINE)
+    assert sorted(lines) == sorted(f".{key.rpartition('.')[2]}" for key in option_keys())
+    assert "\n      .low = 1 (the default; integer): Lowest limit, and the first one.\n" in output
+    assert "\n      .top_k = 20 (default 0; integer at least 0): Number of most likely tokens" in output
+    assert "\n      .penalize = (not set) (no default; number at least 0): Reward that" in output
+    code, output = asyncrl("config", "--diff", "eval.sampling.top_k=20")
+    assert re.findall(r"^      (\.[a-z_]+) = ", output, re.MULTILINE) == [".top_k"], "only what differs"
+
+
 def values(path: str | None, settings: dict[str, object] | None = None) -> list[tuple[str, object]]:
     return [(key.name, key.value) for key in config_keys_of(path, settings or {})]
 
@@ -64,7 +77,10 @@ def test_rules_say_type_unit_and_allowed_values() -> None:
     assert all(key.meaning and key.rule for key in keys.values())
     assert keys["replay.max_staleness"].rule == "integer at least 0 or auto"
     assert keys["replay.order"].rule == "ready | ticket"
-    assert keys["replay.auto_bounds"].rule == "[integer, integer]" and not keys["replay.auto_bounds"].changed
+    adamw = keys["learner.adamw_options"]
+    assert adamw.rule == "mapping with betas, weight_decay, eps" and not adamw.changed
+    assert adamw.options[0].rule == "[number at least 0 and below 1, number at least 0 and below 1]"
+    assert keys["algorithm.truncated"].rule == "keep | mask | bootstrap or mapping with penalize"
     assert keys["replay.max_bytes"].rule == "integer (bytes) at least 1048576"
     assert keys["generator.reward_timeout_s"].rule == "number (seconds) above 0"
     assert keys["data.train"].rule == "string or list of strings"

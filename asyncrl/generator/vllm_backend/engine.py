@@ -89,14 +89,14 @@ class Engine:
         """The last prompt, kind and version, with the request prepared from them."""
         self._sent = sent or SentWeights(config)  # first: vLLM changes classes of transformers that it runs itself
         self._engine = build_engine(config, seed)
-        generator, evaluation = config.generator, config.eval
-        self._cuts: dict[Sampling, tuple[float, float]] = {
-            "training": (generator.temperature, 1.0),
-            "evaluation": (evaluation.temperature, evaluation.top_p),
-            "greedy": (0.0, 1.0),
+        self._sampling: dict[Sampling, dict[str, float]] = {
+            # Of the full distribution: log-probs of a cut one would bias importance ratios.
+            "training": {"temperature": config.generator.temperature},
+            "evaluation": config.eval.sampling.model_dump(),
+            "greedy": {"temperature": 0.0},
         }
-        """Temperature and top_p."""
-        self._params = {kind: sampling_params(config, *cut) for kind, cut in self._cuts.items()}
+        """vLLM's sampling parameters; those that are left out exclude no token."""
+        self._params = {kind: sampling_params(config, sampling) for kind, sampling in self._sampling.items()}
         self._warm_up()
         gc.collect()
         gc.freeze()  # keeps the engine's many objects out of later collections
@@ -146,7 +146,7 @@ class Engine:
 
         if seed is None and self._last is not None and self._last[:3] == (prompt, kind, self.version):
             return copy(self._last[3])
-        params = self._params[kind] if seed is None else sampling_params(self._config, *self._cuts[kind], seed)
+        params = self._params[kind] if seed is None else sampling_params(self._config, self._sampling[kind], seed)
         # Salting with the version keeps a cached prompt from being reused under other weights.
         salt = str(self.version) if self._config.generator.prefix_caching else None
         engine = self._engine

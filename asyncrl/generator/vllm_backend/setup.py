@@ -7,9 +7,10 @@ import importlib.util
 import inspect
 import logging
 import os
+from collections.abc import Mapping
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
@@ -63,9 +64,7 @@ def build_engine(config: Config, seed: int) -> LLMEngine:
         "dtype": config.model.dtype,
         "trust_remote_code": config.model.trust_remote_code,
         "seed": seed,
-        "max_model_len": generator.max_model_tokens,
         "max_num_seqs": generator.max_running_groups * generator.group_size,
-        "enable_prefix_caching": generator.prefix_caching,
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",  # not the sampling defaults that a model ships
         "weight_transfer_config": WeightTransferConfig(backend=NAME),
@@ -86,7 +85,7 @@ def build_engine(config: Config, seed: int) -> LLMEngine:
             arguments |= {"max_num_seqs": 1, "enable_chunked_prefill": False}
     if generator.kv_cache_bytes is not None:
         arguments["kv_cache_memory_bytes"] = generator.kv_cache_bytes
-    arguments |= generator.engine_options
+    arguments |= generator.engine_settings
     # Sets the default of tokens per step: on a GPU that of vLLM's `LLM`, which also serves many prompts at once.
     context = UsageContext.LLM_CLASS if on_gpu else UsageContext.ENGINE_CONTEXT
     try:
@@ -165,15 +164,13 @@ def _keep_weights_beside_packed() -> None:
     utils.dispatch_cpu_unquantized_gemm = pack_and_keep
 
 
-def sampling_params(config: Config, temperature: float, top_p: float, seed: int | None = None) -> SamplingParams:
-    """The sampling of completions, and the outputs that the engine returns."""
+def sampling_params(config: Config, sampling: Mapping[str, float], seed: int | None = None) -> SamplingParams:
+    """The sampling of completions, by the names of vLLM's parameters, and the outputs that the engine returns."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    # top_k and penalties are neutral, as is top_p in training: log-probs are those of the full distribution.
     return SamplingParams(
-        temperature=temperature,
-        top_p=top_p,
+        **cast("dict[str, Any]", sampling),
         seed=seed,
         max_tokens=config.generator.max_new_tokens,
         logprobs=0,

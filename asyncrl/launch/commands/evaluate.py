@@ -88,7 +88,7 @@ def use_folder(config: Config, model: str | None) -> Config:
         model = str(Path(model) / "model")
     trained = config.run_dir / "model"
     folder = model or (str(trained) if trained.is_dir() else config.model.path)
-    return config.model_copy(update={"model": config.model.model_copy(update={"path": folder, "recipe": None})})
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": folder})})
 
 
 def check_out(out: Path) -> None:
@@ -143,7 +143,7 @@ def reward_model(config: Config, should_stop: Callable[[], bool]) -> Iterator[En
     """Serves the config's reward model in a thread of this process; yields its address."""
     from asyncrl.rewards.model_server import run_reward_model
 
-    here = config.launch.model_copy(update={"host": LOOPBACK, "port": 0})
+    here = config.launch.model_copy(update={"address": LOOPBACK})
     here = config.model_copy(update={"launch": here})
     done = threading.Event()
     with run_endpoints(here, reward_model=True) as endpoints, ThreadPoolExecutor(1) as pool:

@@ -170,7 +170,7 @@ def make_out(run_dir: Path, out: Path | None) -> Path:
 
 def on_this_machine(config: Config) -> Config:
     """The config with all addresses on this machine, whatever address the run used."""
-    here = config.launch.model_copy(update={"host": LOOPBACK, "port": 0})
+    here = config.launch.model_copy(update={"address": LOOPBACK})
     return config.model_copy(update={"launch": here})
 
 

@@ -9,10 +9,12 @@ from textwrap import TextWrapper
 from typing import Any
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import to_jsonable_python
 from rich.console import Console
 from rich.text import Text
 
-from asyncrl.config import Config, load_config
+from asyncrl.config import Config, load_config, option_fields
 
 UNITS = {"_s": "seconds", "_bytes": "bytes", "_tokens": "tokens", "_steps": "steps"}
 """Unit of a number, by the end of its key."""
@@ -24,6 +26,8 @@ BOUNDS = {
     "pattern": "matching {}",
 }
 """How each bound of a JSON schema reads."""
+NOT_SET = "(not set)"
+"""Shown as the value of a name inside a mapping that has none, and no default."""
 REQUIRED = "(required)"
 """Shown as the value of a key that has none, and no default."""
 MAX_WIDTH = 100
@@ -43,6 +47,8 @@ class Key:
     rule: str
     """Type, unit and allowed values."""
     meaning: str
+    options: tuple[Key, ...] = ()
+    """The names inside a key whose value is, or may be, a mapping with known names."""
 
     @property
     def changed(self) -> bool:
@@ -50,7 +56,7 @@ class Key:
 
     @property
     def origin(self) -> str:
-        if self.default == REQUIRED:
+        if self.default in (REQUIRED, NOT_SET):
             return "no default"
         return f"default {written(self.default)}" if self.changed else "the default"
 
@@ -62,7 +68,7 @@ def show_config(path: str | None, settings: Mapping[str, Any], console: Console,
     shown = [key for key in keys if key.changed] if diff else keys
     if not shown:
         console.print("every key has its default")
-    meanings = {name: _meaning(section) for name, section in _sections(Config.model_json_schema())}
+    meanings = {name: _meaning(section.get("description")) for name, section in _sections(Config.model_json_schema())}
     width = max(min(console.width, MAX_WIDTH), NARROWEST)
     section = None
     for key in shown:
@@ -74,6 +80,10 @@ def show_config(path: str | None, settings: Mapping[str, Any], console: Console,
         _print(console, f"{key.name} = {written(key.value)}", "bold cyan" if key.changed else "cyan", width)
         _print(console, f"{key.origin}; {key.rule}", "dim", width, indent="    ")
         _print(console, key.meaning, "", width, indent="    ")
+        for option in key.options:
+            if option.changed or not diff:
+                text = f".{option.name} = {written(option.value)} ({option.origin}; {option.rule}): {option.meaning}"
+                _print(console, text, "", width, indent="      ")
 
 
 def config_keys_of(path: str | None, settings: Mapping[str, Any]) -> Iterator[Key]:
@@ -93,10 +103,24 @@ def _keys(section: str, properties: dict[str, Any], values: BaseModel, schema: d
     plain = values.model_dump(mode="json")
     for name, field in properties.items():
         info = type(values).model_fields[name]
-        default = REQUIRED if info.is_required() else info.get_default(call_default_factory=True)
-        default = list(default) if isinstance(default, tuple) else default
+        default = REQUIRED if info.is_required() else _default(info)
         key = f"{section}.{name}" if section else name
-        yield Key(section, key, plain[name], default, rule_of(name, field, schema), _meaning(field))
+        options = tuple(_options(info, field, plain[name], schema))
+        yield Key(section, key, plain[name], default, rule_of(name, field, schema), _meaning(info.description), options)
+
+
+def _options(info: FieldInfo, field: dict[str, Any], value: Any, schema: dict[str, Any]) -> Iterator[Key]:
+    choices = [_resolved(one, schema) for one in [field, *field.get("oneOf", ())] if "$ref" in one]
+    properties = {name: one for choice in choices for name, one in choice["properties"].items()}
+    for name, inner in option_fields(info).items():
+        default = NOT_SET if inner.is_required() else _default(inner)
+        given = value.get(name, default) if isinstance(value, dict) else NOT_SET
+        rule, meaning = rule_of(name, properties[name], schema), _meaning(inner.description)
+        yield Key("", name, given, default, rule, meaning)
+
+
+def _default(info: FieldInfo) -> Any:
+    return to_jsonable_python(info.get_default(call_default_factory=True))
 
 
 def _sections(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -114,16 +138,18 @@ def _is_set(key: str, settings: Mapping[str, Any]) -> bool:
     return key in settings or key.partition(".")[0] in settings
 
 
-def _meaning(field: dict[str, Any]) -> str:
-    return " ".join(field.get("description", "").split())
+def _meaning(description: str | None) -> str:
+    return " ".join((description or "").split())
 
 
 def rule_of(name: str, field: dict[str, Any], schema: dict[str, Any]) -> str:
     """What a key accepts, in words, from its JSON schema."""
     if "enum" in field or "const" in field:
         return " | ".join(written(value) for value in field.get("enum", [field.get("const")]))
-    if "anyOf" in field:
-        return " or ".join(dict.fromkeys(rule_of(name, choice, schema) for choice in field["anyOf"]))
+    if choices := field.get("anyOf") or field.get("oneOf"):
+        return " or ".join(dict.fromkeys(rule_of(name, choice, schema) for choice in choices))
+    if "$ref" in field:
+        return f"mapping with {', '.join(_resolved(field, schema)['properties'])}"
     kind = field["type"]
     if kind == "boolean":
         return "true | false"

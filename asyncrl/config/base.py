@@ -1,0 +1,24 @@
+"""The bases of a config's sections and of its mapping-valued keys."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+
+Options = dict[str, bool | int | float | str | None]
+"""Keyword-only arguments for a function named in the config."""
+
+RewardSpec = str | dict[str, float]
+"""The reward of a row: one function, or several with their weights."""
+Rewards = RewardSpec | dict[str, RewardSpec]
+
+
+class Section(BaseModel):
+    """A group of keys; unknown ones are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+
+
+class MappingValue(BaseModel):
+    """The value of one key: a mapping with known names. Missing names have their defaults, unknown ones are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())

@@ -1,0 +1,107 @@
+"""The values of keys that are mappings with known names, such as `data.columns` and `eval.sampling`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from asyncrl.config.base import MappingValue
+from asyncrl.config.passthrough import check_sampling
+
+
+class Columns(MappingValue):
+    """The columns of a dataset, by the project's names for them; `a.b` is field b of the struct column a."""
+
+    prompt: str = "prompt"
+    """Column with a string or a list of chat messages."""
+    ground_truth: str | None = "reward_model.ground_truth"
+    """Column that the reward compares with; null for data without one."""
+    data_source: str = "data_source"
+    """Column with the source of a row, which selects its reward. A file without the column is its own source."""
+
+
+class AutoOptions(MappingValue):
+    """The options of `replay.max_staleness: auto`."""
+
+    low: int = 1
+    """Lowest limit, and the first one."""
+    high: int = 8
+    """Highest limit, and the hard bound."""
+    ess: float = Field(default=0.9, gt=0.0, lt=1.0)
+    """The limit falls while the effective sample size of the tokens of any staleness is below this."""
+
+    @model_validator(mode="after")
+    def _check_order(self) -> Self:
+        if not 0 <= self.low < self.high:
+            raise ValueError(
+                f"low = {self.low} with high = {self.high}: must be a limit of at least 0 and a higher one; for a "
+                "fixed limit set max_staleness to it"
+            )
+        return self
+
+
+class Sampling(MappingValue):
+    """The sampling of evaluation completions, as in `vllm.SamplingParams`."""
+
+    temperature: float = Field(default=1.0, ge=0.0)
+    """Temperature of the distribution; 0 is greedy."""
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Probability mass of the most likely tokens that are sampled from; 1 excludes none."""
+    top_k: int = Field(default=0, ge=0)
+    """Number of most likely tokens that are sampled from; 0 excludes none."""
+    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
+    """Least probability of a token, relative to that of the most likely one; 0 excludes none."""
+    presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
+    """Subtracted from the logits of tokens that the completion has."""
+    frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
+    """Subtracted from the logits of tokens for each time that the completion has them."""
+    repetition_penalty: float = Field(default=1.0, gt=0.0)
+    """Divides the positive logits, and multiplies the negative ones, of tokens that prompt or completion have."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_names(cls, values: Any) -> Any:
+        check_sampling(values)
+        return values
+
+
+class Correction(MappingValue):
+    """Importance weights against the behavior policy, and the off-policy sequence mask."""
+
+    level: Literal["token", "sequence", "geometric"] = "token"
+    """Ratio that weighs a token: its own, the product over its sequence, or the geometric mean over its sequence."""
+    mode: Literal["truncate", "clip", "mask"] = "truncate"
+    """Effect of the bounds: weights are capped at `high`, held within both bounds, or set to 0 outside of them."""
+    low: float | None = None
+    """Lower bound of the weights; null for none."""
+    high: float | None = 2.0
+    """Upper bound of the weights; null for none."""
+    mask_delta: float | None = Field(default=None, gt=0.0)
+    """Trajectories of negative advantage whose mean log ratio against the behavior policy is below minus this many
+    nats are not trained (arXiv:2512.02556); null for no mask."""
+
+    def weight_options(self) -> dict[str, Any]:
+        """The options of `corrections.importance_weights`."""
+        return self.model_dump(exclude={"mask_delta"})
+
+
+class Penalize(MappingValue):
+    """Truncated completions are trained with a penalty."""
+
+    penalize: float = Field(ge=0.0)
+    """Reward that a truncated completion loses."""
+
+
+Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+class AdamWOptions(MappingValue):
+    """The options of AdamW."""
+
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
+    """Decay rates of the first and second moment, per update."""
+    weight_decay: float = Field(default=0.01, ge=0.0)
+    """Fraction of the weights that an update subtracts, times the learning rate."""
+    eps: float = Field(default=1e-8, gt=0.0)
+    """Added to the root of the second moment, by which updates are divided."""

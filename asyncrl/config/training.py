@@ -1,0 +1,124 @@
+"""The sections of a config for the algorithm, the learner and the critic."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Discriminator, Field, JsonValue, Tag, field_validator, model_validator
+
+from asyncrl.config.base import Options, Section
+from asyncrl.config.mappings import AdamWOptions, Correction, Penalize
+from asyncrl.config.passthrough import check_deepspeed_options
+
+UNPENALIZED = ("keep", "mask", "bootstrap")
+"""What may happen to truncated completions, other than a penalty."""
+Truncated = Annotated[
+    Annotated[Literal["keep", "mask", "bootstrap"], Tag("str")] | Annotated[Penalize, Tag("dict")],
+    Discriminator(lambda value: "str" if isinstance(value, str) else "dict"),
+]
+
+
+class AlgorithmConfig(Section):
+    """From rewards to the loss: advantages, importance weights, divergence from a reference, aggregation."""
+
+    advantage: str = "grpo"
+    """An advantage estimator of `asyncrl list`, or your own as `module:function` or `file.py:function`."""
+    advantage_options: Options = Field(default={})
+    """Options of the advantage estimator, as `asyncrl list` shows them."""
+    loss: str = "decoupled_ppo"
+    """A policy loss of `asyncrl list`, or your own as `module:function` or `file.py:function`."""
+    loss_options: Options = Field(default={})
+    """Options of the loss, as `asyncrl list` shows them."""
+    correction: Correction = Correction()
+    """Importance weights against the behavior policy, and the off-policy sequence mask."""
+    proximal: Literal["recompute", "loglinear"] = "recompute"
+    """The proximal policy: the learner's weights before the step, or an interpolation by token age that needs no
+    forward pass (arXiv:2512.06547)."""
+    whiten: bool = False
+    """Standardize the advantages over all action tokens of the step."""
+    truncated: Truncated = "keep"
+    """Completions cut at the token limit are trained as they are (keep), not trained although their rewards count in
+    their group (mask), trained as if they continued with the critic's value after their last token (bootstrap, with
+    gae and vtrace), or trained with a lower reward: {penalize: 1.0} subtracts 1.0."""
+    kl_reward_coef: float = Field(default=0.0, ge=0.0)
+    """Weight of the divergence from the reference policy that is subtracted from the reward of every token."""
+    kl_loss_coef: float = Field(default=0.0, ge=0.0)
+    """Weight of the divergence from the reference policy that is added to the loss."""
+    kl_estimator: Literal["k1", "k2", "k3", "k3+", "abs"] | None = None
+    """Estimator of that divergence; by default k1 in the reward and k3+ in the loss."""
+    kl_target: float | None = Field(default=None, gt=0.0)
+    """Adapt `kl_reward_coef` to keep the divergence near this many nats (arXiv:1909.08593); by default it is fixed."""
+    reference: str | None = None
+    """Folder of the reference policy; by default `model.path`. Loaded only if a coefficient above is positive."""
+    aggregation: Literal[
+        "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+    ] = "token-mean"
+    """Reduction of token losses to the loss of a step: token-sum is their sum, token-mean divides it by the number of
+    tokens; seq-mean-* are means over trajectories of their sum, their mean, or their sum over `max_new_tokens`."""
+
+    @property
+    def truncated_penalty(self) -> float:
+        """The reward that a truncated completion loses."""
+        return self.truncated.penalize if isinstance(self.truncated, Penalize) else 0.0
+
+    @field_validator("truncated", mode="before")
+    @classmethod
+    def _check_truncated(cls, value: Any) -> Any:
+        if value == "penalize":
+            raise ValueError("the penalty is missing; use algorithm.truncated={penalize: 1.0}")
+        if not isinstance(value, dict | Penalize) and value not in UNPENALIZED:
+            raise ValueError(f"must be {', '.join(UNPENALIZED)} or a mapping such as {{penalize: 1.0}}")
+        return value  # pyright: ignore[reportUnknownVariableType]
+
+
+class LearnerConfig(Section):
+    """The optimizer, and the division of a batch into updates and micro-batches."""
+
+    lr: float = Field(default=1e-6, gt=0.0)
+    """Learning rate of AdamW after the warm-up."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning rate after the warm-up; linear and cosine end at 0 with the last step."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps in which the learning rate rises to `lr`."""
+    ess_scaled_lr: bool = False
+    """Multiply the learning rate of every update by the root of the effective sample size of its importance weights,
+    so that stale batches have smaller updates (arXiv:2602.17616)."""
+    adamw_options: AdamWOptions = AdamWOptions()
+    """Options of AdamW, for policy and critic."""
+    max_grad_norm: float = Field(default=1.0, gt=0.0)
+    """Gradients with a larger norm, over all parameters, are scaled down to it."""
+    max_skipped_updates: int = Field(default=5, ge=0)
+    """An update whose loss or gradient is not finite is skipped; more consecutive ones than this end the run."""
+    zero_stage: Literal[0, 1, 2, 3] = 0
+    """What DeepSpeed shards over the learner ranks: 0 nothing, 1 the optimizer, 2 also gradients, 3 also weights."""
+    epochs: int = Field(default=1, ge=1)
+    """Passes over the batch of a step."""
+    minibatches: int = Field(default=1, ge=1)
+    """Parts of the batch, each with its own optimizer update. Versions and staleness count steps, not updates."""
+    tokens_per_microbatch: int = Field(default=8192, ge=1)
+    """Tokens of one packed forward pass; a longer trajectory is a micro-batch of its own."""
+    gradient_checkpointing: bool = False
+    """Compute activations again in the backward pass instead of storing them: less memory, more time."""
+    deepspeed_options: dict[str, JsonValue] = Field(default={})
+    """DeepSpeed settings such as zero_optimization.overlap_comm, merged over the learner's own. Refused: those that
+    have a key here, and those that the learner's own gradient handling replaces."""
+
+    @model_validator(mode="after")
+    def _check_deepspeed_options(self) -> Self:
+        check_deepspeed_options(self.deepspeed_options)
+        return self
+
+
+class CriticConfig(Section):
+    """The value function of advantages that need values (gae, vtrace); it shares the learner's batch settings."""
+
+    path: str | None = None
+    """Folder of its initial model; by default `model.path`."""
+    lr: float = Field(default=1e-5, gt=0.0)
+    """Learning rate of the critic, with the learner's schedule and warm-up."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """First steps in which only the critic is trained."""
+    clip: float | None = Field(default=0.5, gt=0.0)
+    """Distance from the old value at which the loss stops to decrease (PPO's value clipping)."""
+    ranks: int = Field(default=0, ge=0)
+    """Processes of the critic; 0 keeps it in the learner ranks."""
