@@ -130,8 +130,8 @@ def test_settings_of_algorithm_and_data_must_not_change() -> None:
         "learner__max_grad_norm": 0.1,
         "learner__max_skipped_updates": 50,
     }
-    with pytest.raises(ConfigError, match=r"generator.engine_options.max_model_len: it was None, now 128"):
-        check_resume(must(generator__engine_options={"max_model_len": 128, "block_size": 32}))
+    with pytest.raises(ConfigError, match=r"generator.engine_options.max_model_len: it was None, now 999"):
+        check_resume(must(generator__engine_options={"max_model_len": 999, "block_size": 32}))
     assert check_resume(must(generator__engine_options={"enable_prefix_caching": False, "block_size": 32}))
     assert check_resume(must(**way_out)), "the advice in the error for non-finite updates"
 

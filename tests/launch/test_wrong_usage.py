@@ -109,7 +109,9 @@ def test_ports_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncrl.launch.endpoints.is_loopback", lambda host: False)  # loopback addresses have no ports
     settings = ["algorithm.advantage=gae", "critic.ranks=1", "generator.group_size=1"]
     output = refused_launch(folder, "launch.address=127.0.0.1:65535", *settings)
-    assert re.search(r"launch\.port = 65535: the run needs \d ports .* 65535; use at most \d+", output), output
+    assert re.search(
+        r"launch\.address = '127.0.0.1:65535': the run needs \d ports .* 65535; use at most \d+", output
+    ), output
 
 
 @pytest.mark.parametrize("arguments", [["--generators", "100000"], ["launch.generators=1025"]])

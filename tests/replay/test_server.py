@@ -372,7 +372,7 @@ def test_silent_queue_is_named_by_everybody(endpoints: Endpoints) -> None:
 def test_port_taken(endpoints: Endpoints, tmp_path: Path) -> None:
     queue = ReplayQueue(small_config(), EndlessPrompts(), TraceWriter(tmp_path / "trace.parquet"))
     server = ReplayServer(queue, endpoints)
-    with pytest.raises(ConfigError, match=r"Address already in use; choose another launch\.port"):
+    with pytest.raises(ConfigError, match=r"Address already in use; choose another port in launch\.address"):
         ReplayServer(queue, endpoints)
     server.close()
 
