@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from asyncrl.config import Config, load_config
+from asyncrl.config import Config, load_config, parse_override
 from asyncrl.errors import ConfigError
 from asyncrl.launch import gpus
 from asyncrl.launch.fit import Models, find_changes, fit_memory, make_cards
@@ -150,6 +150,22 @@ def test_a_run_that_cannot_fit_is_refused_with_the_sum_and_the_keys_that_help(mo
     show(monkeypatch, 5, MIB_80GB)
     found = find_changes(config, place_roles(config), Models(SEVEN))
     assert found == ["learner.tokens_per_microbatch=16384", "learner.gradient_checkpointing=true"]
+
+
+def test_a_window_that_an_engine_does_not_fit_with_is_bounded_by_the_longest_trajectory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings = SETTINGS | {
+        "launch.learners": 4, "weights.transport": "gloo", "generator.gpu_memory_utilization": 0.36,
+        "data.max_prompt_tokens": 512, "generator.engine_options": {"block_size": 32},
+    }  # fmt: skip
+    config = load_config(None, settings)
+    show(monkeypatch, 5, MIB_80GB)
+    changes = find_changes(config, place_roles(config), Models(SEVEN))
+    assert changes == ["generator.engine_options.max_model_len=3584"]
+    changed = load_config(None, settings | dict(map(parse_override, changes)))
+    assert changed.generator.engine_options == {"block_size": 32, "max_model_len": 3584}
+    assert fitted(monkeypatch, changed, 5, MIB_80GB, Models(SEVEN)).generators[0].gpu_memory_utilization
 
 
 def test_an_engine_gets_what_staging_and_the_other_roles_leave(monkeypatch: pytest.MonkeyPatch) -> None:
