@@ -278,7 +278,7 @@ def too_many_generators() -> str:
 def split_address(address: str) -> tuple[str, int]:
     """Returns host and port of HOST, HOST:PORT or [HOST]:PORT; the port is 0 if there is none. Raises ValueError."""
     host, _, port = address.rpartition(":")
-    if ":" not in address or address.endswith("]") or (":" in host and not host.endswith("]")):
+    if ":" not in address or (":" in host and not host.endswith("]")):
         host, port = address, "0"  # the colons of an IPv6 address without brackets are its own
     if not host or not port.isascii() or not port.isdigit() or int(port) > LAST_PORT:
         raise ValueError(f"must be HOST or HOST:PORT with a port of at most {LAST_PORT}, such as 10.0.0.5:29500")

@@ -156,15 +156,15 @@ def test_a_window_that_an_engine_does_not_fit_with_is_bounded_by_the_longest_tra
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     settings = SETTINGS | {
-        "launch.learners": 4, "weights.transport": "gloo", "generator.gpu_memory_utilization": 0.36,
-        "data.max_prompt_tokens": 512, "generator.engine_options": {"block_size": 32},
+        "launch.learners": 4, "weights.transport": "gloo", "generator.gpu_memory_utilization": 0.26,
+        "data.max_prompt_tokens": 512, "generator.engine_options": {"max_num_batched_tokens": 2048},
     }  # fmt: skip
     config = load_config(None, settings)
     show(monkeypatch, 5, MIB_80GB)
     changes = find_changes(config, place_roles(config), Models(SEVEN))
     assert changes == ["generator.engine_options.max_model_len=3584"]
     changed = load_config(None, settings | dict(map(parse_override, changes)))
-    assert changed.generator.engine_options == {"block_size": 32, "max_model_len": 3584}
+    assert changed.generator.engine_options == {"max_num_batched_tokens": 2048, "max_model_len": 3584}
     assert fitted(monkeypatch, changed, 5, MIB_80GB, Models(SEVEN)).generators[0].gpu_memory_utilization
 
 
