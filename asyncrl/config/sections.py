@@ -60,7 +60,7 @@ class DataConfig(Section):
         if self.weights is not None:
             if len(self.weights) != len(self.train_files):
                 raise ValueError(
-                    f"weights = {self.weights}: there are {len(self.train_files)} training files; give one for each"
+                    f"weights = {self.weights}: there are {len(self.train_files)} training files; set one for each"
                 )
             if min(self.weights, default=0.0) <= 0:
                 raise ValueError(f"weights = {self.weights}: each must be above 0; leave the file out of train instead")

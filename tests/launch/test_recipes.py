@@ -15,7 +15,7 @@ from asyncrl.launch.preflight import EVAL_ROWS, run_recipes
 
 def test_training_and_evaluation_files_are_made(tmp_path: Path) -> None:
     train, held = tmp_path / "train.parquet", tmp_path / "eval.parquet"
-    values = {"model.path": "m", "recipe": "demo", "data.train": str(train)}
+    values = {"model.path": str(tmp_path), "recipe": "demo", "data.train": str(train)}
     run_recipes(load_config(None, values), Console(quiet=True))
     assert pq.read_metadata(train).num_rows == 400
     made = train.stat().st_mtime_ns
@@ -28,6 +28,6 @@ def test_a_recipe_makes_one_file(tmp_path: Path) -> None:
     files = [str(tmp_path / "a.parquet"), str(tmp_path / "b.parquet")]
     with pytest.raises(ConfigError, match=r"recipe = 'demo': makes one file, data.train names several"):
         run_recipes(
-            load_config(None, {"model.path": "m", "recipe": "demo", "data.train": files}),
+            load_config(None, {"model.path": str(tmp_path), "recipe": "demo", "data.train": files}),
             Console(quiet=True),
         )
