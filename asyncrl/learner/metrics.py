@@ -105,7 +105,6 @@ class StepMetrics:
     """Upper bound of the importance weights."""
     device: torch.device
     sums: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    staleness_max: Tensor | None = None
     staleness: StalenessMetrics = field(default_factory=StalenessMetrics)
 
     def add(
@@ -130,7 +129,6 @@ class StepMetrics:
             "loss": losses.loss,
             "entropy": entropies.sum(),
             "tokens": torch.tensor(len(logprobs)),
-            "staleness": staleness.sum(),
             "kl": kl.sum(),
             "fresh": fresh.sum(),
             "fresh_kl": torch.where(fresh, kl, 0.0).sum(),
@@ -146,7 +144,6 @@ class StepMetrics:
         }.items():
             value = value.double().to(self.device)
             self.sums[name] = self.sums[name] + value if name in self.sums else value
-        self._keep_max(staleness.max() if len(staleness) else torch.tensor(0, device=self.device))
         self.staleness.add(staleness, log_ratios, advantages, clipped=cut & ~losses.masked, masked=cut & losses.masked)
 
     def ess(self, ranks: Ranks) -> float:
@@ -158,8 +155,6 @@ class StepMetrics:
         """Adds what another one has counted."""
         for name, value in other.sums.items():
             self.sums[name] = self.sums[name] + value if name in self.sums else value
-        if other.staleness_max is not None:
-            self._keep_max(other.staleness_max)
         self.staleness.join(other.staleness)
 
     def reduce(self, ranks: Ranks, *, updates: int) -> dict[str, float]:
@@ -170,11 +165,11 @@ class StepMetrics:
         Of the tokens with an advantage, clip_fraction is the share that clipping or a mask left without
         gradient, capped_fraction the share that got less than its unbounded importance weight.
         """
-        if self.staleness_max is None:
+        if not self.sums:
             return {}
-        table = ranks.gather(torch.stack([*self.sums.values(), self.staleness_max.double()]))
-        s = dict(zip(self.sums, table[:, :-1].sum(dim=0).tolist(), strict=True))
-        metrics = {"learner/loss": s["loss"] / updates, "staleness/max": float(table[:, -1].max())}
+        table = ranks.gather(torch.stack(list(self.sums.values())))
+        s = dict(zip(self.sums, table.sum(dim=0).tolist(), strict=True))
+        metrics = {"learner/loss": s["loss"] / updates}
         for name, total, count in (
             ("learner/entropy", s["entropy"], s["tokens"]),
             ("learner/clip_fraction", s["cut"], s["signal"]),
@@ -184,13 +179,9 @@ class StepMetrics:
             ("correction/ess_capped", s["ess_capped_total"] ** 2, s["ess_count"] * s["ess_capped_squares"]),
             ("correction/behavior_kl", s["kl"], s["tokens"]),
             ("correction/mismatch_kl", s["fresh_kl"], s["fresh"]),
-            ("staleness/mean", s["staleness"], s["tokens"]),
         ):
             if count:
                 metrics[name] = total / count
         return metrics | staleness_metrics(
             ranks.gather(self.staleness.sums).sum(dim=0), ranks.gather(self.staleness.largest).max(dim=0).values
         )
-
-    def _keep_max(self, highest: Tensor) -> None:
-        self.staleness_max = highest if self.staleness_max is None else torch.maximum(self.staleness_max, highest)

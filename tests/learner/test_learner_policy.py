@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -25,7 +26,11 @@ from asyncrl.learner.checkpoint.hf_export import save_model
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.models import load_policy_model
 from asyncrl.learner.policy import Policy
+from asyncrl.replay.codec import pack_group
+from asyncrl.replay.queue import ReplayQueue
+from asyncrl.replay.trace import TraceWriter
 from asyncrl.types import Group
+from tests.helpers.replay import STATS, EndlessPrompts, ask_queue, make_group, small_config
 
 LOSSES: list[dict[str, Any]] = [
     {"loss": "decoupled_ppo"},
@@ -144,8 +149,6 @@ def test_metrics_mean_what_they_say(one_rank: Ranks, tiny_model: Path) -> None:
         "correction/ess_capped": capped.sum() ** 2 / (len(ratio) * capped.square().sum()),
         "correction/behavior_kl": kl.mean(),
         "correction/mismatch_kl": kl[staleness == 0].mean(),
-        "staleness/mean": staleness.double().mean(),
-        "staleness/max": staleness.max(),
     }
     assert 0 < int((staleness == 0).sum()) < len(staleness) and not signal.all()
     for name, value in expected.items():
@@ -161,6 +164,20 @@ def test_metrics_mean_what_they_say(one_rank: Ranks, tiny_model: Path) -> None:
         for name, value in expected.items():
             assert metrics.pop(f"staleness/{bucket}/{name}") == pytest.approx(float(value), rel=1e-5), name
     assert set(metrics) == {"learner/loss", "learner/grad_norm", "learner/skipped_updates"}
+
+
+def test_no_metric_comes_from_both_learner_and_queue(one_rank: Ranks, tiny_model: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(make_config(tiny_model), one_rank)
+    of_learner = trainer.train(make_batch(make_groups(4, version=3), tokens_per_microbatch=60), step=4)
+    queue = ReplayQueue(small_config(), EndlessPrompts(), TraceWriter(tmp_path / "trace.parquet"))
+    stats = structs.replace(STATS, costs=[0.1] * 4)
+    for lease in ask_queue(queue, 0, 0, 2, stats=stats)[0]:
+        queue.finish(*pack_group(make_group(lease, 0)))
+    assert queue.take(0, 1)[0] == "shard"
+    of_queue = queue.commit(1, {}).metrics
+    queue.close()
+    assert {"staleness/mean", "staleness/max"} <= set(of_queue)
+    assert not set(of_learner) & set(of_queue)
 
 
 def test_the_divergence_of_an_engine_that_matches_is_not_lost_in_rounding(one_rank: Ranks, tiny_model: Path) -> None:
