@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -63,6 +64,26 @@ class Prompt:
     """The messages that `tokens` were rendered from; None for a plain-text prompt."""
     columns: dict[str, Any] = field(default_factory=dict[str, Any])
     """The row's other columns, for reward functions that ask for them by name."""
+
+
+class PoolPosition(msgspec.Struct, forbid_unknown_fields=True):
+    """The position in the shuffled rows of one file, or of all files."""
+
+    rows: int
+    """Rows of the files; the stream does not continue on a dataset of another size."""
+    epoch: int = 0
+    taken: int = 0
+    """Rows taken in this epoch."""
+
+
+class PromptPosition(msgspec.Struct, forbid_unknown_fields=True):
+    """The position in the stream of prompts."""
+
+    drawn: int = 0
+    """Rows drawn so far."""
+    pools: list[PoolPosition] = []
+    skipped: bytes = b""
+    """A compressed bitmap of the rows that were skipped."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ import numpy as np
 from asyncrl.config import Config, load_config
 from asyncrl.launch.endpoints import run_endpoints
 from asyncrl.replay.client import GeneratorClient, LauncherClient, LearnerClient
-from asyncrl.types import NO_VERSION, Group, Lease, Prompt, Trajectory
+from asyncrl.types import NO_VERSION, Group, Lease, Prompt, PromptPosition, Trajectory
 from asyncrl.util.processes import end_with_parent, tune_gc
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.messages import GeneratorStats
@@ -49,11 +49,12 @@ class MadeUpPrompts:
     def prompt(self, row: int) -> Prompt:
         return Prompt(row, np.arange(PROMPT_TOKENS, dtype=np.int32), "", "made up")
 
-    def state_dict(self) -> dict[str, int]:
-        return {"row": self.row}
+    @property
+    def position(self) -> PromptPosition:
+        return PromptPosition(drawn=self.row)
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.row = state["row"]
+    def seek(self, position: PromptPosition) -> None:
+        self.row = position.drawn
 
 
 class MadeUpGroups:

@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 import structlog
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from asyncrl.config import Config
 from asyncrl.data.parquet import PromptTable
 from asyncrl.data.prompts import PromptBuilder, too_long
 from asyncrl.data.sampler import RowSampler
-from asyncrl.types import Prompt
+from asyncrl.types import Prompt, PromptPosition
 
 log = structlog.get_logger()
 
@@ -22,8 +21,8 @@ log = structlog.get_logger()
 class PromptCursor:
     """An endless iterator of prompts; rows with more than `limit_tokens` prompt tokens are counted and skipped.
 
-    With `data.weights` each file contributes its share. `state_dict` and `load_state_dict` resume exactly after the
-    last prompt. Raises ConfigError when no row fits, or no row of a file that has a weight.
+    With `data.weights` each file contributes its share. `seek` to a former `position` continues exactly after the
+    prompt that was the last then. Raises ConfigError when no row fits, or no row of a file that has a weight.
     """
 
     def __init__(self, config: Config, *, limit_tokens: int) -> None:
@@ -36,14 +35,6 @@ class PromptCursor:
         self._sampler = RowSampler(
             self._table.sizes, seed=config.seed, shuffle=config.data.shuffle, weights=config.data.weights
         )
-        self._loader: Any = StatefulDataLoader(
-            self._table,  # type: ignore[arg-type]
-            batch_size=None,
-            sampler=self._sampler,
-            num_workers=0,
-            collate_fn=_as_it_is,
-        )
-        self._rows: Iterator[dict[str, Any]] = iter(self._loader)
 
     @property
     def skipped_rows(self) -> int:
@@ -55,7 +46,7 @@ class PromptCursor:
 
     def __next__(self) -> Prompt:
         while True:
-            row = next(self._rows)
+            row = self._table[next(self._sampler)]
             prompt = self._build(row)
             if len(prompt.tokens) <= self.limit_tokens:
                 return prompt
@@ -65,15 +56,15 @@ class PromptCursor:
         """The prompt of a row, independent of the position of the stream."""
         return self._build(self._table[row])
 
-    def state_dict(self) -> dict[str, Any]:
+    @property
+    def position(self) -> PromptPosition:
         """The position after the last prompt, and the skipped rows."""
-        return {"loader": self._loader.state_dict(), "skipped": _pack(self._skipped)}
+        return PromptPosition(self._sampler.drawn, self._sampler.positions, _pack(self._skipped))
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the position. Raises ConfigError when the dataset is not the one of the state."""
-        self._loader.load_state_dict(state["loader"])
-        self._rows = iter(self._loader)
-        self._skipped = _unpack(state["skipped"], len(self._skipped))
+    def seek(self, position: PromptPosition) -> None:
+        """Moves to the position. Raises ConfigError when the dataset is not that of the position."""
+        self._sampler.seek(position.drawn, position.pools)
+        self._skipped = _unpack(position.skipped, len(self._skipped))
 
     def _skip(self, row: dict[str, Any], num_tokens: int) -> None:
         if self._skipped[row["row"]]:
@@ -92,15 +83,7 @@ def _pack(rows: np.ndarray) -> bytes:
     return zlib.compress(np.packbits(rows).tobytes(), level=1)
 
 
-def _unpack(packed: bytes | list[int], num_rows: int) -> np.ndarray:
-    """Reverses `_pack`; also accepts the list of row numbers in older checkpoints and journals."""
-    if isinstance(packed, list):
-        rows = np.zeros(num_rows, dtype=bool)
-        rows[packed] = True
-        return rows
+def _unpack(packed: bytes, num_rows: int) -> np.ndarray:
+    """Reverses `_pack`."""
     bits = np.frombuffer(zlib.decompress(packed), dtype=np.uint8)
     return np.unpackbits(bits, count=num_rows).astype(bool)
-
-
-def _as_it_is(row: Any) -> Any:
-    return row

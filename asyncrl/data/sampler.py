@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
-from torch.utils.data import Sampler
 
 from asyncrl.errors import ConfigError
+from asyncrl.types import PoolPosition
 
 
 class Pool:
@@ -44,7 +43,7 @@ class Pool:
         return order
 
 
-class RowSampler(Sampler[int]):
+class RowSampler:
     """An endless, resumable iterator of row numbers, in an order that the seed determines.
 
     Without weights all rows are one pool. With weights every file is a pool with its own epochs, and each row is drawn
@@ -66,31 +65,9 @@ class RowSampler(Sampler[int]):
             start += size
 
     def __iter__(self) -> Iterator[int]:
-        while True:
-            yield self._next()
+        return self
 
-    def pool_of(self, row: int) -> int:
-        """The index of the pool that contains the row."""
-        return next(i for i, pool in enumerate(self.pools) if row < pool.start + pool.size)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position in the order."""
-        pools = [{"rows": pool.size, "epoch": pool.epoch, "taken": pool.taken} for pool in self.pools]
-        return {"drawn": self.drawn, "pools": pools}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the position. Raises ConfigError when the dataset is not the one of the state."""
-        before, now = [pool["rows"] for pool in state["pools"]], [pool.size for pool in self.pools]
-        if before != now:
-            raise ConfigError(
-                f"data.train: the files had {before} rows when the run was saved and have {now} now; resume with the "
-                "same files and data.weights, or start a new run"
-            )
-        self.drawn = state["drawn"]
-        for pool, saved in zip(self.pools, state["pools"], strict=True):
-            pool.seek(saved["epoch"], saved["taken"])
-
-    def _next(self) -> int:
+    def __next__(self) -> int:
         pool = self.pools[0]
         if len(self.pools) > 1:
             # Seeded by the number of the draw, so that the state is only the position.
@@ -98,3 +75,24 @@ class RowSampler(Sampler[int]):
             pool = self.pools[int(np.searchsorted(self._shares, draw, side="right"))]
         self.drawn += 1
         return pool.take()
+
+    def pool_of(self, row: int) -> int:
+        """The index of the pool that contains the row."""
+        return next(i for i, pool in enumerate(self.pools) if row < pool.start + pool.size)
+
+    @property
+    def positions(self) -> list[PoolPosition]:
+        """The position in each pool."""
+        return [PoolPosition(pool.size, pool.epoch, pool.taken) for pool in self.pools]
+
+    def seek(self, drawn: int, positions: Sequence[PoolPosition]) -> None:
+        """Moves to the position after `drawn` rows. Raises ConfigError when the dataset is not that of the position."""
+        before, now = [position.rows for position in positions], [pool.size for pool in self.pools]
+        if before != now:
+            raise ConfigError(
+                f"data.train: the files had {before} rows when the run was saved and have {now} now; resume with the "
+                "same files and data.weights, or start a new run"
+            )
+        self.drawn = drawn
+        for pool, position in zip(self.pools, positions, strict=True):
+            pool.seek(position.epoch, position.taken)

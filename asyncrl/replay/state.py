@@ -25,7 +25,8 @@ from asyncrl.replay.staleness_control import StalenessController
 from asyncrl.replay.stats import StalenessBreakdown
 from asyncrl.replay.tickets import FinishedGroup, Load, PromptSource, TakenStep, TicketEntry
 from asyncrl.replay.trace import TraceWriter
-from asyncrl.types import Lease, Prompt
+from asyncrl.types import Lease, Prompt, PromptPosition
+from asyncrl.util.durable import of_plain, to_plain
 from asyncrl.wire.frames import Array
 from asyncrl.wire.messages import Evaluated, ReleasedEvaluation
 
@@ -291,7 +292,7 @@ class QueueState:
             "coverage": self.coverage.state(),
             "measure": self.measure.state_dict(),
             "evaluation": self.evaluation.state_dict(),
-            "prompts": self.prompts.state_dict(),
+            "prompts": to_plain(PromptPosition, self.prompts.position),
             "limit_control": None if self.staleness_controller is None else self.staleness_controller.state(),
         }
 
@@ -302,7 +303,7 @@ class QueueState:
         the state.
         """
         check_rules(state["rules"], rules_of(self.config, len(self.eval_prompts)))
-        self.prompts.load_state_dict(state["prompts"])
+        self.prompts.seek(of_plain(PromptPosition, state["prompts"]))
         self.ledger.load_state_dict(state["ledger"])
         self.measure.load_state_dict(state["measure"])
         self.evaluation.load_state_dict(state["evaluation"], now_s)

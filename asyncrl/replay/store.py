@@ -13,7 +13,8 @@ import structlog
 from asyncrl.config import Config
 from asyncrl.errors import JournalError, ProtocolError, RunError
 from asyncrl.replay.journal.history import History
-from asyncrl.replay.journal.reader import WITHOUT, Loader, Location, segments_of
+from asyncrl.replay.journal.reader import OTHER_FORMAT, WITHOUT, Loader, Location, segments_of
+from asyncrl.replay.journal.records import FORMAT
 from asyncrl.replay.journal.writer import Journal, Record, read_journal
 from asyncrl.replay.ledger import State
 from asyncrl.replay.state import QueueState
@@ -67,6 +68,7 @@ class Recovered:
 def snapshot(state: QueueState, clock: RunClock, run_id: str) -> dict[str, Any]:
     """The body of a "state" record, and the queue's part of a checkpoint."""
     return {
+        "format": FORMAT,
         "run_id": run_id,
         "origin_s": clock.origin_s,
         "at_s": clock.now(),
@@ -101,13 +103,13 @@ def recover(state: QueueState, journal: Journal | Loader, *, until_step: int | N
 
 def state_after(state: QueueState, journal: Journal, step: int) -> dict[str, Any]:
     """Returns `QueueState.state_dict` as of the commit of an earlier step that the journal still contains."""
-    place = state.prompts.state_dict()
+    place = state.prompts.position
     then = QueueState(state.config, state.prompts, None, state.eval_prompts)
     try:
         recover(then, journal, until_step=step)
         return then.state_dict()
     finally:
-        state.prompts.load_state_dict(place)
+        state.prompts.seek(place)
 
 
 def load_checkpoint(state: QueueState, data: bytes) -> float:
@@ -117,6 +119,9 @@ def load_checkpoint(state: QueueState, data: bytes) -> float:
     """
     try:
         body = msgpack.unpackb(data, strict_map_key=False)
+        # Format 2 had no number.
+        if isinstance(body, dict) and (found := body.get("format", 2)) != FORMAT:
+            raise RunError(f"queue.msgpack of the checkpoint is of format {found}; {OTHER_FORMAT}")
         queue, stats, at_s = body["queue"], body["told"], float(body["at_s"])
     except (ValueError, KeyError, TypeError, msgpack.exceptions.UnpackException) as error:
         raise RunError(

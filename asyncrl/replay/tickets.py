@@ -13,7 +13,7 @@ from asyncrl.errors import InvariantError, ProtocolError
 from asyncrl.replay.journal.reader import Location
 from asyncrl.replay.journal.records import Record
 from asyncrl.replay.stats import completion_tokens, tokens_by_version
-from asyncrl.types import Prompt
+from asyncrl.types import Prompt, PromptPosition
 from asyncrl.wire.frames import Array
 from asyncrl.wire.messages import GroupHeader
 
@@ -137,10 +137,11 @@ class PromptSource(Protocol):
         """The prompt of a row, regardless of the position in the stream."""
         ...
 
-    def state_dict(self) -> dict[str, Any]:
+    @property
+    def position(self) -> PromptPosition:
         """The position in the stream."""
         ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def seek(self, position: PromptPosition) -> None:
         """Continues from a position."""
         ...

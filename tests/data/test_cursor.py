@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from asyncrl.config import Config
 from asyncrl.data.cursor import PromptCursor
 from asyncrl.errors import ConfigError
+from asyncrl.types import PromptPosition
+from asyncrl.util.durable import of_plain, to_plain
 from tests.data.conftest import row
 from tests.helpers.examples import examples
 
@@ -21,6 +23,10 @@ Write = Callable[..., Config]
 
 def rows(cursor: PromptCursor, count: int) -> list[int]:
     return [prompt.row for prompt in islice(cursor, count)]
+
+
+def through_msgpack(position: PromptPosition) -> PromptPosition:
+    return of_plain(PromptPosition, msgpack.unpackb(msgpack.packb(to_plain(PromptPosition, position))))
 
 
 def test_every_epoch_has_every_row_once_in_another_order(dataset: Write) -> None:
@@ -43,9 +49,9 @@ def test_resumes_after_the_last_prompt_wherever_it_was(dataset: Write, before: i
     config = dataset([row(i) for i in range(5)])
     cursor = PromptCursor(config, limit_tokens=10)
     rows(cursor, before)
-    state = cursor.state_dict()
+    position = cursor.position
     resumed = PromptCursor(config, limit_tokens=10)
-    resumed.load_state_dict(state)
+    resumed.seek(position)
     assert rows(resumed, 13) == rows(cursor, 13)
 
 
@@ -68,12 +74,11 @@ def test_what_was_skipped_is_saved_in_bytes_that_the_data_bounds(dataset: Write)
     cursor = PromptCursor(config, limit_tokens=6)
     rows(cursor, 201)  # one more than an epoch has
     assert cursor.skipped_rows == 600
-    state = cursor.state_dict()
-    assert len(state["skipped"]) < 800 / 8
+    position = cursor.position
+    assert len(position.skipped) < 800 / 8
     resumed = PromptCursor(config, limit_tokens=6)
-    for skipped in (state["skipped"], [i for i in range(800) if i % 4]):  # the list is the older form
-        resumed.load_state_dict(state | {"skipped": skipped})
-        assert resumed.state_dict() == state
+    resumed.seek(position)
+    assert resumed.position == position
 
 
 def test_only_long_prompts_end_in_an_error_not_in_a_loop(dataset: Write) -> None:
@@ -107,9 +112,9 @@ def test_weighted_stream_resumes_exactly(dataset: Write, before: int, shuffle: b
     config = dataset(*files, data__weights=[0.5, 0.3, 0.2], data__shuffle=shuffle)
     cursor = PromptCursor(config, limit_tokens=10)
     rows(cursor, before)
-    state = msgpack.unpackb(msgpack.packb(cursor.state_dict()))
+    position = through_msgpack(cursor.position)
     resumed = PromptCursor(config, limit_tokens=10)
-    resumed.load_state_dict(state)
+    resumed.seek(position)
     assert rows(resumed, 30) == rows(cursor, 30)
     assert resumed.skipped_rows == cursor.skipped_rows == 1
 
@@ -123,25 +128,25 @@ def test_a_weighted_file_in_which_nothing_fits_is_an_error(dataset: Write) -> No
 
 
 def test_another_dataset_is_not_resumed(dataset: Write) -> None:
-    state = PromptCursor(dataset([row(i) for i in range(5)]), limit_tokens=10).state_dict()
+    position = PromptCursor(dataset([row(i) for i in range(5)]), limit_tokens=10).position
     cursor = PromptCursor(dataset([row(i) for i in range(6)]), limit_tokens=10)
     with pytest.raises(ConfigError, match=r"had \[5\] rows when the run was saved and have \[6\] now"):
-        cursor.load_state_dict(state)
+        cursor.seek(position)
 
 
 def test_any_row_can_be_had_and_the_state_goes_through_msgpack(dataset: Write) -> None:
     config = dataset([row(i) for i in range(5)], [row(0, prompt="12345678901"), row(1)])
     cursor = PromptCursor(config, limit_tokens=10)
     drawn = [next(cursor) for _ in range(9)]
-    state = msgpack.unpackb(msgpack.packb(cursor.state_dict()))
+    position = through_msgpack(cursor.position)
     for prompt in drawn:
         again = cursor.prompt(prompt.row)
         assert (again.ground_truth, again.tokens.tolist()) == (prompt.ground_truth, prompt.tokens.tolist())
     resumed = PromptCursor(config, limit_tokens=10)
-    resumed.load_state_dict(state)
+    resumed.seek(position)
     assert rows(resumed, 9) == rows(cursor, 9)
-    resumed.load_state_dict(state)
-    assert resumed.state_dict() == state
+    resumed.seek(position)
+    assert resumed.position == position
     after = rows(resumed, 5)
-    resumed.load_state_dict(state)
+    resumed.seek(position)
     assert rows(resumed, 5) == after

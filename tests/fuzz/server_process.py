@@ -7,14 +7,13 @@ import logging
 import signal
 import sys
 from pathlib import Path
-from typing import Any
 
 import structlog
 
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.server import run_replay
 from asyncrl.replay.trace import TraceWriter
-from asyncrl.types import Prompt
+from asyncrl.types import Prompt, PromptPosition
 from tests.fuzz.frames import GROUP_SIZE, RUN_ID, prompt
 from tests.helpers.replay import loopback_endpoints, small_config
 
@@ -34,11 +33,12 @@ class Prompts:
     def prompt(self, row: int) -> Prompt:
         return prompt(row)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"row": self._row}
+    @property
+    def position(self) -> PromptPosition:
+        return PromptPosition(drawn=self._row + 1)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._row = state["row"]
+    def seek(self, position: PromptPosition) -> None:
+        self._row = position.drawn - 1
 
 
 def main(port: int, folder: Path) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from asyncrl.config import Config, load_config
 from asyncrl.replay.queue import ReplayQueue
-from asyncrl.types import NO_VERSION, Group, Lease, Prompt, Status, Trajectory
+from asyncrl.types import NO_VERSION, Group, Lease, Prompt, PromptPosition, Status, Trajectory
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.messages import GeneratorStats, LeaseName
 
@@ -84,11 +84,12 @@ class EndlessPrompts:
     def prompt(self, row: int) -> Prompt:
         return Prompt(row, np.arange(PROMPT_TOKENS, dtype=np.int32), str(row), "test", {"index": row})
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"row": self.row}
+    @property
+    def position(self) -> PromptPosition:
+        return PromptPosition(drawn=self.row + 1)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.row = state["row"]
+    def seek(self, position: PromptPosition) -> None:
+        self.row = position.drawn - 1
 
 
 def make_group(

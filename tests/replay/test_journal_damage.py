@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from asyncrl.errors import JournalError
 from asyncrl.replay.journal.reader import ENTRY, HEADER, MARK_BYTES, mark, scan_segment
-from asyncrl.replay.journal.records import SCHEMA
+from asyncrl.replay.journal.records import FORMER, SCHEMA
 from asyncrl.replay.journal.writer import Flush, Journal, Record, read_journal
 from tests.helpers.examples import examples
 from tests.helpers.journal import group_record, kill_journal, plain, records_of, write_batches
@@ -456,11 +456,15 @@ def test_a_sync_in_the_background_marks_only_what_was_written_before_it(tmp_path
     assert sums.read_bytes()[:MARK_BYTES] == mark(journal._writer.segment.ends[1])
 
 
-def test_a_journal_of_another_version_is_refused_and_stays(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_journal_of_another_version_is_refused_and_stays(tmp_path: Path, number: int) -> None:
     folder = make(tmp_path / "journal")
     path = folder / "00000002.arrow"
-    before = path.read_bytes().replace(HEADER, HEADER.replace(b"2", b"1", 1), 1)
+    before = path.read_bytes().replace(HEADER, FORMER[number].serialize().to_pybytes(), 1)
     path.write_bytes(before)
-    with pytest.raises(JournalError, match=r"are not the schema of a journal of this version"):
+    text = (
+        rf"00000002.arrow: is of a journal of format {number}; this version of asyncrl reads format 3: resume the run"
+    )
+    with pytest.raises(JournalError, match=text):
         open_writer(folder)
     assert path.read_bytes() == before

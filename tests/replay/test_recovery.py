@@ -440,6 +440,15 @@ def test_checkpoint_without_journal_takes_every_ticket_back(tmp_path: Path) -> N
         ReplayQueue(config, EndlessPrompts(), queue.store.trace, checkpoint=b"\xc1rubbish")
 
 
+def test_a_checkpoint_of_another_format_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    queue = open_queue(tmp_path, small_config())
+    saved = msgpack.unpackb(queue.store.snapshot(0), strict_map_key=False)
+    queue.close()
+    for body, number in ((saved | {"format": 9}, 9), ({name: saved[name] for name in saved if name != "format"}, 2)):
+        with pytest.raises(RunError, match=f"is of format {number}; this version of asyncrl reads format 3: resume"):
+            ReplayQueue(small_config(), EndlessPrompts(), queue.store.trace, checkpoint=msgpack.packb(body) or b"")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -17,7 +17,7 @@ from asyncrl.replay.client import LauncherClient
 from asyncrl.replay.journal.reader import Loader, read_journal, segments_of
 from asyncrl.replay.state import QueueState
 from asyncrl.replay.store import recover
-from asyncrl.types import Prompt
+from asyncrl.types import Prompt, PromptPosition
 from asyncrl.util.files import read_json
 
 UNITS = ("groups", "trajectories", "tokens")
@@ -35,11 +35,12 @@ class UnknownPrompts:
         """An empty prompt of this row."""
         return Prompt(row, np.empty(0, dtype=np.int32), "", "")
 
-    def state_dict(self) -> dict[str, Any]:
-        """Empty: there is no position to save."""
-        return {}
+    @property
+    def position(self) -> PromptPosition:
+        """The start: there is no position to save."""
+        return PromptPosition()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def seek(self, position: PromptPosition) -> None:
         """Does nothing: there is no position to restore."""
 
 

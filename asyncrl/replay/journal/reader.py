@@ -23,7 +23,7 @@ import pyarrow as pa
 import xxhash
 
 from asyncrl.errors import JournalError
-from asyncrl.replay.journal.records import SCHEMA, JournalBatch, Record
+from asyncrl.replay.journal.records import FORMAT, FORMER, SCHEMA, JournalBatch, Record
 
 Location = tuple[int, int, int]
 """Segment, batch, row."""
@@ -33,6 +33,12 @@ HEADER = SCHEMA.serialize().to_pybytes()
 ENTRY = np.dtype([("end", "<u8"), ("sum", "<u8"), ("own", "<u8")])
 OWN_AT = ENTRY.fields["own"][1]  # type: ignore[index]
 MARK_BYTES = 16
+FORMER_HEADERS = {schema.serialize().to_pybytes(): number for number, schema in FORMER.items()}
+"""The first bytes of segments of former formats, with the number of each."""
+OTHER_FORMAT = (
+    f"this version of asyncrl reads format {FORMAT}: resume the run with the version that wrote it, or start a new run "
+    "from the model of its newest checkpoint (model.path=runs/NAME/checkpoints/step-N/model)"
+)
 WAY_OUT = "resume from the newest checkpoint without the journal: `asyncrl launch --resume --discard-journal`"
 WITHOUT = f"the journal is damaged: {WAY_OUT}"
 
@@ -174,6 +180,8 @@ def scan_segment(folder: Path, number: int, *, newest: bool) -> Segment:
         raw = sums_file.read()
         size = os.fstat(file.fileno()).st_size
         header = os.pread(file.fileno(), len(HEADER), 0)
+    if header in FORMER_HEADERS:
+        raise JournalError(f"{path}: is of a journal of format {FORMER_HEADERS[header]}; {OTHER_FORMAT}")
     if len(raw) > MARK_BYTES and header != HEADER:
         raise JournalError(
             f"{path}: bytes 0 to {len(HEADER)} are not the schema of a journal of this version; {WITHOUT}"

@@ -22,6 +22,8 @@ FRAMES = {
 FRAME_BYTES = sum(dtype.itemsize for dtype in FRAMES.values())
 """Bytes of one token in all frames."""
 STORED = {name: np.dtype("u1") if dtype.kind == "b" else dtype for name, dtype in FRAMES.items()}
+FORMAT = 3
+"""The number of the format of journals, and of the queue's part of checkpoints."""
 SCHEMA = pa.schema(
     [
         pa.field("kind", pa.string(), nullable=False),
@@ -30,9 +32,11 @@ SCHEMA = pa.schema(
         pa.field("attempt", pa.int32()),
         *(pa.field(name, pa.list_(pa.from_numpy_dtype(dtype))) for name, dtype in STORED.items()),
     ],
-    metadata={"asyncrl.journal": "2"},
+    metadata={"asyncrl.journal": str(FORMAT)},
 )
 """One row is one record; ticket, attempt and frames are null unless it is a group."""
+FORMER = {number: SCHEMA.with_metadata({"asyncrl.journal": str(number)}) for number in range(1, FORMAT)}
+"""The schema of each former format."""
 KINDS, BODIES, TICKETS, ATTEMPTS, *LISTS = SCHEMA.types
 
 
