@@ -84,7 +84,7 @@ class _Simulation:
         self._refunded: list[bool] = lengths.refunded.tolist()
         self._dice = np.random.default_rng(seed)
         self._drawn: list[int] = []
-        self._ledger = Ledger(setup.groups_per_step, setup.max_staleness)
+        self._ledger = Ledger(groups_per_step=setup.groups_per_step, max_staleness=setup.max_staleness)
         slots = setup.max_running_groups * setup.group_size
         self._engines = [SimulatedEngine(workload.engine, slots=slots) for _ in range(setup.generators)]
         self._busy = [False] * setup.generators

@@ -47,7 +47,7 @@ class Batcher:
         A repeated request for a step returns the same groups, also for a committed step.
         """
         self._check_rank(rank)
-        self.state.measure.learners[rank] = self.store.clock.now()
+        self.state.reported.learners[rank] = self.store.clock.now()
         if 0 < step <= self.state.ledger.steps:
             past = self.store.history(step)
             if not past.read(step):

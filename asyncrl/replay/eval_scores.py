@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
 
 from asyncrl.types import Status
+from asyncrl.util.durable import Durable
 from asyncrl.wire.messages import Evaluated
 
 CORRECT = 1.0 - 1e-6
 """A completion with at least this reward is correct."""
 
 
-@dataclass(frozen=True, slots=True)
-class PromptScore:
+class PromptScore(Durable):
     """The result of one evaluation prompt."""
 
     data_source: str
@@ -31,10 +30,6 @@ class PromptScore:
     def of(cls, result: Evaluated) -> Self:
         """The score of an evaluated prompt."""
         return cls(result.data_source, result.rewards, result.status, result.tokens)
-
-    def state(self) -> list[Any]:
-        """The state for msgpack."""
-        return [self.data_source, self.rewards, self.status, self.tokens]
 
     @property
     def num_correct(self) -> int:

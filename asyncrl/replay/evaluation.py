@@ -7,17 +7,18 @@ loaded leases them, and it keeps that version until no prompt is open; so an eva
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 import structlog
+from msgspec import field
 
 from asyncrl.config import Config
 from asyncrl.errors import ProtocolError
 from asyncrl.replay.eval_scores import PromptScore, eval_metrics, score_table
+from asyncrl.replay.stats import ReportedStats
 from asyncrl.types import Lease, Prompt
+from asyncrl.util.durable import Durable
 from asyncrl.wire.messages import Evaluated, ReleasedEvaluation
 
 log = structlog.get_logger()
@@ -25,87 +26,70 @@ log = structlog.get_logger()
 STRANDED = "no generator has the version any more"
 
 
-@dataclass(slots=True)
-class _Leased:
+class EvalLease(Durable):
+    """The lease of one prompt."""
+
     generator: int
     attempt: int
-    renewed_s: float
-    """When it was leased, or when its generator last renewed the lease."""
     session: str = ""
     number: int = -1
     """Number, in its session, of the ask that got the lease."""
 
 
-@dataclass(slots=True)
-class Evaluation:
+class Evaluation(Durable):
     """One version under evaluation; its tickets start at `first`, in the order of the prompts."""
 
     version: int
     first: int
-    open: deque[int]
+    open: list[int]
     """Tickets that are not leased."""
-    leased: dict[int, _Leased] = field(default_factory=dict[int, _Leased])
+    leased: dict[int, EvalLease] = field(default_factory=dict[int, EvalLease])
     attempts: dict[int, int] = field(default_factory=dict[int, int])
     scores: dict[int, PromptScore] = field(default_factory=dict[int, PromptScore])
 
-    def state(self) -> list[Any]:
-        """The state for msgpack, without the age of leases."""
-        leased = [[ticket, h.generator, h.attempt, h.session, h.number] for ticket, h in self.leased.items()]
-        attempts = [list(pair) for pair in self.attempts.items()]
-        scores = [[ticket, *score.state()] for ticket, score in self.scores.items()]
-        return [self.version, self.first, list(self.open), leased, attempts, scores]
 
-    @classmethod
-    def of_state(cls, state: Sequence[Any], now_s: float) -> Self:
-        """Restores the result of `state`, with leases renewed at `now_s`."""
-        version, first, still_open, leased, attempts, scores = state
-        return cls(
-            version,
-            first,
-            deque(still_open),
-            {t: _Leased(generator, attempt, now_s, *asked) for t, generator, attempt, *asked in leased},
-            dict(attempts),
-            {ticket: PromptScore(*score) for ticket, *score in scores},
-        )
+class EvalRecord(Durable):
+    """The evaluations that are due or under way, and the results of the others."""
+
+    running: dict[int, Evaluation] = field(default_factory=dict[int, Evaluation])
+    """By version."""
+    issued: int = 0
+    """Tickets issued so far; the next one's number."""
+    unreported_results: list[dict[str, int | float]] = field(default_factory=list[dict[str, int | float]])
+    step: int = 0
+    """Steps committed."""
+    ended: list[dict[str, int | float]] = field(default_factory=list[dict[str, int | float]])
+    """Results of the complete evaluations: version, at_step, and the metrics of `score_table`."""
+    dropped: list[dict[str, int | str]] = field(default_factory=list[dict[str, int | str]])
+    """Version and reason of each evaluation that was dropped, its scored prompts and all."""
+    prompts_done: int = 0
+    tokens: int = 0
+    """Tokens sampled for evaluated prompts."""
 
 
-class EvalBook:
+class EvalBook(EvalRecord, kw_only=True):
     """All evaluations of a run. It reads no clock: methods that need the time get it as `now_s`, seconds of the run."""
 
-    def __init__(self, config: Config, prompts: Sequence[Prompt] = ()) -> None:
-        self._config = config
-        self._prompts = prompts
-        self._running: dict[int, Evaluation] = {}
-        self._issued = 0
-        self._heartbeats: dict[int, tuple[int, float]] = {}
-        """Generator -> version loaded at its last heartbeat, and the time of that heartbeat."""
-        self._unreported: deque[dict[str, Any]] = deque()
-        self._step = 0
-        self.ended: list[dict[str, Any]] = []
-        """Results of the complete evaluations: version, at_step, and the metrics of `score_table`."""
-        self.dropped: list[dict[str, Any]] = []
-        """Version and reason of each evaluation that was dropped."""
-        self.prompts_done = 0
-        self.tokens = 0
-        """Tokens sampled for evaluated prompts."""
-        self.committed(0, due=config.evaluates(0))
+    config: Config
+    prompts: Sequence[Prompt] = ()
+    reported: ReportedStats = field(default_factory=ReportedStats)
+    renewed_s: dict[int, float] = field(default_factory=dict[int, float])
+    """Ticket -> when it was leased, or when its generator last renewed the lease."""
 
-    @property
-    def running(self) -> bool:
-        """True if evaluations are due or under way."""
-        return bool(self._running)
+    def __post_init__(self) -> None:
+        self.committed(0, due=self.config.evaluates(0))
 
     def committed(self, version: int, *, due: bool) -> None:
         """Registers a new policy version; its evaluation starts now if it is `due`."""
-        self._step = version
-        if self._prompts and due:
-            tickets = range(self._issued, self._issued + len(self._prompts))
-            self._running[version] = Evaluation(version, self._issued, deque(tickets))
-            self._issued += len(tickets)
+        self.step = version
+        if self.prompts and due:
+            tickets = range(self.issued, self.issued + len(self.prompts))
+            self.running[version] = Evaluation(version, self.issued, list(tickets))
+            self.issued += len(tickets)
 
     def heartbeat(self, generator: int, version: int, now_s: float) -> None:
         """Records that the generator is up and has `version` loaded."""
-        self._heartbeats[generator] = (version, now_s)
+        self.reported.loaded[generator] = (version, now_s)
 
     def lease(
         self, generator: int, version: int, num_prompts: int, now_s: float, *, session: str = "", number: int = -1
@@ -113,33 +97,34 @@ class EvalBook:
         """Leases up to `num_prompts` prompts to a generator that has `version` loaded; `number` is that of the ask in
         its session."""
         self.heartbeat(generator, version, now_s)
-        evaluation = self._running.get(version)
+        evaluation = self.running.get(version)
         leases: list[Lease] = []
         while evaluation is not None and evaluation.open and len(leases) < num_prompts:
-            ticket = evaluation.open.popleft()
+            ticket = evaluation.open.pop(0)
             attempt = evaluation.attempts.get(ticket, -1) + 1
             evaluation.attempts[ticket] = attempt
-            evaluation.leased[ticket] = _Leased(generator, attempt, now_s, session, number)
+            evaluation.leased[ticket] = EvalLease(generator, attempt, session, number)
+            self.renewed_s[ticket] = now_s
             leases.append(self._lease(evaluation, ticket))
         return leases
 
     def left(self, version: int) -> bool:
         """True if prompts of this version are open."""
-        evaluation = self._running.get(version)
+        evaluation = self.running.get(version)
         return evaluation is not None and bool(evaluation.open)
 
     def leases_of(self, generator: int) -> list[tuple[Lease, str, int]]:
         """The leases that the generator holds, each with the session and number of the ask that got it."""
         return [
             (self._lease(evaluation, ticket), held.session, held.number)
-            for evaluation in self._running.values()
+            for evaluation in self.running.values()
             for ticket, held in evaluation.leased.items()
             if held.generator == generator
         ]
 
     def wants(self, result: Evaluated) -> bool:
         """False for a repeated result, or one whose evaluation has ended. Raises ProtocolError for a wrong one."""
-        evaluation = self._running.get(result.version)
+        evaluation = self.running.get(result.version)
         ticket = result.ticket
         if evaluation is None or ticket in evaluation.scores:
             return False
@@ -152,7 +137,7 @@ class EvalBook:
         """Counts an evaluated prompt: the first result that arrives for it. Raises ProtocolError for a wrong one."""
         if not self.wants(result):
             return
-        evaluation, ticket = self._running[result.version], result.ticket
+        evaluation, ticket = self.running[result.version], result.ticket
         evaluation.leased.pop(ticket, None)
         if ticket in evaluation.open:
             evaluation.open.remove(ticket)
@@ -160,32 +145,30 @@ class EvalBook:
         evaluation.scores[ticket] = score
         self.prompts_done += 1
         self.tokens += score.tokens
-        if len(evaluation.scores) == len(self._prompts):
+        if len(evaluation.scores) == len(self.prompts):
             self._end(evaluation)
 
     def held(self) -> Iterator[tuple[int, int, int]]:
         """(generator, ticket, attempt) of every prompt that is leased."""
-        for evaluation in self._running.values():
+        for evaluation in self.running.values():
             for ticket, held in evaluation.leased.items():
                 yield held.generator, ticket, held.attempt
 
     def wake(self, now_s: float) -> None:
         """All leases count as renewed at `now_s`."""
-        for evaluation in self._running.values():
-            for held in evaluation.leased.values():
-                held.renewed_s = now_s
+        self.renewed_s = {ticket: now_s for evaluation in self.running.values() for ticket in evaluation.leased}
 
     def renew(self, generator: int, ticket: int, attempt: int, now_s: float) -> None:
         """Renews a lease, if the generator holds it."""
-        for evaluation in self._running.values():
+        for evaluation in self.running.values():
             held = evaluation.leased.get(ticket)
             if held is not None and (held.generator, held.attempt) == (generator, attempt):
-                held.renewed_s = now_s
+                self.renewed_s[ticket] = now_s
 
     def release(self, leases: Iterable[ReleasedEvaluation]) -> None:
         """Takes back prompts that a generator will not finish."""
         for lease in leases:
-            for evaluation in self._running.values():
+            for evaluation in self.running.values():
                 held = evaluation.leased.get(lease.ticket)
                 if held is not None and held.attempt == lease.attempt:
                     del evaluation.leased[lease.ticket]
@@ -194,9 +177,9 @@ class EvalBook:
     def expired(self, now_s: float) -> list[ReleasedEvaluation]:
         """Prompts whose leases were not renewed for `launch.heartbeat_timeout_s`."""
         found: list[ReleasedEvaluation] = []
-        for evaluation in self._running.values():
+        for evaluation in self.running.values():
             for ticket, held in evaluation.leased.items():
-                if now_s - held.renewed_s > self._config.launch.heartbeat_timeout_s:
+                if now_s - self.renewed_s[ticket] > self.config.launch.heartbeat_timeout_s:
                     log.warning("evaluation lease expired", ticket=ticket, generator=held.generator)
                     found.append(ReleasedEvaluation(ticket, held.attempt))
         return found
@@ -205,8 +188,8 @@ class EvalBook:
         """Versions under evaluation that no running generator has loaded or can still load."""
         return [
             evaluation.version
-            for evaluation in self._running.values()
-            if self._heartbeats and not evaluation.leased and not self._may_come(evaluation.version, now_s)
+            for evaluation in self.running.values()
+            if self.reported.loaded and not evaluation.leased and not self._may_come(evaluation.version, now_s)
         ]
 
     def expire(self, now_s: float) -> None:
@@ -217,58 +200,28 @@ class EvalBook:
 
     def drop(self, version: int, reason: str) -> None:
         """Drops the evaluation of a version."""
-        evaluation = self._running.pop(version)
-        done, total = len(evaluation.scores), len(self._prompts)
+        evaluation = self._remove(version)
+        done, total = len(evaluation.scores), len(self.prompts)
         self.dropped.append({"version": version, "reason": reason, "done": done, "prompts": total})
         log.warning("evaluation dropped", version=version, reason=reason, done=done, prompts=total)
 
     def drop_all(self, reason: str) -> None:
         """Drops all evaluations that are due or under way."""
-        for version in list(self._running):
+        for version in list(self.running):
             self.drop(version, reason)
 
     def next_metrics(self) -> dict[str, float]:
         """Removes the oldest unreported result and returns it as metrics named `eval/...`; empty if there is none."""
-        return eval_metrics(self._unreported.popleft() if self._unreported else {})
+        return eval_metrics(self.unreported_results.pop(0) if self.unreported_results else {})
 
     def unreported(self, after: int) -> dict[str, Any] | None:
         """The unreported result that follows `after` others; None if there is none."""
-        return self._unreported[after] if after < len(self._unreported) else None
-
-    def reported_stats(self) -> list[list[int]]:
-        """Generator and version of each generator with a heartbeat."""
-        return [[generator, version] for generator, (version, _) in self._heartbeats.items()]
-
-    def load_reported_stats(self, stats: Sequence[Sequence[int]], now_s: float | None) -> None:
-        """Restores the stats. The generators count as alive at `now_s`; with None no generator does."""
-        self._heartbeats = {} if now_s is None else {generator: (version, now_s) for generator, version in stats}
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state for msgpack, without reported stats and the age of leases."""
-        return {
-            "running": [evaluation.state() for evaluation in self._running.values()],
-            "issued": self._issued,
-            "unreported": list(self._unreported),
-            "step": self._step,
-            "ended": list(self.ended),
-            "dropped": list(self.dropped),
-            "prompts_done": self.prompts_done,
-            "tokens": self.tokens,
-        }
-
-    def load_state_dict(self, state: dict[str, Any], now_s: float) -> None:
-        """Restores the result of `state_dict`, with leases renewed at `now_s`."""
-        running = [Evaluation.of_state(one, now_s) for one in state["running"]]
-        self._running = {evaluation.version: evaluation for evaluation in running}
-        self._issued, self._step = state["issued"], state["step"]
-        self._unreported = deque(state["unreported"])
-        self.ended, self.dropped = list(state["ended"]), list(state["dropped"])
-        self.prompts_done, self.tokens = state["prompts_done"], state["tokens"]
+        return self.unreported_results[after] if after < len(self.unreported_results) else None
 
     def status(self) -> dict[str, Any]:
         """The progress of evaluations, for live views."""
         progress = [
-            {"version": e.version, "done": len(e.scores), "prompts": len(self._prompts)} for e in self._running.values()
+            {"version": e.version, "done": len(e.scores), "prompts": len(self.prompts)} for e in self.running.values()
         ]
         return {
             "prompts_done": self.prompts_done,
@@ -279,7 +232,7 @@ class EvalBook:
     def summary(self) -> dict[str, Any]:
         """The evaluations' part of the run's summary, sorted by version: evaluations may end in another order. Empty
         for a run without evaluation prompts."""
-        if not self._prompts:
+        if not self.prompts:
             return {}
         results = sorted(self.ended, key=lambda result: result["version"])
         return {"eval": results, "eval_tokens": self.tokens, "eval_dropped": self.dropped}
@@ -287,26 +240,33 @@ class EvalBook:
     def _check(self, result: Evaluated) -> None:
         where = f"evaluation ticket {result.ticket}"
         for name in ("rewards", "status"):
-            if len(getattr(result, name)) != self._config.eval.samples:
+            if len(getattr(result, name)) != self.config.eval.samples:
                 raise ProtocolError(
-                    f"{where}: {len(getattr(result, name))} {name}, expected {self._config.eval.samples}"
+                    f"{where}: {len(getattr(result, name))} {name}, expected {self.config.eval.samples}"
                 )
         if not all(map(math.isfinite, result.rewards)):
             raise ProtocolError(f"{where}: rewards {result.rewards} are not finite")
 
     def _may_come(self, version: int, now_s: float) -> bool:
         """True if a running generator has the version loaded or can still load it."""
-        launch = self._config.launch
+        launch = self.config.launch
         limit_s = launch.heartbeat_timeout_s + launch.start_timeout_s  # until a restarted one is heard
-        return any(loaded <= version and now_s - heard_s <= limit_s for loaded, heard_s in self._heartbeats.values())
+        loaded = self.reported.loaded.values()
+        return any(newest <= version and now_s - heard_s <= limit_s for newest, heard_s in loaded)
 
     def _lease(self, evaluation: Evaluation, ticket: int) -> Lease:
-        prompt = self._prompts[ticket - evaluation.first]
+        prompt = self.prompts[ticket - evaluation.first]
         return Lease(ticket, evaluation.attempts[ticket], prompt, evaluation=True)
 
     def _end(self, evaluation: Evaluation) -> None:
-        del self._running[evaluation.version]
-        result = {"version": evaluation.version, "at_step": self._step, **score_table(evaluation.scores.values())}
+        self._remove(evaluation.version)
+        result = {"version": evaluation.version, "at_step": self.step, **score_table(evaluation.scores.values())}
         self.ended.append(result)
-        self._unreported.append(result)
-        log.info("evaluation done", version=evaluation.version, reward=result["reward"], at_step=self._step)
+        self.unreported_results.append(result)
+        log.info("evaluation done", version=evaluation.version, reward=result["reward"], at_step=self.step)
+
+    def _remove(self, version: int) -> Evaluation:
+        evaluation = self.running.pop(version)
+        for ticket in evaluation.attempts:
+            self.renewed_s.pop(ticket, None)
+        return evaluation

@@ -17,12 +17,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from enum import StrEnum
 from heapq import nsmallest
-from typing import Any
+
+from msgspec import field
 
 from asyncrl.errors import InvariantError
+from asyncrl.util.durable import Durable, restore
 
 _RUNNING_PER_WAITING = 8
 
@@ -42,8 +43,7 @@ class State(StrEnum):
     TAKEN = "taken"
 
 
-@dataclass(slots=True)
-class Ticket:
+class Ticket(Durable):
     """A group that is charged and not yet trained."""
 
     number: int
@@ -54,8 +54,7 @@ class Ticket:
     tokens: int = 0
 
 
-@dataclass(slots=True)
-class Amount:
+class Amount(Durable):
     """A number of groups, trajectories and action tokens."""
 
     groups: int = 0
@@ -68,30 +67,17 @@ class Amount:
         self.trajectories += trajectories
         self.tokens += tokens
 
-    def state(self) -> list[int]:
-        """The three numbers, for msgpack."""
-        return [self.groups, self.trajectories, self.tokens]
 
-
-@dataclass(slots=True)
-class Ledger:
-    """Counts every group, trajectory and token in exactly one category: trained, refunded, returned or in flight.
-
-    Raises InvariantError for a transition that does not exist in the life of a ticket.
-    """
-
-    groups_per_step: int
-    max_staleness: int
-    in_order: bool = False
-    """Take groups strictly by ticket number, instead of by earliest deadline among the finished ones."""
-    admission_limit: int = -1
-    """The staleness limit of admission, at most `max_staleness`; negative: `max_staleness`. It may change at any time:
-    a lower limit admits fewer groups than the bound allows."""
+class LedgerCounts(Durable):
+    """Where every group, trajectory and token is."""
 
     issued: int = 0
     """Tickets issued so far; the next one's number."""
     steps: int = 0
     """Optimizer steps committed: the learner's version."""
+    admission_limit: int = -1
+    """The staleness limit of admission, at most `max_staleness`; negative: `max_staleness`. It may change at any time:
+    a lower limit admits fewer groups than the bound allows."""
     live: dict[int, Ticket] = field(default_factory=dict[int, Ticket])
     trained: Amount = field(default_factory=Amount)
     refunded: dict[str, Amount] = field(default_factory=dict[str, Amount])
@@ -103,42 +89,30 @@ class Ledger:
     """Tokens of attempts that were abandoned, or that arrived after their ticket was finished."""
     returned_trajectories: int = 0
     """Trajectories of finished groups whose data was lost (`revoke`)."""
-    _versions: dict[State, Counter[int]] = field(default_factory=lambda: {state: Counter() for state in State})
+
+
+class Ledger(LedgerCounts, kw_only=True):
+    """Counts every group, trajectory and token in exactly one category: trained, refunded, returned or in flight.
+
+    Raises InvariantError for a transition that does not exist in the life of a ticket.
+    """
+
+    groups_per_step: int
+    max_staleness: int
+    in_order: bool = False
+    """Take groups strictly by ticket number, instead of by earliest deadline among the finished ones."""
+    _versions: dict[State, Counter[int]] = field(default_factory=lambda: {state: Counter[int]() for state in State})
     """Number of live tickets in each state, by start version."""
 
     def __post_init__(self) -> None:
         self.admission_limit = self.max_staleness if self.admission_limit < 0 else self.admission_limit
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state for msgpack, without the settings."""
-        return {
-            "issued": self.issued,
-            "steps": self.steps,
-            "admitted": self.admission_limit,
-            "live": [
-                [t.number, t.state.value, t.attempt, t.start_version, t.trajectories, t.tokens]
-                for t in self.live.values()
-            ],
-            "trained": self.trained.state(),
-            "refunded": {reason: amount.state() for reason, amount in self.refunded.items()},
-            "generated": self.generated.state(),
-            "returned": list(self.returned),
-            "returned_tokens": self.returned_tokens,
-            "returned_trajectories": self.returned_trajectories,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the result of `state_dict`."""
-        self.live = {number: Ticket(number, State(name), *values) for number, name, *values in state["live"]}
+    def load(self, counts: LedgerCounts) -> None:
+        """Restores the counts."""
+        restore(self, counts)
         self._versions = {state: Counter() for state in State}
         for ticket in self.live.values():
             self._enter(ticket)
-        self.trained, self.generated = Amount(*state["trained"]), Amount(*state["generated"])
-        self.refunded = {reason: Amount(*values) for reason, values in state["refunded"].items()}
-        self.issued, self.steps, self.returned = state["issued"], state["steps"], list(state["returned"])
-        self.admission_limit = state["admitted"]
-        self.returned_tokens = state["returned_tokens"]
-        self.returned_trajectories = state["returned_trajectories"]
 
     @property
     def charged(self) -> int:

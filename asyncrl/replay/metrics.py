@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from msgspec import field
 
 from asyncrl.config import Config
 from asyncrl.replay.ledger import Ledger, State
@@ -16,10 +16,12 @@ from asyncrl.replay.stats import (
     ExactMean,
     GeneratorState,
     OutcomeStats,
+    ReportedStats,
     StalenessBreakdown,
     bias_alarms,
 )
 from asyncrl.types import mean_staleness
+from asyncrl.util.durable import Durable
 from asyncrl.util.processes import ACTIVITIES, fractions
 from asyncrl.wire.bounds import MAX_COUNT, MAX_NUMBER
 from asyncrl.wire.messages import GeneratorStats, GroupHeader
@@ -34,8 +36,7 @@ COSTS = ("generator/step_base_s", "generator/step_sequence_s", "generator/reques
 """Metrics of the generators' engine costs, in the order of `GeneratorStats.costs`."""
 
 
-@dataclass(slots=True)
-class RewardsSinceStep:
+class RewardsSinceStep(Durable):
     """Means over the trajectories scored since the last step: rewards, their parts, lengths. They do not depend on the
     order in which groups arrive."""
 
@@ -65,17 +66,12 @@ class RewardsSinceStep:
         self.means.setdefault(name, ExactMean()).add(values)
 
 
-@dataclass(slots=True)
-class RunMetrics:
-    """Sums over the run. Rewards count every scored group, trained or refunded; staleness is in
-    learner steps and counts action tokens when they are trained. Times are the run's (`RunClock`)."""
+class RunSums(Durable):
+    """Sums over the run. Rewards count every scored group, trained or refunded; staleness is in learner steps and
+    counts action tokens when they are trained. Times are the run's (`RunClock`)."""
 
-    config: Config
     first_lease_s: float | None = None
     last_step_s: float | None = None
-    generators: dict[int, GeneratorState] = field(default_factory=dict[int, GeneratorState])
-    learners: dict[int, float | None] = field(default_factory=dict[int, float | None])
-    """Time of the last request for a batch, by learner rank."""
     step_rewards: DownsampledSeries = field(default_factory=DownsampledSeries)
     rewards_since_step: RewardsSinceStep = field(default_factory=RewardsSinceStep)
     outcomes: dict[str, OutcomeStats] = field(default_factory=dict[str, OutcomeStats])
@@ -89,14 +85,26 @@ class RunMetrics:
     """Seconds of learner rank 0, by activity."""
     syncs: int = 0
     """Versions that the current learner process has sent."""
-    skipped_updates: int = 0
-    """Updates of policy and critic that were skipped because they were not finite."""
     syncs_before: int = 0
     """Versions that previous learner processes have sent."""
-    recent: deque[tuple[float, int]] = field(default_factory=deque[tuple[float, int]])
-    """End time and tokens of each recent step."""
+    skipped_updates: int = 0
+    """Updates of policy and critic that were skipped because they were not finite."""
     last_metrics: dict[str, float] = field(default_factory=dict[str, float])
     """All metrics of the last step, including those of the learner."""
+
+
+class RunMetrics(RunSums, kw_only=True):
+    """The sums, what processes report, and the metrics made of both."""
+
+    config: Config
+    reported: ReportedStats = field(default_factory=ReportedStats)
+    recent: deque[tuple[float, int]] = field(default_factory=deque[tuple[float, int]])
+    """End time and tokens of each recent step."""
+
+    @property
+    def generators(self) -> dict[int, GeneratorState]:
+        """The stats of each generator."""
+        return self.reported.generators
 
     def heartbeat(self, generator: int, session: str, version: int, stats: GeneratorStats, now_s: float) -> None:
         """Records the stats of an ask."""
@@ -170,49 +178,6 @@ class RunMetrics:
         }
         return scored | self._costs() | own
 
-    def reported_stats(self) -> dict[str, Any]:
-        """Self-reported stats of generators and learners, which cannot be rebuilt from journal records."""
-        generators = [[index, *generator.state()] for index, generator in self.generators.items()]
-        return {"generators": generators, "learners": sorted(self.learners)}
-
-    def load_reported_stats(self, stats: dict[str, Any], now_s: float | None) -> None:
-        """Restores the stats. Processes that were up count as alive at `now_s`; with None no process does."""
-        self.generators = {index: GeneratorState.of_state(values, now_s) for index, *values in stats["generators"]}
-        self.learners = dict.fromkeys(stats["learners"], now_s)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state for msgpack, without reported stats."""
-        return {
-            "first_lease_s": self.first_lease_s,
-            "last_step_s": self.last_step_s,
-            "step_rewards": self.step_rewards.state(),
-            "scored_since": {name: list(mean.values) for name, mean in self.rewards_since_step.means.items()},
-            "outcomes": {name: outcome.state() for name, outcome in self.outcomes.items()},
-            "greedy_tokens": self.greedy_tokens,
-            "histogram": list(self.histogram),
-            "ages": self.breakdown.state(),
-            "learner_wait_s": self.learner_wait_s,
-            "learner_s": dict(self.learner_s),
-            "syncs": [self.syncs, self.syncs_before],
-            "last_metrics": dict(self.last_metrics),
-            "skipped_updates": self.skipped_updates,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the result of `state_dict`."""
-        self.step_rewards = DownsampledSeries(*state["step_rewards"])
-        self.rewards_since_step = RewardsSinceStep(
-            {name: ExactMean(values) for name, values in state["scored_since"].items()}
-        )
-        self.outcomes = {name: OutcomeStats.of_state(outcome) for name, outcome in state["outcomes"].items()}
-        for name in ("first_lease_s", "last_step_s", "greedy_tokens", "histogram", "last_metrics"):
-            setattr(self, name, state[name])
-        self.breakdown = StalenessBreakdown.of_state(state["ages"])
-        self.learner_wait_s, self.learner_s = state["learner_wait_s"], state["learner_s"]
-        self.syncs, self.syncs_before = state["syncs"]
-        self.skipped_updates = state.get("skipped_updates", 0)
-        self.recent.clear()
-
     @property
     def generator_idle(self) -> float:
         """Fraction of the generators' time, up to their last heartbeats, in which they had nothing to generate."""
@@ -254,7 +219,8 @@ class RunMetrics:
             for index, g in sorted(self.generators.items())
             if g.last_heartbeat_s is not None
         ]
-        learners = {rank: now_s - heard_s for rank, heard_s in sorted(self.learners.items()) if heard_s is not None}
+        known = sorted(self.reported.learners.items())
+        learners = {rank: now_s - heard_s for rank, heard_s in known if heard_s is not None}
         return {
             "step": ledger.steps,
             "reward": self.step_rewards.latest,

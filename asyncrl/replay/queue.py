@@ -302,7 +302,7 @@ class ReplayQueue:
             generator["leased"] = self.state.leased_by[int(index)]
         return status | {
             "done": self.done,
-            "duplicates": self.state.duplicates,
+            "duplicates": self.state.reported.duplicates,
             "eval": self.evaluation.status(),
             "taken": self.state.step is not None or self.batcher.catching_up is not None,
             "progress": self.batcher.progress,
@@ -314,7 +314,7 @@ class ReplayQueue:
     def summary(self) -> dict[str, Any]:
         """The queue's part of the run's summary."""
         return self.measure.summary(self.ledger) | {
-            "duplicates": self.state.duplicates,
+            "duplicates": self.state.reported.duplicates,
             "skipped_rows": self.state.prompts.skipped_rows,
             **self.evaluation.summary(),
         }
@@ -350,7 +350,7 @@ class ReplayQueue:
 
     def _repeated(self, number: int, attempt: int) -> None:
         """Counts a group that arrived before, or whose ticket or attempt was never leased."""
-        self.state.duplicates += 1
+        self.state.reported.duplicates += 1
         held = self.held.get(number)
         if held is None or attempt > held.attempt:
             log.warning("group of an unknown ticket", ticket=number, attempt=attempt)

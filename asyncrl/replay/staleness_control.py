@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Self
+
+from msgspec import field
 
 from asyncrl.config import Config
 from asyncrl.types import STALENESS_BUCKETS
+from asyncrl.util.durable import Durable
 
 SMOOTHING = 0.3
 """Weight of the latest step in the moving average of a bucket's effective sample size."""
@@ -15,8 +17,16 @@ MIN_TOKENS = 0.01
 """A bucket counts in a step if it has at least this fraction of the tokens."""
 
 
-@dataclass(slots=True)
-class StalenessController:
+class ControllerState(Durable):
+    """What the controller has seen."""
+
+    sizes: dict[str, float] = field(default_factory=dict[str, float])
+    """Smoothed effective sample size of each staleness bucket."""
+    waited_steps: int = 0
+    """Steps since the last change."""
+
+
+class StalenessController(ControllerState, kw_only=True):
     """Lowers the limit when the effective sample size of a staleness bucket is below the target, and raises it while
     all are above it and the limit is reached. After a change it waits until the groups admitted before are trained,
     so that the effect is visible. It depends on the metrics of the steps only.
@@ -25,16 +35,14 @@ class StalenessController:
     low: int
     high: int
     target: float
-    sizes: dict[str, float] = field(default_factory=dict[str, float])
-    """Smoothed effective sample size of each staleness bucket."""
-    waited_steps: int = 0
-    """Steps since the last change."""
 
     @classmethod
     def of(cls, config: Config) -> Self | None:
         """The controller that the config asks for; None for a fixed limit."""
+        if config.replay.max_staleness != "auto":
+            return None
         auto = config.replay.auto_options
-        return cls(auto.low, auto.high, auto.ess) if config.replay.max_staleness == "auto" else None
+        return cls(low=auto.low, high=auto.high, target=auto.ess)
 
     def next(self, limit: int, metrics: Mapping[str, float]) -> int:
         """Returns the limit after a step with these metrics."""
@@ -53,12 +61,3 @@ class StalenessController:
             self.waited_steps = 0
             self.sizes = {}
         return wanted
-
-    def state(self) -> list[Any]:
-        """The state for msgpack."""
-        return [dict(self.sizes), self.waited_steps]
-
-    def load_state(self, state: list[Any]) -> None:
-        """Restores the result of `state`."""
-        sizes, self.waited_steps = state
-        self.sizes = dict(sizes)

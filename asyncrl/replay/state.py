@@ -21,15 +21,18 @@ from asyncrl.replay.journal.retention import Coverage
 from asyncrl.replay.ledger import Ledger, State
 from asyncrl.replay.metrics import RunMetrics
 from asyncrl.replay.resume_check import check_rules, rules_of
+from asyncrl.replay.snapshot import QueueSnapshot
 from asyncrl.replay.staleness_control import StalenessController
-from asyncrl.replay.stats import StalenessBreakdown
+from asyncrl.replay.stats import ReportedStats, StalenessBreakdown
 from asyncrl.replay.tickets import FinishedGroup, Load, PromptSource, TakenStep, TicketEntry
 from asyncrl.replay.trace import TraceWriter
 from asyncrl.types import Lease, Prompt, PromptPosition
-from asyncrl.util.durable import of_plain, to_plain
+from asyncrl.util.durable import of_plain, restore, to_plain
 from asyncrl.wire.frames import Array
 from asyncrl.wire.messages import Evaluated, ReleasedEvaluation
 
+PARTS = frozenset({"rules", "position", "ledger", "measure", "evaluation", "staleness_controller", "held"})
+"""Fields of a snapshot that are restored by other means than setting an attribute."""
 MAX_LATE = 1024
 """Trained and refunded tickets whose outstanding attempts are remembered; the oldest is forgotten first."""
 
@@ -44,8 +47,9 @@ class QueueState:
         self.prompts = prompts
         self.trace = trace
         self.eval_prompts = eval_prompts
-        self.evaluation = EvalBook(config, eval_prompts)
-        self.measure = RunMetrics(config)
+        self.reported = ReportedStats()
+        self.evaluation = EvalBook(config=config, prompts=eval_prompts, reported=self.reported)
+        self.measure = RunMetrics(config=config, reported=self.reported)
         self.ledger = Ledger(
             groups_per_step=config.replay.groups_per_step,
             max_staleness=config.replay.staleness_limit,
@@ -62,8 +66,6 @@ class QueueState:
         self.stop_reason = ""
         self.generators_wanted = config.launch.generators
         self.refunds_in_a_row = 0
-        self.duplicates = 0
-        """Groups that arrived more than once."""
         self.late: dict[int, list[int]] = {}
         """Outstanding attempts of the latest trained and refunded tickets, by ticket; at most MAX_LATE tickets."""
         self.committed: dict[str, float] = {}
@@ -85,7 +87,9 @@ class QueueState:
         prompt = next(self.prompts) if before is None else before.prompt
         counted = [] if before is None else before.counted
         self.leased_by[generator] += 1
-        self.held[ticket.number] = TicketEntry(prompt, at_s, generator, ticket.attempt, session, number, counted)
+        self.held[ticket.number] = TicketEntry(
+            prompt.row, generator, ticket.attempt, session, number, counted, prompt=prompt, renewed_s=at_s
+        )
         self.measure.leased(at_s)
         return Lease(ticket.number, ticket.attempt, prompt)
 
@@ -216,7 +220,7 @@ class QueueState:
         return self.committed
 
     def _commit(self, body: Any, _: Sequence[Array], location: Location | None) -> None:
-        self.load_reported_stats(body["measure"], body["at_s"])
+        restore(self.reported, of_plain(ReportedStats, body["reported"]))
         self.commit(body["step"], body["metrics"], body["at_s"], evaluates=body["evaluates"])
         self.coverage.note(location, body["step"])
 
@@ -250,20 +254,47 @@ class QueueState:
 
     # --- snapshots
 
-    def reported_stats(self) -> dict[str, Any]:
-        """Self-reported stats of generators and learners. They cannot be rebuilt from earlier records, so every commit
-        record stores them."""
-        return {
-            "measure": self.measure.reported_stats(),
-            "evaluation": self.evaluation.reported_stats(),
-            "duplicates": self.duplicates,
-        }
+    @property
+    def rules(self) -> dict[str, int]:
+        """Settings that must not change while the state is kept, by config key."""
+        return rules_of(self.config, len(self.eval_prompts))
 
-    def load_reported_stats(self, stats: dict[str, Any], now_s: float | None) -> None:
-        """Restores the stats. Processes that were up count as alive at `now_s`; with None no process does."""
-        self.measure.load_reported_stats(stats["measure"], now_s)
-        self.evaluation.load_reported_stats(stats["evaluation"], now_s)
-        self.duplicates = stats["duplicates"]
+    @property
+    def position(self) -> PromptPosition:
+        """The position in the stream of prompts."""
+        return self.prompts.position
+
+    def snapshot(self) -> QueueSnapshot:
+        """The state, which shares nothing with this one; without reported stats and the frames of groups."""
+        return of_plain(QueueSnapshot, to_plain(QueueSnapshot, self))
+
+    def load(self, stored: QueueSnapshot, *, load: Load | None, now_s: float) -> None:
+        """Restores a snapshot, with leases renewed at `now_s` and the frames of finished groups read by `load`.
+
+        Without `load` every ticket is returned, to be leased again. Raises ConfigError if the run's settings do not fit
+        the state.
+        """
+        check_rules(stored.rules, self.rules)
+        self.prompts.seek(stored.position)
+        self.ledger.load(stored.ledger)
+        restore(self.measure, stored.measure)
+        self.measure.recent.clear()
+        restore(self.evaluation, stored.evaluation)
+        self.evaluation.wake(now_s)
+        if self.staleness_controller is not None and stored.staleness_controller is not None:
+            restore(self.staleness_controller, stored.staleness_controller)
+        for name in stored.__struct_fields__:
+            if name not in PARTS:
+                setattr(self, name, getattr(stored, name))
+        self.held = {
+            number: TicketEntry.of_held(held, self.prompts.prompt(held.row), load, now_s)
+            for number, held in stored.held.items()
+        }
+        if load is None:
+            self._return_all()
+        self.held_bytes = sum(held.num_bytes for held in self.held.values())
+        leased = (t.number for t in self.ledger.live.values() if t.state is State.LEASED)
+        self.leased_by = Counter(self.held[number].generator for number in leased)
 
     def wake(self, now_s: float, *, same_launch: bool) -> None:
         """Resumes after an outage: all leases count as renewed at `now_s`.
@@ -273,56 +304,9 @@ class QueueState:
         for held in self.held.values():
             held.renewed_s = now_s
         self.evaluation.wake(now_s)
-        self.load_reported_stats(self.reported_stats(), now_s if same_launch else None)
+        self.reported.wake(now_s if same_launch else None)
         if not same_launch:
             self.stop_reason, self.generators_wanted = "", self.config.launch.generators
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state for msgpack, without reported stats and the frames of groups."""
-        return {
-            "rules": rules_of(self.config, len(self.eval_prompts)),
-            "ledger": self.ledger.state_dict(),
-            "held": [[number, *held.state()] for number, held in self.held.items()],
-            "step": None if self.step is None else [self.step.number, [list(shard) for shard in self.step.shards]],
-            "stop_reason": self.stop_reason,
-            "generators_wanted": self.generators_wanted,
-            "refunds_in_a_row": self.refunds_in_a_row,
-            "late": [[number, *attempts] for number, attempts in self.late.items()],
-            "committed": dict(self.committed),
-            "coverage": self.coverage.state(),
-            "measure": self.measure.state_dict(),
-            "evaluation": self.evaluation.state_dict(),
-            "prompts": to_plain(PromptPosition, self.prompts.position),
-            "limit_control": None if self.staleness_controller is None else self.staleness_controller.state(),
-        }
-
-    def load_state_dict(self, state: dict[str, Any], *, load: Load | None, now_s: float) -> None:
-        """Restores a state, with leases renewed at `now_s` and the frames of finished groups read by `load`.
-
-        Without `load` every ticket is returned, to be leased again. Raises ConfigError if the run's settings do not fit
-        the state.
-        """
-        check_rules(state["rules"], rules_of(self.config, len(self.eval_prompts)))
-        self.prompts.seek(of_plain(PromptPosition, state["prompts"]))
-        self.ledger.load_state_dict(state["ledger"])
-        self.measure.load_state_dict(state["measure"])
-        self.evaluation.load_state_dict(state["evaluation"], now_s)
-        self.stop_reason, self.refunds_in_a_row = state["stop_reason"], state["refunds_in_a_row"]
-        self.generators_wanted, self.committed = state["generators_wanted"], state["committed"]
-        if self.staleness_controller is not None and state["limit_control"] is not None:
-            self.staleness_controller.load_state(state["limit_control"])
-        self.late = {number: attempts for number, *attempts in state["late"]}
-        self.coverage = Coverage(*(dict(pairs) for pairs in state["coverage"]))
-        self.step = None if state["step"] is None else TakenStep(*state["step"])
-        self.held = {
-            number: TicketEntry.of_state(values, self.prompts.prompt(row), load, now_s)
-            for number, row, *values in state["held"]
-        }
-        if load is None:
-            self._return_all()
-        self.held_bytes = sum(held.num_bytes for held in self.held.values())
-        leased = (t.number for t in self.ledger.live.values() if t.state is State.LEASED)
-        self.leased_by = Counter(self.held[number].generator for number in leased)
 
     def _return_all(self) -> None:
         """Returns every ticket; the data of finished groups is lost."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import Any, Self
 
 import numpy as np
+from msgspec import field
 
 from asyncrl.types import NO_VERSION
+from asyncrl.util.durable import Durable
 from asyncrl.util.processes import ACTIVITIES, fractions
 from asyncrl.wire.bounds import MAX_NUMBER
 from asyncrl.wire.frames import Array
@@ -20,8 +20,7 @@ PHASES = ("generate", "queue", "train")
 """The phases of a group: being generated, in the queue, with the learner."""
 
 
-@dataclass(slots=True)
-class StalenessBreakdown:
+class StalenessBreakdown(Durable):
     """Sums over trained groups: where their staleness arose, and the time in each phase."""
 
     groups: int = 0
@@ -65,16 +64,6 @@ class StalenessBreakdown:
         """Mean seconds of a group in each phase."""
         return {name: seconds / max(self.groups, 1) for name, seconds in zip(PHASES, self.seconds, strict=True)}
 
-    def state(self) -> list[float]:
-        """The state for msgpack."""
-        return [self.groups, self.tokens, self.in_flight, self.in_queue, *self.seconds]
-
-    @classmethod
-    def of_state(cls, values: list[float]) -> Self:
-        """Restores the result of `state`."""
-        groups, tokens, in_flight, in_queue, *seconds = values
-        return cls(int(groups), int(tokens), int(in_flight), int(in_queue), seconds)
-
 
 CURVE_POINTS = 4096
 BIAS_FRACTION = 0.2
@@ -83,8 +72,7 @@ BIAS_ERRORS = 3.0
 """The same in standard errors."""
 
 
-@dataclass(slots=True)
-class ExactMean:
+class ExactMean(Durable):
     """A mean that does not depend on the order of the values: they are kept, and summed without rounding."""
 
     values: list[float] = field(default_factory=list[float])
@@ -100,8 +88,7 @@ class ExactMean:
         return (math.fsum(filter(math.isfinite, self.values)) + not_finite) / len(self.values)
 
 
-@dataclass(slots=True)
-class DownsampledSeries:
+class DownsampledSeries(Durable):
     """A series reduced to at most CURVE_POINTS sums of neighbors, for the means of its start and end."""
 
     stride: int = 1
@@ -131,10 +118,6 @@ class DownsampledSeries:
         """Mean of the last tenth of the values, as `first_tenth`."""
         return self._tenth(self.points[::-1])
 
-    def state(self) -> list[Any]:
-        """The state for msgpack."""
-        return [self.stride, [list(point) for point in self.points], self.latest]
-
     def _tenth(self, points: list[list[float]]) -> float | None:
         wanted = max(1, int(sum(count for _, count in points)) // 10)
         total = counted = 0.0
@@ -145,8 +128,7 @@ class DownsampledSeries:
         return total / counted if counted else None
 
 
-@dataclass(slots=True)
-class RunningMoments:
+class RunningMoments(Durable):
     """Count, mean and variance of numbers that arrive in groups (Chan, Golub and LeVeque 1983)."""
 
     count: int = 0
@@ -176,13 +158,8 @@ class RunningMoments:
         """Sample variance; 0 for fewer than two numbers."""
         return self.squares / (self.count - 1) if self.count > 1 else 0.0
 
-    def state(self) -> list[float]:
-        """The state for msgpack."""
-        return [self.count, self.mean, self.squares]
 
-
-@dataclass(slots=True)
-class OutcomeStats:
+class OutcomeStats(Durable):
     """Completion tokens and rewards of the trajectories with one outcome."""
 
     tokens: RunningMoments = field(default_factory=RunningMoments)
@@ -194,16 +171,6 @@ class OutcomeStats:
         self.tokens.add(completion)
         pairs = zip(header.rewards, header.errors, strict=True)
         self.rewards.add([reward for reward, error in pairs if not error])
-
-    def state(self) -> list[list[float]]:
-        """The state for msgpack."""
-        return [self.tokens.state(), self.rewards.state()]
-
-    @classmethod
-    def of_state(cls, state: list[list[float]]) -> Self:
-        """Restores the result of `state`."""
-        tokens, rewards = state
-        return cls(RunningMoments(int(tokens[0]), *tokens[1:]), RunningMoments(int(rewards[0]), *rewards[1:]))
 
     def summary(self) -> dict[str, float]:
         """The stats for the run's summary."""
@@ -264,8 +231,7 @@ TIMES = tuple(f"{name}_s" for name in ACTIVITIES)
 SUMS = ("tokens", *TIMES, "rewards_failed")
 
 
-@dataclass(slots=True)
-class GeneratorState:
+class GeneratorState(Durable):
     """Self-reported stats of a generator, summed over its sessions."""
 
     session: str = ""
@@ -278,7 +244,7 @@ class GeneratorState:
     syncing_s: float = 0.0
     writing_s: float = 0.0
     rewards_failed: int = 0
-    before: list[float] = field(default_factory=lambda: [0] * len(SUMS))
+    before: list[int | float] = field(default_factory=lambda: [0] * len(SUMS))
     """The sums at the start of the session."""
     stalls: int = 0
     stall_ms_sum: float = 0.0
@@ -308,22 +274,23 @@ class GeneratorState:
         """Seconds of each activity."""
         return {name: getattr(self, f"{name}_s") for name in ACTIVITIES}
 
-    def state(self) -> list[Any]:
-        """The state for msgpack; instead of the time of the last heartbeat, only whether it is up."""
-        sums = [getattr(self, name) for name in SUMS]
-        stalls = [self.stalls, self.stall_ms_sum, self.stall_ms_max]
-        return [
-            self.session,
-            self.last_heartbeat_s is not None,
-            self.version,
-            *sums,
-            list(self.before),
-            *stalls,
-            self.costs,
-        ]
 
-    @classmethod
-    def of_state(cls, values: list[Any], now_s: float | None) -> Self:
-        """Restores the result of `state`. A generator that was up counts as alive at `now_s`; with None it does not."""
-        session, up, *others = values
-        return cls(session, now_s if up else None, *others)
+class ReportedStats(Durable):
+    """What generators and learners report, and their signs of life. It cannot be rebuilt from the events before, so
+    every commit record has it. Times are seconds of the run."""
+
+    generators: dict[int, GeneratorState] = field(default_factory=dict[int, GeneratorState])
+    learners: dict[int, float | None] = field(default_factory=dict[int, float | None])
+    """Time of the last request for a batch, by learner rank; None if it is not up."""
+    loaded: dict[int, tuple[int, float]] = field(default_factory=dict[int, tuple[int, float]])
+    """Generator -> version loaded at its last heartbeat, and the time of that heartbeat."""
+    duplicates: int = 0
+    """Groups that arrived more than once."""
+
+    def wake(self, now_s: float | None) -> None:
+        """Processes that were up count as alive at `now_s`; with None no process does."""
+        for generator in self.generators.values():
+            generator.last_heartbeat_s = None if generator.last_heartbeat_s is None else now_s
+        self.learners = {rank: None if heard_s is None else now_s for rank, heard_s in self.learners.items()}
+        loaded = {} if now_s is None else {index: (version, now_s) for index, (version, _) in self.loaded.items()}
+        self.loaded = loaded

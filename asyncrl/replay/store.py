@@ -5,22 +5,24 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
-import msgpack
 import structlog
 
 from asyncrl.config import Config
-from asyncrl.errors import JournalError, ProtocolError, RunError
+from asyncrl.errors import JournalError, ProtocolError
 from asyncrl.replay.journal.history import History
-from asyncrl.replay.journal.reader import OTHER_FORMAT, WITHOUT, Loader, Location, segments_of
+from asyncrl.replay.journal.reader import WITHOUT, Loader, Location, segments_of
 from asyncrl.replay.journal.records import FORMAT
 from asyncrl.replay.journal.writer import Journal, Record, read_journal
 from asyncrl.replay.ledger import State
+from asyncrl.replay.snapshot import QueueSnapshot, Snapshot
 from asyncrl.replay.state import QueueState
+from asyncrl.replay.stats import ReportedStats
 from asyncrl.replay.tickets import PromptSource
 from asyncrl.replay.trace import TraceWriter
 from asyncrl.types import Prompt
+from asyncrl.util.durable import restore, to_plain
 from asyncrl.wire.frames import Array
 
 
@@ -65,28 +67,16 @@ class Recovered:
     """The segment of the last record."""
 
 
-def snapshot(state: QueueState, clock: RunClock, run_id: str) -> dict[str, Any]:
-    """The body of a "state" record, and the queue's part of a checkpoint."""
-    return {
-        "format": FORMAT,
-        "run_id": run_id,
-        "origin_s": clock.origin_s,
-        "at_s": clock.now(),
-        "told": state.reported_stats(),
-        "queue": state.state_dict(),
-    }
-
-
 def recover(state: QueueState, journal: Journal | Loader, *, until_step: int | None = None) -> Recovered | None:
     """Restores a new state to the end of the journal, or to just after the commit of step `until_step`. Returns None if
     the journal is empty. With a Loader the journal is only read. Raises JournalError if it is damaged."""
     found = _newest_state(journal, until_step)
     if found is None:
         return None
-    segment, body = found
-    state.load_state_dict(body["queue"], load=journal.load, now_s=body["at_s"])
-    state.load_reported_stats(body["told"], body["at_s"])
-    recovered = Recovered(body["run_id"], body["origin_s"], body["at_s"], segment)
+    segment, stored = found
+    state.load(stored.queue, load=journal.load, now_s=stored.at_s)
+    restore(state.reported, stored.reported)
+    recovered = Recovered(stored.run_id, stored.origin_s, stored.at_s, segment)
     for location, record in read_journal(journal.folder, first_segment=segment):
         if record.kind != "state":
             # A view would keep the whole batch in memory.
@@ -101,13 +91,13 @@ def recover(state: QueueState, journal: Journal | Loader, *, until_step: int | N
     return recovered
 
 
-def state_after(state: QueueState, journal: Journal, step: int) -> dict[str, Any]:
-    """Returns `QueueState.state_dict` as of the commit of an earlier step that the journal still contains."""
+def state_after(state: QueueState, journal: Journal, step: int) -> QueueSnapshot:
+    """Returns `QueueState.snapshot` as of the commit of an earlier step that the journal still contains."""
     place = state.prompts.position
     then = QueueState(state.config, state.prompts, None, state.eval_prompts)
     try:
         recover(then, journal, until_step=step)
-        return then.state_dict()
+        return then.snapshot()
     finally:
         state.prompts.seek(place)
 
@@ -117,24 +107,14 @@ def load_checkpoint(state: QueueState, data: bytes) -> float:
 
     Raises RunError if it cannot be read, ConfigError if the run's settings do not fit it.
     """
-    try:
-        body = msgpack.unpackb(data, strict_map_key=False)
-        # Format 2 had no number.
-        if isinstance(body, dict) and (found := body.get("format", 2)) != FORMAT:
-            raise RunError(f"queue.msgpack of the checkpoint is of format {found}; {OTHER_FORMAT}")
-        queue, stats, at_s = body["queue"], body["told"], float(body["at_s"])
-    except (ValueError, KeyError, TypeError, msgpack.exceptions.UnpackException) as error:
-        raise RunError(
-            f"queue.msgpack of the checkpoint cannot be read ({type(error).__name__}: {error}); remove that checkpoint "
-            "to resume from the one before"
-        ) from None
-    state.load_state_dict(queue, load=None, now_s=at_s)
-    state.load_reported_stats(stats, None)
+    stored = Snapshot.of_bytes(data)
+    state.load(stored.queue, load=None, now_s=stored.at_s)
+    restore(state.reported, stored.reported)
     log.info("queue resumed from a checkpoint", step=state.ledger.steps, tickets_taken_back=len(state.ledger.live))
-    return at_s
+    return stored.at_s
 
 
-def _newest_state(journal: Journal | Loader, until_step: int | None) -> tuple[int, dict[str, Any]] | None:
+def _newest_state(journal: Journal | Loader, until_step: int | None) -> tuple[int, Snapshot] | None:
     """The last segment with a record, or the last one started before the step was committed, and the state in it."""
     if isinstance(journal, Journal):
         journal.write()
@@ -145,8 +125,9 @@ def _newest_state(journal: Journal | Loader, until_step: int | None) -> tuple[in
         record = first[1]
         if record.kind != "state":
             raise JournalError(f"{journal.folder}: segment {segment} begins with a {record.kind!r}; {WITHOUT}")
-        if until_step is None or record.body["queue"]["ledger"]["steps"] < until_step:
-            return segment, record.body
+        stored = Snapshot.of_record(record.body, f"{journal.folder}: segment {segment}")
+        if until_step is None or stored.queue.ledger.steps < until_step:
+            return segment, stored
     return None
 
 
@@ -201,9 +182,10 @@ class Store:
 
     def commit(self, step: int, metrics: dict[str, float], checkpoints: Sequence[int]) -> dict[str, float]:
         """Commits the step in progress. Segments that none of the checkpoints needs may be dropped."""
-        at_s, stats, evaluates = self.clock.now(), self.state.reported_stats(), self.config.evaluates(step)
+        at_s, evaluates = self.clock.now(), self.config.evaluates(step)
+        reported = to_plain(ReportedStats, self.state.reported)
         own = self.state.commit(step, metrics, at_s, evaluates=evaluates)
-        body = {"step": step, "metrics": metrics | own, "own": list(own), "measure": stats, "at_s": at_s}
+        body = {"step": step, "metrics": metrics | own, "own": list(own), "reported": reported, "at_s": at_s}
         # Recorded, since the settings of evaluations may change when the run is resumed.
         body["evaluates"] = evaluates
         self.state.coverage.note(self.append("commit", body), step)
@@ -254,10 +236,10 @@ class Store:
 
     def snapshot(self, step: int) -> bytes:
         """The queue's part of a checkpoint of the step."""
-        body = snapshot(self.state, self.clock, self.run_id)
+        stored = self._snapshot()
         if step < self.state.ledger.steps and self.journal is not None:
-            body["queue"] = state_after(self.state, self.journal, step)
-        return cast(bytes, msgpack.packb(body))
+            stored.queue = state_after(self.state, self.journal, step)
+        return stored.to_bytes()
 
     def checkpoint_wanted(self) -> bool:
         """True if the journal approaches its size limit and a checkpoint may allow segments to be dropped."""
@@ -323,5 +305,9 @@ class Store:
         self.trace.flush()
         self.journal.rotate()
         self.state.coverage.begin(self.journal.current, self.state.ledger.steps)
-        self.append("state", snapshot(self.state, self.clock, self.run_id))
+        self.append("state", self._snapshot().to_record())
         self.journal.write()
+
+    def _snapshot(self) -> Snapshot:
+        state, clock = self.state, self.clock
+        return Snapshot(FORMAT, self.run_id, clock.origin_s, clock.now(), state.reported, state.snapshot())

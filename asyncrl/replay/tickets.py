@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
 import msgspec
 import numpy as np
+from msgspec import field
 
 from asyncrl.errors import InvariantError, ProtocolError
 from asyncrl.replay.journal.reader import Location
 from asyncrl.replay.journal.records import Record
 from asyncrl.replay.stats import completion_tokens, tokens_by_version
 from asyncrl.types import Prompt, PromptPosition
+from asyncrl.util.durable import Durable
 from asyncrl.wire.frames import Array
 from asyncrl.wire.messages import GroupHeader
 
@@ -38,13 +40,11 @@ class FinishedGroup:
         return cls(msgspec.convert(values, GroupHeader), arrays)
 
 
-@dataclass(slots=True)
-class TicketEntry:
-    """A ticket's prompt and lease, and its group once it is finished. Times are seconds of the run."""
+class HeldTicket(Durable):
+    """A ticket's lease, and where its group is. Times are seconds of the run."""
 
-    prompt: Prompt
-    renewed_s: float
-    """When it was leased, or when its generator last renewed the lease."""
+    row: int
+    """The row of its prompt."""
     generator: int
     attempt: int = 0
     session: str = ""
@@ -52,17 +52,25 @@ class TicketEntry:
     """Number, in its session, of the ask that got the lease."""
     counted: list[int] = field(default_factory=list[int])
     """Attempts that were returned or arrived too late to be used; their tokens are in the ledger."""
-    header: GroupHeader | None = None
-    arrays: list[Array] = field(default_factory=list[Array])
     location: Location | None = None
     """Location of the finished group in the journal."""
+    taken_s: float = 0.0
+
+
+class TicketEntry(HeldTicket, kw_only=True):
+    """A ticket's prompt and lease, and its group once it is finished."""
+
+    prompt: Prompt
+    renewed_s: float
+    """When it was leased, or when its generator last renewed the lease."""
+    header: GroupHeader | None = None
+    arrays: list[Array] = field(default_factory=list[Array])
     completion: list[int] = field(default_factory=list[int])
     """Action tokens of each trajectory."""
     by_version: dict[int, int] = field(default_factory=dict[int, int])
     """Action tokens by the policy version that sampled them."""
     num_bytes: int = 0
     """Size of the frames."""
-    taken_s: float = 0.0
 
     @property
     def awaited(self) -> list[int]:
@@ -98,26 +106,19 @@ class TicketEntry:
                 raise ProtocolError(f"{where}: trajectory {number} does not begin with the tokens of row {prompt.row}")
             begin += length
 
-    def state(self) -> list[Any]:
-        """The state for msgpack, the prompt's row first; without the frames and the age of the lease."""
-        location = None if self.location is None else list(self.location)
-        asked = [self.generator, self.attempt, self.session, self.number]
-        return [self.prompt.row, *asked, list(self.counted), location, self.taken_s]
-
     @classmethod
-    def of_state(cls, values: Sequence[Any], prompt: Prompt, load: Load | None, now_s: float) -> Self:
-        """Restores the values that follow the row in `state`; `load` reads the frames."""
-        generator, attempt, session, number, counted, location, taken_s = values
-        held = cls(prompt, now_s, generator, attempt, session, number, list(counted))
-        if load is not None and location is not None:
-            record = load(tuple(location))
-            held.keep(FinishedGroup.of_record(record.body, record.arrays), tuple(location))
-            held.taken_s = taken_s
-        return held
+    def of_held(cls, held: HeldTicket, prompt: Prompt, load: Load | None, now_s: float) -> Self:
+        """The entry of a stored ticket, with its lease renewed at `now_s`; `load` reads the frames, and without it the
+        group is lost."""
+        kept = {"location": None, "taken_s": 0.0} if load is None else {}
+        entry = cls(**msgspec.structs.asdict(held) | kept, prompt=prompt, renewed_s=now_s)
+        if load is not None and held.location is not None:
+            record = load(held.location)
+            entry.keep(FinishedGroup.of_record(record.body, record.arrays), held.location)
+        return entry
 
 
-@dataclass(slots=True)
-class TakenStep:
+class TakenStep(Durable):
     """The batch of the step in progress: the tickets of each learner rank."""
 
     number: int

@@ -34,7 +34,7 @@ def make_book(prompts: int = 4, samples: int = 2, every: int | None = 2, steps: 
         launch__heartbeat_timeout_s=LEASE_S,
         launch__start_timeout_s=START_S,
     )
-    return EvalBook(config, make_prompts(prompts))
+    return EvalBook(config=config, prompts=make_prompts(prompts))
 
 
 def result_of(lease: Lease, version: int, rewards: Sequence[float] = (0.0, 1.0)) -> Evaluated:
@@ -209,9 +209,9 @@ class Generator:
     def load(self, newest: int, book: EvalBook) -> None:
         if not self.alive or self.pinned or self.leases or self.version == newest:
             return
-        due = [v for v in range(self.version + 1, newest + 1) if book._config.evaluates(v)]
+        due = [v for v in range(self.version + 1, newest + 1) if book.config.evaluates(v)]
         self.version = due[0] if due and self.version >= 0 else newest
-        self.pinned = book._config.evaluates(self.version)
+        self.pinned = book.config.evaluates(self.version)
 
     def ask(self, count: int, book: EvalBook, now_s: float) -> None:
         if self.alive and self.version >= 0:
@@ -255,7 +255,7 @@ def test_any_schedule_ends_with_every_due_version_complete_or_dropped(seed: int,
         if newest == steps and not book.running:
             break
     assert not book.running, "an evaluation hangs"
-    due = [version for version in range(steps + 1) if book._config.evaluates(version)]
+    due = [version for version in range(steps + 1) if book.config.evaluates(version)]
     outcomes = [one["version"] for one in book.ended] + [one["version"] for one in book.dropped]
     assert sorted(outcomes) == due
     for result in book.ended:

@@ -144,7 +144,7 @@ def test_of_two_attempts_the_first_that_comes_is_trained_and_both_are_counted(tm
     run.finish(again[0], completion_tokens=(10, 20))
     run.finish(again[0], completion_tokens=(10, 20))
     run.finish(leases[0])
-    assert (run.queue.ledger.live[0].tokens, run.queue.state.duplicates) == (6, 2)
+    assert (run.queue.ledger.live[0].tokens, run.queue.state.reported.duplicates) == (6, 2)
     run.finish(leases[1])
     assert run.queue.take(0, 1)[0] == "shard"
     assert [group.header.attempt for group in run.queue.take(0, 1)[1]] == [0, 0]
@@ -152,7 +152,7 @@ def test_of_two_attempts_the_first_that_comes_is_trained_and_both_are_counted(tm
     run.finish(again[1], completion_tokens=(100, 200))  # its ticket is trained
     run.finish(again[1], completion_tokens=(100, 200))
     assert run.tokens == {"generated": 12 + 330, "trained": 12, "refunded": {}, "returned": 330, "in_flight": 0}
-    assert run.queue.state.duplicates == 3
+    assert run.queue.state.reported.duplicates == 3
     assert run.queue.state.late == {}
 
 

@@ -132,12 +132,12 @@ def test_duplicate_and_superseded_groups_count_once(tmp_path: Path) -> None:
     first, second = ask(queue, num_groups=2)
     finish(queue, first)
     finish(queue, first)
-    assert queue.state.duplicates == 1
+    assert queue.state.reported.duplicates == 1
     queue.release(0, [ReleasedLease(second.ticket, second.attempt, 5)])
     again = ask(queue, num_groups=1)[0]
     assert (again.ticket, again.attempt, again.prompt.row) == (second.ticket, 1, second.prompt.row)
     finish(queue, second)
-    assert queue.state.duplicates == 2, "what was given back is counted"
+    assert queue.state.reported.duplicates == 2, "what was given back is counted"
     finish(queue, again)
     assert sorted(train(queue, 1)) == [0, 1]
     tokens = queue.summary()["ledger"]["tokens"]

@@ -14,12 +14,13 @@ import pytest
 from asyncrl.errors import ProtocolError
 from asyncrl.launch.placement import reserve_ports
 from asyncrl.replay.codec import pack_group
-from asyncrl.replay.metrics import RunMetrics
+from asyncrl.replay.metrics import RunSums
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.server import ReplayServer
 from asyncrl.replay.sessions import MAX_FORMER, Sessions
 from asyncrl.replay.stats import GeneratorState
 from asyncrl.replay.trace import TraceWriter
+from asyncrl.util.durable import of_plain, to_plain
 from asyncrl.wire.bounds import MAX_NUMBER, MAX_REWARD
 from asyncrl.wire.frames import Array, decode, encode
 from asyncrl.wire.messages import GeneratorStats, GroupHeader, Take
@@ -60,8 +61,7 @@ def test_versions_that_an_earlier_learner_sent_count(queue: ReplayQueue) -> None
 def test_skipped_updates_of_policy_and_critic_are_counted(queue: ReplayQueue) -> None:
     train_one(queue, {"learner/skipped_updates": 2.0, "critic/skipped_updates": 1.0})
     train_one(queue, {"learner/skipped_updates": 1.0})
-    again = RunMetrics(small_config())
-    again.load_state_dict(queue.measure.state_dict())
+    again = of_plain(RunSums, to_plain(RunSums, queue.measure))
     summary = queue.summary()
     assert summary["skipped_updates"] == again.skipped_updates == 4
     assert (summary["ledger"]["trained"], summary["steps"]) == (4, 2), "their groups are trained, their steps count"

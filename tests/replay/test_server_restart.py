@@ -126,7 +126,7 @@ def test_everything_is_asked_again_of_a_queue_that_was_dead(replay: Replay, endp
         assert bool(committed.state) == (step == 2)
         assert committed.metrics["reward/mean"] == 0.5
     assert replay.queue.ledger.steps == 3
-    assert replay.queue.state.duplicates == 0
+    assert replay.queue.state.reported.duplicates == 0
     replay.queue.ledger.check()
     generator.close()
     learner.close()

@@ -6,8 +6,13 @@ import pytest
 
 from asyncrl.errors import ConfigError
 from asyncrl.replay.ledger import Ledger
-from asyncrl.replay.staleness_control import StalenessController
+from asyncrl.replay.staleness_control import ControllerState, StalenessController
+from asyncrl.util.durable import of_plain, restore, to_plain
 from tests.helpers.replay import small_config
+
+
+def controller(low: int, high: int) -> StalenessController:
+    return StalenessController(low=low, high=high, target=0.9)
 
 
 def metrics(limit: int, sizes: dict[str, float]) -> dict[str, float]:
@@ -32,38 +37,38 @@ def run(control: StalenessController, limit: int, steps: int, worth: int) -> lis
 
 
 def test_it_rises_to_what_is_worth_training_and_stays_near() -> None:
-    seen = run(StalenessController(1, 8, 0.9), 1, 60, worth=2)
+    seen = run(controller(1, 8), 1, 60, worth=2)
     assert seen[0] == 1
     assert set(seen[20:]) == {2, 3}, "it tries a higher limit now and then"
 
 
 def test_it_keeps_its_bounds() -> None:
-    assert max(run(StalenessController(0, 3, 0.9), 0, 60, worth=100)) == 3
-    assert min(run(StalenessController(1, 8, 0.9), 3, 60, worth=-1)) == 1
+    assert max(run(controller(0, 3), 0, 60, worth=100)) == 3
+    assert min(run(controller(1, 8), 3, 60, worth=-1)) == 1
 
 
 def test_it_waits_until_a_change_can_be_seen() -> None:
-    seen = run(StalenessController(0, 8, 0.9), 4, 12, worth=-1)
+    seen = run(controller(0, 8), 4, 12, worth=-1)
     changes = [index for index, (one, other) in enumerate(zip([4, *seen], seen, strict=False)) if one != other]
     assert changes[0] >= 4
     assert changes[1] - changes[0] >= 4
 
 
 def test_a_limit_that_does_not_bind_stays() -> None:
-    control = StalenessController(0, 8, 0.9)
+    control = controller(0, 8)
     assert {control.next(2, metrics(1, {"0": 1.0, "1": 0.99})) for _ in range(30)} == {2}
 
 
 def test_few_tokens_say_nothing() -> None:
-    control, told = StalenessController(0, 8, 0.9), metrics(2, {"0": 1.0, "2": 0.1})
+    control, told = controller(0, 8), metrics(2, {"0": 1.0, "2": 0.1})
     told["staleness/2/tokens_fraction"] = 0.001
     assert min(control.next(2, told) for _ in range(30)) == 2
 
 
 def test_it_goes_on_from_its_state() -> None:
-    first, second = StalenessController(0, 8, 0.9), StalenessController(0, 8, 0.9)
+    first, second = controller(0, 8), controller(0, 8)
     run(first, 4, 3, worth=-1)
-    second.load_state(first.state())
+    restore(second, of_plain(ControllerState, to_plain(ControllerState, first)))
     assert run(first, 4, 9, worth=-1) == run(second, 4, 9, worth=-1)
 
 

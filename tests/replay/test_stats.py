@@ -31,6 +31,7 @@ from asyncrl.replay.stats import (
 from asyncrl.replay.store import RunClock
 from asyncrl.replay.trace import TraceWriter
 from asyncrl.types import Lease
+from asyncrl.util.durable import of_plain, to_plain
 from tests.helpers.replay import EndlessPrompts, make_group
 
 FLOATS = st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=50)
@@ -68,7 +69,8 @@ def test_curve_stays_small_and_knows_its_ends(length: int) -> None:
     assert curve.first_tenth() == pytest.approx(values[:tenth].mean(), abs=tolerance)
     assert curve.last_tenth() == pytest.approx(values[-tenth:].mean(), abs=tolerance)
     assert curve.latest == values[-1]
-    assert DownsampledSeries(*msgpack.unpackb(msgpack.packb(curve.state()))) == curve
+    stored = msgpack.unpackb(msgpack.packb(to_plain(DownsampledSeries, curve)))
+    assert of_plain(DownsampledSeries, stored) == curve
 
 
 @given(first=FLOATS, second=FLOATS)

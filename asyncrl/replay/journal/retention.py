@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any
+
+from msgspec import field
 
 from asyncrl.replay.journal.reader import Location
+from asyncrl.util.durable import Durable
 
 
-@dataclass(slots=True)
-class Coverage:
+class Coverage(Durable):
     """For each segment: the number of untrained groups in it, and the last step that any record in it belongs to."""
 
     untrained: dict[int, int] = field(default_factory=dict[int, int])
@@ -61,7 +61,3 @@ class Coverage:
         for counts in (self.untrained, self.last_step, self.began):
             for segment in set(counts) - kept:
                 del counts[segment]
-
-    def state(self) -> list[Any]:
-        """The state for msgpack."""
-        return [[list(pair) for pair in counts.items()] for counts in (self.untrained, self.last_step, self.began)]

@@ -1,0 +1,85 @@
+"""Snapshots of the queue's state: one struct that names every part, for checkpoints and the start of each segment."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from asyncrl.errors import JournalError, RunError
+from asyncrl.replay.evaluation import EvalRecord
+from asyncrl.replay.journal.reader import OTHER_FORMAT, WITHOUT
+from asyncrl.replay.journal.records import FORMAT
+from asyncrl.replay.journal.retention import Coverage
+from asyncrl.replay.ledger import LedgerCounts
+from asyncrl.replay.metrics import RunSums
+from asyncrl.replay.staleness_control import ControllerState
+from asyncrl.replay.stats import ReportedStats
+from asyncrl.replay.tickets import HeldTicket, TakenStep
+from asyncrl.types import PromptPosition
+from asyncrl.util.durable import Durable, of_plain, to_plain
+
+
+class QueueSnapshot(Durable):
+    """The durable attributes of a `QueueState`, without the frames of groups."""
+
+    rules: dict[str, int]
+    """Settings that must not change, by config key."""
+    position: PromptPosition
+    ledger: LedgerCounts
+    measure: RunSums
+    evaluation: EvalRecord
+    staleness_controller: ControllerState | None
+    held: dict[int, HeldTicket]
+    """By number of the ticket."""
+    step: TakenStep | None
+    stop_reason: str
+    generators_wanted: int
+    refunds_in_a_row: int
+    late: dict[int, list[int]]
+    committed: dict[str, float]
+    coverage: Coverage
+
+
+class Snapshot(Durable):
+    """The body of a "state" record, and the queue's part of a checkpoint."""
+
+    format: int
+    run_id: str
+    origin_s: float
+    """Start of the run on the machine's monotonic clock."""
+    at_s: float
+    """Time of the snapshot, in seconds of the run."""
+    reported: ReportedStats
+    queue: QueueSnapshot
+
+    def to_bytes(self) -> bytes:
+        """The queue's part of a checkpoint."""
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def of_bytes(cls, data: bytes) -> Snapshot:
+        """Reverses `to_bytes`. Raises RunError if the bytes cannot be read, or have another format."""
+        try:
+            body = msgspec.msgpack.decode(data)
+            # Format 2 had no number.
+            if isinstance(body, dict) and (found := body.get("format", 2)) != FORMAT:
+                raise RunError(f"queue.msgpack of the checkpoint is of format {found}; {OTHER_FORMAT}")
+            return of_plain(cls, body)
+        except msgspec.DecodeError as error:
+            raise RunError(
+                f"queue.msgpack of the checkpoint cannot be read ({type(error).__name__}: {error}); remove that "
+                "checkpoint to resume from the one before"
+            ) from None
+
+    def to_record(self) -> dict[str, Any]:
+        """The body of a record of the journal."""
+        return to_plain(Snapshot, self)
+
+    @classmethod
+    def of_record(cls, body: Any, where: str) -> Snapshot:
+        """Reverses `to_record`. Raises JournalError, which names the place `where`."""
+        try:
+            return of_plain(cls, body)
+        except msgspec.ValidationError as error:
+            raise JournalError(f"{where}: the state there cannot be read: {error}; {WITHOUT}") from None

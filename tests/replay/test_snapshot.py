@@ -1,0 +1,139 @@
+"""Every field of every struct in a snapshot is saved and restored, and what does not fit is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import Enum
+from itertools import count
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+import msgspec
+import pytest
+
+from asyncrl.errors import JournalError, RunError
+from asyncrl.replay.codec import pack_group
+from asyncrl.replay.journal.reader import Location
+from asyncrl.replay.journal.records import FORMAT, Record
+from asyncrl.replay.snapshot import Snapshot
+from asyncrl.replay.state import QueueState
+from asyncrl.types import Lease, PromptPosition
+from asyncrl.util.durable import restore
+from tests.helpers.replay import EndlessPrompts, make_group, small_config
+
+LEAST_FIELDS = 90
+"""So that the walk is known to reach the structs inside of structs."""
+
+
+def example(kind: Any, numbers: Iterator[int]) -> Any:
+    """A value of the type. No two are the same, and every field of a struct differs from its default."""
+    origin, args = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return example(next(arg for arg in args if arg is not NoneType), numbers)
+    if origin is Literal:
+        return args[next(numbers) % len(args)]
+    if origin is dict:
+        return {example(args[0], numbers): example(args[1], numbers) for _ in range(2)}
+    if origin in (list, tuple):
+        return origin(example(arg, numbers) for arg in (args * 2 if origin is list else args))
+    if issubclass(kind, msgspec.Struct):
+        fields = msgspec.structs.fields(kind)
+        made = kind(**{field.name: example(field.type, numbers) for field in fields})
+        fresh = {field.name: field.default for field in fields if field.default is not msgspec.NODEFAULT}
+        assert all(getattr(made, name) != value for name, value in fresh.items())
+        return made
+    if issubclass(kind, Enum):
+        return list(kind)[-1]
+    if issubclass(kind, str | bytes):
+        return f"text {next(numbers)}" if kind is str else bytes([next(numbers) % 256])
+    return next(numbers) + 0.5 if kind is float else next(numbers)
+
+
+def make_state() -> QueueState:
+    config = small_config(replay__max_staleness="auto", replay__auto_options={"low": 0, "high": 3}, data__eval="eval.parquet")
+    return QueueState(config, EndlessPrompts(), None, [EndlessPrompts().prompt(0)])
+
+
+def make_snapshot(state: QueueState) -> Snapshot:
+    """One whose fields all differ from those of a new state, and which fits its settings and prompts."""
+    made = example(Snapshot, count(2))
+    made.format = FORMAT
+    made.queue.rules, made.queue.position = state.rules, PromptPosition(drawn=7)
+    return made
+
+
+def load(location: Location) -> Record:
+    header, arrays = pack_group(make_group(Lease(0, 0, EndlessPrompts().prompt(0)), 0))
+    return Record("group", msgspec.to_builtins(header), arrays)
+
+
+def test_every_field_is_saved_and_restored() -> None:
+    state = make_state()
+    stored = make_snapshot(state)
+    before = state.snapshot()
+    for name in set(before.__struct_fields__) - {"rules"}:
+        assert getattr(before, name) != getattr(stored.queue, name), f"{name} says nothing: it is as at the start"
+    for again in (Snapshot.of_bytes(stored.to_bytes()), Snapshot.of_record(stored.to_record(), "here")):
+        assert again == stored
+        state = make_state()
+        state.load(again.queue, load=load, now_s=1.0)
+        restore(state.reported, again.reported)
+        assert state.snapshot() == stored.queue
+        assert state.reported == stored.reported
+        assert state.measure.generators == stored.reported.generators
+        assert state.evaluation.reported.loaded == stored.reported.loaded
+
+
+def test_a_snapshot_shares_nothing_with_the_state() -> None:
+    state = make_state()
+    state.load(make_snapshot(state).queue, load=load, now_s=1.0)
+    taken = state.snapshot()
+    before = msgspec.msgpack.encode(taken)
+    state.ledger.trained.tokens += 1
+    state.measure.histogram.append(1)
+    state.coverage.began[1] = 1
+    for ticket, held in zip(state.ledger.live.values(), state.held.values(), strict=True):
+        ticket.tokens += 1
+        held.counted.append(99)
+    assert msgspec.msgpack.encode(taken) == before
+    assert state.snapshot() != taken
+
+
+def structs_of(value: Any, plain: Any) -> Iterator[dict[str, Any]]:
+    """The plain form of each struct in the value."""
+    if isinstance(value, msgspec.Struct):
+        yield plain
+        for name in value.__struct_fields__:
+            yield from structs_of(getattr(value, name), plain[name])
+    elif isinstance(value, dict):
+        for key, one in value.items():
+            yield from structs_of(one, plain[key])
+    elif isinstance(value, list):
+        for one, its in zip(value, plain, strict=True):
+            yield from structs_of(one, its)
+
+
+def test_a_field_that_is_missing_or_unknown_is_refused_by_name() -> None:
+    stored = make_snapshot(make_state())
+    plain = stored.to_record()
+    seen = 0
+    for struct in structs_of(stored, plain):
+        for name in list(struct):
+            kept = struct.pop(name)
+            with pytest.raises(JournalError, match=f"segment 3: the state there cannot be read: .*`{name}`"):
+                Snapshot.of_record(plain, "segment 3")
+            struct[name] = kept
+            seen += 1
+        struct["new"] = 1
+        with pytest.raises(JournalError, match="unknown field `new`"):
+            Snapshot.of_record(plain, "segment 3")
+        del struct["new"]
+    assert seen >= LEAST_FIELDS
+    assert Snapshot.of_record(plain, "segment 3") == stored
+
+
+def test_a_checkpoint_that_does_not_fit_names_the_field_and_the_way_out() -> None:
+    plain = make_snapshot(make_state()).to_record()
+    plain["queue"]["ledger"]["steps"] = "many"
+    with pytest.raises(RunError, match=r"Expected `int`, got `str` - at `\$\.queue\.ledger\.steps`.*one before"):
+        Snapshot.of_bytes(msgspec.msgpack.encode(plain))
