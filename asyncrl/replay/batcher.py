@@ -117,7 +117,7 @@ class Batcher:
             return
         costs = [sum(self.state.held[number].finished.lengths) for number in numbers]
         shards = [[numbers[index] for index in shard] for shard in balance(costs, self.config.launch.learners)]
-        self.store.apply_and_log("take", {"step": step, "shards": shards, "at_s": self.store.clock.now()})
+        self.store.record("take", {"step": step, "shards": shards, "at_s": self.store.clock.now()})
 
 
 def balance(costs: Sequence[int], parts: int) -> list[list[int]]:

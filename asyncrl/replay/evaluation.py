@@ -94,19 +94,24 @@ class EvalBook(EvalRecord, kw_only=True):
     def lease(
         self, generator: int, version: int, num_prompts: int, now_s: float, *, session: str = "", number: int = -1
     ) -> list[Lease]:
-        """Leases up to `num_prompts` prompts to a generator that has `version` loaded; `number` is that of the ask in
-        its session."""
+        """Leases `next_leases` to a generator that has `version` loaded; `number` is that of the ask in its session."""
         self.heartbeat(generator, version, now_s)
-        evaluation = self.running.get(version)
-        leases: list[Lease] = []
-        while evaluation is not None and evaluation.open and len(leases) < num_prompts:
-            ticket = evaluation.open.pop(0)
-            attempt = evaluation.attempts.get(ticket, -1) + 1
-            evaluation.attempts[ticket] = attempt
-            evaluation.leased[ticket] = EvalLease(generator, attempt, session, number)
-            self.renewed_s[ticket] = now_s
-            leases.append(self._lease(evaluation, ticket))
+        leases = self.next_leases(version, num_prompts)
+        for lease in leases:
+            evaluation = self.running[version]
+            evaluation.open.remove(lease.ticket)
+            evaluation.attempts[lease.ticket] = lease.attempt
+            evaluation.leased[lease.ticket] = EvalLease(generator, lease.attempt, session, number)
+            self.renewed_s[lease.ticket] = now_s
         return leases
+
+    def next_leases(self, version: int, num_prompts: int) -> list[Lease]:
+        """The leases that up to `num_prompts` prompts of the version would get."""
+        evaluation = self.running.get(version)
+        if evaluation is None or not num_prompts:
+            return []
+        attempts = evaluation.attempts
+        return [self._lease(evaluation, one, attempts.get(one, -1) + 1) for one in evaluation.open[:num_prompts]]
 
     def left(self, version: int) -> bool:
         """True if prompts of this version are open."""
@@ -116,7 +121,7 @@ class EvalBook(EvalRecord, kw_only=True):
     def leases_of(self, generator: int) -> list[tuple[Lease, str, int]]:
         """The leases that the generator holds, each with the session and number of the ask that got it."""
         return [
-            (self._lease(evaluation, ticket), held.session, held.number)
+            (self._lease(evaluation, ticket, held.attempt), held.session, held.number)
             for evaluation in self.running.values()
             for ticket, held in evaluation.leased.items()
             if held.generator == generator
@@ -254,9 +259,8 @@ class EvalBook(EvalRecord, kw_only=True):
         loaded = self.reported.loaded.values()
         return any(newest <= version and now_s - heard_s <= limit_s for newest, heard_s in loaded)
 
-    def _lease(self, evaluation: Evaluation, ticket: int) -> Lease:
-        prompt = self.prompts[ticket - evaluation.first]
-        return Lease(ticket, evaluation.attempts[ticket], prompt, evaluation=True)
+    def _lease(self, evaluation: Evaluation, ticket: int, attempt: int) -> Lease:
+        return Lease(ticket, attempt, self.prompts[ticket - evaluation.first], evaluation=True)
 
     def _end(self, evaluation: Evaluation) -> None:
         self._remove(evaluation.version)

@@ -25,6 +25,8 @@ from msgspec import field
 from asyncrl.errors import InvariantError
 from asyncrl.util.durable import Durable, restore
 
+UNITS = ("trajectories", "tokens")
+"""What a group consists of; each is counted like the groups themselves."""
 _RUNNING_PER_WAITING = 8
 
 
@@ -148,10 +150,20 @@ class Ledger(LedgerCounts, kw_only=True):
         return ticket
 
     def can_lease(self, version: int) -> bool:
-        """True if a generator with `version` loaded may start a group. A returned ticket is already charged."""
-        if self.returned:
-            return self.charged <= (version + self.max_staleness + 1) * self.groups_per_step
-        return self.capacity(version) > 0
+        """True if a generator with `version` loaded may start a group."""
+        return self.num_leasable(version) > 0
+
+    def num_leasable(self, version: int) -> int:
+        """The number of leases that generators with `version` loaded may get now: those of returned tickets, which are
+        already charged, and then those of new ones."""
+        if self.returned and self.charged > (version + self.max_staleness + 1) * self.groups_per_step:
+            return 0
+        return len(self.returned) + self.capacity(version)
+
+    def next_leases(self, count: int) -> list[list[int]]:
+        """The ticket and attempt of each of the next `count` leases."""
+        again = [[number, self.live[number].attempt + 1] for number in self.returned[:count]]
+        return again + [[number, 0] for number in range(self.issued, self.issued + count - len(again))]
 
     def is_current(self, number: int, attempt: int) -> bool:
         """True if this attempt holds the lease of the ticket."""
@@ -243,9 +255,13 @@ class Ledger(LedgerCounts, kw_only=True):
                 )
             self._move(ticket, State.TAKEN)
 
+    def taken(self) -> list[int]:
+        """The tickets of the step in progress."""
+        return [ticket.number for ticket in self.live.values() if ticket.state is State.TAKEN]
+
     def commit(self) -> list[int]:
         """Ends the taken tickets as trained and counts the step. Returns their numbers."""
-        numbers = [ticket.number for ticket in self.live.values() if ticket.state is State.TAKEN]
+        numbers = self.taken()
         if len(numbers) != self.groups_per_step:
             raise InvariantError(f"ledger: commit of {len(numbers)} groups, a step has {self.groups_per_step}")
         for number in numbers:
@@ -268,48 +284,33 @@ class Ledger(LedgerCounts, kw_only=True):
 
     def check(self) -> None:
         """Raises InvariantError unless generated = trained + refunded + returned + in flight."""
-        flight, refunds = self.in_flight(), list(self.refunded.values())
-        sums = {
-            "groups": (self.issued, self.trained.groups + flight.groups + sum(r.groups for r in refunds)),
-            "trajectories": (
-                self.generated.trajectories,
-                self.trained.trajectories
-                + flight.trajectories
-                + sum(r.trajectories for r in refunds)
-                + self.returned_trajectories,
-            ),
-            "tokens": (
-                self.generated.tokens,
-                self.trained.tokens + flight.tokens + sum(r.tokens for r in refunds) + self.returned_tokens,
-            ),
-        }
-        for name, (generated, boxes) in sums.items():
+        counted = self.trained, self.in_flight(), *self.refunded.values()
+        for unit, generated in {
+            "groups": self.issued,
+            **{unit: getattr(self.generated, unit) for unit in UNITS},
+        }.items():
+            boxes = sum(getattr(amount, unit) for amount in counted) + getattr(self, f"returned_{unit}", 0)
             if generated != boxes:
-                raise InvariantError(f"ledger: {generated} {name} generated, {boxes} accounted for")
+                raise InvariantError(f"ledger: {generated} {unit} generated, {boxes} accounted for")
 
     def summary(self) -> dict[str, object]:
         """The ledger for the run's summary. Raises InvariantError if it does not balance."""
         self.check()
-        flight = self.in_flight()
-        refunds = sorted(self.refunded.items())
+        flight, refunds = self.in_flight(), sorted(self.refunded.items())
         return {
             "leased": self.issued,
             "trained": self.trained.groups,
             "refunded": {reason: amount.groups for reason, amount in refunds},
             "in_flight": flight.groups,
-            "trajectories": {
-                "generated": self.generated.trajectories,
-                "trained": self.trained.trajectories,
-                "refunded": {reason: amount.trajectories for reason, amount in refunds},
-                "returned": self.returned_trajectories,
-                "in_flight": flight.trajectories,
-            },
-            "tokens": {
-                "generated": self.generated.tokens,
-                "trained": self.trained.tokens,
-                "refunded": {reason: amount.tokens for reason, amount in refunds},
-                "returned": self.returned_tokens,
-                "in_flight": flight.tokens,
+            **{
+                unit: {
+                    "generated": getattr(self.generated, unit),
+                    "trained": getattr(self.trained, unit),
+                    "refunded": {reason: getattr(amount, unit) for reason, amount in refunds},
+                    "returned": getattr(self, f"returned_{unit}"),
+                    "in_flight": getattr(flight, unit),
+                }
+                for unit in UNITS
             },
         }
 

@@ -20,6 +20,7 @@ from asyncrl.replay.stats import (
     StalenessBreakdown,
     bias_alarms,
 )
+from asyncrl.replay.tickets import TicketEntry
 from asyncrl.types import mean_staleness
 from asyncrl.util.durable import Durable
 from asyncrl.util.processes import ACTIVITIES, fractions
@@ -57,10 +58,9 @@ class RewardsSinceStep(Durable):
         """Counts the trajectories without a reward, of any group."""
         self._count("reward/failed_fraction", [float(bool(error)) for error in header.errors])
 
-    def take(self) -> dict[str, float]:
-        """Returns the means and resets them."""
-        means, self.means = self.means, {}
-        return {name: means[name].mean for name in sorted(means)}
+    def table(self) -> dict[str, float]:
+        """The means, by name."""
+        return {name: self.means[name].mean for name in sorted(self.means)}
 
     def _count(self, name: str, values: Sequence[float]) -> None:
         self.means.setdefault(name, ExactMean()).add(values)
@@ -131,23 +131,41 @@ class RunMetrics(RunSums, kw_only=True):
         """Counts a group that was trained or refunded."""
         self.outcomes.setdefault(outcome, OutcomeStats()).add(header, completion)
 
-    def committed(
-        self,
-        step: int,
-        groups: Sequence[dict[int, int]],
-        breakdown: StalenessBreakdown,
-        metrics: dict[str, float],
-        ledger: Ledger,
-        now_s: float,
+    def step_metrics(
+        self, step: int, groups: Sequence[TicketEntry], trained_tokens: int, now_s: float
     ) -> dict[str, float]:
-        """Returns the metrics of the step; `groups` has the action tokens of each trained group, by version."""
-        counts = self._count_staleness(step - 1, groups)
-        tokens = int(counts.sum())
-        began_s = self.first_lease_s or 0.0
+        """The metrics of a step that trains these groups and is committed at `now_s`, after `trained_tokens` of the
+        steps before. Changes nothing."""
+        counts, breakdown = staleness_counts(groups, step - 1), breakdown_of(groups, step - 1, now_s)
+        tokens, staleness = int(counts.sum()), np.arange(len(counts))
+        scored, generator_s = self.rewards_since_step.table(), self.generator_s
+        reward = scored.get("reward/mean", self.step_rewards.latest)
+        elapsed_s = now_s - (self.first_lease_s or 0.0)
+        own = {
+            "reward/mean": reward or 0.0,
+            "staleness/mean": float((counts * staleness).sum() / max(tokens, 1)),
+            "staleness/max": float(staleness[counts > 0].max(initial=0)),
+            **{f"staleness/{name}": mean for name, mean in breakdown.staleness.items()},
+            **{f"group/{name}_s": mean_s for name, mean_s in breakdown.phases_s.items()},
+            "time/elapsed_s": elapsed_s,
+            "throughput/trained_tokens_per_s": (trained_tokens + tokens) / elapsed_s if elapsed_s else 0.0,
+            "generator/idle_fraction": fractions(generator_s)["waiting"],
+            "generator/busy_s": sum(seconds for name, seconds in generator_s.items() if name != "waiting"),
+            "generator/tokens": float(sum(g.tokens for g in self.generators.values())),
+        }
+        return scored | self._costs() | own
+
+    def committed(self, step: int, groups: Sequence[TicketEntry], metrics: dict[str, float], now_s: float) -> None:
+        """Counts a step that trained these groups; `metrics` are all of the step, including those of the learner."""
+        counts = staleness_counts(groups, step - 1)
+        self.histogram.extend([0] * (len(counts) - len(self.histogram)))
+        for staleness, count in enumerate(counts.tolist()):
+            self.histogram[staleness] += count
+        self.breakdown.join(breakdown_of(groups, step - 1, now_s))
         waited_s = metrics.get("learner/wait_s", 0.0) + metrics.get("learner/sync_s", 0.0)
         if not waited_s >= 0.0:  # a learner's metric may have any value, including NaN
             waited_s = 0.0
-        self.learner_wait_s += min(waited_s, now_s - (self.last_step_s or began_s))
+        self.learner_wait_s += min(waited_s, now_s - (self.last_step_s or self.first_lease_s or 0.0))
         for name, metric in LEARNER_TIMES.items():
             seconds = metrics.get(metric, 0.0)
             self.learner_s[name] += min(seconds, MAX_NUMBER) if seconds >= 0.0 else 0.0
@@ -155,28 +173,13 @@ class RunMetrics(RunSums, kw_only=True):
         self._count_syncs(metrics.get("weights/broadcasts", 0.0))
         for skipped in (metrics.get(name, 0.0) for name in SKIPPED_UPDATES):
             self.skipped_updates += int(skipped) if 0 <= skipped <= MAX_COUNT else 0
-        self.recent.append((now_s, tokens))
+        self.recent.append((now_s, int(counts.sum())))
         while now_s - self.recent[0][0] >= RATE_WINDOW_S:
             self.recent.popleft()
-        scored = self.rewards_since_step.take()
-        reward, generator_s = scored.get("reward/mean", self.step_rewards.latest), self.generator_s
-        if reward is not None:
+        if (reward := self._reward) is not None:
             self.step_rewards.add(reward)
-        self.breakdown.join(breakdown)
-        staleness = np.arange(len(counts))
-        own = {
-            "reward/mean": reward or 0.0,
-            "staleness/mean": float((counts * staleness).sum() / max(tokens, 1)),
-            "staleness/max": float(staleness[counts > 0].max(initial=0)),
-            **{f"staleness/{name}": mean for name, mean in breakdown.staleness.items()},
-            **{f"group/{name}_s": mean_s for name, mean_s in breakdown.phases_s.items()},
-            "time/elapsed_s": now_s - began_s,
-            "throughput/trained_tokens_per_s": self.tokens_per_s(ledger),
-            "generator/idle_fraction": fractions(generator_s)["waiting"],
-            "generator/busy_s": sum(seconds for name, seconds in generator_s.items() if name != "waiting"),
-            "generator/tokens": float(sum(g.tokens for g in self.generators.values())),
-        }
-        return scored | self._costs() | own
+        self.rewards_since_step = RewardsSinceStep()
+        self.last_metrics = metrics
 
     @property
     def generator_idle(self) -> float:
@@ -294,12 +297,25 @@ class RunMetrics(RunSums, kw_only=True):
             self.syncs_before += self.syncs
         self.syncs = syncs
 
-    def _count_staleness(self, version: int, groups: Sequence[dict[int, int]]) -> np.ndarray:
-        """Action tokens by staleness at `version`, [max staleness of the batch + 1]; also added to the histogram."""
-        counts = np.zeros(1 + max((version - v for group in groups for v in group), default=-1), dtype=np.int64)
-        for sampled, tokens in (pair for group in groups for pair in group.items()):
-            counts[version - sampled] += tokens
-        self.histogram.extend([0] * (len(counts) - len(self.histogram)))
-        for staleness, count in enumerate(counts.tolist()):
-            self.histogram[staleness] += count
-        return counts
+    @property
+    def _reward(self) -> float | None:
+        """Mean reward of the trajectories scored since the last step, or of that step if there are none."""
+        mean = self.rewards_since_step.means.get("reward/mean")
+        return self.step_rewards.latest if mean is None else mean.mean
+
+
+def staleness_counts(groups: Sequence[TicketEntry], version: int) -> np.ndarray:
+    """Action tokens of the groups by staleness at `version`, [max staleness + 1]."""
+    sampled = [pair for held in groups for pair in held.by_version.items()]
+    counts = np.zeros(1 + max((version - by for by, _ in sampled), default=-1), dtype=np.int64)
+    for by, tokens in sampled:
+        counts[version - by] += tokens
+    return counts
+
+
+def breakdown_of(groups: Sequence[TicketEntry], version: int, trained_s: float) -> StalenessBreakdown:
+    """The breakdown of groups that are trained together at `version`."""
+    made = StalenessBreakdown()
+    for held in groups:
+        made.add(held.finished, held.by_version, taken_s=held.taken_s, trained_s=trained_s, train_version=version)
+    return made

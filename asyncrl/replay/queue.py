@@ -20,8 +20,9 @@ The life of a ticket, and the requests that move it:
     take                             take      the batch of the next step, for all ranks, once it is complete
     commit                           commit    trained; the step is counted
 
-Each event is a record of the journal and a change of the state (`state.py`), so that a restarted process recovers the
-state from its journal. Records reach the disk in `write`; no request may be answered before it.
+A request is decided first, and nothing changes. Then `Store.record` appends the event to the journal and applies it to
+the state (`state.py`); a restarted process applies the same records. They reach the disk in `write`; no request may be
+answered before it.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from asyncrl.replay.journal.writer import Journal
 from asyncrl.replay.refunds import check_refunds, refund_reason
 from asyncrl.replay.sessions import Sessions
 from asyncrl.replay.store import Store
-from asyncrl.replay.tickets import FinishedGroup, PromptSource, TicketEntry
+from asyncrl.replay.tickets import FinishedGroup, PromptSource
 from asyncrl.replay.trace import TraceWriter
 from asyncrl.types import NO_VERSION, Lease, Prompt
 from asyncrl.wire.frames import Array
@@ -86,6 +87,8 @@ class ReplayQueue:
         self.store = Store(config, prompts, trace, eval_prompts, journal, run_id, checkpoint)
         self.state, self.clock = self.store.state, self.store.clock
         self.ledger, self.evaluation, self.measure = self.state.ledger, self.state.evaluation, self.state.measure
+        self.held = self.state.held
+        """The data of each live ticket, by its number."""
         self.sessions = Sessions(self.state)
         self.batcher = Batcher(config, self.store)
         self.write, self.close = self.store.write, self.store.close
@@ -96,11 +99,6 @@ class ReplayQueue:
     def synced(self) -> bool:
         """True if no sync of the journal is under way: a write starts one if its records need it."""
         return self.store.synced
-
-    @property
-    def held(self) -> dict[int, TicketEntry]:
-        """The data of each live ticket, by its number."""
-        return self.state.held
 
     @property
     def share(self) -> int:
@@ -154,22 +152,14 @@ class ReplayQueue:
             return [], ""
         if self.leaves(generator, session):
             return [], "scale"
-        asked = generator, session, number, version
-        evaluations = self.state.lease_evaluations(*asked, num_evaluations, now_s)
-        groups: list[Lease] = []
-        reason = ""
-        for _ in range(0 if self.trained else num_groups):
-            reason = self._limit(generator, version)
-            if reason:
-                break
-            groups.append(self.state.lease(*asked, now_s))
-        if evaluations or groups:
-            body = dict(zip(("generator", "session", "number", "version"), asked, strict=True)) | {
-                "tickets": [[lease.ticket, lease.attempt] for lease in groups],
-                "evaluations": [[version, lease.ticket, lease.attempt] for lease in evaluations],
-                "at_s": now_s,
-            }
-            self.store.append("lease", body)
+        evaluations = self.evaluation.next_leases(version, num_evaluations)
+        num_granted, reason = self._grant(generator, version, 0 if self.trained else num_groups)
+        tickets = self.ledger.next_leases(num_granted)
+        if evaluations or tickets:
+            asked = {"generator": generator, "session": session, "number": number, "version": version, "at_s": now_s}
+            given = [[version, lease.ticket, lease.attempt] for lease in evaluations]
+            self.store.record("lease", asked | {"tickets": tickets, "evaluations": given})
+        groups = [Lease(ticket, attempt, self.held[ticket].prompt) for ticket, attempt in tickets]
         return evaluations + groups, reason
 
     def leaves(self, generator: int, session: str) -> bool:
@@ -200,7 +190,7 @@ class ReplayQueue:
         reason = refund_reason(self.config, header, group_relative=self._group_relative)
         run_s = {"started_s": started_s, "finished_s": finished_s}
         body = structs.asdict(header) | run_s | {"refunded": reason}
-        self.store.apply_and_log("group", body, arrays)
+        self.store.record("group", body, arrays)
         errors = [error for error in header.errors if error]
         if reason == "failed" or errors:
             event = "group failed" if reason == "failed" else "rewards failed"
@@ -210,7 +200,7 @@ class ReplayQueue:
     def evaluated(self, result: Evaluated) -> None:
         """Counts an evaluated prompt: the first result that arrives for it."""
         if self.evaluation.wants(result):
-            self.store.apply_and_log("evaluated", structs.asdict(result))
+            self.store.record("evaluated", structs.asdict(result))
 
     def release(
         self, generator: int, leases: Sequence[ReleasedLease], evaluations: Sequence[ReleasedEvaluation] = ()
@@ -240,7 +230,7 @@ class ReplayQueue:
                 f"scale to {generators} generators: at least 1 is needed; Ctrl-C in its terminal ends a run"
             )
         if generators != self.state.generators_wanted:
-            self.store.apply_and_log("scale", {"generators": generators})
+            self.store.record("scale", {"generators": generators})
 
     def expire(self, now_s: float | None = None) -> None:
         """Takes back leases not renewed for `launch.heartbeat_timeout_s`, as of `now_s` on the run's clock."""
@@ -249,7 +239,7 @@ class ReplayQueue:
         for lease in self.evaluation.expired(now_s):
             self.store.return_leases(lease.ticket, lease.attempt, evaluation=True)
         for version in self.evaluation.stranded(now_s):
-            self.store.apply_and_log("drop", {"version": version, "reason": STRANDED})
+            self.store.record("drop", {"version": version, "reason": STRANDED})
         if now_s <= self._next_expiry_s:
             return
         oldest_s = now_s
@@ -292,7 +282,7 @@ class ReplayQueue:
     def stop(self, reason: str) -> None:
         """Ends the run early: learners get no further batch. The first reason counts."""
         if not self.state.stop_reason:
-            self.store.apply_and_log("stop", {"reason": reason})
+            self.store.record("stop", {"reason": reason})
             log.info("stopping", reason=reason)
 
     def status(self) -> dict[str, Any]:
@@ -321,19 +311,22 @@ class ReplayQueue:
 
     # --- inside
 
-    def _limit(self, generator: int, version: int) -> str:
-        """Returns the reason why the generator may not start another group now; empty if it may. Above a size limit
-        only groups that the next batch needs may start: memory and journal only shrink when a batch is trained."""
-        if not self.ledger.can_lease(version):
-            return "staleness"
-        if self.state.leased_by[generator] >= self.share:
-            return "share"
-        settings = self.config.replay
-        if self.ledger.returned or len(self.ledger.live) < (settings.min_staleness + 1) * settings.groups_per_step:
-            return ""
-        if self.state.held_bytes >= settings.max_bytes:
-            return "bytes"
-        return "journal" if self.store.above_ceiling else ""
+    def _grant(self, generator: int, version: int, wanted: int) -> tuple[int, str]:
+        """Returns how many of the wanted groups the generator may start now, and the reason why not all; empty if all.
+        Above a size limit only groups that the next batch needs may start: memory and journal only shrink when a batch
+        is trained."""
+        ledger, settings, state = self.ledger, self.config.replay, self.state
+        granted, reason = wanted, ""
+        if (limit := ledger.num_leasable(version)) < granted:
+            granted, reason = limit, "staleness"
+        if (limit := self.share - state.leased_by[generator]) < granted:
+            granted, reason = max(0, limit), "share"
+        full = "bytes" if state.held_bytes >= settings.max_bytes else "journal" if self.store.above_ceiling else ""
+        if full:
+            needed = (settings.min_staleness + 1) * settings.groups_per_step - len(ledger.live)
+            if (limit := len(ledger.returned) + max(0, needed)) < granted:
+                granted, reason = limit, full
+        return granted, reason
 
     def _give_back_all(self, leases: Sequence[Lease]) -> None:
         for lease in leases:
@@ -357,7 +350,7 @@ class ReplayQueue:
 
     def _lose(self, number: int, attempt: int, tokens: int) -> None:
         """Counts the tokens of an attempt that was finished or released too late to be used."""
-        self.store.apply_and_log("lose", {"ticket": number, "attempt": attempt, "tokens": tokens})
+        self.store.record("lose", {"ticket": number, "attempt": attempt, "tokens": tokens})
         log.warning(
             "an attempt is not used: another one was used, or its tokens are too old", ticket=number, attempt=attempt
         )

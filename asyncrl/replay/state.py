@@ -14,6 +14,7 @@ import msgspec
 
 from asyncrl.config import Config
 from asyncrl.errors import JournalError
+from asyncrl.replay.eval_scores import eval_metrics
 from asyncrl.replay.evaluation import EvalBook
 from asyncrl.replay.journal.reader import Location
 from asyncrl.replay.journal.records import Record
@@ -23,10 +24,10 @@ from asyncrl.replay.metrics import RunMetrics
 from asyncrl.replay.resume_check import check_rules, rules_of
 from asyncrl.replay.snapshot import QueueSnapshot
 from asyncrl.replay.staleness_control import StalenessController
-from asyncrl.replay.stats import ReportedStats, StalenessBreakdown
+from asyncrl.replay.stats import ReportedStats
 from asyncrl.replay.tickets import FinishedGroup, Load, PromptSource, TakenStep, TicketEntry
 from asyncrl.replay.trace import TraceWriter
-from asyncrl.types import Lease, Prompt, PromptPosition
+from asyncrl.types import Prompt, PromptPosition
 from asyncrl.util.durable import of_plain, restore, to_plain
 from asyncrl.wire.frames import Array
 from asyncrl.wire.messages import Evaluated, ReleasedEvaluation
@@ -80,8 +81,22 @@ class QueueState:
 
     # --- leases
 
-    def lease(self, generator: int, session: str, number: int, version: int, at_s: float) -> Lease:
-        """Leases the next group. Call it only while the ledger `can_lease(version)`."""
+    def _lease(self, body: Any, _: Sequence[Array], location: Location | None) -> None:
+        generator, version, at_s = body["generator"], body["version"], body["at_s"]
+        session, number = body["session"], body["number"]
+        num_prompts = len(body["evaluations"])
+        leases = self.evaluation.lease(generator, version, num_prompts, at_s, session=session, number=number)
+        evaluations = [[version, lease.ticket, lease.attempt] for lease in leases]
+        tickets = [self._lease_group(generator, session, number, version, at_s) for _ in body["tickets"]]
+        self.measure.leased(at_s)
+        if tickets != body["tickets"] or evaluations != body["evaluations"]:
+            raise JournalError(
+                f"record {location} of the journal leases tickets {body['tickets']} and evaluations "
+                f"{body['evaluations']}, but applying it leases {tickets} and {evaluations}: it is not from this run"
+            )
+
+    def _lease_group(self, generator: int, session: str, number: int, version: int, at_s: float) -> list[int]:
+        """Leases the next group. Returns ticket and attempt."""
         ticket = self.ledger.lease(version)
         before = self.held.get(ticket.number)
         prompt = next(self.prompts) if before is None else before.prompt
@@ -90,29 +105,7 @@ class QueueState:
         self.held[ticket.number] = TicketEntry(
             prompt.row, generator, ticket.attempt, session, number, counted, prompt=prompt, renewed_s=at_s
         )
-        self.measure.leased(at_s)
-        return Lease(ticket.number, ticket.attempt, prompt)
-
-    def lease_evaluations(
-        self, generator: int, session: str, number: int, version: int, count: int, at_s: float
-    ) -> list[Lease]:
-        """Leases up to `count` evaluation prompts."""
-        leases = self.evaluation.lease(generator, version, count, at_s, session=session, number=number)
-        if leases:
-            self.measure.leased(at_s)
-        return leases
-
-    def _lease(self, body: Any, _: Sequence[Array], location: Location | None) -> None:
-        asked = body["generator"], body["session"], body["number"], body["version"]
-        evaluations = self.lease_evaluations(*asked, len(body["evaluations"]), body["at_s"])
-        groups = [self.lease(*asked, body["at_s"]) for _ in body["tickets"]]
-        given = [[lease.ticket, lease.attempt] for lease in groups]
-        evaluated = [[body["version"], lease.ticket, lease.attempt] for lease in evaluations]
-        if given != body["tickets"] or evaluated != body["evaluations"]:
-            raise JournalError(
-                f"record {location} of the journal leases tickets {body['tickets']} and evaluations "
-                f"{body['evaluations']}, but applying it leases {given} and {evaluated}: it is not from this run"
-            )
+        return [ticket.number, ticket.attempt]
 
     def _return(self, body: Any, *_: object) -> None:
         number, attempt = body["ticket"], body["attempt"]
@@ -187,42 +180,41 @@ class QueueState:
         self.step = TakenStep(body["step"], shards)
         self.coverage.note(location, body["step"])
 
-    def commit(self, step: int, metrics: dict[str, float], at_s: float, *, evaluates: bool) -> dict[str, float]:
-        """Ends the step in progress: its groups are trained, and its version is evaluated if due. Returns the queue's
-        own metrics of the step, including the oldest unreported evaluation result."""
-        numbers, breakdown = self.ledger.commit(), StalenessBreakdown()
+    def step_metrics(self, step: int, at_s: float) -> dict[str, float]:
+        """The queue's own metrics of the step in progress when it is committed at `at_s`, including the oldest
+        unreported evaluation result. Changes nothing."""
+        groups = [self.held[number] for number in self.ledger.taken()]
+        queue = {
+            "replay/finished_groups": float(self.ledger.count(State.FINISHED)),
+            "replay/leased_groups": float(self.ledger.count(State.LEASED)),
+            "replay/held_bytes": float(self.held_bytes - sum(held.num_bytes for held in groups)),
+            "replay/staleness_limit": float(self.ledger.admission_limit),
+            "replay/refunded_groups": float(sum(a.groups for a in self.ledger.refunded.values())),
+        }
+        measured = self.measure.step_metrics(step, groups, self.ledger.trained.tokens, at_s)
+        return queue | measured | eval_metrics(self.evaluation.unreported(0) or {})
+
+    def _commit(self, body: Any, _: Sequence[Array], location: Location | None) -> None:
+        """Ends the step in progress: its groups are trained, and its version is evaluated if due."""
+        step, metrics, at_s = body["step"], body["metrics"], body["at_s"]
+        restore(self.reported, of_plain(ReportedStats, body["reported"]))
+        numbers = self.ledger.commit()
         groups = [self.held.pop(number) for number in numbers]
         for number, held in zip(numbers, groups, strict=True):
             self._end(number, held)
             self.held_bytes -= held.num_bytes
             self.coverage.train(held.location, step)
             self.measure.ended("trained", held.finished, held.completion)
-            breakdown.add(held.finished, held.by_version, taken_s=held.taken_s, trained_s=at_s, train_version=step - 1)
             self._trace(held, "trained", trained_s=at_s, train_version=step - 1)
         self.step = None
         self.ledger.check()
-        queue = {
-            "replay/finished_groups": float(self.ledger.count(State.FINISHED)),
-            "replay/leased_groups": float(self.ledger.count(State.LEASED)),
-            "replay/held_bytes": float(self.held_bytes),
-            "replay/staleness_limit": float(self.ledger.admission_limit),
-            "replay/refunded_groups": float(sum(a.groups for a in self.ledger.refunded.values())),
-        }
-        self.evaluation.committed(step, due=evaluates)
-        by_version = [held.by_version for held in groups]
-        measured = self.measure.committed(step, by_version, breakdown, metrics, self.ledger, at_s)
-        self.committed = queue | measured | self.evaluation.next_metrics()
-        self.measure.last_metrics = metrics | self.committed
+        self.evaluation.committed(step, due=body["evaluates"])
+        self.evaluation.next_metrics()
+        self.measure.committed(step, groups, metrics, at_s)
+        self.committed = {name: metrics[name] for name in body["own"]}
         if self.staleness_controller is not None:
-            self.ledger.admission_limit = self.staleness_controller.next(
-                self.ledger.admission_limit, self.measure.last_metrics
-            )
-        return self.committed
-
-    def _commit(self, body: Any, _: Sequence[Array], location: Location | None) -> None:
-        restore(self.reported, of_plain(ReportedStats, body["reported"]))
-        self.commit(body["step"], body["metrics"], body["at_s"], evaluates=body["evaluates"])
-        self.coverage.note(location, body["step"])
+            self.ledger.admission_limit = self.staleness_controller.next(self.ledger.admission_limit, metrics)
+        self.coverage.note(location, step)
 
     def _scale(self, body: Any, *_: object) -> None:
         self.generators_wanted = body["generators"]

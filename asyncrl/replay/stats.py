@@ -39,11 +39,12 @@ class StalenessBreakdown(Durable):
         tokens, newest = sum(by_version.values()), header.end_version
         self.groups += 1
         self.tokens += tokens
-        self.in_flight += sum((newest - version) * count for version, count in by_version.items())
+        if len(by_version) > 1 or newest not in by_version:
+            self.in_flight += sum((newest - version) * count for version, count in by_version.items())
         self.in_queue += (train_version - newest) * tokens
-        ends_s = header.started_s, header.finished_s, taken_s, trained_s
+        ends_s, seconds = (header.started_s, header.finished_s, taken_s, trained_s), self.seconds
         for index, _ in enumerate(PHASES):
-            self.seconds[index] += ends_s[index + 1] - ends_s[index]
+            seconds[index] += ends_s[index + 1] - ends_s[index]
 
     def join(self, other: StalenessBreakdown) -> None:
         """Adds the sums of other groups."""

@@ -12,7 +12,7 @@ import structlog
 from asyncrl.config import Config
 from asyncrl.errors import JournalError, ProtocolError
 from asyncrl.replay.journal.history import History
-from asyncrl.replay.journal.reader import WITHOUT, Loader, Location, segments_of
+from asyncrl.replay.journal.reader import WITHOUT, Loader, segments_of
 from asyncrl.replay.journal.records import FORMAT
 from asyncrl.replay.journal.writer import Journal, Record, read_journal
 from asyncrl.replay.ledger import State
@@ -172,23 +172,25 @@ class Store:
         """True if the journal has reached `journal.max_bytes`."""
         return self.journal is not None and self.journal.num_bytes >= self.config.journal.max_bytes
 
-    def append(self, kind: str, body: Any, arrays: list[Array] | None = None) -> Location | None:
-        """Appends a record of a change that has already been applied."""
-        return None if self.journal is None else self.journal.append(Record(kind, body, arrays or []))
-
-    def apply_and_log(self, kind: str, body: Any, arrays: list[Array] | None = None) -> None:
-        """Appends a record and applies it."""
-        self.state.apply(Record(kind, body, arrays or []), self.append(kind, body, arrays))
+    def record(self, kind: str, body: Any, arrays: list[Array] | None = None) -> None:
+        """Appends the record of an event to the journal, then applies it, as recovery does."""
+        event = Record(kind, body, arrays or [])
+        self.state.apply(event, None if self.journal is None else self.journal.append(event))
 
     def commit(self, step: int, metrics: dict[str, float], checkpoints: Sequence[int]) -> dict[str, float]:
         """Commits the step in progress. Segments that none of the checkpoints needs may be dropped."""
-        at_s, evaluates = self.clock.now(), self.config.evaluates(step)
-        reported = to_plain(ReportedStats, self.state.reported)
-        own = self.state.commit(step, metrics, at_s, evaluates=evaluates)
-        body = {"step": step, "metrics": metrics | own, "own": list(own), "reported": reported, "at_s": at_s}
-        # Recorded, since the settings of evaluations may change when the run is resumed.
-        body["evaluates"] = evaluates
-        self.state.coverage.note(self.append("commit", body), step)
+        at_s = self.clock.now()
+        own = self.state.step_metrics(step, at_s)
+        body = {
+            "step": step,
+            "metrics": metrics | own,
+            "own": list(own),
+            "reported": to_plain(ReportedStats, self.state.reported),
+            "at_s": at_s,
+            # Recorded, since the settings of evaluations may change when the run is resumed.
+            "evaluates": self.config.evaluates(step),
+        }
+        self.record("commit", body)
         self._history = None
         if checkpoints and self.config.journal.retention == "needed":
             self._covered_step = min(checkpoints)
@@ -298,14 +300,14 @@ class Store:
         """Returns a lease. `tokens` are those lost; None if its generator did not report them, so that the group may
         still arrive."""
         body = {"ticket": number, "attempt": attempt, "evaluation": evaluation}
-        self.apply_and_log("return", body | {"tokens": tokens or 0, "told": tokens is not None})
+        self.record("return", body | {"tokens": tokens or 0, "told": tokens is not None})
 
     def _begin_segment(self) -> None:
         assert self.journal is not None
         self.trace.flush()
         self.journal.rotate()
         self.state.coverage.begin(self.journal.current, self.state.ledger.steps)
-        self.append("state", self._snapshot().to_record())
+        self.journal.append(Record("state", self._snapshot().to_record()))
         self.journal.write()
 
     def _snapshot(self) -> Snapshot:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from asyncrl.replay.journal.writer import Journal, read_journal, segments_of
 from asyncrl.replay.ledger import State
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.snapshot import Snapshot
+from asyncrl.replay.state import APPLY
 from asyncrl.replay.trace import TraceWriter
 from asyncrl.types import Lease
 from asyncrl.wire.messages import Evaluated, GeneratorStats, LeaseName, ReleasedEvaluation, ReleasedLease
@@ -316,6 +317,48 @@ def test_any_schedule_with_deaths_loses_nothing(events: list[tuple[str, int]], m
         assert all(0 <= row["started_s"] <= row["finished_s"] for row in rows)
         ages = [row["train_version"] - row["start_version"] for row in rows if row["outcome"] == "trained"]
         assert max(ages) <= max_staleness
+
+
+class RecordedError(Exception):
+    """Raised in place of a record."""
+
+
+def test_nothing_changes_before_its_record(tmp_path: Path) -> None:
+    queue = open_queue(tmp_path, small_config(data__eval="eval.parquet", eval__samples=1, steps=9), prompts=2)
+    record, kinds = queue.store.record, []
+
+    def do(kind: str, call: Callable[[], Any]) -> Any:
+        """The call, first with a store that dies when it is to record the event of this kind."""
+
+        def die(kind: str, *_: object) -> None:
+            raise RecordedError(kind)
+
+        before = queue.state.snapshot()
+        queue.store.record = die  # type: ignore[method-assign]
+        with pytest.raises(RecordedError, match=f"^{kind}$"):
+            call()
+        assert queue.state.snapshot() == before, f"{kind} changed something before it was recorded"
+        queue.store.record = record  # type: ignore[method-assign]
+        kinds.append(kind)
+        return call()
+
+    asked = do("lease", lambda: ask_queue(queue, 0, 0, 100, 9))[0]
+    evaluation, *groups = (one for one in asked if not (one.evaluation and one.ticket))
+    result = Evaluated(evaluation.ticket, 0, 0, "test", [1.0], ["completed"], 3)
+    do("evaluated", lambda: queue.evaluated(result))
+    do("group", lambda: finish(queue, groups[0], 0))
+    finish(queue, groups[1], 0)
+    do("take", lambda: queue.take(0, 1))
+    do("commit", lambda: queue.commit(1, {}))
+    do("return", lambda: queue.lost(0))
+    again = ask_queue(queue, 0, 1, 2)[0]
+    finish(queue, again[0], 1)
+    do("lose", lambda: finish(queue, groups[2], 0))
+    do("drop", queue.expire)
+    do("scale", lambda: queue.scale(2))
+    do("stop", lambda: queue.stop("enough"))
+    assert set(kinds) == set(APPLY)
+    queue.close()
 
 
 def test_restart_within_a_launch_keeps_leases_and_another_launch_takes_them_back(tmp_path: Path) -> None:
