@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import structlog
 
 from asyncrl.config import Config
@@ -74,10 +75,22 @@ def recover(state: QueueState, journal: Journal | Loader, *, until_step: int | N
     if found is None:
         return None
     segment, stored = found
-    state.load(stored.queue, load=journal.load, now_s=stored.at_s)
-    restore(state.reported, stored.reported)
     recovered = Recovered(stored.run_id, stored.origin_s, stored.at_s, segment)
-    for location, record in read_journal(journal.folder, first_segment=segment):
+    try:
+        state.load(stored.queue, load=journal.load, now_s=stored.at_s)
+        restore(state.reported, stored.reported)
+        if _apply_records(state, journal, recovered, until_step):
+            return recovered
+    except msgspec.ValidationError as error:
+        raise JournalError(f"{journal.folder}: a record after the start of {segment}: {error}; {WITHOUT}") from None
+    if until_step is not None:
+        raise JournalError(f"{journal.folder}: step {until_step} is no longer in it; {WITHOUT}")
+    return recovered
+
+
+def _apply_records(state: QueueState, journal: Journal | Loader, recovered: Recovered, until_step: int | None) -> bool:
+    """Applies the records after the stored state. Returns True at the commit of `until_step`, False at the end."""
+    for location, record in read_journal(journal.folder, first_segment=recovered.segment):
         if record.kind != "state":
             # A view would keep the whole batch in memory.
             own = Record(record.kind, record.body, [array.copy() for array in record.arrays])
@@ -85,10 +98,8 @@ def recover(state: QueueState, journal: Journal | Loader, *, until_step: int | N
         recovered.segment = location[0]
         recovered.at_s = max(recovered.at_s, record.body.get("at_s", 0.0))
         if record.kind == "commit" and record.body["step"] == until_step:
-            return recovered
-    if until_step is not None:
-        raise JournalError(f"{journal.folder}: step {until_step} is no longer in it; {WITHOUT}")
-    return recovered
+            return True
+    return False
 
 
 def state_after(state: QueueState, journal: Journal, step: int) -> QueueSnapshot:

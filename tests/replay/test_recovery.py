@@ -17,8 +17,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from asyncrl.config import Config
-from asyncrl.errors import ConfigError, ProtocolError, RunError
+from asyncrl.errors import ConfigError, JournalError, ProtocolError, RunError
 from asyncrl.replay.codec import pack_group
+from asyncrl.replay.journal.records import Record
 from asyncrl.replay.journal.writer import Journal, read_journal, segments_of
 from asyncrl.replay.ledger import State
 from asyncrl.replay.queue import ReplayQueue
@@ -501,6 +502,16 @@ def test_a_checkpoint_of_another_format_is_refused_with_the_way_out(tmp_path: Pa
         ({"generator__group_size": 3}, "generator.group_size = 3: the run was started with 2"),
     ],
 )
+def test_a_record_that_the_queue_does_not_write_is_an_error_of_the_journal(tmp_path: Path) -> None:
+    queue = open_queue(tmp_path, small_config())
+    assert queue.store.journal is not None
+    queue.store.journal.append(Record("group", {"ticket": 0, "refunded": ""}))
+    queue.write()
+    kill_queue(queue)
+    with pytest.raises(JournalError, match="missing required field `attempt`; the journal is damaged: resume"):
+        open_queue(tmp_path, small_config())
+
+
 def test_settings_that_do_not_fit_the_journal_are_refused(
     tmp_path: Path, change: dict[str, object], message: str
 ) -> None:
