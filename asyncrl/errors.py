@@ -4,17 +4,18 @@
     |-- ConfigError (ValueError)            a setting, a file it names, or a flag; exit code 2
     |-- DataError (ValueError)              a row of a dataset; exit code 2
     |-- ProtocolError (ValueError)          a message that does not fit its schema
-    |   `-- StrangerError                   a message from outside the run
+    |   |-- StrangerError                   a message from outside the run
+    |   `-- BadServerError                  (wire/channel.py) a message of a channel's server that does not fit
     |-- PeerTimeoutError (TimeoutError)     another process missed its deadline
-    |   `-- StoreLostError                  (wire/store.py) the process that serves a key-value store is gone
+    |   `-- ServerLostError                 (wire/channel.py) the server of a channel is gone
     |-- RunError (RuntimeError)             the run cannot continue; exit code 1
     |   `-- JournalError                    the journal cannot be written or read
     |-- InvariantError (AssertionError)     a defect of asyncrl itself
     |-- StoreError (ValueError)             (wire/store.py) a request that a key-value store refuses
     `-- ForkServerError                     (launch/fork_server.py)
 
-A few exceptions are no AsyncrlError, since they never leave their folder: RoundAborted, SessionLost, Interrupted and
-BadMessage (weights/mailbox.py) steer a broadcast round, Unconfined (rewards/sandbox/confine.py) reports a missing
+A few exceptions are no AsyncrlError, since they never leave their folder: RoundAborted, SessionLost, SenderClosed and
+Interrupted (weights/waits.py) steer a broadcast round, Unconfined (rewards/sandbox/confine.py) reports a missing
 kernel feature, SkippedError (data/convert/converter.py) skips a row, and _OutOfTimeError (util/user_code.py) interrupts
 user code at its deadline.
 """

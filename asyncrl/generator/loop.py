@@ -342,6 +342,7 @@ def run_generator(
             max_bytes=max_weight_bytes(config.model.path),
             device="cuda:0" if on_gpu else "cpu",
             keeps=config.evaluates,
+            run_id=endpoints.run_id,
             keys=endpoints.keys,
         )
         stack.callback(receiver.close)

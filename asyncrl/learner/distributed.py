@@ -15,10 +15,9 @@ from torch import Tensor
 
 from asyncrl.errors import AsyncrlError, PeerTimeoutError, RunError
 from asyncrl.learner.deepspeed_import import deepspeed
+from asyncrl.wire.channel import ServerLostError
 from asyncrl.wire.endpoints import Endpoints
-from asyncrl.wire.store import Store, StoreLostError
-from asyncrl.wire.store_client import StoreClient
-from asyncrl.wire.store_server import StoreServer
+from asyncrl.wire.store import StoreClient, StoreServer
 from asyncrl.wire.torch_store import TorchStore
 
 ERROR_BYTES = 2048
@@ -121,23 +120,20 @@ def _rendezvous(endpoints: Endpoints, rank: int, count: int, timeout_s: float, w
     """Yields the store that the ranks share, once all ranks are connected to it."""
     deadline_s = time.monotonic() + timeout_s
     with ExitStack() as stack:
-        store: Store
+        run_id, keys = endpoints.run_id, endpoints.keys
         if rank == 0:
-            server = StoreServer(endpoints.learners, f"{what}s", keys=endpoints.keys)
-            stack.callback(server.close)
-            store = server.values
+            store = StoreServer(endpoints.learners, f"{what}s", run_id=run_id, keys=keys)
         else:
             try:
-                client = StoreClient(endpoints.learners, keys=endpoints.keys, timeout_s=timeout_s)
-            except StoreLostError as error:
+                store = StoreClient(endpoints.learners, run_id=run_id, keys=keys, timeout_s=timeout_s)
+            except ServerLostError as error:
                 raise PeerTimeoutError(f"{what} rank {rank}: no rendezvous within {timeout_s:g} s: {error}") from error
-            stack.callback(client.close)
-            store = client
-        store.set(f"here/{rank}", b"")
+        stack.callback(store.close)
+        store.ask("set", [f"here/{rank}"])
         missing: list[int] = []
         for other in range(count):
             try:
-                store.wait([f"here/{other}"], max(deadline_s - time.monotonic(), 0.001))
+                store.ask("wait", [f"here/{other}"], within_s=max(deadline_s - time.monotonic(), 0.001))
             except TimeoutError:
                 missing.append(other)
         if missing:

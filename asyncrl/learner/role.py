@@ -59,6 +59,7 @@ def run_learner(
                 timeout_s=config.weights.timeout_s,
                 start_timeout_s=launch.start_timeout_s,
                 device=str(trainer.ranks.device),
+                run_id=endpoints.run_id,
                 keys=endpoints.keys,
             )
             parts.callback(sender.close)

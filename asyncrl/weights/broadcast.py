@@ -1,6 +1,6 @@
 """Broadcasts one version of the weights to all generators that do not have it, and drops those that do not answer.
 
-A round. Messages (-->) are small JSON values in the sender's store, transfers (==>) go through the transport:
+A round. Messages (-->) go through the channel, transfers (==>) through the transport:
 
     sender (rank 0)                                         each receiver (rank 1, 2, ...)
 
@@ -13,14 +13,15 @@ A round. Messages (-->) are small JSON values in the sender's store, transfers (
     {group, rank, size}             --------- go -------->
     connects, timeout_s             <==== connect ======>   connects, timeout_s
     timeout_s for each bucket       ==== buckets =======>   copies into staging, timeout_s for each bucket
-                                    <------ received -----  its checksum, or an error
-    timeout_s                       <=== checksums =====>   all-gather; staging is complete if its own is the sender's
+                                    <==== all there ====>
+    its checksum                    -------- sent ------->  waits timeout_s; staging is complete if the checksums agree
+    waits timeout_s                 <------ received -----  its checksum, or an error
 
 A wrong checksum repeats the round for that receiver once. The round is aborted when the transport raises or misses a
-deadline: the sender writes "abort", and each live receiver answers "received" with what happened to it. The receiver
-abandons its round at an "abort" or a newer offer. A receiver that misses a deadline, sends a bad message or has wrong
-bytes twice is dropped: it reads "dropped" and joins again under a new id. _TRIES aborts of one version with all
-receivers alive are an error of the transport.
+deadline on the sender's side: the sender says "abort", and each live receiver answers "received" with what happened to
+it. The receiver abandons its round at an "abort" or a newer offer. A receiver that misses a deadline, sends a bad
+message or has wrong bytes twice is dropped: it hears "dropped" and joins again. _TRIES failed transfers of one version
+with all receivers alive are an error of the transport.
 """
 
 from __future__ import annotations
@@ -32,15 +33,13 @@ from dataclasses import dataclass, field
 
 import structlog
 import torch
-from pydantic import TypeAdapter
 
 from asyncrl.errors import AsyncrlError, RunError
 from asyncrl.weights.buckets import WeightBuffer
-from asyncrl.weights.mailbox import T
-from asyncrl.weights.membership import Membership, Peer
-from asyncrl.weights.messages import READY, RECEIVED, ReadyBody
+from asyncrl.weights.membership import Membership, Peer, T
+from asyncrl.weights.messages import Abort, Go, Ready, Received, Sent
 from asyncrl.weights.transports import Member, ProcessGroup, abandon, broadcast, device_name, find_transport, share
-from asyncrl.wire.store_server import StoreServer
+from asyncrl.wire.store import Store
 from asyncrl.wire.torch_store import TorchStore
 
 log = structlog.get_logger()
@@ -69,7 +68,7 @@ class WeightSyncStats:
 class Delivery:
     """The sender's side of all rounds: rank 0 of every group. `check` is polled during every wait and may raise."""
 
-    store: StoreServer
+    store: Store
     membership: Membership
     stats: WeightSyncStats
     bucket_bytes: int
@@ -78,14 +77,14 @@ class Delivery:
     check: Callable[[], None]
     transport: str = "gloo"
     group: ProcessGroup | None = None
-    group_ids: list[str] = field(default_factory=list[str])
+    group_ids: list[bytes] = field(default_factory=list[bytes])
     group_number: int = 0
     failures: int = 0
     """Failed broadcasts of the current version with all generators alive."""
     counted: int | None = None
     """The last version counted in `stats.count`."""
     offered: list[Peer] = field(default_factory=list[Peer])
-    """Peers whose messages of the last round are in the store."""
+    """The peers of the last round."""
     checksums: dict[int, int] = field(default_factory=dict[int, int])
     """Checksum of the last version sent, by version."""
 
@@ -99,25 +98,24 @@ class Delivery:
         does not fill the buffer."""
         started = time.monotonic()
         self.failures = 0
-        while behind := [
-            peer for peer in self._acceptable(self.membership.present()) if peer.up and peer.version != version
-        ]:
+        while behind := self._behind(version):
             self._round(version, buffer, behind)
-        if self.counted != version and self.membership.known:
+        if self.counted != version and self.membership.present():
             self.counted = version
             self.stats.count += 1
             self.stats.bytes += buffer.data.numel()
             self.stats.broadcast_s += time.monotonic() - started
 
+    def _behind(self, version: int) -> list[Peer]:
+        """Returns the peers that have to get this version, after those that cannot get any were dropped."""
+        self._drop_unreachable()
+        return self.membership.behind(version)
+
     def _round(self, version: int, buffer: WeightBuffer, behind: Sequence[Peer]) -> None:
         weights = f"version {version} of the weights"
-        self.tidy()
         self.offered = list(behind)
-        for peer in behind:
-            peer.offers += 1
-        offer = {"version": version, "transport": self.transport, "bucket_bytes": self.bucket_bytes}
-        self.membership.tell(behind, "offer", offer)
-        ready = self._answers(behind, "ready", READY, f"become ready to receive {weights}", self.timeout_s)
+        self.membership.offer(behind, version=version, transport=self.transport, bucket_bytes=self.bucket_bytes)
+        ready = self._answers(behind, Ready, f"become ready to receive {weights}", self.timeout_s)
         there = {peer.id for peer in self.membership.present()}  # one that was ready early may have left since
         peers = [peer for peer, answer in ready if peer.id in there and self._loaded_right(peer, answer)]
         if not peers:
@@ -125,51 +123,48 @@ class Delivery:
         self._go(peers)
         # A receiver that waits in connect for another one does not see the abort before its own deadline.
         connect_deadline_s = time.monotonic() + self.timeout_s
+        reason, patience_s = "", self.timeout_s
         try:
             group = self._connected(len(peers) + 1)
             connect_deadline_s = 0.0
-            checksums = self._broadcast(group, buffer)
+            checksum = self._broadcast(group, buffer)
         except AsyncrlError:
             raise
         except (RuntimeError, TimeoutError) as error:
+            reason = str(error).splitlines()[0]
             patience_s = max(0.0, connect_deadline_s - time.monotonic()) + self._grace_s
-            self._abort(peers, f"survive the broadcast of {weights}", error, patience_s)
-            return
-        self.checksums = {version: checksums[0]}
-        for peer, checksum in zip(peers, checksums[1:], strict=True):
-            self._settle(peer, version, checksum)
+            self.membership.tell(peers, Abort, reason=reason)
+        else:
+            self.checksums = {version: checksum}
+            self.membership.tell(peers, Sent, checksum=checksum)
+        self._conclude(peers, version, reason, patience_s)
 
     @property
     def _grace_s(self) -> float:
         """Deadline for the answer to an "abort"."""
         return max(1.0, min(5.0, self.timeout_s / 4))
 
-    def _answers(
-        self, peers: Sequence[Peer], what: str, kind: TypeAdapter[T], phase: str, timeout_s: float
-    ) -> list[tuple[Peer, T]]:
+    def _answers(self, peers: Sequence[Peer], kind: type[T], phase: str, timeout_s: float) -> list[tuple[Peer, T]]:
         """Returns each peer with its answer. Drops peers that did not do `phase` in time, or sent a bad message."""
-        answers, failed = self.membership.collect(peers, what, kind, timeout_s)
+        answers, failed = self.membership.collect(peers, kind, timeout_s)
         for peer, why in failed:
             self._drop(peer, f"{peer.name} did not {phase} {why}")
         return answers
 
-    def _acceptable(self, peers: Sequence[Peer]) -> list[Peer]:
-        """Returns the peers that the transport can reach. Peers on the GPU of the learner, or on that of a peer that
-        joined earlier, are dropped if the transport needs a GPU for each member."""
+    def _drop_unreachable(self) -> None:
+        """Drops the peers on the GPU of the learner, or on that of a peer that joined earlier, if the transport needs a
+        GPU for each member."""
         if not find_transport(self.transport).on_device:
-            return list(peers)
+            return
         owners = {device_name(self.device): "learner rank 0"}
-        refused: list[Peer] = []
-        for peer in sorted(peers, key=lambda peer: peer.number):
+        for peer in sorted(self.membership.present(), key=lambda peer: peer.number):
             owner = owners.setdefault(peer.device, peer.name)
             if owner != peer.name:
-                refused.append(peer)
                 self._drop(
                     peer,
                     f"{peer.name} is on the device of {owner} ({peer.device}), and {self.transport} needs a device "
                     "for each of them; start it on another one, or start the run with weights.transport=gloo",
                 )
-        return [peer for peer in peers if peer not in refused]
 
     def _drop(self, peer: Peer, reason: str, level: int = logging.WARNING) -> None:
         log.log(level, "a generator is dropped", generator=peer.rank - 1, reason=reason)
@@ -184,33 +179,40 @@ class Delivery:
             self.group_ids = ids
             self.group_number += 1
         for position, peer in enumerate(peers, start=1):
-            self.membership.tell([peer], "go", {"group": self.group_number, "rank": position, "size": len(peers) + 1})
-        self.membership.wake()
+            self.membership.tell([peer], Go, group=self.group_number, rank=position, size=len(peers) + 1)
 
     def _connected(self, size: int) -> ProcessGroup:
         if self.group is None:
             member = Member(0, size, self.device, self.timeout_s)
-            store = TorchStore(self.store.values, f"group/{self.group_number}/", self.timeout_s)
+            store = TorchStore(self.store, f"group/{self.group_number}/", self.timeout_s)
             self.group = find_transport(self.transport).connect(store, member)
         return self.group
 
-    def _broadcast(self, group: ProcessGroup, buffer: WeightBuffer) -> list[int]:
-        """Sends the buckets. Returns the checksums of all members' bytes, by rank."""
+    def _broadcast(self, group: ProcessGroup, buffer: WeightBuffer) -> int:
+        """Sends the buckets. Returns the checksum of their bytes, when all members have them."""
         self.group = None  # a group that failed is not used again
         parts = buffer.buckets(timeout_s=self.timeout_s, check=self.check)
         checksum = broadcast(group, parts, sends=True, timeout_s=self.timeout_s, check=self.check)
-        device = buffer.data.device
-        checksums = share(group, checksum, device=device, timeout_s=self.timeout_s, check=self.check)
+        share(group, 0, device=buffer.data.device, timeout_s=self.timeout_s, check=self.check)
         self.group = group
-        return checksums
+        return checksum
 
-    def _abort(self, peers: Sequence[Peer], phase: str, error: Exception, patience_s: float) -> None:
-        """Aborts a failed broadcast and drops peers that do not answer. Raises RunError after _TRIES failures with all
-        peers alive."""
-        reason = str(error).splitlines()[0]
-        self.membership.tell(peers, "abort", {"reason": reason})
-        answers = self._answers(peers, "received", RECEIVED, f"{phase} ({reason}), no answer", patience_s)
-        outcomes = "; ".join(f"{peer.name}: {answer.get('error', 'received all')}" for peer, answer in answers)
+    def _conclude(self, peers: Sequence[Peer], version: int, reason: str, patience_s: float) -> None:
+        """Records what the peers received, and drops those that do not answer. The `reason` is that of an aborted
+        transfer. Raises RunError after _TRIES failures with all peers alive."""
+        phase = f"survive the broadcast of version {version} of the weights"
+        why = f" ({reason})" if reason else ""
+        answers = self._answers(peers, Received, f"{phase}{why}, no answer", patience_s)
+        errors = [answer.error for _, answer in answers if answer.error]
+        if not reason:
+            for peer, answer in answers:
+                if not answer.error:
+                    self._settle(peer, version, answer.checksum)
+            if not errors:
+                return
+            self.drop_group()
+            reason = errors[0]
+        outcomes = "; ".join(f"{peer.name}: {answer.error or 'received all'}" for peer, answer in answers)
         log.info("a broadcast of weights failed", reason=reason, alive=outcomes)
         self.failures += len(answers) == len(peers)
         if self.failures == _TRIES:
@@ -230,23 +232,18 @@ class Delivery:
         else:
             log.warning("weights are sent once more", generator=peer.rank - 1, version=version, reason=what)
 
-    def _loaded_right(self, peer: Peer, answer: ReadyBody) -> bool:
+    def _loaded_right(self, peer: Peer, answer: Ready) -> bool:
         """True if the engine runs on the bytes that were sent, as far as that is known; drops the peer otherwise."""
-        loaded = answer["loaded"]
-        if not loaded or self.checksums.get(loaded["version"], loaded["checksum"]) == loaded["checksum"]:
+        loaded = answer.loaded
+        if loaded is None or self.checksums.get(loaded.version, loaded.checksum) == loaded.checksum:
             return True
-        reason = f"{peer.name} loaded bytes that differ from version {loaded['version']} of the weights"
+        reason = f"{peer.name} loaded bytes that differ from version {loaded.version} of the weights"
         self._drop(peer, reason, logging.ERROR)
         return False
-
-    def tidy(self) -> None:
-        """Deletes the messages of the last round."""
-        self.membership.forget(self.offered)
-        self.offered = []
 
     def drop_group(self) -> None:
         """Abandons the group and deletes its keys in the store."""
         if self.group is not None:
             abandon(self.group)
         self.group = None
-        self.store.values.delete_all("group/")
+        self.store.delete_all("group/")

@@ -1,112 +1,144 @@
-"""The messages of sender and receivers in the store, with the schema of each.
+"""The messages between the sender of weights and its receivers, in both directions; `broadcast.py` draws a round.
 
-Any client of the store can write to it, so every message is validated when it is read (`Mailbox.read`). ID is the id of
-a receiver's session, N the number of the offer to it; `broadcast.py` draws a round. Messages without content ({}) are
-"up/ID" and "left/ID" of a receiver, and "closed" of the sender.
+A session of a receiver is one connection, which begins with "join" and "manifest". `round` numbers the offers to a
+session from 1. Messages arrive in the order in which they were sent, or not at all.
 """
 
 from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import ConfigDict, Field, TypeAdapter, with_config
-from typing_extensions import TypedDict
+from msgspec import Meta, Struct
 
-from asyncrl.weights.buckets import MIN_BUCKET_BYTES
-
-_CLOSED = with_config(ConfigDict(extra="forbid", strict=True))
+from asyncrl.weights.buckets import MAX_MANIFEST_BYTES, MIN_BUCKET_BYTES
+from asyncrl.wire.channel import kinds
+from asyncrl.wire.store import Ask, Reply
 
 MAX_RANK = 1 << 16
-_Name = Annotated[str, Field(min_length=1, max_length=200)]
-_Text = Annotated[str, Field(max_length=1 << 16)]
-_Number = Annotated[int, Field(ge=0, lt=1 << 62)]
-_Checksum = Annotated[int, Field(ge=0, lt=1 << 64)]
+MAX_TEXT_CHARACTERS = 1 << 16
+_Name = Annotated[str, Meta(min_length=1, max_length=200)]
+_Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARACTERS)]
+_Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
+_Round = Annotated[int, Meta(ge=1, lt=1 << 62)]
+_Rank = Annotated[int, Meta(ge=1, le=MAX_RANK)]
+_Checksum = Annotated[int, Meta(ge=0)]
+"""64 bits, without a sign."""
 
 
-# --- written by a receiver
+class _Message(Struct, forbid_unknown_fields=True):
+    pass
 
 
-@_CLOSED
-class MemberBody(TypedDict):
-    """ "member/NUMBER": announces a receiver; NUMBER is the next value of the counter "members"."""
+# --- of a receiver
 
-    id: _Name
-    rank: Annotated[int, Field(ge=1, le=MAX_RANK)]
+
+class Join(_Message):
+    """Begins a session. The sender answers with "manifest"; a later session of the rank replaces this one."""
+
+    rank: _Rank
     device: _Name
 
 
-@_CLOSED
-class LoadedBody(TypedDict):
-    """The version an engine runs on, and the session in which it arrived."""
+class Up(_Message):
+    """The engine runs: the sender may make offers."""
+
+
+class Loaded(_Message):
+    """Part of "ready": the version that the engine runs on, if it arrived in this session."""
 
     version: _Number
     checksum: _Checksum
-    session: _Name
 
 
-@_CLOSED
-class ReadyBody(TypedDict):
-    """ "ready/ID/N": staging is free for the next version. The sender answers with "go"."""
+class Ready(_Message):
+    """Staging is free for the next version; sent before the offer if it is free then. The sender answers with "go"."""
 
-    loaded: LoadedBody | None
-
-
-@_CLOSED
-class ReceivedBody(TypedDict, total=False):
-    """ "received/ID/N": the checksum of the bytes received, or the reason why the round failed."""
-
-    checksum: _Checksum
-    error: _Text
+    round: _Round
+    loaded: Loaded | None
 
 
-@_CLOSED
-class SinceBody(TypedDict):
-    """ "holding/ID/N" of a receiver whose engine keeps its version, and "patience/ID/N" of a sender that waits for
-    other receivers. Each extends the deadline of the reader; a repetition has a new time."""
+class Holding(_Message):
+    """The engine keeps its version for now. Extends the deadline for "ready"."""
 
-    since_s: float
+    round: _Round
 
 
-# --- written by the sender
+class Received(_Message):
+    """The checksum of the bytes received, or the reason why the transfer failed."""
+
+    round: _Round
+    checksum: _Checksum = 0
+    error: _Text = ""
 
 
-@_CLOSED
-class OfferBody(TypedDict):
-    """ "offer/ID/N": starts a round. The receiver answers with "ready", unless it has sent that before."""
+class Left(_Message):
+    """Ends the session."""
 
+
+class Ping(_Message):
+    """Asks whether the sender lives; answered by "pong", or by "dropped" if the session has ended."""
+
+
+# --- of the sender
+
+
+class Manifest(_Message):
+    """What the weights are, as JSON (`WeightManifest.to_json`)."""
+
+    text: Annotated[str, Meta(max_length=MAX_MANIFEST_BYTES)]
+
+
+class Offer(_Message):
+    """Starts a round. The receiver answers with "ready", unless it has sent that before."""
+
+    round: _Round
     version: _Number
     transport: _Name
-    bucket_bytes: Annotated[int, Field(ge=MIN_BUCKET_BYTES, lt=1 << 62)]
+    bucket_bytes: Annotated[int, Meta(ge=MIN_BUCKET_BYTES, lt=1 << 62)]
 
 
-@_CLOSED
-class GoBody(TypedDict):
-    """ "go/ID/N": the rank of the receiver in a group, which it connects to now."""
+class Go(_Message):
+    """The rank of the receiver in a group, which it connects to now, and from which it receives the version."""
 
+    round: _Round
     group: _Number
-    rank: Annotated[int, Field(ge=1, le=MAX_RANK)]
-    size: Annotated[int, Field(ge=2, le=MAX_RANK + 1)]
+    rank: _Rank
+    size: Annotated[int, Meta(ge=2, le=MAX_RANK + 1)]
 
 
-@_CLOSED
-class AbortBody(TypedDict):
-    """ "abort/ID/N": the reason why the broadcast was aborted. The receiver answers with "received"."""
+class Patience(_Message):
+    """The sender waits for other receivers. Extends the deadline for its next message."""
+
+    round: _Round
+
+
+class Sent(_Message):
+    """The checksum of the bytes sent."""
+
+    round: _Round
+    checksum: _Checksum
+
+
+class Abort(_Message):
+    """The reason why the broadcast was aborted. The receiver answers with "received", unless it has sent that."""
+
+    round: _Round
+    reason: _Text
+
+
+class Dropped(_Message):
+    """The reason why the sender has ended the session. The receiver joins again."""
 
     reason: _Text
 
 
-@_CLOSED
-class DroppedBody(TypedDict):
-    """ "dropped/ID": the reason why the receiver was dropped. It joins again with a new id."""
-
-    reason: _Text
+class Closed(_Message):
+    """The sender closes."""
 
 
-MEMBER = TypeAdapter(MemberBody)
-READY = TypeAdapter(ReadyBody)
-RECEIVED = TypeAdapter(ReceivedBody)
-SINCE = TypeAdapter(SinceBody)
-OFFER = TypeAdapter(OfferBody)
-GO = TypeAdapter(GoBody)
-ABORT = TypeAdapter(AbortBody)
-DROPPED = TypeAdapter(DroppedBody)
+class Pong(_Message):
+    """The sender lives."""
+
+
+TO_SENDER = kinds(Join, Up, Ready, Holding, Received, Left, Ping, Ask)
+TO_RECEIVER = kinds(Manifest, Offer, Go, Patience, Sent, Abort, Dropped, Closed, Pong, Reply)

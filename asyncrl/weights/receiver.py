@@ -6,62 +6,42 @@ The engine's thread calls `staged`, `loaded` and `hold`, which never block. The 
     waits for                                  woken by                       deadline
     a sender at the address                    the connection                 none
     `engine_is_up`                             polled                         none
-    an offer                                   a ring of the sender's store   none
+    an offer                                   messages of the sender         none
     free staging: the engine has loaded or     polled                         none; the sender's own
       not taken the version that is there                                       (`hold` extends it)
-    "go"                                       a ring of the sender's store   2 * timeout_s, again after "patience"
-    the transport: connect, each bucket,       the transport; an abort is     timeout_s each
-      checksums                                  polled meanwhile
-    "abort", after the transport failed        a ring of the sender's store   timeout_s, again after "patience"
+    "go"                                       messages of the sender         2 * timeout_s, again after "patience"
+    the transport: connect, each bucket        the transport; messages are    timeout_s each
+                                                 heard meanwhile
+    "sent"                                     messages of the sender         timeout_s, again after "patience"
 
-A wait that ends at its deadline loses the session: the receiver joins again under a new id.
+A wait that ends at its deadline loses the session: the receiver joins again.
 """
 
 from __future__ import annotations
 
-import math
 import threading
 import time
-import uuid
 from collections.abc import Callable
 
 import structlog
 import torch
-from pydantic import TypeAdapter
 
 from asyncrl.errors import AsyncrlError, ConfigError, ProtocolError, RunError
 from asyncrl.util.processes import normal_priority
 from asyncrl.weights import transports
 from asyncrl.weights.buckets import WeightManifest, buckets, empty_buffer
-from asyncrl.weights.mailbox import (
-    BadMessage,
-    Interrupted,
-    Mailbox,
-    Round,
-    RoundAborted,
-    SessionLost,
-    T,
-    Wait,
-    dropped_name,
-    raise_if_dropped,
-)
-from asyncrl.weights.messages import ABORT, GO, OFFER, SINCE, GoBody, MemberBody, OfferBody
+from asyncrl.weights.messages import Go, Holding, Left, Offer, Ready, Received, Sent, Up
+from asyncrl.weights.session import IDLE_S, Session
 from asyncrl.weights.staging import StagedWeights, Staging
 from asyncrl.weights.transports import ProcessGroup, abandon, broadcast, share
-from asyncrl.wire.store import StoreLostError
-from asyncrl.wire.store_client import StoreClient
+from asyncrl.weights.waits import Interrupted, RoundAborted, SenderClosed, SessionLost, Wait
+from asyncrl.wire.channel import BadServerError, ServerLostError
 from asyncrl.wire.torch_store import TorchStore
 
 log = structlog.get_logger()
 
-_IDLE_POLL_S = 0.2
-"""Interval of the checks for a message without a ring."""
 _LOCAL_POLL_S = 0.02
-"""The same while waiting for the engine of this process."""
-_ABORT_POLL_S = 0.05
-"""Interval of the checks for an abort during a broadcast."""
-_LEAVE_S = 0.5
-"""Time to notify the sender that this generator leaves."""
+"""Interval of the checks while waiting for the engine of this process."""
 _REJOIN_S = 1.0
 """Pause between two sessions."""
 
@@ -76,7 +56,7 @@ class WeightReceiver:
 
     def __init__(
         self,
-        store_address: str,
+        address: str,
         *,
         rank: int,
         transport: str,
@@ -84,27 +64,28 @@ class WeightReceiver:
         max_bytes: int,
         device: str = "cpu",
         keeps: Callable[[int], bool] = lambda version: False,
+        run_id: str = "",
         keys: str = "",
     ) -> None:
         """Weights of more than `max_bytes` are refused before memory is allocated for them. A version for which `keeps`
         is true is not overwritten by a newer one before it is loaded, unless nothing has been loaded yet. `keys` is the
-        file with the run's CURVE keys, if the sender's store requires them."""
+        file with the run's CURVE keys, if the sender requires them."""
         if rank < 1:
             raise RunError(f"weight receiver: rank {rank} is not at least 1 (generator index + 1)")
         self._max_bytes = max_bytes
-        self._address = store_address
+        self._address = address
         self._rank = rank
         self._transport = transport
         self._timeout_s = timeout_s
         self._device = transports.with_index(device)
-        self._keys = keys
-        self._store: StoreClient | None = None
+        self._run_id, self._keys = run_id, keys
+        self._session: Session | None = None
         self._manifest: WeightManifest | None = None
         self._buffer = torch.empty(0)
         self._group: ProcessGroup | None = None
         self._group_number = 0
         self._staging = Staging(keeps)
-        self._phase, self._warned = "start", False
+        self._warned = False
         self._error: Exception | None = None
         self._engine_up = threading.Event()
         self._stop = threading.Event()
@@ -135,12 +116,12 @@ class WeightReceiver:
     def _check(self) -> None:
         if self._error is not None:
             raise self._error
-        store = self._store
-        silent_s = 0.0 if store is None else time.monotonic() - store.heard_s
+        session = self._session
+        silent_s = 0.0 if session is None else session.silent_s()
         is_silent = silent_s > 1.25 * self._timeout_s and self._thread.is_alive()
         warns, self._warned = is_silent and not self._warned, is_silent
-        if warns:
-            log.warning("learner rank 0 is silent", silent_s=round(silent_s, 1), phase=self._phase)
+        if warns and session is not None:
+            log.warning("learner rank 0 is silent", silent_s=round(silent_s, 1), phase=session.phase)
 
     def loaded(self, staged: StagedWeights) -> None:
         """States that the engine runs on this version now, which frees staging for the next one."""
@@ -157,7 +138,7 @@ class WeightReceiver:
     def _run(self) -> None:
         try:
             while not self._stop.is_set():
-                self._session()
+                self._join()
         except Interrupted:
             pass  # closed
         except AsyncrlError as error:
@@ -168,119 +149,101 @@ class WeightReceiver:
         finally:
             self._drop_group()
 
-    def _session(self) -> None:
+    def _join(self) -> None:
         """Joins a sender and serves it until it closes, is gone, or does not answer."""
-        self._phase = "let this generator join"
-        incarnation = uuid.uuid4().hex
         self._manifest = None
+        session = Session(
+            self._address,
+            run_id=self._run_id,
+            keys=self._keys,
+            rank=self._rank,
+            device=transports.device_name(self._device),
+            timeout_s=self._timeout_s,
+            check=self._raise_if_closed,
+        )
         try:
-            # Connects as soon as a sender listens.
-            store = StoreClient(self._address, keys=self._keys, timeout_s=math.inf, check=self._raise_if_closed)
-        except StoreLostError as error:  # it listens but does not admit this generator
-            log.warning("the weights' store does not answer", reason=str(error))
-            self._stop.wait(_REJOIN_S)
-            return
-        self._store, mail = store, Mailbox(store)
-        try:
-            number, device = mail.count("members", 1), transports.device_name(self._device)
-            member: MemberBody = {"id": incarnation, "rank": self._rank, "device": device}
-            mail.put(f"member/{number}", member)
+            session.await_manifest()
+            self._session = session
             try:
-                self._serve(mail, store, incarnation)
+                self._serve(session)
             finally:
-                store.check, store.answer_s = _nothing, _LEAVE_S  # also where this side is being closed
-                mail.put(f"left/{incarnation}", {})
-                mail.count("left", 1)
-        except (SessionLost, BadMessage) as reason:
-            log.warning("joins the weights again", phase=self._phase, reason=str(reason))
-        except StoreLostError as error:
-            log.warning("learner rank 0 is gone", phase=self._phase, reason=str(error))
+                session.say(Left())
+        except SenderClosed:
+            pass
+        except (SessionLost, BadServerError) as reason:
+            log.warning("joins the weights again", phase=session.phase, reason=str(reason))
+        except ServerLostError as error:
+            log.warning("learner rank 0 is gone", phase=session.phase, reason=str(error))
         finally:
-            self._store = None
-            store.close()
-        self._drop_group()
+            self._session = None
+            session.client.close()
+            self._drop_group()
         self._stop.wait(_REJOIN_S)
 
-    def _serve(self, mail: Mailbox, store: StoreClient, incarnation: str) -> None:
-        round_, announced = Round(mail, incarnation, 1), False
+    def _serve(self, session: Session) -> None:
+        announced = False
         while True:
             if not announced and self._engine_up.is_set():
                 transports.use_own_stream(self._device)
-                mail.put(f"up/{incarnation}", {})
+                session.say(Up())
                 announced = True
-            self._phase = "announce a version"
-            offer = round_.read("offer", OFFER) if announced else None
+            session.phase = "announce a version"
+            offer = session.next_offer()
             if offer is None:
-                closed, dropped = mail.look(["closed", dropped_name(incarnation)])
-                if closed is not None:
-                    return
-                raise_if_dropped(mail, incarnation, dropped)
-                if self._manifest is not None and self._staging.free:
-                    self._say_ready(round_)  # the next version need not wait for that
-                self._pause(store, _IDLE_POLL_S if round_.ready else _LOCAL_POLL_S)
+                is_ready = self._manifest is not None and self._staging.free
+                if is_ready:
+                    self._say_ready(session, session.round + 1)  # the next version need not wait for that
+                session.listen(IDLE_S if is_ready else _LOCAL_POLL_S)
                 continue
             try:
                 with normal_priority():  # the sender waits
-                    self._receive(round_, store, offer)
+                    self._receive(session, offer)
             except RoundAborted as error:
-                log.info("weights not received", version=offer["version"], reason=str(error))
-                round_.answer({"error": str(error)})
-            round_ = Round(mail, incarnation, round_.number + 1)
+                log.info("weights not received", version=offer.version, reason=str(error))
+                session.say_once(Received(offer.round, error=str(error)))
 
-    def _receive(self, round_: Round, store: StoreClient, offer: OfferBody) -> None:
+    def _receive(self, session: Session, offer: Offer) -> None:
         """Runs one round, from an offer to complete staging. Raises RoundAborted if it fails."""
-        version = offer["version"]
-        manifest = self._prepare(round_.mail, offer)
-        self._await_staging(round_)
-        self._say_ready(round_)
+        manifest = self._prepare(session, offer)
+        self._await_staging(session)
+        self._say_ready(session, offer.round)
         # Twice the deadline: the other generators have timeout_s of their own to become ready.
-        go = self._await(round_, store, "go", GO, f"start to send version {version}", 2 * self._timeout_s)
+        go = session.wait_for(Go, f"start to send version {offer.version}", 2 * self._timeout_s)
         try:
-            group = self._connected(store, offer, go)
-            parts = buckets(self._buffer, offer["bucket_bytes"])
-            check = self._checker(round_)
-            checksum = broadcast(group, parts, sends=False, timeout_s=self._timeout_s, check=check)
+            group = self._connected(session, offer, go)
+            parts = buckets(self._buffer, offer.bucket_bytes)
+            checksum = broadcast(group, parts, sends=False, timeout_s=self._timeout_s, check=session.check)
+            share(group, 0, device=self._buffer.device, timeout_s=self._timeout_s, check=session.check)
+        except AsyncrlError:
+            raise
         except (RuntimeError, TimeoutError) as error:
             raise RoundAborted(str(error).splitlines()[0]) from None
-        round_.answer({"checksum": checksum})
-        if self._sent(round_, store, group, checksum) == checksum:
-            tensors = manifest.views(self._buffer)
-            self._staging.put(StagedWeights(version, checksum, tensors, round_.incarnation))
+        session.say_once(Received(offer.round, checksum))
+        sent = session.wait_for(Sent, "say what became of a version", self._timeout_s)
+        if sent.checksum == checksum:
+            self._staging.put(StagedWeights(offer.version, checksum, manifest.views(self._buffer), session.id))
         self._group = group
 
-    def _sent(self, round_: Round, store: StoreClient, group: ProcessGroup, checksum: int) -> int:
-        """Exchanges checksums and returns the sender's."""
-        device, check = self._buffer.device, self._checker(round_)
-        try:
-            return share(group, checksum, device=device, timeout_s=self._timeout_s, check=check)[0]
-        except (RuntimeError, TimeoutError):  # the sender may not have noticed
-            abort = self._await(round_, store, "abort", ABORT, "say what became of a version", self._timeout_s)
-            raise RoundAborted(abort["reason"]) from None
+    def _say_ready(self, session: Session, number: int) -> None:
+        session.say_once(Ready(number, self._staging.loaded_in(session.id)))
 
-    def _say_ready(self, round_: Round) -> None:
-        if not round_.ready:
-            round_.ready = True
-            loaded = self._staging.loaded
-            here = loaded is not None and loaded["session"] == round_.incarnation
-            round_.put("ready", {"loaded": loaded if here else None})
-
-    def _await_staging(self, round_: Round) -> None:
+    def _await_staging(self, session: Session) -> None:
         """Returns when the next version may be written to staging."""
-        wait, holding_sent_s, check = Wait(), time.monotonic(), self._checker(round_)
+        wait, holding_sent_s = Wait(), time.monotonic()
         while not self._staging.reclaim():
-            check()
+            session.check()
             if self._staging.held_s > holding_sent_s and time.monotonic() - holding_sent_s > self._timeout_s / 4:
                 holding_sent_s = time.monotonic()
-                round_.put("holding", {"since_s": holding_sent_s})
+                session.say(Holding(session.round))
             wait.look()
-            self._stop.wait(wait.pause_s)  # the engine of this process does not ring
+            self._stop.wait(wait.pause_s)  # the engine of this process does not wake this thread
 
-    def _prepare(self, mail: Mailbox, offer: OfferBody) -> WeightManifest:
-        name = offer["transport"]
+    def _prepare(self, session: Session, offer: Offer) -> WeightManifest:
+        name = offer.transport
         if name != self._transport and (self._transport != "auto" or name not in transports.TRANSPORTS):
             raise ConfigError(f"weights.transport: the learner sends by {name!r}, here it is {self._transport!r}")
         if self._manifest is None:
-            manifest = WeightManifest.from_json(mail.look(["manifest"])[0] or b"")
+            manifest = WeightManifest.from_json(session.manifest)
             if manifest.num_bytes > self._max_bytes:
                 raise ProtocolError(
                     f"manifest of the weights: {manifest.num_bytes} bytes described, but the model of this generator "
@@ -292,28 +255,16 @@ class WeightReceiver:
             self._manifest = manifest
         return self._manifest
 
-    def _connected(self, store: StoreClient, offer: OfferBody, go: GoBody) -> ProcessGroup:
+    def _connected(self, session: Session, offer: Offer, go: Go) -> ProcessGroup:
         """Takes the group to receive from. The caller puts it back after success: a failed group is not reused."""
-        if self._group is None or self._group_number != go["group"]:
+        if self._group is None or self._group_number != go.group:
             self._drop_group()
-            member = transports.Member(go["rank"], go["size"], self._device, self._timeout_s)
-            group_store = TorchStore(store, f"group/{go['group']}/", self._timeout_s)
-            self._group = transports.find_transport(offer["transport"]).connect(group_store, member)
-            self._group_number = go["group"]
+            member = transports.Member(go.rank, go.size, self._device, self._timeout_s)
+            group_store = TorchStore(session.store, f"group/{go.group}/", self._timeout_s)
+            self._group = transports.find_transport(offer.transport).connect(group_store, member)
+            self._group_number = go.group
         group, self._group = self._group, None
         return group
-
-    def _checker(self, round_: Round) -> Callable[[], None]:
-        looked = time.monotonic()
-
-        def check() -> None:
-            nonlocal looked
-            if time.monotonic() - looked > _ABORT_POLL_S:
-                looked = time.monotonic()
-                round_.raise_if_over()
-            self._raise_if_closed()
-
-        return check
 
     def _drop_group(self) -> None:
         if self._group is not None:
@@ -323,26 +274,3 @@ class WeightReceiver:
     def _raise_if_closed(self) -> None:
         if self._stop.is_set():
             raise Interrupted
-
-    def _pause(self, store: StoreClient, seconds: float) -> None:
-        """Waits for a ring of the sender, at most `seconds`."""
-        store.await_ring(seconds)
-        self._raise_if_closed()
-
-    def _await(
-        self, round_: Round, store: StoreClient, what: str, kind: TypeAdapter[T], phase: str, timeout_s: float
-    ) -> T:
-        self._phase = phase
-        wait, asked_for = Wait(), None
-        while (message := round_.read(what, kind)) is None:
-            round_.raise_if_over()
-            if wait.look() > timeout_s:
-                before, asked_for = asked_for, round_.read("patience", SINCE)
-                if asked_for == before:
-                    raise SessionLost(f"learner rank 0 did not {phase} within {timeout_s:g} s")
-                wait = Wait()
-            self._pause(store, _IDLE_POLL_S)
-        return message
-
-
-def _nothing() -> None: ...

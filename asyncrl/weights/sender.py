@@ -1,13 +1,14 @@
 """The learner's side of weight synchronization: copies each version and broadcasts it while training continues.
 
-Two threads share one buffer (`broadcast.py` draws a round):
+Three threads (`broadcast.py` draws a round); the first two share one buffer:
 
     the learner's     `send`: waits for the previous broadcast (`wait`); woken by the background thread. Then fills the
                       buffer while the background thread already sends the buckets that are full.
-    weight-sender     between rounds: waits for a new version or a generator that joined late; woken by `send` and
-                      `close`, else every _LOOK_S. In a round: waits for messages of receivers, polled in the store in
-                      this process; for full buckets, woken by `fill`; and for the transport, polled. Each of these
-                      waits has a deadline and ends early on `close`.
+    weight-sender     between rounds: waits for a new version or a generator that joined late; woken by `send`, `close`
+                      and messages of receivers. In a round: waits for messages of receivers, woken by them; for full
+                      buckets, woken by `fill`; and for the transport, polled. Each of these waits has a deadline and
+                      ends early on `close`.
+    channel-weights   reads the messages of receivers; woken by its socket.
 
 Generators may come and go at any time. One that joins late, or again, gets the current version between two sends.
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable
+from typing import Any
 
 import structlog
 import torch
@@ -25,15 +27,19 @@ from torch import Tensor
 from asyncrl.errors import AsyncrlError, PeerTimeoutError, RunError
 from asyncrl.weights.broadcast import Delivery, WeightSyncStats
 from asyncrl.weights.buckets import BUCKET_BYTES, MIN_BUCKET_BYTES, WeightBuffer, WeightManifest
-from asyncrl.weights.mailbox import Interrupted, Mailbox, Wait
 from asyncrl.weights.membership import Membership
+from asyncrl.weights.messages import TO_SENDER
 from asyncrl.weights.transports import choose_transport, device_name, find_transport, use_own_stream, with_index
-from asyncrl.wire.store_server import StoreServer
+from asyncrl.weights.waits import Interrupted, Wait
+from asyncrl.wire.channel import Server
+from asyncrl.wire.store import Ask, Store
 
 log = structlog.get_logger()
 
 _LOOK_S = 0.05
-"""Interval of the checks for generators that joined late."""
+"""Interval of the checks whether the background thread is stuck."""
+_LEAVE_S = 0.5
+"""Time for the generators to leave a sender that closes."""
 _STUCK_PHASES, _STUCK_S = 3, 10.0
 """Deadlines and additional seconds after which a background thread that polls nothing counts as stuck: no single call
 takes longer than one deadline."""
@@ -42,13 +48,13 @@ takes longer than one deadline."""
 class WeightSender:
     """Broadcasts policy weights to all generators while the learner continues to train.
 
-    Runs in learner rank 0, serves the store at `store_address`, and is rank 0 of every group. Errors of the background
+    Runs in learner rank 0, listens at `address`, and is rank 0 of every group. Errors of the background
     thread are raised by the next `send` or `wait`: an AsyncrlError if the cause is known, otherwise the error itself.
     """
 
     def __init__(
         self,
-        store_address: str,
+        address: str,
         manifest: WeightManifest,
         *,
         expected_generators: int,
@@ -57,12 +63,14 @@ class WeightSender:
         timeout_s: float,
         start_timeout_s: float | None = None,
         device: str = "cpu",
+        run_id: str = "",
         keys: str = "",
     ) -> None:
         """`manifest` describes the weights of every `send`. `timeout_s` is the deadline of each phase. On a GPU,
         `transport` "auto" depends on the devices of the generators: the first `send` waits for `expected_generators`
-        of them, at most `start_timeout_s` (default: `timeout_s`). The store listens at a ZeroMQ address; with a file of
-        `keys` it admits only peers with the run's keys. Raises ConfigError if the address is in use."""
+        of them, at most `start_timeout_s` (default: `timeout_s`). The address is one of ZeroMQ. Messages without the
+        `run_id` are refused; with a file of `keys` only peers with the run's keys are admitted. Raises ConfigError if
+        the address is in use."""
         self.stats = WeightSyncStats()
         self._expected_generators = expected_generators
         self._transport = transport
@@ -70,10 +78,10 @@ class WeightSender:
         self._device = with_index(device)
         self._timeout_s = timeout_s
         self._manifest = manifest
-        self._store = StoreServer(store_address, "weights", keys=keys)
-        self._mail = Mailbox(self._store.values)
-        self._mail.store.set("manifest", manifest.to_json())
-        self._membership = Membership(self._mail, self._raise_if_stopping, self._store.ring)
+        self._changed = threading.Condition()
+        self._channel = Server(address, "weights", TO_SENDER, run_id=run_id, keys=keys)
+        self._store = Store(self._channel.send)
+        self._membership = Membership(self._channel.send, manifest.to_json(), self._changed, self._raise_if_stopping)
         self._delivery = Delivery(
             store=self._store,
             membership=self._membership,
@@ -90,8 +98,8 @@ class WeightSender:
         """Checks of the background thread whether to stop; the number does not change in a stuck thread."""
         self._busy = False
         self._stopping = False
-        self._changed = threading.Condition()
         self._buffer_lock = threading.Lock()
+        self._channel.start(self._hear, self._membership.refuse)
         self._thread = threading.Thread(target=self._run, name="weight-sender", daemon=True)
         self._thread.start()
 
@@ -142,14 +150,9 @@ class WeightSender:
         self._thread.join(timeout=1.0)
         if self._thread.is_alive():  # inside a call of the transport that ends at its own deadline
             return
-        self._mail.put("closed", {})
-        self._membership.wake()
-        deadline = time.monotonic() + 0.5
-        while time.monotonic() < deadline and self._membership.present():
-            time.sleep(0.005)
+        self._membership.close(_LEAVE_S)
         self._delivery.drop_group()
-        self._store.close()
-        del self._membership, self._mail, self._delivery
+        self._channel.close()
 
     def _make_buffer(self) -> WeightBuffer:
         self._delivery.transport = transport = self._choose_transport()
@@ -165,6 +168,14 @@ class WeightSender:
         devices = [peer.device for peer in self._membership.present()]
         return choose_transport("auto", [here, *devices] if devices else ["cpu"])
 
+    # --- the channel's thread
+
+    def _hear(self, peer: bytes, message: Any) -> None:
+        if isinstance(message, Ask):
+            self._store.hear(peer, message)
+        else:
+            self._membership.hear(peer, message)
+
     # --- the background thread
 
     def _run(self) -> None:
@@ -172,15 +183,14 @@ class WeightSender:
             use_own_stream(self._device)
             while True:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._busy or self._stopping, timeout=_LOOK_S)
+                    self._changed.wait_for(self._has_work)
                 self._raise_if_stopping()
                 with self._buffer_lock:
-                    if self._buffer is not None:
-                        self._delivery.deliver(self._version, self._buffer)
-                        with self._changed:
-                            self._busy = False
-                            self._changed.notify_all()
-                        self._delivery.tidy()
+                    assert self._buffer is not None
+                    self._delivery.deliver(self._version, self._buffer)
+                    with self._changed:
+                        self._busy = False
+                        self._changed.notify_all()
         except Interrupted:
             self._fail(RunError("the weight sender was closed"))
         except AsyncrlError as error:
@@ -188,6 +198,10 @@ class WeightSender:
         except Exception as error:  # handed over to the thread that calls send or wait
             log.exception("weight sender failed")
             self._fail(error.with_traceback(None))
+
+    def _has_work(self) -> bool:
+        late = self._buffer is not None and bool(self._membership.behind(self._version))
+        return late or self._busy or self._stopping
 
     def _fail(self, error: Exception) -> None:
         with self._changed:

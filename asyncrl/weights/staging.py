@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from asyncrl.weights.messages import LoadedBody
+from asyncrl.weights.messages import Loaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,7 @@ class Staging:
 
     def __init__(self, keeps: Callable[[int], bool]) -> None:
         """A version for which `keeps` is true is not replaced by a newer one, unless nothing has been loaded yet."""
-        self.loaded: LoadedBody | None = None
-        """The version the engine runs on, and the session in which it arrived."""
+        self._loaded: StagedWeights | None = None
         self.held_s = 0.0
         """When `hold` was last called."""
         self._keeps = keeps
@@ -48,10 +47,15 @@ class Staging:
         """Makes a complete version available to the engine."""
         self._staged = staged
 
+    def loaded_in(self, session: str) -> Loaded | None:
+        """The version that the engine runs on, if it arrived in this session."""
+        loaded = self._loaded
+        return Loaded(loaded.version, loaded.checksum) if loaded is not None and loaded.session == session else None
+
     def reclaim(self) -> bool:
         """Frees staging for the next version, dropping one that was not taken. False while one is in use or kept."""
         with self._handover:
-            kept = self._staged is not None and self.loaded is not None and self._keeps(self._staged.version)
+            kept = self._staged is not None and self._loaded is not None and self._keeps(self._staged.version)
             if self._in_use or kept:
                 return False
             self._staged = None
@@ -68,7 +72,7 @@ class Staging:
 
     def release(self, staged: StagedWeights) -> None:
         """The engine runs on this version now and no longer reads staging."""
-        self.loaded = {"version": staged.version, "checksum": staged.checksum, "session": staged.session}
+        self._loaded = replace(staged, tensors=[])
         self._in_use = False
 
     def hold(self) -> None:

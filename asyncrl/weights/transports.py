@@ -27,7 +27,7 @@ from asyncrl.config import Config
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.util.user_code import resolve
 from asyncrl.weights.buckets import checksum
-from asyncrl.weights.mailbox import POLL_S, Wait
+from asyncrl.weights.waits import POLL_S, Wait
 
 log = structlog.get_logger()
 
@@ -214,19 +214,28 @@ _NCCL_VARIABLES = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MO
 """Keep NCCL's watchdog from ending the whole process when another member is gone. Read by the constructor."""
 
 
+_environments: list[dict[str, str | None]] = []
+"""The variables before the first of the blocks that overlap in several threads, once for each block."""
+_environments_lock = threading.Lock()
+
+
 @contextmanager
 def _environment(values: dict[str, str]) -> Iterator[None]:
-    """Sets these environment variables for the time of the block."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
+    """Sets these environment variables for the time of the block, or of all blocks that overlap."""
+    with _environments_lock:
+        before = _environments[0] if _environments else {name: os.environ.get(name) for name in values}
+        _environments.append(before)
+        os.environ.update(values)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        with _environments_lock:
+            _environments.pop()
+            for name, value in () if _environments else before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
 
 
 def _nccl_ends(work: Work, seconds: float) -> bool:

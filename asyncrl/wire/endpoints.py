@@ -14,7 +14,7 @@ class Endpoints:
     replay: str
     """ZeroMQ address of the replay queue."""
     weights: str
-    """ZeroMQ address of the key-value store that learner rank 0 serves for weight synchronization."""
+    """ZeroMQ address of the channel on which learner rank 0 announces weights."""
     learners: str
     """ZeroMQ address of the store through which the learner ranks rendezvous; rank 0 serves it."""
     host: str = "127.0.0.1"

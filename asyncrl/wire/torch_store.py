@@ -7,14 +7,14 @@ from datetime import timedelta
 
 from torch._C import _distributed_c10d as c10d
 
-from asyncrl.wire.store import Store
+from asyncrl.wire.store import RemoteStore, Store
 
 
 class TorchStore(c10d.Store):
-    """A torch store backed by a `Store`. Keep a reference for the lifetime of each process group created with it: torch
-    holds only the C++ part of the object."""
+    """A torch store backed by one of ours. Keep a reference for the lifetime of each process group created with it:
+    torch holds only the C++ part of the object."""
 
-    def __init__(self, store: Store, prefix: str, timeout_s: float) -> None:
+    def __init__(self, store: Store | RemoteStore, prefix: str, timeout_s: float) -> None:
         """All keys start with `prefix`; `timeout_s` is the default deadline of waits."""
         super().__init__()
         self._store = store
@@ -23,28 +23,29 @@ class TorchStore(c10d.Store):
 
     def set(self, key: str, value: bytes | str) -> None:
         """Sets the value of a key."""
-        self._store.set(self._prefix + key, value)
+        self._store.ask("set", [self._prefix + key], value.encode() if isinstance(value, str) else bytes(value))
 
     def get(self, key: str) -> bytes:
         """Waits for a key and returns its value."""
-        return self._store.wait([self._prefix + key], self._timeout_s)[0]
+        (value,) = self._store.ask("wait", [self._prefix + key], within_s=self._timeout_s).values
+        return value or b""
 
     def add(self, key: str, value: int) -> int:
-        """Adds to a counter and returns its new value."""
-        return self._store.add(self._prefix + key, value)
+        """Adds to a counter, which starts at 0, and returns its new value."""
+        return self._store.ask("add", [self._prefix + key], more=value).count
 
     def check(self, keys: Sequence[str]) -> bool:
         """True if all keys are there."""
-        return None not in self._store.peek([self._prefix + key for key in keys])
+        return None not in self._store.ask("get", [self._prefix + key for key in keys]).values
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Returns when all keys are there."""
+        """Returns when all keys are there. Raises TimeoutError."""
         seconds = self._timeout_s if timeout is None else timeout.total_seconds()
-        self._store.wait([self._prefix + key for key in keys], seconds)
+        self._store.ask("wait", [self._prefix + key for key in keys], within_s=seconds)
 
     def delete_key(self, key: str) -> bool:
         """Deletes a key. Returns True if it was there."""
-        return self._store.delete(self._prefix + key)
+        return bool(self._store.ask("delete", [self._prefix + key]).count)
 
     def clone(self) -> TorchStore:
         """Returns the store itself, which is thread-safe; the threads of NCCL ask for a copy."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 
+import msgspec
 import pytest
+from nccl_like import await_true
 from structlog.testing import capture_logs
 from weight_parts import (
     Process,
+    RawReceiver,
     assert_holds,
     joined,
     load_next,
@@ -21,17 +23,17 @@ from weight_parts import (
     weights,
 )
 
-from asyncrl.errors import RunError
+from asyncrl.errors import ProtocolError, RunError
 from asyncrl.weights import broadcast as delivery
 from asyncrl.weights import sender as sender_module
 from asyncrl.weights import transports
 from asyncrl.weights.broadcast import Delivery
-from asyncrl.weights.mailbox import Mailbox
-from asyncrl.weights.membership import MAX_UNREAD, Membership, Peer
-from asyncrl.weights.messages import READY
+from asyncrl.weights.membership import Membership
+from asyncrl.weights.messages import Holding, Join, Offer, Ready
 from asyncrl.weights.receiver import WeightReceiver
 from asyncrl.weights.transports import TRANSPORTS
-from asyncrl.wire.store import Values
+from asyncrl.wire import channel
+from asyncrl.wire.bad_peers import MAX_BAD_MESSAGES
 
 SLACK_S = 8.0
 """What a busy machine may add to a deadline."""
@@ -206,96 +208,143 @@ def test_a_transport_that_never_works_is_an_error(address: str, cleanup: list, m
         sender.wait()
 
 
-def announce(mail: Mailbox, message: object) -> int:
-    number = mail.count("members", 1)
-    mail.store.set(f"member/{number}", message if isinstance(message, str) else json.dumps(message))
-    return number
-
-
-def make_roster() -> tuple[Mailbox, Membership]:
-    mail = Mailbox(Values())
-    return mail, Membership(mail, check=lambda: None, ring=lambda: None)
-
-
-MEMBER = {"id": "ab", "rank": 1, "device": "cpu"}
-RUBBISH = ["", "{", "\xff", "[" * 9999, 1, None, [], {}, {"loaded": {}}, {"loaded": {"version": 1}}]
+MEMBER = {"rank": 1, "device": "cpu"}
+RUBBISH = ["", b"\xff", 1, None, [], {}, {"loaded": {}}, {"round": 1, "loaded": {"version": 1}}, {"round": -1}]
 RUBBISH_MEMBERS = [
-    {name: MEMBER[name] for name in MEMBER if name != "rank"},
-    *({**MEMBER, "rank": rank} for rank in (0, -1, "1", 1.5, None, True, 1 << 70)),
-    *({**MEMBER, name: value} for name in ("id", "device") for value in (1, "", [], "x" * 9999)),
+    {"device": "cpu"},
+    *({**MEMBER, "rank": rank} for rank in (0, -1, "1", 1.5, None, True, 1 << 63)),
+    *({**MEMBER, "device": value} for value in (1, "", [], "x" * 9999)),
     {**MEMBER, "more": 1},
 ]
 
 
 @pytest.mark.parametrize("message", [*RUBBISH, *RUBBISH_MEMBERS])
-def test_a_rubbish_announcement_is_counted_and_left_aside(message: object) -> None:
-    mail, membership = make_roster()
-    number = announce(mail, message)
-    announce(mail, MEMBER)
+def test_a_rubbish_announcement_is_counted_and_left_aside(address: str, cleanup: list, message: object) -> None:
+    sender = make_sender(address, cleanup)
+    stranger = RawReceiver(address, cleanup)
     with capture_logs() as logs:
-        assert [peer.id for peer in membership.present()] == [peer.id for peer in membership.present()] == ["ab"]
-    assert [entry["event"] for entry in logs] == ["bad announcement of a generator"]
-    assert logs[0]["error"].startswith("member/1")
-    assert (membership.bad_messages, mail.has(f"member/{number}")) == (1, False)
+        stranger.say("join", message)
+        RawReceiver(address, cleanup).join(1)
+        assert [peer.rank for peer in joined(sender, 1)._membership.present()] == [1]
+        await_true(lambda: logs, "it is not logged")
+    assert [entry["event"] for entry in logs] == ["bad message"]
+    assert logs[0]["error"].startswith("join: ")
+    assert (sender._channel.bad_peers.bad_messages, len(sender._membership._ids)) == (1, 1)
+    assert stranger.hears_nothing(0.05)
 
 
-def test_a_rubbish_counter_of_announcements_takes_neither_memory_nor_time() -> None:
-    mail, membership = make_roster()
+def test_announcements_without_end_take_neither_memory_nor_time(address: str, cleanup: list) -> None:
+    sender = make_sender(address, cleanup)
     started = time.monotonic()
-    with capture_logs() as logs:
-        for more in (1 << 33, MAX_UNREAD // 2 + 1, MAX_UNREAD // 2 + 1, -(1 << 34), 1 << 35):
-            mail.count("members", more)
-            assert membership.present() == []
-            assert len(membership._unread) <= MAX_UNREAD
-        announce(mail, MEMBER)
-        assert [peer.id for peer in membership.present()] == ["ab"]
+    many = RawReceiver(address, cleanup)
+    for number in range(300):
+        many.say("join", {"rank": 1 + number % 3, "device": "cpu"})
+    RawReceiver(address, cleanup).join(7)
+    await_true(lambda: 7 in sender._membership._peers, "it is not there")
+    assert len(sender._membership._ids) == len(sender._membership._peers) <= 4
     assert time.monotonic() - started < 5.0
-    assert [entry["event"] for entry in logs] == ["the counter of generators in the weights' store is implausible"]
+
+
+@pytest.mark.parametrize("frames", [[b""], [b"\xc1"], [b"\x93" * 5000], [b"a", b"b"]])
+def test_a_stranger_gets_nothing_and_changes_nothing_and_is_cut_off(
+    address: str, cleanup: list, frames: list[bytes]
+) -> None:
+    sender, stranger = make_sender(address, cleanup), RawReceiver(address, cleanup)
+    with capture_logs():
+        stranger.say("join", MEMBER, run_id="of another run")
+        for _ in range(MAX_BAD_MESSAGES):
+            stranger.say_raw(*frames)
+        stranger.say("ask", {"number": 1, "what": "get", "keys": ["a"]})  # fits, but it is cut off
+        stranger.say("join", MEMBER)
+        bad = sender._channel.bad_peers
+        await_true(lambda: bad.cut_off == 1, "it is not cut off")
+    assert stranger.hears_nothing()
+    assert (bad.bad_messages, sender._membership.present()) == (MAX_BAD_MESSAGES + 1, [])
+
+
+def test_messages_outside_a_session_change_nothing_and_a_ping_is_told_that_it_has_ended(
+    address: str, cleanup: list
+) -> None:
+    sender, peer = make_sender(address, cleanup), RawReceiver(address, cleanup)
+    peer.say("up", {})
+    peer.say("ready", {"round": 1, "loaded": None})
+    peer.say("ping", {})
+    assert peer.next() == ("dropped", {"reason": "the session has ended"})
+    peer.join(1).say("ping", {})
+    assert peer.next() == ("pong", {})
+    assert [peer.up for peer in sender._membership.present()] == [False]
 
 
 @pytest.mark.parametrize("message", RUBBISH)
 def test_a_rubbish_answer_is_told_apart_from_none(message: object) -> None:
-    mail, membership = make_roster()
-    peers = [Peer(rank, str(rank), "cpu", rank) for rank in (1, 2, 3)]
-    for peer in peers:
-        announce(mail, {"id": peer.id, "rank": peer.rank, "device": peer.device})
-    mail.store.set(peers[0].key("ready"), message if isinstance(message, str) else json.dumps(message))
-    mail.store.set(peers[1].key("holding"), "rubbish")
-    mail.put(peers[2].key("ready"), {"loaded": None})
-    answers, failed = membership.collect(peers, "ready", READY, 0.05)
-    assert answers == [(peers[2], {"loaded": None})]
+    membership = Membership(lambda peer, message: None, "", threading.Condition(), check=lambda: None)
+    for rank in (1, 2, 3):
+        membership.hear(bytes([rank]), Join(rank, "cpu"))
+    peers = membership.present()
+    membership.offer(peers, version=0, transport="gloo", bucket_bytes=1 << 20)
+    with pytest.raises(ProtocolError) as problem:
+        channel.read("ready", msgspec.Raw(msgspec.msgpack.encode(message)), {"ready": Ready})
+    membership.refuse(b"\1", "ready", str(problem.value))
+    membership.refuse(b"\2", "holding", "holding: rubbish")
+    membership.hear(b"\3", Ready(1, None))
+    answers, failed = membership.collect(peers, Ready, 0.05)
+    assert answers == [(peers[2], Ready(1, None))]
     (bad, why), (late, time_out) = failed
     assert (bad, late, time_out) == (peers[0], peers[1], "within 0.05 s")
-    assert why.startswith("(ready/1/0")
+    assert why.startswith("(ready: ")
+
+
+def test_an_answer_of_another_round_is_none_and_holding_extends_the_deadline_once() -> None:
+    sent: list = []
+    membership = Membership(
+        lambda peer, message: sent.append((peer, message)), "", threading.Condition(), check=lambda: None
+    )
+    for rank in (1, 2):
+        membership.hear(bytes([rank]), Join(rank, "cpu"))
+    peers = membership.present()
+    membership.offer(peers, version=0, transport="gloo", bucket_bytes=1 << 20)
+    assert isinstance(sent[-1][1], Offer)
+    membership.hear(b"\1", Ready(2, None))
+    membership.hear(b"\2", Ready(1, None))
+    membership.hear(b"\1", Holding(1))
+    started = time.monotonic()
+    answers, failed = membership.collect(peers, Ready, 0.2)
+    assert time.monotonic() - started > 0.4
+    assert (answers, failed) == ([(peers[1], Ready(1, None))], [(peers[0], "within 0.2 s")])
+    assert [(peer, type(message).__name__) for peer, message in sent[4:]] == [(b"\2", "Patience")] * 2
 
 
 def test_a_generator_that_answers_rubbish_is_dropped_and_the_others_go_on(address: str, cleanup: list) -> None:
     sender = make_sender(address, cleanup)
-    announce(sender._mail, {**MEMBER, "rank": 2})
-    sender._mail.put("up/ab", {})
-    sender._mail.put("ready/ab/1", {"loaded": {"version": 0}})
+    rubbish = RawReceiver(address, cleanup).join(2)
+    rubbish.say("up", {})
+    rubbish.say("ready", {"round": 1, "loaded": {"version": 0}})
     receiver = make_receiver(address, cleanup)
     with capture_logs() as logs:
         joined(sender, 2).send(0, weights(0))
         load_next(receiver, 0)
         sender.wait()
     (reason,) = drops(logs)
-    assert reason.startswith("generator 1 did not become ready to receive version 0 of the weights (ready/ab/1.loaded")
+    text = "generator 1 did not become ready to receive version 0 of the weights (ready: "
+    assert reason.startswith(text) and "$.loaded" in reason
     assert (sender.stats.count, sender.stats.dropped) == (1, 1)
+    assert [rubbish.next()[0] for _ in range(2)] == ["offer", "dropped"]
 
 
 @pytest.mark.parametrize("what", ["offer", "go"])
 def test_one_rubbish_message_ends_neither_side(
     address: str, cleanup: list, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    put, spoilt = Mailbox.put, []
+    encode, spoilt = channel.encode, []
 
-    def spoil(self: Mailbox, name: str, message: dict) -> None:
-        first = name.startswith(f"{what}/") and not spoilt
-        spoilt.extend([name] if first else [])
-        put(self, name, {"checksum": "1"} if first else message)
+    def spoil(run_id: str, message: msgspec.Struct) -> bytes:
+        frame = encode(run_id, message)
+        if type(message).__name__.lower() != what or spoilt:
+            return frame
+        spoilt.append(what)
+        return msgspec.msgpack.encode({**msgspec.msgpack.decode(frame), "fields": {"checksum": "1"}})
 
-    monkeypatch.setattr(Mailbox, "put", spoil)
+    monkeypatch.setattr(channel, "encode", spoil)
     receiver = make_receiver(address, cleanup, timeout_s=1.0)
     with capture_logs() as logs:
         sender = joined(make_sender(address, cleanup, timeout_s=1.0), 1)

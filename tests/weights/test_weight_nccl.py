@@ -30,7 +30,7 @@ from asyncrl.weights.transports import (
     transport_of,
     with_index,
 )
-from asyncrl.wire.store import Values
+from asyncrl.wire.store import Store
 from asyncrl.wire.torch_store import TorchStore
 
 CPU = torch.device("cpu")
@@ -73,7 +73,7 @@ def test_the_name_of_a_gpu_does_not_need_cuda(
 
 def test_a_group_is_connected_on_its_own_device_when_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     devices = use_nccl_like(monkeypatch)
-    store = TorchStore(Values(), "", 20.0)
+    store = TorchStore(Store(print), "", 20.0)
     groups = on_each(lambda rank: connect(rank, store))
     assert devices == [CPU, CPU]
     assert [one.environment for one in NcclLike.made] == [dict(zip(VARIABLES, ("0", "0", "20"), strict=True))] * 2
@@ -86,7 +86,7 @@ def test_a_group_is_connected_on_its_own_device_when_it_is_made(monkeypatch: pyt
 def test_the_variables_of_nccl_are_set_only_while_a_group_connects(monkeypatch: pytest.MonkeyPatch) -> None:
     use_nccl_like(monkeypatch)
     monkeypatch.setenv(VARIABLES[0], "3")
-    connect(0, TorchStore(Values(), "", 20.0), size=1)
+    connect(0, TorchStore(Store(print), "", 20.0), size=1)
     assert NcclLike.made[0].environment == dict(zip(VARIABLES, ("0", "0", "20"), strict=True))
     assert [os.environ.get(name) for name in VARIABLES] == ["3", None, None]
 
@@ -95,7 +95,7 @@ def test_who_waits_for_a_member_that_died_before_it_connected_has_a_deadline(mon
     use_nccl_like(monkeypatch)
     started = time.monotonic()
     with capture_logs() as logs, pytest.raises(DistBackendError, match="NCCL timeout"):
-        connect(0, TorchStore(Values(), "", 20.0), timeout_s=0.3)
+        connect(0, TorchStore(Store(print), "", 20.0), timeout_s=0.3)
     assert 0.3 <= time.monotonic() - started < 10.0
     assert NcclLike.made[0].aborted
     assert [entry["event"] for entry in logs] == ["a group of processes could not be aborted"]
@@ -137,8 +137,8 @@ def test_an_error_of_nccl_in_the_learner_is_a_failed_round(
     learner = joined(make_sender(address, cleanup, timeout_s=1.0), 1)
     if where == "connect":
         NcclLike.dead.add(0)
-        give_up = delivery.Delivery._abort
-        monkeypatch.setattr(delivery.Delivery, "_abort", lambda *args: (NcclLike.dead.clear(), give_up(*args))[-1])
+        conclude = delivery.Delivery._conclude
+        monkeypatch.setattr(delivery.Delivery, "_conclude", lambda *args: (NcclLike.dead.clear(), conclude(*args))[-1])
     else:
         NcclLike.fail_at = 3
     with capture_logs() as logs:

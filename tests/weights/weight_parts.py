@@ -14,12 +14,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from asyncrl.weights.buckets import WeightManifest
 from asyncrl.weights.receiver import WeightReceiver
 from asyncrl.weights.sender import WeightSender
 from asyncrl.weights.staging import StagedWeights
+from asyncrl.wire.channel import SCHEMA
+from asyncrl.wire.sockets import connect_dealer
 
 REPOSITORY = Path(__file__).parents[2]
 BUCKET_BYTES = 1 << 16
@@ -132,6 +135,34 @@ def on_each(function, ranks: tuple[int, ...] = (0, 1)) -> list:
     for thread in threads:
         thread.join(20.0)
     return results
+
+
+class RawReceiver:
+    """A connection to a sender that says what the test wants, and hears frames."""
+
+    def __init__(self, address: str, cleanup: list) -> None:
+        self._socket = connect_dealer(address, linger_s=0.0)
+        cleanup.append(self._socket.close)
+
+    def say(self, kind: str, fields: Any, *, run_id: str = "") -> None:
+        self.say_raw(msgspec.msgpack.encode({"v": SCHEMA, "run": run_id, "kind": kind, "fields": fields}))
+
+    def say_raw(self, *frames: bytes) -> None:
+        self._socket.send_multipart(frames)
+
+    def join(self, rank: int, device: str = "cpu") -> RawReceiver:
+        self.say("join", {"rank": rank, "device": device})
+        assert self.next()[0] == "manifest"
+        return self
+
+    def next(self, timeout_s: float = 10.0) -> tuple[str, dict[str, Any]]:
+        """Kind and fields of the next message."""
+        assert self._socket.poll(round(1e3 * timeout_s)), "nothing came"
+        message = msgspec.msgpack.decode(self._socket.recv())
+        return message["kind"], message["fields"]
+
+    def hears_nothing(self, seconds: float = 0.2) -> bool:
+        return not self._socket.poll(round(1e3 * seconds))
 
 
 class Process:
