@@ -183,7 +183,7 @@ def _needs_own_gpus(config: Config) -> bool:
     from asyncrl.weights.transports import AUTO_ON_GPUS, find_transport, transport_of  # imports torch
 
     name = transport_of(config)
-    return find_transport(AUTO_ON_GPUS if name == "auto" else name).on_device
+    return find_transport(AUTO_ON_GPUS if name == "auto" else name).needs_own_gpu
 
 
 def _names(gpus: Sequence[Gpu]) -> str:

@@ -23,13 +23,13 @@ def tables() -> dict[str, Mapping[str, Any]]:
     from asyncrl.launch.local import LAUNCHERS
     from asyncrl.observe.trackers import TRACKERS
     from asyncrl.rewards.load import REWARDS, load_reward
-    from asyncrl.weights.transports import TRANSPORTS
+    from asyncrl.weights.transports import TRANSPORTS, find_transport
 
     return {
         "rewards": {name: load_reward(name).function for name in REWARDS},
         "algorithm.advantage": ADVANTAGES,
         "algorithm.loss": LOSSES,
-        "weights.transport": TRANSPORTS,
+        "weights.transport": {name: find_transport(name) for name in TRANSPORTS},
         "launch.cluster": LAUNCHERS,
         "observe.trackers": TRACKERS,
     }

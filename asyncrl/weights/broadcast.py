@@ -28,17 +28,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import structlog
 import torch
+from torch import Tensor
 
 from asyncrl.errors import AsyncrlError, RunError
-from asyncrl.weights.buckets import WeightBuffer
+from asyncrl.weights.buckets import RunningChecksum, WeightBuffer
 from asyncrl.weights.membership import Membership, Peer, T
-from asyncrl.weights.messages import Abort, Go, Ready, Received, Sent
-from asyncrl.weights.transports import Member, ProcessGroup, abandon, broadcast, device_name, find_transport, share
+from asyncrl.weights.messages import Abort, Go, Patience, Ready, Received, Sent
+from asyncrl.weights.transports import Link, Member, Transport, device_name, problem
 from asyncrl.wire.store import Store
 from asyncrl.wire.torch_store import TorchStore
 
@@ -66,7 +67,7 @@ class WeightSyncStats:
 
 @dataclass(slots=True)
 class Delivery:
-    """The sender's side of all rounds: rank 0 of every group. `check` is polled during every wait and may raise."""
+    """The sender's side of all rounds: rank 0 of every link. `check` is polled during every wait and may raise."""
 
     store: Store
     membership: Membership
@@ -75,10 +76,15 @@ class Delivery:
     timeout_s: float
     device: torch.device
     check: Callable[[], None]
-    transport: str = "gloo"
-    group: ProcessGroup | None = None
-    group_ids: list[bytes] = field(default_factory=list[bytes])
+    transport: str = ""
+    """The name of the `way`."""
+    way: Transport | None = None
+    """The transport, known at the first version."""
+    link: Link | None = None
+    members: list[bytes] = field(default_factory=list[bytes])
+    """Ids of the peers that the link connects."""
     group_number: int = 0
+    """Counts the links."""
     failures: int = 0
     """Failed broadcasts of the current version with all generators alive."""
     counted: int | None = None
@@ -125,13 +131,13 @@ class Delivery:
         connect_deadline_s = time.monotonic() + self.timeout_s
         reason, patience_s = "", self.timeout_s
         try:
-            group = self._connected(len(peers) + 1)
+            link = self._linked(len(peers) + 1)
             connect_deadline_s = 0.0
-            checksum = self._broadcast(group, buffer)
+            checksum = self._send(link, version, buffer, peers)
         except AsyncrlError:
             raise
-        except (RuntimeError, TimeoutError) as error:
-            reason = str(error).splitlines()[0]
+        except (RuntimeError, OSError) as error:
+            reason = problem(error)
             patience_s = max(0.0, connect_deadline_s - time.monotonic()) + self._grace_s
             self.membership.tell(peers, Abort, reason=reason)
         else:
@@ -154,7 +160,7 @@ class Delivery:
     def _drop_unreachable(self) -> None:
         """Drops the peers on the GPU of the learner, or on that of a peer that joined earlier, if the transport needs a
         GPU for each member."""
-        if not find_transport(self.transport).on_device:
+        if self.way is None or not self.way.needs_own_gpu:
             return
         owners = {device_name(self.device): "learner rank 0"}
         for peer in sorted(self.membership.present(), key=lambda peer: peer.number):
@@ -172,30 +178,43 @@ class Delivery:
         self.stats.dropped += 1
 
     def _go(self, peers: Sequence[Peer]) -> None:
-        """Sends each peer its rank in the group, which is the previous group if the members are the same."""
+        """Sends each peer its rank. The previous link is used again if the members are the same."""
         ids = [peer.id for peer in peers]
-        if ids != self.group_ids or self.group is None:
-            self.drop_group()
-            self.group_ids = ids
+        if ids != self.members or self.link is None:
+            self.drop_link()
+            self.store.delete_all("group/")  # not earlier: receivers may still connect to a link that failed here
+            self.members = ids
             self.group_number += 1
         for position, peer in enumerate(peers, start=1):
             self.membership.tell([peer], Go, group=self.group_number, rank=position, size=len(peers) + 1)
 
-    def _connected(self, size: int) -> ProcessGroup:
-        if self.group is None:
-            member = Member(0, size, self.device, self.timeout_s)
-            store = TorchStore(self.store, f"group/{self.group_number}/", self.timeout_s)
-            self.group = find_transport(self.transport).connect(store, member)
-        return self.group
+    def _linked(self, size: int) -> Link:
+        assert self.way is not None
+        if self.link is None:
+            store = None
+            if self.way.needs_group:
+                store = TorchStore(self.store, f"group/{self.group_number}/", self.timeout_s)
+            self.link = self.way.connect(Member(0, size, self.device, self.timeout_s, self.check, store))
+        return self.link
 
-    def _broadcast(self, group: ProcessGroup, buffer: WeightBuffer) -> int:
-        """Sends the buckets. Returns the checksum of their bytes, when all members have them."""
-        self.group = None  # a group that failed is not used again
-        parts = buffer.buckets(timeout_s=self.timeout_s, check=self.check)
-        checksum = broadcast(group, parts, sends=True, timeout_s=self.timeout_s, check=self.check)
-        share(group, 0, device=buffer.data.device, timeout_s=self.timeout_s, check=self.check)
-        self.group = group
-        return checksum
+    def _send(self, link: Link, version: int, buffer: WeightBuffer, peers: Sequence[Peer]) -> int:
+        """Sends the buckets. Returns the checksum of their bytes."""
+        total, told_s = RunningChecksum(), time.monotonic()
+
+        def taken() -> Iterator[Tensor]:
+            nonlocal told_s
+            for bucket in total.over(buffer.buckets(timeout_s=self.timeout_s, check=self.check)):
+                yield bucket
+                if time.monotonic() - told_s > self.timeout_s / 4:  # a receiver may have all, and wait for "sent"
+                    told_s = time.monotonic()
+                    self.membership.tell(peers, Patience)
+
+        try:
+            link.send(version, taken())
+        except BaseException:
+            self.drop_link()
+            raise
+        return total.of(buffer.data)
 
     def _conclude(self, peers: Sequence[Peer], version: int, reason: str, patience_s: float) -> None:
         """Records what the peers received, and drops those that do not answer. The `reason` is that of an aborted
@@ -210,7 +229,7 @@ class Delivery:
                     self._settle(peer, version, answer.checksum)
             if not errors:
                 return
-            self.drop_group()
+            self.drop_link()
             reason = errors[0]
         outcomes = "; ".join(f"{peer.name}: {answer.error or 'received all'}" for peer, answer in answers)
         log.info("a broadcast of weights failed", reason=reason, alive=outcomes)
@@ -241,9 +260,8 @@ class Delivery:
         self._drop(peer, reason, logging.ERROR)
         return False
 
-    def drop_group(self) -> None:
-        """Abandons the group and deletes its keys in the store."""
-        if self.group is not None:
-            abandon(self.group)
-        self.group = None
-        self.store.delete_all("group/")
+    def drop_link(self) -> None:
+        """Closes the link."""
+        if self.link is not None:
+            self.link.close()
+        self.link = None

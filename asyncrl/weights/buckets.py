@@ -201,5 +201,29 @@ def checksum(bucket: Tensor, first_byte: int) -> int:
     return int((words.sum(1) * weights).sum()) % (1 << 64)
 
 
+class RunningChecksum:
+    """The checksum of buckets that are sent or received one after another."""
+
+    def __init__(self) -> None:
+        self._sum = self._num_bytes = 0
+
+    def over(self, buckets: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Yields the buckets, and adds each one when the next is asked for: its transfer has begun, and its bytes are
+        in the cache."""
+        for bucket in buckets:
+            yield bucket
+            self._sum += checksum(bucket, self._num_bytes)
+            self._num_bytes += bucket.numel()
+
+    def of(self, buffer: Tensor) -> int:
+        """Returns the checksum. Raises RunError if these were not all bytes of the buffer."""
+        if self._num_bytes != buffer.numel():
+            raise RunError(
+                f"weights: the transport took {self._num_bytes} of {buffer.numel()} bytes; `send` has to take all "
+                "buckets, and `receive` to yield all of them"
+            )
+        return self._sum % (1 << 64)
+
+
 def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple

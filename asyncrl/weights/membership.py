@@ -14,28 +14,14 @@ from typing import Any, TypeVar
 import structlog
 from msgspec import Struct
 
-from asyncrl.weights.messages import (
-    Closed,
-    Dropped,
-    Holding,
-    Join,
-    Left,
-    Manifest,
-    Offer,
-    Patience,
-    Ping,
-    Pong,
-    Ready,
-    Received,
-    Up,
-)
+from asyncrl.weights import messages
 from asyncrl.weights.waits import Wait
 
 log = structlog.get_logger()
 
 _LOOK_S = 0.05
 """Interval of calls of `check` in a wait."""
-T = TypeVar("T", Ready, Received)
+T = TypeVar("T", messages.Ready, messages.Received)
 
 
 @dataclass(slots=True, eq=False)
@@ -55,7 +41,7 @@ class Peer:
     """Last version it received."""
     failures: int = 0
     """Wrong checksums in a row."""
-    answers: dict[str, Ready | Received | str] = field(default_factory=dict[str, Ready | Received | str])
+    answers: dict[str, messages.Ready | messages.Received | str] = field(default_factory=dict)  # pyright: ignore
     """By kind, the last answer or, for a bad message, the problem."""
     holds: bool = False
     """True if it has said "holding" since the last deadline."""
@@ -78,7 +64,7 @@ class Membership:
         check: Callable[[], None],
     ) -> None:
         self._send = send
-        self._manifest = Manifest(manifest)
+        self._manifest = messages.Manifest(manifest)
         self._changed = changed
         self._check = check
         self._peers: dict[int, Peer] = {}
@@ -92,19 +78,20 @@ class Membership:
         with self._changed:
             peer = self._ids.get(sender)
             match message:
-                case Join():
+                case messages.Join():
                     self._join(sender, message)
-                case Ping():
-                    self._send(sender, Pong() if peer is not None else Dropped("the session has ended"))
+                case messages.Ping():
+                    ended = messages.Dropped("the session has ended")
+                    self._send(sender, ended if peer is None else messages.Pong())
                 case _ if peer is None:
                     return
-                case Up():
+                case messages.Up():
                     peer.up = True
-                case Holding():
+                case messages.Holding():
                     peer.holds = peer.holds or message.round == peer.round
-                case Ready() | Received():
+                case messages.Ready() | messages.Received():
                     peer.answers[type(message).__name__.lower()] = message
-                case Left():
+                case messages.Left():
                     self._remove(peer)
                 case _:
                     return
@@ -117,7 +104,7 @@ class Membership:
                 peer.answers[kind] = problem
                 self._changed.notify_all()
 
-    def _join(self, sender: bytes, message: Join) -> None:
+    def _join(self, sender: bytes, message: messages.Join) -> None:
         for before in (self._peers.get(message.rank), self._ids.get(sender)):
             if before is not None:
                 self._remove(before)
@@ -149,12 +136,12 @@ class Membership:
         """Removes a peer. If it is alive, it hears the reason and joins again."""
         with self._changed:
             self._remove(peer)
-        self._send(peer.id, Dropped(reason))
+        self._send(peer.id, messages.Dropped(reason))
 
     def close(self, timeout_s: float) -> None:
         """Notifies the generators, and returns when they have left, or after `timeout_s`."""
         for peer in self.present():
-            self._send(peer.id, Closed())
+            self._send(peer.id, messages.Closed())
         self._check = lambda: None
         self._await(lambda: not self._peers, timeout_s)
 
@@ -164,7 +151,7 @@ class Membership:
             for peer in peers:
                 peer.round += 1
                 peer.holds = False
-        self.tell(peers, Offer, **fields)
+        self.tell(peers, messages.Offer, **fields)
 
     def tell(self, peers: Sequence[Peer], kind: Callable[..., Struct], **fields: Any) -> None:
         """Sends a message about its current round to each of the peers."""
@@ -197,7 +184,7 @@ class Membership:
                 failed |= dict.fromkeys(late, f"within {timeout_s:g} s")
                 for peer in peers:
                     peer.holds = False
-                self.tell(list(answers), Patience)
+                self.tell(list(answers), messages.Patience)
         return _in_order(peers, answers), _in_order(peers, failed)
 
     def _is_here(self, peer: Peer) -> bool:

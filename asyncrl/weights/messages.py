@@ -58,7 +58,7 @@ class Ready(_Message):
 
 
 class Holding(_Message):
-    """The engine keeps its version for now. Extends the deadline for "ready"."""
+    """The engine keeps its version for now, or more buckets have come. Extends the deadline for the next answer."""
 
     round: _Round
 
@@ -98,7 +98,7 @@ class Offer(_Message):
 
 
 class Go(_Message):
-    """The rank of the receiver in a group, which it connects to now, and from which it receives the version."""
+    """The rank of the receiver among the `size` members of the link number `group`, which it connects to now."""
 
     round: _Round
     group: _Number
@@ -107,7 +107,7 @@ class Go(_Message):
 
 
 class Patience(_Message):
-    """The sender waits for other receivers. Extends the deadline for its next message."""
+    """The sender waits for other receivers, or sends to them. Extends the deadline for its next message."""
 
     round: _Round
 

@@ -29,11 +29,11 @@ import torch
 from asyncrl.errors import AsyncrlError, ConfigError, ProtocolError, RunError
 from asyncrl.util.processes import normal_priority
 from asyncrl.weights import transports
-from asyncrl.weights.buckets import WeightManifest, buckets, empty_buffer
+from asyncrl.weights.buckets import RunningChecksum, WeightManifest, buckets, empty_buffer
 from asyncrl.weights.messages import Go, Holding, Left, Offer, Ready, Received, Sent, Up
 from asyncrl.weights.session import IDLE_S, Session
 from asyncrl.weights.staging import StagedWeights, Staging
-from asyncrl.weights.transports import ProcessGroup, abandon, broadcast, share
+from asyncrl.weights.transports import Link, Member, Transport, find_transport, problem
 from asyncrl.weights.waits import Interrupted, RoundAborted, SenderClosed, SessionLost, Wait
 from asyncrl.wire.channel import BadServerError, ServerLostError
 from asyncrl.wire.torch_store import TorchStore
@@ -82,8 +82,11 @@ class WeightReceiver:
         self._session: Session | None = None
         self._manifest: WeightManifest | None = None
         self._buffer = torch.empty(0)
-        self._group: ProcessGroup | None = None
+        self._way: Transport | None = None
+        """The transport, once the sender has named it."""
+        self._link: Link | None = None
         self._group_number = 0
+        """The number of the link, from "go"."""
         self._staging = Staging(keeps)
         self._warned = False
         self._error: Exception | None = None
@@ -147,7 +150,7 @@ class WeightReceiver:
             log.exception("weight receiver failed")
             self._error = error.with_traceback(None)
         finally:
-            self._drop_group()
+            self._drop_link()
 
     def _join(self) -> None:
         """Joins a sender and serves it until it closes, is gone, or does not answer."""
@@ -162,9 +165,9 @@ class WeightReceiver:
             check=self._raise_if_closed,
         )
         try:
-            session.await_manifest()
-            self._session = session
             try:
+                session.await_manifest()
+                self._session = session
                 self._serve(session)
             finally:
                 session.say(Left())
@@ -177,7 +180,7 @@ class WeightReceiver:
         finally:
             self._session = None
             session.client.close()
-            self._drop_group()
+            self._drop_link()
         self._stop.wait(_REJOIN_S)
 
     def _serve(self, session: Session) -> None:
@@ -199,6 +202,7 @@ class WeightReceiver:
                 with normal_priority():  # the sender waits
                     self._receive(session, offer)
             except RoundAborted as error:
+                self._drop_link()  # a link that failed is not used again
                 log.info("weights not received", version=offer.version, reason=str(error))
                 session.say_once(Received(offer.round, error=str(error)))
 
@@ -210,19 +214,15 @@ class WeightReceiver:
         # Twice the deadline: the other generators have timeout_s of their own to become ready.
         go = session.wait_for(Go, f"start to send version {offer.version}", 2 * self._timeout_s)
         try:
-            group = self._connected(session, offer, go)
-            parts = buckets(self._buffer, offer.bucket_bytes)
-            checksum = broadcast(group, parts, sends=False, timeout_s=self._timeout_s, check=session.check)
-            share(group, 0, device=self._buffer.device, timeout_s=self._timeout_s, check=session.check)
+            checksum = self._fill(self._linked(session, go), session, offer)
         except AsyncrlError:
             raise
-        except (RuntimeError, TimeoutError) as error:
-            raise RoundAborted(str(error).splitlines()[0]) from None
+        except (RuntimeError, OSError) as error:
+            raise RoundAborted(problem(error)) from None
         session.say_once(Received(offer.round, checksum))
         sent = session.wait_for(Sent, "say what became of a version", self._timeout_s)
         if sent.checksum == checksum:
             self._staging.put(StagedWeights(offer.version, checksum, manifest.views(self._buffer), session.id))
-        self._group = group
 
     def _say_ready(self, session: Session, number: int) -> None:
         session.say_once(Ready(number, self._staging.loaded_in(session.id)))
@@ -249,27 +249,38 @@ class WeightReceiver:
                     f"manifest of the weights: {manifest.num_bytes} bytes described, but the model of this generator "
                     f"has at most {self._max_bytes}; learner and generators must have the same model.path"
                 )
-            device = self._device if transports.find_transport(name).on_device else torch.device("cpu")
+            self._way = find_transport(name)
+            device = self._device if self._way.on_device else torch.device("cpu")
             if self._buffer.numel() != manifest.num_bytes or self._buffer.device.type != device.type:
                 self._buffer = empty_buffer(manifest.num_bytes, device, pinned=self._device.type == "cuda")
             self._manifest = manifest
         return self._manifest
 
-    def _connected(self, session: Session, offer: Offer, go: Go) -> ProcessGroup:
-        """Takes the group to receive from. The caller puts it back after success: a failed group is not reused."""
-        if self._group is None or self._group_number != go.group:
-            self._drop_group()
-            member = transports.Member(go.rank, go.size, self._device, self._timeout_s)
-            group_store = TorchStore(session.store, f"group/{go.group}/", self._timeout_s)
-            self._group = transports.find_transport(offer.transport).connect(group_store, member)
-            self._group_number = go.group
-        group, self._group = self._group, None
-        return group
+    def _linked(self, session: Session, go: Go) -> Link:
+        """Returns the link to receive from: the last one, unless the members have changed."""
+        assert self._way is not None
+        if self._link is None or self._group_number != go.group:
+            self._drop_link()
+            store = None
+            if self._way.needs_group:
+                store = TorchStore(session.store, f"group/{go.group}/", self._timeout_s)
+            member = Member(go.rank, go.size, self._device, self._timeout_s, session.check, store)
+            self._link, self._group_number = self._way.connect(member), go.group
+        return self._link
 
-    def _drop_group(self) -> None:
-        if self._group is not None:
-            abandon(self._group)
-        self._group = None
+    def _fill(self, link: Link, session: Session, offer: Offer) -> int:
+        """Receives the buckets into the buffer. Returns the checksum of their bytes."""
+        total, told_s = RunningChecksum(), time.monotonic()
+        for _ in total.over(link.receive(offer.version, buckets(self._buffer, offer.bucket_bytes))):
+            if time.monotonic() - told_s > self._timeout_s / 4:
+                told_s = time.monotonic()
+                session.say(Holding(offer.round))
+        return total.of(self._buffer)
+
+    def _drop_link(self) -> None:
+        if self._link is not None:
+            self._link.close()
+        self._link = None
 
     def _raise_if_closed(self) -> None:
         if self._stop.is_set():

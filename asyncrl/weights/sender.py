@@ -48,7 +48,7 @@ takes longer than one deadline."""
 class WeightSender:
     """Broadcasts policy weights to all generators while the learner continues to train.
 
-    Runs in learner rank 0, listens at `address`, and is rank 0 of every group. Errors of the background
+    Runs in learner rank 0, listens at `address`, and is rank 0 of every link. Errors of the background
     thread are raised by the next `send` or `wait`: an AsyncrlError if the cause is known, otherwise the error itself.
     """
 
@@ -151,12 +151,13 @@ class WeightSender:
         if self._thread.is_alive():  # inside a call of the transport that ends at its own deadline
             return
         self._membership.close(_LEAVE_S)
-        self._delivery.drop_group()
+        self._delivery.drop_link()
         self._channel.close()
 
     def _make_buffer(self) -> WeightBuffer:
-        self._delivery.transport = transport = self._choose_transport()
-        device = self._device if find_transport(transport).on_device else torch.device("cpu")
+        name = self._choose_transport()
+        self._delivery.transport, self._delivery.way = name, (way := find_transport(name))
+        device = self._device if way.on_device else torch.device("cpu")
         pinned = self._device.type == "cuda"
         return WeightBuffer(self._manifest, device, pinned=pinned, bucket_bytes=self._delivery.bucket_bytes)
 

@@ -10,26 +10,14 @@ from typing import Any, TypeVar
 
 from msgspec import Struct
 
-from asyncrl.weights.messages import (
-    TO_RECEIVER,
-    Abort,
-    Closed,
-    Dropped,
-    Go,
-    Join,
-    Manifest,
-    Offer,
-    Patience,
-    Ping,
-    Sent,
-)
+from asyncrl.weights import messages
 from asyncrl.weights.waits import RoundAborted, SenderClosed, SessionLost, Wait
 from asyncrl.wire.channel import Client
 from asyncrl.wire.store import RemoteStore, Reply
 
 IDLE_S = 0.2
 """Longest wait for a message between two checks of a deadline."""
-T = TypeVar("T", Go, Sent, Abort, Patience, Offer)
+T = TypeVar("T", messages.Go, messages.Sent, messages.Abort, messages.Patience, messages.Offer)
 
 
 class Session:
@@ -59,10 +47,10 @@ class Session:
         self._said: dict[type, int] = {}
         """The last round for which `say_once` sent a message, by kind."""
         self._pinged_s = 0.0
-        self.client = Client(address, TO_RECEIVER, self._hear, run_id=run_id, keys=keys, check=check)
+        self.client = Client(address, messages.TO_RECEIVER, self._hear, run_id=run_id, keys=keys, check=check)
         self.store = RemoteStore(self.client)
         """The store through which the members of a group find one another."""
-        self.say(Join(rank, device))
+        self.say(messages.Join(rank, device))
 
     def silent_s(self) -> float:
         """Time since the sender was last heard; 0 before it has admitted this receiver."""
@@ -89,12 +77,12 @@ class Session:
         now_s = time.monotonic()
         if self.manifest and now_s - max(self.client.heard_s, self._pinged_s) > self._timeout_s / 4:
             self._pinged_s = now_s
-            self.say(Ping())
+            self.say(messages.Ping())
 
-    def next_offer(self) -> Offer | None:
+    def next_offer(self) -> messages.Offer | None:
         """The offer of a new round, if there is one. Its round becomes the current one."""
         self.raise_if_ended()
-        offer: Offer | None = self._told.get(Offer)
+        offer: messages.Offer | None = self._told.get(messages.Offer)
         if offer is None or offer.round <= self.round:
             return None
         self.round = offer.round
@@ -108,9 +96,9 @@ class Session:
         while (message := self._of_round(kind)) is None:
             self.raise_if_over()
             if wait.look() > timeout_s:
-                if self._of_round(Patience) is None:
+                if self._of_round(messages.Patience) is None:
                     raise SessionLost(f"learner rank 0 did not {phase} within {timeout_s:g} s")
-                del self._told[Patience]
+                del self._told[messages.Patience]
                 wait = Wait()
             self.listen(IDLE_S)
         return message
@@ -127,17 +115,17 @@ class Session:
 
     def raise_if_over(self) -> None:
         """Raises RoundAborted if the sender has aborted the round or made another offer, and as `raise_if_ended`."""
-        if (abort := self._of_round(Abort)) is not None:
+        if (abort := self._of_round(messages.Abort)) is not None:
             raise RoundAborted(abort.reason)
-        if (offer := self._told.get(Offer)) is not None and offer.round > self.round:
+        if (offer := self._told.get(messages.Offer)) is not None and offer.round > self.round:
             raise RoundAborted("another offer came")
         self.raise_if_ended()
 
     def raise_if_ended(self) -> None:
         """Raises SessionLost if the sender has dropped this receiver, and SenderClosed if it closes."""
-        if (dropped := self._told.get(Dropped)) is not None:
+        if (dropped := self._told.get(messages.Dropped)) is not None:
             raise SessionLost(f"dropped by learner rank 0: {dropped.reason}")
-        if Closed in self._told:
+        if messages.Closed in self._told:
             raise SenderClosed
 
     def _of_round(self, kind: type[T]) -> T | None:
@@ -147,7 +135,7 @@ class Session:
     def _hear(self, message: Any) -> None:
         if isinstance(message, Reply):
             self.store.hear(message)
-        elif isinstance(message, Manifest):
+        elif isinstance(message, messages.Manifest):
             self.manifest = message.text
         else:
             self._told[type(message)] = message

@@ -14,7 +14,7 @@ from asyncrl.weights.receiver import WeightReceiver
 
 def main() -> None:
     receiver = WeightReceiver(
-        ("127.0.0.1", int(sys.argv[1])),
+        f"tcp://127.0.0.1:{sys.argv[1]}",
         rank=1,
         transport=sys.argv[2],
         timeout_s=60.0,

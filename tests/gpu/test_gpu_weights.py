@@ -42,7 +42,7 @@ def test_a_receiver_gets_what_the_learner_has(
     )
     cleanup += [process.wait, process.kill]
     sender = WeightSender(
-        ("127.0.0.1", port),
+        f"tcp://127.0.0.1:{port}",
         manifest_of(weights(0)),
         expected_generators=1,
         transport=transport,

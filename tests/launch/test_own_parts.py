@@ -35,7 +35,7 @@ def without_arguments(): ...
 
 class Mine(LocalLauncher): ...
 
-RAILS = Transport(lambda store, member: None, on_device=True, what="By rails.")
+RAILS = Transport(lambda member: None, what="By rails.", on_device=True, needs_own_gpu=True)
 """
 
 

@@ -89,11 +89,11 @@ class Finder(importlib.abc.MetaPathFinder):
         def exec_module(module):
             run(module)
             say_ready = module.WeightReceiver._say_ready
-            def fail_once(self, turn):
+            def fail_once(self, *arguments):
                 try:
                     os.close(os.open({marker!r}, os.O_CREAT | os.O_EXCL))
                 except FileExistsError:
-                    return say_ready(self, turn)
+                    return say_ready(self, *arguments)
                 raise MemoryError("no room for the weights")
             module.WeightReceiver._say_ready = fail_once
         spec.loader.exec_module = exec_module

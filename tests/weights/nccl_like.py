@@ -16,6 +16,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed import DistBackendError
 
 from asyncrl.weights import transports
+from asyncrl.weights.process_groups import NCCL
 
 VARIABLES = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING", "TORCH_NCCL_NONBLOCKING_TIMEOUT")
 
@@ -97,7 +98,7 @@ def use_nccl_like(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     NcclLike.made, NcclLike.fail_at, NcclLike.broadcasts, NcclLike.dead = [], None, 0, set()
     monkeypatch.setattr(c10d, "ProcessGroupNCCL", NcclLike, raising=False)
     monkeypatch.setattr(torch.cuda, "set_device", devices.append)
-    monkeypatch.setitem(transports.TRANSPORTS, "gloo", replace(transports.TRANSPORTS["nccl"], on_device=False))
+    monkeypatch.setitem(transports.TRANSPORTS, "gloo", replace(NCCL, on_device=False, needs_own_gpu=False))
     return devices
 
 

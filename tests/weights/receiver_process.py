@@ -1,6 +1,6 @@
 """A generator's weight receiver in a process of its own: loads every version and prints it as a line of JSON.
 
-    python receiver_process.py ADDRESS RANK TIMEOUT_S [SIGNAL]
+    python receiver_process.py ADDRESS RANK TIMEOUT_S TRANSPORT [SIGNAL]
 
 With SIGNAL (a name) it sends itself that signal inside its first broadcast, after the second bucket.
 """
@@ -16,18 +16,18 @@ import time
 import torch
 from weight_parts import described
 
-from asyncrl.weights import transports as group
+from asyncrl.weights import buckets
 from asyncrl.weights.receiver import WeightReceiver
 
 
 def main() -> None:
     address, rank, timeout_s = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
-    if len(sys.argv) > 4:
-        hit_once(signal.Signals[sys.argv[4]])
+    if len(sys.argv) > 5:
+        hit_once(signal.Signals[sys.argv[5]])
     receiver = WeightReceiver(
         address,
         rank=rank,
-        transport="gloo",
+        transport=sys.argv[4],
         timeout_s=timeout_s,
         max_bytes=1 << 26,
     )
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def hit_once(number: int) -> None:
-    checksum, calls = group.checksum, 0
+    checksum, calls = buckets.checksum, 0
 
     def hit(bucket: torch.Tensor, first_byte: int) -> int:
         nonlocal calls
@@ -53,7 +53,7 @@ def hit_once(number: int) -> None:
             os.kill(os.getpid(), number)
         return checksum(bucket, first_byte)
 
-    group.checksum = hit
+    buckets.checksum = hit
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from asyncrl.weights import transports
 from asyncrl.weights.broadcast import Delivery
 from asyncrl.weights.membership import Membership
 from asyncrl.weights.messages import Holding, Join, Offer, Ready
+from asyncrl.weights.process_groups import GlooLink
 from asyncrl.weights.receiver import WeightReceiver
 from asyncrl.weights.transports import TRANSPORTS
 from asyncrl.wire import channel
@@ -200,7 +201,7 @@ def test_a_transport_that_never_works_is_an_error(address: str, cleanup: list, m
     def fail(*_: object, **__: object) -> int:
         raise RuntimeError("no route")
 
-    monkeypatch.setattr(delivery, "broadcast", fail)
+    monkeypatch.setattr(GlooLink, "send", fail)
     make_receiver(address, cleanup, timeout_s=0.5)
     sender = joined(make_sender(address, cleanup, timeout_s=0.5), 1)
     sender.send(0, weights(0))
@@ -363,7 +364,7 @@ def test_one_rubbish_message_ends_neither_side(
 def test_a_generator_on_the_device_of_another_is_dropped_where_each_needs_its_own(
     address: str, cleanup: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one_device_each = transports.Transport(TRANSPORTS["gloo"].connect, on_device=True, what="")
+    one_device_each = transports.Transport(GlooLink, what="", needs_own_gpu=True, needs_group=True)
     monkeypatch.setitem(TRANSPORTS, "gloo", one_device_each)
     monkeypatch.setattr(sender_module, "choose_transport", lambda name, devices: "gloo")
     monkeypatch.setattr(delivery, "device_name", lambda device: "cuda 0")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,32 +13,24 @@ import torch
 from nccl_like import VARIABLES, NcclLike, await_true, use_nccl_like
 from structlog.testing import capture_logs
 from torch.distributed import DistBackendError
-from weight_parts import joined, load_next, make_receiver, make_sender, manifest_of, on_each, weights
+from weight_parts import joined, load_next, make_receiver, make_sender, manifest_of, member, on_each, weights
 
 from asyncrl.config import load_config
 from asyncrl.errors import ConfigError, PeerTimeoutError
 from asyncrl.weights import broadcast as delivery
 from asyncrl.weights import sender, transports
+from asyncrl.weights.process_groups import GlooLink, NcclLink
 from asyncrl.weights.receiver import WeightReceiver
 from asyncrl.weights.sender import WeightSender
-from asyncrl.weights.transports import (
-    TRANSPORTS,
-    Member,
-    ProcessGroup,
-    broadcast,
-    device_name,
-    share,
-    transport_of,
-    with_index,
-)
+from asyncrl.weights.transports import device_name, transport_of, with_index
 from asyncrl.wire.store import Store
 from asyncrl.wire.torch_store import TorchStore
 
 CPU = torch.device("cpu")
 
 
-def connect(rank: int, store: TorchStore, timeout_s: float = 20.0, *, size: int = 2) -> ProcessGroup:
-    return TRANSPORTS["nccl"].connect(store, Member(rank, size, CPU, timeout_s))
+def connect(rank: int, store: TorchStore, timeout_s: float = 20.0, *, size: int = 2) -> NcclLink:
+    return NcclLink(member(rank, store, timeout_s=timeout_s, size=size))
 
 
 def test_a_gpu_without_an_index_is_the_first_one(address: str, cleanup: list, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,9 +71,7 @@ def test_a_group_is_connected_on_its_own_device_when_it_is_made(monkeypatch: pyt
     assert devices == [CPU, CPU]
     assert [one.environment for one in NcclLike.made] == [dict(zip(VARIABLES, ("0", "0", "20"), strict=True))] * 2
     assert all(one._gloo is not None and one.options._timeout.total_seconds() > 20 for one in NcclLike.made)
-    assert (
-        on_each(lambda rank: share(groups[rank], rank, device=CPU, timeout_s=5.0, check=lambda: None)) == [[0, 1]] * 2
-    )
+    assert on_each(lambda rank: (groups[rank].meet(), rank)[-1]) == [0, 1]
 
 
 def test_the_variables_of_nccl_are_set_only_while_a_group_connects(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,16 +98,16 @@ def test_an_error_of_nccl_in_a_generator_is_a_failed_round_and_not_a_learner_tha
     use_nccl_like(monkeypatch)
     receiver = make_receiver(address, cleanup, timeout_s=2.0)
     learner = joined(make_sender(address, cleanup, timeout_s=2.0), 1)
-    receive = broadcast
+    receive = NcclLink.receive
     fails = [True]
 
-    def fail_once(group: ProcessGroup, parts: list, *, sends: bool, **options) -> int:
-        if fails and not sends:
+    def fail_once(self: NcclLink, version: int, parts: list) -> Iterator[torch.Tensor]:
+        if fails:
             fails.clear()
             raise DistBackendError("NCCL error: remote process exited\nmore")
-        return receive(group, parts, sends=sends, **options)
+        yield from receive(self, version, parts)
 
-    monkeypatch.setattr("asyncrl.weights.receiver.broadcast", fail_once)
+    monkeypatch.setattr(NcclLink, "receive", fail_once)
     with capture_logs() as logs:
         learner.send(0, weights(0))
         load_next(receiver, 0)
@@ -157,7 +148,7 @@ def test_a_transport_that_is_stuck_in_a_call_is_an_error_that_names_who_is_waite
     make_receiver(address, cleanup)
     learner = joined(make_sender(address, cleanup, timeout_s=0.2), 1)
     stuck, free = threading.Event(), threading.Event()
-    monkeypatch.setattr(delivery, "broadcast", lambda *_, **__: (stuck.set(), free.wait(30.0), 0)[-1])
+    monkeypatch.setattr(GlooLink, "send", lambda *_, **__: (stuck.set(), free.wait(30.0), 0)[-1])
     learner.send(0, weights(0))
     with pytest.raises(PeerTimeoutError, match=r"version 0 to generator 0 has been stuck in the transport for 0\.8 s"):
         learner.wait()

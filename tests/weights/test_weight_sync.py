@@ -6,7 +6,7 @@ import dataclasses
 import subprocess
 import sys
 import time
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -26,8 +26,8 @@ from weight_parts import (
 )
 
 from asyncrl.errors import ConfigError, ProtocolError, RunError
-from asyncrl.weights import receiver as receiver_module
 from asyncrl.weights import sender as sender_module
+from asyncrl.weights.process_groups import GlooLink
 from asyncrl.weights.receiver import WeightReceiver
 from asyncrl.weights.sender import WeightSender
 
@@ -109,14 +109,16 @@ def test_a_generator_that_left_is_not_waited_for(address: str, cleanup: list) ->
 def test_corrupted_bytes_are_sent_once_more_and_are_not_staged(
     address: str, cleanup: list, monkeypatch: pytest.MonkeyPatch, times: int
 ) -> None:
-    receive, left = receiver_module.broadcast, times
+    receive, left = GlooLink.receive, times
 
-    def corrupt(*args: Any, **options: Any) -> int:
+    def corrupt(self: GlooLink, version: int, buckets: list[torch.Tensor]) -> Iterator[torch.Tensor]:
         nonlocal left
         left -= 1
-        return receive(*args, **options) + (left >= 0)
+        for bucket in receive(self, version, buckets):
+            bucket[:1] += left >= 0
+            yield bucket
 
-    monkeypatch.setattr(receiver_module, "broadcast", corrupt)
+    monkeypatch.setattr(GlooLink, "receive", corrupt)
     receiver = make_receiver(address, cleanup)
     sender = joined(make_sender(address, cleanup), 1)
     with capture_logs() as logs:
@@ -199,23 +201,25 @@ def test_a_stuck_broadcast_does_not_hold_up_the_exit_of_the_process() -> None:
 import threading, time, torch
 from asyncrl.wire.store import Store
 from asyncrl.wire.torch_store import TorchStore
+from asyncrl.weights.process_groups import GlooLink
 from asyncrl.weights.waits import Interrupted
-from asyncrl.weights.transports import broadcast
-from asyncrl.weights.transports import TRANSPORTS, Member
+from asyncrl.weights.transports import Member
 store = TorchStore(Store(print), "", 60.0)
-groups = {}
-def connect(rank):
-    member = Member(rank, 2, torch.device("cpu"), 60.0)
-    groups[rank] = TRANSPORTS["gloo"].connect(store, member)
-threads = [threading.Thread(target=connect, args=(rank,)) for rank in (0, 1)]
-[thread.start() for thread in threads], [thread.join() for thread in threads]
-started = time.monotonic()
+links = {}
+started = time.monotonic() + 60.0
 def check():
     if time.monotonic() - started > 0.2:
         raise Interrupted
+def connect(rank):
+    links[rank] = GlooLink(Member(rank, 2, torch.device("cpu"), 60.0, check, store))
+threads = [threading.Thread(target=connect, args=(rank,)) for rank in (0, 1)]
+[thread.start() for thread in threads], [thread.join() for thread in threads]
+started = time.monotonic()
+link = links.pop(1)
 try:
-    broadcast(groups.pop(1), [torch.zeros(1024, dtype=torch.uint8)], sends=False, timeout_s=60.0, check=check)
+    list(link.receive(0, [torch.zeros(1024, dtype=torch.uint8)]))
 except Interrupted:
+    link.close()
     print("given up", time.time(), flush=True)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100.0)

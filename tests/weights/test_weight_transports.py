@@ -1,46 +1,63 @@
-"""A group of two in this process: everyone's checksum, and a round that the sender leaves."""
+"""A group of two in this process, a round that the sender leaves, and a transport of the user's own."""
 
 from __future__ import annotations
 
-import pytest
-import torch
-from nccl_like import await_true
-from weight_parts import on_each
+from pathlib import Path
+from typing import Any
 
-from asyncrl.weights.messages import TO_SENDER, Join, Offer
+import pytest
+from nccl_like import await_true
+from structlog.testing import capture_logs
+from weight_parts import (
+    described,
+    joined,
+    load_next,
+    make_receiver,
+    make_sender,
+    member,
+    on_each,
+    receiver_process,
+    weights,
+)
+
+from asyncrl.errors import RunError
+from asyncrl.weights.messages import TO_RECEIVER, TO_SENDER, Join, Offer, Received, Sent
+from asyncrl.weights.process_groups import GlooLink
 from asyncrl.weights.session import Session
-from asyncrl.weights.transports import TRANSPORTS, Member, ProcessGroup, share
 from asyncrl.weights.waits import Interrupted, RoundAborted
+from asyncrl.wire import channel
 from asyncrl.wire.channel import Server
 from asyncrl.wire.store import Store
 from asyncrl.wire.torch_store import TorchStore
 
-CPU = torch.device("cpu")
 
-
-def two() -> list[ProcessGroup]:
+def two(**options: Any) -> list[GlooLink]:
     store = TorchStore(Store(print), "", 20.0)
-    return on_each(lambda rank: TRANSPORTS["gloo"].connect(store, Member(rank, 2, CPU, 20.0)))
+    return on_each(lambda rank: GlooLink(member(rank, store, **options)))
 
 
-def test_everyone_gets_everyones_number_of_64_bits() -> None:
-    groups, numbers = two(), [(1 << 64) - 1, 1 << 63]
-
-    def shared(rank: int) -> list[int]:
-        return share(groups[rank], numbers[rank], device=CPU, timeout_s=20.0, check=lambda: None)
-
-    assert on_each(shared) == [numbers, numbers]
+def test_a_checksum_of_64_bits_arrives_as_it_is() -> None:
+    for number in ((1 << 64) - 1, 1 << 63, 0):
+        for message, known in ((Sent(1, number), TO_RECEIVER), (Received(1, number), TO_SENDER)):
+            assert channel.read(*channel.decode("a", channel.encode("a", message), known), known) == message
 
 
 def test_a_wait_for_the_others_can_be_given_up_and_has_a_deadline() -> None:
-    def interrupt() -> None:
-        raise Interrupted
+    interrupts = False
 
-    for_interrupt, for_deadline = two(), two()
+    def interrupt() -> None:
+        if interrupts:
+            raise Interrupted
+
+    for_interrupt, for_deadline = two(check=interrupt), two()
+    interrupts = True
     with pytest.raises(Interrupted):
-        share(for_interrupt[0], 1, device=CPU, timeout_s=20.0, check=interrupt)
+        for_interrupt[0].meet()
+    for_deadline[0]._member = member(0, TorchStore(Store(print), "", 20.0), timeout_s=0.1)
     with pytest.raises(TimeoutError):
-        share(for_deadline[0], 1, device=CPU, timeout_s=0.1, check=lambda: None)
+        for_deadline[0].meet()
+    for link in (*for_interrupt, *for_deadline):
+        link.close()
 
 
 def test_work_that_ends_just_after_the_time_is_over_has_not_failed() -> None:
@@ -77,3 +94,120 @@ def test_a_round_is_over_when_the_next_offer_is_there(address: str, cleanup: lis
             session.raise_if_over()
     with pytest.raises(RoundAborted, match="another offer"):
         session.raise_if_over()
+
+
+FOLDER = """
+import os, time
+from pathlib import Path
+from asyncrl.weights.transports import Link, Transport
+
+class FolderLink(Link):
+    def __init__(self, member):
+        assert member.store is None
+        self.member, self.folder = member, Path(os.environ["WEIGHTS_FOLDER"])
+        (self.folder / f"link-{member.rank}-of-{member.size}").touch()
+
+    def send(self, version, buckets):
+        (self.folder / f"version-{version}").unlink(missing_ok=True)
+        part = self.folder / "part"
+        with part.open("wb") as file:
+            for bucket in buckets:
+                file.write(bucket.numpy())
+        part.rename(self.folder / f"version-{version}")
+
+    def receive(self, version, buckets):
+        path, deadline_s = self.folder / f"version-{version}", time.monotonic() + self.member.timeout_s
+        while not path.exists():
+            self.member.check()
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"no {path.name} within {self.member.timeout_s:g} s")
+            time.sleep(0.005)
+        with path.open("rb", buffering=0) as file:
+            for bucket in buckets:
+                file.readinto(bucket.numpy())
+                yield bucket
+
+    def close(self):
+        (self.folder / f"closed-{self.member.rank}-of-{self.member.size}").touch()
+
+class Lazy(FolderLink):
+    def send(self, version, buckets):
+        next(iter(buckets))
+
+class Lost(FolderLink):
+    def send(self, version, buckets):
+        if not list(self.folder.glob("closed-0*")):
+            raise OSError("the share is gone")
+        super().send(version, buckets)
+
+class Late(FolderLink):
+    def send(self, version, buckets):
+        list(buckets) if version == 1 else super().send(version, buckets)
+
+FOLDER = Transport(FolderLink, what="Through a folder.")
+LAZY = Transport(Lazy, what="Takes one bucket.")
+LOST = Transport(Lost, what="Fails once.")
+LATE = Transport(Late, what="Does not write version 1.")
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "folder.py").write_text(FOLDER)
+    monkeypatch.setenv("WEIGHTS_FOLDER", str(tmp_path))
+    return tmp_path
+
+
+def test_versions_travel_through_a_folder_to_threads_and_processes(address: str, cleanup: list, folder: Path) -> None:
+    transport = f"{folder}/folder.py:FOLDER"
+    sender = make_sender(address, cleanup, transport=transport)
+    receiver = make_receiver(address, cleanup, transport=transport)
+    other = receiver_process(address, cleanup, rank=2, transport=transport)
+    joined(sender, 2)
+    for version in range(3):
+        sender.send(version, weights(version))
+        load_next(receiver, version)
+        assert other.next() == {"version": version, "tensors": described(weights(version))}
+        sender.wait()
+    other.end()
+    late = make_receiver(address, cleanup, rank=2, transport=transport)
+    load_next(late, 2)
+    late.close()
+    sender.send(3, weights(3))
+    load_next(receiver, 3)
+    sender.wait()
+    assert (sender.stats.count, sender.stats.dropped) == (4, 0)
+    links = sorted(path.name for path in folder.glob("link-*"))
+    assert links == ["link-0-of-2", "link-0-of-3", "link-1-of-2", "link-1-of-3", "link-2-of-3"]
+    assert (folder / "closed-0-of-3").exists(), "the members have changed"
+
+
+def test_a_transport_that_does_not_take_all_buckets_is_an_error(address: str, cleanup: list, folder: Path) -> None:
+    sender = make_sender(address, cleanup, transport=f"{folder}/folder.py:LAZY")
+    make_receiver(address, cleanup, transport=f"{folder}/folder.py:LAZY")
+    joined(sender, 1).send(0, weights(0))
+    with pytest.raises(RunError, match=r"the transport took 0 of 4097024 bytes; `send` has to take all buckets"):
+        sender.wait()
+
+
+@pytest.mark.parametrize("name", ["LOST", "LATE"])
+def test_an_error_of_the_users_transport_on_one_side_is_a_failed_round(
+    address: str, cleanup: list, folder: Path, name: str
+) -> None:
+    transport = f"{folder}/folder.py:{name}"
+    sender = make_sender(address, cleanup, timeout_s=2.0, transport=transport)
+    receiver = make_receiver(address, cleanup, timeout_s=0.5, transport=transport)
+    joined(sender, 1)
+    with capture_logs() as logs:
+        sender.send(0, weights(0))
+        load_next(receiver, 0)
+        sender.wait()
+        if name == "LATE":
+            sender.send(1, weights(1))
+            with pytest.raises(
+                RunError, match=r"it failed 3 times \(no version-1 within 0\.5 s\); generator 0: no ver"
+            ):
+                sender.wait()
+    failed = [entry["reason"] for entry in logs if entry["event"] == "a broadcast of weights failed"]
+    assert failed == (["the share is gone"] if name == "LOST" else ["no version-1 within 0.5 s"] * 3)
+    assert (sender.stats.count, sender.stats.dropped) == (1, 0)

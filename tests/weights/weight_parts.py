@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,10 @@ from asyncrl.weights.buckets import WeightManifest
 from asyncrl.weights.receiver import WeightReceiver
 from asyncrl.weights.sender import WeightSender
 from asyncrl.weights.staging import StagedWeights
+from asyncrl.weights.transports import Member
 from asyncrl.wire.channel import SCHEMA
 from asyncrl.wire.sockets import connect_dealer
+from asyncrl.wire.torch_store import TorchStore
 
 REPOSITORY = Path(__file__).parents[2]
 BUCKET_BYTES = 1 << 16
@@ -56,12 +59,19 @@ def manifest_of(tensors: list[tuple[str, torch.Tensor]]) -> WeightManifest:
     return WeightManifest.of((name, tensor.dtype, tensor.shape) for name, tensor in tensors)
 
 
-def make_sender(address: str, cleanup: list, *, timeout_s: float = 20.0) -> WeightSender:
+def member(
+    rank: int, store: TorchStore, *, timeout_s: float = 20.0, check: Callable = lambda: None, size: int = 2
+) -> Member:
+    """A member of a group on CPUs."""
+    return Member(rank, size, torch.device("cpu"), timeout_s, check, store)
+
+
+def make_sender(address: str, cleanup: list, *, timeout_s: float = 20.0, transport: str = "auto") -> WeightSender:
     sender = WeightSender(
         address,
         manifest_of(weights(0)),
         expected_generators=1,
-        transport="auto",
+        transport=transport,
         bucket_bytes=BUCKET_BYTES,
         timeout_s=timeout_s,
     )
@@ -77,12 +87,13 @@ def make_receiver(
     timeout_s: float = 20.0,
     max_bytes: int = 1 << 26,
     engine_up: bool = True,
+    transport: str = "auto",
     **options: Any,
 ) -> WeightReceiver:
     receiver = WeightReceiver(
         address,
         rank=rank,
-        transport="auto",
+        transport=transport,
         timeout_s=timeout_s,
         max_bytes=max_bytes,
         **options,
@@ -210,8 +221,10 @@ class Process:
         self._reader.join(timeout=5.0)
 
 
-def receiver_process(address: str, cleanup: list, *, rank: int, timeout_s: float = 20.0, hit: str = "") -> Process:
-    return Process(cleanup, "receiver_process.py", address, rank, timeout_s, *([hit] if hit else []))
+def receiver_process(
+    address: str, cleanup: list, *, rank: int, timeout_s: float = 20.0, transport: str = "gloo", hit: str = ""
+) -> Process:
+    return Process(cleanup, "receiver_process.py", address, rank, timeout_s, transport, *([hit] if hit else []))
 
 
 def sender_process(address: str, cleanup: list, *, timeout_s: float = 20.0) -> Process:
