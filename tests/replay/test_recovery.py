@@ -494,14 +494,6 @@ def test_a_checkpoint_of_another_format_is_refused_with_the_way_out(tmp_path: Pa
             ReplayQueue(small_config(), EndlessPrompts(), queue.store.trace, checkpoint=msgpack.packb(body) or b"")
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"replay__groups_per_step": 4}, "replay.groups_per_step = 4: the run was started with 2; resume it with that"),
-        ({"replay__max_staleness": 0}, "replay.max_staleness = 0: the run was started with 1; resume it with that"),
-        ({"generator__group_size": 3}, "generator.group_size = 3: the run was started with 2"),
-    ],
-)
 def test_a_record_that_the_queue_does_not_write_is_an_error_of_the_journal(tmp_path: Path) -> None:
     queue = open_queue(tmp_path, small_config())
     assert queue.store.journal is not None
@@ -512,6 +504,14 @@ def test_a_record_that_the_queue_does_not_write_is_an_error_of_the_journal(tmp_p
         open_queue(tmp_path, small_config())
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"replay__groups_per_step": 4}, "replay.groups_per_step = 4: the run was started with 2; resume it with that"),
+        ({"replay__max_staleness": 0}, "replay.max_staleness = 0: the run was started with 1; resume it with that"),
+        ({"generator__group_size": 3}, "generator.group_size = 3: the run was started with 2"),
+    ],
+)
 def test_settings_that_do_not_fit_the_journal_are_refused(
     tmp_path: Path, change: dict[str, object], message: str
 ) -> None:
