@@ -1,16 +1,23 @@
-"""Set-up of a generator process before its engine is up: seed, weight limit, scheduling."""
+"""The generator's process: reward workers, weight receiver, engine and client, then the loop (`loop.py`)."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 import structlog
 
+from asyncrl.config import Config
 from asyncrl.errors import ConfigError
+from asyncrl.generator.loop import GeneratorLoop
+from asyncrl.generator.vllm_backend.engine import Engine
+from asyncrl.replay.client import GeneratorClient
 from asyncrl.util.files import read_tensor_descriptions
+from asyncrl.util.processes import set_time_slice, use_batch_scheduling
+from asyncrl.wire.endpoints import Endpoints
 
 log = structlog.get_logger()
 
@@ -18,6 +25,71 @@ _BYTES_PER_ELEMENT = 4
 _MARGIN = 1.25
 """Allowance for padding, and for tied heads that files hold once and a learner may send twice."""
 _LEAST_BYTES = 1 << 20
+
+
+def run_generator(
+    config: Config,
+    *,
+    index: int,
+    endpoints: Endpoints,
+    run_dir: Path,
+    should_stop: Callable[[], bool],
+    start: int = 0,
+    greedy_baseline: bool = False,
+) -> None:
+    """Runs one generator process, the `start`-th of this index, until the run ends or the replay queue asks it to
+    leave. Raises AsyncrlError when it cannot continue.
+
+    It writes nothing to `run_dir`: groups go to the replay queue.
+    """
+    import torch
+
+    from asyncrl.rewards.reward_model import await_reward_model
+    from asyncrl.rewards.workers import RewardPool
+    from asyncrl.weights.receiver import WeightReceiver
+
+    with ExitStack() as stack:
+        # Keep all threads on the engine's core: a thread preempted on another core could hold the GIL and stall the
+        # engine.
+        rewards = RewardPool(config, tokenizer_path=config.model.path, endpoints=endpoints)
+        stack.callback(rewards.close)
+        on_gpu = torch.cuda.is_available()
+        if not on_gpu:
+            try_batch_scheduling(use_batch_scheduling)
+        receiver = WeightReceiver(
+            endpoints.weights,
+            rank=index + 1,
+            transport=config.weights.transport,
+            timeout_s=config.weights.timeout_s,
+            max_bytes=max_weight_bytes(config.model.path),
+            device="cuda:0" if on_gpu else "cpu",
+            keeps=config.evaluates,
+            run_id=endpoints.run_id,
+            keys=endpoints.keys,
+        )
+        stack.callback(receiver.close)
+        receiver.start()  # joins while the engine starts, so that the learners do not wait for it
+        engine = Engine(config, seed=engine_seed(config.seed, index, start))
+        stack.callback(engine.close)
+        receiver.engine_is_up()
+        if not on_gpu:
+            try_batch_scheduling(set_time_slice)
+        log.info("engine is up", generator=index)
+        if endpoints.reward_model:
+            await_reward_model(endpoints, timeout_s=config.launch.start_timeout_s, should_stop=should_stop)
+        # Long enough for a dead replay process to be restarted.
+        client = GeneratorClient(endpoints, index, timeout_s=max(60.0, 2 * config.launch.heartbeat_timeout_s))
+        stack.callback(client.close)
+        GeneratorLoop(
+            config,
+            index=index,
+            engine=engine,
+            rewards=rewards,
+            receiver=receiver,
+            client=client,
+            should_stop=should_stop,
+            greedy_baseline=greedy_baseline,
+        ).run()
 
 
 def engine_seed(seed: int, index: int, start: int) -> int:

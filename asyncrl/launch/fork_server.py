@@ -52,7 +52,7 @@ PRELOADED = (
     "asyncrl.learner.role",
     "asyncrl.learner.remote_critic",
     "asyncrl.rewards.model_server",
-    "asyncrl.generator.loop",
+    "asyncrl.generator.role",
     "asyncrl.generator.vllm_backend.weight_transfer",
     "vllm.v1.engine.llm_engine",
     "vllm.v1.worker.cpu_worker",

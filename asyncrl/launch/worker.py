@@ -115,7 +115,7 @@ def run_replay_role(config: Config, spec: RoleSpec, should_stop: Callable[[], bo
 
 def run_generator_role(config: Config, spec: RoleSpec, should_stop: Callable[[], bool]) -> None:
     """Runs one generator until the run ends or `should_stop` returns True."""
-    from asyncrl.generator.loop import run_generator
+    from asyncrl.generator.role import run_generator
 
     run_generator(
         config,

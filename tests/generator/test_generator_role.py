@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from asyncrl.config import load_config
 from asyncrl.config.passthrough import ENGINE_REFUSED
 from asyncrl.errors import ConfigError
-from asyncrl.generator import loop
+from asyncrl.generator import role
 from asyncrl.generator.role import engine_seed, max_weight_bytes
 from asyncrl.generator.vllm_backend.engine import Engine
 from asyncrl.generator.vllm_backend.setup import check_cpu, check_engine_options
@@ -70,11 +70,11 @@ def test_the_receiver_joins_before_the_engine_starts_and_receives_when_it_is_up(
     monkeypatch.setattr("asyncrl.weights.receiver.WeightReceiver", Receiver)
     monkeypatch.setattr("asyncrl.rewards.workers.RewardPool", MagicMock())
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr(loop, "max_weight_bytes", lambda path: 1)
-    monkeypatch.setattr(loop, "Engine", engine)
-    monkeypatch.setattr(loop, "GeneratorClient", MagicMock(side_effect=UpError))
+    monkeypatch.setattr(role, "max_weight_bytes", lambda path: 1)
+    monkeypatch.setattr(role, "Engine", engine)
+    monkeypatch.setattr(role, "GeneratorClient", MagicMock(side_effect=UpError))
     with pytest.raises(UpError):
-        loop.run_generator(
+        role.run_generator(
             load_config("demo"), index=0, endpoints=loopback_endpoints(1), run_dir=tmp_path, should_stop=lambda: True
         )
     assert calls == ["cuda:0", "joins", "engine", "receives", "leaves"]
