@@ -28,7 +28,7 @@ _Loader.add_implicit_resolver(  # pyright: ignore[reportUnknownMemberType]
 
 
 KIND = re.compile(r"(str|constrained-int|literal|list|dict)(\[.*\])?")
-"""What an error's place names beside the keys: the kind of value that was tried."""
+"""Parts of an error's location that are not keys: the type of value that was tried."""
 
 
 RENAMED = {
@@ -190,7 +190,7 @@ def _explain(item: Any) -> str:
 
 
 def _way_out(dotted: str, value: Any) -> str:
-    """What an unknown key is replaced by: a former key by its present form, others by the nearest key."""
+    """The advice for an unknown key: the present form of a former key, otherwise the nearest key."""
     if dotted in RENAMED:
         return f"; it is now {RENAMED[dotted]}"
     if dotted in MOVED:

@@ -14,7 +14,7 @@ from asyncrl.config.mappings import AutoOptions, Columns, Sampling
 from asyncrl.config.passthrough import check_engine_options
 
 MAX_GENERATORS = 1024
-"""Of a run: each is a process of this machine, and one replay queue answers them all."""
+"""Maximum number of generators of a run: each is a process on this machine, and one replay queue serves all."""
 LAST_PORT = 65535
 
 
@@ -172,7 +172,7 @@ class CheckpointConfig(Section):
     keep_best: bool = True
     """Also keep the checkpoint with the best reward: of its evaluation, else of the `every_steps` steps before it."""
     max_bytes: int | None = Field(default=None, ge=1 << 20)
-    """Limit of `checkpoints/`; a checkpoint that does not fit beside the newest one ends the run with an error."""
+    """Limit of `checkpoints/`; a checkpoint that does not fit next to the newest one ends the run with an error."""
 
 
 class JournalConfig(Section):

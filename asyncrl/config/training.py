@@ -11,7 +11,7 @@ from asyncrl.config.mappings import AdamWOptions, Correction, Penalize
 from asyncrl.config.passthrough import check_deepspeed_options
 
 UNPENALIZED = ("keep", "mask", "bootstrap")
-"""What may happen to truncated completions, other than a penalty."""
+"""Treatments of truncated completions other than a penalty."""
 Truncated = Annotated[
     Annotated[Literal["keep", "mask", "bootstrap"], Tag("str")] | Annotated[Penalize, Tag("dict")],
     Discriminator(lambda value: "str" if isinstance(value, str) else "dict"),
@@ -90,7 +90,7 @@ class LearnerConfig(Section):
     max_skipped_updates: int = Field(default=5, ge=0)
     """An update whose loss or gradient is not finite is skipped; more consecutive ones than this end the run."""
     zero_stage: Literal[0, 1, 2, 3] = 0
-    """What DeepSpeed shards over the learner ranks: 0 nothing, 1 the optimizer, 2 also gradients, 3 also weights."""
+    """DeepSpeed ZeRO stage. Sharded over learner ranks: 0 nothing, 1 the optimizer, 2 also gradients, 3 also weights."""
     epochs: int = Field(default=1, ge=1)
     """Passes over the batch of a step."""
     minibatches: int = Field(default=1, ge=1)

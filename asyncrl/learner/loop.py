@@ -44,7 +44,7 @@ from asyncrl.wire.messages import Committed
 
 
 class Batches(Protocol):
-    """Where batches come from; `asyncrl.replay.client.LearnerClient`."""
+    """The source of batches; `asyncrl.replay.client.LearnerClient`."""
 
     def begin(self, step: int) -> int: ...
     def take(self, step: int) -> Shard | None: ...
@@ -56,7 +56,7 @@ class Batches(Protocol):
 
 
 class SyncStats(Protocol):
-    """What was sent so far; `asyncrl.weights.sender.WeightSyncStats`."""
+    """Sums over the broadcasts so far; `asyncrl.weights.broadcast.WeightSyncStats`."""
 
     count: int
     broadcast_s: float
@@ -65,7 +65,7 @@ class SyncStats(Protocol):
 
 
 class Sender(Protocol):
-    """Where weights go; `asyncrl.weights.sender.WeightSender`."""
+    """The destination of weights; `asyncrl.weights.sender.WeightSender`."""
 
     @property
     def stats(self) -> SyncStats: ...
@@ -75,7 +75,7 @@ class Sender(Protocol):
 
 
 class Tracker(Protocol):
-    """Where metrics go; `asyncrl.observe.trackers.Trackers`."""
+    """The destination of metrics; `asyncrl.observe.trackers.Trackers`."""
 
     def log(self, step: int, metrics: dict[str, float]) -> None: ...
     def log_evaluation(self, step: int, metrics: dict[str, float]) -> None: ...
@@ -102,15 +102,15 @@ class Learner:
     start: int = 0
     """Step of the checkpoint that the trainer comes from."""
     watch: Stopwatch = field(default_factory=Stopwatch)
-    """The metrics of a step have the time since the commit before: keeping and sending are those of the step before."""
+    """A step's times run from commit to commit: its checkpoint and weight times are those of the step before."""
     committed: int = 0
-    """Steps that were committed before this start: up to this one they are trained again as they were."""
+    """Last step that was committed before this start. The steps up to it are trained again on the same batches."""
     checkpoint_due: bool = False
-    """The next step that is new ends with a checkpoint."""
+    """True if a checkpoint follows the next step that was not committed before."""
     saved: int = 0
-    """Step of the newest checkpoint that was begun or loaded."""
+    """Step of the newest checkpoint that was started or loaded."""
     rewards: deque[float] = field(init=False)
-    """Of the latest steps."""
+    """Mean rewards of the latest steps."""
 
     def __post_init__(self) -> None:
         self.saved = self.start
@@ -127,7 +127,7 @@ class Learner:
         if self.committed < self.start:
             raise RunError(
                 f"the checkpoint is of step {self.start}, but the journal ends with step {self.committed}; move the "
-                f"checkpoints after step {self.committed} away, or go on without the journal: "
+                f"checkpoints after step {self.committed} away, or continue without the journal: "
                 "`asyncrl launch --resume --discard-journal`"
             )
         if self.committed > self.start:
@@ -148,8 +148,8 @@ class Learner:
         self._finish_evaluating(should_stop)
 
     def _agree(self, should_stop: Callable[[], bool]) -> bool:
-        """Whether to stop before the next step. What any rank knows of checkpoints all ranks learn here: that one is
-        due, and RunError when one failed."""
+        """Returns True, on all ranks, if any rank should stop before the next step. All ranks also learn here that a
+        checkpoint is due, and raise RunError if one failed on any rank."""
         self.watch.switch("waiting")
         error = self.checkpoints.failure() if self.checkpoints is not None else None
         flags = torch.tensor([should_stop(), self.checkpoint_due, error is not None], dtype=torch.int64)
@@ -160,7 +160,7 @@ class Learner:
         return bool(stop)
 
     def _train(self, step: int) -> bool:
-        """One step; false when there is no batch for it."""
+        """Trains one step. Returns False if there is no batch for it."""
         shard = self.batches.take(step)
         self.watch.switch("working")
         if shard is None:
@@ -185,8 +185,8 @@ class Learner:
         return True
 
     def _saves(self, step: int) -> bool:
-        """Whether a checkpoint of this step follows. The queue's state of a step trained again is gone: the first new
-        one makes up for it."""
+        """True if a checkpoint of this step follows. The queue has no state of a step that is trained again, so its
+        checkpoint is made up for after the first new step."""
         every = self.config.checkpoint.every_steps
         due = self.checkpoint_due or (every is not None and step % every == 0)
         saves = due and self.committed < step < self.config.steps and self.checkpoints is not None
@@ -194,7 +194,8 @@ class Learner:
         return saves
 
     def _save(self, step: int, state: bytes) -> float:
-        """Starts the checkpoint of this step, the queue's state in it; how long that held this rank up."""
+        """Starts the checkpoint of this step, which includes the queue's state. Returns the seconds spent on it by this
+        rank."""
         started_s = time.monotonic()
 
         def snapshot(folder: Path) -> Files:
@@ -207,8 +208,8 @@ class Learner:
         return time.monotonic() - started_s
 
     def _save_last(self, checkpoints: Checkpoints, step: int, *, stopped: bool) -> None:
-        """Saves a checkpoint of the step that training ended with, so that no step is trained again when the run goes
-        on. It may take half of what the launcher waits for; what is not written by then is given up."""
+        """Saves a checkpoint of the last step, so that no step is trained again when the run is resumed. It may take
+        half of the launcher's deadline; a checkpoint that is not written by then is abandoned."""
         key = "progress_timeout_s" if step == self.config.steps else "stop_timeout_s"
         limit_s = getattr(self.config.launch, key) / 2
         deadline_s = time.monotonic() + limit_s
@@ -230,7 +231,7 @@ class Learner:
             self.trainer.critic.save(self.run_dir / "critic")
 
     def prepare(self, shard: Shard, step: int) -> Batch:
-        """The packed batch. An error of any rank is raised on all: none may wait for one that left."""
+        """The packed batch. An error of any rank is raised on all ranks, so that none waits for one that has ended."""
         batch: Batch | None = None
         error: AsyncrlError | None = None
         try:
@@ -251,8 +252,8 @@ class Learner:
         return batch
 
     def _send(self, version: int) -> None:
-        """Hands the weights to the sender, which copies them and goes on in the background. Versions that were sent
-        before this start are not sent again, and the last one only to be evaluated."""
+        """Passes the weights to the sender, which copies them and continues in the background. Versions that were sent
+        before this start are not sent again, and the last one is sent only to be evaluated."""
         if version < self.committed or not (version < self.config.steps or self.config.evaluates(version)):
             return
         self.watch.switch("syncing")
@@ -312,6 +313,6 @@ class Learner:
                 self._rate(metrics)
 
     def _rate(self, metrics: dict[str, float]) -> None:
-        """Gives a checkpoint the reward of its evaluation."""
+        """Rates a checkpoint by the reward of its evaluation."""
         if self.checkpoints is not None and "eval/reward" in metrics:
             self.checkpoints.evaluated(int(metrics["eval/version"]), metrics["eval/reward"])

@@ -83,7 +83,7 @@ class Ping(_Message):
 
 
 class Manifest(_Message):
-    """What the weights are, as JSON (`WeightManifest.to_json`)."""
+    """Names, shapes and dtypes of the weights, as JSON (`WeightManifest.to_json`)."""
 
     text: Annotated[str, Meta(max_length=MAX_MANIFEST_BYTES)]
 

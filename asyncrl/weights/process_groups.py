@@ -48,7 +48,7 @@ class GroupLink(Link):
         self._device = device
         self._member = member  # it has the store, which is to live as long as the group may use it
         self._works: list[Work] = []
-        """Those of the current version."""
+        """Operations of the current version."""
         self._options = BroadcastOptions()
         self._options.rootRank = 0
         self._options.timeout = timedelta(seconds=member.timeout_s)

@@ -38,7 +38,7 @@ class Session:
         self.round = 0
         """The current round, or the last one."""
         self.phase = "let this generator join"
-        """What the sender has to do next."""
+        """The sender's next action, for error texts."""
         self.manifest = ""
         """Empty until the sender has admitted this receiver."""
         self._timeout_s = timeout_s

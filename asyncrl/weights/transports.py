@@ -91,9 +91,9 @@ class Transport:
                     if time.monotonic() > deadline_s:
                         raise TimeoutError(f"no {file} within {self.member.timeout_s:g} s")
                     time.sleep(0.01)
-                with file.open("rb", buffering=0) as whole:
+                with file.open("rb", buffering=0) as stored:
                     for bucket in buckets:
-                        whole.readinto(bucket.numpy())
+                        stored.readinto(bucket.numpy())
                         yield bucket
 
         FOLDER = Transport(FolderLink, what="Through a shared folder.")

@@ -45,7 +45,7 @@ WAYS_OUT = {
     True: "lower generator.group_size, generator.max_new_tokens or replay.groups_per_step, or give rewards fewer parts",
     False: "shorten the other columns of the data (ground_truth, extra_info), or lower replay.groups_per_step",
 }
-"""What can be done about a header of a request that is too large, and of an answer."""
+"""Advice for a header that is too large, of a request and of an answer."""
 MAX_DIMENSIONS = 8
 ALIGNMENT = 8
 """Alignment of the arrays in a frame, in bytes."""
@@ -67,7 +67,7 @@ class _Header(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _RunId(msgspec.Struct):
-    """What a header must have to be answered when the rest of it cannot be read."""
+    """The part of a header that must be readable for a bad message to be answered."""
 
     run: Name
 

@@ -10,7 +10,7 @@ import msgspec
 from asyncrl.wire.unpack import MAX_PROBLEM_CHARACTERS
 
 UNREADABLE = (msgspec.MsgspecError, ValueError, TypeError, RecursionError)
-"""What a decoder raises for data from outside."""
+"""Errors that a decoder raises for invalid data."""
 _PLACE = re.compile(r"(.*) - at `(?:key` in `)?\$\.?(.*)`", re.DOTALL)
 
 
@@ -20,7 +20,7 @@ def make_encoder() -> msgspec.msgpack.Encoder:
 
 
 def problem_of(error: Exception) -> str:
-    """What is wrong with the data, after the path to it if there is one."""
+    """The problem with the data, after its path if there is one."""
     text = str(error) or type(error).__name__
     place = _PLACE.fullmatch(text)
     if place is not None and place[2]:

@@ -179,7 +179,7 @@ class Server:
         """Bad and dropped messages, by the name of the error."""
         self.bad_peers = BadPeers()
         self.reply: Callable[[bytes, int, Reply], None] = self.send
-        """Where answers of handlers go; by default they are sent at once."""
+        """Receives the answers of handlers; by default it sends them at once."""
         self._run_id = endpoints.run_id
         self._handlers = {KINDS[body]: handler for body, handler in handlers.items()}
         self._limits = {"max_bytes": max_bytes, "max_values": max_values}

@@ -87,7 +87,7 @@ class Ok(Body):
     """The answer to requests without an answer of their own."""
 
     result: dict[str, Any]
-    """What was asked for; empty if nothing was."""
+    """The requested values; empty if there are none."""
 
 
 class Error(Body):

@@ -1,7 +1,7 @@
 """A key-value store in which the members of a process group find one another.
 
 One process holds the values and serves them over a channel (`asyncrl.wire.channel`), which authenticates the clients;
-its size is bounded. Torch's own store has neither. `torch_store.py` gives it to torch.
+its size is bounded. Torch's own store has neither. `torch_store.py` adapts it to torch.
 """
 
 from __future__ import annotations
