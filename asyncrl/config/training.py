@@ -90,7 +90,7 @@ class LearnerConfig(Section):
     max_skipped_updates: int = Field(default=5, ge=0)
     """An update whose loss or gradient is not finite is skipped; more consecutive ones than this end the run."""
     zero_stage: Literal[0, 1, 2, 3] = 0
-    """DeepSpeed ZeRO stage. Sharded over learner ranks: 0 nothing, 1 the optimizer, 2 also gradients, 3 also weights."""
+    """DeepSpeed ZeRO stage. Sharded over learner ranks: 0 nothing, 1 optimizer, 2 also gradients, 3 also weights."""
     epochs: int = Field(default=1, ge=1)
     """Passes over the batch of a step."""
     minibatches: int = Field(default=1, ge=1)

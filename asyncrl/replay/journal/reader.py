@@ -181,7 +181,9 @@ def scan_segment(folder: Path, number: int, *, newest: bool) -> Segment:
         size = os.fstat(file.fileno()).st_size
         header = os.pread(file.fileno(), len(HEADER), 0)
     if header in FORMER_HEADERS:
-        raise JournalError(f"{path}: is of a journal of format {FORMER_HEADERS[header]}; {OTHER_FORMAT}")
+        # One flipped bit turns the header of a format into that of another one.
+        found = f"{path}: is of a journal of format {FORMER_HEADERS[header]}"
+        raise JournalError(f"{found}; {OTHER_FORMAT}; if this version wrote the run, {WITHOUT}")
     if len(raw) > MARK_BYTES and header != HEADER:
         raise JournalError(
             f"{path}: bytes 0 to {len(HEADER)} are not the schema of a journal of this version; {WITHOUT}"
