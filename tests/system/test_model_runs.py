@@ -29,7 +29,7 @@ def test_a_model_that_differs_in_the_engine_is_refused_at_the_first_step(
     summary = run.summary()
     assert summary["status"] == "failed" and sum(summary["restarts"].values()) == 0
     for part in ("ended with code 2", f"model.path = '{path}'", "a model of type gpt_neox differently from the learner",
-                 "nats on average, and rounding in float32 explains at most 0.02", "docs/models.md"):  # fmt: skip
+                 "nats on average, but rounding in float32 explains at most 0.02", "docs/models.md"):  # fmt: skip
         assert part in summary["error"] and part in output
     assert run.rows() == []
     assert run.left_over() == []
