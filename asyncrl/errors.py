@@ -5,6 +5,7 @@
     |-- DataError (ValueError)              a row of a dataset; exit code 2
     |-- ProtocolError (ValueError)          a message that does not fit its schema
     |   |-- StrangerError                   a message from outside the run
+    |   |-- BodyError                       a message of a known kind whose body does not fit
     |   `-- BadServerError                  (wire/channel.py) a message of a channel's server that does not fit
     |-- PeerTimeoutError (TimeoutError)     another process missed its deadline
     |   `-- ServerLostError                 (wire/channel.py) the server of a channel is gone
@@ -43,6 +44,14 @@ class ProtocolError(AsyncrlError, ValueError):
 
 class StrangerError(ProtocolError):
     """A message does not prove that its sender is part of the run. Counted, and not answered."""
+
+
+class BodyError(ProtocolError):
+    """The body of a message does not fit its kind."""
+
+    def __init__(self, kind: str, problem: str) -> None:
+        super().__init__(f"{kind}: {problem}")
+        self.kind = kind
 
 
 class PeerTimeoutError(AsyncrlError, TimeoutError):

@@ -1,9 +1,10 @@
 """`python -m tests` runs every test that is not slow; `python -m tests all` runs the slow ones, and the property tests
 with random inputs.
 
-tests/generator needs a process of its own, since vLLM and DeepSpeed each take torch's process group. It runs on one
-half of the cores, followed by SECOND_HALF, while the other tests run on the other half; the system tests follow on all
-cores. A part that fails does not keep the others from running.
+tests/generator needs a process of its own, since vLLM and DeepSpeed each take torch's process group. It runs beside the
+other tests and is followed by SECOND_HALF. The system tests start when the other tests have ended, while the rest of
+SECOND_HALF still runs; the slow ones, which have deadlines, run alone. Every part may use all cores: each waits often,
+for a process or for a deadline. A part that fails does not keep the others from running.
 """
 
 from __future__ import annotations
@@ -15,32 +16,33 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import IO
 
 PASSED, NOTHING_SELECTED, INTERRUPTED = 0, 5, 130
 SECOND_HALF = ("tests/learner", "tests/weights")
 """About half of the time of all tests, together with tests/generator."""
+SYSTEM = ("tests/system", "tests/chaos")
+"""Where the system tests are; to collect the others as well would take their imports."""
 GRACE_S = 20.0
 """Time for pytest to end after Ctrl-C."""
 
 
 class Part:
-    """One pytest process on some of the cores; what it prints goes to a file."""
+    """One pytest process; what it prints goes to a file."""
 
-    def __init__(self, name: str, selected: str, arguments: list[str], cores: Iterable[int]) -> None:
+    def __init__(self, name: str, selected: str, arguments: list[str]) -> None:
         self.name = name
         self.output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         self._printed_bytes = 0
-        cores = set(cores)
         command = [sys.executable, "-m", "pytest", "-m", selected, "--durations=25", "--durations-min=0.5"]
         command += ["--color=yes"] if sys.stdout.isatty() else []
         self.process = subprocess.Popen(
             [*command, *arguments],
             stdout=self.output,
             stderr=subprocess.STDOUT,
-            preexec_fn=lambda: os.sched_setaffinity(0, cores),
+            preexec_fn=_hear_ctrl_c,
         )
 
     def print_new(self) -> None:
@@ -73,6 +75,11 @@ class Part:
         return lines[-1] if lines else "no output"
 
 
+def _hear_ctrl_c() -> None:
+    """A shell's background job ignores SIGINT, and so would pytest."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @contextmanager
 def ended(parts: list[Part]) -> Iterator[None]:
     """Whatever way the block is left, no part runs on."""
@@ -85,26 +92,25 @@ def ended(parts: list[Part]) -> Iterator[None]:
 
 def run(*, slow: bool) -> list[Part]:
     selected = "(slow or hypothesis)" if slow else "not slow"
-    cores = sorted(os.sched_getaffinity(0))
-    half = (len(cores) + 1) // 2
-    first, second = cores[:half], cores[half:] or cores
     ignored = [f"--ignore={folder}" for folder in ("tests/generator", *SECOND_HALF)]
     parts: list[Part] = []
     with ended(parts):
-        generator = Part("generator", selected, ["tests/generator"], second)
-        others = Part("others", f"{selected} and not system", ignored, first)
+        generator = Part("generator", selected, ["tests/generator"])
+        others = Part("others", f"{selected} and not system", ignored)
         parts += [others, generator]
 
         def start_second() -> None:
             if len(parts) == 2 and generator.process.poll() is not None:
-                parts.append(Part("learner", f"{selected} and not system", list(SECOND_HALF), second))
+                parts.append(Part("learner", f"{selected} and not system", list(SECOND_HALF)))
 
         others.follow(start_second)
         print("\nparts that ran at the same time:", flush=True)
         generator.follow(start_second)
         start_second()
+        if slow:
+            parts[2].follow()
+        parts.append(Part("system", f"{selected} and system", list(SYSTEM)))
         parts[2].follow()
-        parts.append(Part("system", f"{selected} and system", ["--ignore=tests/generator"], cores))
         parts[3].follow()
     return parts
 

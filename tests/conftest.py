@@ -93,6 +93,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     areas = {item.path.parent.name for item in items}
     if {"generator", "learner"} <= areas:
         raise pytest.UsageError("run tests/generator in a process of its own, as `make test` does")
+    if astray := [item.nodeid for item in items if item.get_closest_marker("system") and not _is_system(item)]:
+        raise pytest.UsageError(f"`make test` looks for system tests in tests/system and tests/chaos only: {astray}")
     if RANDOM:
         for item in items:
             if item.get_closest_marker("hypothesis"):
@@ -103,6 +105,10 @@ def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
     """Says what is left out that runs on other machines without being asked for."""
     left_out = config.stash.get(LEFT_OUT, 0)
     return [f"{left_out} tests of engines in bfloat16 are left out: {_bfloat16_fault()}"] if left_out else []
+
+
+def _is_system(item: pytest.Item) -> bool:
+    return item.path.parent.name in ("system", "chaos")
 
 
 def _leave_out(config: pytest.Config, items: list[pytest.Item], marker: str) -> None:

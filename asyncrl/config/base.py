@@ -12,13 +12,13 @@ RewardSpec = str | dict[str, float]
 Rewards = RewardSpec | dict[str, RewardSpec]
 
 
-class Section(BaseModel):
+class _Settings(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+
+
+class Section(_Settings):
     """A group of keys; unknown ones are refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
 
-
-class MappingValue(BaseModel):
+class MappingValue(_Settings):
     """The value of one key: a mapping with known names. Missing names have their defaults, unknown ones are refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Discriminator, Field, JsonValue, Tag, field_validator, model_validator
 
@@ -10,10 +10,10 @@ from asyncrl.config.base import Options, Section
 from asyncrl.config.mappings import AdamWOptions, Correction, Penalize
 from asyncrl.config.passthrough import check_deepspeed_options
 
-UNPENALIZED = ("keep", "mask", "bootstrap")
+Unpenalized = Literal["keep", "mask", "bootstrap"]
 """Treatments of truncated completions other than a penalty."""
 Truncated = Annotated[
-    Annotated[Literal["keep", "mask", "bootstrap"], Tag("str")] | Annotated[Penalize, Tag("dict")],
+    Annotated[Unpenalized, Tag("str")] | Annotated[Penalize, Tag("dict")],
     Discriminator(lambda value: "str" if isinstance(value, str) else "dict"),
 ]
 
@@ -66,8 +66,8 @@ class AlgorithmConfig(Section):
     def _check_truncated(cls, value: Any) -> Any:
         if value == "penalize":
             raise ValueError("the penalty is missing; use algorithm.truncated={penalize: 1.0}")
-        if not isinstance(value, dict | Penalize) and value not in UNPENALIZED:
-            raise ValueError(f"must be {', '.join(UNPENALIZED)} or a mapping such as {{penalize: 1.0}}")
+        if not isinstance(value, dict | Penalize) and value not in get_args(Unpenalized):
+            raise ValueError(f"must be {', '.join(get_args(Unpenalized))} or a mapping such as {{penalize: 1.0}}")
         return value  # pyright: ignore[reportUnknownVariableType]
 
 

@@ -13,12 +13,12 @@ from itertools import islice
 import psutil
 
 from asyncrl.config import Config
+from asyncrl.config.sections import LAST_PORT
 from asyncrl.errors import ConfigError
 from asyncrl.generator.vllm_backend.setup import GPU_FRACTION
 from asyncrl.launch.gpus import Gpu, visible_gpus
 
 LOOPBACK = "127.0.0.1"
-LAST_PORT = 65535
 OWN_PORTS = range(20000, 32000)
 """Range to search for free ports, below the ports that Linux assigns to outgoing connections (32768 and up)."""
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import html
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from asyncrl.observe.page import render_page
 from asyncrl.observe.timeline import timeline
 from asyncrl.types import STALENESS_BUCKETS, STALENESS_METRICS
 from asyncrl.util.redaction import redact
@@ -130,27 +130,28 @@ def write_report(run_dir: Path, summary: dict[str, Any], trace: pa.Table | None 
     rows = read_metrics(run_dir / "metrics.jsonl")
     chart = None if trace is None else timeline(trace)
     config = run_dir / "config.yaml"
-    sections = {
-        "Curves": pictures(rows, summary).to_html(full_html=False, include_plotlyjs=True),
-        "Timeline": "" if chart is None else chart.to_html(full_html=False, include_plotlyjs=False),
-        f"By staleness, mean of the last {LATEST_STEPS} steps": _staleness_table(rows[-LATEST_STEPS:]),
-        "Ledger": _ledger(summary.get("ledger"), summary.get("bias", [])),
-        "Simulated changes": _gains(summary.get("simulated_gains", {})),
-        "Summary": _table(([key, _text(value)] for key, value in summary.items() if key not in SHOWN_ELSEWHERE), ()),
-        "Configuration": f"<pre>{html.escape(redact(config.read_text()))}</pre>" if config.is_file() else "",
-    }
-    page = PAGE.format(
-        name=html.escape(run_dir.name),
-        verdict=html.escape(str(summary.get("bottleneck", summary.get("error", "")))),
-        sections="\n".join(f"<h2>{html.escape(title)}</h2>\n{body}" for title, body in sections.items() if body),
+    page = render_page(
+        "run.html.j2",
+        name=run_dir.name,
+        verdict=summary.get("bottleneck", summary.get("error", "")),
+        curves=pictures(rows, summary).to_html(full_html=False, include_plotlyjs=True),
+        timeline="" if chart is None else chart.to_html(full_html=False, include_plotlyjs=False),
+        latest_steps=LATEST_STEPS,
+        staleness_titles=("staleness", *STALENESS_METRICS.values()),
+        staleness=_staleness_lines(rows[-LATEST_STEPS:]),
+        ledger=_ledger_lines(summary["ledger"]) if "ledger" in summary else [],
+        bias=summary.get("bias", []),
+        gains=_gain_lines(summary.get("simulated_gains", {})),
+        summary=[[key, _text(value)] for key, value in summary.items() if key not in SHOWN_ELSEWHERE],
+        config=redact(config.read_text()) if config.is_file() else "",
     )
     path = run_dir / "report.html"
     path.write_text(page)
     return path
 
 
-def _staleness_table(rows: Sequence[dict[str, float]]) -> str:
-    """Off-policy metrics by staleness."""
+def _staleness_lines(rows: Sequence[dict[str, float]]) -> list[list[str]]:
+    """A line of off-policy metrics for each staleness."""
     lines: list[list[str]] = []
     for bucket in STALENESS_BUCKETS:
         columns = [
@@ -160,12 +161,10 @@ def _staleness_table(rows: Sequence[dict[str, float]]) -> str:
             share = sum(columns[0]) / len(rows)  # a step without such tokens counts as 0
             means = [f"{fmean(values):.4g}" if values else "-" for values in columns[1:]]
             lines.append([bucket, f"{share:.4g}", *means])
-    return _table(lines, ("staleness", *STALENESS_METRICS.values())) if lines else ""
+    return lines
 
 
-def _ledger(ledger: dict[str, Any] | None, bias: Sequence[str]) -> str:
-    if ledger is None:
-        return ""
+def _ledger_lines(ledger: dict[str, Any]) -> list[list[str]]:
     trajectories, tokens = ledger["trajectories"], ledger["tokens"]
     lines = [
         ["generated", ledger["leased"], trajectories["generated"], tokens["generated"]],
@@ -177,45 +176,14 @@ def _ledger(ledger: dict[str, Any] | None, bias: Sequence[str]) -> str:
         ["returned", "", trajectories["returned"], tokens["returned"]],
         ["in flight", ledger["in_flight"], trajectories["in_flight"], tokens["in_flight"]],
     ]
-    cells = ([f"{cell:,}" if isinstance(cell, int) else cell for cell in line] for line in lines)
-    warnings = "".join(f"<p class=warning>{html.escape(sentence)}</p>" for sentence in bias)
-    return _table(cells, ("", "groups", "trajectories", "action tokens")) + warnings
+    return [[f"{cell:,}" if isinstance(cell, int) else cell for cell in line] for line in lines]
 
 
-def _gains(gains: dict[str, float]) -> str:
-    lines = [[text, f"{gain:+.1%}"] for text, gain in sorted(gains.items(), key=lambda pair: -pair[1])]
-    return _table(lines, ("change", "trained tokens/s")) if lines else ""
+def _gain_lines(gains: dict[str, float]) -> list[list[str]]:
+    return [[text, f"{gain:+.1%}"] for text, gain in sorted(gains.items(), key=lambda pair: -pair[1])]
 
 
 def _text(value: Any) -> str:
     if isinstance(value, dict | list):
         return json.dumps(value)
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _table(lines: Iterable[Sequence[str]], titles: Sequence[str]) -> str:
-    head = "".join(f"<th>{html.escape(title)}</th>" for title in titles)
-    body = "\n".join(
-        f"<tr><th>{html.escape(first)}</th>{''.join(f'<td>{html.escape(cell)}</td>' for cell in others)}</tr>"
-        for first, *others in lines
-    )
-    return f"<table>{f'<tr>{head}</tr>' if titles else ''}\n{body}</table>"
-
-
-PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>asyncrl run {name}</title>
-<style>
-body {{ font-family: system-ui, sans-serif; margin: 2rem auto; max-width: 1100px; color: #222; }}
-th {{ text-align: left; padding: 2px 16px 2px 0; vertical-align: top; font-weight: 600; }}
-td {{ font-family: ui-monospace, monospace; font-size: 0.9em; white-space: nowrap; padding-right: 16px;
-     min-width: 4.5em; }}
-td:only-of-type {{ white-space: normal; word-break: break-word; }}
-pre {{ font-size: 0.85em; background: #f7f7f9; padding: 1rem; overflow-x: auto; }}
-p.verdict {{ background: #eef4ff; padding: 0.7rem 1rem; border-left: 4px solid #3b6fd4; }}
-p.warning {{ background: #fff6e5; padding: 0.7rem 1rem; border-left: 4px solid #e08a3a; }}
-</style></head><body>
-<h1>Run {name}</h1>
-<p class="verdict">{verdict}</p>
-{sections}
-</body></html>
-"""

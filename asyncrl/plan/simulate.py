@@ -16,7 +16,8 @@ import numpy as np
 
 from asyncrl.plan.simulated_engine import SimulatedEngine
 from asyncrl.plan.workload import Setup, Workload, slowdown
-from asyncrl.replay.ledger import Ledger, State, wanted_groups
+from asyncrl.replay.ledger import Ledger, wanted_groups
+from asyncrl.replay.ledger_counts import State
 from asyncrl.types import mean_staleness
 
 DRAWN_AT_ONCE = 4096

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from asyncrl.config import Config
 from asyncrl.errors import InvariantError, ProtocolError
 from asyncrl.replay.journal.reader import WAY_OUT
-from asyncrl.replay.ledger import State
+from asyncrl.replay.ledger_counts import State
 from asyncrl.replay.store import Store
 from asyncrl.replay.tickets import FinishedGroup
 from asyncrl.wire.messages import Committed, TakeOutcome

@@ -1,4 +1,4 @@
-"""Evaluations: prompts of each policy version that are open, leased or scored, and the results.
+"""Evaluations: the prompts of each policy version that are open, leased or scored, and the results.
 
 Every due version (`Config.evaluates`) is evaluated on the same prompts. Only a generator that has that version
 loaded leases them, and it keeps that version until no prompt is open; so an evaluation measures exactly one version.
@@ -61,7 +61,7 @@ class EvalRecord(Durable):
     ended: list[dict[str, int | float]] = field(default_factory=list[dict[str, int | float]])
     """Results of the complete evaluations: version, at_step, and the metrics of `score_table`."""
     dropped: list[dict[str, int | str]] = field(default_factory=list[dict[str, int | str]])
-    """Version and reason of each evaluation that was dropped, its scored prompts and all."""
+    """Version and reason of each evaluation that was dropped, and how many of its prompts had been scored."""
     prompts_done: int = 0
     tokens: int = 0
     """Tokens sampled for evaluated prompts."""

@@ -17,13 +17,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from enum import StrEnum
 from heapq import nsmallest
 
 from msgspec import field
 
 from asyncrl.errors import InvariantError
-from asyncrl.util.durable import Durable, restore
+from asyncrl.replay.ledger_counts import Amount, LedgerCounts, State, Ticket
+from asyncrl.util.durable import restore
 
 UNITS = ("trajectories", "tokens")
 """What a group consists of; each is counted like the groups themselves."""
@@ -34,63 +34,6 @@ def wanted_groups(max_running_groups: int) -> int:
     """The number of groups that a generator keeps in its engine when at most `max_running_groups` run at once. A few
     more wait there, so that a free slot is filled in the next engine step, without a round trip to the replay queue."""
     return max_running_groups + -(-max_running_groups // _RUNNING_PER_WAITING)
-
-
-class State(StrEnum):
-    """States of a live ticket."""
-
-    LEASED = "leased"
-    RETURNED = "returned"
-    FINISHED = "finished"
-    TAKEN = "taken"
-
-
-class Ticket(Durable):
-    """A group that is charged and not yet trained."""
-
-    number: int
-    state: State
-    attempt: int
-    start_version: int
-    trajectories: int = 0
-    tokens: int = 0
-
-
-class Amount(Durable):
-    """A number of groups, trajectories and action tokens."""
-
-    groups: int = 0
-    trajectories: int = 0
-    tokens: int = 0
-
-    def add(self, *, groups: int = 1, trajectories: int, tokens: int) -> None:
-        """Adds to each of the three."""
-        self.groups += groups
-        self.trajectories += trajectories
-        self.tokens += tokens
-
-
-class LedgerCounts(Durable):
-    """Where every group, trajectory and token is."""
-
-    issued: int = 0
-    """Tickets issued so far; the next one's number."""
-    steps: int = 0
-    """Optimizer steps committed: the learner's version."""
-    admission_limit: int = -1
-    """The staleness limit of admission, at most `max_staleness`; negative: `max_staleness`. It may change at any time:
-    a lower limit admits fewer groups than the bound allows."""
-    live: dict[int, Ticket] = field(default_factory=dict[int, Ticket])
-    trained: Amount = field(default_factory=Amount)
-    refunded: dict[str, Amount] = field(default_factory=dict[str, Amount])
-    generated: Amount = field(default_factory=Amount)
-    """Finished groups, and the tokens of abandoned attempts."""
-    returned: list[int] = field(default_factory=list[int])
-    """Tickets that wait to be leased again."""
-    returned_tokens: int = 0
-    """Tokens of attempts that were abandoned, or that arrived after their ticket was finished."""
-    returned_trajectories: int = 0
-    """Trajectories of finished groups whose data was lost (`revoke`)."""
 
 
 class Ledger(LedgerCounts, kw_only=True):
@@ -289,9 +232,9 @@ class Ledger(LedgerCounts, kw_only=True):
             "groups": self.issued,
             **{unit: getattr(self.generated, unit) for unit in UNITS},
         }.items():
-            boxes = sum(getattr(amount, unit) for amount in counted) + getattr(self, f"returned_{unit}", 0)
-            if generated != boxes:
-                raise InvariantError(f"ledger: {generated} {unit} generated, {boxes} accounted for")
+            accounted = sum(getattr(amount, unit) for amount in counted) + getattr(self, f"returned_{unit}", 0)
+            if generated != accounted:
+                raise InvariantError(f"ledger: {generated} {unit} generated, {accounted} accounted for")
 
     def summary(self) -> dict[str, object]:
         """The ledger for the run's summary. Raises InvariantError if it does not balance."""

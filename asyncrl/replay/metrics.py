@@ -10,7 +10,8 @@ import numpy as np
 from msgspec import field
 
 from asyncrl.config import Config
-from asyncrl.replay.ledger import Ledger, State
+from asyncrl.replay.ledger import Ledger
+from asyncrl.replay.ledger_counts import State
 from asyncrl.replay.stats import (
     DownsampledSeries,
     ExactMean,
@@ -49,7 +50,7 @@ class RewardsSinceStep(Durable):
         self._count(f"reward/{header.data_source}", header.rewards)
         for name in {name for parts in header.parts for name in parts}:
             self._count(f"reward_part/{name}", [parts[name] for parts in header.parts if name in parts])
-        self._count("completion/tokens", completion)
+        self._count("completion/tokens", [float(tokens) for tokens in completion])
         if header.greedy_reward is not None:
             self._count("reward/greedy", [header.greedy_reward])
         self._count("completion/truncated_fraction", [float(status == "truncated") for status in header.status])

@@ -38,7 +38,7 @@ from asyncrl.errors import ProtocolError
 from asyncrl.replay.batcher import Batcher
 from asyncrl.replay.codec import check_group
 from asyncrl.replay.eval_scores import eval_metrics
-from asyncrl.replay.evaluation import STRANDED
+from asyncrl.replay.expiry import LeaseExpiry
 from asyncrl.replay.journal.writer import Journal
 from asyncrl.replay.refunds import check_refunds, refund_reason
 from asyncrl.replay.sessions import Sessions
@@ -90,10 +90,9 @@ class ReplayQueue:
         self.held = self.state.held
         """The data of each live ticket, by its number."""
         self.sessions = Sessions(self.state)
+        self.expiry = LeaseExpiry(config, self.store)
         self.batcher = Batcher(config, self.store)
         self.write, self.close = self.store.write, self.store.close
-        self._next_expiry_s = 0.0
-        """No lease expires before this time."""
 
     @property
     def synced(self) -> bool:
@@ -140,7 +139,7 @@ class ReplayQueue:
         kind = self.sessions.heartbeat(generator, session, number)
         if kind == "former session":
             return [], "session"
-        self._renew(generator, working_on, now_s)
+        self.expiry.renew(generator, working_on, now_s)
         if kind == "again":
             self.measure.heartbeat(generator, session, version, structs.replace(stats, stall_ms=[]), now_s)
             return self.sessions.leases(generator, session, number), ""
@@ -233,25 +232,8 @@ class ReplayQueue:
             self.store.record("scale", {"generators": generators})
 
     def expire(self, now_s: float | None = None) -> None:
-        """Takes back leases not renewed for `launch.heartbeat_timeout_s`, as of `now_s` on the run's clock."""
-        now_s = self.clock.now() if now_s is None else now_s
-        limit_s = self.config.launch.heartbeat_timeout_s
-        for lease in self.evaluation.expired(now_s):
-            self.store.return_leases(lease.ticket, lease.attempt, evaluation=True)
-        for version in self.evaluation.stranded(now_s):
-            self.store.record("drop", {"version": version, "reason": STRANDED})
-        if now_s <= self._next_expiry_s:
-            return
-        oldest_s = now_s
-        for number, held in self.held.items():
-            if not self.ledger.is_current(number, held.attempt):
-                continue
-            if now_s - held.renewed_s > limit_s:
-                self.store.return_leases(number, held.attempt)
-                log.warning("lease expired", ticket=number, generator=held.generator, limit_s=limit_s)
-            else:
-                oldest_s = min(oldest_s, held.renewed_s)
-        self._next_expiry_s = oldest_s + limit_s
+        """See `LeaseExpiry.expire`."""
+        self.expiry.expire(self.clock.now() if now_s is None else now_s)
 
     # --- learners
 
@@ -332,14 +314,6 @@ class ReplayQueue:
         for lease in leases:
             self.store.return_leases(lease.ticket, lease.attempt, evaluation=lease.evaluation)
             log.info("lease of a lost session returned", ticket=lease.ticket, evaluation=lease.evaluation)
-
-    def _renew(self, generator: int, leases: Sequence[LeaseName], now_s: float) -> None:
-        for lease in leases:
-            number, attempt = lease.ticket, lease.attempt
-            if lease.evaluation:
-                self.evaluation.renew(generator, number, attempt, now_s)
-            elif self.ledger.is_current(number, attempt) and self.held[number].generator == generator:
-                self.held[number].renewed_s = now_s
 
     def _repeated(self, number: int, attempt: int) -> None:
         """Counts a group that arrived before, or whose ticket or attempt was never leased."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from asyncrl.replay.ledger import State
+from asyncrl.replay.ledger_counts import State
 from asyncrl.replay.state import QueueState
 from asyncrl.types import Lease
 

@@ -11,17 +11,17 @@ from asyncrl.replay.evaluation import EvalRecord
 from asyncrl.replay.journal.reader import OTHER_FORMAT, WITHOUT
 from asyncrl.replay.journal.records import FORMAT
 from asyncrl.replay.journal.retention import Coverage
-from asyncrl.replay.ledger import LedgerCounts
+from asyncrl.replay.ledger_counts import LedgerCounts
 from asyncrl.replay.metrics import RunSums
 from asyncrl.replay.staleness_control import ControllerState
 from asyncrl.replay.stats import ReportedStats
 from asyncrl.replay.tickets import HeldTicket, TakenStep
 from asyncrl.types import PromptPosition
-from asyncrl.util.durable import Durable, of_plain, to_plain
+from asyncrl.util.durable import Durable, of_plain
 
 
 class QueueSnapshot(Durable):
-    """The durable attributes of a `QueueState`, without the frames of groups."""
+    """The durable attributes of a `QueueState`, without reported stats and the frames of groups."""
 
     rules: dict[str, int]
     """Settings that must not change, by config key."""
@@ -42,7 +42,7 @@ class QueueSnapshot(Durable):
 
 
 class Snapshot(Durable):
-    """The body of a "state" record, and the queue's part of a checkpoint."""
+    """The body of a "state" record, and the queue's part of a checkpoint, as `Store` writes their plain form."""
 
     format: int
     run_id: str
@@ -53,13 +53,9 @@ class Snapshot(Durable):
     reported: ReportedStats
     queue: QueueSnapshot
 
-    def to_bytes(self) -> bytes:
-        """The queue's part of a checkpoint."""
-        return msgspec.msgpack.encode(self)
-
     @classmethod
     def of_bytes(cls, data: bytes) -> Snapshot:
-        """Reverses `to_bytes`. Raises RunError if the bytes cannot be read, or have another format."""
+        """The queue's part of a checkpoint. Raises RunError if it cannot be read, or is of another format."""
         try:
             body = msgspec.msgpack.decode(data)
             # Format 2 had no number.
@@ -72,13 +68,9 @@ class Snapshot(Durable):
                 "checkpoint to resume from the one before"
             ) from None
 
-    def to_record(self) -> dict[str, Any]:
-        """The body of a record of the journal."""
-        return to_plain(Snapshot, self)
-
     @classmethod
     def of_record(cls, body: Any, where: str) -> Snapshot:
-        """Reverses `to_record`. Raises JournalError, which names the place `where`."""
+        """The body of a "state" record. Raises JournalError, which names the place `where`, if it cannot be read."""
         try:
             return of_plain(cls, body)
         except msgspec.ValidationError as error:

@@ -18,7 +18,7 @@ MIN_TOKENS = 0.01
 
 
 class ControllerState(Durable):
-    """What the controller has seen."""
+    """What the controller keeps from one step to the next."""
 
     sizes: dict[str, float] = field(default_factory=dict[str, float])
     """Smoothed effective sample size of each staleness bucket."""
@@ -54,9 +54,11 @@ class StalenessController(ControllerState, kw_only=True):
         self.waited_steps += 1
         if self.waited_steps <= limit + 1 or not self.sizes:
             return limit
-        worth = min(self.sizes.values()) > self.target
-        binds = metrics.get("staleness/max", 0.0) >= limit
-        wanted = min(limit + 1, self.high) if worth and binds else limit if worth else max(limit - 1, self.low)
+        if min(self.sizes.values()) > self.target:
+            is_reached = metrics.get("staleness/max", 0.0) >= limit
+            wanted = min(limit + 1, self.high) if is_reached else limit
+        else:
+            wanted = max(limit - 1, self.low)
         if wanted != limit:
             self.waited_steps = 0
             self.sizes = {}

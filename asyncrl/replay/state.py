@@ -19,7 +19,8 @@ from asyncrl.replay.evaluation import EvalBook
 from asyncrl.replay.journal.reader import Location
 from asyncrl.replay.journal.records import Record
 from asyncrl.replay.journal.retention import Coverage
-from asyncrl.replay.ledger import Ledger, State
+from asyncrl.replay.ledger import Ledger
+from asyncrl.replay.ledger_counts import State
 from asyncrl.replay.metrics import RunMetrics
 from asyncrl.replay.resume_check import check_rules, rules_of
 from asyncrl.replay.snapshot import QueueSnapshot
@@ -256,9 +257,9 @@ class QueueState:
         """The position in the stream of prompts."""
         return self.prompts.position
 
-    def snapshot(self) -> QueueSnapshot:
-        """The state, which shares nothing with this one; without reported stats and the frames of groups."""
-        return of_plain(QueueSnapshot, to_plain(QueueSnapshot, self))
+    def snapshot(self) -> dict[str, Any]:
+        """The plain form of a `QueueSnapshot` of the state, which shares nothing with it."""
+        return to_plain(QueueSnapshot, self)
 
     def load(self, stored: QueueSnapshot, *, load: Load | None, now_s: float) -> None:
         """Restores a snapshot, with leases renewed at `now_s` and the frames of finished groups read by `load`.

@@ -103,9 +103,9 @@ class DownsampledSeries(Durable):
         self.latest = value
         if self.points and self.points[-1][1] < self.stride:
             self.points[-1][0] += value
-            self.points[-1][1] += 1
+            self.points[-1][1] += 1.0
             return
-        self.points.append([value, 1])
+        self.points.append([value, 1.0])
         if len(self.points) > CURVE_POINTS:
             self.stride *= 2
             pairs = [self.points[i : i + 2] for i in range(0, len(self.points), 2)]

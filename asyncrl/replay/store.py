@@ -16,8 +16,8 @@ from asyncrl.replay.journal.history import History
 from asyncrl.replay.journal.reader import WITHOUT, Loader, segments_of
 from asyncrl.replay.journal.records import FORMAT
 from asyncrl.replay.journal.writer import Journal, Record, read_journal
-from asyncrl.replay.ledger import State
-from asyncrl.replay.snapshot import QueueSnapshot, Snapshot
+from asyncrl.replay.ledger_counts import State
+from asyncrl.replay.snapshot import Snapshot
 from asyncrl.replay.state import QueueState
 from asyncrl.replay.stats import ReportedStats
 from asyncrl.replay.tickets import PromptSource
@@ -102,7 +102,7 @@ def _apply_records(state: QueueState, journal: Journal | Loader, recovered: Reco
     return False
 
 
-def state_after(state: QueueState, journal: Journal, step: int) -> QueueSnapshot:
+def state_after(state: QueueState, journal: Journal, step: int) -> dict[str, Any]:
     """Returns `QueueState.snapshot` as of the commit of an earlier step that the journal still contains."""
     place = state.prompts.position
     then = QueueState(state.config, state.prompts, None, state.eval_prompts)
@@ -249,10 +249,9 @@ class Store:
 
     def snapshot(self, step: int) -> bytes:
         """The queue's part of a checkpoint of the step."""
-        stored = self._snapshot()
         if step < self.state.ledger.steps and self.journal is not None:
-            stored.queue = state_after(self.state, self.journal, step)
-        return stored.to_bytes()
+            return msgspec.msgpack.encode(self._snapshot(state_after(self.state, self.journal, step)))
+        return msgspec.msgpack.encode(self._snapshot(self.state.snapshot()))
 
     def checkpoint_wanted(self) -> bool:
         """True if the journal approaches its size limit and a checkpoint may allow segments to be dropped."""
@@ -318,9 +317,16 @@ class Store:
         self.trace.flush()
         self.journal.rotate()
         self.state.coverage.begin(self.journal.current, self.state.ledger.steps)
-        self.journal.append(Record("state", self._snapshot().to_record()))
+        self.journal.append(Record("state", self._snapshot(self.state.snapshot())))
         self.journal.write()
 
-    def _snapshot(self) -> Snapshot:
-        state, clock = self.state, self.clock
-        return Snapshot(FORMAT, self.run_id, clock.origin_s, clock.now(), state.reported, state.snapshot())
+    def _snapshot(self, queue: dict[str, Any]) -> dict[str, Any]:
+        """The plain form of a `Snapshot` with this one of the queue's state."""
+        return {
+            "format": FORMAT,
+            "run_id": self.run_id,
+            "origin_s": self.clock.origin_s,
+            "at_s": self.clock.now(),
+            "reported": to_plain(ReportedStats, self.state.reported),
+            "queue": queue,
+        }

@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from asyncrl.config import Options, Rewards
@@ -16,6 +15,7 @@ from asyncrl.rewards.calling import CompletedGroup, Message, Score
 from asyncrl.rewards.table import RewardTable
 from asyncrl.util.processes import end_with_parent, pin_helper_cpus
 from asyncrl.util.redaction import redact
+from asyncrl.util.tokenizer import Decoder, load_decoder
 from asyncrl.wire.endpoints import Endpoints
 
 _TIME_SHARE = 0.9
@@ -51,7 +51,6 @@ class WorkerSpec:
     endpoints: Endpoints | None
 
 
-_Decoder = Callable[[list[list[int]]], list[str]]
 _Scorer = Callable[[PackedGroup], list[Score]]
 _scorer: _Scorer | None = None
 
@@ -68,7 +67,7 @@ def start_worker(parent: int, spec: WorkerSpec) -> None:
         os.environ[name] = "1"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
-        decode = _load_decoder(spec.tokenizer_path, spec.trust_remote_code)
+        decode = load_decoder(spec.tokenizer_path, trust_remote_code=spec.trust_remote_code)
         reward_model.connect(spec.endpoints)
         _scorer = _make_scorer(RewardTable(spec.rewards, spec.options), spec, decode)
     except ConfigError as error:
@@ -84,7 +83,7 @@ def score_groups(groups: list[PackedGroup]) -> tuple[float, list[list[Score]]]:
     return time.perf_counter() - started, scores
 
 
-def _make_scorer(table: RewardTable, spec: WorkerSpec, decode: _Decoder) -> _Scorer:
+def _make_scorer(table: RewardTable, spec: WorkerSpec, decode: Decoder) -> _Scorer:
     def score(packed: PackedGroup) -> list[Score]:
         deadline_s = time.monotonic() + _TIME_SHARE * spec.timeout_s
         prompt_text, *completions = decode([memoryview(packed.prompt).cast("i").tolist(), *packed.completion_ids])
@@ -106,18 +105,3 @@ def _make_scorer(table: RewardTable, spec: WorkerSpec, decode: _Decoder) -> _Sco
         )
 
     return score
-
-
-def _load_decoder(path: str, trust_remote_code: bool) -> _Decoder:
-    """A function from token ids to text without special tokens."""
-    file = Path(path) / "tokenizer.json"
-    if file.is_file():
-        from tokenizers import Tokenizer
-
-        tokenizer = Tokenizer.from_file(str(file))
-        return lambda ids: tokenizer.decode_batch(ids, skip_special_tokens=True)
-    # A tokenizer without that file needs transformers, which costs every worker seconds and memory.
-    from asyncrl.util.tokenizer import load_tokenizer
-
-    slow = load_tokenizer(path, trust_remote_code=trust_remote_code)
-    return lambda ids: [slow.decode(one, skip_special_tokens=True) for one in ids]

@@ -60,13 +60,13 @@ TURN_S = 0.03
 SYS_SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}
 
 
-def end_with_parent(parent: int) -> None:
-    """Makes the kernel kill this process when the thread that started it ends, even if `parent` is killed.
+def end_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
+    """Makes the kernel send this process the signal when the thread that started it ends, even if `parent` is killed.
 
     On systems other than Linux it only detects a parent that is already gone.
     """
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os._exit(1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -24,6 +25,14 @@ IMPORT_S = 120.0
 """Longest time that the import of a module may take."""
 
 
+_file_lock = threading.RLock()
+"""Held while a file is executed, so that another thread does not get its module half executed."""
+
+
+_importing: list[str] = []
+"""The files and modules of the user that are being imported."""
+
+
 class _OutOfTimeError(BaseException):
     """Not an `Exception`, so that a module which catches those while it is imported is interrupted, too."""
 
@@ -33,7 +42,8 @@ def resolve(key: str, name: str, table: Mapping[str, Any]) -> Any:
 
     An entry is an object, or text `module:function` that is imported here. The user's own is `module:function` or
     `file.py:function`; modules are looked up on the Python path and in the working directory, and a file may import its
-    neighbors. Raises ConfigError, which begins with the config key, if there is no such part or its import fails.
+    neighbors. Both are executed once in a process, so that the functions of a file share its state. Raises ConfigError,
+    which begins with the config key, if there is no such part or its import fails.
     """
     entry = table.get(name, name)
     if not isinstance(entry, str):
@@ -68,10 +78,33 @@ def resolve_function(key: str, name: str, table: Mapping[str, Any]) -> Callable[
     return found
 
 
+def name_of(key: str, function: Callable[..., Any]) -> str:
+    """Returns the name by which `resolve` finds a function in another process. Raises ConfigError, which begins with
+    the config key, for a function that cannot be imported there."""
+    name, module = getattr(function, "__qualname__", repr(function)), getattr(function, "__module__", None)
+    file = getattr(sys.modules.get("__main__"), "__file__", None) if module == "__main__" else None
+    if "." in name or "<" in name or module is None or (module == "__main__" and file is None):
+        raise ConfigError(
+            f"{key} = {name}: other processes cannot import it; define it at the top level of a file (in a notebook: "
+            "%%writefile my_reward.py) and give it by name, as in my_reward.py:score"
+        )
+    return f"{Path(file).resolve() if file else module}:{name}"
+
+
+def refuse_while_importing(what: str) -> None:
+    """Raises ConfigError while `resolve` imports a file or module of the user: what that does when it is imported is
+    done in every process of a run."""
+    if _importing:
+        raise ConfigError(
+            f"{what} was called while {_importing[-1]} is imported for its functions; put the call under "
+            "if __name__ == '__main__'"
+        )
+
+
 def _import_module(name: str, what: str) -> ModuleType:
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())
-    with _guarded(f"{what}: cannot import {name}"):
+    with _guarded(f"{what}: cannot import {name}", name):
         return importlib.import_module(name)
 
 
@@ -82,17 +115,29 @@ def _import_file(path: Path, what: str) -> ModuleType:
         raise ConfigError(f"{what}: no file {path}{did_you_mean(path.name, neighbors)}")
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
-    spec = importlib.util.spec_from_file_location(f"asyncrl_user_{path.stem}", path)
+    # Files in different folders may have the same name.
+    name = f"asyncrl_user_{path.stem}_{hashlib.sha256(os.fsencode(path)).hexdigest()[:16]}"
+    with _guarded(f"{what}: cannot import {path}", str(path)), _file_lock:
+        if name not in sys.modules:
+            _execute_file(name, path)
+        return sys.modules[name]
+
+
+def _execute_file(name: str, path: Path) -> None:
+    """Executes the file as the module of this name. If that fails, there is no such module afterwards."""
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None  # always so for a .py file
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    with _guarded(f"{what}: cannot import {path}"):
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    try:
         spec.loader.exec_module(module)
-    return module
+    except BaseException:
+        sys.modules.pop(name, None)
+        raise
 
 
 @contextmanager
-def _guarded(what: str) -> Iterator[None]:
+def _guarded(what: str, where: str) -> Iterator[None]:
+    _importing.append(where)
     try:
         with _time_limit(IMPORT_S):
             yield
@@ -107,6 +152,8 @@ def _guarded(what: str) -> Iterator[None]:
         ) from error
     except Exception as error:  # the user's module may raise anything while it is imported
         raise ConfigError(f"{what}: {describe(error)}") from error
+    finally:
+        _importing.pop()
 
 
 @contextmanager

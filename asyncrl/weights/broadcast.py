@@ -38,10 +38,10 @@ from torch import Tensor
 from asyncrl.errors import AsyncrlError, RunError
 from asyncrl.weights.buckets import RunningChecksum, WeightBuffer
 from asyncrl.weights.membership import Membership, Peer, T
-from asyncrl.weights.messages import Abort, Go, Patience, Ready, Received, Sent
 from asyncrl.weights.transports import Link, Member, Transport, device_name, problem
 from asyncrl.wire.store import Store
-from asyncrl.wire.torch_store import TorchStore
+from asyncrl.wire.torch_store import GROUP_KEYS, group_store
+from asyncrl.wire.weight_messages import Abort, Go, Patience, Ready, Received, Sent
 
 log = structlog.get_logger()
 
@@ -182,7 +182,7 @@ class Delivery:
         ids = [peer.id for peer in peers]
         if ids != self.members or self.link is None:
             self.drop_link()
-            self.store.delete_all("group/")  # not earlier: receivers may still connect to a link that failed here
+            self.store.delete_all(GROUP_KEYS)  # not earlier: receivers may still connect to a link that failed here
             self.members = ids
             self.group_number += 1
         for position, peer in enumerate(peers, start=1):
@@ -191,9 +191,8 @@ class Delivery:
     def _linked(self, size: int) -> Link:
         assert self.way is not None
         if self.link is None:
-            store = None
-            if self.way.needs_group:
-                store = TorchStore(self.store, f"group/{self.group_number}/", self.timeout_s)
+            needs_group = self.way.needs_group
+            store = group_store(self.store, self.group_number, self.timeout_s) if needs_group else None
             self.link = self.way.connect(Member(0, size, self.device, self.timeout_s, self.check, store))
         return self.link
 

@@ -13,15 +13,14 @@ import torch
 from torch import Tensor
 
 from asyncrl.errors import InvariantError, ProtocolError, RunError
+from asyncrl.wire.bounds import MAX_DOCUMENT_CHARACTERS, MAX_NUMBER
 
 ROW_BYTES = 1024
 """Buckets and the whole buffer are multiples of this; the checksum works on such rows."""
 ALIGN_BYTES = 16
-MIN_BUCKET_BYTES = 1 << 16
-"""Lower limit, so that a model does not have millions of buckets."""
 BUCKET_BYTES = 64 << 20
 """Size of the pieces in which a sender broadcasts weights."""
-MAX_MANIFEST_BYTES = 16 << 20
+MAX_MANIFEST_BYTES = MAX_DOCUMENT_CHARACTERS
 """Maximum size of a manifest as JSON: 100,000 tensors with names of 100 characters fit."""
 _LOOK_S = 0.1
 """Interval of calls of `check`."""
@@ -222,7 +221,7 @@ class RunningChecksum:
                 f"weights: the transport took {self._num_bytes} of {buffer.numel()} bytes; `send` has to take all "
                 "buckets, and `receive` to yield all of them"
             )
-        return self._sum % (1 << 64)
+        return self._sum % MAX_NUMBER
 
 
 def _round_up(number: int, multiple: int) -> int:

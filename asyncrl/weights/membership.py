@@ -1,7 +1,7 @@
 """The sender's view of the generators: which ones are present, messages to them, and their answers.
 
 A session of a receiver begins with "join", and its connection is its id. A later session of the same rank replaces it.
-It gets no offer before it says "up". The channel's thread calls `hear` and `refuse`, the thread of the sender the rest.
+It gets no offer before it says "up". The channel's thread calls `handle` and `refuse`, the sender's thread the rest.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import structlog
-from msgspec import Struct
 
-from asyncrl.weights import messages
 from asyncrl.weights.waits import Wait
+from asyncrl.wire import weight_messages as messages
+from asyncrl.wire.bounds import Body
+from asyncrl.wire.kinds import KINDS
 
 log = structlog.get_logger()
 
@@ -58,7 +59,7 @@ class Membership:
 
     def __init__(
         self,
-        send: Callable[[bytes, Struct], None],
+        send: Callable[[bytes, Body], None],
         manifest: str,
         changed: threading.Condition,
         check: Callable[[], None],
@@ -73,7 +74,7 @@ class Membership:
 
     # --- the channel's thread
 
-    def hear(self, sender: bytes, message: Any) -> None:
+    def handle(self, sender: bytes, message: Any) -> None:
         """Takes a message of a receiver; one of a session that has ended changes nothing."""
         with self._changed:
             peer = self._ids.get(sender)
@@ -90,7 +91,7 @@ class Membership:
                 case messages.Holding():
                     peer.holds = peer.holds or message.round == peer.round
                 case messages.Ready() | messages.Received():
-                    peer.answers[type(message).__name__.lower()] = message
+                    peer.answers[KINDS[type(message)]] = message
                 case messages.Left():
                     self._remove(peer)
                 case _:
@@ -133,7 +134,7 @@ class Membership:
         self._await(lambda: len(self._peers) >= count, timeout_s)
 
     def drop(self, peer: Peer, reason: str) -> None:
-        """Removes a peer. If it is alive, it hears the reason and joins again."""
+        """Removes a peer. If it is alive, it receives the reason and joins again."""
         with self._changed:
             self._remove(peer)
         self._send(peer.id, messages.Dropped(reason))
@@ -153,7 +154,7 @@ class Membership:
                 peer.holds = False
         self.tell(peers, messages.Offer, **fields)
 
-    def tell(self, peers: Sequence[Peer], kind: Callable[..., Struct], **fields: Any) -> None:
+    def tell(self, peers: Sequence[Peer], kind: Callable[..., Body], **fields: Any) -> None:
         """Sends a message about its current round to each of the peers."""
         for peer in peers:
             self._send(peer.id, kind(round=peer.round, **fields))
@@ -171,7 +172,7 @@ class Membership:
 
         def waiting() -> list[Peer]:
             for peer in peers:
-                answer = peer.answers.get(kind.__name__.lower())
+                answer = peer.answers.get(KINDS[kind])
                 if isinstance(answer, str):
                     failed.setdefault(peer, f"({answer})")
                 elif isinstance(answer, kind) and answer.round == peer.round:

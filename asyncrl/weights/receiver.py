@@ -30,13 +30,13 @@ from asyncrl.errors import AsyncrlError, ConfigError, ProtocolError, RunError
 from asyncrl.util.processes import normal_priority
 from asyncrl.weights import transports
 from asyncrl.weights.buckets import RunningChecksum, WeightManifest, buckets, empty_buffer
-from asyncrl.weights.messages import Go, Holding, Left, Offer, Ready, Received, Sent, Up
 from asyncrl.weights.session import IDLE_S, Session
 from asyncrl.weights.staging import StagedWeights, Staging
 from asyncrl.weights.transports import Link, Member, Transport, find_transport, problem
 from asyncrl.weights.waits import Interrupted, RoundAborted, SenderClosed, SessionLost, Wait
 from asyncrl.wire.channel import BadServerError, ServerLostError
-from asyncrl.wire.torch_store import TorchStore
+from asyncrl.wire.torch_store import group_store
+from asyncrl.wire.weight_messages import Go, Holding, Left, Offer, Ready, Received, Sent, Up
 
 log = structlog.get_logger()
 
@@ -204,7 +204,7 @@ class WeightReceiver:
             except RoundAborted as error:
                 self._drop_link()  # a link that failed is not used again
                 log.info("weights not received", version=offer.version, reason=str(error))
-                session.say_once(Received(offer.round, error=str(error)))
+                session.say_once(Received(offer.round, 0, str(error)))
 
     def _receive(self, session: Session, offer: Offer) -> None:
         """Runs one round, from an offer to complete staging. Raises RoundAborted if it fails."""
@@ -219,7 +219,7 @@ class WeightReceiver:
             raise
         except (RuntimeError, OSError) as error:
             raise RoundAborted(problem(error)) from None
-        session.say_once(Received(offer.round, checksum))
+        session.say_once(Received(offer.round, checksum, ""))
         sent = session.wait_for(Sent, "say what became of a version", self._timeout_s)
         if sent.checksum == checksum:
             self._staging.put(StagedWeights(offer.version, checksum, manifest.views(self._buffer), session.id))
@@ -261,9 +261,7 @@ class WeightReceiver:
         assert self._way is not None
         if self._link is None or self._group_number != go.group:
             self._drop_link()
-            store = None
-            if self._way.needs_group:
-                store = TorchStore(session.store, f"group/{go.group}/", self._timeout_s)
+            store = group_store(session.store, go.group, self._timeout_s) if self._way.needs_group else None
             member = Member(go.rank, go.size, self._device, self._timeout_s, session.check, store)
             self._link, self._group_number = self._way.connect(member), go.group
         return self._link

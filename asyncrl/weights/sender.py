@@ -26,13 +26,15 @@ from torch import Tensor
 
 from asyncrl.errors import AsyncrlError, PeerTimeoutError, RunError
 from asyncrl.weights.broadcast import Delivery, WeightSyncStats
-from asyncrl.weights.buckets import BUCKET_BYTES, MIN_BUCKET_BYTES, WeightBuffer, WeightManifest
+from asyncrl.weights.buckets import BUCKET_BYTES, WeightBuffer, WeightManifest
 from asyncrl.weights.membership import Membership
-from asyncrl.weights.messages import TO_SENDER
 from asyncrl.weights.transports import choose_transport, device_name, find_transport, use_own_stream, with_index
 from asyncrl.weights.waits import Interrupted, Wait
-from asyncrl.wire.channel import Server
-from asyncrl.wire.store import Ask, Store
+from asyncrl.wire.channel import ChannelServer
+from asyncrl.wire.kinds import TO_SENDER
+from asyncrl.wire.service_messages import StoreRequest
+from asyncrl.wire.store import Store
+from asyncrl.wire.weight_messages import MIN_BUCKET_BYTES
 
 log = structlog.get_logger()
 
@@ -79,7 +81,7 @@ class WeightSender:
         self._timeout_s = timeout_s
         self._manifest = manifest
         self._changed = threading.Condition()
-        self._channel = Server(address, "weights", TO_SENDER, run_id=run_id, keys=keys)
+        self._channel = ChannelServer(address, "weights", TO_SENDER, run_id=run_id, keys=keys)
         self._store = Store(self._channel.send)
         self._membership = Membership(self._channel.send, manifest.to_json(), self._changed, self._raise_if_stopping)
         self._delivery = Delivery(
@@ -99,7 +101,7 @@ class WeightSender:
         self._busy = False
         self._stopping = False
         self._buffer_lock = threading.Lock()
-        self._channel.start(self._hear, self._membership.refuse)
+        self._channel.start(self._handle, self._membership.refuse)
         self._thread = threading.Thread(target=self._run, name="weight-sender", daemon=True)
         self._thread.start()
 
@@ -171,11 +173,11 @@ class WeightSender:
 
     # --- the channel's thread
 
-    def _hear(self, peer: bytes, message: Any) -> None:
-        if isinstance(message, Ask):
-            self._store.hear(peer, message)
+    def _handle(self, peer: bytes, message: Any) -> None:
+        if isinstance(message, StoreRequest):
+            self._store.handle(peer, message)
         else:
-            self._membership.hear(peer, message)
+            self._membership.handle(peer, message)
 
     # --- the background thread
 

@@ -8,12 +8,13 @@ import uuid
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from msgspec import Struct
-
-from asyncrl.weights import messages
 from asyncrl.weights.waits import RoundAborted, SenderClosed, SessionLost, Wait
-from asyncrl.wire.channel import Client
-from asyncrl.wire.store import RemoteStore, Reply
+from asyncrl.wire import weight_messages as messages
+from asyncrl.wire.bounds import Body
+from asyncrl.wire.channel import ChannelClient
+from asyncrl.wire.kinds import TO_RECEIVER
+from asyncrl.wire.service_messages import StoreReply
+from asyncrl.wire.store import RemoteStore
 
 IDLE_S = 0.2
 """Longest wait for a message between two checks of a deadline."""
@@ -47,7 +48,7 @@ class Session:
         self._said: dict[type, int] = {}
         """The last round for which `say_once` sent a message, by kind."""
         self._pinged_s = 0.0
-        self.client = Client(address, messages.TO_RECEIVER, self._hear, run_id=run_id, keys=keys, check=check)
+        self.client = ChannelClient(address, TO_RECEIVER, self._handle, run_id=run_id, keys=keys, check=check)
         self.store = RemoteStore(self.client)
         """The store through which the members of a group find one another."""
         self.say(messages.Join(rank, device))
@@ -58,7 +59,7 @@ class Session:
 
     # --- messages to the sender
 
-    def say(self, message: Struct) -> None:
+    def say(self, message: Body) -> None:
         """Sends a message."""
         self.client.send(message)
 
@@ -71,7 +72,7 @@ class Session:
     # --- messages of the sender
 
     def listen(self, seconds: float) -> None:
-        """Hears the messages that are there, or those that come first within `seconds`. A sender that was silent for
+        """Handles the messages that wait, or the first ones that arrive within `seconds`. A sender that was silent for
         long is asked whether it lives."""
         self.client.listen(seconds)
         now_s = time.monotonic()
@@ -109,7 +110,7 @@ class Session:
             self.listen(math.inf)
 
     def check(self) -> None:
-        """Hears the messages that are there. Raises as `raise_if_over` does, and what ends the waits."""
+        """Handles the messages that wait. Raises as `raise_if_over` does, and what ends the waits."""
         self.listen(0.0)
         self.raise_if_over()
 
@@ -132,9 +133,9 @@ class Session:
         message: T | None = self._told.get(kind)
         return message if message is not None and message.round == self.round else None
 
-    def _hear(self, message: Any) -> None:
-        if isinstance(message, Reply):
-            self.store.hear(message)
+    def _handle(self, message: Any) -> None:
+        if isinstance(message, StoreReply):
+            self.store.handle(message)
         elif isinstance(message, messages.Manifest):
             self.manifest = message.text
         else:

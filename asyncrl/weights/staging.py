@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from asyncrl.weights.messages import Loaded
+from asyncrl.wire.weight_messages import Loaded
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,44 +1,37 @@
-"""A channel: typed messages that a server and its clients push to one another.
+"""A channel: messages that a server and its clients push to one another, at any time and from any thread.
 
-Each kind of message is a `msgspec.Struct`, which refuses unknown and missing fields and states the bounds of the rest.
-A message is one frame: a msgpack map with the schema version, the run id, the kind and the fields. A frame that is too
-large closes its connection; a bad message is counted and not answered, and a peer that sends many of them is cut off.
+The messages are those of `wire/frames.py`, without arrays. A frame that is too large closes its connection; a bad
+message is counted and not answered, and a peer that sends many of them is cut off.
 """
 
 from __future__ import annotations
 
-import hmac
 import math
 import os
 import select
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Set
 from contextlib import suppress
 from typing import Any
 
-import msgspec
 import structlog
 import zmq
-from msgspec import Raw, Struct
 from zmq.utils.monitor import recv_monitor_message
 
-from asyncrl.errors import PeerTimeoutError, ProtocolError, StrangerError
+from asyncrl.errors import BodyError, PeerTimeoutError, ProtocolError
 from asyncrl.wire.bad_peers import BadPeers
+from asyncrl.wire.bounds import Body
+from asyncrl.wire.frames import decode, encode
+from asyncrl.wire.kinds import MAX_HEADER_BYTES, MAX_REQUEST_HEADER_BYTES
 from asyncrl.wire.sockets import bind_router, connect_dealer
-from asyncrl.wire.unpack import MAX_PROBLEM_CHARACTERS
 
 log = structlog.get_logger()
 
-SCHEMA = 1
-MAX_BYTES = 2 << 20
-"""The limit of a message to a server."""
 LOOK_S = 0.05
 """Interval of the checks whether a client's wait should be abandoned."""
 _BATCH = 64
 """Messages that a server takes from its socket at once."""
-
-Kinds = Mapping[str, type[Struct]]
 
 
 class ServerLostError(PeerTimeoutError):
@@ -49,62 +42,19 @@ class BadServerError(ProtocolError):
     """The server of a channel sent a bad message."""
 
 
-class _Frame(Struct, forbid_unknown_fields=True):
-    v: int
-    run: str
-    kind: str
-    fields: Raw
-
-
-def kinds(*messages: type[Struct]) -> dict[str, type[Struct]]:
-    """The messages by kind, which is the name of the class in small letters."""
-    return {message.__name__.lower(): message for message in messages}
-
-
-def encode(run_id: str, message: Struct) -> bytes:
-    """Returns the frame of a message."""
-    fields = Raw(msgspec.msgpack.encode(message))
-    return msgspec.msgpack.encode(_Frame(SCHEMA, run_id, type(message).__name__.lower(), fields))
-
-
-def decode(run_id: str, frame: bytes, known: Kinds) -> tuple[str, Raw]:
-    """Returns the kind of a message and its fields, for `read`. Raises ProtocolError if it is not one of the `known`
-    kinds, and StrangerError if it does not have the run id."""
-    try:
-        message = msgspec.msgpack.decode(frame, type=_Frame)
-    except (ValueError, RecursionError) as error:
-        raise StrangerError(f"not a message: {error}"[:MAX_PROBLEM_CHARACTERS]) from None
-    if not hmac.compare_digest(message.run.encode(), run_id.encode()):
-        raise StrangerError("the message does not have the id of this run")
-    if message.v != SCHEMA:
-        raise ProtocolError(f"schema version {message.v}, this process speaks {SCHEMA}")
-    if message.kind not in known:
-        raise ProtocolError(f"unknown kind {message.kind[:50]!r}")
-    return message.kind, message.fields
-
-
-def read(kind: str, fields: Raw, known: Kinds) -> Any:
-    """Returns the message of that kind. Raises ProtocolError that names the kind and the first field that does not
-    fit."""
-    try:
-        return msgspec.msgpack.decode(fields, type=known[kind])
-    except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"{kind}: {error}"[:MAX_PROBLEM_CHARACTERS]) from None
-
-
-class Server:
+class ChannelServer:
     """Listens at an address. A thread of its own reads the messages; any thread may send.
 
     That thread waits for messages, woken by the socket, by `close`, and by `send` if messages have come meanwhile; it
     has no deadline.
     """
 
-    def __init__(self, address: str, what: str, known: Kinds, *, run_id: str = "", keys: str = "") -> None:
-        """`what` the channel is for is named in messages. With a file of `keys` only clients with the run's keys are
-        admitted. Raises ConfigError if the address is in use."""
+    def __init__(self, address: str, what: str, accepts: Set[str], *, run_id: str = "", keys: str = "") -> None:
+        """`what` names the server in errors and logs; `accepts` are the kinds of messages that it handles. With a file
+        of `keys` only clients with the run's keys are admitted. Raises ConfigError if the address is in use."""
         self.bad_peers = BadPeers()
-        self._what, self._known, self._run_id = what, known, run_id
-        self._socket = bind_router(address, what, keys=keys, max_frame_bytes=MAX_BYTES)
+        self._what, self._accepts, self._run_id = what, accepts, run_id
+        self._socket = bind_router(address, what, keys=keys, max_frame_bytes=MAX_REQUEST_HEADER_BYTES)
         self._lock = threading.Lock()
         self._wakes = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closing = False
@@ -112,22 +62,22 @@ class Server:
 
     def start(
         self,
-        hear: Callable[[bytes, Any], None],
+        handle: Callable[[bytes, Any], None],
         refuse: Callable[[bytes, str, str], None] = lambda peer, kind, problem: None,
     ) -> None:
-        """Starts the thread, which calls `hear(peer, message)`, and `refuse(peer, kind, problem)` for a message of a
-        known kind that does not fit."""
-        self._on_message, self._on_bad = hear, refuse
+        """Starts the thread, which calls `handle(peer, body)`, and `refuse(peer, kind, problem)` for a message of an
+        accepted kind whose body does not fit."""
+        self._handle, self._refuse = handle, refuse
         self._thread.start()
 
-    def send(self, peer: bytes, message: Struct) -> None:
+    def send(self, peer: bytes, body: Body) -> None:
         """Sends a message; one to a peer that is gone, or does not read, is dropped. Never blocks."""
-        frame = encode(self._run_id, message)
+        frames = encode(self._run_id, body)
         with self._lock:
             if self._socket.closed:
                 return
             with suppress(zmq.Again):
-                self._socket.send_multipart([peer, frame], zmq.DONTWAIT)
+                self._socket.send_multipart([peer, *frames], zmq.DONTWAIT)
             # Sending takes the signal that messages are there from the socket's file descriptor.
             if self._socket.poll(0):
                 os.eventfd_write(self._wakes, 1)
@@ -154,7 +104,7 @@ class Server:
                     os.eventfd_read(self._wakes)
             batch = self._take()
             for peer, *frames in batch:
-                self._hear(peer, frames)
+                self._receive(peer, frames)
         with self._lock:
             self._socket.close()
 
@@ -165,45 +115,42 @@ class Server:
                 batch.append(self._socket.recv_multipart(zmq.DONTWAIT))
         return batch
 
-    def _hear(self, peer: bytes, frames: list[bytes]) -> None:
+    def _receive(self, peer: bytes, frames: list[bytes]) -> None:
         if self.bad_peers.ignores(peer):
             return
-        kind = ""
         try:
-            if len(frames) != 1:
-                raise ProtocolError(f"a message of {len(frames)} frames")
-            kind, fields = decode(self._run_id, frames[0], self._known)
-            message = read(kind, fields, self._known)
+            body = _read(self._run_id, frames, self._accepts, MAX_REQUEST_HEADER_BYTES)
         except ProtocolError as error:
             self.bad_peers.note(peer)
             total = self.bad_peers.bad_messages
             if total.bit_count() == 1:  # one line for each doubling
                 log.warning("bad message", to=self._what, error=str(error), total=total)
-            if kind:
-                self._on_bad(peer, kind, str(error))
+            if isinstance(error, BodyError) and error.kind in self._accepts:
+                self._refuse(peer, error.kind, str(error))
             return
-        self._on_message(peer, message)
+        self._handle(peer, body)
 
 
-class Client:
-    """A connection to a server, as soon as one listens at the address. Thread-safe; `listen` hears the messages."""
+class ChannelClient:
+    """A connection to a server, as soon as one listens at the address. Thread-safe; `listen` receives messages."""
 
     def __init__(
         self,
         address: str,
-        known: Kinds,
-        hear: Callable[[Any], None],
+        accepts: Set[str],
+        handle: Callable[[Any], None],
         *,
         run_id: str = "",
         keys: str = "",
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """`listen` calls `hear(message)`, and `check` all the time, which may raise to end a wait."""
+        """`accepts` are the kinds of messages that `listen` passes to `handle(body)`. `check` is called during each
+        wait and may raise to end it."""
         self.check = check
         self.heard_s = time.monotonic()
-        """When the server's last message was heard."""
+        """When the server's last message arrived."""
         self.address = address
-        self._known, self._run_id, self._on_message = known, run_id, hear
+        self._accepts, self._run_id, self._handle = accepts, run_id, handle
         self._lock = threading.RLock()
         self._lost = False
         self._socket = connect_dealer(address, keys=keys)
@@ -212,17 +159,17 @@ class Client:
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
 
-    def send(self, message: Struct) -> None:
-        """Sends a message, never blocks. Raises ServerLostError if the server has not taken many messages before, or
+    def send(self, body: Body) -> None:
+        """Sends a message; never blocks. Raises ServerLostError if the server has not taken many messages before, or
         has refused the keys."""
         with self._lock:
             try:
-                self._socket.send(encode(self._run_id, message), zmq.DONTWAIT)
+                self._socket.send_multipart(encode(self._run_id, body), zmq.DONTWAIT)
             except zmq.Again:
                 raise ServerLostError(f"no message can be sent to {self.address}") from None
 
     def listen(self, seconds: float) -> bool:
-        """Hears the messages that are there, or those that come first within `seconds`; True if there was one. Raises
+        """Handles the messages that wait, or the first ones that arrive within `seconds`; True if there was one. Raises
         ServerLostError if the server is gone, BadServerError for a bad message, and what `check` raises."""
         deadline_s = time.monotonic() + seconds
         while True:
@@ -233,7 +180,7 @@ class Client:
                     raise ServerLostError(f"the process that listened at {self.address} is gone")
                 ready = dict(self._poller.poll(math.ceil(1e3 * min(left_s, LOOK_S))))
                 if self._socket in ready:
-                    self._hear_all()
+                    self._receive_all()
                     return True
                 if self._monitor in ready:
                     recv_monitor_message(self._monitor)
@@ -250,13 +197,21 @@ class Client:
                 self._monitor.close()
                 self._socket.close()
 
-    def _hear_all(self) -> None:
+    def _receive_all(self) -> None:
         with suppress(zmq.Again):
             while True:
-                frame = self._socket.recv(zmq.DONTWAIT)
+                frames = self._socket.recv_multipart(zmq.DONTWAIT)
                 self.heard_s = time.monotonic()
                 try:
-                    message = read(*decode(self._run_id, frame, self._known), self._known)
+                    body = _read(self._run_id, frames, self._accepts, MAX_HEADER_BYTES)
                 except ProtocolError as error:
                     raise BadServerError(str(error)) from None
-                self._on_message(message)
+                self._handle(body)
+
+
+def _read(run_id: str, frames: list[bytes], accepts: Set[str], max_bytes: int) -> Any:
+    """The body of a message. Raises ProtocolError if it is not valid, or not of a kind in `accepts`."""
+    message = decode(run_id, frames, max_bytes=max_bytes)
+    if message.kind not in accepts:
+        raise ProtocolError(f"unexpected kind {message.kind!r}")
+    return message.body

@@ -21,7 +21,7 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from asyncrl.errors import ProtocolError, StrangerError
+from asyncrl.errors import BodyError, ProtocolError, StrangerError
 from asyncrl.wire.bounds import MAX_DOCUMENT_CHARACTERS, MAX_ITEMS, Body, Name, Number
 from asyncrl.wire.kinds import (
     BODIES,
@@ -152,7 +152,7 @@ def decode(
     try:
         body = _DECODERS[kind].decode(header.body)
     except UNREADABLE as error:
-        raise ProtocolError(f"{kind}: {problem_of(error)}") from None
+        raise BodyError(kind, problem_of(error)) from None
     return Message(kind, header.seq, body, _arrays(kind, header.arrays, frames[1:]), peer)
 
 

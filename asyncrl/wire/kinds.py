@@ -40,10 +40,30 @@ from asyncrl.wire.service_messages import (
     Save,
     Score,
     Scores,
+    StoreReply,
+    StoreRequest,
     Train,
     Trained,
     Value,
     Values,
+)
+from asyncrl.wire.weight_messages import (
+    Abort,
+    Closed,
+    Dropped,
+    Go,
+    Holding,
+    Join,
+    Left,
+    Manifest,
+    Offer,
+    Patience,
+    Ping,
+    Pong,
+    Ready,
+    Received,
+    Sent,
+    Up,
 )
 
 BODIES: dict[str, Any] = {
@@ -76,6 +96,24 @@ BODIES: dict[str, Any] = {
     "leave": Leave,
     "score": Score,
     "scores": Scores,
+    "store": StoreRequest,
+    "stored": StoreReply,
+    "join": Join,
+    "up": Up,
+    "ready": Ready,
+    "holding": Holding,
+    "received": Received,
+    "left": Left,
+    "ping": Ping,
+    "manifest": Manifest,
+    "offer": Offer,
+    "go": Go,
+    "patience": Patience,
+    "sent": Sent,
+    "abort": Abort,
+    "dropped": Dropped,
+    "closed": Closed,
+    "pong": Pong,
     "ok": Ok,
     "error": Error,
 }
@@ -98,6 +136,7 @@ ANSWERS: dict[str, str] = {
     "save": "ok",
     "restore": "ok",
     "score": "scores",
+    "store": "stored",
     "lost": "ok",
     "scale": "ok",
     "status": "ok",
@@ -107,7 +146,12 @@ ANSWERS: dict[str, str] = {
 }
 """The kind of the answer to each request."""
 
-REQUESTS = frozenset(BODIES) - frozenset(ANSWERS.values()) - {"error"}
+TO_SENDER = frozenset({"join", "up", "ready", "holding", "received", "left", "ping", "store"})
+"""Kinds that a receiver of weights sends."""
+TO_RECEIVER = frozenset({"manifest", "offer", "go", "patience", "sent", "abort", "dropped", "closed", "pong", "stored"})
+"""Kinds that the sender of weights sends."""
+
+REQUESTS = frozenset(BODIES) - frozenset(ANSWERS.values()) - TO_RECEIVER - {"error"}
 """Kinds that are sent to a listening socket."""
 
 WITH_ARRAYS = frozenset({"leases", "finish", "shard", "value", "values", "train"})

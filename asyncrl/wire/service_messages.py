@@ -1,10 +1,16 @@
-"""The messages of the other servers, which are critics and the reward model, and the answers of every server."""
+"""The messages of the other servers (critics, the reward model, stores), and the answers of every server."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from asyncrl.wire.bounds import Body, Count, Duration, Finite, Index, Items, Metrics, Number, Text
+from msgspec import Meta
+
+from asyncrl.wire.bounds import MAX_NUMBER, Body, Count, Duration, Finite, Index, Items, Metrics, Number, Text
+
+MAX_KEY_CHARACTERS = 512
+MAX_KEYS_ASKED = 1 << 10
+StoreAction = Literal["set", "get", "wait", "add", "delete"]
 
 
 class Value(Body):
@@ -81,6 +87,33 @@ class Scores(Body):
     """The score of each completion; None with an error."""
     errors: Items[str]
     """The error of each completion; "" with a score."""
+
+
+class StoreRequest(Body):
+    """Sent to a store by a member of a process group; answered by `StoreReply`.
+
+    Sets the value of a key; gets the values of keys; waits until all of them exist; adds to a counter, which starts at
+    0; deletes a key."""
+
+    number: Number
+    action: StoreAction
+    keys: Annotated[list[Annotated[str, Meta(max_length=MAX_KEY_CHARACTERS)]], Meta(max_length=MAX_KEYS_ASKED)]
+    value: bytes
+    """The value to set; otherwise empty."""
+    amount: Annotated[int, Meta(ge=-MAX_NUMBER, le=MAX_NUMBER)]
+    """The amount to add; otherwise 0."""
+
+
+class StoreReply(Body):
+    """The answer of a store to the `StoreRequest` of the same number."""
+
+    number: Number
+    values: list[bytes | None]
+    """The value of each key, None if it is missing."""
+    count: int
+    """The new value of the counter, or the number of keys deleted."""
+    error: Text
+    """Why the request is refused; "" if it is not."""
 
 
 class Ok(Body):

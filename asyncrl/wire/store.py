@@ -9,87 +9,59 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Annotated, Literal
-
-from msgspec import Meta, Struct
 
 from asyncrl.errors import AsyncrlError
-from asyncrl.wire.channel import LOOK_S, Client, Server, ServerLostError, kinds
+from asyncrl.wire.channel import LOOK_S, ChannelClient, ChannelServer, ServerLostError
+from asyncrl.wire.service_messages import MAX_KEY_CHARACTERS, StoreAction, StoreReply, StoreRequest
 from asyncrl.wire.sockets import SILENCE_S
 
 MAX_KEYS = 1 << 16
-MAX_KEY_CHARACTERS = 512
 MAX_VALUE_BYTES = 1 << 20
 MAX_BYTES = 64 << 20
 """The limit of all keys and values together, and of one answer."""
-MAX_ASKED = 1 << 10
-"""Keys in one request."""
 MAX_WAITING = 4096
 """Clients that wait for keys; of more of them, the one that waits longest is forgotten."""
-
-What = Literal["set", "get", "wait", "add", "delete"]
-_Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
-_Key = Annotated[str, Meta(max_length=MAX_KEY_CHARACTERS)]
 
 
 class StoreError(AsyncrlError, ValueError):
     """The store refused a request."""
 
 
-class Ask(Struct, forbid_unknown_fields=True, frozen=True):
-    """A request: set the value of a key; get the values of keys, None for missing ones; wait until all are there; add
-    to a counter, which starts at 0; delete a key. `Reply` has the same number."""
-
-    number: _Number
-    what: What
-    keys: Annotated[list[_Key], Meta(max_length=MAX_ASKED)]
-    value: bytes = b""
-    more: Annotated[int, Meta(ge=-(1 << 62), lt=1 << 62)] = 0
-
-
-class Reply(Struct, forbid_unknown_fields=True, frozen=True):
-    """The values that were asked for, the new value of a counter, or the number of keys deleted."""
-
-    number: _Number
-    values: list[bytes | None] = []
-    count: int = 0
-    error: str = ""
-
-
 class Store:
-    """The values, for the threads of this process (`ask`) and for clients, whose requests (`hear`) are answered through
-    `send`."""
+    """The values. Threads of this process call `ask`; requests of clients go to `handle`, their answers to `send`."""
 
-    def __init__(self, send: Callable[[bytes, Reply], None]) -> None:
+    def __init__(self, send: Callable[[bytes, StoreReply], None]) -> None:
         self._send = send
         self._values: dict[str, bytes] = {}
         self._num_bytes = 0
-        self._waiting: dict[bytes, Ask] = {}
+        self._waiting: dict[bytes, StoreRequest] = {}
         self._changed = threading.Condition()
 
     def __len__(self) -> int:
         return len(self._values)
 
-    def ask(self, what: What, keys: Sequence[str], value: bytes = b"", more: int = 0, within_s: float = 0.0) -> Reply:
+    def ask(
+        self, action: StoreAction, keys: Sequence[str], value: bytes = b"", amount: int = 0, within_s: float = 0.0
+    ) -> StoreReply:
         """Returns the answer to a request; a wait has `within_s`. Raises TimeoutError, and StoreError if the store is
         full or the request is wrong."""
         with self._changed:
-            if what == "wait" and not self._changed.wait_for(lambda: not self._missing(keys), within_s):
+            if action == "wait" and not self._changed.wait_for(lambda: not self._missing(keys), within_s):
                 raise too_late(self._missing(keys), within_s)
-            reply = self._done(Ask(0, what, list(keys), value, more))
+            reply = self._done(StoreRequest(0, action, list(keys), value, amount))
             self._serve()
         return reply
 
-    def hear(self, peer: bytes, ask: Ask) -> None:
+    def handle(self, peer: bytes, request: StoreRequest) -> None:
         """Takes a request of a client; it replaces one that the same client waits for."""
         with self._changed:
             self._waiting.pop(peer, None)
-            if ask.what == "wait":
-                self._waiting[peer] = ask
+            if request.action == "wait":
+                self._waiting[peer] = request
                 if len(self._waiting) > MAX_WAITING:
                     del self._waiting[next(iter(self._waiting))]
             else:
-                self._answer(peer, ask)
+                self._answer(peer, request)
             self._serve()
 
     def delete_all(self, prefix: str) -> None:
@@ -100,44 +72,44 @@ class Store:
 
     def _serve(self) -> None:
         """Answers the waits whose keys are there."""
-        for peer, ask in list(self._waiting.items()):
-            if not self._missing(ask.keys):
+        for peer, request in list(self._waiting.items()):
+            if not self._missing(request.keys):
                 del self._waiting[peer]
-                self._answer(peer, ask)
+                self._answer(peer, request)
         self._changed.notify_all()
 
-    def _answer(self, peer: bytes, ask: Ask) -> None:
+    def _answer(self, peer: bytes, request: StoreRequest) -> None:
         try:
-            reply = self._done(ask)
+            reply = self._done(request)
         except StoreError as error:
-            reply = Reply(ask.number, error=str(error))
+            reply = StoreReply(request.number, [], 0, str(error))
         self._send(peer, reply)
 
     def _missing(self, keys: Sequence[str]) -> list[str]:
         return [key for key in keys if key not in self._values]
 
-    def _done(self, ask: Ask) -> Reply:
-        if ask.what in ("get", "wait"):
-            values = [self._values.get(key) for key in ask.keys]
+    def _done(self, request: StoreRequest) -> StoreReply:
+        if request.action in ("get", "wait"):
+            values = [self._values.get(key) for key in request.keys]
             size = sum(len(value) for value in values if value is not None)
             if size > MAX_BYTES:
                 raise StoreError(f"an answer of {size} bytes is too large")
-            return Reply(ask.number, values)
-        if len(ask.keys) != 1:
-            raise StoreError(f"{len(ask.keys)} keys where one is needed")
-        (key,) = ask.keys
-        if ask.what == "delete":
-            return Reply(ask.number, count=self._delete(key))
-        count, value = 0, ask.value
-        if ask.what == "add":
+            return StoreReply(request.number, values, 0, "")
+        if len(request.keys) != 1:
+            raise StoreError(f"{len(request.keys)} keys where one is needed")
+        (key,) = request.keys
+        if request.action == "delete":
+            return StoreReply(request.number, [], self._delete(key), "")
+        count, value = 0, request.value
+        if request.action == "add":
             before = self._values.get(key, b"0")
             try:
-                count = int(before) + ask.more
+                count = int(before) + request.amount
             except ValueError:
                 raise StoreError(f"{key} holds {before[:20]!r}, which is not a number") from None
             value = str(count).encode()
         self._set(key, value)
-        return Reply(ask.number, count=count)
+        return StoreReply(request.number, [], count, "")
 
     def _set(self, key: str, data: bytes) -> None:
         before = self._values.get(key)
@@ -156,33 +128,38 @@ class Store:
 
 
 class RemoteStore:
-    """A store that another process serves. Thread-safe; one request at a time. Whoever made the client has it pass each
-    `Reply` to `hear`."""
+    """A store that another process serves. Thread-safe; one request at a time. The owner of the client passes each
+    `StoreReply` to `handle`."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: ChannelClient) -> None:
         self.answer_s: float = SILENCE_S
         """Deadline of an answer."""
         self._client = client
         self._lock = threading.RLock()
         self._number = 0
-        self._reply = Reply(0)
+        self._reply = StoreReply(0, [], 0, "")
 
-    def hear(self, reply: Reply) -> None:
+    def handle(self, reply: StoreReply) -> None:
         """Takes an answer; one that is late for its request is ignored."""
         self._reply = reply
 
     def ask(
-        self, what: What, keys: Sequence[str], value: bytes = b"", more: int = 0, within_s: float | None = None
-    ) -> Reply:
+        self,
+        action: StoreAction,
+        keys: Sequence[str],
+        value: bytes = b"",
+        amount: int = 0,
+        within_s: float | None = None,
+    ) -> StoreReply:
         """As `Store.ask`. Raises ServerLostError if the process that serves the store is gone or does not answer."""
         limit_s = self.answer_s if within_s is None else within_s
         with self._lock:
             self._number += 1
-            self._client.send(Ask(self._number, what, list(keys), value, more))
+            self._client.send(StoreRequest(self._number, action, list(keys), value, amount))
             deadline_s = time.monotonic() + limit_s
             while (reply := self._reply).number != self._number:
                 left_s = deadline_s - time.monotonic()
-                if left_s < 0 and what == "wait":
+                if left_s < 0 and action == "wait":
                     there = self.ask("get", keys).values
                     raise too_late([key for key, one in zip(keys, there, strict=True) if one is None], limit_s)
                 if left_s < 0:
@@ -202,10 +179,10 @@ class StoreServer(Store):
     """A store with a channel of its own."""
 
     def __init__(self, address: str, what: str, *, run_id: str = "", keys: str = "") -> None:
-        """The arguments are those of `Server`."""
-        self.channel = Server(address, what, kinds(Ask), run_id=run_id, keys=keys)
+        """The arguments are those of `ChannelServer`."""
+        self.channel = ChannelServer(address, what, {"store"}, run_id=run_id, keys=keys)
         super().__init__(self.channel.send)
-        self.channel.start(self.hear)
+        self.channel.start(self.handle)
 
     def close(self) -> None:
         """Stops serving; idempotent."""
@@ -225,7 +202,7 @@ class StoreClient(RemoteStore):
         check: Callable[[], None] = lambda: None,
     ) -> None:
         """Returns as soon as a server answers. Raises ServerLostError if none does within `timeout_s`."""
-        self.channel = Client(address, kinds(Reply), self.hear, run_id=run_id, keys=keys, check=check)
+        self.channel = ChannelClient(address, {"stored"}, self.handle, run_id=run_id, keys=keys, check=check)
         super().__init__(self.channel)
         try:
             self.ask("get", [], within_s=timeout_s)

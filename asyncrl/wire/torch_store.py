@@ -9,6 +9,9 @@ from torch._C import _distributed_c10d as c10d
 
 from asyncrl.wire.store import RemoteStore, Store
 
+GROUP_KEYS = "group/"
+"""Prefix of the keys of all groups that `group_store` serves."""
+
 
 class TorchStore(c10d.Store):
     """A torch store backed by one of ours. Keep a reference for the lifetime of each process group created with it:
@@ -32,7 +35,7 @@ class TorchStore(c10d.Store):
 
     def add(self, key: str, value: int) -> int:
         """Adds to a counter, which starts at 0, and returns its new value."""
-        return self._store.ask("add", [self._prefix + key], more=value).count
+        return self._store.ask("add", [self._prefix + key], amount=value).count
 
     def check(self, keys: Sequence[str]) -> bool:
         """True if all keys are there."""
@@ -50,3 +53,8 @@ class TorchStore(c10d.Store):
     def clone(self) -> TorchStore:
         """Returns the store itself, which is thread-safe; the threads of NCCL ask for a copy."""
         return self
+
+
+def group_store(store: Store | RemoteStore, number: int, timeout_s: float) -> TorchStore:
+    """Returns the torch store of the process group of this number; `timeout_s` is the default deadline of waits."""
+    return TorchStore(store, f"{GROUP_KEYS}{number}/", timeout_s)

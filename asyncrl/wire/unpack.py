@@ -1,11 +1,10 @@
-"""Decodes untrusted msgpack within bounds, so that a small message cannot take much memory, and validates it."""
+"""Decodes untrusted msgpack within bounds, so that a small message cannot take much memory."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import msgpack
-from pydantic import TypeAdapter, ValidationError
 
 from asyncrl.errors import ProtocolError
 
@@ -39,17 +38,6 @@ def unpack(
     except (ValueError, msgpack.exceptions.UnpackException, RecursionError) as error:
         problem = str(error) or type(error).__name__
         raise ProtocolError(f"{what} is not msgpack: {problem[:MAX_PROBLEM_CHARACTERS]}") from None
-
-
-def check(value: Any, schema: TypeAdapter[Any], what: str) -> Any:
-    """Returns the value if it fits the schema. Raises ProtocolError that names `what` it is and the first mismatch."""
-    try:
-        return schema.validate_python(value)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        problem = f"{where}: {first['msg']}" if where else first["msg"]
-        raise ProtocolError(f"{what}: {problem[:MAX_PROBLEM_CHARACTERS]}") from None
 
 
 class _Values:

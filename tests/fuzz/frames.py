@@ -8,6 +8,7 @@ import numpy as np
 
 from asyncrl.replay.codec import pack_group, pack_leases
 from asyncrl.types import Lease, Prompt
+from asyncrl.wire import weight_messages as weights
 from asyncrl.wire.bounds import Body
 from asyncrl.wire.frames import Arrays, encode
 from asyncrl.wire.kinds import KINDS
@@ -44,6 +45,8 @@ from asyncrl.wire.service_messages import (
     Save,
     Score,
     Scores,
+    StoreReply,
+    StoreRequest,
     Train,
     Trained,
     Value,
@@ -64,6 +67,20 @@ STATS = GeneratorStats(
     costs=[0.01, 1e-4, 2e-3, 0.1],
 )
 METRICS = {"learner/loss": 0.25, "learner/wait_s": 0.1, "weights/broadcasts": 3.0}
+
+
+PUSHED: list[Body] = [
+    weights.Manifest('{"weights": [["a", "float32", [2, 3]]], "bytes": 1024}'),
+    weights.Offer(2, 3, "gloo", 1 << 20),
+    weights.Go(2, 1, rank=1, size=2),
+    weights.Patience(2),
+    weights.Sent(2, 1 << 60),
+    weights.Abort(2, "it broke"),
+    weights.Dropped("it was late"),
+    weights.Closed(),
+    weights.Pong(),
+]
+"""What the sender of weights says."""
 
 
 def frames_of(body: Body, arrays: Sequence[Arrays] = (), *, seq: int = 1) -> list[bytes]:
@@ -133,6 +150,14 @@ def requests(step: int = 0) -> dict[str, list[bytes]]:
         Restore(0, 1),
         Leave(0),
         Score([{"role": "user", "content": "1+1="}], ["2", "3"], timeout_s=1.5),
+        StoreRequest(1, "add", ["group/1/rank"], b"", 2),
+        weights.Join(1, "cpu"),
+        weights.Up(),
+        weights.Ready(2, weights.Loaded(3, 1 << 60)),
+        weights.Holding(2),
+        weights.Received(2, 1 << 60, "it broke"),
+        weights.Left(),
+        weights.Ping(),
     ]
     return {
         **{KINDS[type(body)]: frames_of(body) for body in bodies},
@@ -167,6 +192,8 @@ def answers(seq: int = 1, *, ticket: int = 0, attempt: int = 0, step: int = 1) -
         (EvaluationResult("ended", step, METRICS), []),
         (Ok({"step": step, "generators": {"0": {"version": 1}}}), []),
         (Scores([0.5, None], ["", "it broke"]), []),
+        (StoreReply(1, [b"2", None], 2, ""), []),
+        *((body, []) for body in PUSHED),
         (Error("it broke"), []),
     ]
     return {KINDS[type(body)]: frames_of(body, arrays, seq=seq) for body, arrays in bodies}

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import re
+import time
 from collections import Counter
 from contextlib import suppress
+from pathlib import Path
 
 import msgpack
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
 from asyncrl.errors import ProtocolError
 from asyncrl.replay.codec import check_group
+from asyncrl.weights.buckets import WeightManifest
+from asyncrl.weights.receiver import WeightReceiver
+from asyncrl.weights.sender import WeightSender
 from asyncrl.wire.frames import decode
-from asyncrl.wire.kinds import ANSWERS, BODIES, WITH_ARRAYS
+from asyncrl.wire.kinds import ANSWERS, BODIES, TO_RECEIVER, TO_SENDER, WITH_ARRAYS
+from asyncrl.wire.sockets import connect_dealer
 from tests.fuzz.drive import fuzz_clients, fuzz_server
 from tests.fuzz.frames import GROUP_SIZE, RUN_ID, answers, requests
 from tests.fuzz.mutate import ENDING, Mutator
 from tests.helpers.examples import examples
+from tests.helpers.messages import raw_frames
 
 SOUND = requests() | answers()
 REASONS = [
@@ -40,7 +49,7 @@ def test_every_kind_is_mutated() -> None:
     for kind, frames in SOUND.items():
         message = decode(RUN_ID, frames)
         assert (message.kind, bool(message.arrays)) == (kind, kind in WITH_ARRAYS)
-    assert set(ANSWERS) | set(ANSWERS.values()) | {"error", "leave"} == set(BODIES)
+    assert set(ANSWERS) | set(ANSWERS.values()) | TO_SENDER | TO_RECEIVER | {"error", "leave"} == set(BODIES)
 
 
 def test_mutants_are_unsound_mostly_and_the_same_for_a_seed() -> None:
@@ -130,3 +139,39 @@ def test_clients_stand_mutated_answers() -> None:
     report = fuzz_clients(3_000, 11, lambda _: None)
     for outcome in ("leases", "shard", "committed", "evaluation"):
         assert report.outcomes[outcome] > 5, "sound answers are found among the others"
+
+
+@pytest.mark.timeout(120)
+def test_no_message_ends_or_holds_up_the_sender_of_weights(tmp_path: Path) -> None:
+    address, names, tensor = f"ipc://{tmp_path}/weights", sorted(TO_SENDER), torch.arange(1000.0)
+    manifest = WeightManifest.of([("a", tensor.dtype, tensor.shape)])
+    options = {"transport": "gloo", "timeout_s": 5.0, "run_id": RUN_ID}
+    sender = WeightSender(address, manifest, expected_generators=1, **options)
+    receiver = WeightReceiver(address, rank=1, max_bytes=manifest.num_bytes, **options)
+    receiver.start()
+    receiver.engine_is_up()
+    mutator, pool = Mutator(7), [SOUND[name] for name in names if name != "join"]
+    try:
+        with capture_logs() as logs:
+            for version in range(5):
+                for number in range(20):
+                    peer = connect_dealer(address, linger_s=1.0)
+                    join = raw_frames(RUN_ID, "join", {"rank": 2 + number, "device": "cpu"})
+                    for frames in (join, *(mutator.mutant(pool) for _ in range(20))):
+                        peer.send_multipart(frames)
+                    peer.close()
+                sender._membership.await_members(1, 60.0)
+                sender.send(version, [("a", tensor + version)])
+                sender.wait()
+                deadline_s = time.monotonic() + 60.0
+                while (staged := receiver.staged()) is None:
+                    assert time.monotonic() < deadline_s, "the generator gets no weights"
+                    time.sleep(0.01)
+                assert staged.version == version
+                assert torch.equal(staged.tensors[0][1], tensor + version)
+                receiver.loaded(staged)
+        assert sender._channel.bad_peers.bad_messages > 1000
+        assert not [entry for entry in logs if entry["log_level"] == "error"]
+    finally:
+        receiver.close()
+        sender.close()

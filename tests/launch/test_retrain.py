@@ -6,6 +6,7 @@ import io
 import json
 import os
 import stat
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +14,12 @@ import pytest
 from rich.console import Console
 from safetensors.numpy import save_file
 
-from asyncrl.errors import ConfigError, RunError
-from asyncrl.launch.commands.retrain import first_difference, make_out, show_metrics
+from asyncrl.errors import AsyncrlError, ConfigError, RunError
+from asyncrl.launch.commands.retrain import first_difference, make_out, show_metrics, start, watch
+from asyncrl.launch.console import Interrupts
+from asyncrl.launch.local import LocalLauncher
+from asyncrl.launch.worker import EXIT_CONFIG, EXIT_CRASHED, EXIT_FAILED, RoleSpec
+from tests.helpers.replay import loopback_endpoints, small_config
 
 
 def save(folder: Path, **tensors: np.ndarray) -> Path:
@@ -92,3 +97,30 @@ def test_steps_whose_updates_were_skipped_are_shown(tmp_path: Path) -> None:
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "2 steps, 2 updates skipped" in text
     assert ["learner/loss", "-", "0.5", "-", "0.5"] in [line.split() for line in text.splitlines()]
+
+
+class Failing(LocalLauncher):
+    """A launcher whose roles print a cause and exit with the code."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__()
+        self.code = code
+
+    def command(self, spec: RoleSpec) -> list[str]:
+        return [sys.executable, "-c", f"print('the cause'); raise SystemExit({self.code})"]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("code", "kind"), [(EXIT_CONFIG, ConfigError), (EXIT_FAILED, RunError), (EXIT_CRASHED, RunError)]
+)
+def test_a_role_that_fails_ends_the_command_with_its_kind_of_error(
+    tmp_path: Path, code: int, kind: type[AsyncrlError]
+) -> None:
+    config, launcher = small_config(), Failing(code)
+    try:
+        start(launcher, config, loopback_endpoints(1), tmp_path, tmp_path, 0)
+        with pytest.raises(kind, match=f"^learner-0 ended with code {code}: the cause$"):
+            watch(launcher, config, tmp_path, Interrupts())
+    finally:
+        launcher.end(grace_s=0.0)

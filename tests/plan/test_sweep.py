@@ -122,7 +122,7 @@ def test_results_of_all_cells(sweep: Sweep, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "sweep.json").read_text())["recommendation"]["max_staleness"] == 2
     write_sweep_report(results, tmp_path / "sweep.html", name="<try>")
     page = (tmp_path / "sweep.html").read_text()
-    assert "&lt;try&gt;" in page
+    assert "<title>asyncrl sweep &lt;try&gt;</title>" in page
     assert "Pareto front" in page
 
 

@@ -306,10 +306,10 @@ def test_what_was_written_before_a_kill_is_all_there(tmp_path: Path, wait: str) 
         command = [sys.executable, "-c", textwrap.dedent(ENDLESS), str(folder), wait]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
         assert process.stdout is not None
-        process.stdout.readline()
+        first = process.stdout.readline()
         time.sleep(rng.uniform(0.0, 0.4))
         process.send_signal(signal.SIGKILL)
-        acknowledged = int(("0\n" + process.stdout.read()).splitlines()[-1])
+        acknowledged = int((first + process.stdout.read()).splitlines()[-1])
         process.wait(10)
         records = [record for _, record in read_journal(folder)]
         tickets = [record.body["ticket"] for record in records if record.kind == "group"]

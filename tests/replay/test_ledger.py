@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from asyncrl.errors import InvariantError
 from asyncrl.replay.batcher import balance
-from asyncrl.replay.ledger import Ledger, State
+from asyncrl.replay.ledger import Ledger
+from asyncrl.replay.ledger_counts import State
 from tests.helpers.examples import examples
 
 EVENTS = st.lists(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import msgpack
+import msgspec
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import Phase, given, settings
@@ -21,7 +22,7 @@ from asyncrl.errors import ConfigError, JournalError, ProtocolError, RunError
 from asyncrl.replay.codec import pack_group
 from asyncrl.replay.journal.records import Record
 from asyncrl.replay.journal.writer import Journal, read_journal, segments_of
-from asyncrl.replay.ledger import State
+from asyncrl.replay.ledger_counts import State
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.snapshot import Snapshot
 from asyncrl.replay.state import APPLY
@@ -246,7 +247,8 @@ class Run:
             assert frames(self.queue.take(0, step)[1]) == self.batches[step]
             saved = self.queue.commit(step, {}, saving=True)
             assert saved.metrics == self.metrics[step]
-            assert Snapshot.of_bytes(saved.state).queue.ledger.steps == step
+            stored = Snapshot.of_bytes(saved.state)
+            assert stored.queue.ledger.steps == step and msgspec.msgpack.encode(stored) == saved.state
         assert self.queue.state.snapshot() == before
 
     def die(self, _: int) -> None:

@@ -23,7 +23,7 @@ from asyncrl.replay.codec import pack_group
 from asyncrl.replay.journal import history as catchup_module
 from asyncrl.replay.journal.records import FRAME_BYTES
 from asyncrl.replay.journal.writer import Flush, Journal
-from asyncrl.replay.ledger import State
+from asyncrl.replay.ledger_counts import State
 from asyncrl.replay.outbox import joined
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.server import ReplayServer, run_replay

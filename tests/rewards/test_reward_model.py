@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_reward_pool import gather, make_config, prompt, save_tokenizer, submit, tokens
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
@@ -26,6 +25,7 @@ from asyncrl.rewards.reward_model import connect, uses_reward_model
 from asyncrl.rewards.table import check_rewards
 from asyncrl.rewards.workers import RewardPool
 from asyncrl.wire.endpoints import Endpoints
+from tests.helpers.reward_pool import gather, make_config, prompt, save_tokenizer, submit, tokens
 
 LETTERS = ["<pad>", "<eos>", "<unk>", *"0123456789+=abcdefghijklmnopqrstuvwxyz: "]
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<eos>{% endfor %}"
@@ -264,12 +264,10 @@ def test_whether_a_run_needs_the_process() -> None:
 def test_the_process_runs_by_itself_and_stops(model_folder: Path, tmp_path: Path) -> None:
     """In a process of its own, as the launcher has it."""
     script = f"""
-        import sys
         from pathlib import Path
-        sys.path.insert(0, {str(Path(__file__).parent)!r})
-        from test_reward_pool import make_config
         from asyncrl.rewards.model_server import run_reward_model
         from asyncrl.wire.endpoints import Endpoints
+        from tests.helpers.reward_pool import make_config
         config = make_config("reward_model", options={{"reward_model": {{"path": {str(model_folder)!r}}}}})
         stop = Path({str(tmp_path / "stop")!r})
         ends = Endpoints("run", "", "", "", reward_model="ipc://{tmp_path}/own")

@@ -15,9 +15,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.generator.groups import Running, make_group
 from asyncrl.generator.vllm_backend.engine import Completion
@@ -25,9 +23,8 @@ from asyncrl.replay.codec import pack_group
 from asyncrl.replay.refunds import refund_reason
 from asyncrl.rewards.table import check_rewards
 from asyncrl.rewards.workers import RewardPool, Scored
-from asyncrl.types import Lease, Prompt
-
-TOKENS = ["<pad>", "<eos>", "<unk>", *"0123456789+="]
+from asyncrl.types import Lease
+from tests.helpers.reward_pool import gather, make_config, prompt, save_tokenizer, submit, tokens
 
 FUNCTIONS = """
     import os, sys, time
@@ -77,47 +74,6 @@ def make_pool(folder: Path) -> Iterator[Callable[..., RewardPool]]:
     yield make
     for pool in pools:
         pool.close()
-
-
-def save_tokenizer(folder: Path) -> None:
-    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(TOKENS)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens(TOKENS[:3])
-    tokenizer.save(str(folder / "tokenizer.json"))
-
-
-def make_config(
-    rewards: object, timeout_s: float = 20.0, workers: int = 1, options: object = None, **data: str
-) -> Config:
-    generator = {"reward_timeout_s": timeout_s, "reward_workers": workers, "max_new_tokens": 10}
-    values = {"model": {"path": "m"}, "data": {"train": "d", **data}, "rewards": rewards, "generator": generator}
-    return Config.model_validate({**values, "reward_options": options or {}})
-
-
-def tokens(text: str) -> list[int]:
-    return [*(TOKENS.index(character) for character in text), TOKENS.index("<eos>")]
-
-
-def prompt(source: str = "sums", **extra: object) -> Prompt:
-    return Prompt(0, np.array(tokens("12+07=")[:-1], dtype=np.int32), "19", source, extra)
-
-
-def submit(pool: RewardPool, key: object, completions: list[list[int]], prompt: Prompt) -> None:
-    pool.submit(key, completions, prompt, ["completed"] * len(completions))
-
-
-def gather(pool: RewardPool, count: int, *, within_s: float = 150.0) -> dict[object, Scored]:
-    found: dict[object, Scored] = {}
-    deadline = time.monotonic() + within_s
-    while len(found) < count:
-        assert time.monotonic() < deadline, f"{len(found)} of {count} groups scored"
-        for scored in pool.collect():
-            assert scored.key not in found
-            found[scored.key] = scored
-        time.sleep(0.005)
-    assert pool.pending == 0
-    return found
 
 
 def test_groups_come_back_with_rewards_parts_and_their_key(make_pool) -> None:
@@ -251,8 +207,8 @@ def test_close_ends_a_hanging_worker(make_pool) -> None:
 PARENT = """
     import sys, time
     from pathlib import Path
-    sys.path.insert(0, {tests!r})
-    from test_reward_pool import gather, make_config, prompt, submit, tokens
+    sys.path.insert(0, {repository!r})
+    from tests.helpers.reward_pool import gather, make_config, prompt, submit, tokens
     from asyncrl.rewards.workers import RewardPool
 
     if __name__ == "__main__":
@@ -268,7 +224,7 @@ PARENT = """
 
 def test_workers_end_with_a_killed_parent(folder: Path) -> None:
     script = folder / "parent.py"
-    script.write_text(textwrap.dedent(PARENT.format(tests=str(Path(__file__).parent))))
+    script.write_text(textwrap.dedent(PARENT.format(repository=str(Path(__file__).parents[2]))))
     with subprocess.Popen([sys.executable, script], cwd=folder, stdout=subprocess.PIPE, text=True) as parent:
         try:
             assert parent.stdout is not None and parent.stdout.readline() == "ready\n"

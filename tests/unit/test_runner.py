@@ -48,7 +48,8 @@ def write_tests(folder: Path, *, mark: str = "", **bodies: str) -> None:
     """One test for each part; it leaves a file of the part's name when its body passes."""
     (folder / "conftest.py").write_text(CONFTEST)
     (folder / "pytest.ini").write_text(SETTINGS)
-    (folder / "tests" / "weights").mkdir(parents=True)  # the other folder of the learner's part
+    for other in ("weights", "chaos"):  # the other folders of the learner's and the system's part
+        (folder / "tests" / other).mkdir(parents=True)
     for part, file in PARTS.items():
         marks = [mark] if mark else []
         marks += ["@pytest.mark.system"] if part == "system" else []
@@ -56,7 +57,8 @@ def write_tests(folder: Path, *, mark: str = "", **bodies: str) -> None:
         (folder / file).write_text(TEST.format(part=part, marks="\n".join(marks), body=bodies.get(part, "pass")))
 
 
-def start(folder: Path, *arguments: str, may_skip: bool = True) -> subprocess.Popen[str]:
+def start(folder: Path, *arguments: str, may_skip: bool = True, in_background: bool = False) -> subprocess.Popen[str]:
+    """The runner; with `in_background` it ignores SIGINT from its start, as a shell's background job does."""
     environment = {**os.environ, "ASYNCRL_MAY_SKIP": "1" if may_skip else "0", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     return subprocess.Popen(
         [sys.executable, str(REPOSITORY / "tests" / "__main__.py"), *arguments],
@@ -65,6 +67,7 @@ def start(folder: Path, *arguments: str, may_skip: bool = True) -> subprocess.Po
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        preexec_fn=(lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)) if in_background else None,
     )
 
 
@@ -75,13 +78,13 @@ def run(folder: Path, *arguments: str, may_skip: bool = True) -> tuple[int, str,
     return process.returncode, output, [part for part in PARTS if (folder / part).exists()]
 
 
-def test_parts_run_beside_one_another_and_the_system_tests_after_them(tmp_path: Path) -> None:
+def test_parts_run_beside_one_another_and_the_system_tests_after_the_others(tmp_path: Path) -> None:
     write_tests(
         tmp_path,
-        others="await_file('learner')",
+        others="await_file('learner.pid')",
         generator="await_file('others.pid')",
-        learner="assert Path('generator').exists()",
-        system="assert Path('others').exists() and Path('learner').exists()",
+        learner="assert Path('generator').exists(); await_file('system.pid')",
+        system="assert Path('others').exists()",
     )
     code, output, passed = run(tmp_path)
     assert (code, passed) == (0, list(PARTS)), output
@@ -128,14 +131,14 @@ def test_slow_tests_run_in_all_and_a_part_may_have_none(tmp_path: Path) -> None:
 
 def test_an_interrupted_runner_leaves_no_part(tmp_path: Path) -> None:
     write_tests(tmp_path, others="time.sleep(100)", generator="time.sleep(100)")
-    process = start(tmp_path)
+    process = start(tmp_path, in_background=True)
     pids = [tmp_path / f"{part}.pid" for part in ("others", "generator")]
     deadline_s = time.monotonic() + 60
     while not all(file.exists() and file.read_text() for file in pids):
         assert process.poll() is None and time.monotonic() < deadline_s
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=30)  # less than the grace of both parts
     assert process.returncode == 130, output
     assert output.endswith("interrupted\n")
     assert not any(psutil.pid_exists(int(file.read_text())) for file in pids)

@@ -20,10 +20,13 @@ from structlog.testing import capture_logs
 
 from asyncrl.wire import store as module
 from asyncrl.wire.bad_peers import MAX_BAD_MESSAGES
-from asyncrl.wire.channel import SCHEMA, ServerLostError
+from asyncrl.wire.channel import ServerLostError
 from asyncrl.wire.curve_keys import write_keys
+from asyncrl.wire.frames import SCHEMA
+from asyncrl.wire.service_messages import StoreRequest
 from asyncrl.wire.store import Store, StoreClient, StoreError, StoreServer
 from asyncrl.wire.torch_store import TorchStore
+from tests.helpers.messages import raw_frames
 
 
 def await_true(condition: Callable[[], object], what: str) -> None:
@@ -60,7 +63,7 @@ def test_holder_and_callers_see_the_same(server: StoreServer, client: StoreClien
         assert one.ask("get", ["a", "none", "b"]).values == [b"\0\xff", None, b"text"]
         assert one.ask("wait", ["b", "a"], within_s=1.0).values == [b"text", b"\0\xff"]
     steps = [(client, 2), (server, 0), (server, -5), (client, 1)]
-    assert [one.ask("add", ["n"], more=more).count for one, more in steps] == [2, 2, -3, -2]
+    assert [one.ask("add", ["n"], amount=more).count for one, more in steps] == [2, 2, -3, -2]
     deletions = [(client, "a"), (client, "a"), (server, "b"), (server, "b")]
     assert [one.ask("delete", [key]).count for one, key in deletions] == [1, 0, 1, 0]
     server.ask("set", ["group/1/x"])
@@ -128,7 +131,7 @@ def test_a_holder_that_never_comes_or_does_not_answer_has_a_deadline(address: st
         with pytest.raises(ServerLostError, match=r"nobody answered .* within 0\.1 s"):
             client.ask("get", ["a"])
     client.answer_s = 10.0
-    assert client.ask("add", ["n"], more=1).count == 1, "a late answer is not taken for that of another request"
+    assert client.ask("add", ["n"], amount=1).count == 1, "a late answer is not taken for that of another request"
     client.close()
     server.close()
 
@@ -159,13 +162,13 @@ def test_it_holds_so_much_and_no_more(client: StoreClient, monkeypatch: pytest.M
         client.ask("delete", ["large"])
     client.ask("set", ["large"])
     for number in range(19):
-        client.ask("add", [f"n{number}"], more=1)
+        client.ask("add", [f"n{number}"], amount=1)
     with pytest.raises(StoreError, match="the store is full: 20 keys"):
-        client.ask("add", ["one more"], more=1)
+        client.ask("add", ["one more"], amount=1)
     with pytest.raises(StoreError, match="large holds b'', which is not a number"):
-        client.ask("add", ["large"], more=1)
+        client.ask("add", ["large"], amount=1)
     with pytest.raises(StoreError, match="2 keys where one is needed"):
-        client.ask("add", ["a", "b"], more=1)
+        client.ask("add", ["a", "b"], amount=1)
     with pytest.raises(StoreError, match="a key of 600 characters"):
         Store(print).ask("set", ["x" * 600])
     monkeypatch.setattr(module, "MAX_VALUE_BYTES", 100)
@@ -177,9 +180,9 @@ def test_of_too_many_callers_that_wait_the_one_that_waits_longest_is_forgotten(
     address: str, server: StoreServer, client: StoreClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MAX_WAITING", 1)
-    client.channel.send(module.Ask(7, "wait", ["later"]))
+    client.channel.send(StoreRequest(7, "wait", ["later"], b"", 0))
     assert client.ask("get", ["later"]).values == [None], "its next request ends the wait"
-    client.channel.send(module.Ask(8, "wait", ["later"]))
+    client.channel.send(StoreRequest(8, "wait", ["later"], b"", 0))
     await_true(lambda: len(server._waiting) == 1, "it does not wait")
     other = StoreClient(address, timeout_s=10.0)
     waits = threading.Thread(target=other.ask, args=("wait", ["later"]), kwargs={"within_s": 10.0})
@@ -190,30 +193,31 @@ def test_of_too_many_callers_that_wait_the_one_that_waits_longest_is_forgotten(
     waits.join(5.0)
     assert not waits.is_alive()
     assert not client.channel.listen(0.1), "it is not answered"
-    assert client.ask("add", ["n"], more=1).count == 1, "it is served when it asks"
+    assert client.ask("add", ["n"], amount=1).count == 1, "it is served when it asks"
     other.close()
 
 
-def packed(fields: object, *, kind: str = "ask", run: object = "", v: object = SCHEMA) -> bytes:
-    return msgspec.msgpack.encode({"v": v, "run": run, "kind": kind, "fields": fields})
+def packed(fields: object, *, kind: str = "store", run_id: str = "", v: int = SCHEMA) -> bytes:
+    (frame,) = raw_frames(run_id, kind, fields)
+    return msgspec.msgpack.encode(msgspec.msgpack.decode(frame) | {"v": v})
 
 
-HELLO = {"number": 1, "what": "get", "keys": []}
+HELLO = {"number": 1, "action": "get", "keys": [], "value": b"", "amount": 0}
 RUBBISH = [
     [b""],
     [b"\xc1"],
     [b"\x93" * 5000],
     [packed({"number": 1})],
-    [packed({**HELLO, "what": "hello"})],
-    [packed({**HELLO, "what": "set", "keys": ["a"], "value": 1})],
-    [packed({**HELLO, "what": "set", "keys": ["a" * 513]})],
+    [packed({**HELLO, "action": "hello"})],
+    [packed({**HELLO, "action": "set", "keys": ["a"], "value": 1})],
+    [packed({**HELLO, "action": "set", "keys": ["a" * 513]})],
     [packed({**HELLO, "number": -1})],
     [packed({**HELLO, "keys": ["a"] * 1025})],
     [packed(HELLO), b""],
-    [packed({**HELLO, "more": 1 << 62})],
+    [packed({**HELLO, "amount": 1 << 63})],
     [packed({**HELLO, "other": 1})],
-    [packed(HELLO, kind="reply")],
-    [packed(HELLO, run="of another run")],
+    [packed(HELLO, kind="stored")],
+    [packed(HELLO, run_id="of another run")],
     [packed(HELLO, v=SCHEMA + 1)],
 ]
 
@@ -232,7 +236,7 @@ def test_rubbish_is_counted_and_not_answered_and_who_sends_much_of_it_is_cut_off
             assert time.monotonic() < deadline
             time.sleep(0.01)
         assert not stranger.poll(200)
-    assert client.ask("add", ["n"], more=1).count == 1
+    assert client.ask("add", ["n"], amount=1).count == 1
     assert server.channel.bad_peers.bad_messages == MAX_BAD_MESSAGES + 1
     assert {entry["event"] for entry in logs} == {"bad message"}
     assert [entry["total"] for entry in logs] == [1, 2, 4, 8, 16], "one line for each doubling"

@@ -23,9 +23,9 @@ from asyncrl.weights.receiver import WeightReceiver
 from asyncrl.weights.sender import WeightSender
 from asyncrl.weights.staging import StagedWeights
 from asyncrl.weights.transports import Member
-from asyncrl.wire.channel import SCHEMA
 from asyncrl.wire.sockets import connect_dealer
 from asyncrl.wire.torch_store import TorchStore
+from tests.helpers.messages import raw_frames
 
 REPOSITORY = Path(__file__).parents[2]
 BUCKET_BYTES = 1 << 16
@@ -149,14 +149,14 @@ def on_each(function, ranks: tuple[int, ...] = (0, 1)) -> list:
 
 
 class RawReceiver:
-    """A connection to a sender that says what the test wants, and hears frames."""
+    """A connection to a sender that says what the test wants, and receives frames."""
 
     def __init__(self, address: str, cleanup: list) -> None:
         self._socket = connect_dealer(address, linger_s=0.0)
         cleanup.append(self._socket.close)
 
     def say(self, kind: str, fields: Any, *, run_id: str = "") -> None:
-        self.say_raw(msgspec.msgpack.encode({"v": SCHEMA, "run": run_id, "kind": kind, "fields": fields}))
+        self.say_raw(*raw_frames(run_id, kind, fields))
 
     def say_raw(self, *frames: bytes) -> None:
         self._socket.send_multipart(frames)
@@ -170,7 +170,7 @@ class RawReceiver:
         """Kind and fields of the next message."""
         assert self._socket.poll(round(1e3 * timeout_s)), "nothing came"
         message = msgspec.msgpack.decode(self._socket.recv())
-        return message["kind"], message["fields"]
+        return message["kind"], message["body"]
 
     def hears_nothing(self, seconds: float = 0.2) -> bool:
         return not self._socket.poll(round(1e3 * seconds))

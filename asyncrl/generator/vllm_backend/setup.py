@@ -78,6 +78,8 @@ def build_engine(config: Config, seed: int) -> LLMEngine:
         check_cpu(config)
         _keep_weights_beside_packed()
         arguments["enforce_eager"] = True
+        # vLLM would still compile one line of its sampler: the C++ compiler runs for a minute where nothing is cached.
+        torch.compiler.set_stance("force_eager")
         arguments["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
         if config.deterministic:
             # One sequence at a time, since kernels round differently for several. No chunked prefill, since the CPU

@@ -21,7 +21,7 @@ from asyncrl.launch.local import LocalLauncher, find_launcher
 from asyncrl.launch.placement import LOOPBACK, place_roles
 from asyncrl.launch.preflight import check_model
 from asyncrl.launch.run_dir import changes, refuse_changes
-from asyncrl.launch.worker import RoleSpec
+from asyncrl.launch.worker import EXIT_CONFIG, RoleSpec
 from asyncrl.observe.logs import configure_logs
 from asyncrl.observe.report import OF_STEP, read_metrics
 from asyncrl.rewards.reward_model import uses_reward_model
@@ -104,8 +104,8 @@ def retrain(
     of the run. Starts from the run's checkpoint of `start_step`, or with 0 from the run's initial model.
 
     Returns the exit code: 0; 1 when the settings are unchanged and the weights differ from those of the run; 130 when
-    interrupted. Raises ConfigError when the run cannot be retrained, and RunError when a role fails or makes no
-    progress.
+    interrupted. Raises ConfigError when the run cannot be retrained with these settings, also when only a role finds
+    out, and RunError when a role fails otherwise or makes no progress.
     """
     saved, config = read_configs(run_dir, settings)
     changed = any(not key.startswith("observe.") for key in changes(saved, config))
@@ -184,13 +184,12 @@ def start(launcher: LocalLauncher, config: Config, endpoints: Endpoints, run_dir
 
 
 def watch(launcher: LocalLauncher, config: Config, out: Path, interrupts: Interrupts) -> None:
-    """Returns when all learners have exited with code 0, or after an interrupt. Raises RunError when a role fails or no
-    step ends within `launch.progress_timeout_s`."""
+    """Returns when all learners have exited with code 0, or after an interrupt. Raises as `check_roles` does, and
+    RunError when no step ends within `launch.progress_timeout_s`."""
     launch = config.launch
     file, size, since_s = out / "metrics.jsonl", 0, time.monotonic() + launch.start_timeout_s
     while not interrupts.count and any(role.code is None for role in launcher.of("learner")):
-        if failed := next((role for role in launcher.roles if role.code not in (None, 0)), None):
-            raise RunError(failed.cause())
+        check_roles(launcher)
         if file.exists() and file.stat().st_size > size:
             size, since_s = file.stat().st_size, time.monotonic()
         if time.monotonic() - since_s > launch.progress_timeout_s:
@@ -198,8 +197,14 @@ def watch(launcher: LocalLauncher, config: Config, out: Path, interrupts: Interr
                 f"no step ended within launch.progress_timeout_s = {launch.progress_timeout_s:g} s; see {out / 'logs'}"
             )
         time.sleep(TICK_S)
-    if failed := next((role for role in launcher.roles if role.code not in (None, 0)), None):
-        raise RunError(failed.cause())
+    check_roles(launcher)
+
+
+def check_roles(launcher: LocalLauncher) -> None:
+    """Raises RunError with the cause when a role has failed, and ConfigError when the cause is a setting or a file."""
+    for role in launcher.roles:
+        if role.code not in (None, 0):
+            raise (ConfigError if role.code == EXIT_CONFIG else RunError)(role.cause())
 
 
 def show_metrics(console: Console, run_dir: Path, out: Path) -> None:

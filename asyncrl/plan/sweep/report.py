@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from asyncrl.observe.page import render_page
 from asyncrl.plan.sweep.results import SweepResults
 
 COLORS = ("#3b6fd4", "#2a9d5c", "#e0b93a", "#e08a3a", "#d1533f", "#9c3a6b", "#5b5b66", "#38a3b8")
@@ -45,13 +45,13 @@ def _error(value: float, form: str) -> str:
 
 def write_sweep_report(results: SweepResults, path: Path, *, name: str) -> None:
     """Writes the page with throughput, reward against steps and against time, ESS, and the Pareto front."""
-    path.write_text(
-        PAGE.format(
-            name=html.escape(name),
-            verdict=html.escape(f"Use {results.recommendation.sentence}."),
-            figure=sweep_figure(results).to_html(full_html=False, include_plotlyjs=True),
-        )
+    page = render_page(
+        "sweep.html.j2",
+        name=name,
+        verdict=f"Use {results.recommendation.sentence}.",
+        figure=sweep_figure(results).to_html(full_html=False, include_plotlyjs=True),
     )
+    path.write_text(page)
 
 
 def sweep_figure(results: SweepResults) -> Any:
@@ -138,16 +138,3 @@ def _add_front(figure: Any, results: SweepResults) -> None:
     figure.add_trace(line, row=3, col=2)
     figure.update_xaxes(title_text="trained tokens/s", row=3, col=2)
     figure.update_yaxes(title_text="last reward", row=3, col=2)
-
-
-PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>asyncrl sweep {name}</title>
-<style>
-body {{ font-family: system-ui, sans-serif; margin: 2rem auto; max-width: 1100px; color: #222; }}
-p.verdict {{ background: #eef4ff; padding: 0.7rem 1rem; border-left: 4px solid #3b6fd4; }}
-</style></head><body>
-<h1>Sweep {name}</h1>
-<p class="verdict">{verdict}</p>
-{figure}
-</body></html>
-"""

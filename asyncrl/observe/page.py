@@ -1,0 +1,28 @@
+"""Renders the HTML pages from the templates in `templates/`."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+
+def render_page(template: str, **values: Any) -> str:
+    """The page of a template, with every value escaped that the template does not mark as HTML. Raises
+    jinja2.UndefinedError when the template uses a value that is not given."""
+    return _templates().get_template(template).render(values)
+
+
+@cache
+def _templates() -> Environment:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    return Environment(
+        loader=PackageLoader("asyncrl.observe"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )

@@ -1,0 +1,66 @@
+"""What the ledger stores: the live tickets, and the amounts of what was generated, trained, refunded and returned."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from msgspec import field
+
+from asyncrl.util.durable import Durable
+
+
+class State(StrEnum):
+    """States of a live ticket."""
+
+    LEASED = "leased"
+    RETURNED = "returned"
+    FINISHED = "finished"
+    TAKEN = "taken"
+
+
+class Ticket(Durable):
+    """A group that is charged and not yet trained."""
+
+    number: int
+    state: State
+    attempt: int
+    start_version: int
+    trajectories: int = 0
+    tokens: int = 0
+
+
+class Amount(Durable):
+    """A number of groups, trajectories and action tokens."""
+
+    groups: int = 0
+    trajectories: int = 0
+    tokens: int = 0
+
+    def add(self, *, groups: int = 1, trajectories: int, tokens: int) -> None:
+        """Adds to each of the three."""
+        self.groups += groups
+        self.trajectories += trajectories
+        self.tokens += tokens
+
+
+class LedgerCounts(Durable):
+    """Where every group, trajectory and token is."""
+
+    issued: int = 0
+    """Tickets issued so far; the next one's number."""
+    steps: int = 0
+    """Optimizer steps committed: the learner's version."""
+    admission_limit: int = -1
+    """The staleness limit of admission, at most `max_staleness`; negative: `max_staleness`. It may change at any time:
+    a lower limit admits fewer groups than the bound allows."""
+    live: dict[int, Ticket] = field(default_factory=dict[int, Ticket])
+    trained: Amount = field(default_factory=Amount)
+    refunded: dict[str, Amount] = field(default_factory=dict[str, Amount])
+    generated: Amount = field(default_factory=Amount)
+    """Finished groups, and the tokens of abandoned attempts."""
+    returned: list[int] = field(default_factory=list[int])
+    """Tickets that wait to be leased again."""
+    returned_tokens: int = 0
+    """Tokens of attempts that were abandoned, or that arrived after their ticket was finished."""
+    returned_trajectories: int = 0
+    """Trajectories of finished groups whose data was lost (`revoke`)."""
