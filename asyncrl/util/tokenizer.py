@@ -1,11 +1,18 @@
-"""A model folder's tokenizer."""
+"""A model folder's tokenizer, and a decoder that needs no transformers where possible."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from asyncrl.util.files import read_json
+
+
+class Decoder(Protocol):
+    """Decodes sequences of tokens to texts, with special tokens or without."""
+
+    def __call__(self, sequences: Sequence[Sequence[int]], *, special_tokens: bool = False) -> list[str]: ...
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
@@ -21,3 +28,24 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
     if kind in ("TokenizersBackend", "PreTrainedTokenizerFast"):
         return PreTrainedTokenizerFast.from_pretrained(path)
     return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+
+
+def load_decoder(path: str, *, trust_remote_code: bool = False) -> Decoder:
+    """Returns the decoder of the tokenizer at `path`. It loads transformers, which takes seconds and memory, only where
+    there is no tokenizer.json."""
+    file = Path(path) / "tokenizer.json"
+    if file.is_file():
+        from tokenizers import Tokenizer
+
+        fast = Tokenizer.from_file(str(file))
+
+        def decode(sequences: Sequence[Sequence[int]], *, special_tokens: bool = False) -> list[str]:
+            return fast.decode_batch(sequences, skip_special_tokens=not special_tokens)
+
+        return decode
+    slow = load_tokenizer(path, trust_remote_code=trust_remote_code)
+
+    def decode_slowly(sequences: Sequence[Sequence[int]], *, special_tokens: bool = False) -> list[str]:
+        return [slow.decode(sequence, skip_special_tokens=not special_tokens) for sequence in sequences]
+
+    return decode_slowly

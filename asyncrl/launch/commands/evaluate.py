@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
 import structlog
 from rich.console import Console
 from rich.table import Table
@@ -26,11 +27,14 @@ from asyncrl.launch.console import EXIT_DONE, EXIT_INTERRUPTED, Interrupts
 from asyncrl.launch.endpoints import run_endpoints
 from asyncrl.launch.placement import LOOPBACK
 from asyncrl.launch.preflight import check_data_and_rewards, check_model
+from asyncrl.launch.samples import PARQUET, check_samples_file
 from asyncrl.learner.checkpoint.files import MANIFEST
 from asyncrl.replay.eval_scores import PromptScore, pass_ks, score_table
 from asyncrl.rewards.reward_model import await_reward_model, uses_reward_model
-from asyncrl.types import Lease, Prompt
+from asyncrl.samples import Samples
+from asyncrl.types import Group, Lease, Prompt
 from asyncrl.util.files import check_writable, read_json, replace_file
+from asyncrl.util.tokenizer import load_decoder
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.messages import Evaluated
 
@@ -47,7 +51,8 @@ RESULTS = {"model", "settings", "metrics", "prompts"}
 
 
 def evaluate(config: Config, console: Console, *, model: str | None = None, out: Path | None = None) -> int:
-    """Evaluates the model in a folder, prints a table by data source, writes JSON to `out` and returns the exit code.
+    """Evaluates the model in a folder, prints a table by data source and returns the exit code. Writes to `out`: the
+    completions with their texts (`Samples`) to a Parquet file, or else metrics and rewards as JSON.
 
     The default folder is that of the run's trained model if it exists, else `model.path`. Raises ConfigError when the
     config, the folder or the data cannot be used.
@@ -63,15 +68,18 @@ def evaluate(config: Config, console: Console, *, model: str | None = None, out:
 
         prompts = eval_prompts(config, limit_tokens=limit_tokens)
         console.print(f"evaluating {config.model.path} on {len(prompts)} prompts ...", highlight=False, soft_wrap=True)
-        results = evaluate_prompts(config, prompts, console, should_stop=lambda: interrupts.count > 0)
-    if len(results) < len(prompts):
-        console.print(f"interrupted after {len(results)} of {len(prompts)} prompts: nothing is written")
+        work = evaluate_prompts(config, prompts, console, should_stop=lambda: interrupts.count > 0)
+    if len(work.results) < len(prompts):
+        console.print(f"interrupted after {len(work.results)} of {len(prompts)} prompts: nothing is written")
         return EXIT_INTERRUPTED
-    scores = {result.ticket: PromptScore.of(result) for result in results}
+    scores = {result.ticket: PromptScore.of(result) for result in work.results}
     metrics = score_table(scores.values())
     print_table(console, metrics, config.eval.samples)
     if out is not None:
-        write_json(out, config, metrics, [(prompts[index], scores[index]) for index in sorted(scores)])
+        if out.suffix == PARQUET:
+            write_samples(out, config, prompts, work.groups)
+        else:
+            write_json(out, config, metrics, [(prompts[index], scores[index]) for index in sorted(scores)])
         console.print(f"written    {out}", highlight=False, soft_wrap=True)
     return EXIT_DONE
 
@@ -93,6 +101,9 @@ def use_folder(config: Config, model: str | None) -> Config:
 
 def check_out(out: Path) -> None:
     """Raises ConfigError when the file cannot be written, or exists and holds no results of this command."""
+    if out.suffix == PARQUET:
+        check_samples_file(out)
+        return
     check_writable(out, "--out")
     if not out.exists():
         return
@@ -118,8 +129,9 @@ def check_evaluation(config: Config, console: Console) -> int:
 
 def evaluate_prompts(
     config: Config, prompts: list[Prompt], console: Console, *, should_stop: Callable[[], bool]
-) -> list[Evaluated]:
-    """Completes and scores all prompts; the ticket is the index of the prompt. Fewer results after `should_stop()`."""
+) -> Evaluator:
+    """Completes and scores all prompts, and returns the results; the ticket is the index of the prompt. There are fewer
+    results after `should_stop()`."""
     from asyncrl.generator.vllm_backend.engine import Engine
     from asyncrl.rewards.workers import RewardPool
 
@@ -135,7 +147,7 @@ def evaluate_prompts(
             while len(work.results) < len(prompts) and not should_stop():
                 work.tick()
                 show(len(work.results))
-    return work.results
+    return work
 
 
 @contextmanager
@@ -166,6 +178,8 @@ class Evaluator:
 
     def __init__(self, config: Config, engine: Engine, rewards: RewardPool, prompts: list[Prompt]) -> None:
         self.results: list[Evaluated] = []
+        self.groups: list[Group] = []
+        """The completions of each prompt, in the order of the results."""
         self._samples = config.eval.samples
         self._slots = max(config.generator.max_running_groups * config.generator.group_size, self._samples)
         self._engine = engine
@@ -203,10 +217,12 @@ class Evaluator:
                 self._engine.add(key, lease.prompt.tokens, kind="evaluation")
 
     def _collect(self) -> None:
-        from asyncrl.generator.groups import make_evaluated
+        from asyncrl.generator.groups import make_evaluated, make_group
 
         for scored in self._rewards.collect():
-            self.results.append(make_evaluated(self._scoring.pop(scored.key), scored))
+            running = self._scoring.pop(scored.key)
+            self.results.append(make_evaluated(running, scored))
+            self.groups.append(make_group(running, scored, generator=0))
 
 
 @contextmanager
@@ -262,6 +278,15 @@ def write_json(out: Path, config: Config, metrics: dict[str, float], scored: lis
         "prompts": rows,
     }
     replace_file(out, json.dumps(report, indent=2) + "\n")
+
+
+def write_samples(out: Path, config: Config, prompts: list[Prompt], groups: list[Group]) -> None:
+    """Writes the completions of the prompts, in their order, with the texts and the ground truths."""
+    groups = sorted(groups, key=lambda group: group.ticket)
+    truths = [prompts[group.ticket].ground_truth for group in groups for _ in group.trajectories]
+    decoder = load_decoder(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    samples = Samples.of_groups(groups, outcome="evaluated").decode(decoder)
+    samples.with_column("ground_truth", pa.array(truths, pa.string())).save(out)
 
 
 def quiet_logs() -> None:

@@ -20,9 +20,9 @@ from asyncrl.rewards.reward_model import uses_reward_model
 POLL_S = 0.2
 
 
-def scale(run: str, generators: int, console: Console) -> None:
-    """Asks the run for `generators` generators; returns when the joining ones have weights and the leaving ones have
-    left.
+def scale(run_dir: Path, generators: int, console: Console) -> None:
+    """Asks the run in this folder for `generators` generators; returns when the joining ones have weights and the
+    leaving ones have left.
 
     Raises ConfigError when there is no such run or it is not running, and RunError when the change takes longer than
     `launch.start_timeout_s`.
@@ -31,7 +31,6 @@ def scale(run: str, generators: int, console: Console) -> None:
         raise ConfigError(f"--generators {generators}: a run needs at least 1")
     if generators > MAX_GENERATORS:
         raise ConfigError(f"--generators {generators}: {too_many_generators()}")
-    run_dir = Path("runs") / run
     client = LauncherClient(read_endpoints(run_dir))
     try:
         ScaleChange(run_dir, client, generators, console).await_all()

@@ -1,0 +1,5 @@
+"""`python -m asyncrl.cli`."""
+
+from asyncrl.cli import main
+
+main()

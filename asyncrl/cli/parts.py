@@ -1,0 +1,83 @@
+"""Commands that print what a config can contain, and make datasets and small models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from asyncrl.cli.app import OVERRIDES, app
+from asyncrl.config import parse_override
+from asyncrl.data.convert import CONVERTERS, convert, describe_skipped
+
+data = typer.Typer(help="Make datasets and small models.", no_args_is_help=True)
+app.add_typer(data, name="data")
+
+
+@app.command(name="config")
+def show_keys(
+    overrides: Annotated[list[str] | None, OVERRIDES] = None,
+    config: Annotated[
+        str | None, typer.Option(help="YAML file, or the name of one in configs/; the defaults when not given.")
+    ] = None,
+    diff: Annotated[bool, typer.Option("--diff", help="Only keys whose values are not the defaults.")] = False,
+) -> None:
+    """Print every key of a config: its value, default, allowed values and meaning. Exit code 2: bad configuration."""
+    from asyncrl.launch.commands.show_config import show_config
+
+    show_config(config, dict(parse_override(text) for text in overrides or []), Console(), diff=diff)
+
+
+@app.command(name="list")
+def list_parts() -> None:
+    """Print the parts that a config can name, with their options and defaults."""
+    from asyncrl.launch.registry import print_parts
+
+    print_parts(Console())
+
+
+@data.command()
+def arithmetic(
+    out: Annotated[Path, typer.Argument(help="Parquet file to write.")],
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the shuffle.")] = 0,
+    rows: Annotated[int | None, typer.Option(min=1, help="Only the first N rows; all sums when not set.")] = None,
+) -> None:
+    """Make the arithmetic dataset of the demo."""
+    from asyncrl.data.arithmetic import make_arithmetic
+
+    make_arithmetic(out, seed=seed, rows=rows)
+
+
+@data.command()
+def tiny_model(
+    out: Annotated[Path, typer.Argument(help="Folder to write the model and its tokenizer to.")],
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the weights and of the warm start.")] = 0,
+) -> None:
+    """Make the tiny, warm-started model of the demo."""
+    from asyncrl.data.tiny_model import make_tiny_model
+
+    make_tiny_model(out, seed=seed)
+
+
+def _add_converter(name: str) -> None:
+    converter = CONVERTERS[name]
+
+    def run(
+        folder: Annotated[Path, typer.Option("--from", help="Folder that the dataset was downloaded to.")],
+        out: Annotated[Path, typer.Option(help="Parquet file to write.")],
+        split: Annotated[str, typer.Option(help="Part of the dataset to convert.")] = "train",
+        instruction: Annotated[
+            str, typer.Option(help="Appended to the question; empty for nothing.")
+        ] = converter.instruction,
+    ) -> None:
+        written, skipped = convert(name, folder, out, split=split, instruction=instruction)
+        print(f"{out}: {written} rows written, {describe_skipped(skipped)}")
+
+    splits = ", ".join(converter.splits)
+    data.command(name, help=f"Convert {converter.data_source} (splits: {splits}) to verl's schema.")(run)
+
+
+for _name in CONVERTERS:
+    _add_converter(_name)

@@ -1,0 +1,101 @@
+"""Commands that predict, compare and measure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from asyncrl.cli.app import OVERRIDES, app
+
+FROM = typer.Option("--from", help="Folder of a run, runs/NAME, or its trace.parquet.")
+
+
+@app.command()
+def simulate(
+    run: Annotated[Path | None, FROM] = None,
+    generators: Annotated[int | None, typer.Option(help="Generators; with --from that of the run, as below.")] = None,
+    learners: Annotated[int | None, typer.Option(help="Learner ranks.")] = None,
+    max_staleness: Annotated[int | None, typer.Option(help="Hard bound on token age, in learner steps.")] = None,
+    groups_per_step: Annotated[int | None, typer.Option(help="Groups in the batch of a step.")] = None,
+    group_size: Annotated[int | None, typer.Option(help="Trajectories of a prompt.")] = None,
+    max_running_groups: Annotated[int | None, typer.Option(help="Groups that a generator works on at once.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Longer completions are cut.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
+    generators_per_device: Annotated[int | None, typer.Option(help="Generators that take turns on a device.")] = None,
+    turns: Annotated[
+        float | None, typer.Option(min=1, help="Time of an engine step then, beyond their number; 1.1.")
+    ] = None,
+    mean_tokens: Annotated[float | None, typer.Option(help="Without --from: mean length of a completion.")] = None,
+    sigma: Annotated[float | None, typer.Option(help="Spread of the logarithm of the lengths; 1.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Longest completion; 8 times the mean.")] = None,
+    prompt_tokens: Annotated[int | None, typer.Option(help="Length of a prompt; 0.")] = None,
+    refunded_fraction: Annotated[float | None, typer.Option(help="Groups without signal; 0.")] = None,
+    engine_base_ms: Annotated[float | None, typer.Option(help="Of an engine step, whatever runs.")] = None,
+    engine_sequence_us: Annotated[float | None, typer.Option(help="Of each sequence in it; 0.")] = None,
+    engine_request_ms: Annotated[float | None, typer.Option(help="Of each sequence once, its prompt; 0.")] = None,
+    learner_base_s: Annotated[float | None, typer.Option(help="Of an optimizer step, whatever its batch; 0.")] = None,
+    learner_token_us: Annotated[float | None, typer.Option(help="Of each token in it, on one learner.")] = None,
+    broadcast_s: Annotated[float | None, typer.Option(help="Until generators have new weights; 0.")] = None,
+    swap_ms: Annotated[float | None, typer.Option(help="How long a swap of weights holds an engine; 0.")] = None,
+    reward_s: Annotated[float | None, typer.Option(help="Until a group has its rewards; 0.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the lengths that are drawn.")] = 0,
+) -> None:
+    """Predict throughput, idle time and staleness of a run with other settings. Exit code 2: it cannot be predicted."""
+    from asyncrl.plan.show import show_simulation
+
+    changes = {
+        "generators": generators, "learners": learners, "max_staleness": max_staleness,
+        "groups_per_step": groups_per_step, "group_size": group_size, "max_running_groups": max_running_groups,
+        "max_new_tokens": max_new_tokens, "steps": steps, "generators_per_device": generators_per_device,
+    }  # fmt: skip
+    numbers = {
+        "mean_tokens": mean_tokens, "sigma": sigma, "max_tokens": max_tokens, "prompt_tokens": prompt_tokens,
+        "refunded_fraction": refunded_fraction, "engine_base_ms": engine_base_ms,
+        "engine_sequence_us": engine_sequence_us, "engine_request_ms": engine_request_ms,
+        "learner_base_s": learner_base_s, "learner_token_us": learner_token_us, "broadcast_s": broadcast_s,
+        "swap_ms": swap_ms, "reward_s": reward_s,
+    }  # fmt: skip
+    given: dict[str, float] = {name: float(value) for name, value in numbers.items() if value is not None}
+    changed = {name: value for name, value in changes.items() if value is not None}
+    show_simulation(Console(), run, given, changed, turns=turns, seed=seed)
+
+
+@app.command()
+def plan(
+    run: Annotated[Path, FROM],
+    devices: Annotated[int, typer.Option(help="GPUs, or cores, to split between generators and learners.")],
+    max_staleness: Annotated[int, typer.Option(help="Highest staleness limit to consider.")] = 8,
+) -> None:
+    """Find the split of the devices, and the staleness limit, that would train the most tokens per second. Exit code
+    2: there is none."""
+    from asyncrl.plan.show import show_plan
+
+    show_plan(Console(), run, devices=devices, max_staleness=max_staleness)
+
+
+@app.command()
+def sweep(
+    max_staleness: Annotated[str, typer.Option(help="Limits to try, as in 0,1,2,4,8.")],
+    overrides: Annotated[list[str] | None, OVERRIDES] = None,
+    seeds: Annotated[int, typer.Option(help="Trainings of each limit.")] = 3,
+    config: Annotated[str, typer.Option(help="YAML file, or the name of one in configs/.")] = "demo",
+    name: Annotated[str, typer.Option(help="Of the sweep; its cells are runs/NAME-s0-seed0 and so on.")] = "sweep",
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps of each training.")] = None,
+) -> None:
+    """Train with several staleness limits and say which to take; again to resume. Exit code 0: done, 1: a training
+    failed, 2: bad configuration, 130: interrupted."""
+    from asyncrl.plan.sweep.cells import sweep as sweep_runs
+
+    arguments = [*(overrides or []), *([f"steps={steps}"] if steps is not None else [])]
+    raise typer.Exit(sweep_runs(name, config, arguments, max_staleness, seeds, Console()))
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+def bench(context: typer.Context) -> None:
+    """Measure the hot paths against their limits and against other systems; --help describes the rows."""
+    from asyncrl.launch.commands.bench import run_bench
+
+    raise typer.Exit(run_bench(context.args))

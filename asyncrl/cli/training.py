@@ -1,0 +1,111 @@
+"""Commands that train and evaluate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from asyncrl.cli.app import FOLDER, OVERRIDES, app
+from asyncrl.config import load_config, parse_override
+from asyncrl.errors import ConfigError
+
+FLAGS = {
+    "generators": "launch.generators",
+    "learners": "launch.learners",
+    "max_staleness": "replay.max_staleness",
+    "steps": "steps",
+    "run": "run",
+}
+"""Flags of `launch`, and the config key that each one is short for."""
+
+
+@app.command()
+def launch(
+    overrides: Annotated[list[str] | None, OVERRIDES] = None,
+    config: Annotated[
+        str | None,
+        typer.Option(help="YAML file, or the name of one in configs/; demo, or with --resume that of the run."),
+    ] = None,
+    generators: Annotated[int | None, typer.Option(help="Generator processes.")] = None,
+    learners: Annotated[int | None, typer.Option(help="Learner ranks.")] = None,
+    max_staleness: Annotated[int | None, typer.Option(help="Hard bound on token age, in learner steps.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
+    run: Annotated[str | None, typer.Option(help="Name of the run; its folder is runs/NAME.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume the run of this name where it ended.")] = False,
+    discard_journal: Annotated[
+        bool,
+        typer.Option("--discard-journal", help="Resume from the newest checkpoint alone; the journal is put aside."),
+    ] = False,
+) -> None:
+    """Train. Exit code 0: done, 1: the run failed, 2: bad configuration or data, 130: interrupted."""
+    from asyncrl.launch.run import launch as launch_run
+    from asyncrl.launch.run_dir import config_of_run
+
+    flags: dict[str, Any] = {
+        "generators": generators, "learners": learners, "max_staleness": max_staleness, "steps": steps, "run": run,
+    }  # fmt: skip
+    settings = dict(parse_override(text) for text in overrides or [])
+    settings |= {FLAGS[name]: value for name, value in flags.items() if value is not None}
+    if discard_journal and not resume:
+        raise ConfigError("--discard-journal: is for a run that goes on; give --resume too")
+    if resume:
+        settings["resume"] = "must"
+        config = config or str(config_of_run(settings.get("run", "run")))
+    code = launch_run(load_config(config or "demo", settings), Console(), without_journal=discard_journal)
+    raise typer.Exit(code)
+
+
+@app.command()
+def scale(
+    generators: Annotated[int, typer.Option(help="Generator processes from now on.")],
+    run: Annotated[str, typer.Option(help="Name of the run.")] = "run",
+) -> None:
+    """Change the number of generators of a running run. Exit code 0: done, 1: it did not succeed, 2: no such run."""
+    from asyncrl.launch.commands.running import scale as scale_run
+
+    scale_run(Path("runs") / run, generators, Console())
+
+
+@app.command()
+def retrain(
+    folder: Annotated[Path, FOLDER],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Settings of algorithm, learner and critic, or steps."),
+    ] = None,
+    loss: Annotated[str | None, typer.Option(help="Policy loss, with its default options.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
+    start: Annotated[int, typer.Option(min=0, help="Step of the run's checkpoint to start from; 0: its model.")] = 0,
+    out: Annotated[
+        Path | None, typer.Option(help="New folder for the results; runs/NAME/retrained/1 and so on.")
+    ] = None,
+) -> None:
+    """Train again on the batches of a run's journal, without generators. Exit code 0: done, 1: failed, or with
+    unchanged settings the weights came out different, 2: bad configuration, 130: interrupted."""
+    from asyncrl.launch.commands.retrain import retrain as retrain_run
+
+    settings: dict[str, Any] = {"algorithm.loss": loss, "algorithm.loss_options": {}} if loss is not None else {}
+    settings |= {"learner.lr": lr} if lr is not None else {}
+    settings |= dict(parse_override(text) for text in overrides or [])
+    raise typer.Exit(retrain_run(folder, settings, Console(), out=out, start_step=start))
+
+
+@app.command(name="eval")
+def evaluate(
+    overrides: Annotated[list[str] | None, OVERRIDES] = None,
+    config: Annotated[str, typer.Option(help="YAML file, or the name of one in configs/.")] = "demo",
+    model: Annotated[
+        str | None, typer.Option(help="Model folder; runs/NAME/model of the config's run, else model.path.")
+    ] = None,
+    run: Annotated[str | None, typer.Option(help="Name of the run.")] = None,
+    out: Annotated[Path | None, typer.Option(help="JSON file for the results, or Parquet file for the texts.")] = None,
+) -> None:
+    """Evaluate a model on data.eval. Exit code 0: done, 1: failed, 2: bad configuration, 130: interrupted."""
+    from asyncrl.launch.commands.evaluate import evaluate as evaluate_model
+
+    settings = dict(parse_override(text) for text in overrides or [])
+    settings |= {"run": run} if run is not None else {}
+    raise typer.Exit(evaluate_model(load_config(config, settings), Console(), model=model, out=out))

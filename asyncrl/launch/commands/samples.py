@@ -1,0 +1,95 @@
+"""`asyncrl samples` and `asyncrl show`: what the model of a run has written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from asyncrl.launch.samples import Query, check_samples_file, find_group, find_samples
+from asyncrl.samples import ARRAYS, Samples
+from asyncrl.util.text import printable
+
+_NAME_WIDTH = 14
+
+
+def show_samples(
+    run_dir: Path, query: Query, console: Console, *, special_tokens: bool, as_json: bool, out: Path | None
+) -> None:
+    """Prints the trajectories that match, or writes them to `out`. Raises as `find_samples` does."""
+    if out is not None:
+        check_samples_file(out)
+    found = find_samples(run_dir, query, special_tokens=special_tokens)
+    if out is not None:
+        found.samples.save(out)
+        console.print(f"{out}: {len(found.samples)} trajectories written", highlight=False, soft_wrap=True)
+        return
+    for row in rows_of(found.samples):
+        if as_json:
+            print(json.dumps(row))
+        else:
+            print_sample(row, console)
+    if not as_json:
+        count = len(found.samples)
+        what = "no trajectory matches" if not count else f"{count} trajector{'y' if count == 1 else 'ies'}"
+        console.print(f"{what}; {found.searched}", style="dim", highlight=False, soft_wrap=True)
+
+
+def show_group(run_dir: Path, ticket: int, console: Console, *, special_tokens: bool) -> None:
+    """Prints the group of a ticket: its prompt once, then every completion. Raises as `find_group` does."""
+    rows = rows_of(find_group(run_dir, ticket, special_tokens=special_tokens))
+    first = rows[0]
+    step = "no step" if first["step"] is None else f"step {first['step']}"
+    versions = f"versions {first['start_version']} to {first['end_version']}"
+    facts = [f"ticket {ticket}", f"attempt {first['attempt']}", first["outcome"], step, f"row {first['row']}"]
+    facts += [first["data_source"], f"generator {first['generator']}", versions]
+    console.print(Text(" · ".join(map(printable, facts)), style="bold"), soft_wrap=True)
+    _print_text(console, "prompt", first["prompt"])
+    if first["ground_truth"] is not None:
+        _print_text(console, "truth", first["ground_truth"])
+    for row in rows:
+        console.print(Text(_facts(row), style="bold"), soft_wrap=True)
+        _print_text(console, "completion", row["completion"])
+
+
+def rows_of(samples: Samples) -> list[dict[str, Any]]:
+    """The samples as dicts, without the arrays of tokens."""
+    table = samples.table.drop_columns([name for name in ("tokens", *ARRAYS) if name in samples.columns])
+    return table.to_pylist(maps_as_pydicts="strict")
+
+
+def print_sample(row: Mapping[str, Any], console: Console) -> None:
+    """Prints one trajectory with its prompt."""
+    step = "not trained" if row["step"] is None else f"step {row['step']}"
+    facts = [step, f"ticket {row['ticket']}.{row['index']}", row["data_source"], _facts(row)]
+    console.print(Text(" · ".join(map(printable, facts)), style="bold"), soft_wrap=True)
+    _print_text(console, "prompt", row["prompt"])
+    _print_text(console, "completion", row["completion"])
+    if row["ground_truth"] is not None:
+        _print_text(console, "truth", row["ground_truth"])
+    console.print()
+
+
+def _facts(row: Mapping[str, Any]) -> str:
+    parts = ", ".join(f"{name} {value:g}" for name, value in row["reward_parts"].items())
+    facts = [f"reward {row['reward']:g}" + (f" ({printable(parts)})" if len(row["reward_parts"]) > 1 else "")]
+    if row["staleness"] is not None:
+        facts.append(f"staleness {row['staleness']}")
+    facts.append(f"{row['status']}, {row['num_action_tokens']} tokens")
+    if row["outcome"] != "trained":
+        facts.append(row["outcome"])
+    if row["error"]:
+        facts.append(f"no reward: {printable(row['error'])}")
+    return " · ".join(facts)
+
+
+def _print_text(console: Console, name: str, text: str) -> None:
+    """Prints a text under its name; further lines are indented."""
+    lines = printable(text).split("\n")
+    for number, line in enumerate(lines):
+        head = f"  {name if not number else '':{_NAME_WIDTH - 2}}"
+        console.print(Text.assemble((head, "dim"), line), soft_wrap=True)

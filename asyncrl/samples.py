@@ -1,0 +1,228 @@
+"""Trajectories as a table: what was generated and trained, to look at, to select from and to train again.
+
+One row is one trajectory; its columns are named as the fields of `Trajectory` and `Group`. The journal, the samples of
+a run and evaluations are all read as `Samples`:
+
+    samples = Samples.load(Path("runs/demo/samples.parquet"))
+    worst = samples.where(step=20).sort("reward").select(slice(3))
+    print(worst.decode(load_decoder("runs/demo/model")).to_pandas()[["prompt", "completion", "reward"]])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from numpy.typing import ArrayLike, NDArray
+
+from asyncrl.errors import DataError
+from asyncrl.types import Group, Trajectory
+from asyncrl.util.files import replace_file
+from asyncrl.util.tokenizer import Decoder
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+SCHEMA = pa.schema(
+    [
+        ("ticket", pa.int64()),
+        ("attempt", pa.int32()),
+        ("index", pa.int32()),
+        ("row", pa.int64()),
+        ("data_source", pa.string()),
+        ("generator", pa.int32()),
+        ("step", pa.int64()),
+        ("outcome", pa.string()),
+        ("start_version", pa.int32()),
+        ("end_version", pa.int32()),
+        ("staleness", pa.int32()),
+        ("status", pa.string()),
+        ("reward", pa.float64()),
+        ("reward_parts", pa.map_(pa.string(), pa.float64())),
+        ("error", pa.string()),
+        ("started_s", pa.float64()),
+        ("finished_s", pa.float64()),
+        ("greedy_reward", pa.float64()),
+        ("greedy_tokens", pa.int32()),
+        ("num_prompt_tokens", pa.int32()),
+        ("num_action_tokens", pa.int32()),
+        ("tokens", pa.list_(pa.int32())),
+    ],
+    metadata={"asyncrl.samples": "1"},
+)
+"""`index` is the position of the trajectory in its group. `step` is the step that trained it, `outcome` is "trained" or
+why it was not, and `staleness` is that of its oldest token in this step; null where it is not known."""
+ARRAYS = {"action_mask": pa.bool_(), "behavior_logprobs": pa.float32(), "versions": pa.int32()}
+"""The other arrays of a trajectory, with their types: columns of lists that a table may lack."""
+
+
+class Samples:
+    """An immutable table of trajectories. Methods that select or add return another one."""
+
+    def __init__(self, table: pa.Table) -> None:
+        """Raises DataError if the table lacks a column of SCHEMA, or one has another type."""
+        for field in SCHEMA:
+            found = table.schema.field(field.name).type if field.name in table.column_names else "missing"
+            if found != field.type:
+                raise DataError(f"samples: the column {field.name} is {found}, it has to be {field.type}")
+        self.table = table
+
+    @classmethod
+    def of_groups(cls, groups: Iterable[Group], *, step: int | None = None, outcome: str | None = None) -> Self:
+        """The trajectories of these groups, with all their arrays; `step` trained them."""
+        rows: list[dict[str, Any]] = []
+        members: list[Trajectory] = []
+        for group in groups:
+            shared = {name: getattr(group, name) for name in _OF_GROUP} | {"step": step, "outcome": outcome}
+            for index, member in enumerate(group.trajectories):
+                own = {name: getattr(member, name) for name in (*_OF_TRAJECTORY, *_COUNTS)}
+                parts = {"reward_parts": list(member.reward_parts.items())}
+                staleness = None if step is None else step - 1 - min(member.oldest_version, step - 1)
+                rows.append({**shared, **own, **parts, "index": index, "staleness": staleness})
+                members.append(member)
+        table = pa.Table.from_pylist(rows, SCHEMA)
+        for name, kind in {"tokens": pa.int32(), **ARRAYS}.items():
+            table = _put(table, name, _lists([getattr(member, name) for member in members], kind))
+        return cls(table)
+
+    def to_groups(self) -> list[Group]:
+        """The groups of these trajectories, the inverse of `of_groups`. Adjacent rows of one ticket and attempt form a
+        group. Raises DataError if a column of ARRAYS is missing or has nulls."""
+        for name in ARRAYS:
+            if name not in self.columns or self.table[name].null_count:
+                raise DataError(f"samples: {name} is missing, so that they cannot be trained; use those of a journal")
+        arrays = {name: self[name] for name in ("tokens", *ARRAYS)}
+        groups: list[Group] = []
+        for number, row in enumerate(self.table.select([*_OF_GROUP, *_OF_TRAJECTORY]).to_pylist()):
+            values: dict[str, Any] = {name: column[number] for name, column in arrays.items()}
+            values |= {name: row[name] for name in _OF_TRAJECTORY} | {"reward_parts": dict(row["reward_parts"])}
+            member = Trajectory(**values)
+            if not groups or (groups[-1].ticket, groups[-1].attempt) != (row["ticket"], row["attempt"]):
+                groups.append(Group(**{name: row[name] for name in _OF_GROUP}, trajectories=[]))
+            groups[-1].trajectories.append(member)
+        return groups
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getitem__(self, name: str) -> Any:
+        """The values of a column: an array [len], or of the tokens and the columns of ARRAYS a list with an array per
+        row."""
+        column = self.table[name].combine_chunks()
+        if pa.types.is_list(column.type):
+            return _split(column)
+        return column.to_numpy(zero_copy_only=False)
+
+    @property
+    def columns(self) -> list[str]:
+        """The names of the columns."""
+        return self.table.column_names
+
+    def select(self, rows: slice | ArrayLike) -> Self:
+        """These rows: a slice, indices, or a mask of length len."""
+        if isinstance(rows, slice):
+            rows = np.arange(len(self))[rows]
+        chosen = np.asarray(rows)
+        indices = np.flatnonzero(chosen) if chosen.dtype == np.bool_ else chosen.astype(np.int64)
+        return type(self)(self.table.take(pa.array(indices, pa.int64())))
+
+    def where(self, **equals: Any) -> Self:
+        """The rows whose columns have these values: `where(step=20, status="failed")`."""
+        mask = np.ones(len(self), dtype=np.bool_)
+        for name, value in equals.items():
+            equal = pc.equal(self.table[name], value)  # pyright: ignore[reportAttributeAccessIssue]
+            mask &= equal.fill_null(False).to_numpy()
+        return self.select(mask)
+
+    def sort(self, by: str, *, descending: bool = False) -> Self:
+        """The rows by the values of a column, those with equal values in their present order, nulls last."""
+        order = "descending" if descending else "ascending"
+        return type(self)(self.table.sort_by([(by, order)]))
+
+    def with_column(self, name: str, values: Sequence[Any] | NDArray[Any] | pa.Array) -> Self:
+        """The table with a column, in place of one of this name. Raises DataError unless there is a value per row."""
+        if len(values) != len(self):
+            raise DataError(f"samples: {len(values)} values of {name} for {len(self)} rows")
+        kind = SCHEMA.field(name).type if name in SCHEMA.names else None
+        column = values if isinstance(values, pa.Array) else pa.array(values, kind)
+        return type(self)(_put(self.table, name, column))
+
+    def split(self, sizes: int | Sequence[int]) -> list[Self]:
+        """The rows in parts of these sizes, or in so many parts of about equal size. Raises DataError unless the sizes
+        add up to the number of rows."""
+        if isinstance(sizes, int):
+            sizes = [len(self) // sizes + (part < len(self) % sizes) for part in range(sizes)]
+        if sum(sizes) != len(self):
+            raise DataError(f"samples: parts of {sum(sizes)} rows in all, there are {len(self)}")
+        begins = accumulate(sizes, initial=0)
+        return [type(self)(self.table.slice(begin, size)) for begin, size in zip(begins, sizes, strict=False)]
+
+    @classmethod
+    def concat(cls, parts: Iterable[Samples]) -> Self:
+        """The rows of all parts, one after another; columns that a part lacks are null in its rows."""
+        tables = [SCHEMA.empty_table(), *(part.table for part in parts)]
+        return cls(pa.concat_tables(tables, promote_options="default"))
+
+    def decode(self, decoder: Decoder, *, special_tokens: bool = False) -> Self:
+        """The table with the columns "prompt" and "completion", the texts of the tokens before and after the first
+        action token."""
+        tokens, starts = self["tokens"], self["num_prompt_tokens"]
+        texts = {
+            "prompt": [row[:start].tolist() for row, start in zip(tokens, starts, strict=True)],
+            "completion": [row[start:].tolist() for row, start in zip(tokens, starts, strict=True)],
+        }
+        decoded = self
+        for name, sequences in texts.items():
+            column = pa.array(decoder(sequences, special_tokens=special_tokens), pa.string())
+            decoded = decoded.with_column(name, column)
+        return decoded
+
+    def to_pandas(self) -> pd.DataFrame:
+        """The table as a pandas DataFrame."""
+        return self.table.to_pandas(maps_as_pydicts="strict")
+
+    def save(self, path: Path) -> None:
+        """Writes the table to a Parquet file, atomically. Raises OSError."""
+        content = pa.BufferOutputStream()
+        pq.write_table(self.table, content, compression="zstd")
+        replace_file(path, content.getvalue().to_pybytes())
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Reads what `save` wrote. Raises DataError naming the file if it is something else."""
+        try:
+            return cls(pq.read_table(path))
+        except (pa.ArrowException, OSError, DataError) as error:
+            raise DataError(f"{path}: not a file of samples: {error}") from None
+
+
+_OF_GROUP = [field.name for field in fields(Group) if field.name in SCHEMA.names]
+_OF_TRAJECTORY = ["status", "reward", "reward_parts", "error"]
+_COUNTS = ["num_prompt_tokens", "num_action_tokens"]
+
+
+def _put(table: pa.Table, name: str, column: pa.Array) -> pa.Table:
+    """The table with a column added, or replaced if there is one of this name."""
+    if name in table.column_names:
+        return table.set_column(table.column_names.index(name), name, column)
+    return table.append_column(name, column)
+
+
+def _lists(arrays: Sequence[NDArray[Any]], kind: pa.DataType) -> pa.Array:
+    """A column with an array per row."""
+    ends = np.cumsum([len(array) for array in arrays], dtype=np.int32)
+    values = np.concatenate(arrays) if arrays else np.empty(0)
+    return pa.ListArray.from_arrays(pa.array([0, *ends], pa.int32()), pa.array(values, kind))
+
+
+def _split(column: pa.Array) -> list[NDArray[Any]]:
+    """The arrays of a column of lists, as views; empty where it is null."""
+    values, offsets = column.values.to_numpy(zero_copy_only=False), column.offsets.to_numpy()
+    return [values[begin:end] for begin, end in pairwise(offsets.tolist())]

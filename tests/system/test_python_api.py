@@ -1,0 +1,65 @@
+"""Runs from Python: the eight lines of the README, and steering a live run from another process."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+import asyncrl
+
+pytestmark = pytest.mark.system
+REPOSITORY = Path(__file__).parents[2]
+FAST = "steps=4"
+
+
+def eight_lines() -> str:
+    """The example of docs/python.md."""
+    (code,) = re.findall(r"```python\n(import asyncrl\n.*?)```", (REPOSITORY / "docs" / "python.md").read_text(), re.S)
+    return code
+
+
+@pytest.mark.timeout(300)
+def test_the_eight_lines_train_the_demo(tmp_path: Path) -> None:
+    code = eight_lines()
+    assert len(code.strip().splitlines()) <= 8
+    script = tmp_path / "train.py"
+    script.write_text(code.replace("steps=50", FAST))
+    done = subprocess.run(
+        [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = asyncrl.Run.open(tmp_path / "runs" / "first")
+    assert (run.status, run.summary["steps"], len(run.metrics())) == ("finished", 4, 4)
+    assert run.metrics_frame()["step"].tolist() == [1, 2, 3, 4]
+    assert len(run.trace_frame()) == run.trace().num_rows > 0
+    worst = run.samples(steps=(1, 4), order="worst", limit=3)
+    assert len(worst) == 3 and worst.table["prompt"].to_pylist()[0].endswith("=")
+    assert "completion" in done.stdout, "the last line prints samples"
+
+
+@pytest.mark.timeout(300)
+def test_a_live_run_is_scaled_stopped_and_gone_with_its_script(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import asyncrl, time\nrun = asyncrl.train('demo', run='live', steps=5000)\ntime.sleep(1000)\n")
+    with subprocess.Popen([sys.executable, str(script)], cwd=tmp_path) as parent:
+        try:
+            deadline_s = time.monotonic() + 200
+            folder = tmp_path / "runs" / "live"
+            while not asyncrl.Run(folder).metrics():
+                assert parent.poll() is None and time.monotonic() < deadline_s
+                time.sleep(0.2)
+            run = asyncrl.Run.open(folder)
+            assert run.status == "running" and run.summary == {}
+            roles = psutil.Process(parent.pid).children(recursive=True)
+            assert len(roles) > 3
+        finally:
+            parent.kill()
+    psutil.wait_procs(roles, timeout=60)
+    assert not [role for role in roles if role.is_running()], "the run outlives its script"
+    assert run.status == "stopped" and run.summary["steps"] >= 1
