@@ -127,12 +127,11 @@ class Delivery:
         if not peers:
             return
         self._go(peers)
-        # A receiver that waits in connect for another one does not see the abort before its own deadline.
-        connect_deadline_s = time.monotonic() + self.timeout_s
+        # A receiver that still connects does not see the abort before its own deadline, even if the sender is through.
+        connect_deadline_s = 0.0 if self.link else time.monotonic() + self.timeout_s
         reason, patience_s = "", self.timeout_s
         try:
             link = self._linked(len(peers) + 1)
-            connect_deadline_s = 0.0
             checksum = self._send(link, version, buffer, peers)
         except AsyncrlError:
             raise

@@ -6,6 +6,7 @@ that of GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, which the launcher sets.
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
 import threading
@@ -83,7 +84,7 @@ class GroupLink(Link):
 
         The destructor of a group joins its threads. A daemon thread keeps the group until its operations have ended; if
         it still waits when the process exits, it does not delay the exit. The thread sleeps in Python and not inside
-        the operation: a thread that wakes up in C++ during the exit would crash the process.
+        the operation, and destroys nothing during the exit: a thread that returns from C++ then crashes the process.
         """
         try:
             self._ranks.abort()
@@ -108,6 +109,14 @@ class GroupLink(Link):
     def _hold(self) -> None:
         while not all(work.is_completed() for work in self._works):
             time.sleep(0.1)
+        with _destruction:
+            self._works.clear()
+            del self._ranks
+
+
+_destruction = threading.Lock()
+"""Held while a thread destroys a group, and by the exit of the process."""
+atexit.register(_destruction.acquire, timeout=1.0)
 
 
 class GlooLink(GroupLink):

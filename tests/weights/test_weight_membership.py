@@ -31,7 +31,7 @@ from asyncrl.weights.broadcast import Delivery
 from asyncrl.weights.membership import Membership
 from asyncrl.weights.process_groups import GlooLink
 from asyncrl.weights.receiver import WeightReceiver
-from asyncrl.weights.transports import TRANSPORTS
+from asyncrl.weights.transports import TRANSPORTS, Member
 from asyncrl.wire import channel
 from asyncrl.wire.bad_peers import MAX_BAD_MESSAGES
 from asyncrl.wire.bounds import Body
@@ -201,15 +201,26 @@ def test_a_process_ends_at_once_while_a_generator_is_stopped(address: str, clean
     assert sender.process.wait(timeout=10.0) == 0
 
 
-def test_a_transport_that_never_works_is_an_error(address: str, cleanup: list, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("slow_s", [0.0, 1.2])
+def test_a_transport_that_never_works_is_an_error(
+    address: str, cleanup: list, monkeypatch: pytest.MonkeyPatch, slow_s: float
+) -> None:
+    """Also when the receiver is still connecting while the sender fails."""
+    connect = GlooLink.__init__
+
+    def connect_slowly(self: GlooLink, member: Member) -> None:
+        connect(self, member)
+        time.sleep(slow_s if member.rank else 0.0)
+
     def fail(*_: object, **__: object) -> int:
         raise RuntimeError("no route")
 
+    monkeypatch.setattr(GlooLink, "__init__", connect_slowly)
     monkeypatch.setattr(GlooLink, "send", fail)
-    make_receiver(address, cleanup, timeout_s=0.5)
-    sender = joined(make_sender(address, cleanup, timeout_s=0.5), 1)
+    make_receiver(address, cleanup, timeout_s=4.0)
+    sender = joined(make_sender(address, cleanup, timeout_s=4.0), 1)
     sender.send(0, weights(0))
-    with pytest.raises(RunError, match=r"failed 3 times \(no route\); generator 0: no route"):
+    with pytest.raises(RunError, match=r"failed 3 times \(no route\); generator 0: "):
         sender.wait()
 
 
