@@ -79,18 +79,21 @@ def retrain(
     loss: Annotated[str | None, typer.Option(help="Policy loss, with its default options.")] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
     start: Annotated[int, typer.Option(min=0, help="Step of the run's checkpoint to start from; 0: its model.")] = 0,
+    samples: Annotated[
+        Path | None, typer.Option(help="File of `asyncrl samples --out` with the trajectories to train, by step.")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="New folder for the results; runs/NAME/retrained/1 and so on.")
     ] = None,
 ) -> None:
-    """Train again on the batches of a run's journal, without generators. Exit code 0: done, 1: failed, or with
-    unchanged settings the weights came out different, 2: bad configuration, 130: interrupted."""
+    """Train again on the batches of a run's journal, or on a selection, without generators. Exit code 0: done, 1:
+    failed, or with unchanged settings the weights came out different, 2: bad configuration, 130: interrupted."""
     from asyncrl.launch.commands.retrain import retrain as retrain_run
 
     settings: dict[str, Any] = {"algorithm.loss": loss, "algorithm.loss_options": {}} if loss is not None else {}
     settings |= {"learner.lr": lr} if lr is not None else {}
     settings |= dict(parse_override(text) for text in overrides or [])
-    raise typer.Exit(retrain_run(folder, settings, Console(), out=out, start_step=start))
+    raise typer.Exit(retrain_run(folder, settings, Console(), out=out, start_step=start, samples=samples))
 
 
 @app.command(name="eval")

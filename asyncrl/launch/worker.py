@@ -58,6 +58,8 @@ class RoleSpec:
     """Folder of an offline training from a journal, with its own config and logs; empty in a run."""
     offline_step: int = 0
     """Step of the checkpoint from which an offline training starts; 0 for the model."""
+    offline_samples: str = ""
+    """File of the samples that an offline training trains; empty for the batches of the journal."""
 
     @property
     def home(self) -> Path:
@@ -142,6 +144,7 @@ def run_learner_role(config: Config, spec: RoleSpec, should_stop: Callable[[], b
             out_dir=Path(spec.offline),
             should_stop=should_stop,
             start=spec.offline_step,
+            samples=Path(spec.offline_samples) if spec.offline_samples else None,
         )
     else:
         run_learner(config, rank=spec.index, endpoints=spec.endpoints, run_dir=run_dir, should_stop=should_stop)

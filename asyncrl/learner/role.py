@@ -75,14 +75,17 @@ def run_offline(
     out_dir: Path,
     should_stop: Callable[[], bool],
     start: int = 0,
+    samples: Path | None = None,
 ) -> None:
-    """Runs one learner rank on the batches in the journal of the run in `run_dir`, without generators.
+    """Runs one learner rank on the batches in the journal of the run in `run_dir`, or on the samples in a file, without
+    generators.
 
     Starts from the model, or from the run's checkpoint of step `start`, and writes metrics and the model to
     `out_dir`. Raises an AsyncrlError if training cannot continue.
     """
     from asyncrl.observe.trackers import make_trackers
     from asyncrl.replay.journal.history import JournalBatches
+    from asyncrl.replay.sample_batches import SampleBatches
 
     with _training(config, rank, endpoints, run_dir) as (trainer, checkpoints, parts):
         if start:
@@ -92,7 +95,8 @@ def run_offline(
                     "complete one, or 0 for the initial model of the run"
                 )
             trainer.restore(checkpoints.path(start))
-        batches = JournalBatches(run_dir / "journal", rank)
+        ranks = config.launch.learners
+        batches = SampleBatches(samples, rank, ranks=ranks) if samples else JournalBatches(run_dir / "journal", rank)
         parts.callback(batches.close)
         trackers = None
         if rank == 0:

@@ -11,6 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from asyncrl.launch.fork_server import ForkServer
+from asyncrl.replay.journal.samples import JournalSamples
+from asyncrl.samples import Samples
 from tests.chaos.runs import Chaos, check_complete
 from tests.helpers.preloaded import Command
 
@@ -93,3 +95,9 @@ def test_training_from_the_journal_alone_has_the_same_weights(
     output = offline(preloaded, demo_folder, str(run.run_dir), "--loss", "cispo", "--lr", "1e-4", "--out", "other")
     assert not same(weights(demo_folder / "other" / "model"), weights(run.run_dir / "model"))
     assert "learner/loss" in output
+    journal = JournalSamples(run.run_dir / "journal")
+    steps = [journal.of_step(step) for step in range(1, STEPS + 1)]
+    Samples.concat([step.select(step["index"] < 4) for step in steps]).save(demo_folder / "half.parquet")
+    output = offline(preloaded, demo_folder, str(run.run_dir), "--samples", "half.parquet", "--out", "half")
+    assert f"{STEPS} steps" in output
+    assert not same(weights(demo_folder / "half" / "model"), weights(run.run_dir / "model"))

@@ -1,4 +1,5 @@
-"""`asyncrl retrain`: runs the learner alone on the batches in a run's journal, with the run's or other settings."""
+"""`asyncrl retrain`: runs the learner alone on the batches in a run's journal, or on samples of the run, with its or
+other settings."""
 
 from __future__ import annotations
 
@@ -25,6 +26,7 @@ from asyncrl.launch.worker import EXIT_CONFIG, RoleSpec
 from asyncrl.observe.logs import configure_logs
 from asyncrl.observe.report import OF_STEP, read_metrics
 from asyncrl.rewards.reward_model import uses_reward_model
+from asyncrl.samples import Samples
 from asyncrl.util.files import next_free_path
 from asyncrl.wire.endpoints import Endpoints
 
@@ -98,27 +100,36 @@ SHOWN = ("learner/loss", "learner/grad_norm", "correction/ess", "correction/beha
 
 
 def retrain(
-    run_dir: Path, settings: dict[str, Any], console: Console, *, out: Path | None = None, start_step: int = 0
+    run_dir: Path,
+    settings: dict[str, Any],
+    console: Console,
+    *,
+    out: Path | None = None,
+    start_step: int = 0,
+    samples: Path | None = None,
 ) -> int:
-    """Trains again on the batches of the run in `run_dir` and writes to `out`. `settings` (dotted keys) override those
-    of the run. Starts from the run's checkpoint of `start_step`, or with 0 from the run's initial model.
+    """Trains again on the batches of the run in `run_dir`, or on `samples` of it, and writes to `out`. `settings`
+    (dotted keys) override those of the run. Starts from the run's checkpoint of `start_step`, or with 0 from the run's
+    initial model.
 
     Returns the exit code: 0; 1 when the settings are unchanged and the weights differ from those of the run; 130 when
     interrupted. Raises ConfigError when the run cannot be retrained with these settings, also when only a role finds
-    out, and RunError when a role fails otherwise or makes no progress.
+    out, DataError for a file of other content, and RunError when a role fails otherwise or makes no progress.
     """
-    saved, config = read_configs(run_dir, settings)
-    changed = any(not key.startswith("observe.") for key in changes(saved, config))
+    saved, config = read_configs(run_dir, settings, samples)
+    changed = samples is not None or any(not key.startswith("observe.") for key in changes(saved, config))
     out = make_out(run_dir, out)
     (out / "config.yaml").write_text(config.to_yaml())
     configure_logs(out, "launcher", config.observe.log_level)
     interrupts = Interrupts()
     launcher = find_launcher(config)()
     with interrupts.caught():
-        console.print(f"training on the batches of {run_dir} into {out} ...", highlight=False, soft_wrap=True)
+        console.print(
+            f"training on {samples or f'the batches of {run_dir}'} into {out} ...", highlight=False, soft_wrap=True
+        )
         with run_endpoints(on_this_machine(config)) as endpoints:
             try:
-                start(launcher, config, endpoints, run_dir, out, start_step)
+                start(launcher, config, endpoints, run_dir, out, start_step, samples)
                 watch(launcher, config, out, interrupts)
             finally:
                 launcher.end(grace_s=END_GRACE_S)
@@ -134,13 +145,15 @@ def retrain(
     return EXIT_FAILED if difference else EXIT_DONE
 
 
-def read_configs(run_dir: Path, settings: dict[str, Any]) -> tuple[Config, Config]:
+def read_configs(run_dir: Path, settings: dict[str, Any], samples: Path | None) -> tuple[Config, Config]:
     """The config of the run, and the same with the settings applied. Raises ConfigError for settings that recorded
-    batches rule out, and when there is no journal."""
+    batches rule out, and when there is no journal, and DataError when `samples` is another file."""
     file = run_dir / "config.yaml"
     if not file.is_file():
         raise ConfigError(f"{run_dir}: not the folder of a run, config.yaml is missing; give runs/NAME")
-    if not (run_dir / "journal").is_dir():
+    if samples is not None:
+        Samples.load(samples)
+    elif not (run_dir / "journal").is_dir():
         raise ConfigError(f"{run_dir}: has no journal to train from")
     saved, config = load_config(file), load_config(file, settings)
     refuse_changes(
@@ -174,12 +187,31 @@ def on_this_machine(config: Config) -> Config:
     return config.model_copy(update={"launch": here})
 
 
-def start(launcher: LocalLauncher, config: Config, endpoints: Endpoints, run_dir: Path, out: Path, step: int) -> None:
+def start(
+    launcher: LocalLauncher,
+    config: Config,
+    endpoints: Endpoints,
+    run_dir: Path,
+    out: Path,
+    step: int,
+    samples: Path | None = None,
+) -> None:
     """Starts the learner and critic ranks on the cores and GPUs that they had in the run."""
+    file = str(samples.resolve()) if samples else ""
     placement = place_roles(config, reward_model=uses_reward_model(config))
     for role in ("learner", "critic"):
         for index, own in enumerate(placement.of(role)):
-            spec = RoleSpec(role, index, str(run_dir), endpoints, own.cpus, 0, offline=str(out), offline_step=step)
+            spec = RoleSpec(
+                role,
+                index,
+                str(run_dir),
+                endpoints,
+                own.cpus,
+                0,
+                offline=str(out),
+                offline_step=step,
+                offline_samples=file,
+            )
             launcher.start(spec, own)
 
 
