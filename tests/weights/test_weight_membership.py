@@ -218,7 +218,7 @@ def test_a_transport_that_never_works_is_an_error(
     monkeypatch.setattr(GlooLink, "__init__", connect_slowly)
     monkeypatch.setattr(GlooLink, "send", fail)
     make_receiver(address, cleanup, timeout_s=4.0)
-    sender = joined(make_sender(address, cleanup, timeout_s=4.0), 1)
+    sender = joined(make_sender(address, cleanup, timeout_s=4.0), 1, up=True)
     sender.send(0, weights(0))
     with pytest.raises(RunError, match=r"failed 3 times \(no route\); generator 0: "):
         sender.wait()

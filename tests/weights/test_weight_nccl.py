@@ -146,7 +146,7 @@ def test_a_transport_that_is_stuck_in_a_call_is_an_error_that_names_who_is_waite
 ) -> None:
     monkeypatch.setattr(sender, "_STUCK_S", 0.2)
     make_receiver(address, cleanup)
-    learner = joined(make_sender(address, cleanup, timeout_s=0.2), 1)
+    learner = joined(make_sender(address, cleanup, timeout_s=0.2), 1, up=True)
     stuck, free = threading.Event(), threading.Event()
     monkeypatch.setattr(GlooLink, "send", lambda *_, **__: (stuck.set(), free.wait(30.0), 0)[-1])
     learner.send(0, weights(0))

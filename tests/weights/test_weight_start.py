@@ -76,7 +76,7 @@ def test_an_error_that_nobody_foresaw_in_the_sender_is_raised_as_it_is(
 
     monkeypatch.setattr(delivery.Delivery, "_round", fail)
     make_receiver(address, cleanup)
-    sender = joined(make_sender(address, cleanup), 1)
+    sender = joined(make_sender(address, cleanup), 1, up=True)
     sender.send(0, weights(0))
     for _ in range(2):
         with pytest.raises(ValueError, match="a defect"):

@@ -179,7 +179,7 @@ def test_versions_travel_through_a_folder_to_threads_and_processes(address: str,
 def test_a_transport_that_does_not_take_all_buckets_is_an_error(address: str, cleanup: list, folder: Path) -> None:
     sender = make_sender(address, cleanup, transport=f"{folder}/folder.py:LAZY")
     make_receiver(address, cleanup, transport=f"{folder}/folder.py:LAZY")
-    joined(sender, 1).send(0, weights(0))
+    joined(sender, 1, up=True).send(0, weights(0))
     with pytest.raises(RunError, match=r"the transport took 0 of 4097024 bytes; `send` has to take all buckets"):
         sender.wait()
 

@@ -105,10 +105,14 @@ def make_receiver(
     return receiver
 
 
-def joined(sender: WeightSender, count: int) -> WeightSender:
-    """The sender, before its first version, when so many receivers are there."""
-    sender._membership.await_members(count, 60.0)
-    assert len(sender._membership.present()) == count
+def joined(sender: WeightSender, count: int, *, up: bool = False) -> WeightSender:
+    """The sender, before its first version, when so many receivers are there; with `up` also their engines, without
+    which a version goes to nobody."""
+    membership = sender._membership
+    membership.await_members(count, 60.0)
+    assert len(membership.present()) == count
+    if up:
+        membership._await(lambda: all(peer.up for peer in membership.present()), 60.0)
     return sender
 
 
