@@ -27,7 +27,10 @@ def launch(
     overrides: Annotated[list[str] | None, OVERRIDES] = None,
     config: Annotated[
         str | None,
-        typer.Option(help="YAML file, or the name of one in configs/; demo, or with --resume that of the run."),
+        typer.Option(
+            help="YAML file, or the name of one in configs/. Without it: with --resume that of the run, with "
+            "model.path and data.train none, otherwise demo."
+        ),
     ] = None,
     generators: Annotated[int | None, typer.Option(help="Generator processes.")] = None,
     learners: Annotated[int | None, typer.Option(help="Learner ranks.")] = None,
@@ -54,7 +57,9 @@ def launch(
     if resume:
         settings["resume"] = "must"
         config = config or str(config_of_run(settings.get("run", "run")))
-    code = launch_run(load_config(config or "demo", settings), Console(), without_journal=discard_journal)
+    if config is None and not {"model.path", "data.train"} <= settings.keys():
+        config = "demo"
+    code = launch_run(load_config(config, settings), Console(), without_journal=discard_journal)
     raise typer.Exit(code)
 
 

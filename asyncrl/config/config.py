@@ -32,8 +32,9 @@ class Config(Section):
 
     model: ModelConfig
     data: DataConfig
-    rewards: Rewards = "exact"
-    """A reward's name, `module:function` or `file.py:function`; or weights, {name: number}, of a sum of several; or a
+    rewards: Rewards = "auto"
+    """auto: a built-in reward for each data source that is known, as verl chooses it, otherwise exact with a warning;
+    or a reward's name, `module:function` or `file.py:function`; or weights, {name: number}, of a sum of several; or a
     mapping of these by data source, with "default" for the others."""
     reward_options: dict[str, Options] = Field(default_factory=dict)
     """Options (keyword-only arguments) of reward functions, by their names in `rewards`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -46,18 +47,19 @@ def check_dataset(config: Config) -> int:
     return sum(counts)
 
 
-def distinct_sources(config: Config) -> set[str]:
-    """The data sources of all training and evaluation rows; reads only that column."""
-    sources: set[str] = set()
+def count_sources(config: Config) -> dict[str, int]:
+    """The number of training and evaluation rows of each data source; reads only that column."""
+    sources: Counter[str] = Counter()
     dotted = config.data.columns.data_source
     for file in config.data.train_files + config.data.eval_files:
         schema, rows = read_schema(file)
         if _column_type(schema, dotted) is None:
-            sources |= {Path(file).stem} if rows else set()
+            sources.update({Path(file).stem: rows} if rows else {})
             continue
         for values in read_column(file, dotted):
-            sources |= {str(value or Path(file).stem) for value in values.unique().to_pylist()}
-    return sources
+            for counted in values.value_counts().to_pylist():
+                sources[str(counted["values"] or Path(file).stem)] += counted["counts"]
+    return dict(sources)
 
 
 def _check_file(file: str, key: str, config: Config) -> int:

@@ -12,9 +12,10 @@ from typing import Any
 
 from rich.console import Console
 
-from asyncrl.config import Config
+from asyncrl.config import Config, Rewards
 from asyncrl.errors import ConfigError
 from asyncrl.generator.vllm_backend.setup import check_engine_options
+from asyncrl.rewards.auto import AUTO, choose_rewards, describe_choice
 from asyncrl.rewards.table import reward_names
 from asyncrl.util.files import read_json
 
@@ -77,6 +78,8 @@ class Inputs:
     """Properties of the config's model and algorithm that roles need. Only the launcher determines them, since they
     require importing the user's code."""
 
+    rewards: Rewards
+    """Those of the config, or those that auto stands for."""
     prompt_tokens: int
     """Longest prompt that fits the model's window."""
     group_relative: bool
@@ -89,7 +92,7 @@ def check_inputs(config: Config, console: Console) -> Inputs:
     """Returns the properties that roles need. Raises ConfigError or DataError if a model, file, reward, plug-in or
     option of the config is missing or cannot be used."""
     prompt_tokens = check_model(config)
-    check_data_and_rewards(config, console)
+    rewards = check_data_and_rewards(config, console)
     check_engine_options(config)
     # Last, because these import torch.
     from asyncrl.launch.registry import check_parts
@@ -99,7 +102,7 @@ def check_inputs(config: Config, console: Console) -> Inputs:
     check_parts(config)
     announce_imports(console, [config.algorithm.advantage, config.algorithm.loss])
     advantage, _ = check_algorithm(config)
-    return Inputs(prompt_tokens, is_group_relative(advantage), needs_greedy_baseline(advantage))
+    return Inputs(rewards, prompt_tokens, is_group_relative(advantage), needs_greedy_baseline(advantage))
 
 
 def announce_imports(console: Console, names: Iterable[str]) -> None:
@@ -109,16 +112,22 @@ def announce_imports(console: Console, names: Iterable[str]) -> None:
             console.print(f"importing {name.rpartition(':')[0]} ...", highlight=False, markup=False, soft_wrap=True)
 
 
-def check_data_and_rewards(config: Config, console: Console) -> None:
-    """Raises ConfigError or DataError unless the files can be used, the rewards can be loaded, and every data source
-    has a reward."""
-    from asyncrl.data.parquet import check_dataset, distinct_sources
+def check_data_and_rewards(config: Config, console: Console) -> Rewards:
+    """Returns the rewards of the config, or those that auto stands for, which are printed. Raises ConfigError or
+    DataError unless the files can be used, the rewards can be loaded, and every data source has a reward."""
+    from asyncrl.data.parquet import check_dataset, count_sources
     from asyncrl.rewards.table import check_rewards, check_sources
 
     check_dataset(config)
+    sources = count_sources(config)
+    if config.rewards == AUTO:
+        config = config.model_copy(update={"rewards": choose_rewards(config, sources)})
+        for line in describe_choice(sources):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
     announce_imports(console, reward_names(config.rewards))
     check_rewards(config)
-    check_sources(config.rewards, distinct_sources(config))
+    check_sources(config.rewards, sources)
+    return config.rewards
 
 
 def check_model(config: Config) -> int:

@@ -45,6 +45,7 @@ from asyncrl.launch.console import (
     show_end,
 )
 from asyncrl.launch.endpoints import run_endpoints
+from asyncrl.launch.first_look import FirstLook
 from asyncrl.launch.fit import fit_memory
 from asyncrl.launch.fork_server import ForkServer
 from asyncrl.launch.local import find_launcher
@@ -95,6 +96,7 @@ def launch(config: Config, console: Console, *, without_journal: bool = False) -
     run_recipes(config, console)
     with preloaded(placement) as fork_server:
         inputs = check_inputs(config, console)
+        config = config.model_copy(update={"rewards": inputs.rewards})
         check_transport(config, placement)
         if not placement.gpus:
             check_cpu(config)
@@ -175,6 +177,7 @@ class Run:
         self.started_s = time.monotonic()
         self.progress = Progress(config, self.started_s)
         self.bottleneck = BottleneckMonitor(config, placement)
+        self.first_look = FirstLook(Path(spec.run_dir), config.rewards, self._say)
         self._stop_since_s: float | None = None
         self._stop_told = False
 
@@ -235,6 +238,7 @@ class Run:
             )
             if reason:
                 self.supervisor.restart(learners, reason, time.monotonic(), hangs=True)
+        self.first_look.update(status["rewards"], time.monotonic())
         if sentence := self.bottleneck.update(status):
             view.judge(sentence)
         if status["step"] > 0:

@@ -15,6 +15,7 @@ from asyncrl.config import Config, MappingValue, config_keys, load_config
 from asyncrl.errors import ConfigError
 from asyncrl.launch.worker import endpoints_of
 from asyncrl.observe.report import read_metrics
+from asyncrl.rewards.auto import AUTO
 from asyncrl.util.files import next_free_path, read_json, replace_file
 from asyncrl.util.redaction import redact
 from asyncrl.wire.endpoints import Endpoints
@@ -205,8 +206,11 @@ def check_resume(config: Config) -> bool:
                 "raise --steps to train on"
             )
         return False
+    saved = load_config(file)
+    if config.rewards == AUTO:  # the saved config has what it stood for
+        config = config.model_copy(update={"rewards": saved.rewards})
     refuse_changes(
-        load_config(file),
+        saved,
         config,
         free_in_resume,
         what=f"run = {config.run!r} cannot be resumed with other settings than it was started with",

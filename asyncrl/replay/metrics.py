@@ -20,6 +20,7 @@ from asyncrl.replay.stats import (
     ReportedStats,
     StalenessBreakdown,
     bias_alarms,
+    count_rewards,
 )
 from asyncrl.replay.tickets import TicketEntry
 from asyncrl.types import mean_staleness
@@ -228,6 +229,7 @@ class RunMetrics(RunSums, kw_only=True):
         return {
             "step": ledger.steps,
             "reward": self.step_rewards.latest,
+            "rewards": count_rewards(self.outcomes.values()),
             "staleness_mean": self.last_metrics.get("staleness/mean", 0.0),
             "staleness_max": len(self.histogram) - 1 if self.histogram else 0,
             "tokens_per_s": tokens / span_s,

@@ -228,6 +228,16 @@ def bias_alarms(outcomes: dict[str, OutcomeStats]) -> list[str]:
     ]
 
 
+def count_rewards(outcomes: Iterable[OutcomeStats]) -> dict[str, int]:
+    """The numbers of trajectories with a reward ("scored") and without one because it could not be computed ("failed"),
+    and whether every reward is 0 ("all_zero")."""
+    stats = list(outcomes)
+    scored = sum(one.rewards.count for one in stats)
+    failed = sum(one.tokens.count for one in stats) - scored
+    all_zero = all(one.rewards.mean == 0.0 and one.rewards.variance == 0.0 for one in stats)
+    return {"scored": scored, "failed": failed, "all_zero": all_zero}
+
+
 TIMES = tuple(f"{name}_s" for name in ACTIVITIES)
 SUMS = ("tokens", *TIMES, "rewards_failed")
 

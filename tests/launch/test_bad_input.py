@@ -24,7 +24,7 @@ def folder(tmp_path: Path) -> Path:
     empty = [rows[0] | {"reward_model": {"style": "rule", "ground_truth": truth}} for truth in ("2", None)]
     pq.write_table(pa.Table.from_pylist(empty), tmp_path / "empty.parquet")
     (tmp_path / "text.parquet").write_text("not parquet")
-    config = "model: {path: model}\ndata: {train: data.parquet}\ngenerator: {max_new_tokens: 8}\n"
+    config = "model: {path: model}\ndata: {train: data.parquet}\nrewards: exact\ngenerator: {max_new_tokens: 8}\n"
     (tmp_path / "run.yaml").write_text(config)
     return tmp_path
 

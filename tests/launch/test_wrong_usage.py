@@ -33,7 +33,8 @@ def folder(tmp_path: Path) -> Path:
     """A folder with data and a model that pass the checks of `asyncrl launch --config run.yaml`."""
     model, _ = make_inputs(tmp_path)
     (tmp_path / "run.yaml").write_text(
-        f"model: {{path: {model}}}\ndata: {{train: {tmp_path / 'data.parquet'}}}\ngenerator: {{max_new_tokens: 8}}\n"
+        f"model: {{path: {model}}}\ndata: {{train: {tmp_path / 'data.parquet'}}}\nrewards: exact\n"
+        "generator: {max_new_tokens: 8}\n"
     )
     return tmp_path
 

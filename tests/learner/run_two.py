@@ -10,7 +10,7 @@ import json
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from worlds import endpoints, make_config, make_groups
 
 import asyncrl.replay.client
+import asyncrl.replay.journal.history
 import asyncrl.weights.sender
 from asyncrl.learner.role import run_learner, run_offline
 from asyncrl.types import Shard
@@ -86,9 +87,7 @@ class JournalBatches(Client):
 STEPS = 4
 asyncrl.replay.client.LearnerClient = Client  # pyright: ignore[reportAttributeAccessIssue]
 asyncrl.weights.sender.WeightSender = Sender  # pyright: ignore[reportAttributeAccessIssue]
-offline_module: Any = ModuleType("asyncrl.replay.journal.history")
-offline_module.JournalBatches = JournalBatches
-sys.modules["asyncrl.replay.journal.history"] = offline_module
+asyncrl.replay.journal.history.JournalBatches = JournalBatches  # pyright: ignore[reportAttributeAccessIssue]
 torch.set_num_threads(1)
 offline = out / "offline.json"
 config = make_config(

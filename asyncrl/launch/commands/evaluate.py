@@ -21,7 +21,7 @@ import structlog
 from rich.console import Console
 from rich.table import Table
 
-from asyncrl.config import Config
+from asyncrl.config import Config, Rewards
 from asyncrl.errors import ConfigError
 from asyncrl.launch.console import EXIT_DONE, EXIT_INTERRUPTED, Interrupts
 from asyncrl.launch.endpoints import run_endpoints
@@ -60,7 +60,8 @@ def evaluate(config: Config, console: Console, *, model: str | None = None, out:
     config = use_folder(config, model)
     if out is not None:
         check_out(out)
-    limit_tokens = check_evaluation(config, console)
+    limit_tokens, rewards = check_evaluation(config, console)
+    config = config.model_copy(update={"rewards": rewards})
     quiet_logs()
     interrupts = Interrupts()
     with interrupts.caught():
@@ -115,16 +116,15 @@ def check_out(out: Path) -> None:
         raise ConfigError(f"--out {out}: exists and holds no results of this command; name another file")
 
 
-def check_evaluation(config: Config, console: Console) -> int:
-    """Raises ConfigError for any error that can be found before the engine starts; returns the number of prompt tokens
-    that the model's window leaves."""
+def check_evaluation(config: Config, console: Console) -> tuple[int, Rewards]:
+    """Returns the number of prompt tokens that the model's window leaves, and the rewards. Raises ConfigError for any
+    error that can be found before the engine starts."""
     if not config.data.eval_files:
         raise ConfigError("data.eval: required, but not set; give Parquet files as data.eval=FILE or data.eval=[A,B]")
     room = check_model(config)
     # Training files are not checked: they may be gone.
     data = config.data.model_copy(update={"train": config.data.eval_files, "eval": None, "weights": None})
-    check_data_and_rewards(config.model_copy(update={"data": data}), console)
-    return room
+    return room, check_data_and_rewards(config.model_copy(update={"data": data}), console)
 
 
 def evaluate_prompts(

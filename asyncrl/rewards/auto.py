@@ -1,0 +1,69 @@
+"""`rewards: auto`: the reward of each data source, as verl chooses it by the same names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+
+from asyncrl.config import Config, Rewards
+from asyncrl.errors import ConfigError
+
+AUTO = "auto"
+UNKNOWN = "exact"
+"""The reward of a data source that is in no row of BY_SOURCE."""
+
+BY_SOURCE = {
+    "gsm8k": ("openai/gsm8k", "gsm8k"),
+    "math": (
+        "lighteval/MATH*",
+        "DigitalLearningGmbH/MATH-lighteval",
+        "HuggingFaceH4/MATH-500",
+        "math",
+        "math_dapo*",
+        "aime*",
+        "numina_*",
+        "hiyouga/geometry3k",
+    ),
+    "code": ("codecontests", "apps", "codeforces", "taco"),
+    "choice": ("Rowan/hellaswag", "hellaswag", "allenai/ai2_arc", "cais/mmlu", "TIGER-Lab/MMLU-Pro"),
+    "exact": ("arithmetic",),
+}
+"""Patterns of data sources, by the reward for them."""
+
+
+def known_reward(data_source: str) -> str | None:
+    """The built-in reward for a data source of BY_SOURCE; None for another one."""
+    for reward, patterns in BY_SOURCE.items():
+        if any(fnmatchcase(data_source, pattern) for pattern in patterns):
+            return reward
+    return None
+
+
+def choose_rewards(config: Config, sources: Mapping[str, int]) -> Rewards:
+    """The rewards that `auto` stands for, with data that has so many rows of each data source. Raises ConfigError for
+    data without ground truths."""
+    if config.data.columns.ground_truth is None:
+        raise ConfigError(
+            "rewards = 'auto': chooses among rewards that compare with a ground truth, and "
+            "data.columns.ground_truth is null; name a reward, such as rewards=reward_model or rewards=file.py:function"
+        )
+    chosen: dict[str, str] = {source: known_reward(source) or UNKNOWN for source in sorted(sources)}
+    rewards = set(chosen.values())
+    return rewards.pop() if len(rewards) == 1 else dict(chosen)
+
+
+def describe_choice(sources: Mapping[str, int]) -> list[str]:
+    """A line for the known data sources and one for the others, where there are some."""
+    known = {source: reward for source in sorted(sources) if (reward := known_reward(source))}
+    others = [f"{source!r} ({sources[source]:,} rows)" for source in sorted(sources.keys() - known.keys())]
+    lines = []
+    if known:
+        chosen = [f"{reward} for {source!r} ({sources[source]:,} rows)" for source, reward in known.items()]
+        lines.append(f"rewards: {', '.join(chosen)}, by data source")
+    if others:
+        lines.append(
+            f"warning: rewards: {UNKNOWN} (1 if the completion equals the ground truth, else 0) for the data source "
+            f"{', '.join(others)}, for which none is known; name one with rewards=NAME (see `asyncrl list`) or "
+            "rewards=file.py:function"
+        )
+    return lines

@@ -1,0 +1,87 @@
+"""Rewards that are all 0 are reported after a minute, with samples."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from asyncrl.errors import JournalError
+from asyncrl.launch import first_look
+from asyncrl.launch.first_look import LOOK_AFTER_S, FirstLook
+from asyncrl.launch.samples import Found, Query
+from asyncrl.replay.codec import pack_group
+from asyncrl.replay.stats import OutcomeStats, count_rewards
+from asyncrl.samples import Samples
+from asyncrl.types import Lease, Prompt
+from tests.helpers.replay import make_group
+
+NONE = {"scored": 0, "failed": 0, "all_zero": True}
+ZERO = {"scored": 40, "failed": 2, "all_zero": True}
+
+
+def found(run_dir: Path, query: Query) -> Found:
+    """Two trajectories of a refunded group, and two of a trained one."""
+
+    group = make_group(Lease(0, 0, Prompt(0, np.arange(3, dtype=np.int32), "1", "test")), 0, rewards=(0.0, 0.0))
+    samples = Samples.of_groups([group], outcome="zero_variance" if query.refunded else "trained")
+    for name in ("prompt", "completion", "ground_truth"):
+        samples = samples.with_column(name, pa.array([f"{name}\x1b" * 100, None], pa.string()))
+    return Found(samples, "")
+
+
+def test_the_run_says_once_that_all_rewards_are_zero(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_look, "find_samples", found)
+    said: list[str] = []
+    look = FirstLook(tmp_path, "gsm8k", said.append)
+    look.update(NONE, 0.0)
+    look.update(ZERO, 500.0)
+    look.update(ZERO, 500.0 + LOOK_AFTER_S - 1)
+    assert said == [], "the minute begins with the first rewards"
+    look.update(ZERO, 500.0 + LOOK_AFTER_S)
+    assert said[0].startswith(
+        "warning: all 42 rewards so far are 0, 2 of them because they could not be computed; noth"
+    )
+    assert len(said) == 5
+    assert all("\x1b" not in line and len(line) < 1600 for line in said)
+    assert said[1].startswith("  prompt 'prompt") and said[1].endswith("finished, reward 0")
+    assert said[4].startswith("Is rewards = 'gsm8k' right") and said[4].endswith(
+        f"asyncrl samples {tmp_path} --refunded"
+    )
+    look.update(ZERO, 9999.0)
+    assert len(said) == 5
+
+
+def test_a_reward_other_than_zero_ends_the_look(tmp_path: Path) -> None:
+    said: list[str] = []
+    look = FirstLook(tmp_path, "gsm8k", said.append)
+    for now_s, all_zero in ((0.0, True), (9.0, False), (LOOK_AFTER_S, True)):
+        look.update(ZERO | {"all_zero": all_zero}, now_s)
+    assert said == []
+
+
+def test_a_journal_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> Found:
+        raise JournalError("damaged")
+
+    monkeypatch.setattr(first_look, "find_samples", fail)
+    said: list[str] = []
+    look = FirstLook(tmp_path, "gsm8k", said.append)
+    look.update(ZERO, 0.0)
+    look.update(ZERO, LOOK_AFTER_S)
+    assert said[1] == "  (no samples: damaged)"
+
+
+def test_rewards_are_counted_over_all_outcomes() -> None:
+
+    prompt = Prompt(0, np.arange(3, dtype=np.int32), "1", "test")
+    outcomes = {name: OutcomeStats() for name in ("trained", "zero_variance")}
+    assert count_rewards(outcomes.values()) == NONE
+    zero, one = (make_group(Lease(0, 0, prompt), 0, rewards=rewards) for rewards in ((0.0, 0.0), (0.0, 1.0)))
+    zero.trajectories[0].error = "broken"
+    outcomes["zero_variance"].add(pack_group(zero)[0], [3, 3])
+    assert count_rewards(outcomes.values()) == {"scored": 1, "failed": 1, "all_zero": True}
+    outcomes["trained"].add(pack_group(one)[0], [3, 3])
+    assert count_rewards(outcomes.values()) == {"scored": 3, "failed": 1, "all_zero": False}
