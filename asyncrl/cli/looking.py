@@ -36,6 +36,9 @@ def samples(
     worst: Annotated[bool, typer.Option("--worst", help="The lowest rewards first.")] = False,
     longest: Annotated[bool, typer.Option("--longest", help="The longest completions first.")] = False,
     failed: Annotated[bool, typer.Option("--failed", help="Only those whose reward could not be computed.")] = False,
+    evaluated: Annotated[
+        bool, typer.Option("--eval", help="Those of evaluations; --step is the version, by default the last one.")
+    ] = False,
     refunded: Annotated[bool, typer.Option("--refunded", help="Those of refunded groups, the newest first.")] = False,
     source: Annotated[str | None, typer.Option(help="Only those of this data source.")] = None,
     row: Annotated[int | None, typer.Option(min=0, help="Only those of this row of the dataset.")] = None,
@@ -52,10 +55,13 @@ def samples(
 
     flags: list[tuple[Order, bool]] = [("best", best), ("worst", worst), ("longest", longest)]
     orders: list[Order] = [name for name, chosen in flags if chosen]
+    if evaluated and refunded:
+        raise ConfigError("--eval and --refunded: choose one of them")
     if len(orders) > 1:
         raise ConfigError(f"--{orders[0]} and --{orders[1]}: choose one of them")
     query = Query(
         steps=None if step is None else parse_steps(step),
+        evaluated=evaluated,
         refunded=refunded,
         failed=failed,
         data_source=source,

@@ -291,5 +291,9 @@ class ObserveConfig(Section):
     trackers: list[str] = Field(default=["jsonl"])
     """Destinations of the step metrics: trackers of `asyncrl list`, or your own as `module:Class` or `file.py:Class`;
     wandb is offline unless WANDB_MODE says otherwise."""
+    samples: int = Field(default=2, ge=0, le=5)
+    """Trajectories that the live view shows of a recent step: the best, the worst, the first without a reward, the
+    longest and the median, so many of them in this order. All five are recorded in `samples/`, every few seconds, with
+    the completions of every evaluation; 0 records none."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Lowest level of the events in `logs/<role>.jsonl`."""

@@ -31,6 +31,7 @@ from asyncrl.generator.cost_model import StepCosts
 from asyncrl.generator.groups import Asked, Running, free_capacity, make_evaluated, make_group, submit
 from asyncrl.generator.vllm_backend.engine import Completion, Engine
 from asyncrl.replay.client import GeneratorClient, LeaseReply
+from asyncrl.replay.eval_samples import pack_completions
 from asyncrl.types import NO_VERSION, Lease
 from asyncrl.util.processes import Stopwatch
 from asyncrl.wire.messages import GeneratorStats
@@ -286,7 +287,9 @@ class GeneratorLoop:
         running = self.scoring.pop(scored.key)
         self._costs.scored(time.monotonic() - running.complete_s)
         if running.lease.evaluation:
-            self.client.evaluated(make_evaluated(running, scored))
+            limit = self.config.generator.group_size if self.config.observe.samples else 0
+            completions = [completion.tokens for completion in running.members]
+            self.client.evaluated(make_evaluated(running, scored), pack_completions(completions, limit=limit))
             return
         penalty, failed = self._truncated_penalty, self.config.replay.failed
         group = make_group(running, scored, generator=self.index, truncated_penalty=penalty, failed=failed)

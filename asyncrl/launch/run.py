@@ -53,6 +53,7 @@ from asyncrl.launch.placement import Placement, check_transport, place_roles
 from asyncrl.launch.preflight import check_inputs, run_recipes
 from asyncrl.launch.role_group import Progress
 from asyncrl.launch.run_dir import RunFolder, check_resume, discard_journal
+from asyncrl.launch.shown_samples import ShownSamples
 from asyncrl.launch.supervisor import Supervisor
 from asyncrl.launch.worker import ROLES, RoleSpec
 from asyncrl.observe.live import LiveView
@@ -178,6 +179,7 @@ class Run:
         self.progress = Progress(config, self.started_s)
         self.bottleneck = BottleneckMonitor(config, placement)
         self.first_look = FirstLook(Path(spec.run_dir), config.rewards, self._say)
+        self.shown_samples = ShownSamples(Path(spec.run_dir), config)
         self._stop_since_s: float | None = None
         self._stop_told = False
 
@@ -242,6 +244,7 @@ class Run:
         if sentence := self.bottleneck.update(status):
             view.judge(sentence)
         if status["step"] > 0:
+            view.show_samples(self.shown_samples.update())
             view.update(status, restarts=sum(self.supervisor.restarts.values()))
 
     def _status(self) -> dict[str, Any] | None:

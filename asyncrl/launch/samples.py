@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from asyncrl.config import Config, load_config
-from asyncrl.data.parquet import PromptTable
+from asyncrl.data.parquet import PromptTable, Split
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.replay.journal.reader import segments_of
 from asyncrl.replay.journal.samples import JournalSamples
 from asyncrl.samples import Samples
+from asyncrl.samples.book import FOLDER, evaluated_versions, read_evaluated, read_trained
 from asyncrl.util.files import check_writable
 from asyncrl.util.tokenizer import Decoder, load_decoder
 
@@ -31,8 +33,10 @@ class Query:
 
     steps: tuple[int, int] | None = None
     """First and last step; the last one that is stored if this and all of the following are not given."""
+    evaluated: bool = False
+    """Only completions of evaluations, whose steps are the versions that were evaluated."""
     refunded: bool = False
-    """Only trajectories of refunded groups; otherwise only trained ones."""
+    """Only trajectories of refunded groups. Without this and `evaluated` only trained ones."""
     failed: bool = False
     """Only trajectories without a reward, because it could not be computed."""
     data_source: str | None = None
@@ -59,13 +63,76 @@ class Found:
     """A sentence about where was searched."""
 
 
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What a run's folder has of its trajectories."""
+
+    run_dir: Path
+    journal: JournalSamples | None
+    """The groups of the steps that it has, complete."""
+    recorded: Samples
+    """A few trajectories of many steps."""
+    versions: list[int]
+    """Versions whose evaluations are recorded."""
+
+    @classmethod
+    def open(cls, run_dir: Path) -> Self:
+        """Returns what there is. Raises ConfigError if there is no run or nothing is stored, DataError or JournalError
+        for a damaged file."""
+        folder = run_dir / "journal"
+        if not (run_dir / "config.yaml").is_file():
+            raise ConfigError(f"{run_dir}: not the folder of a run, config.yaml is missing; give runs/NAME")
+        journal = JournalSamples(folder) if segments_of(folder) else None
+        stored = cls(run_dir, journal, read_trained(run_dir), evaluated_versions(run_dir))
+        if journal is None and not len(stored.recorded) and not stored.versions:
+            raise ConfigError(f"{run_dir}: has neither a journal nor samples/, so that no trajectories are stored")
+        return stored
+
+    def parts(self, query: Query) -> Iterator[Samples]:
+        """What may match, the newest first: of a step all of the journal, otherwise what is recorded."""
+        if query.evaluated:
+            for version in _in_range(self.versions, query):
+                yield read_evaluated(self.run_dir, version)
+            return
+        if query.refunded:
+            for ticket in reversed(self.journal.refunded() if self.journal is not None else []):
+                yield self.of_ticket(ticket)
+            return
+        in_journal = self.journal.steps if self.journal is not None else {}
+        recorded: NDArray[np.int64] = self.recorded["step"]
+        for step in _in_range(in_journal.keys() | set(recorded.tolist()), query):
+            if self.journal is not None and step in in_journal:
+                yield self.journal.of_step(step)
+            else:
+                yield self.recorded.select(recorded == step)
+
+    def of_ticket(self, ticket: int) -> Samples:
+        """The trajectories of a ticket; empty if none are stored."""
+        if self.journal is not None and ticket in self.journal.groups:
+            return self.journal.of_tickets([ticket])
+        return self.recorded.where(ticket=ticket).sort("index")
+
+    def describe(self) -> str:
+        """A sentence about what there is."""
+        texts = [] if self.journal is None else [_describe(self.journal)]
+        if len(self.recorded):
+            steps: NDArray[np.int64] = self.recorded["step"]
+            texts.append(
+                f"{self.run_dir / FOLDER} has {len(steps):,} trajectories of the steps {steps[0]:,} to {steps[-1]:,}"
+            )
+        if self.versions:
+            texts.append(f"evaluations of {len(self.versions):,} versions up to {self.versions[-1]:,}")
+        return "; ".join(texts) + "; with journal.retention=all a run keeps all"
+
+
 def find_samples(run_dir: Path, query: Query, *, special_tokens: bool = False) -> Found:
     """Returns the first `limit` trajectories that match. Raises ConfigError if there is no such run, if it has kept no
-    trajectories, or for a bad regular expression, and JournalError if its journal is damaged."""
-    config, journal = open_journal(run_dir)
+    trajectories, or for a bad regular expression, JournalError if its journal is damaged, and DataError if its samples
+    are."""
+    stored, config = Stored.open(run_dir), load_config(run_dir / "config.yaml")
     decoder, pattern = run_decoder(run_dir, config), _pattern(query.grep)
     found = Samples.concat([])
-    for part in _parts(journal, query):
+    for part in stored.parts(query):
         part = part.select(_matches(part, query))
         if pattern is not None:
             texts = part.decode(decoder, special_tokens=special_tokens).table["completion"].to_pylist()
@@ -77,27 +144,18 @@ def find_samples(run_dir: Path, query: Query, *, special_tokens: bool = False) -
             break
         found = found.select(slice(query.limit))
     found = found.select(slice(query.limit)).decode(decoder, special_tokens=special_tokens)
-    return Found(with_ground_truths(found, config), describe(journal))
+    return Found(with_ground_truths(found, config, split="eval" if query.evaluated else "train"), stored.describe())
 
 
 def find_group(run_dir: Path, ticket: int, *, special_tokens: bool = False) -> Samples:
-    """Returns all trajectories of the group of a ticket, as `Found.samples`. Raises ConfigError if the run has not kept
-    it, and as `find_samples` does."""
-    config, journal = open_journal(run_dir)
-    if ticket not in journal.groups:
-        raise ConfigError(f"ticket {ticket}: the group is not stored; {describe(journal)}")
-    group = journal.of_tickets([ticket]).decode(run_decoder(run_dir, config), special_tokens=special_tokens)
-    return with_ground_truths(group, config)
-
-
-def open_journal(run_dir: Path) -> tuple[Config, JournalSamples]:
-    """The config of a run, and its journal. Raises ConfigError if there is no run, or no journal."""
-    file, folder = run_dir / "config.yaml", run_dir / "journal"
-    if not file.is_file():
-        raise ConfigError(f"{run_dir}: not the folder of a run, config.yaml is missing; give runs/NAME")
-    if not segments_of(folder):
-        raise ConfigError(f"{run_dir}: has no journal, so that no trajectories are stored")
-    return load_config(file), JournalSamples(folder)
+    """Returns the trajectories of the group of a ticket, as `Found.samples`: all if the journal has them, otherwise
+    those that are recorded. Raises ConfigError if there are none, and as `find_samples` does."""
+    stored, config = Stored.open(run_dir), load_config(run_dir / "config.yaml")
+    group = stored.of_ticket(ticket)
+    if not len(group):
+        raise ConfigError(f"ticket {ticket}: the group is not stored; {stored.describe()}")
+    decoder = run_decoder(run_dir, config)
+    return with_ground_truths(group.decode(decoder, special_tokens=special_tokens), config)
 
 
 def run_decoder(run_dir: Path, config: Config) -> Decoder:
@@ -111,10 +169,11 @@ def run_decoder(run_dir: Path, config: Config) -> Decoder:
     )
 
 
-def with_ground_truths(samples: Samples, config: Config) -> Samples:
-    """The samples with the column "ground_truth": null where the dataset cannot be read any more."""
+def with_ground_truths(samples: Samples, config: Config, *, split: Split = "train") -> Samples:
+    """The samples with the column "ground_truth", of the rows of a split: null where the dataset cannot be read any
+    more."""
     try:
-        table = PromptTable(config)
+        table = PromptTable(config, split=split)
         truths = [table[row]["ground_truth"] if row < len(table) else None for row in samples["row"]]
     except (ConfigError, DataError, OSError):
         truths = [None] * len(samples)
@@ -133,30 +192,20 @@ def check_samples_file(out: Path) -> None:
             raise ConfigError(f"--out {out}: exists and holds no samples; name another file") from None
 
 
-def describe(journal: JournalSamples) -> str:
-    """A sentence about what the journal has."""
+def _describe(journal: JournalSamples) -> str:
     steps, tickets = journal.complete_steps(), journal.groups
     if not tickets:
         return f"{journal.folder} has no groups yet"
     text = f"{journal.folder} has {len(tickets):,} groups, of tickets {min(tickets):,} to {max(tickets):,}"
-    if steps:
-        text += f", and steps {min(steps):,} to {max(steps):,}"
-    return f"{text}; with journal.retention=all a run keeps all"
+    return text + (f", and steps {min(steps):,} to {max(steps):,}" if steps else "")
 
 
-def _parts(journal: JournalSamples, query: Query) -> Iterator[Samples]:
-    """What may match, the newest first."""
-    if query.refunded:
-        for ticket in reversed(journal.refunded()):
-            yield journal.of_tickets([ticket])
-        return
-    steps = sorted(journal.steps, reverse=True)
+def _in_range(steps: Iterable[int], query: Query) -> list[int]:
+    """The steps to search, the newest first."""
+    newest_first = sorted(steps, reverse=True)
     if query.steps is not None:
-        steps = [step for step in steps if query.steps[0] <= step <= query.steps[1]]
-    elif not query.is_wide:
-        steps = steps[:1]
-    for step in steps:
-        yield journal.of_step(step)
+        return [step for step in newest_first if query.steps[0] <= step <= query.steps[1]]
+    return newest_first if query.is_wide else newest_first[:1]
 
 
 def _matches(samples: Samples, query: Query) -> np.ndarray:

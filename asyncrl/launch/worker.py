@@ -95,6 +95,7 @@ def run_replay_role(config: Config, spec: RoleSpec, should_stop: Callable[[], bo
     """Runs the replay queue until the run ends or `should_stop` returns True."""
     from asyncrl.data.cursor import PromptCursor
     from asyncrl.data.prompts import eval_prompts
+    from asyncrl.replay.eval_samples import EvalSamples
     from asyncrl.replay.journal.writer import SEGMENT_BYTES, Journal
     from asyncrl.replay.queue import ReplayQueue
     from asyncrl.replay.server import run_replay
@@ -112,7 +113,8 @@ def run_replay_role(config: Config, spec: RoleSpec, should_stop: Callable[[], bo
     queue = ReplayQueue(config, prompts, trace, evaluated, journal, run_id, checkpoint, group_relative=grouped)
     tokens = config.generator.group_size * (spec.prompt_tokens + config.generator.max_new_tokens)
     tune_gc()
-    run_replay(queue, spec.endpoints, should_stop, max_group_tokens=tokens)
+    eval_samples = EvalSamples(run_dir) if config.observe.samples else None
+    run_replay(queue, spec.endpoints, should_stop, max_group_tokens=tokens, eval_samples=eval_samples)
 
 
 def run_generator_role(config: Config, spec: RoleSpec, should_stop: Callable[[], bool]) -> None:

@@ -38,6 +38,7 @@ from asyncrl.learner.checkpoint.hf_export import save_model
 from asyncrl.learner.checkpoint.manager import Checkpoints
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.trainer import Trainer
+from asyncrl.samples.book import SampleBook
 from asyncrl.types import Shard
 from asyncrl.util.processes import Stopwatch
 from asyncrl.wire.messages import Committed
@@ -101,6 +102,8 @@ class Learner:
     """None when no checkpoints are to be saved."""
     start: int = 0
     """Step of the checkpoint that the trainer comes from."""
+    book: SampleBook | None = None
+    """The record of samples; None on the other ranks, or when none are recorded."""
     watch: Stopwatch = field(default_factory=Stopwatch)
     """A step's times run from commit to commit: its checkpoint and weight times are those of the step before."""
     committed: int = 0
@@ -182,6 +185,8 @@ class Learner:
         if saving:
             metrics["checkpoint/save_s"] = self._save(step, committed.state)
         self._log(step, metrics | committed.metrics)
+        if self.book is not None:
+            self.book.record(step, shard.groups, is_last=step == self.config.steps)
         return True
 
     def _saves(self, step: int) -> bool:

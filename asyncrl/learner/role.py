@@ -20,6 +20,7 @@ from asyncrl.learner.loop import Learner
 from asyncrl.learner.mismatch_check import MismatchCheck
 from asyncrl.learner.remote_critic import RemoteCritic
 from asyncrl.learner.trainer import Trainer
+from asyncrl.samples.book import SampleBook
 from asyncrl.wire.endpoints import Endpoints
 
 log = structlog.get_logger()
@@ -47,9 +48,10 @@ def run_learner(
         trainer.mismatch_check = MismatchCheck(config, trainer.ranks, trainer.policy.model.config.model_type)
         client = LearnerClient(endpoints, rank, timeout_s=launch.progress_timeout_s)
         parts.callback(client.close)
-        sender = trackers = None
+        sender = trackers = book = None
         if rank == 0:
             trackers = make_trackers(config, run_dir)
+            book = SampleBook(run_dir) if config.observe.samples else None
             parts.callback(trackers.close)
             sender = WeightSender(
                 endpoints.weights,
@@ -63,7 +65,7 @@ def run_learner(
                 keys=endpoints.keys,
             )
             parts.callback(sender.close)
-        Learner(config, trainer, client, sender, trackers, run_dir, checkpoints, start).run(should_stop)
+        Learner(config, trainer, client, sender, trackers, run_dir, checkpoints, start, book=book).run(should_stop)
 
 
 def run_offline(

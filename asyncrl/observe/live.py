@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any, Self
 
@@ -10,10 +11,12 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from asyncrl.types import STALENESS_BUCKETS, STALENESS_METRICS
 
 PLAIN_EVERY_S = 5.0
+PLAIN_SAMPLES_EVERY_S = 20.0
 
 
 class LiveView:
@@ -27,6 +30,8 @@ class LiveView:
         self._last_line_s = 0.0
         self._last_step = -1
         self._verdict = ""
+        self._samples: list[str] = []
+        self._samples_s = -math.inf
         self._progress = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=None),
@@ -59,6 +64,16 @@ class LiveView:
         if self._live is None and sentence != self._verdict:
             self._console.print(sentence, highlight=False, soft_wrap=True)
         self._verdict = sentence
+
+    def show_samples(self, lines: list[str]) -> None:
+        """Shows samples, until the next ones; without a terminal only some of them."""
+        if not lines:
+            return
+        self._samples = lines
+        if self._live is None and (now_s := time.monotonic()) - self._samples_s >= PLAIN_SAMPLES_EVERY_S:
+            self._samples_s = now_s
+            for line in lines:
+                self._console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
 
     def update(self, status: dict[str, Any], *, restarts: int = 0) -> None:
         """Shows a status of `LauncherClient.status` and the number of restarts."""
@@ -118,6 +133,8 @@ class LiveView:
         for index, g in status["generators"].items():
             roles.add_row(index, str(g["version"]), str(g["leased"]), f"{g['tokens']:,}", f"{g['idle']:.0%}")
         parts = [self._progress, main, "", roles, *_staleness_table(metrics)]
+        if self._samples:
+            parts += ["", *(Text(line, overflow="ellipsis", no_wrap=True) for line in self._samples)]
         if self._verdict:
             parts += ["", f"[bold]{self._verdict}"]
         return Panel(Group(*parts), title=f"asyncrl · {self._run}", border_style="blue")

@@ -144,9 +144,9 @@ class GeneratorClient:
         header, block = pack_group(group)
         self._unacknowledged[False, group.ticket, group.attempt] = self._send(header, [block])
 
-    def evaluated(self, result: Evaluated) -> None:
-        """Sends an evaluated prompt, as `finish` does a group."""
-        self._unacknowledged[True, result.ticket, result.attempt] = self._send(result)
+    def evaluated(self, result: Evaluated, completions: Sequence[Arrays] = ()) -> None:
+        """Sends an evaluated prompt with what `pack_completions` returns, as `finish` does a group."""
+        self._unacknowledged[True, result.ticket, result.attempt] = self._send(result, completions)
 
     def release(self, leases: Sequence[tuple[int, int, int]], *, evaluations: Sequence[tuple[int, int]] = ()) -> None:
         """Releases unfinished leases: (ticket, attempt, action tokens generated so far), and (ticket, attempt) of

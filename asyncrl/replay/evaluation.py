@@ -138,6 +138,10 @@ class EvalBook(EvalRecord, kw_only=True):
         self._check(result)
         return True
 
+    def prompt_of(self, result: Evaluated) -> Prompt:
+        """The prompt of a result that it `wants`."""
+        return self.prompts[result.ticket - self.running[result.version].first]
+
     def finish(self, result: Evaluated) -> None:
         """Counts an evaluated prompt: the first result that arrives for it. Raises ProtocolError for a wrong one."""
         if not self.wants(result):

@@ -196,10 +196,13 @@ class ReplayQueue:
             log.warning(event, ticket=number, row=header.row, count=len(errors), error=errors[0] if errors else "")
         check_refunds(self.config, self.ledger, self.state.refunds_in_a_row)
 
-    def evaluated(self, result: Evaluated) -> None:
-        """Counts an evaluated prompt: the first result that arrives for it."""
-        if self.evaluation.wants(result):
-            self.store.record("evaluated", structs.asdict(result))
+    def evaluated(self, result: Evaluated) -> Prompt | None:
+        """Counts an evaluated prompt: the first result that arrives for it. Returns the prompt if it is the first."""
+        if not self.evaluation.wants(result):
+            return None
+        prompt = self.evaluation.prompt_of(result)
+        self.store.record("evaluated", structs.asdict(result))
+        return prompt
 
     def release(
         self, generator: int, leases: Sequence[ReleasedLease], evaluations: Sequence[ReleasedEvaluation] = ()

@@ -24,6 +24,7 @@ from functools import partial
 
 from asyncrl.errors import InvariantError, ProtocolError
 from asyncrl.replay.codec import pack_leases
+from asyncrl.replay.eval_samples import EvalSamples, unpack_completions
 from asyncrl.replay.journal.records import FRAME_BYTES
 from asyncrl.replay.outbox import Outbox
 from asyncrl.replay.queue import ReplayQueue
@@ -75,8 +76,16 @@ class ReplayServer:
     """Answers each message once. The changes of a message are in the journal before its reply is sent, with one write
     for each pass of the loop: see `Outbox`."""
 
-    def __init__(self, queue: ReplayQueue, endpoints: Endpoints, *, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
+    def __init__(
+        self,
+        queue: ReplayQueue,
+        endpoints: Endpoints,
+        *,
+        max_frame_bytes: int = MAX_FRAME_BYTES,
+        eval_samples: EvalSamples | None = None,
+    ) -> None:
         self.queue = queue
+        self._eval_samples = eval_samples
         self.shut = False
         self._watch = Stopwatch()
         self._waiting: dict[tuple[int, int], tuple[Message, float]] = {}
@@ -162,7 +171,10 @@ class ReplayServer:
 
     def _evaluated(self, message: Message) -> Reply:
         body: Evaluated = message.body
-        self.queue.evaluated(body)
+        completions = unpack_completions(body, message.arrays)
+        prompt = self.queue.evaluated(body)
+        if prompt is not None and self._eval_samples is not None:
+            self._eval_samples.add(prompt, body, completions)
         return Reply(Finished([LeaseName(body.ticket, body.attempt, evaluation=True)]))
 
     def _next_evaluation(self, message: Message) -> Reply:
@@ -250,16 +262,22 @@ HANDLERS: dict[type[Body], Callable[[ReplayServer, Message], Reply | None]] = {
 
 
 def run_replay(
-    queue: ReplayQueue, endpoints: Endpoints, should_stop: Callable[[], bool], *, max_group_tokens: int | None = None
+    queue: ReplayQueue,
+    endpoints: Endpoints,
+    should_stop: Callable[[], bool],
+    *,
+    max_group_tokens: int | None = None,
+    eval_samples: EvalSamples | None = None,
 ) -> None:
     """Runs the replay role: serves the queue until shutdown, then completes the trace. The connection of a peer that
-    sends a frame larger than a group of `max_group_tokens` (prompts and completions) is closed; None: no such limit."""
+    sends a frame larger than a group of `max_group_tokens` (prompts and completions) is closed; None: no such limit.
+    Completions of evaluations go to `eval_samples`."""
     max_frame_bytes = MAX_FRAME_BYTES
     if max_group_tokens is not None:
         group_bytes = FRAME_BYTES * max_group_tokens + GROUP_PADDING_BYTES
         max_frame_bytes = min(MAX_FRAME_BYTES, max(MAX_REQUEST_HEADER_BYTES, group_bytes))
     try:
-        server = ReplayServer(queue, endpoints, max_frame_bytes=max_frame_bytes)
+        server = ReplayServer(queue, endpoints, max_frame_bytes=max_frame_bytes, eval_samples=eval_samples)
         try:
             server.serve(should_stop)
         finally:

@@ -154,7 +154,7 @@ TO_RECEIVER = frozenset({"manifest", "offer", "go", "patience", "sent", "abort",
 REQUESTS = frozenset(BODIES) - frozenset(ANSWERS.values()) - TO_RECEIVER - {"error"}
 """Kinds that are sent to a listening socket."""
 
-WITH_ARRAYS = frozenset({"leases", "finish", "shard", "value", "values", "train"})
+WITH_ARRAYS = frozenset({"leases", "finish", "evaluated", "shard", "value", "values", "train"})
 """Kinds that may carry arrays."""
 
 MAX_HEADER_BYTES = 1 << 28

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from msgspec import structs
+from numpy.typing import NDArray
 
 from asyncrl.replay.client import LeaseReply
 from asyncrl.rewards.workers import Scored
@@ -39,6 +40,8 @@ class FakeClient:
     groups: list[Group] = field(default_factory=list)
     released: list[tuple[int, int, int]] = field(default_factory=list)
     evaluations: list[Evaluated] = field(default_factory=list)
+    completions: list[Sequence[NDArray[np.int32]]] = field(default_factory=list)
+    """What was sent with each of the evaluations."""
     released_evaluations: list[tuple[int, int]] = field(default_factory=list)
     num_evaluations: int = 0
     """Evaluation prompts that the last ask was for."""
@@ -72,8 +75,9 @@ class FakeClient:
     def finish(self, group: Group) -> None:
         self.groups.append(group)
 
-    def evaluated(self, result: Evaluated) -> None:
+    def evaluated(self, result: Evaluated, completions: Sequence[NDArray[np.int32]]) -> None:
         self.evaluations.append(result)
+        self.completions.append(completions)
 
     def release(self, leases: Sequence[tuple[int, int, int]], *, evaluations: Sequence[tuple[int, int]] = ()) -> None:
         self.released.extend(leases)

@@ -46,7 +46,7 @@ def test_the_run_says_once_that_all_rewards_are_zero(tmp_path: Path, monkeypatch
     )
     assert len(said) == 5
     assert all("\x1b" not in line and len(line) < 1600 for line in said)
-    assert said[1].startswith("  prompt 'prompt") and said[1].endswith("finished, reward 0")
+    assert said[1].startswith("  prompt 'prompt") and said[1].endswith("completed, reward 0")
     assert said[4].startswith("Is rewards = 'gsm8k' right") and said[4].endswith(
         f"asyncrl samples {tmp_path} --refunded"
     )

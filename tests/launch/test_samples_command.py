@@ -13,11 +13,15 @@ import pytest
 from asyncrl.config import Config, load_config
 from asyncrl.data.parquet import write_rows
 from asyncrl.replay.codec import pack_group
+from asyncrl.replay.eval_samples import EvalSamples
+from asyncrl.replay.journal.samples import JournalSamples
 from asyncrl.replay.journal.writer import Journal
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.trace import TraceWriter
 from asyncrl.samples import Samples
+from asyncrl.samples.book import SampleBook
 from asyncrl.types import Group, Lease, Prompt
+from asyncrl.wire.messages import Evaluated
 from tests.helpers.cli import asyncrl
 from tests.helpers.replay import EndlessPrompts, ask_queue, make_group
 from tests.helpers.reward_pool import TOKENS, save_tokenizer
@@ -183,7 +187,10 @@ def test_what_is_not_there_is_said(made: Path, tmp_path: Path) -> None:
     shutil.copytree(made / "runs", tmp_path / "runs")
     shutil.rmtree(tmp_path / "runs" / "first" / "journal")
     code, output = asyncrl("samples", "runs/first", cwd=tmp_path)
-    assert (code, output) == (2, "error: runs/first: has no journal, so that no trajectories are stored\n")
+    assert (code, output) == (
+        2,
+        "error: runs/first: has neither a journal nor samples/, so that no trajectories are stored\n",
+    )
 
 
 def test_a_run_whose_model_or_data_have_gone_is_shown_as_far_as_it_can_be(tmp_path: Path) -> None:
@@ -204,3 +211,45 @@ def test_a_completion_cannot_command_the_terminal(tmp_path: Path, monkeypatch: p
     file.write_text(file.read_text().replace('"7"', '"\\u001b]0;owned\\u0007"'))
     output = printed(tmp_path)
     assert "\x1b" not in output and "\\x1b]0;owned\\x07" in output
+
+
+def test_recorded_samples_are_shown_where_the_journal_has_none(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    run_dir = tmp_path / "runs" / "first"
+    journal = JournalSamples(run_dir / "journal")
+    book = SampleBook(run_dir, clock=lambda: 0.0)
+    book.record(1, journal.of_step(1).to_groups())
+    SampleBook(run_dir).record(9, journal.of_step(2).to_groups())
+    for arguments, tickets in (
+        (["--step", "9"], [3, 3]),
+        (["--step", "1:9", "--worst", "-n", "1"], [5]),
+        ([], [3, 3]),
+    ):
+        lines = printed(tmp_path, "--json", *arguments).splitlines()
+        assert [json.loads(line)["ticket"] for line in lines] == tickets
+    shutil.rmtree(run_dir / "journal")
+    assert "runs/first/samples has 4 trajectories of the steps 1 to 9" in printed(tmp_path)
+    assert asyncrl("show", "runs/first", "1", cwd=tmp_path)[1].count("completion") == 2
+    assert printed(tmp_path, "--refunded").startswith("no trajectory matches")
+
+
+def test_completions_of_evaluations_are_shown_by_version(tmp_path: Path) -> None:
+    config = write_run(tmp_path)
+    run_dir = tmp_path / "runs" / "first"
+    write_rows(tmp_path / "eval.parquet", [{"prompt": "3+4=", "reward_model": {"ground_truth": "9"}}])
+    evaluating = config.model_copy(update={"data": config.data.model_copy(update={"eval": "eval.parquet"})})
+    (run_dir / "config.yaml").write_text(evaluating.to_yaml())
+    prompt = Prompt(0, np.array(encode("3+4="), dtype=np.int32), "9", "sums")
+    samples = EvalSamples(run_dir)
+    for version, answer in ((0, "1"), (20, "7")):
+        result = Evaluated(0, 0, version, "sums", [0.5], ["completed"], 2)
+        samples.add(prompt, result, [np.array(encode(answer), dtype=np.int32)])
+    assert printed(tmp_path, "--eval").splitlines()[:4] == [
+        "evaluation of version 20 · row 0 · sums · reward 0.5 · completed, 1 tokens",
+        "  prompt      3+4=",
+        "  completion  7",
+        "  truth       9",
+    ]
+    assert json.loads(printed(tmp_path, "--eval", "--step", "0", "--json"))["completion"] == "1"
+    code, output = asyncrl("samples", "runs/first", "--eval", "--refunded", cwd=tmp_path)
+    assert (code, output) == (2, "error: --eval and --refunded: choose one of them\n")

@@ -13,6 +13,7 @@ from asyncrl.errors import ConfigError, PeerTimeoutError, RunError
 from asyncrl.launch.bottleneck import BottleneckMonitor
 from asyncrl.launch.placement import place_roles
 from asyncrl.launch.run_dir import is_running, read_endpoints
+from asyncrl.launch.shown_samples import ShownSamples
 from asyncrl.observe.live import LiveView
 from asyncrl.replay.client import LauncherClient
 from asyncrl.rewards.reward_model import uses_reward_model
@@ -114,6 +115,7 @@ def top(run_dir: Path, console: Console) -> None:
     config = load_config(run_dir / "config.yaml")
     bottleneck = BottleneckMonitor(config, place_roles(config, reward_model=uses_reward_model(config)), first_s=0.0)
     view = LiveView(console, run=run_dir.name, steps=config.steps, max_staleness=config.replay.staleness_limit)
+    samples = ShownSamples(run_dir, config)
     try:
         with view:
             view.phase("waiting for the first step ...")
@@ -126,6 +128,7 @@ def top(run_dir: Path, console: Console) -> None:
                 if status["step"]:
                     if sentence := bottleneck.update(status):
                         view.judge(sentence)
+                    view.show_samples(samples.update())
                     view.update(status)
                 time.sleep(EVERY_S)
     except KeyboardInterrupt:

@@ -64,8 +64,7 @@ def rows_of(samples: Samples) -> list[dict[str, Any]]:
 
 def print_sample(row: Mapping[str, Any], console: Console) -> None:
     """Prints one trajectory with its prompt."""
-    step = "not trained" if row["step"] is None else f"step {row['step']}"
-    facts = [step, f"ticket {row['ticket']}.{row['index']}", row["data_source"], _facts(row)]
+    facts = [_place(row), row["data_source"], _facts(row)]
     console.print(Text(" · ".join(map(printable, facts)), style="bold"), soft_wrap=True)
     _print_text(console, "prompt", row["prompt"])
     _print_text(console, "completion", row["completion"])
@@ -74,13 +73,21 @@ def print_sample(row: Mapping[str, Any], console: Console) -> None:
     console.print()
 
 
+def _place(row: Mapping[str, Any]) -> str:
+    """Where the trajectory is from: its step, or the evaluated version."""
+    if row["outcome"] == "evaluated":
+        return f"evaluation of version {row['end_version']} · row {row['row']}"
+    step = "not trained" if row["step"] is None else f"step {row['step']}"
+    return f"{step} · ticket {row['ticket']}.{row['index']}"
+
+
 def _facts(row: Mapping[str, Any]) -> str:
     parts = ", ".join(f"{name} {value:g}" for name, value in row["reward_parts"].items())
     facts = [f"reward {row['reward']:g}" + (f" ({printable(parts)})" if len(row["reward_parts"]) > 1 else "")]
     if row["staleness"] is not None:
         facts.append(f"staleness {row['staleness']}")
     facts.append(f"{row['status']}, {row['num_action_tokens']} tokens")
-    if row["outcome"] != "trained":
+    if row["outcome"] not in ("trained", "evaluated"):
         facts.append(row["outcome"])
     if row["error"]:
         facts.append(f"no reward: {printable(row['error'])}")

@@ -1,0 +1,58 @@
+"""The samples that the live view shows: those of the latest recorded step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from asyncrl.config import Config
+from asyncrl.errors import ConfigError, DataError
+from asyncrl.launch.samples import run_decoder
+from asyncrl.samples.book import CHOSEN, FOLDER, TRAINED, read_latest
+from asyncrl.util.text import printable, shortened
+from asyncrl.util.tokenizer import Decoder
+
+log = structlog.get_logger()
+
+TEXT_CHARACTERS = 120
+
+
+class ShownSamples:
+    """Follows `samples/trained.jsonl` of a run."""
+
+    def __init__(self, run_dir: Path, config: Config) -> None:
+        self._run_dir = run_dir
+        self._config = config
+        self._file = run_dir / FOLDER / TRAINED
+        self._decoder: Decoder | None = None
+        self._bytes = 0
+        self._is_over = not config.observe.samples
+
+    def update(self) -> list[str]:
+        """Returns a line for each sample of the latest recorded step; none if nothing new is recorded."""
+        if self._is_over or not self._file.is_file() or (size := self._file.stat().st_size) == self._bytes:
+            return []
+        self._bytes = size
+        try:
+            if self._decoder is None:
+                self._decoder = run_decoder(self._run_dir, self._config)
+            samples = read_latest(self._run_dir).decode(self._decoder)
+        except (ConfigError, DataError) as error:
+            self._is_over = True
+            log.warning("samples are not shown", error=str(error))
+            return []
+        shown = samples.select(slice(self._config.observe.samples)).table.to_pylist(maps_as_pydicts="strict")
+        return [line_of(row) for row in shown]
+
+
+def line_of(row: Mapping[str, Any]) -> str:
+    """A sample on one line, its texts shortened."""
+    prompt, completion = (repr(shortened(row[name], TEXT_CHARACTERS)) for name in ("prompt", "completion"))
+    reward = f"no reward: {row['error']}" if row["error"] else f"reward {row['reward']:g}"
+    facts = (
+        f"step {row['step']}, {row[CHOSEN]}: {reward}, staleness {row['staleness']}, {row['num_action_tokens']} tokens"
+    )
+    return printable(f"{facts}  {prompt} -> {completion}")
