@@ -10,6 +10,7 @@ from rich.console import Console
 
 from asyncrl.cli.app import FOLDER, OVERRIDES, app
 from asyncrl.config import load_config, parse_override
+from asyncrl.config.paths import expand_path
 from asyncrl.errors import ConfigError
 
 FLAGS = {
@@ -56,7 +57,7 @@ def launch(
         raise ConfigError("--discard-journal: is for a run that goes on; give --resume too")
     if resume:
         settings["resume"] = "must"
-        config = config or str(config_of_run(settings.get("run", "run")))
+        config = config or str(config_of_run(settings.get("run", "run"), expand_path(settings.get("runs_dir", "runs"))))
     if config is None and not {"model.path", "data.train"} <= settings.keys():
         config = "demo"
     code = launch_run(load_config(config, settings), Console(), without_journal=discard_journal)
@@ -66,12 +67,12 @@ def launch(
 @app.command()
 def scale(
     generators: Annotated[int, typer.Option(help="Generator processes from now on.")],
-    run: Annotated[str, typer.Option(help="Name of the run.")] = "run",
+    run: Annotated[str, typer.Option(help="Name of the run in runs/, or the path of its folder.")] = "run",
 ) -> None:
     """Change the number of generators of a running run. Exit code 0: done, 1: it did not succeed, 2: no such run."""
     from asyncrl.launch.commands.running import scale as scale_run
 
-    scale_run(Path("runs") / run, generators, Console())
+    scale_run(Path("runs") / run if Path(run).name == run else Path(run), generators, Console())
 
 
 @app.command()

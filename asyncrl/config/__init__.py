@@ -1,6 +1,6 @@
 """The settings of a run: what there is, how it is read, and what is wrong with it."""
 
-from asyncrl.config.base import MappingValue, Options, Rewards, RewardSpec
+from asyncrl.config.base import AUTO, MappingValue, Options, Rewards, RewardSpec
 from asyncrl.config.config import Config
 from asyncrl.config.loading import config_keys, find_config, load_config, option_fields, option_keys, parse_override
 from asyncrl.config.sections import MAX_GENERATORS, too_many_generators
@@ -8,6 +8,7 @@ from asyncrl.config.training import AlgorithmConfig, CriticConfig, LearnerConfig
 from asyncrl.util.hints import check_options, did_you_mean, did_you_mean_or_list, unknown_name
 
 __all__ = [
+    "AUTO",
     "MAX_GENERATORS",
     "AlgorithmConfig",
     "Config",

@@ -10,6 +10,8 @@ Options = dict[str, bool | int | float | str | None]
 RewardSpec = str | dict[str, float]
 """The reward of a row: one function, or several with their weights."""
 Rewards = RewardSpec | dict[str, RewardSpec]
+AUTO = "auto"
+"""The value of `rewards` in place of which a run chooses one."""
 
 
 class _Settings(BaseModel):

@@ -6,12 +6,13 @@ Derived numbers are properties. A combination that cannot work is refused here, 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import yaml
 from pydantic import Field, model_validator
 
-from asyncrl.config.base import Options, Rewards, Section
+from asyncrl.config.base import AUTO, Options, Rewards, Section
+from asyncrl.config.paths import LocalPath
 from asyncrl.config.sections import (
     CheckpointConfig,
     DataConfig,
@@ -32,7 +33,7 @@ class Config(Section):
 
     model: ModelConfig
     data: DataConfig
-    rewards: Rewards = "auto"
+    rewards: Rewards = AUTO
     """auto: a built-in reward for each data source that is known, as verl chooses it, otherwise exact with a warning;
     or a reward's name, `module:function` or `file.py:function`; or weights, {name: number}, of a sum of several; or a
     mapping of these by data source, with "default" for the others."""
@@ -50,9 +51,14 @@ class Config(Section):
     launch: LaunchConfig = LaunchConfig()
     observe: ObserveConfig = ObserveConfig()
     run: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """Name of the run; its folder is `runs/<name>`."""
+    """Name of the run."""
+    runs_dir: LocalPath = "runs"
+    """The folder with the folders of runs, each by its name."""
     steps: int = Field(default=100, ge=1)
     """Optimizer steps."""
+    epochs: float | None = Field(default=None, gt=0.0)
+    """In place of `steps`: so many that their groups are the rows of `data.train` this many times. Groups that are
+    refunded take further prompts."""
     recipe: Literal["demo"] | None = None
     """demo: make the demo's small model in `model.path`, and its sums in `data.train` and `data.eval`, where these do
     not exist."""
@@ -64,6 +70,12 @@ class Config(Section):
     resume: Literal["never", "auto", "must"] = "never"
     """never: an earlier run of this name is moved aside; auto: it is resumed if it has not finished; must: it is
     resumed, and must exist (`asyncrl launch --resume`)."""
+
+    @model_validator(mode="after")
+    def _check_epochs(self) -> Self:
+        if self.epochs is not None and "steps" in self.model_fields_set:
+            raise ValueError(f"epochs = {self.epochs:g} and steps = {self.steps}: both say how long to train; set one")
+        return self
 
     @model_validator(mode="after")
     def _cross_checks(self) -> Self:
@@ -109,7 +121,14 @@ class Config(Section):
 
     @property
     def run_dir(self) -> Path:
-        return Path("runs") / self.run
+        return Path(self.runs_dir) / self.run
+
+    def with_choices_of(self, saved: Config) -> Config:
+        """The config with what a run's saved config has in place of `rewards: auto` and `epochs`."""
+        chosen: dict[str, Any] = {"rewards": saved.rewards} if self.rewards == AUTO else {}
+        if self.epochs is not None:
+            chosen |= {"epochs": None, "steps": saved.steps}
+        return self.model_copy(update=chosen)
 
     def to_yaml(self) -> str:
         """The complete resolved config; `load_config` returns an equal one from it."""

@@ -12,6 +12,7 @@ from pydantic import Field, JsonValue, field_validator, model_validator
 from asyncrl.config.base import Section
 from asyncrl.config.mappings import AutoOptions, Columns, Sampling
 from asyncrl.config.passthrough import check_engine_options
+from asyncrl.config.paths import LocalPath
 
 MAX_GENERATORS = 1024
 """Maximum number of generators of a run: each is a process on this machine, and one replay queue serves all."""
@@ -21,8 +22,8 @@ LAST_PORT = 65535
 class ModelConfig(Section):
     """The policy to train."""
 
-    path: str
-    """Folder of the policy to start from, in Hugging Face format; a model of the hub must be downloaded first."""
+    path: LocalPath
+    """Folder of the policy to start from, in Hugging Face format, or the name of a model of the hub."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of weights and activations in engine and learner; log-probs are always float32."""
     trust_remote_code: bool = False
@@ -32,10 +33,11 @@ class ModelConfig(Section):
 class DataConfig(Section):
     """The prompts."""
 
-    train: str | list[str]
-    """Parquet file or files of training prompts."""
-    eval: str | list[str] | None = None
-    """Parquet file or files of evaluation prompts; without any nothing is evaluated."""
+    train: LocalPath | list[LocalPath]
+    """File or files of training prompts: Parquet, JSON lines, JSON, CSV, or a folder of `datasets.save_to_disk`; of the
+    hub `hf://datasets/OWNER/NAME/FILE`."""
+    eval: LocalPath | list[LocalPath] | None = None
+    """The same of evaluation prompts; without any nothing is evaluated."""
     weights: list[float] | None = None
     """Fraction of the prompts from each training file, in their order; by default proportional to their rows."""
     columns: Columns = Columns()
@@ -45,7 +47,9 @@ class DataConfig(Section):
     shuffle: bool = True
     """Each epoch has another order of the rows, by `seed`; otherwise it is the order of the files."""
     max_prompt_tokens: int | None = Field(default=None, ge=1)
-    """Longer prompts are counted and skipped, as are those that do not fit the model's window."""
+    """Limit of a prompt; the model's window may leave less."""
+    too_long: Literal["skip", "left", "right", "middle"] = "skip"
+    """Prompts above the limit are counted and skipped, or lose tokens at their left end, right end or in the middle."""
 
     @property
     def train_files(self) -> list[str]:

@@ -11,7 +11,7 @@ import structlog
 
 from asyncrl.config import Config
 from asyncrl.data.parquet import PromptTable
-from asyncrl.data.prompts import PromptBuilder, too_long
+from asyncrl.data.prompts import PromptBuilder, fit, too_long
 from asyncrl.data.sampler import RowSampler
 from asyncrl.types import Prompt, PromptPosition
 
@@ -19,7 +19,7 @@ log = structlog.get_logger()
 
 
 class PromptCursor:
-    """An endless iterator of prompts; rows with more than `limit_tokens` prompt tokens are counted and skipped.
+    """An endless iterator of prompts; rows with more than `limit_tokens` prompt tokens are counted and skipped, or cut.
 
     With `data.weights` each file contributes its share. `seek` to a former `position` continues exactly after the
     prompt that was the last then. Raises ConfigError when no row fits, or no row of a file that has a weight.
@@ -27,6 +27,7 @@ class PromptCursor:
 
     def __init__(self, config: Config, *, limit_tokens: int) -> None:
         self.limit_tokens = limit_tokens
+        self._data = config.data
         self._build = PromptBuilder(config)
         self._files = config.data.train_files
         self._table = PromptTable(config)
@@ -48,13 +49,15 @@ class PromptCursor:
         while True:
             row = self._table[next(self._sampler)]
             prompt = self._build(row)
-            if len(prompt.tokens) <= self.limit_tokens:
-                return prompt
+            fitting = fit(prompt, self.limit_tokens, self._data.too_long)
+            if fitting is not None:
+                return fitting
             self._skip(row, len(prompt.tokens))
 
     def prompt(self, row: int) -> Prompt:
         """The prompt of a row, independent of the position of the stream."""
-        return self._build(self._table[row])
+        prompt = self._build(self._table[row])
+        return fit(prompt, self.limit_tokens, self._data.too_long) or prompt
 
     @property
     def position(self) -> PromptPosition:

@@ -63,8 +63,8 @@ def count_sources(config: Config) -> dict[str, int]:
 
 
 def _check_file(file: str, key: str, config: Config) -> int:
-    if not Path(file).is_file():
-        raise ConfigError(f"{key}: {file} does not exist; give a Parquet file, or set recipe=demo")
+    if not Path(file).exists():
+        raise ConfigError(f"{key}: {file} does not exist; give a file with rows, or set recipe=demo")
     try:
         schema, rows = read_schema(file)
     except ConfigError as error:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 import numpy as np
 import structlog
@@ -58,16 +59,31 @@ class PromptBuilder:
             raise DataError(f"{where}: the model's chat template rejects the prompt: {error}") from None
 
 
+def fit(prompt: Prompt, limit_tokens: int, side: Literal["skip", "left", "right", "middle"]) -> Prompt | None:
+    """The prompt, without the tokens above the limit at the left end, the right end or in the middle; None for a longer
+    one that is to be skipped."""
+    tokens = prompt.tokens
+    surplus = len(tokens) - limit_tokens
+    if surplus <= 0:
+        return prompt
+    if side == "skip":
+        return None
+    start = {"left": 0, "right": limit_tokens, "middle": limit_tokens // 2}[side]
+    return replace(prompt, tokens=np.delete(tokens, slice(start, start + surplus)))
+
+
 def too_long(key: str, rows: int, limit_tokens: int) -> ConfigError:
     """The error for a dataset in which every prompt is too long."""
     return ConfigError(
         f"{key}: all {rows} prompts are longer than {limit_tokens} tokens, which is what the model's window or "
-        "data.max_prompt_tokens leaves; lower generator.max_new_tokens or take shorter prompts"
+        "data.max_prompt_tokens leaves; lower generator.max_new_tokens, take shorter prompts, or cut them with "
+        "data.too_long=left"
     )
 
 
 def eval_prompts(config: Config, *, limit_tokens: int) -> list[Prompt]:
-    """The first `eval.max_prompts` prompts of `data.eval` that have at most `limit_tokens` tokens, in order.
+    """The first `eval.max_prompts` prompts of `data.eval` that have at most `limit_tokens` tokens, or are cut to them,
+    in order.
 
     A warning reports how many longer ones were skipped. Row numbers count over all evaluation files. Empty when
     `data.eval` is not set; raises ConfigError when no row fits.
@@ -80,8 +96,8 @@ def eval_prompts(config: Config, *, limit_tokens: int) -> list[Prompt]:
     for row in range(len(table)):
         if len(prompts) == config.eval.max_prompts:
             break
-        prompt = build(table[row])
-        if len(prompt.tokens) <= limit_tokens:
+        prompt = fit(build(table[row]), limit_tokens, config.data.too_long)
+        if prompt is not None:
             prompts.append(prompt)
         else:
             skipped += 1

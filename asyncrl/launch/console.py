@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO, Any, cast
@@ -12,13 +14,19 @@ import structlog
 from rich.console import Console
 
 EXIT_DONE, EXIT_FAILED, EXIT_CONFIG, EXIT_INTERRUPTED = 0, 1, 2, 130
+TERM_S = 2.0
 
 
 class Interrupts:
-    """Counts SIGINT (Ctrl-C), SIGTERM and SIGHUP instead of raising in the middle of an operation."""
+    """Counts SIGINT (Ctrl-C), SIGTERM and SIGHUP instead of raising in the middle of an operation.
+
+    SIGTERM counts once in `TERM_S`: when the parent is killed, Linux sends the signal of PR_SET_PDEATHSIG again for
+    each of the parent's threads that the process is handed to before the last of them ends.
+    """
 
     def __init__(self) -> None:
         self.count = 0
+        self._last_term_s = -math.inf
 
     @contextmanager
     def caught(self) -> Iterator[None]:
@@ -31,8 +39,12 @@ class Interrupts:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _on_signal(self, *_: object) -> None:
-        self.count += 1
+    def _on_signal(self, number: int, _: object) -> None:
+        now_s = time.monotonic()
+        if number != signal.SIGTERM or now_s - self._last_term_s > TERM_S:
+            self.count += 1
+        if number == signal.SIGTERM:
+            self._last_term_s = now_s
 
 
 log = structlog.get_logger()

@@ -12,10 +12,10 @@ from typing import Any
 
 from rich.console import Console
 
-from asyncrl.config import Config, Rewards
+from asyncrl.config import AUTO, Config, Rewards
 from asyncrl.errors import ConfigError
 from asyncrl.generator.vllm_backend.setup import check_engine_options
-from asyncrl.rewards.auto import AUTO, choose_rewards, describe_choice
+from asyncrl.rewards.auto import choose_rewards, describe_choice
 from asyncrl.rewards.table import reward_names
 from asyncrl.util.files import read_json
 
@@ -80,6 +80,8 @@ class Inputs:
 
     rewards: Rewards
     """Those of the config, or those that auto stands for."""
+    rows: int
+    """Rows of the training data."""
     prompt_tokens: int
     """Longest prompt that fits the model's window."""
     group_relative: bool
@@ -92,7 +94,7 @@ def check_inputs(config: Config, console: Console) -> Inputs:
     """Returns the properties that roles need. Raises ConfigError or DataError if a model, file, reward, plug-in or
     option of the config is missing or cannot be used."""
     prompt_tokens = check_model(config)
-    rewards = check_data_and_rewards(config, console)
+    rewards, rows = check_data_and_rewards(config, console)
     check_engine_options(config)
     # Last, because these import torch.
     from asyncrl.launch.registry import check_parts
@@ -102,7 +104,7 @@ def check_inputs(config: Config, console: Console) -> Inputs:
     check_parts(config)
     announce_imports(console, [config.algorithm.advantage, config.algorithm.loss])
     advantage, _ = check_algorithm(config)
-    return Inputs(rewards, prompt_tokens, is_group_relative(advantage), needs_greedy_baseline(advantage))
+    return Inputs(rewards, rows, prompt_tokens, is_group_relative(advantage), needs_greedy_baseline(advantage))
 
 
 def announce_imports(console: Console, names: Iterable[str]) -> None:
@@ -112,13 +114,14 @@ def announce_imports(console: Console, names: Iterable[str]) -> None:
             console.print(f"importing {name.rpartition(':')[0]} ...", highlight=False, markup=False, soft_wrap=True)
 
 
-def check_data_and_rewards(config: Config, console: Console) -> Rewards:
-    """Returns the rewards of the config, or those that auto stands for, which are printed. Raises ConfigError or
-    DataError unless the files can be used, the rewards can be loaded, and every data source has a reward."""
+def check_data_and_rewards(config: Config, console: Console) -> tuple[Rewards, int]:
+    """Returns the rewards of the config, or those that auto stands for, which are printed, and the number of training
+    rows. Raises ConfigError or DataError unless the files can be used, the rewards can be loaded, and every data source
+    has a reward."""
     from asyncrl.data.parquet import check_dataset, count_sources
     from asyncrl.rewards.table import check_rewards, check_sources
 
-    check_dataset(config)
+    rows = check_dataset(config)
     sources = count_sources(config)
     if config.rewards == AUTO:
         config = config.model_copy(update={"rewards": choose_rewards(config, sources)})
@@ -127,7 +130,7 @@ def check_data_and_rewards(config: Config, console: Console) -> Rewards:
     announce_imports(console, reward_names(config.rewards))
     check_rewards(config)
     check_sources(config.rewards, sources)
-    return config.rewards
+    return config.rewards, rows
 
 
 def check_model(config: Config) -> int:
@@ -135,10 +138,9 @@ def check_model(config: Config) -> int:
     is the folder of a trainable model."""
     folder = Path(config.model.path)
     if not folder.is_dir():
-        hub = "; a model of the hub has to be downloaded first, `hf download NAME --local-dir FOLDER`"
         raise ConfigError(
-            f"model.path = {config.model.path!r}: no such folder; use a folder in Hugging Face format, or set "
-            f"recipe=demo to create a small one there{hub if config.model.path.count('/') == 1 else ''}"
+            f"model.path = {config.model.path!r}: no such folder; use a folder in Hugging Face format or OWNER/NAME of "
+            "the hub, or set recipe=demo to create a small one there"
         )
     for name in ("config.json", "tokenizer_config.json"):
         if not (folder / name).is_file():

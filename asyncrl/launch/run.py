@@ -32,6 +32,7 @@ import structlog
 from rich.console import Console
 
 from asyncrl.config import Config
+from asyncrl.data.hub import fetch
 from asyncrl.errors import ConfigError, DataError, PeerTimeoutError, RunError
 from asyncrl.generator.vllm_backend.setup import check_cpu
 from asyncrl.launch.bottleneck import BottleneckMonitor
@@ -91,13 +92,14 @@ def launch(config: Config, console: Console, *, without_journal: bool = False) -
     config cannot work, or cannot resume the existing run.
     """
     console = ignore_broken_pipe(console)
+    config = fetch(config, console)
     check_resume(config)
     reward_model = uses_reward_model(config)
     placement = place_roles(config, reward_model=reward_model)
     run_recipes(config, console)
     with preloaded(placement) as fork_server:
         inputs = check_inputs(config, console)
-        config = config.model_copy(update={"rewards": inputs.rewards})
+        config = config.model_copy(update={"rewards": inputs.rewards, **length_of(config, inputs.rows, console)})
         check_transport(config, placement)
         if not placement.gpus:
             check_cpu(config)
@@ -138,6 +140,15 @@ def launch(config: Config, console: Console, *, without_journal: bool = False) -
             report = write_report(folder.path, summary, trace_of(folder.path))
             console.print(f"folder     {folder.path}\nreport     {report}", highlight=False, soft_wrap=True)
     return code
+
+
+def length_of(config: Config, rows: int, console: Console) -> dict[str, Any]:
+    """The update of a config with `epochs`: the steps that it stands for with this many training rows."""
+    if config.epochs is None:
+        return {}
+    steps = max(1, round(config.epochs * rows / config.replay.groups_per_step))
+    console.print(f"{config.epochs:g} epochs of {rows:,} rows: {steps:,} steps", highlight=False)
+    return {"steps": steps, "epochs": None}
 
 
 @contextmanager

@@ -15,7 +15,6 @@ from asyncrl.config import Config, MappingValue, config_keys, load_config
 from asyncrl.errors import ConfigError
 from asyncrl.launch.worker import endpoints_of
 from asyncrl.observe.report import read_metrics
-from asyncrl.rewards.auto import AUTO
 from asyncrl.util.files import next_free_path, read_json, replace_file
 from asyncrl.util.redaction import redact
 from asyncrl.wire.endpoints import Endpoints
@@ -45,7 +44,7 @@ class RunFolder:
         except OSError as error:
             raise ConfigError(
                 f"run = {config.run!r}: {self.path.parent.absolute()} cannot hold the run's folder: {error.strerror}; "
-                "launch from a folder in which you may write"
+                "launch from a folder in which you may write, or set runs_dir"
             ) from None
 
     def __enter__(self) -> Self:
@@ -145,7 +144,7 @@ def _attempts_s(run_dir: Path) -> list[float]:
 
 FREE_SECTIONS = ("launch", "observe", "weights", "checkpoint", "journal")
 FREE_KEYS = {
-    "steps", "resume", "run", "eval.every_steps",
+    "steps", "resume", "run", "runs_dir", "eval.every_steps",
     "generator.max_running_groups", "generator.reward_workers", "generator.reward_timeout_s",
     "generator.kv_cache_bytes", "generator.gpu_memory_utilization", "generator.engine_options",
     "replay.max_bytes", "replay.max_refunds_in_a_row",
@@ -196,8 +195,10 @@ def check_resume(config: Config) -> bool:
     file = config.run_dir / "config.yaml"
     if not file.is_file():
         if must:
-            raise no_run(config.run)
+            raise no_run(config.run, config.runs_dir)
         return False
+    saved = load_config(file)
+    config = config.with_choices_of(saved)
     summary = _summary(config.run_dir)
     if summary.get("status") == "finished" and summary.get("steps", 0) >= config.steps:
         if must:
@@ -206,9 +207,6 @@ def check_resume(config: Config) -> bool:
                 "raise --steps to train on"
             )
         return False
-    saved = load_config(file)
-    if config.rewards == AUTO:  # the saved config has what it stood for
-        config = config.model_copy(update={"rewards": saved.rewards})
     refuse_changes(
         saved,
         config,
@@ -219,20 +217,20 @@ def check_resume(config: Config) -> bool:
     return True
 
 
-def config_of_run(name: str) -> Path:
+def config_of_run(name: str, runs_dir: str) -> Path:
     """The config file that a run was started with. Raises ConfigError when there is no such run."""
-    file = Path("runs") / name / "config.yaml"
+    file = Path(runs_dir) / name / "config.yaml"
     if not file.is_file():
-        raise no_run(name)
+        raise no_run(name, runs_dir)
     return file
 
 
-def no_run(name: str) -> ConfigError:
+def no_run(name: str, runs_dir: str) -> ConfigError:
     """The error for a run that does not exist."""
-    known = sorted(file.parent.name for file in Path("runs").glob("*/config.yaml"))
+    known = sorted(file.parent.name for file in Path(runs_dir).glob("*/config.yaml"))
     return ConfigError(
-        f"run = {name!r}: there is no such run to resume in runs/ (of {', '.join(known) or 'none'}); name one with "
-        "--run, or launch without --resume"
+        f"run = {name!r}: there is no such run to resume in {Path(runs_dir)}/ (of {', '.join(known) or 'none'}); "
+        "name one with --run, or launch without --resume"
     )
 
 

@@ -8,7 +8,6 @@ from fnmatch import fnmatchcase
 from asyncrl.config import Config, Rewards
 from asyncrl.errors import ConfigError
 
-AUTO = "auto"
 UNKNOWN = "exact"
 """The reward of a data source that is in no row of BY_SOURCE."""
 

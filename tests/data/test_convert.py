@@ -268,6 +268,15 @@ def test_hh_rlhf_keeps_both_replies(tmp_path: Path) -> None:
     assert (rows[0]["extra_info"]["chosen"], rows[0]["extra_info"]["rejected"]) == ("Fine.", "Go away.")
 
 
+def test_replies_to_a_prompt_are_the_same_rows_as_transcripts(tmp_path: Path) -> None:
+    parquet(tmp_path / "data/train-00000-of-00001.parquet", HH[:1])
+    run("hh-rlhf", tmp_path, tmp_path / "transcripts.parquet")
+    replies = [{"prompt": DIALOG, "response": "Fine.", "chosen": "Fine.", "rejected": "Go away."}]
+    parquet(tmp_path / "data/train-00000-of-00001.parquet", replies)
+    run("hh-rlhf", tmp_path, tmp_path / "replies.parquet")
+    assert pq.read_table(tmp_path / "replies.parquet") == pq.read_table(tmp_path / "transcripts.parquet")
+
+
 @pytest.mark.parametrize(
     ("name", "record", "message"),
     [

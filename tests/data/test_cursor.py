@@ -6,14 +6,16 @@ from collections.abc import Callable
 from itertools import islice
 
 import msgpack
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from asyncrl.config import Config
 from asyncrl.data.cursor import PromptCursor
+from asyncrl.data.prompts import fit
 from asyncrl.errors import ConfigError
-from asyncrl.types import PromptPosition
+from asyncrl.types import Prompt, PromptPosition
 from asyncrl.util.durable import of_plain, to_plain
 from tests.data.conftest import row
 from tests.helpers.examples import examples
@@ -150,3 +152,19 @@ def test_any_row_can_be_had_and_the_state_goes_through_msgpack(dataset: Write) -
     after = rows(resumed, 5)
     resumed.seek(position)
     assert rows(resumed, 5) == after
+
+
+@pytest.mark.parametrize(("side", "kept"), [("left", [5, 6, 7]), ("right", [3, 4, 5]), ("middle", [3, 6, 7])])
+def test_a_long_prompt_loses_tokens_where_the_config_says(side: str, kept: list[int]) -> None:
+    prompt = Prompt(0, np.arange(3, 8, dtype=np.int32), "1", "test")
+    cut = fit(prompt, 3, side)  # pyright: ignore[reportArgumentType]
+    assert cut is not None and cut.tokens.tolist() == kept and cut.tokens.dtype == np.int32
+    assert fit(prompt, 5, "left") is prompt and fit(prompt, 4, "skip") is None
+
+
+def test_long_prompts_are_cut_and_not_skipped(dataset: Write) -> None:
+    config = dataset([row(1), row(1234)], data__too_long="left", data__shuffle=False)
+    cursor = PromptCursor(config, limit_tokens=3)
+    lengths = [len(prompt.tokens) for prompt in islice(cursor, 4)]
+    assert lengths == [3, 3, 3, 3] and cursor.skipped_rows == 0
+    assert len(cursor.prompt(1).tokens) == 3

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from asyncrl.replay.codec import pack_group, pack_leases
+from asyncrl.replay.eval_samples import pack_completions
 from asyncrl.types import Lease, Prompt
 from asyncrl.wire import weight_messages as weights
 from asyncrl.wire.bounds import Body
@@ -134,7 +135,6 @@ def requests(step: int = 0) -> dict[str, list[bytes]]:
     value = Value(0, 1, minibatches=[1], names=[[(0, 0), (0, 1)]])
     bodies: list[Body] = [
         ask_body(1, step, 2),
-        evaluated_body(0, 0, step),
         Release(0, [ReleasedLease(0, 0, tokens=3)], [ReleasedEvaluation(1, 0)]),
         Take(0, step + 1),
         Begin(0, step),
@@ -162,6 +162,7 @@ def requests(step: int = 0) -> dict[str, list[bytes]]:
     return {
         **{KINDS[type(body)]: frames_of(body) for body in bodies},
         "finish": finish_frames(0, 0, 0, step),
+        "evaluated": frames_of(evaluated_body(0, 0, step), pack_completions([[1, 2, 3]], limit=2)),
         "value": frames_of(value, rows),
         "train": frames_of(Train(0, 1), [np.ones(3, dtype=np.float32)]),
     }

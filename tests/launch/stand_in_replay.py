@@ -48,6 +48,7 @@ def status(done: bool) -> dict[str, object]:
         "leased": 0,
         "finished": 0,
         "reward": 0.5,
+        "rewards": {"scored": 8, "failed": 0, "all_zero": False},
         "staleness_mean": 0.0,
         "staleness_max": 0,
         "tokens_per_s": 0.0,

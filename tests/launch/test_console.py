@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import pty
+import signal
 import subprocess
 import sys
 
 import pytest
 from rich.console import Console
 
-from asyncrl.launch.console import ignore_broken_pipe
+from asyncrl.launch import console as console_module
+from asyncrl.launch.console import Interrupts, ignore_broken_pipe
 from asyncrl.observe.live import LiveView
 
 pytestmark = pytest.mark.timeout(240)
@@ -43,3 +45,16 @@ def test_a_pipe_that_nobody_reads_does_not_change_the_exit_code() -> None:
     process.stdin.write("go\n")
     process.stdin.flush()
     assert process.wait(30) == 7
+
+
+def test_a_burst_of_sigterm_is_one_interrupt_and_every_sigint_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupts = Interrupts()
+    with interrupts.caught():
+        for _ in range(3):
+            signal.raise_signal(signal.SIGTERM)
+        assert interrupts.count == 1
+        monkeypatch.setattr(console_module, "TERM_S", 0.0)
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+    assert interrupts.count == 4

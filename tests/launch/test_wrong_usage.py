@@ -92,7 +92,7 @@ def test_folder_that_is_not_writable(folder: Path) -> None:
     code, output = asyncrl("launch", "--config", str(folder / "run.yaml"), cwd=Path("/proc"))
     assert code == 2 and ONE_LINE.fullmatch(output), output
     assert "run = 'run': /proc/runs cannot hold the run's folder: " in output
-    assert "launch from a folder in which you may write" in output
+    assert "launch from a folder in which you may write, or set runs_dir" in output
 
 
 def test_an_error_of_the_system_names_its_file(folder: Path) -> None:
@@ -101,9 +101,12 @@ def test_an_error_of_the_system_names_its_file(folder: Path) -> None:
 
 
 def test_model_of_the_hub(folder: Path) -> None:
-    output = refused_launch(folder, "model.path=Qwen/Qwen2.5-0.5B")
-    assert "a model of the hub has to be downloaded first, `hf download NAME --local-dir FOLDER`" in output
-    assert "hub" not in refused_launch(folder, "model.path=qwen")
+    code, output = asyncrl("launch", "--config", "run.yaml", "model.path=Qwen/Qwen2.5-0.5B", cwd=folder)
+    first, second = output.splitlines()
+    assert (code, first) == (2, "model.path = Qwen/Qwen2.5-0.5B: downloading it from the hub ...")
+    assert second.startswith("error: model.path = 'Qwen/Qwen2.5-0.5B': there is no such file or folder here, and it ca")
+    assert "check the name, HF_TOKEN and HF_HUB_OFFLINE" in second
+    assert "OWNER/NAME of the hub" in refused_launch(folder, "model.path=qwen")
 
 
 def test_ports_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

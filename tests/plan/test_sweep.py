@@ -8,10 +8,12 @@ import os
 import shutil
 import stat
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from rich.console import Console
 
 from asyncrl.errors import ConfigError, DataError
@@ -37,7 +39,9 @@ class MadeRuns:
         if not code:
             seed = int(name.rpartition("seed")[2])
             folder = make_run(Path("runs") / name, rewards=0.5 + 0.1 * limit + 0.01 * seed, tokens_per_s=100.0 + limit)
-            values = small_config(run=name, seed=seed, replay__max_staleness=limit, steps=5, resume="auto")
+            values = small_config(
+                run=name, seed=seed, replay__max_staleness=limit, steps=5, resume="auto", rewards="exact"
+            )
             (folder / "config.yaml").write_text(values.to_yaml())
         return code
 
@@ -77,6 +81,20 @@ def test_an_interrupted_sweep_resumes(sweep: Sweep) -> None:
     second = MadeRuns()
     assert run_cells(sweep, quiet(), second) == ([], False)
     assert second.names == ["try-s2-seed0", "try-s0-seed1", "try-s2-seed1"]
+
+
+def test_what_a_cell_chose_for_auto_and_epochs_is_no_other_setting(sweep: Sweep) -> None:
+    run_cells(sweep, quiet(), MadeRuns())
+    values = yaml.safe_load(Path("my.yaml").read_text())
+    del values["steps"], values["rewards"]
+    Path("my.yaml").write_text(yaml.safe_dump(values | {"epochs": 2.0}))
+    again = MadeRuns()
+    assert run_cells(sweep, quiet(), again) == ([], False) and again.names == []
+
+
+def test_a_sweep_finds_its_runs_in_the_folder_of_runs(sweep: Sweep) -> None:
+    elsewhere = replace(sweep, settings={"runs_dir": "elsewhere"})
+    assert str(elsewhere.cells[0].run_dir) == "elsewhere/try-s0-seed0"
 
 
 def test_a_failed_cell_is_reported_and_the_others_run(sweep: Sweep) -> None:

@@ -26,7 +26,7 @@ def config_for(folder: Path, sources: list[str], **settings: Any) -> Config:
 
 def checked(config: Config) -> tuple[Any, str]:
     console = Console(file=io.StringIO(), width=80)
-    rewards = check_data_and_rewards(config, console)
+    rewards, _ = check_data_and_rewards(config, console)
     return rewards, console.file.getvalue()  # type: ignore[attr-defined]
 
 

@@ -64,7 +64,8 @@ def test_a_run_ends_with_its_script(tmp_path: Path) -> None:
     while alive := [role for role in roles if _is_alive(role)]:
         assert time.monotonic() < deadline_s, f"the run outlives its script: {alive}"
         time.sleep(0.2)
-    assert run.status == "stopped" and run.summary["steps"] >= 1
+    assert run.status == "stopped", run.summary
+    assert run.summary["steps"] >= 1
 
 
 def _is_alive(process: psutil.Process) -> bool:

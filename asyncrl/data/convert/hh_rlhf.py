@@ -1,6 +1,8 @@
 """Anthropic's HH-RLHF (arXiv:2204.05862): dialogs with a chosen and a rejected last reply.
 
-The chosen reply is the ground truth; both replies are in extra_info, for reward models.
+The chosen reply is the ground truth; both replies are in extra_info, for reward models. In Anthropic's files
+`chosen` and `rejected` are complete transcripts; in Dahoas' (`full-hh-rlhf`) they are the replies to the
+column `prompt`.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ ROLES = {"Human": "user", "Assistant": "assistant"}
 
 def example(record: dict[str, Any], source: Source) -> Example:
     """The dialog up to the last reply, with the chosen reply as ground truth."""
+    record = _as_transcripts(record, source.where)
     *chat, chosen = turns(record, "chosen", source.where)
     *other_chat, rejected = turns(record, "rejected", source.where)
     if chosen["role"] != "assistant" or rejected["role"] != "assistant":
@@ -40,6 +43,13 @@ def turns(record: dict[str, Any], name: str, where: str) -> list[dict[str, str]]
         raise DataError(f"{where}: {name!r} does not begin with 'Human:' or 'Assistant:': {transcript[:40]!r}")
     pairs = zip(parts[::2], parts[1::2], strict=True)
     return [{"role": ROLES[speaker], "content": text.strip()} for speaker, text in pairs]
+
+
+def _as_transcripts(record: dict[str, Any], where: str) -> dict[str, Any]:
+    if "prompt" not in record:
+        return record
+    prompt = text_field(record, "prompt", where).rstrip()
+    return {name: f"{prompt} {text_field(record, name, where)}" for name in ("chosen", "rejected")}
 
 
 CONVERTER = Converter(

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from asyncrl.config import Config, Rewards
+from asyncrl.data.hub import fetch
 from asyncrl.errors import ConfigError
 from asyncrl.launch.console import EXIT_DONE, EXIT_INTERRUPTED, Interrupts
 from asyncrl.launch.endpoints import run_endpoints
@@ -57,7 +58,7 @@ def evaluate(config: Config, console: Console, *, model: str | None = None, out:
     The default folder is that of the run's trained model if it exists, else `model.path`. Raises ConfigError when the
     config, the folder or the data cannot be used.
     """
-    config = use_folder(config, model)
+    config = fetch(use_folder(config, model), console)
     if out is not None:
         check_out(out)
     limit_tokens, rewards = check_evaluation(config, console)
@@ -124,7 +125,8 @@ def check_evaluation(config: Config, console: Console) -> tuple[int, Rewards]:
     room = check_model(config)
     # Training files are not checked: they may be gone.
     data = config.data.model_copy(update={"train": config.data.eval_files, "eval": None, "weights": None})
-    return room, check_data_and_rewards(config.model_copy(update={"data": data}), console)
+    rewards, _ = check_data_and_rewards(config.model_copy(update={"data": data}), console)
+    return room, rewards
 
 
 def evaluate_prompts(

@@ -56,10 +56,10 @@ class Sweep:
     @property
     def cells(self) -> list[Cell]:
         """All cells, ordered by seed first, so that an interrupted sweep has all limits with the first seeds."""
-        first = load_config(self.config, self.settings).seed
+        config = load_config(self.config, self.settings)
         return [
-            Cell(f"{self.name}-s{limit}-seed{seed}", limit, seed)
-            for seed in range(first, first + self.seeds)
+            Cell(name := f"{self.name}-s{limit}-seed{seed}", limit, seed, Path(config.runs_dir) / name)
+            for seed in range(config.seed, config.seed + self.seeds)
             for limit in self.limits
         ]
 
@@ -114,7 +114,9 @@ def check(sweep: Sweep) -> None:
         config, file = sweep.config_of(cell), cell.run_dir / "config.yaml"
         if not file.is_file():
             continue
-        found, wanted = (one.model_dump(mode="json", exclude=OF_THE_CELL) for one in (load_config(file), config))
+        saved = load_config(file)
+        both = (saved, config.with_choices_of(saved))
+        found, wanted = (one.model_dump(mode="json", exclude=OF_THE_CELL) for one in both)
         if found != wanted:
             changed = [name for name in wanted if found[name] != wanted[name]]
             raise ConfigError(
@@ -134,7 +136,7 @@ def run_cells(sweep: Sweep, console: Console, run: Run) -> tuple[list[Cell], boo
         if status_of(cell) == "finished":
             console.print(f"{title}: finished before", highlight=False)
             continue
-        console.print(f"{title}: runs/{cell.name} ...", highlight=False)
+        console.print(f"{title}: {cell.run_dir} ...", highlight=False)
         started_s = time.monotonic()
         code = run(sweep.arguments(cell), sweep.folder / f"{cell.name}.log")
         if code == 130:

@@ -28,11 +28,8 @@ class Cell:
     name: str
     max_staleness: int
     seed: int
-
-    @property
-    def run_dir(self) -> Path:
-        """The folder of the run."""
-        return Path("runs") / self.name
+    run_dir: Path
+    """The folder of the run."""
 
 
 @dataclass(frozen=True, slots=True)
