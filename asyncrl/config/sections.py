@@ -294,7 +294,8 @@ class ObserveConfig(Section):
 
     trackers: list[str] = Field(default=["jsonl"])
     """Destinations of the step metrics: trackers of `asyncrl list`, or your own as `module:Class` or `file.py:Class`;
-    wandb is offline unless WANDB_MODE says otherwise."""
+    all but jsonl get the samples, too. wandb and swanlab are offline unless WANDB_MODE or SWANLAB_MODE says
+    otherwise."""
     samples: int = Field(default=2, ge=0, le=5)
     """Trajectories that the live view shows of a recent step: the best, the worst, the first without a reward, the
     longest and the median, so many of them in this order. All five are recorded in `samples/`, every few seconds, with

@@ -38,6 +38,7 @@ from asyncrl.learner.checkpoint.hf_export import save_model
 from asyncrl.learner.checkpoint.manager import Checkpoints
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.trainer import Trainer
+from asyncrl.samples import Samples
 from asyncrl.samples.book import SampleBook
 from asyncrl.types import Shard
 from asyncrl.util.processes import Stopwatch
@@ -80,6 +81,7 @@ class Tracker(Protocol):
 
     def log(self, step: int, metrics: dict[str, float]) -> None: ...
     def log_evaluation(self, step: int, metrics: dict[str, float]) -> None: ...
+    def log_samples(self, step: int, samples: Samples) -> None: ...
 
 
 log = structlog.get_logger()
@@ -186,7 +188,9 @@ class Learner:
             metrics["checkpoint/save_s"] = self._save(step, committed.state)
         self._log(step, metrics | committed.metrics)
         if self.book is not None:
-            self.book.record(step, shard.groups, is_last=step == self.config.steps)
+            samples = self.book.record(step, shard.groups, is_last=step == self.config.steps)
+            if samples is not None and self.tracker is not None:
+                self.tracker.log_samples(step, samples)
         return True
 
     def _saves(self, step: int) -> bool:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json
-import uuid
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -13,11 +13,23 @@ import structlog
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
+from asyncrl.observe.destinations import (
+    METRICS_FILE,
+    ConsoleLines,
+    JsonLines,
+    MLflow,
+    SwanLab,
+    TensorBoard,
+    Wandb,
+    check_package,
+)
+from asyncrl.samples import Samples
+from asyncrl.samples.book import read_evaluated
+from asyncrl.util.tokenizer import Decoder, load_decoder
 from asyncrl.util.user_code import resolve_function
 
 log = structlog.get_logger()
 
-METRICS_FILE = "metrics.jsonl"
 KEY = "observe.trackers"
 
 
@@ -38,6 +50,8 @@ class Tracker(Protocol):
                 pass
 
     It is called in the process of learner rank 0, between two steps, and an exception that it raises ends the process.
+    With a method `log_samples(step, kind, samples)` it is passed samples, too: decoded `Samples`, of which `kind` says
+    whether they were "trained" or "evaluated".
     """
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -49,77 +63,37 @@ class Tracker(Protocol):
         ...
 
 
-class JsonLines:
-    """`metrics.jsonl` with one JSON object per step."""
-
-    def __init__(self, config: Config, run_dir: Path, last_step: int) -> None:
-        self._file = (run_dir / METRICS_FILE).open("a", buffering=1)
-
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
-
-    def close(self) -> None:
-        self._file.close()
-
-
-class TensorBoard:
-    """TensorBoard event files in `tensorboard/`."""
-
-    def __init__(self, config: Config, run_dir: Path, last_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=last_step + 1 if last_step else None)
-
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class Wandb:
-    """Weights & Biases, in offline mode unless the environment's WANDB_MODE says otherwise."""
-
-    def __init__(self, config: Config, run_dir: Path, last_step: int) -> None:
-        import os
-
-        import wandb
-
-        os.environ.setdefault("WANDB_MODE", "offline")
-        id_file = run_dir / "wandb_id"
-        if not id_file.exists():
-            id_file.write_text(uuid.uuid4().hex)
-        self._run = wandb.init(
-            project="asyncrl",
-            name=config.run,
-            dir=str(run_dir),
-            config=config.model_dump(mode="json"),
-            id=id_file.read_text(),
-            resume="allow",
-        )
-
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        self._run.log(metrics, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
 TRACKERS: dict[str, Callable[[Config, Path, int], Tracker]] = {
     "jsonl": JsonLines,
+    "console": ConsoleLines,
     "tensorboard": TensorBoard,
     "wandb": Wandb,
+    "mlflow": MLflow,
+    "swanlab": SwanLab,
 }
 """Trackers by the name that `observe.trackers` gives them."""
+EVALUATED_SAMPLES = 8
+"""Completions of an evaluation that trackers show."""
 
 
 class Trackers:
     """All trackers of a run. Rows that an earlier start of the run logged are not logged again."""
 
-    def __init__(self, trackers: list[Tracker], *, last_step: int = 0, evaluated: Iterable[float] = ()) -> None:
-        """`last_step` and the versions `evaluated` were logged before."""
+    def __init__(
+        self,
+        trackers: list[Tracker],
+        run_dir: Path,
+        load_decoder: Callable[[], Decoder],
+        *,
+        last_step: int = 0,
+        evaluated: Iterable[float] = (),
+    ) -> None:
+        """`last_step` and the versions `evaluated` were logged before; the decoder is loaded for the first samples."""
         self._trackers = trackers
+        self._with_samples = [tracker for tracker in trackers if hasattr(tracker, "log_samples")]
+        self._run_dir = run_dir
+        self._load_decoder = load_decoder
+        self._decoder: Decoder | None = None
         self._last_step = last_step
         self._evaluated = set(evaluated)
 
@@ -135,6 +109,16 @@ class Trackers:
         if metrics["eval/version"] not in self._evaluated:
             self._log(step, metrics)
 
+    def log_samples(self, step: int, samples: Samples, kind: str = "trained") -> None:
+        """Passes samples to the trackers that take them."""
+        if not self._with_samples or not len(samples) or (kind == "trained" and step <= self._last_step):
+            return
+        if self._decoder is None:
+            self._decoder = self._load_decoder()
+        decoded = samples.decode(self._decoder)
+        for tracker in self._with_samples:
+            tracker.log_samples(step, kind, decoded)  # pyright: ignore[reportAttributeAccessIssue]
+
     def close(self) -> None:
         for tracker in self._trackers:
             tracker.close()
@@ -142,12 +126,16 @@ class Trackers:
     def _log(self, step: int, metrics: dict[str, float]) -> None:
         for tracker in self._trackers:
             tracker.log(step, metrics)
+        if self._with_samples and "eval/version" in metrics:
+            evaluated = read_evaluated(self._run_dir, int(metrics["eval/version"]))
+            self.log_samples(step, evaluated.select(slice(EVALUATED_SAMPLES)), "evaluated")
 
 
 def find_tracker(name: str) -> Callable[[Config, Path, int], Tracker]:
-    """Returns the class or function that makes the tracker. Raises ConfigError as `resolve` does, and for one that does
-    not take three arguments."""
+    """Returns the class or function that makes the tracker. Raises ConfigError as `resolve` does, for one that does not
+    take three arguments, and for one whose package is missing."""
     found = resolve_function(KEY, name, TRACKERS)
+    check_package(KEY, name, found)
     try:
         inspect.signature(found).bind(None, Path(), 0)
     except TypeError as error:
@@ -164,7 +152,8 @@ def make_trackers(config: Config, run_dir: Path) -> Trackers:
     evaluated = [row["eval/version"] for row in rows if "eval/version" in row]
     names = dict.fromkeys(["jsonl", *config.observe.trackers])
     made = [find_tracker(name)(config, run_dir, last_step) for name in names]
-    return Trackers(made, last_step=last_step, evaluated=evaluated)
+    decoder = partial(load_decoder, config.model.path, trust_remote_code=config.model.trust_remote_code)
+    return Trackers(made, run_dir, decoder, last_step=last_step, evaluated=evaluated)
 
 
 def _logged(path: Path) -> list[dict[str, float]]:
