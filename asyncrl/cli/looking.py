@@ -29,6 +29,19 @@ def top(folder: Annotated[Path, FOLDER]) -> None:
 
 
 @app.command()
+def report(
+    folders: Annotated[list[Path], typer.Argument(help="Folders of runs, runs/NAME.")],
+    out: Annotated[
+        Path | None, typer.Option(help="File to write; of one run its report.html, of several ./report.html.")
+    ] = None,
+) -> None:
+    """Write a page about a run, finished or in progress, or one that compares several. Exit code 2: no such run."""
+    from asyncrl.launch.documents import report_on
+
+    report_on(folders, out, Console())
+
+
+@app.command()
 def samples(
     folder: Annotated[Path, FOLDER],
     step: Annotated[str | None, typer.Option(help="Step, or first and last step as in 10:20; the last one.")] = None,

@@ -27,13 +27,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import structlog
 from rich.console import Console
 
 from asyncrl.config import Config
 from asyncrl.data.hub import fetch
-from asyncrl.errors import ConfigError, DataError, PeerTimeoutError, RunError
+from asyncrl.errors import ConfigError, PeerTimeoutError, RunError
 from asyncrl.generator.vllm_backend.setup import check_cpu
 from asyncrl.launch.bottleneck import BottleneckMonitor
 from asyncrl.launch.console import (
@@ -45,6 +44,7 @@ from asyncrl.launch.console import (
     ignore_broken_pipe,
     show_end,
 )
+from asyncrl.launch.documents import REPORT, document_of
 from asyncrl.launch.endpoints import run_endpoints
 from asyncrl.launch.first_look import FirstLook
 from asyncrl.launch.fit import fit_memory
@@ -60,8 +60,6 @@ from asyncrl.launch.worker import ROLES, RoleSpec
 from asyncrl.observe.live import LiveView
 from asyncrl.observe.logs import configure_logs
 from asyncrl.observe.report import write_report
-from asyncrl.plan.measured import MAX_GROUPS
-from asyncrl.plan.tail import TraceTail
 from asyncrl.replay.client import LauncherClient
 from asyncrl.rewards.reward_model import uses_reward_model
 
@@ -137,7 +135,8 @@ def launch(config: Config, console: Console, *, without_journal: bool = False) -
             summary = folder.summary(run.summary) | run.bottleneck.summary(run.summary)
             show_end(console, summary)
             folder.write_summary(summary)
-            report = write_report(folder.path, summary, trace_of(folder.path))
+            report = folder.path / REPORT
+            write_report(report, [document_of(folder.path)])
             console.print(f"folder     {folder.path}\nreport     {report}", highlight=False, soft_wrap=True)
     return code
 
@@ -162,15 +161,6 @@ def preloaded(placement: Placement) -> Iterator[ForkServer | None]:
         yield fork_server
     finally:
         fork_server.close()
-
-
-def trace_of(run_dir: Path) -> pa.Table | None:
-    """The newest part of the run's trace; None when it cannot be read."""
-    try:
-        return TraceTail(run_dir, rows=MAX_GROUPS).read()
-    except DataError as error:
-        log.warning("no timeline in the report", error=str(error))
-        return None
 
 
 class Run:

@@ -14,7 +14,7 @@ from typing import Any, Self
 from asyncrl.config import Config, MappingValue, config_keys, load_config
 from asyncrl.errors import ConfigError
 from asyncrl.launch.worker import endpoints_of
-from asyncrl.observe.report import read_metrics
+from asyncrl.observe.document import read_metrics
 from asyncrl.util.files import next_free_path, read_json, replace_file
 from asyncrl.util.redaction import redact
 from asyncrl.wire.endpoints import Endpoints

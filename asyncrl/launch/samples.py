@@ -10,17 +10,21 @@ from typing import Literal, Self
 
 import numpy as np
 import pyarrow as pa
+import structlog
 from numpy.typing import NDArray
 
 from asyncrl.config import Config, load_config
 from asyncrl.data.parquet import PromptTable, Split
 from asyncrl.errors import ConfigError, DataError
+from asyncrl.observe.document import PageSamples
 from asyncrl.replay.journal.reader import segments_of
 from asyncrl.replay.journal.samples import JournalSamples
 from asyncrl.samples import Samples
 from asyncrl.samples.book import FOLDER, evaluated_versions, read_evaluated, read_trained
 from asyncrl.util.files import check_writable
 from asyncrl.util.tokenizer import Decoder, load_decoder
+
+log = structlog.get_logger()
 
 PARQUET = ".parquet"
 Order = Literal["best", "worst", "longest", "newest"]
@@ -233,3 +237,24 @@ def parse_steps(text: str) -> tuple[int, int]:
     if not first.isdecimal() or not (last.isdecimal() if colon else not last):
         raise ConfigError(f"--step {text!r}: has to be a step, or the first and the last one as in 10:20")
     return int(first), int(last or first)
+
+
+def page_samples(run_dir: Path) -> PageSamples | None:
+    """What the run recorded of its samples, for its document; None if nothing is recorded or it cannot be read."""
+    try:
+        config = load_config(run_dir / "config.yaml")
+        trained = read_trained(run_dir)
+        evaluations = [(version, read_evaluated(run_dir, version)) for version in evaluated_versions(run_dir)]
+        evaluated = Samples.concat(part.with_column("step", [version] * len(part)) for version, part in evaluations)
+        if not len(trained) and not len(evaluated):
+            return None
+        decoder = run_decoder(run_dir, config)
+    except (ConfigError, DataError) as error:
+        log.warning("the report has no samples", error=str(error))
+        return None
+    return PageSamples(_with_texts(trained, decoder, config, "train"), _with_texts(evaluated, decoder, config, "eval"))
+
+
+def _with_texts(samples: Samples, decoder: Decoder, config: Config, split: Split) -> Samples:
+    raw = samples.decode(decoder, special_tokens=True).table["completion"].combine_chunks()
+    return with_ground_truths(samples.decode(decoder), config, split=split).with_column("raw", raw)

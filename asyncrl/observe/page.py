@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,6 +14,12 @@ def render_page(template: str, **values: Any) -> str:
     """The page of a template, with every value escaped that the template does not mark as HTML. Raises
     jinja2.UndefinedError when the template uses a value that is not given."""
     return _templates().get_template(template).render(values)
+
+
+@cache
+def web_file(name: str) -> str:
+    """A style or script of the pages."""
+    return (files("asyncrl.observe") / "web" / name).read_text()
 
 
 @cache

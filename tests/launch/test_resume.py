@@ -21,7 +21,7 @@ from asyncrl.launch.run_dir import (
     read_endpoints,
 )
 from asyncrl.learner.checkpoint.files import CheckpointManifest, sum_of, write_manifest
-from asyncrl.observe.report import read_metrics
+from asyncrl.observe.document import read_metrics
 from tests.helpers.cli import asyncrl
 from tests.helpers.replay import loopback_endpoints, small_config
 

@@ -5,18 +5,15 @@ from __future__ import annotations
 import io
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
-import pyarrow as pa
 from rich.console import Console
 
+from asyncrl.observe.document import read_metrics
 from asyncrl.observe.live import LiveView
 from asyncrl.observe.logs import last_error
-from asyncrl.observe.report import read_metrics, write_report
-from asyncrl.observe.timeline import timeline
 from asyncrl.observe.trackers import make_trackers
 from tests.helpers.replay import small_config
 
@@ -151,71 +148,6 @@ def test_plain_view_tells_a_verdict_once() -> None:
         for sentence in ("balanced", "balanced", "learner-bound"):
             view.judge(sentence)
     assert out.getvalue() == "balanced\nlearner-bound\n"
-
-
-def test_report_shows_staleness_ledger_gains_timeline_and_configuration(tmp_path: Path) -> None:
-    rows = [{"step": step, "reward/mean": 0.5, **LAGS} for step in (1, 2, 3)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "config.yaml").write_text("replay: {max_staleness: 4}\n")
-    counts = {"generated": 9, "trained": 6, "refunded": {"zero_variance": 2}, "returned": 0, "in_flight": 1}
-    ledger = {"leased": 5, "trained": 3, "refunded": {"zero_variance": 1}, "in_flight": 1, "trajectories": counts}
-    summary = {
-        "bottleneck": "learner-bound", "simulated_gains": {"a second learner": 0.41, "a second generator": 0.0},
-        "ledger": ledger | {"tokens": {**counts, "generated": 12345}}, "bias": ["too <short>"],
-    }  # fmt: skip
-    page = write_report(tmp_path, summary, make_trace()).read_text()
-    for part in (
-        "<td>0.625</td>", "importance ratio, max", "refunded (zero_variance)", "12,345", "too &lt;short&gt;", "+41.0%",
-        "Timeline", "generator 1", "optimizer step", "replay: {max_staleness: 4}",
-    ):  # fmt: skip
-        assert part in page, part
-    assert not re.search(r"<(script|link|img)[^>]*(src|href)=", page), "it needs nothing from elsewhere"
-
-
-def make_trace(groups: int = 12) -> pa.Table:
-    """Two generators that overlap, two groups a step."""
-    steps = [number // 2 for number in range(groups)]
-    return pa.table({
-        "ticket": list(range(groups)), "generator": [number % 2 for number in range(groups)],
-        "outcome": ["trained"] * (groups - 2) + ["zero_variance", "in_flight"],
-        "start_version": [max(step - 1, 0) for step in steps], "train_version": [*steps[:-2], -1, -1],
-        "started_s": [float(step) for step in steps], "finished_s": [step + 1.5 for step in steps],
-        "taken_s": [step + 1.75 for step in steps], "trained_s": [step + 2.5 for step in steps],
-    })  # fmt: skip
-
-
-def test_timeline_shows_steps_of_the_middle_and_groups_side_by_side() -> None:
-    figure = timeline(make_trace())
-    learner, *kinds = figure.data
-    assert list(learner.text) == ["step 1", "step 2", "step 3", "step 4"]
-    assert {bars.name for bars in kinds} <= {"staleness 0", "staleness 1", "zero variance", "in flight"}
-    spans = [
-        (y, begin, begin + width) for bars in kinds for y, begin, width in zip(bars.y, bars.base, bars.x, strict=True)
-    ]
-    for index, (y, begin_s, end_s) in enumerate(spans):
-        for other, other_begin_s, other_end_s in spans[index + 1 :]:
-            assert y != other or begin_s >= other_end_s or other_begin_s >= end_s, "bars of a lane overlap"
-    assert timeline(make_trace().slice(0, 0)) is None
-
-
-def test_report_draws_what_there_is(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.25}\n{"step": 2, "reward/mean": 0.75}\n{"st')
-    summary = {"status": "failed", "bottleneck": "balanced", "staleness": {"histogram": [5, 7]}}
-    page = write_report(tmp_path, summary).read_text()
-    assert "balanced" in page
-    assert "0.25,0.75" in page.replace(" ", "")
-    assert "Ledger" not in page
-
-
-def test_report_draws_evaluations_by_version(tmp_path: Path) -> None:
-    results = [
-        {"version": 0, "reward": 0.125, "pass@1": 0.0625, "pass@2": 0.09375, "sums/reward": 0.875},
-        {"version": 7, "reward": 0.375, "pass@1": 0.3125, "pass@2": 0.34375, "sums/reward": 0.625},
-    ]
-    page = write_report(tmp_path, {"eval": results}).read_text().replace(" ", "")
-    for line in ('"x":[0,7],"y":[0.125,0.375]', '"y":[0.0625,0.3125]', '"y":[0.09375,0.34375]', '"y":[0.875,0.625]'):
-        assert line in page
-    assert "Evaluation:" not in write_report(tmp_path, {}).read_text()
 
 
 def test_no_file_of_a_run_has_a_secret(tmp_path: Path) -> None:

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
+import subprocess
 import tomllib
 from html.parser import HTMLParser
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import pytest
 from jinja2 import UndefinedError
 
-from asyncrl.observe.page import render_page
+from asyncrl.observe.document import run_document
+from asyncrl.observe.page import render_page, web_file
 from asyncrl.observe.report import write_report
+from tests.observe.test_document import make_trace
 
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 ROOT = Path(__file__).parents[2]
 HOSTILE = "</title></pre><script>alert('&amp;\"')</script>"
 
@@ -39,29 +46,66 @@ class Elements(HTMLParser):
         return [text.strip() for found, text in self.found if found == tag]
 
 
-def write_page(folder: Path, text: str) -> Elements:
+def write_page(folder: Path, text: str) -> tuple[Elements, str]:
     """The report of a run in which everything that a user or a library names is `text`."""
     folder.mkdir()
-    (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, f"reward_part/{text}": 0.5}) + "\n")
+    (folder / "metrics.jsonl").write_text(
+        json.dumps({"step": 1, "reward/mean": 1.0, f"reward_part/{text}": 0.5}) + "\n"
+    )
     (folder / "config.yaml").write_text(f"run: {text}\n")
     counts = {"generated": 1, "trained": 1, "refunded": {text: 0}, "returned": 0, "in_flight": 0}
     ledger = {"leased": 1, "trained": 1, "refunded": {text: 0}, "in_flight": 0}
-    evaluation = {"version": 0, f"{text}/reward": 0.5}
+    evaluation = {"version": 0, "reward": 0.5, f"{text}/reward": 0.5, f"{text}2/reward": 0.5}
     summary = {
         "error": text, text: [text], "eval": [evaluation], "bias": [text],
         "ledger": ledger | {"trajectories": counts, "tokens": counts}, "simulated_gains": {text: 0.5},
     }  # fmt: skip
-    return Elements(write_report(folder, summary).read_text())
+    write_report(folder / "report.html", [run_document(folder, summary)])
+    page = (folder / "report.html").read_text()
+    return Elements(page), page
 
 
 def test_names_and_texts_of_a_run_are_escaped(tmp_path: Path) -> None:
-    page, plain = write_page(tmp_path / HOSTILE.replace("/", ""), HOSTILE), write_page(tmp_path / "plain", "plain")
+    page, _ = write_page(tmp_path / HOSTILE.replace("/", ""), HOSTILE)
+    plain, _ = write_page(tmp_path / "plain", "plain")
     assert [tag for tag, _ in page.found] == [tag for tag, _ in plain.found], "a text made an element"
-    assert page.texts("title") == [f"asyncrl run {HOSTILE.replace('/', '')}"]
-    assert page.texts("p") == [HOSTILE, HOSTILE]
-    assert page.texts("pre") == [f"run: {HOSTILE}"]
-    assert {HOSTILE, f"refunded ({HOSTILE})"} <= set(page.texts("th"))
-    assert {HOSTILE, json.dumps([HOSTILE])} <= set(page.texts("td"))
+    assert page.texts("title") == [f"asyncrl {HOSTILE.replace('/', '')}"]
+    (data,) = [text for text in page.texts("script") if text.startswith("[{")]
+    (document,) = json.loads(data)
+    assert document["error"] == HOSTILE and document["bias"] == [HOSTILE] and document["config"] == f"run: {HOSTILE}\n"
+
+
+def test_the_report_is_small_and_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
+    _, page = write_page(tmp_path / "plain", "plain")
+    assert not re.search(r"<(script|link|img)[^>]*(src|href)=|@import|url\(", page)
+    assert len(page.encode()) < 200_000
+    assert "innerHTML" not in page.replace(web_file("uplot.min.js"), ""), "texts of a run become text nodes only"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+def test_a_browser_draws_two_runs(tmp_path: Path) -> None:
+    documents: list[dict[str, Any]] = []
+    for name, text in (("one", HOSTILE), ("two", "plain")):
+        write_page(tmp_path / name, text)
+        rows = "".join(json.dumps({"step": step, "reward/mean": step / 9}) + "\n" for step in range(1, 9))
+        (tmp_path / name / "metrics.jsonl").write_text(rows)
+        documents.append(run_document(tmp_path / name, {"bottleneck": text, "status": "finished"}, make_trace()))
+    documents[0]["samples"]["trained"] = [
+        {"step": 1, "prompt": HOSTILE, "completion": "2", "raw": "2<eos>", "reward": 1.0, "reward_parts": {}, "row": 0}
+    ]
+    write_report(tmp_path / "both.html", documents)
+    assert CHROMIUM is not None
+    command = [
+        CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=5000",
+        f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", (tmp_path / "both.html").as_uri(),
+    ]  # fmt: skip
+    page = Elements(subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout)
+    assert page.texts("h1") == ["one", "two"]
+    assert page.texts("p")[:2] == [HOSTILE, "plain"]
+    assert {"What it writes", "Learning", "Timeline of a few steps"} <= set(page.texts("h2"))
+    assert HOSTILE in page.texts("div"), "the prompt of the sample"
+    assert page.texts("canvas") and "one reward/mean" in page.texts("i") + page.texts("span")
 
 
 def test_a_value_that_a_template_lacks_is_an_error() -> None:
@@ -73,6 +117,10 @@ def test_the_package_data_has_every_template() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     observe = ROOT / "asyncrl" / "observe"
     patterns = project["tool"]["setuptools"]["package-data"]["asyncrl.observe"]
-    assert {file for pattern in patterns for file in observe.glob(pattern)} == set((observe / "templates").iterdir())
+    assert {file for pattern in patterns for file in observe.glob(pattern)} == {
+        *(observe / "templates").iterdir(),
+        *(observe / "web").iterdir(),
+    }
     installed = {file.name for file in (files("asyncrl.observe") / "templates").iterdir()}
     assert installed >= {"base.html.j2", "run.html.j2", "sweep.html.j2"}
+    assert web_file("uplot.min.js")

@@ -44,7 +44,7 @@ def make_run(folder: Path, *, steps: int = 12, rewards: float = 0.5, seed: int =
     pq.write_table(pa.Table.from_pylist(trace, schema=SCHEMA), folder / "trace.parquet")
     told = {
         "status": "finished", "tokens_per_s": 100.0, "reward_last": rewards,
-        "staleness": {"mean": 1.0, "histogram": [5, 5]},
+        "staleness": {"mean": 1.0, "max": 1, "limit": 2, "histogram": [5, 5]},
     }  # fmt: skip
     (folder / "summary.json").write_text(json.dumps(told | summary))
     return folder

@@ -143,7 +143,7 @@ def check_folder(run: Launched, *, steps: int, max_staleness: int) -> dict[str, 
     check_trace(run, summary)
     config = load_config(run.run_dir / "config.yaml")
     assert (config.steps, config.replay.max_staleness) == (steps, max_staleness)
-    assert "plotly" in (run.run_dir / "report.html").read_text()
+    assert '"title":"Is it learning?"' in (run.run_dir / "report.html").read_text()
     for role in ("launcher", "replay", "generator-0", "learner-0"):
         assert run.events(role), f"no log of {role}"
     model = AutoModelForCausalLM.from_pretrained(run.run_dir / "model")

@@ -23,8 +23,8 @@ from asyncrl.launch.placement import LOOPBACK, place_roles
 from asyncrl.launch.preflight import check_model
 from asyncrl.launch.run_dir import changes, refuse_changes
 from asyncrl.launch.worker import EXIT_CONFIG, RoleSpec
+from asyncrl.observe.document import OF_STEP, read_metrics
 from asyncrl.observe.logs import configure_logs
-from asyncrl.observe.report import OF_STEP, read_metrics
 from asyncrl.rewards.reward_model import uses_reward_model
 from asyncrl.samples import Samples
 from asyncrl.util.files import next_free_path

@@ -1,0 +1,315 @@
+"""A run as one JSON document: what the report draws.
+
+Everything that a page shows of a run is in its document, numbers as they are and texts unescaped; the scripts in `web/`
+draw it. Curves have at most `MAX_POINTS` points, each the mean of as many steps.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from asyncrl.observe.destinations import METRICS_FILE
+from asyncrl.observe.timeline import timeline
+from asyncrl.samples import Samples
+from asyncrl.samples.book import CHOSEN
+from asyncrl.types import STALENESS_BUCKETS, STALENESS_METRICS
+from asyncrl.util.redaction import redact
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+CHARTS: dict[str, dict[str, list[str]]] = {
+    "Learning": {
+        "Reward": ["reward/mean"],
+        "Entropy (nats)": ["learner/entropy"],
+        "Gradient norm": ["learner/grad_norm"],
+        "Learning rate": ["learner/lr"],
+        "Tokens of a completion": ["completion/tokens"],
+        "Fraction of completions truncated": ["completion/truncated_fraction"],
+        "Critic: explained variance of the returns": ["critic/explained_variance"],
+        "Divergence from the reference policy (nats)": ["kl/reference"],
+    },
+    "Speed": {
+        "Trained tokens per second": ["tokens_per_s"],
+        "Seconds of a step": ["learner/step_s", "learner/wait_s", "learner/sync_s", "learner/write_s"],
+        "Seconds of a group in each state": ["group/generate_s", "group/queue_s", "group/train_s"],
+    },
+    "Off-policy": {
+        "Staleness of trained tokens (learner steps)": ["staleness/mean", "staleness/max", "replay/staleness_limit"],
+        "Staleness gained in flight and in the queue": ["staleness/in_flight", "staleness/in_queue"],
+        "Effective sample size of the importance weights": ["correction/ess", "correction/ess_capped"],
+        "Distance of current and behavior policy (nats)": ["correction/behavior_kl", "correction/mismatch_kl"],
+        "Fraction of tokens clipped, capped": ["learner/clip_fraction", "correction/capped_fraction"],
+    },
+}
+"""Section -> chart title -> metrics drawn in it. A chart is left out when the run has none of its metrics."""
+MAX_POINTS = 1000
+RATE_POINTS = 100
+"""Points of a rate: each is the tokens of some steps by the seconds that they took."""
+LATEST_STEPS = 20
+"""Steps that the staleness table averages over."""
+MAX_SAMPLES = 200
+"""Samples of steps, and completions of evaluations, that a document has."""
+MAX_CHARACTERS = 4000
+"""Longer texts of samples are cut in the middle."""
+OF_STEP = "learner/tokens"
+"""A metric that every row of a step has, and no other row."""
+SHOWN_ELSEWHERE = ("bottleneck", "ledger", "bias", "simulated_gains", "eval", "staleness", "time", "status", "error")
+"""Fields of the summary with their own section on the page."""
+SAMPLE_FIELDS = (
+    "step", CHOSEN, "prompt", "completion", "ground_truth", "reward", "reward_parts", "staleness", "end_version",
+    "status", "error", "num_action_tokens", "ticket", "row", "data_source",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class PageSamples:
+    """The samples of a run that a document has, decoded, with the texts of special tokens in `raw`."""
+
+    trained: Samples
+    evaluated: Samples
+    """`step` is the version that was evaluated."""
+
+
+def run_document(
+    run_dir: Path, summary: Mapping[str, Any], trace: pa.Table | None = None, samples: PageSamples | None = None
+) -> dict[str, Any]:
+    """The document of a run; values that are not finite are null."""
+    rows = read_metrics(run_dir / METRICS_FILE)
+    steps = [row for row in rows if OF_STEP in row or "reward/mean" in row]
+    config = run_dir / "config.yaml"
+    document = {
+        "name": run_dir.name,
+        "status": summary.get("status", ""),
+        "verdict": summary.get("bottleneck", summary.get("error", "")),
+        "error": summary.get("error", ""),
+        "tiles": _tiles(steps, summary),
+        "charts": _charts(steps, summary.get("eval", [])),
+        "histogram": summary.get("staleness", {}).get("histogram", []),
+        "time": _time(summary.get("time", {})),
+        "timeline": None if trace is None else timeline(trace),
+        "samples": _samples(samples),
+        "staleness": _staleness(steps[-LATEST_STEPS:]),
+        "ledger": _ledger(summary["ledger"]) if "ledger" in summary else [],
+        "bias": summary.get("bias", []),
+        "gains": sorted(summary.get("simulated_gains", {}).items(), key=lambda pair: -pair[1]),
+        "summary": list(_flat({key: value for key, value in summary.items() if key not in SHOWN_ELSEWHERE})),
+        "config": redact(config.read_text()) if config.is_file() else "",
+    }
+    return _finite(document)
+
+
+def read_metrics(path: Path) -> list[dict[str, float]]:
+    """The rows of a `metrics.jsonl`, without a torn last line."""
+    rows: list[dict[str, float]] = []
+    if path.is_file():
+        for line in path.read_text().splitlines():
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError:
+                break
+    return rows
+
+
+def _tiles(rows: Sequence[dict[str, float]], summary: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The four answers of the first screen: [title, value, what it is, the curve under it]."""
+    tiles: list[dict[str, Any]] = []
+    rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
+    if rewards:
+        ends = max(1, len(rewards) // 10)
+        first = summary.get("reward_first", fmean(rewards[:ends]))
+        last = summary.get("reward_last", fmean(rewards[-ends:]))
+        evaluations = summary.get("eval", [])
+        note = "mean reward, first and last steps"
+        if evaluations:
+            note += f"; evaluation {evaluations[0]['reward']:.3f} to {evaluations[-1]['reward']:.3f}"
+        tiles.append(_tile("Is it learning?", f"{first:.3f} → {last:.3f}", note, "reward/mean"))
+    if "tokens_per_s" in summary:
+        wall_s, steps = summary.get("wall_s", 0.0), summary.get("steps", len(rows))
+        note = f"trained tokens per second; {steps:,} steps in {_duration(wall_s)}"
+        tiles.append(_tile("How fast?", f"{summary['tokens_per_s']:,.0f}", note, "tokens_per_s"))
+    if "idle" in summary:
+        idle = summary["idle"]
+        role = max(idle, key=lambda name: idle[name])
+        others = ", ".join(f"{name} {idle[name]:.0%}" for name in idle if name != role)
+        note = f"of its time; {others}; below, the learner's seconds of waiting by step"
+        tiles.append(_tile("What holds it back?", f"{role} waits {idle[role]:.0%}", note, "learner/wait_s"))
+    if "mean" in summary.get("staleness", {}):
+        staleness = summary["staleness"]
+        note = f"steps of staleness, mean of tokens; the oldest {staleness['max']}, limit {staleness['limit']}"
+        tiles.append(_tile("How off-policy?", f"{staleness['mean']:.2f}", note, "staleness/mean"))
+    return tiles
+
+
+def _tile(title: str, value: str, note: str, metric: str) -> dict[str, Any]:
+    return {"title": title, "value": value, "note": note, "metric": metric}
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def _charts(rows: Sequence[dict[str, float]], evaluations: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Sections of charts: each line is [name, xs, ys], over steps or, in evaluations, over versions."""
+    parts = sorted({name for row in rows for name in row if name.startswith("reward_part/")})
+    sections: list[dict[str, Any]] = []
+    for section, charts in CHARTS.items():
+        if section == "Learning" and parts:
+            charts = charts | {"Parts of the reward": parts}
+        drawn: list[dict[str, Any]] = []
+        for title, names in charts.items():
+            lines = [line for name in names if len((line := [name, *_line(rows, name)])[1])]
+            if lines:
+                drawn.append(_chart(title, "step", lines))
+        if section == "Learning":
+            drawn[1:1] = _evaluations(evaluations)
+        if drawn:
+            sections.append({"title": section, "charts": drawn})
+    return sections
+
+
+def _evaluations(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Mean reward of each data source, and pass@k over all prompts, by version."""
+    if not results:
+        return []
+    versions = [result["version"] for result in results]
+    sources = [name for name in results[-1] if name.endswith("/reward")]
+    rewards = ["reward", *(sources if len(sources) > 1 else [])]
+    passes = [name for name in results[-1] if name.startswith("pass@")]
+    return [
+        _chart(title, "version", [[name, versions, [row.get(name) for row in results]] for name in lines])
+        for title, lines in (("Evaluation: mean reward", rewards), ("Evaluation: pass@k", passes))
+    ]
+
+
+def _chart(title: str, x: str, lines: list[list[Any]]) -> dict[str, Any]:
+    return {"title": title, "x": x, "lines": lines}
+
+
+def _line(rows: Sequence[dict[str, float]], name: str) -> tuple[list[float], list[float]]:
+    """The steps and values of a metric, each the mean of adjacent rows; without the first step's time, which includes
+    the start of the run."""
+    if name == "tokens_per_s":
+        return _rate(rows)
+    chosen = [row for row in rows[name.endswith("_s") :] if name in row and math.isfinite(row[name])]
+    parts = _parts(chosen, MAX_POINTS)
+    return [part[-1]["step"] for part in parts], [fmean(row[name] for row in part) for part in parts]
+
+
+def _rate(rows: Sequence[dict[str, float]]) -> tuple[list[float], list[float]]:
+    """Trained tokens by seconds between steps."""
+    known = [row for row in rows if OF_STEP in row and "time/elapsed_s" in row]
+    steps: list[float] = []
+    rates: list[float] = []
+    before_s: float | None = None
+    for part in _parts(known, RATE_POINTS):
+        end_s = part[-1]["time/elapsed_s"]
+        if before_s is not None and end_s > before_s:
+            steps.append(part[-1]["step"])
+            rates.append(sum(row[OF_STEP] for row in part) / (end_s - before_s))
+        before_s = end_s
+    return steps, rates
+
+
+def _parts(rows: Sequence[dict[str, float]], number: int) -> list[Sequence[dict[str, float]]]:
+    """The rows in at most so many parts of equal size, the first of which may be smaller."""
+    size = max(1, -(-len(rows) // number))
+    ends = range(len(rows), 0, -size)
+    return [rows[max(end - size, 0) : end] for end in reversed(ends)]
+
+
+def _time(times: Mapping[str, Mapping[str, float]]) -> list[dict[str, Any]]:
+    """By role the fraction of its time in each activity."""
+    return [
+        {
+            "role": role,
+            "seconds": activities.get("seconds"),
+            "activities": [[name, fraction] for name, fraction in activities.items() if name != "seconds"],
+        }
+        for role, activities in times.items()
+    ]
+
+
+def _samples(samples: PageSamples | None) -> dict[str, Any]:
+    if samples is None:
+        return {"trained": [], "evaluated": []}
+    evaluated = samples.evaluated
+    if len(evaluated):
+        rows = np.unique(evaluated["row"])
+        versions = max(1, len(np.unique(evaluated["step"])))
+        kept = rows[: max(1, MAX_SAMPLES // versions)]
+        evaluated = evaluated.select(np.isin(evaluated["row"], kept))
+    spread = np.unique(np.linspace(0, max(len(samples.trained) - 1, 0), min(len(samples.trained), MAX_SAMPLES)).round())
+    return {"trained": _plain(samples.trained.select(spread)), "evaluated": _plain(evaluated)}
+
+
+def _plain(samples: Samples) -> list[dict[str, Any]]:
+    names = [name for name in (*SAMPLE_FIELDS, "raw") if name in samples.columns]
+    rows = samples.table.select(names).to_pylist(maps_as_pydicts="strict")
+    return [{name: _cut(value) if isinstance(value, str) else value for name, value in row.items()} for row in rows]
+
+
+def _cut(text: str) -> str:
+    if len(text) <= MAX_CHARACTERS:
+        return text
+    half = MAX_CHARACTERS // 2
+    return f"{text[:half]} [... {len(text) - 2 * half:,} characters ...] {text[-half:]}"
+
+
+def _staleness(rows: Sequence[dict[str, float]]) -> dict[str, Any]:
+    """A line of off-policy metrics for each staleness, means of the latest steps."""
+    lines: list[list[Any]] = []
+    for bucket in STALENESS_BUCKETS:
+        columns = [
+            [row[key] for row in rows if (key := f"staleness/{bucket}/{name}") in row] for name in STALENESS_METRICS
+        ]
+        if any(columns):
+            share = sum(columns[0]) / len(rows)  # a step without such tokens counts as 0
+            lines.append([bucket, share, *(fmean(values) if values else None for values in columns[1:])])
+    return {"steps": LATEST_STEPS, "titles": ["staleness", *STALENESS_METRICS.values()], "lines": lines}
+
+
+def _ledger(ledger: Mapping[str, Any]) -> list[list[Any]]:
+    trajectories, tokens = ledger["trajectories"], ledger["tokens"]
+    return [
+        ["generated", ledger["leased"], trajectories["generated"], tokens["generated"]],
+        ["trained", ledger["trained"], trajectories["trained"], tokens["trained"]],
+        *(
+            [f"refunded ({reason})", groups, trajectories["refunded"][reason], tokens["refunded"][reason]]
+            for reason, groups in ledger["refunded"].items()
+        ),
+        ["returned", None, trajectories["returned"], tokens["returned"]],
+        ["in flight", ledger["in_flight"], trajectories["in_flight"], tokens["in_flight"]],
+    ]
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    """The values of nested dictionaries with their dotted names; lists as text."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", json.dumps(value) if isinstance(value, list) else value
+
+
+def _finite(value: Any) -> Any:
+    """The document with null for NaN and infinity, which JSON lacks, and numbers of six digits."""
+    match value:
+        case dict():
+            return {str(key): _finite(one) for key, one in value.items()}
+        case list() | tuple():
+            return [_finite(one) for one in value]
+        case float():
+            return float(f"{value:.6g}") if math.isfinite(value) else None
+        case _:
+            return value
