@@ -81,6 +81,8 @@ class Batch:
     """int64 [A], group of each trajectory."""
     lengths: Tensor
     """int64 [A], number of action tokens."""
+    prompt_tokens: Tensor
+    """int64 [A], number of tokens before the first action token."""
     greedy_rewards: Tensor | None = None
     """float64 [A], reward of the greedy completion of each trajectory's prompt; None unless all groups have one."""
 
@@ -202,6 +204,7 @@ def make_batch(
         rewards=torch.tensor([trajectory.reward for _, trajectory in named], dtype=torch.float64)[order],
         group=owner[order],
         lengths=torch.tensor(lengths, dtype=torch.int64)[order],
+        prompt_tokens=torch.tensor([one.num_prompt_tokens for _, one in named], dtype=torch.int64)[order],
         greedy_rewards=torch.tensor(known, dtype=torch.float64)[owner][order] if len(known) == len(groups) else None,
     )
 

@@ -178,6 +178,7 @@ class Learner:
             "learner/step_s": lap["working"],
             "learner/sync_s": lap["syncing"],
             "learner/write_s": lap["writing"],
+            **self.trainer.phases.metrics(),
         }
         saving = self._saves(step)
         # Committed before it is sent: no generator may have a version that the replay queue does not know.

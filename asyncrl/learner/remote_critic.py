@@ -201,7 +201,7 @@ class CriticServer:
         none = torch.empty(0)
         (step,) = _agreed(messages, "step")
         self._step = step
-        values, after = self.critic.values(Batch(minibatches, none, none, none), step).split([start, num_ends])
+        values, after = self.critic.values(Batch(minibatches, none, none, none, none), step).split([start, num_ends])
         parts = {
             rank: [*(values[span] for span in self._spans[rank]), *(after[span] for span in ends[rank])]
             for rank in messages

@@ -32,12 +32,14 @@ from asyncrl.config import Config
 from asyncrl.learner.advantage_step import Estimates, Scores, estimate
 from asyncrl.learner.algorithm import Algorithm
 from asyncrl.learner.batch import Batch, MicroBatch
+from asyncrl.learner.batch_metrics import batch_metrics
 from asyncrl.learner.checkpoint.files import Files, bytes_file, model_files, tensors_file
 from asyncrl.learner.checkpoint.zero_state import random_state, restore_random_state, restore_state
 from asyncrl.learner.critic import ValueFunction
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.metrics import StepMetrics
 from asyncrl.learner.mismatch_check import MismatchCheck
+from asyncrl.learner.phases import PhaseTimer
 from asyncrl.learner.policy import Policy, Reference
 from asyncrl.learner.token_losses import token_losses
 from asyncrl.learner.update import (
@@ -71,6 +73,8 @@ class Trainer:
         self.mismatch_check: MismatchCheck | None = None
         """Compares log-probs with the run's engines in the first steps; None after it has concluded, or if the run has
         no engines."""
+        self.phases = PhaseTimer(ranks.device)
+        """The seconds of the phases of a step, which the loop reads."""
         self._reference: Reference | None = None
         settings = config.algorithm
         self.kl_control: FixedKL | AdaptiveKL = FixedKL(settings.kl_reward_coef)
@@ -87,7 +91,9 @@ class Trainer:
         settings, device = self.config.learner, self.ranks.device
         minibatches = sync_microbatches(batch, self.ranks, step)
         scores = self._score(batch, minibatches, step)
-        estimates = estimate(self.algorithm, batch, scores, self.ranks, kl_coef=self.kl_control.coef)
+        phase = self.phases.phase
+        with phase("advantage"):
+            estimates = estimate(self.algorithm, batch, scores, self.ranks, kl_coef=self.kl_control.coef)
         if self.critic is not None:
             assert estimates.returns is not None
             self.critic.train(estimates.returns)
@@ -100,28 +106,33 @@ class Trainer:
             finite: list[Tensor] = []
             for micro, last in minibatch.on(device):
                 own = estimates.of(micro, device)
-                logprobs, entropies = self.policy.score(micro) if warmup else self.policy.forward(micro)
-                current = logprobs.detach()
-                losses = token_losses(
-                    self.algorithm, self.config, micro, own, current, counts=minibatch.counts, version=step - 1
-                )
+                with phase("forward"):
+                    logprobs, entropies = self.policy.score(micro) if warmup else self.policy.forward(micro)
+                    current = logprobs.detach()
+                    losses = token_losses(
+                        self.algorithm, self.config, micro, own, current, counts=minibatch.counts, version=step - 1
+                    )
                 metrics.add(micro, losses, current, entropies, own.advantages)
                 if self.mismatch_check is not None and number == 0:  # later updates start from other weights
                     self.mismatch_check.add(micro, current, version=step - 1)
                 if not warmup:
                     finite.append(current.isfinite() & losses.gradient.isfinite())
-                    self.policy.backward(logprobs, losses.gradient, last=last)
+                    with phase("backward"):
+                        self.policy.backward(logprobs, losses.gradient, last=last)
             if not warmup:
                 norm = self.policy.gradient_norm()
                 if skip_if_not_finite(self.policy, minibatch, finite, norm, step, settings, "learner.lr", culprits):
                     continue
                 lr = self._learning_rate(step, metrics)
-                self.policy.step(lr=lr, max_grad_norm=settings.max_grad_norm, grad_norm=norm)
+                with phase("optimizer"):
+                    self.policy.step(lr=lr, max_grad_norm=settings.max_grad_norm, grad_norm=norm)
                 updates.append(Update(norm, lr))
             total.join(metrics)
         self._conclude_mismatch_check(step)
         skipped = 0 if warmup else self._updates - len(updates)
-        return self._describe(total, updates, skipped, minibatches, estimates)
+        return self._describe(total, updates, skipped, minibatches, estimates) | batch_metrics(
+            batch, estimates.advantages, self.ranks
+        )
 
     def snapshot(self, folder: Path) -> Files:
         """Returns this rank's files of the checkpoint in `folder`, copied to the CPU. All ranks call it."""
@@ -153,10 +164,19 @@ class Trainer:
             self._reference = Reference(self.config, self.ranks)
         reference = self._reference if wants_reference else None
         micro_batches = [micro.to(self.ranks.device) for minibatch in minibatches for micro in minibatch.micro_batches]
-        values = self.critic.values(batch, step) if self.critic is not None else None
+        phase, proximal, ref, values = self.phases.phase, None, None, None
+        if self.critic is not None:
+            with phase("values"):
+                values = self.critic.values(batch, step)
+        if wants_proximal:
+            with phase("proximal"):
+                proximal = self._join(self.policy.logprobs, micro_batches)
+        if reference is not None:
+            with phase("reference"):
+                ref = self._join(reference.logprobs, micro_batches)
         return Scores(
-            proximal_logprobs=self._join(self.policy.logprobs, micro_batches) if wants_proximal else None,
-            ref_logprobs=self._join(reference.logprobs, micro_batches) if reference is not None else None,
+            proximal_logprobs=proximal,
+            ref_logprobs=ref,
             values=None if values is None else values[: batch.num_tokens],
             after=None if values is None else values[batch.num_tokens :],
         )

@@ -31,8 +31,9 @@ CHARTS: dict[str, dict[str, list[str]]] = {
         "Reward": ["reward/mean"],
         "Entropy (nats)": ["learner/entropy"],
         "Gradient norm": ["learner/grad_norm"],
+        "Advantages of trained tokens": ["batch/advantage_mean", "batch/advantage_std"],
         "Learning rate": ["learner/lr"],
-        "Tokens of a completion": ["completion/tokens"],
+        "Tokens of a completion": ["completion/tokens", "batch/completion_tokens_max"],
         "Fraction of completions truncated": ["completion/truncated_fraction"],
         "Critic: explained variance of the returns": ["critic/explained_variance"],
         "Divergence from the reference policy (nats)": ["kl/reference"],
@@ -40,6 +41,15 @@ CHARTS: dict[str, dict[str, list[str]]] = {
     "Speed": {
         "Trained tokens per second": ["tokens_per_s"],
         "Seconds of a step": ["learner/step_s", "learner/wait_s", "learner/sync_s", "learner/write_s"],
+        "Phases of a step (seconds)": [
+            "learner/forward_s",
+            "learner/backward_s",
+            "learner/optimizer_s",
+            "learner/advantage_s",
+            "learner/proximal_s",
+            "learner/reference_s",
+            "learner/values_s",
+        ],
         "Seconds of a group in each state": ["group/generate_s", "group/queue_s", "group/train_s"],
     },
     "Off-policy": {

@@ -56,7 +56,7 @@ def launch(folder: Path, *arguments: str) -> tuple[int, str]:
         (["rewards=nowhere.py:score"], "nowhere.py"),
         (
             ["observe.trackers=[wandbb]"],
-            "not one of jsonl, tensorboard, wandb; did you mean wandb?",
+            "not one of jsonl, console, tensorboard, wandb, mlflow, swanlab; did you mean wandb?",
         ),
         (["launch.cluster=slurm"], "launch.cluster = 'slurm': not one of local; one of your own is module:function or"),
         (["algorithm.loss=ppo_clipp"], "did you mean ppo_clip?"),

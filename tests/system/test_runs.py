@@ -164,8 +164,11 @@ def check_diagnostics(run: Launched, summary: dict[str, Any]) -> None:
     assert split["in_flight"] + split["in_queue"] == pytest.approx(split["mean"])
     assert summary["generators_per_device"] == 1
     assert "a second generator" in summary["simulated_gains"]
-    page = (run.run_dir / "report.html").read_text()
-    assert all(part in page for part in ("Timeline", "By staleness", "Configuration", "Simulated changes"))
+    _, _, rest = (run.run_dir / "report.html").read_text().partition('id="data">')
+    (document,) = json.loads(rest.partition("</script>")[0])
+    for part in ("timeline", "tiles", "charts", "histogram", "ledger", "gains", "config"):
+        assert document[part], part
+    assert document["staleness"]["lines"] and document["samples"]["trained"] and document["status"] == "finished"
 
 
 def check_trace(run: Launched, summary: dict[str, Any]) -> None:
