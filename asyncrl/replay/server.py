@@ -8,7 +8,7 @@ One thread, one loop (`ReplayServer.serve`). A pass of it:
        |                              launcher:   status, scale, lost, stop, summary, shutdown
     handle messages         at most RECEIVE_AT_ONCE; changes of the queue are buffered as records of the journal
        |
-    answer waiting takes    a "take" waits for a complete batch, which a "finish" or a "commit" brings about; after
+    answer waiting takes    a "take" waits for a complete batch, which a "finish" or a "commit" completes; after
        |                    TAKE_ANSWER_S it is answered "wait", and the learner asks again
     expire leases
        |
