@@ -79,7 +79,7 @@ class Inputs:
     require importing the user's code."""
 
     rewards: Rewards
-    """Those of the config, or those that auto stands for."""
+    """The rewards of the config, or those that "auto" stands for."""
     rows: int
     """Rows of the training data."""
     prompt_tokens: int

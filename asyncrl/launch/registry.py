@@ -13,7 +13,7 @@ from rich.text import Text
 from asyncrl.config import Config
 
 OWN_PARTS = "One of your own goes by module:function or file.py:function, wherever the config takes one of these names."
-"""How to name a part that is in no table."""
+"""Printed below the tables: the form in which a config names a part of the user's own."""
 
 
 def tables() -> dict[str, Mapping[str, Any]]:

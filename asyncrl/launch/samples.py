@@ -33,7 +33,7 @@ _COLUMN = {"best": "reward", "worst": "reward", "longest": "num_action_tokens"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Query:
-    """What to look for. Every condition that is given has to hold."""
+    """A search for trajectories. All conditions that are set have to hold."""
 
     steps: tuple[int, int] | None = None
     """First and last step; the last one that is stored if this and all of the following are not given."""
@@ -69,11 +69,11 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What a run's folder has of its trajectories."""
+    """The trajectories that are stored in a run's folder."""
 
     run_dir: Path
     journal: JournalSamples | None
-    """The groups of the steps that it has, complete."""
+    """All groups of the steps that it still contains."""
     recorded: Samples
     """A few trajectories of many steps."""
     versions: list[int]
@@ -93,7 +93,8 @@ class Stored:
         return stored
 
     def parts(self, query: Query) -> Iterator[Samples]:
-        """What may match, the newest first: of a step all of the journal, otherwise what is recorded."""
+        """Yields the trajectories that may match, newest first: for each step all of those in the journal, or the
+        recorded ones if it is no longer there."""
         if query.evaluated:
             for version in _in_range(self.versions, query):
                 yield read_evaluated(self.run_dir, version)
@@ -240,7 +241,7 @@ def parse_steps(text: str) -> tuple[int, int]:
 
 
 def page_samples(run_dir: Path) -> PageSamples | None:
-    """What the run recorded of its samples, for its document; None if nothing is recorded or it cannot be read."""
+    """Returns the recorded samples of the run for its document; None if there are none or they cannot be read."""
     try:
         config = load_config(run_dir / "config.yaml")
         trained = read_trained(run_dir)
