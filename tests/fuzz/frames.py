@@ -1,4 +1,4 @@
-"""One sound message of every kind, as `encode` gives it; what the fuzzer mutates."""
+"""One sound message of every kind, as `encode` returns it, for the fuzzer to mutate."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ PUSHED: list[Body] = [
     weights.Closed(),
     weights.Pong(),
 ]
-"""What the sender of weights says."""
+"""The messages of the sender of weights."""
 
 
 def frames_of(body: Body, arrays: Sequence[Arrays] = (), *, seq: int = 1) -> list[bytes]:

@@ -42,7 +42,7 @@ REASONS = [
     "is negative", "a token has a version if and only if", "older than the version", "behavior_logprobs are not finite",
     "reward .* is not finite", "is not between",
 ]  # fmt: skip
-"""What `decode` and `check_group` say; `tests/replay/test_wire.py` has an empty message."""
+"""The errors of `decode` and `check_group`; `tests/replay/test_wire.py` has an empty message."""
 
 
 def test_every_kind_is_mutated() -> None:

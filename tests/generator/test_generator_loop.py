@@ -1,4 +1,4 @@
-"""The loop with a real engine: whole groups with exact arrays, swaps in flight, asking, stopping."""
+"""The loop with a real engine: complete groups with exact arrays, swaps in flight, asking, stopping."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def make_loop(
 
 
 class Leases:
-    """Hands out leases of different prompts, so many in all, then none; done when all have been finished."""
+    """Hands out `total` leases of different prompts, then none; done when all have been finished."""
 
     def __init__(self, total: int) -> None:
         self.leases = [lease(ticket, [3 + ticket % 50, 9, 4, 17][: 2 + ticket % 3]) for ticket in range(total)]

@@ -50,7 +50,7 @@ def first_end(sums: bytes) -> int:
 
 
 def check_continues(folder: Path, expected: list[tuple[object, ...]]) -> None:
-    """What is read, once without and once after a writer opened it; then something is appended."""
+    """Checks the records that are read, before and after a writer opens the journal; then something is appended."""
     assert records_of(folder) == expected
     journal = Journal(folder, flush="os")
     added = group_record(9, 7)
