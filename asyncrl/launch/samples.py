@@ -1,4 +1,4 @@
-"""Finds trajectories of a run, also of a running one, in what its folder has of them."""
+"""Finds the trajectories that are stored in the folder of a run, also while the run continues."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Query:
     """A search for trajectories. All conditions that are set have to hold."""
 
     steps: tuple[int, int] | None = None
-    """First and last step; the last one that is stored if this and all of the following are not given."""
+    """First and last step; the last stored step if neither this nor any of the following is set."""
     evaluated: bool = False
     """Only completions of evaluations, whose steps are the versions that were evaluated."""
     refunded: bool = False
@@ -64,7 +64,7 @@ class Found:
     samples: Samples
     """With the columns "prompt", "completion" and, where the dataset still has it, "ground_truth"."""
     searched: str
-    """A sentence about where was searched."""
+    """A sentence that names the places that were searched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +81,8 @@ class Stored:
 
     @classmethod
     def open(cls, run_dir: Path) -> Self:
-        """Returns what there is. Raises ConfigError if there is no run or nothing is stored, DataError or JournalError
-        for a damaged file."""
+        """Returns the stored trajectories. Raises ConfigError if there is no run or nothing is stored, DataError or
+        JournalError for a damaged file."""
         folder = run_dir / "journal"
         if not (run_dir / "config.yaml").is_file():
             raise ConfigError(f"{run_dir}: not the folder of a run, config.yaml is missing; give runs/NAME")
@@ -118,7 +118,7 @@ class Stored:
         return self.recorded.where(ticket=ticket).sort("index")
 
     def describe(self) -> str:
-        """A sentence about what there is."""
+        """Returns a sentence about what is stored."""
         texts = [] if self.journal is None else [_describe(self.journal)]
         if len(self.recorded):
             steps: NDArray[np.int64] = self.recorded["step"]

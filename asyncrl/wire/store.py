@@ -71,7 +71,7 @@ class Store:
                 self._delete(key)
 
     def _serve(self) -> None:
-        """Answers the waits whose keys are there."""
+        """Answers the waits whose keys exist."""
         for peer, request in list(self._waiting.items()):
             if not self._missing(request.keys):
                 del self._waiting[peer]
