@@ -22,8 +22,7 @@ from asyncrl.replay.journal.retention import Coverage
 from asyncrl.replay.ledger import Ledger
 from asyncrl.replay.ledger_counts import State
 from asyncrl.replay.metrics import RunMetrics
-from asyncrl.replay.resume_check import check_rules, rules_of
-from asyncrl.replay.snapshot import QueueSnapshot
+from asyncrl.replay.snapshot import QueueSnapshot, check_rules, rules_of
 from asyncrl.replay.staleness_control import StalenessController
 from asyncrl.replay.stats import ReportedStats
 from asyncrl.replay.tickets import FinishedGroup, Load, PromptSource, TakenStep, TicketEntry
