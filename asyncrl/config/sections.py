@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, JsonValue, field_validator, model_validator
 
 from asyncrl.config.base import Section
-from asyncrl.config.mappings import AutoOptions, Columns, Sampling
+from asyncrl.config.mappings import AutoOptions, Columns, CustomData, Sampling
 from asyncrl.config.passthrough import check_engine_options
 from asyncrl.config.paths import LocalPath
 
@@ -50,6 +50,10 @@ class DataConfig(Section):
     """Limit of a prompt; the model's window may leave less."""
     too_long: Literal["skip", "left", "right", "middle"] = "skip"
     """Prompts above the limit are counted and skipped, or lose tokens at their left end, right end or in the middle."""
+    custom: CustomData = CustomData()
+    """A dataset, sampler or filter of your own, by `module:name` or `file.py:name`, and their options."""
+    workers: int = Field(default=0, ge=0, le=64)
+    """Processes that read and tokenize prompts ahead of the replay queue; 0: a thread of the queue's process does."""
 
     @property
     def train_files(self) -> list[str]:
@@ -61,6 +65,12 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _check_weights(self) -> Self:
+        own = next((part for part in ("dataset", "sampler") if getattr(self.custom, part) is not None), None)
+        if self.weights is not None and own is not None:
+            raise ValueError(
+                f"weights = {self.weights} with custom.{own}: weights are of the files' own rows in the order by seed; "
+                f"leave one out"
+            )
         if self.weights is not None:
             if len(self.weights) != len(self.train_files):
                 raise ValueError(

@@ -121,6 +121,8 @@ def check_data_and_rewards(config: Config, console: Console) -> tuple[Rewards, i
     from asyncrl.data.parquet import check_dataset, count_sources
     from asyncrl.rewards.table import check_rewards, check_sources
 
+    custom = config.data.custom
+    announce_imports(console, dict.fromkeys(filter(None, (custom.dataset, custom.sampler, custom.filter))))
     rows = check_dataset(config)
     sources = count_sources(config)
     if config.rewards == AUTO:

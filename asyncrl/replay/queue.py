@@ -291,6 +291,7 @@ class ReplayQueue:
         return self.measure.summary(self.ledger) | {
             "duplicates": self.state.reported.duplicates,
             "skipped_rows": self.state.prompts.skipped_rows,
+            "filtered_rows": self.state.prompts.filtered_rows,
             **self.evaluation.summary(),
         }
 

@@ -457,14 +457,14 @@ def test_a_sync_in_the_background_marks_only_what_was_written_before_it(tmp_path
     assert sums.read_bytes()[:MARK_BYTES] == mark(journal._writer.segment.ends[1])
 
 
-@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("number", [1, 2, 3])
 def test_a_journal_of_another_version_is_refused_and_stays(tmp_path: Path, number: int) -> None:
     folder = make(tmp_path / "journal")
     path = folder / "00000002.arrow"
     before = path.read_bytes().replace(HEADER, FORMER[number].serialize().to_pybytes(), 1)
     path.write_bytes(before)
     text = (
-        rf"00000002.arrow: is of a journal of format {number}; this version of asyncrl reads format 3: resume the run"
+        rf"00000002.arrow: is of a journal of format {number}; this version of asyncrl reads format 4: resume the run"
     )
     with pytest.raises(JournalError, match=text):
         open_writer(folder)
