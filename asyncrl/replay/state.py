@@ -191,7 +191,7 @@ class QueueState:
             "replay/staleness_limit": float(self.ledger.admission_limit),
             "replay/refunded_groups": float(sum(a.groups for a in self.ledger.refunded.values())),
         }
-        measured = self.measure.step_metrics(step, groups, self.ledger.trained.tokens, at_s)
+        measured = self.measure.step_metrics(step, groups, self.ledger.trained, at_s)
         return queue | measured | eval_metrics(self.evaluation.unreported(0) or {})
 
     def _commit(self, body: Any, _: Sequence[Array], location: Location | None) -> None:

@@ -26,6 +26,7 @@ from asyncrl.wire.messages import (
     LeaseName,
     Leases,
     Lost,
+    Memory,
     NextEvaluation,
     ReadStatus,
     ReadSummary,
@@ -59,13 +60,19 @@ RUN_ID = "fuzz"
 GROUP_SIZE = 2
 STATS = GeneratorStats(
     tokens=12,
+    samples=3,
     waiting_s=0.5,
     working_s=1.0,
     syncing_s=0.0,
     writing_s=0.0,
+    engine_s=0.75,
+    requests_s=0.125,
+    rewards_s=0.0,
+    messages_s=0.0625,
     stall_ms=[2.0, 3.5],
     rewards_failed=1,
     costs=[0.01, 1e-4, 2e-3, 0.1],
+    peak_memory_bytes=1 << 30,
 )
 METRICS = {"learner/loss": 0.25, "learner/wait_s": 0.1, "weights/broadcasts": 3.0}
 
@@ -142,6 +149,7 @@ def requests(step: int = 0) -> dict[str, list[bytes]]:
         NextEvaluation(after=0),
         Lost(1),
         Scale(2),
+        Memory("reward_model", 1 << 30),
         ReadStatus(),
         ReadSummary(),
         Shutdown(),
