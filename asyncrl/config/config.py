@@ -80,6 +80,8 @@ class Config(Section):
     @model_validator(mode="after")
     def _cross_checks(self) -> Self:
         groups, learners = self.replay.groups_per_step, self.launch.learners
+        if self.epochs is None:
+            self.observe.check_profile(self.steps)
         if groups % learners:
             raise ValueError(
                 f"launch.learners = {learners} does not divide replay.groups_per_step = {groups}: "

@@ -310,5 +310,18 @@ class ObserveConfig(Section):
     """Trajectories that the live view shows of a recent step: the best, the worst, the first without a reward, the
     longest and the median, so many of them in this order. All five are recorded in `samples/`, every few seconds, with
     the completions of every evaluation; 0 records none."""
+    profile: list[Annotated[int, Field(ge=1)]] = Field(default=[], max_length=16)
+    """Steps of which each learner rank writes a trace of torch's profiler to `profile/`, for Perfetto."""
+    peak_flops: float | None = Field(default=None, gt=0.0)
+    """Peak of one learner device in FLOP/s, for the metric `learner/mfu`; by default that of a known GPU for dense
+    matrices in bfloat16. Without a peak there is no such metric."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Lowest level of the events in `logs/<role>.jsonl`."""
+
+    def check_profile(self, steps: int) -> None:
+        """Raises ValueError if a run of this many steps does not come to all of the steps to profile."""
+        if late := [step for step in self.profile if step > steps]:
+            raise ValueError(
+                f"observe.profile = {self.profile}: the run has {steps} steps and never comes to step "
+                f"{', '.join(map(str, late))}; name steps from 1 to {steps}"
+            )
