@@ -160,7 +160,7 @@ def check_diagnostics(run: Launched, summary: dict[str, Any]) -> None:
     assert undocumented(names, sources=["arithmetic", "trl", "verl"], parts=["length"]) == []
     for role, phase in (("generator", "engine"), ("learner", "forward")):
         parts = summary["time"][role]
-        assert parts["phases"][phase] > 0.0 and sum(parts["phases"].values()) < 1.02 - parts["waiting"]
+        assert parts["phases"][phase] > 0.0 and sum(parts["phases"].values()) < 1.0
     assert summary["peak_memory_bytes"].keys() == {"generator", "learner", "replay"}
     assert all(peak > 10e6 for peak in summary["peak_memory_bytes"].values())
     last = trained(run)[-1]
