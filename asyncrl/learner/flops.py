@@ -13,6 +13,7 @@ critic; a reference policy counts as a pass of the policy. Not measured on a GPU
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -86,16 +87,17 @@ class ModelFlops:
             0,
         )
         chosen = (getattr(config, "num_experts_per_tok", 0) or 0) / experts if experts else 1.0
-        embedding, head = (module.weight for module in (model.get_input_embeddings(), model.get_output_embeddings()))
+        modules: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
+        embedding, head = (module.weight for module in modules)
         layers = 0.0
         for name, parameter in model.named_parameters():
-            shape = getattr(parameter, "ds_shape", parameter.shape)
+            shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
             if len(shape) > 1 and parameter is not embedding and parameter is not head:
-                layers += _product(shape) * (chosen if ".experts." in name else 1.0)
+                layers += math.prod(shape) * (chosen if ".experts." in name else 1.0)
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return cls(
             layers=round(layers),
-            head=_product(getattr(head, "ds_shape", head.shape)),
+            head=math.prod(getattr(head, "ds_shape", head.shape)),
             attention=config.num_hidden_layers * config.num_attention_heads * size,
         )
 
@@ -115,7 +117,3 @@ def utilization(metrics: Mapping[str, float], *, ranks: int, peak: float | None)
     peak in its seconds. Empty without a peak."""
     possible = (peak or 0.0) * ranks * metrics["learner/step_s"]
     return {"learner/mfu": metrics["learner/flops"] / possible} if possible else {}
-
-
-def _product(shape: torch.Size | tuple[int, ...]) -> int:
-    return torch.Size(shape).numel()

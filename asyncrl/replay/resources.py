@@ -1,4 +1,4 @@
-"""What a run uses: the phases of its roles' work, their memory, and the rates per device."""
+"""The resources that a run uses: the phases of its roles' work, their memory, and the rates per device."""
 
 from __future__ import annotations
 
