@@ -6,10 +6,10 @@ import gc
 import time
 from collections.abc import Callable
 from itertools import islice
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -67,14 +67,15 @@ def test_order_is_the_same_ahead_and_one_by_one_with_any_number_of_workers(
     mixed: Callable[..., Config], workers: int
 ) -> None:
     config = mixed(data__workers=workers)
+    others = set(active_children())
     cursor = PromptCursor(config, limit_tokens=10)
     assert rows(cursor, 60) == one_by_one(config, 60)
     assert (cursor.skipped_rows, cursor.filtered_rows) == (1, 4)
-    thread, processes = cursor._pipeline._thread, workers_of_this_process()  # pyright: ignore[reportOptionalMemberAccess]
+    thread, processes = cursor._pipeline._thread, set(active_children()) - others  # pyright: ignore[reportOptionalMemberAccess]
     assert len(processes) == workers
     del cursor
     gc.collect()
-    wait_until(lambda: not (thread.is_alive() or any(process.is_running() for process in processes)))
+    wait_until(lambda: not (thread.is_alive() or any(process.is_alive() for process in processes)))
 
 
 @settings(max_examples=examples(25), suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -174,19 +175,16 @@ def test_size_of_a_prompt_counts_all_that_it_carries(dataset: Write) -> None:
     assert 5800 < approximate_bytes(made[0]) < 7500
 
 
-def workers_of_this_process() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if "spawn_main" in " ".join(child.cmdline())]
-
-
 @pytest.mark.slow
 def test_a_worker_that_is_killed_is_replaced_and_the_order_stays(
     dataset: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pipeline, "AHEAD_PROMPTS", 4)
     config = dataset([row(i) for i in range(50)], data__workers=1)
+    others = set(active_children())
     cursor = PromptCursor(config, limit_tokens=10)
     found = rows(cursor, 3)
-    victim = workers_of_this_process()[0]
+    (victim,) = set(active_children()) - others
     victim.kill()
     found += rows(cursor, 57)
     assert found == one_by_one(config, 60)
