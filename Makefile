@@ -18,6 +18,7 @@ test: setup
 
 # The slow tests, and the property tests with many random inputs, whose seed is printed.
 test-all: setup
+	@scripts/browser
 	$(BIN)/python -m tests all
 
 # The site of README and docs/, in build/site; fails for a broken link, or a file from another host.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.helpers.browser import browser_fault
 from tests.helpers.examples import FEW, MANY, RANDOM
 
 if TYPE_CHECKING:
@@ -24,8 +25,8 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 RANDOM_TIMEOUT_S = 900
-LEFT_OUT = pytest.StashKey[int]()
-"""Tests of engines in bfloat16 that would die on this machine."""
+LEFT_OUT = pytest.StashKey[dict[str, int]]()
+"""Number of tests that this machine cannot run, by marker."""
 MAY_SKIP = os.environ.get("ASYNCRL_MAY_SKIP", "1") != "0"
 """Without it a skipped test is a failed one: what CI never ran, it must not report as passed."""
 
@@ -90,6 +91,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _leave_out(config, items, "gpu")
     if any(item.get_closest_marker("bfloat16") for item in items) and _bfloat16_fault():
         _leave_out(config, items, "bfloat16")
+    if MAY_SKIP and browser_fault():
+        _leave_out(config, items, "browser")
     areas = {item.path.parent.name for item in items}
     if {"generator", "learner"} <= areas:
         raise pytest.UsageError("run tests/generator in a process of its own, as `make test` does")
@@ -103,8 +106,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
     """Says what is left out that runs on other machines without being asked for."""
-    left_out = config.stash.get(LEFT_OUT, 0)
-    return [f"{left_out} tests of engines in bfloat16 are left out: {_bfloat16_fault()}"] if left_out else []
+    left_out = config.stash.get(LEFT_OUT, {})
+    lines = {"bfloat16": ("engines in bfloat16", _bfloat16_fault), "browser": ("the board in a browser", browser_fault)}
+    return [
+        f"{left_out[marker]} tests of {what} are left out: {fault()}"
+        for marker, (what, fault) in lines.items()
+        if left_out.get(marker)
+    ]
 
 
 def _is_system(item: pytest.Item) -> bool:
@@ -115,8 +123,7 @@ def _leave_out(config: pytest.Config, items: list[pytest.Item], marker: str) -> 
     left_out = [item for item in items if item.get_closest_marker(marker)]
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=left_out)
-    if marker == "bfloat16":
-        config.stash[LEFT_OUT] = len(left_out)
+    config.stash.setdefault(LEFT_OUT, {})[marker] = len(left_out)
 
 
 def _bfloat16_fault() -> str:

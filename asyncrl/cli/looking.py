@@ -42,6 +42,18 @@ def report(
 
 
 @app.command()
+def board(
+    folder: Annotated[Path, typer.Argument(metavar="[RUNS_DIR]", help="Folder that has the runs.")] = Path("runs"),
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0: a free one.")] = 0,
+) -> None:
+    """Serve a page over all runs, live, to this machine only: the list, one run, or several compared. Prints its
+    address; Ctrl-C ends it. Exit code 2: there is no such folder, or the port is taken."""
+    from asyncrl.board.server import serve_board
+
+    serve_board(folder, port, Console())
+
+
+@app.command()
 def samples(
     folder: Annotated[Path, FOLDER],
     step: Annotated[str | None, typer.Option(help="Step, or first and last step as in 10:20; the last one.")] = None,

@@ -9,13 +9,17 @@ from typing import TYPE_CHECKING, Any
 import structlog
 from rich.console import Console
 
-from asyncrl.errors import ConfigError, DataError
+from asyncrl.errors import AsyncrlError, ConfigError, DataError
+from asyncrl.launch.run_dir import is_running, read_endpoints
 from asyncrl.launch.samples import page_samples
-from asyncrl.observe.document import run_document
+from asyncrl.observe.document import RUNNING, UNANSWERED, UNFINISHED, run_document
 from asyncrl.observe.report import write_report
 from asyncrl.plan.measured import MAX_GROUPS
 from asyncrl.plan.tail import TraceTail
+from asyncrl.plan.verdict import guess
+from asyncrl.replay.client import LauncherClient
 from asyncrl.util.files import check_writable, read_json
+from asyncrl.util.redaction import redact
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -23,21 +27,76 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 REPORT = "report.html"
+ANSWER_S = 2.0
+"""Time for the replay queue of a live run to answer."""
+
+
+class RunSummary:
+    """The summary of a run: the file of an ended run; of a live one what its replay queue tells, with a verdict from
+    the idle times alone."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._client: LauncherClient | None = None
+        self._told: dict[str, Any] = {}
+
+    def read(self) -> dict[str, Any]:
+        """Returns the summary without secrets, with the latest answer of a queue that does not answer now. Its "status"
+        is RUNNING while the run is, and UNFINISHED if there is no file."""
+        return redact(self._read())
+
+    def _read(self) -> dict[str, Any]:
+        file = self._run_dir / "summary.json"
+        if not file.is_file() and is_running(self._run_dir):
+            return {"status": RUNNING} | self._ask()
+        self.close()
+        if not file.is_file():
+            return {"status": UNFINISHED}
+        try:
+            return read_json(file)
+        except ConfigError as error:
+            return {"status": UNFINISHED, "error": str(error)}
+
+    def _ask(self) -> dict[str, Any]:
+        try:
+            if self._client is None:
+                self._client = LauncherClient(read_endpoints(self._run_dir), timeout_s=ANSWER_S)
+            told = self._client.summary()
+        except AsyncrlError as error:
+            self.close()
+            return self._told | {UNANSWERED: f"the replay queue does not tell its state: {error}"}
+        if told["steps"]:
+            idle = told["idle"]
+            verdict = guess(
+                generator_idle=idle["generator"], learner_idle=idle["learner"], max_staleness=told["staleness"]["limit"]
+            )
+            told["bottleneck"] = verdict.sentence
+        self._told = told
+        return told
+
+    def close(self) -> None:
+        """Closes the connection to a live run."""
+        if self._client is not None:
+            self._client.close()
+            self._client = None
 
 
 def document_of(run_dir: Path) -> dict[str, Any]:
     """The document of a run, also of one in progress."""
-    file = run_dir / "summary.json"
-    summary = read_json(file) if file.is_file() else {"status": "running"}
-    return run_document(run_dir, summary, trace_of(run_dir), page_samples(run_dir))
-
-
-def trace_of(run_dir: Path) -> pa.Table | None:
-    """The newest part of the run's trace; None when it cannot be read."""
+    summary = RunSummary(run_dir)
     try:
-        return TraceTail(run_dir, rows=MAX_GROUPS).read()
+        return run_document(run_dir, summary.read(), trace_of(run_dir), page_samples(run_dir))
+    finally:
+        summary.close()
+
+
+def trace_of(run_dir: Path, tail: TraceTail | None = None) -> pa.Table | None:
+    """The newest part of the run's trace, which a `tail` that has read it before reads faster; None when it cannot be
+    read."""
+    try:
+        return (tail or TraceTail(run_dir, rows=MAX_GROUPS)).read()
     except DataError as error:
-        log.warning("the report has no timeline", error=str(error))
+        log.warning("there is no timeline", error=str(error))
         return None
 
 

@@ -11,6 +11,7 @@ import structlog
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.launch.samples import run_decoder
+from asyncrl.observe.panel import ShownSample
 from asyncrl.samples.book import CHOSEN, FOLDER, TRAINED, read_latest
 from asyncrl.util.text import printable, shortened
 from asyncrl.util.tokenizer import Decoder
@@ -31,8 +32,8 @@ class ShownSamples:
         self._bytes = 0
         self._is_over = not config.observe.samples
 
-    def update(self) -> list[str]:
-        """Returns a line for each sample of the latest recorded step; none if nothing new is recorded."""
+    def update(self) -> list[ShownSample]:
+        """Returns the samples of the latest recorded step; none if nothing new is recorded."""
         if self._is_over or not self._file.is_file() or (size := self._file.stat().st_size) == self._bytes:
             return []
         self._bytes = size
@@ -45,14 +46,14 @@ class ShownSamples:
             log.warning("samples are not shown", error=str(error))
             return []
         shown = samples.select(slice(self._config.observe.samples)).table.to_pylist(maps_as_pydicts="strict")
-        return [line_of(row) for row in shown]
+        return [shown_sample(row) for row in shown]
 
 
-def line_of(row: Mapping[str, Any]) -> str:
-    """A sample on one line, its texts shortened."""
-    prompt, completion = (repr(shortened(row[name], TEXT_CHARACTERS)) for name in ("prompt", "completion"))
+def shown_sample(row: Mapping[str, Any]) -> ShownSample:
+    """A sample for the live view, its texts shortened."""
+    prompt, completion = (printable(shortened(row[name], TEXT_CHARACTERS)) for name in ("prompt", "completion"))
     reward = f"no reward: {row['error']}" if row["error"] else f"reward {row['reward']:g}"
     facts = (
         f"step {row['step']}, {row[CHOSEN]}: {reward}, staleness {row['staleness']}, {row['num_action_tokens']} tokens"
     )
-    return printable(f"{facts}  {prompt} -> {completion}")
+    return ShownSample(printable(facts), prompt, completion)

@@ -1,14 +1,14 @@
 """A run as one JSON document: what the report draws.
 
 Everything that a page shows of a run is in its document, numbers as they are and texts unescaped; the scripts in `web/`
-draw it. Curves have at most `MAX_POINTS` points, each the mean of as many steps.
+draw it.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from asyncrl.observe.charts import CHARTS
+from asyncrl.observe.curves import LATEST_STEPS, OF_STEP, Curves
 from asyncrl.observe.destinations import METRICS_FILE
 from asyncrl.observe.timeline import timeline
 from asyncrl.samples import Samples
@@ -27,22 +28,22 @@ from asyncrl.util.redaction import redact
 if TYPE_CHECKING:
     import pyarrow as pa
 
-MAX_POINTS = 1000
-RATE_POINTS = 100
-"""Points of a rate: each is the tokens of some steps by the seconds that they took."""
-LATEST_STEPS = 20
-"""Steps that the staleness table averages over."""
+REWARD_PART = "reward_part/"
+RUNNING, UNFINISHED = "running", "unfinished"
+"""Status of a run in progress, and of one that ended without a summary: it was killed."""
+UNANSWERED = "unanswered"
+"""Field of the summary of a live run that says why it is not a new one."""
 MAX_SAMPLES = 200
 """Samples of steps, and completions of evaluations, that a document has."""
 MAX_CHARACTERS = 4000
 """Longer texts of samples are cut in the middle."""
-OF_STEP = "learner/tokens"
-"""A metric that every row of a step has, and no other row."""
-SHOWN_ELSEWHERE = ("bottleneck", "ledger", "bias", "simulated_gains", "eval", "staleness", "time", "status", "error")
+SHOWN_ELSEWHERE = (
+    "bottleneck", "ledger", "bias", "simulated_gains", "eval", "staleness", "time", "status", "error", UNANSWERED,
+)  # fmt: skip
 """Fields of the summary with their own section on the page."""
 SAMPLE_FIELDS = (
-    "step", CHOSEN, "prompt", "completion", "ground_truth", "reward", "reward_parts", "staleness", "end_version",
-    "status", "error", "num_action_tokens", "ticket", "row", "data_source",
+    "step", CHOSEN, "index", "prompt", "completion", "ground_truth", "reward", "reward_parts", "staleness",
+    "start_version", "end_version", "status", "error", "num_action_tokens", "ticket", "row", "data_source",
 )  # fmt: skip
 
 
@@ -55,12 +56,25 @@ class PageSamples:
     """`step` is the version that was evaluated."""
 
 
+def curves_of(run_dir: Path) -> Curves:
+    """The curves of a run, of which nothing is read yet: all that CHARTS names, and the parts of its reward."""
+    names = {name for charts in CHARTS.values() for lines in charts.values() for name in lines} | {OF_STEP}
+    return Curves(run_dir / METRICS_FILE, wanted=lambda name: name in names or name.startswith(REWARD_PART))
+
+
 def run_document(
-    run_dir: Path, summary: Mapping[str, Any], trace: pa.Table | None = None, samples: PageSamples | None = None
+    run_dir: Path,
+    summary: Mapping[str, Any],
+    trace: pa.Table | None = None,
+    samples: PageSamples | None = None,
+    *,
+    curves: Curves | None = None,
 ) -> dict[str, Any]:
-    """The document of a run; values that are not finite are null."""
-    rows = read_metrics(run_dir / METRICS_FILE)
-    steps = [row for row in rows if OF_STEP in row or "reward/mean" in row]
+    """The document of a run; values that are not finite are null. `curves` are what was read before, by default all of
+    the run's metrics."""
+    if curves is None:
+        curves = curves_of(run_dir)
+        curves.read()
     config = run_dir / "config.yaml"
     shown = {key: value for key, value in summary.items() if key not in SHOWN_ELSEWHERE}
     shown["phases"] = {role: parts["phases"] for role, parts in summary.get("time", {}).items() if "phases" in parts}
@@ -69,20 +83,20 @@ def run_document(
         "status": summary.get("status", ""),
         "verdict": summary.get("bottleneck", summary.get("error", "")),
         "error": summary.get("error", ""),
-        "tiles": _tiles(steps, summary),
-        "charts": _charts(steps, summary.get("eval", [])),
+        "warnings": [text for text in (curves.fault, summary.get(UNANSWERED)) if text],
+        "tiles": _tiles(curves, summary),
         "histogram": summary.get("staleness", {}).get("histogram", []),
         "time": _time(summary.get("time", {})),
-        "timeline": None if trace is None else timeline(trace),
+        "timeline": None if trace is None else timeline(trace, latest=summary.get("status") == RUNNING),
         "samples": _samples(samples),
-        "staleness": _staleness(steps[-LATEST_STEPS:]),
+        "staleness": _staleness(curves.latest),
         "ledger": _ledger(summary["ledger"]) if "ledger" in summary else [],
         "bias": summary.get("bias", []),
         "gains": sorted(summary.get("simulated_gains", {}).items(), key=lambda pair: -pair[1]),
         "summary": list(_flat(shown)),
         "config": redact(config.read_text()) if config.is_file() else "",
     }
-    return _finite(document)
+    return _finite(document) | {"charts": _charts(curves, summary.get("eval", []))}
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
@@ -97,22 +111,21 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     return rows
 
 
-def _tiles(rows: Sequence[dict[str, float]], summary: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _tiles(curves: Curves, summary: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The four answers of the first screen: [title, value, what it is, the curve under it]."""
     tiles: list[dict[str, Any]] = []
-    rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
-    if rewards:
-        ends = max(1, len(rewards) // 10)
-        first = summary.get("reward_first", fmean(rewards[:ends]))
-        last = summary.get("reward_last", fmean(rewards[-ends:]))
+    if (ends := curves.ends("reward/mean")) is not None:
+        first, last = (summary.get(f"reward_{name}") for name in ("first", "last"))
+        first, last = ends[0] if first is None else first, ends[1] if last is None else last
         evaluations = summary.get("eval", [])
         note = "mean reward, first and last steps"
         if evaluations:
             note += f"; evaluation {evaluations[0]['reward']:.3f} to {evaluations[-1]['reward']:.3f}"
         tiles.append(_tile("Is it learning?", f"{first:.3f} → {last:.3f}", note, "reward/mean"))
     if "tokens_per_s" in summary:
-        wall_s, steps = summary.get("wall_s", 0.0), summary.get("steps", len(rows))
-        note = f"trained tokens per second; {steps:,} steps in {_duration(wall_s)}"
+        steps = summary.get("steps", curves.num_steps)
+        note = f"trained tokens per second; {steps:,} steps"
+        note += f" in {_duration(summary['wall_s'])}" if "wall_s" in summary else ""
         tiles.append(_tile("How fast?", f"{summary['tokens_per_s']:,.0f}", note, "tokens_per_s"))
     if "idle" in summary:
         idle = summary["idle"]
@@ -137,16 +150,16 @@ def _duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
-def _charts(rows: Sequence[dict[str, float]], evaluations: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _charts(curves: Curves, evaluations: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Sections of charts: each line is [name, xs, ys], over steps or, in evaluations, over versions."""
-    parts = sorted({name for row in rows for name in row if name.startswith("reward_part/")})
+    parts = sorted(name for name in curves.names if name.startswith(REWARD_PART))
     sections: list[dict[str, Any]] = []
     for section, charts in CHARTS.items():
         if section == "Learning" and parts:
             charts = charts | {"Parts of the reward": parts}
         drawn: list[dict[str, Any]] = []
         for title, names in charts.items():
-            lines = [line for name in names if len((line := [name, *_line(rows, name)])[1])]
+            lines = [line for name in names if len((line := [name, *curves.line(name)])[1])]
             if lines:
                 drawn.append(_chart(title, "step", lines))
         if section == "Learning":
@@ -160,6 +173,7 @@ def _evaluations(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Mean reward of each data source, and pass@k over all prompts, by version."""
     if not results:
         return []
+    results = _finite(results)
     versions = [result["version"] for result in results]
     sources = [name for name in results[-1] if name.endswith("/reward")]
     rewards = ["reward", *(sources if len(sources) > 1 else [])]
@@ -172,38 +186,6 @@ def _evaluations(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _chart(title: str, x: str, lines: list[list[Any]]) -> dict[str, Any]:
     return {"title": title, "x": x, "lines": lines}
-
-
-def _line(rows: Sequence[dict[str, float]], name: str) -> tuple[list[float], list[float]]:
-    """The steps and values of a metric, each the mean of adjacent rows; without the first step's time, which includes
-    the start of the run."""
-    if name == "tokens_per_s":
-        return _rate(rows)
-    chosen = [row for row in rows[name.endswith("_s") :] if name in row and math.isfinite(row[name])]
-    parts = _parts(chosen, MAX_POINTS)
-    return [part[-1]["step"] for part in parts], [fmean(row[name] for row in part) for part in parts]
-
-
-def _rate(rows: Sequence[dict[str, float]]) -> tuple[list[float], list[float]]:
-    """Trained tokens by seconds between steps."""
-    known = [row for row in rows if OF_STEP in row and "time/elapsed_s" in row]
-    steps: list[float] = []
-    rates: list[float] = []
-    before_s: float | None = None
-    for part in _parts(known, RATE_POINTS):
-        end_s = part[-1]["time/elapsed_s"]
-        if before_s is not None and end_s > before_s:
-            steps.append(part[-1]["step"])
-            rates.append(sum(row[OF_STEP] for row in part) / (end_s - before_s))
-        before_s = end_s
-    return steps, rates
-
-
-def _parts(rows: Sequence[dict[str, float]], number: int) -> list[Sequence[dict[str, float]]]:
-    """The rows in at most so many parts of equal size, the first of which may be smaller."""
-    size = max(1, -(-len(rows) // number))
-    ends = range(len(rows), 0, -size)
-    return [rows[max(end - size, 0) : end] for end in reversed(ends)]
 
 
 def _time(times: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -244,7 +226,7 @@ def _cut(text: str) -> str:
     return f"{text[:half]} [... {len(text) - 2 * half:,} characters ...] {text[-half:]}"
 
 
-def _staleness(rows: Sequence[dict[str, float]]) -> dict[str, Any]:
+def _staleness(rows: Collection[dict[str, float]]) -> dict[str, Any]:
     """A line of off-policy metrics for each staleness, means of the latest steps."""
     lines: list[list[Any]] = []
     for bucket in STALENESS_BUCKETS:

@@ -9,6 +9,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jinja2 import Environment
 
+STYLES = ("uplot.min.css", "page.css")
+SCRIPTS = ("uplot.min.js", "charts.js", "samples.js", "page.js")
+"""Scripts that draw documents, in their order; a report and a board each add their own."""
+
 
 def render_page(template: str, **values: Any) -> str:
     """The page of a template, with every value escaped that the template does not mark as HTML. Raises

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncrl.observe.page import render_page, web_file
+from asyncrl.observe.page import SCRIPTS, STYLES, render_page, web_file
 
 
 def write_report(path: Path, documents: Sequence[dict[str, Any]]) -> None:
@@ -19,7 +19,7 @@ def write_report(path: Path, documents: Sequence[dict[str, Any]]) -> None:
         "run.html.j2",
         name=names,
         data=data,
-        styles=[web_file("uplot.min.css"), web_file("page.css")],
-        scripts=[web_file("uplot.min.js"), web_file("charts.js"), web_file("page.js")],
+        styles=[web_file(name) for name in STYLES],
+        scripts=[web_file(name) for name in (*SCRIPTS, "report.js")],
     )
     path.write_text(page)

@@ -12,15 +12,15 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 STEPS = 4
-"""Number of steps shown, from the middle of the trace, where the run is in a steady state."""
+"""Number of steps shown: of an ended run from the middle of the trace, where the run is in a steady state."""
 MAX_GROUPS = 600
 """Groups shown of one generator."""
 MAX_LANES = 64
 """Groups shown side by side in one generator."""
 
 
-def timeline(trace: pa.Table) -> dict[str, Any] | None:
-    """A window of the run, from its trace; None when the trace has no step.
+def timeline(trace: pa.Table, *, latest: bool = False) -> dict[str, Any] | None:
+    """A window of the run, from its trace, with `latest` the last steps; None when the trace has no step.
 
     "roles" has [name, first lane, lanes] of the learner and each generator. "bars" has [begin_s, end_s, lane, kind,
     text] with the kind "step", "staleness N" of a group's oldest token when it was trained, or another outcome.
@@ -28,7 +28,7 @@ def timeline(trace: pa.Table) -> dict[str, Any] | None:
     steps = _steps(trace)
     if not steps:
         return None
-    begin_s, end_s = _window(steps)
+    begin_s, end_s = _window(steps, max(0, len(steps) - STEPS if latest else len(steps) // 2 - STEPS // 2))
     bars = [
         [taken_s, trained_s, 0, "step", f"step {step}"]
         for step, taken_s, trained_s in steps
@@ -47,8 +47,7 @@ def _steps(trace: pa.Table) -> list[tuple[int, float, float]]:
     return [(int(versions[i]) + 1, float(taken_s[i]), float(trained_s[i])) for i in trained[first]]
 
 
-def _window(steps: list[tuple[int, float, float]]) -> tuple[float, float]:
-    first = max(0, len(steps) // 2 - STEPS // 2)
+def _window(steps: list[tuple[int, float, float]], first: int) -> tuple[float, float]:
     shown = steps[first : first + STEPS]
     before_s = steps[first - 1][2] if first else shown[0][1]
     return before_s, shown[-1][2]

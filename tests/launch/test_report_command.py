@@ -31,7 +31,7 @@ def test_one_run_has_its_report_and_several_are_compared(folder: Path) -> None:
     code, output = asyncrl("report", "runs/one", "runs/two", "--out", "both.html", cwd=folder)
     assert code == 0, output
     shown = documents(folder / "both.html")
-    assert [(run["name"], run["status"]) for run in shown] == [("one", "finished"), ("two", "running")]
+    assert [(run["name"], run["status"]) for run in shown] == [("one", "finished"), ("two", "unfinished")]
 
 
 def test_a_folder_that_is_no_run_is_refused(folder: Path) -> None:

@@ -11,6 +11,7 @@ from rich.console import Console
 from asyncrl.config import load_config
 from asyncrl.launch.shown_samples import ShownSamples
 from asyncrl.observe.live import LiveView
+from asyncrl.observe.panel import ShownSample
 from asyncrl.samples.book import SampleBook
 from asyncrl.types import Group, Lease, Prompt
 from tests.helpers.replay import make_group
@@ -32,8 +33,8 @@ def test_the_latest_recorded_step_is_shown_once(tmp_path: Path) -> None:
     shown = ShownSamples(tmp_path, config)
     assert shown.update() == []
     SampleBook(tmp_path).record(3, [group()])
-    (line,) = shown.update()
-    assert line == "step 3, best: reward 1, staleness 2, 4 tokens  '12=' -> '7777'"
+    (sample,) = shown.update()
+    assert sample.line == "step 3, best: reward 1, staleness 2, 4 tokens  '12=' -> '7777'"
     assert shown.update() == []
     off = config.model_copy(update={"observe": config.observe.model_copy(update={"samples": 0})})
     assert ShownSamples(tmp_path, off).update() == []
@@ -48,7 +49,7 @@ def test_samples_without_a_tokenizer_are_not_shown_and_the_run_goes_on(tmp_path:
 def test_the_view_prints_them_without_a_terminal_and_keeps_them_in_its_panel() -> None:
     output = io.StringIO()
     view = LiveView(Console(file=output), run="r", steps=9, max_staleness=2)
-    view.show_samples(["one [bold]line"])
-    view.show_samples(["too early"])
+    view.show_samples([ShownSample("one [bold]", "1+", "2")])
+    view.show_samples([ShownSample("too early", "", "")])
     view.show_samples([])
-    assert output.getvalue() == "  one [bold]line\n"
+    assert output.getvalue() == "  one [bold]  '1+' -> '2'\n"

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
 import tomllib
 from html.parser import HTMLParser
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 import pytest
 from jinja2 import UndefinedError
@@ -18,9 +15,7 @@ from jinja2 import UndefinedError
 from asyncrl.observe.document import run_document
 from asyncrl.observe.page import render_page, web_file
 from asyncrl.observe.report import write_report
-from tests.observe.test_document import make_trace
 
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 ROOT = Path(__file__).parents[2]
 HOSTILE = "</title></pre><script>alert('&amp;\"')</script>"
 
@@ -77,35 +72,9 @@ def test_names_and_texts_of_a_run_are_escaped(tmp_path: Path) -> None:
 
 def test_the_report_is_small_and_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
     _, page = write_page(tmp_path / "plain", "plain")
-    assert not re.search(r"<(script|link|img)[^>]*(src|href)=|@import|url\(", page)
+    assert not re.search(r"<(script|link|img)[^>]*(src|href)=(?!.data:,)|@import|url\(", page)
     assert len(page.encode()) < 200_000
     assert "innerHTML" not in page.replace(web_file("uplot.min.js"), ""), "texts of a run become text nodes only"
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
-def test_a_browser_draws_two_runs(tmp_path: Path) -> None:
-    documents: list[dict[str, Any]] = []
-    for name, text in (("one", HOSTILE), ("two", "plain")):
-        write_page(tmp_path / name, text)
-        rows = "".join(json.dumps({"step": step, "reward/mean": step / 9}) + "\n" for step in range(1, 9))
-        (tmp_path / name / "metrics.jsonl").write_text(rows)
-        documents.append(run_document(tmp_path / name, {"bottleneck": text, "status": "finished"}, make_trace()))
-    documents[0]["samples"]["trained"] = [
-        {"step": 1, "prompt": HOSTILE, "completion": "2", "raw": "2<eos>", "reward": 1.0, "reward_parts": {}, "row": 0}
-    ]
-    write_report(tmp_path / "both.html", documents)
-    assert CHROMIUM is not None
-    command = [
-        CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=5000",
-        f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", (tmp_path / "both.html").as_uri(),
-    ]  # fmt: skip
-    page = Elements(subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout)
-    assert page.texts("h1") == ["one", "two"]
-    assert page.texts("p")[:2] == [HOSTILE, "plain"]
-    assert {"What it writes", "Learning", "Timeline of a few steps"} <= set(page.texts("h2"))
-    assert HOSTILE in page.texts("div"), "the prompt of the sample"
-    assert page.texts("canvas") and "one reward/mean" in page.texts("i") + page.texts("span")
 
 
 def test_a_value_that_a_template_lacks_is_an_error() -> None:
@@ -122,5 +91,5 @@ def test_the_package_data_has_every_template() -> None:
         *(observe / "web").iterdir(),
     }
     installed = {file.name for file in (files("asyncrl.observe") / "templates").iterdir()}
-    assert installed >= {"base.html.j2", "run.html.j2", "sweep.html.j2"}
+    assert installed >= {"base.html.j2", "board.html.j2", "run.html.j2", "sweep.html.j2"}
     assert web_file("uplot.min.js")

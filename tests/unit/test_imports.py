@@ -20,7 +20,7 @@ LEVELS = [
     {"rewards", "data", "replay", "weights", "observe"},
     {"generator", "learner", "plan"},
     {"launch"},
-    {"api"},
+    {"api", "board"},
     {"cli", "__init__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
@@ -77,7 +77,17 @@ def test_no_modules_import_one_another_in_a_circle() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["types", "config", "data.cursor", "replay.server", "replay.client", "plan.show", "launch.run", "cli"],
+    [
+        "types",
+        "config",
+        "data.cursor",
+        "replay.server",
+        "replay.client",
+        "plan.show",
+        "launch.run",
+        "cli",
+        "board.server",
+    ],
 )
 def test_light_modules_import_neither_torch_nor_vllm(module: str) -> None:
     heavy = ("torch", "torchdata", "vllm", "transformers")

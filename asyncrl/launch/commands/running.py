@@ -14,6 +14,8 @@ from asyncrl.launch.bottleneck import BottleneckMonitor
 from asyncrl.launch.placement import place_roles
 from asyncrl.launch.run_dir import is_running, read_endpoints
 from asyncrl.launch.shown_samples import ShownSamples
+from asyncrl.observe.curves import Curves
+from asyncrl.observe.destinations import METRICS_FILE
 from asyncrl.observe.live import LiveView
 from asyncrl.replay.client import LauncherClient
 from asyncrl.rewards.reward_model import uses_reward_model
@@ -107,6 +109,9 @@ def _indices(status: dict[str, Any]) -> set[int]:
 
 
 EVERY_S = 0.5
+READ_S = 2.0
+"""Time for reading the rewards so far."""
+REWARD = "reward/mean"
 
 
 def top(run_dir: Path, console: Console) -> None:
@@ -114,7 +119,15 @@ def top(run_dir: Path, console: Console) -> None:
     client = LauncherClient(read_endpoints(run_dir))
     config = load_config(run_dir / "config.yaml")
     bottleneck = BottleneckMonitor(config, place_roles(config, reward_model=uses_reward_model(config)), first_s=0.0)
-    view = LiveView(console, run=run_dir.name, steps=config.steps, max_staleness=config.replay.staleness_limit)
+    curves = Curves(run_dir / METRICS_FILE, wanted=REWARD.__eq__)
+    curves.read(READ_S)
+    view = LiveView(
+        console,
+        run=run_dir.name,
+        steps=config.steps,
+        max_staleness=config.replay.staleness_limit,
+        rewards=curves.line(REWARD)[1],
+    )
     samples = ShownSamples(run_dir, config)
     try:
         with view:

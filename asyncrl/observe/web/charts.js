@@ -1,10 +1,10 @@
-// Drawings: lines over steps (uPlot), the timeline of generators and learner (canvas), and bars.
+// Drawings: lines over steps (uPlot), the timeline of generators and learner (canvas), bars and sparklines.
 "use strict";
 
 const PALETTE = ["#2f7ed8", "#e0803a", "#2a9d5c", "#b657c9", "#d1533f", "#38a3b8", "#c9a227", "#7a7f87"];
 const BY_STALENESS = ["#2a9d5c", "#8abf4b", "#d9b22f", "#e08a3a", "#d1533f", "#9c3a6b"];
 const ACTIVITIES = { working: "#2a9d5c", waiting: "#b8bec8", syncing: "#2f7ed8", writing: "#d9b22f" };
-const CHART_HEIGHT = 190, TILE_HEIGHT = 54, LANE_PIXELS = 6;
+const CHART_HEIGHT = 190, TILE_HEIGHT = 54, LANE_PIXELS = 6, MARKED_POINTS = 30;
 
 /** A new element with attributes, of which "on..." are listeners, and children; texts become text nodes. */
 function element(tag, attributes = {}, ...children) {
@@ -29,14 +29,38 @@ function readable(value) {
 }
 
 const drawn = new Set();
-/** Calls `draw(width)` now, and again when the box gets another width or the color scheme changes. */
-function redrawn(box, draw) {
-  let width = 0;
-  const again = () => { if (box.clientWidth) draw((width = box.clientWidth)); };
-  drawn.add(again);
-  new ResizeObserver(() => { if (box.clientWidth !== width) again(); }).observe(box);
+const seen = new IntersectionObserver((entries) => entries.forEach(({ target, isIntersecting }) => target.seen(isIntersecting)),
+  { rootMargin: "300px" });
+const resized = new ResizeObserver((entries) => entries.forEach(({ target }) => target.drawIfDue()));
+
+/** Calls `draw(width, isOther)` when the box comes into view, and again after `box.stale()`; `isOther` is true when the
+ * width or the color scheme is another than before, so that everything has to be drawn. */
+function redrawn(box, height, draw) {
+  let width = 0, isSeen = false, isStale = true;
+  box.style.minHeight = `${height}px`;
+  box.drawIfDue = (always = false) => {
+    if (!box.clientWidth || !(isSeen || always) || !(isStale || box.clientWidth !== width)) return;
+    const isOther = box.clientWidth !== width;
+    isStale = false;
+    draw((width = box.clientWidth), isOther);
+  };
+  box.stale = () => { isStale = true; box.drawIfDue(); };
+  box.seen = (value) => { isSeen = value; box.drawIfDue(); };
+  box.recolor = () => { width = 0; box.drawIfDue(); };
+  for (const other of drawn) if (other.wasConnected && !other.isConnected) forget(other);
+  drawn.add(box);
+  seen.observe(box);
+  resized.observe(box);
 }
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => drawn.forEach((again) => again()));
+
+function forget(box) {
+  drawn.delete(box);
+  seen.unobserve(box);
+  resized.unobserve(box);
+}
+
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => drawn.forEach((box) => box.recolor()));
+addEventListener("beforeprint", () => drawn.forEach((box) => box.drawIfDue(true)));
 
 function legendOf(entries) {
   const values = entries.map(() => element("b"));
@@ -45,24 +69,19 @@ function legendOf(entries) {
   return { box: element("div", { class: "legend" }, items), values };
 }
 
-/** Lines over a common x: `lines` are {name, color, xs, ys, dash}. */
-function lineChart({ title, x, lines, small = false }) {
-  const data = uPlot.join(lines.map((line) => [line.xs, line.ys]));
-  const plotBox = element("div");
-  const legend = legendOf(lines.map((line) => [line.name, line.color]));
-  const here = element("b");
-  const box = small ? plotBox : element("div", { class: "chart" }, element("h3", {}, title), legend.box, plotBox);
-  if (!small) legend.box.append(element("span", {}, `${x} `, here));
-  let plot = null;
+/** Lines over a common x, which `box.update(lines)` replaces: `lines` are {name, color, xs, ys, dash}. */
+function lineChart({ title, x, small = false }) {
+  const plotBox = element("div"), legendBox = element("div"), here = element("b");
+  const box = small ? plotBox : element("div", { class: "chart" }, element("h3", {}, title), legendBox, plotBox);
+  let plot = null, data = [[]], lines = [], values = [], key = "", isOtherKey = true;
   const show = (at) => {
     here.textContent = at === null ? "" : readable(data[0][at]);
-    legend.values.forEach((value, line) => { value.textContent = at === null ? "" : readable(data[line + 1][at]); });
+    values.forEach((value, line) => { value.textContent = at === null ? "" : readable(data[line + 1][at]); });
   };
-  redrawn(plotBox, (width) => {
-    plot?.destroy();
+  const options = (width) => {
     const axis = { stroke: color("muted"), grid: { stroke: color("grid"), width: 1 }, ticks: { stroke: color("grid") },
                    font: "11px system-ui" };
-    plot = new uPlot({
+    return {
       width, height: small ? TILE_HEIGHT : CHART_HEIGHT,
       scales: { x: { time: false } }, legend: { show: false },
       cursor: small ? { show: false } : { sync: { key: x }, drag: { x: true, y: false }, points: { size: 6 } },
@@ -70,11 +89,38 @@ function lineChart({ title, x, lines, small = false }) {
         : [{ ...axis, size: 30 }, { ...axis, size: 52, values: (_, ticks) => ticks.map(readable) }],
       series: [{}, ...lines.map((line) => ({
         label: line.name, stroke: line.color, width: 1.5, dash: line.dash, spanGaps: true,
-        points: { show: line.xs.length < 30 },
+        points: { show: line.xs.length < MARKED_POINTS },
       }))],
       hooks: small ? {} : { setCursor: [(own) => show(own.cursor.idx ?? null)] },
-    }, data, plotBox);
+    };
+  };
+  redrawn(plotBox, small ? TILE_HEIGHT : CHART_HEIGHT, (width, isOther) => {
+    if (!lines.length) return;
+    plotBox.wasConnected = true;
+    data = uPlot.join(lines.map((line) => [line.xs, line.ys]));
+    if (plot === null || isOther || isOtherKey) {
+      plot?.destroy();
+      plot = new uPlot(options(width), data, plotBox);
+      isOtherKey = false;
+      return;
+    }
+    const { min, max } = plot.scales.x, before = plot.data[0];
+    const isZoomed = min > before[0] || max < before.at(-1);
+    plot.setData(data, !isZoomed);
+    if (isZoomed) plot.setScale("x", { min, max });
   });
+  box.update = (newLines) => {
+    const newKey = JSON.stringify(newLines.map((line) => [line.name, line.color, line.dash, line.xs.length < MARKED_POINTS]));
+    lines = newLines;
+    if (newKey !== key) {
+      [key, isOtherKey] = [newKey, true];
+      const legend = legendOf(lines.map((line) => [line.name, line.color]));
+      values = legend.values;
+      legend.box.append(element("span", {}, `${x} `, here));
+      legendBox.replaceChildren(legend.box);
+    }
+    plotBox.stale();
+  };
   return box;
 }
 
@@ -92,7 +138,8 @@ function timelineChart({ begin_s, end_s, roles, bars }) {
   const tall = (at) => at === 0 ? step : lane;
   const height = step + lanes * lane + bottom;
   let toX = () => 0;
-  redrawn(plotBox, (width) => {
+  redrawn(plotBox, height, (width) => {
+    plotBox.wasConnected = true;
     const ratio = window.devicePixelRatio || 1;
     Object.assign(canvas, { width: width * ratio, height: height * ratio });
     Object.assign(canvas.style, { width: `${width}px`, height: `${height}px` });
@@ -138,5 +185,21 @@ function histogram(counts) {
   return counts.map((count, at) => element("div", { class: "row" }, element("span", {}, `staleness ${at}`),
     element("div", { class: "bar" }, element("span", {
       style: `width:${75 * count / most}%;background:${BY_STALENESS[Math.min(at, BY_STALENESS.length - 1)]}`,
-    }), element("span", { class: "note", style: "padding-left:0.5rem" }, `${(100 * count / sum).toFixed(1)} %`))));
+    }), element("span", { class: "note inset" }, `${(100 * count / sum).toFixed(1)} %`))));
+}
+
+/** A small curve of values, without axes. */
+function sparkline(values, width = 120, height = 26) {
+  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+  const [low, high] = [Math.min(...values), Math.max(...values)];
+  const points = values.map((value, at) => [
+    2 + at * (width - 4) / Math.max(values.length - 1, 1),
+    height - 3 - (high > low ? (value - low) / (high - low) : 0.5) * (height - 6)].map((one) => one.toFixed(1)).join(","));
+  for (const [name, value] of Object.entries({ viewBox: `0 0 ${width} ${height}`, width, height, class: "spark" })) {
+    svg.setAttribute(name, value);
+  }
+  const line = document.createElementNS(svg.namespaceURI, "polyline");
+  line.setAttribute("points", points.join(" "));
+  svg.append(line);
+  return svg;
 }

@@ -1,0 +1,1 @@
+"""`asyncrl board`: a page over the runs of a folder, served on the loopback interface."""

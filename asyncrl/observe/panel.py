@@ -1,0 +1,285 @@
+"""The panel of the live view: is the run learning, how fast, what holds it back, what does it write.
+
+A section that does not fit the terminal's height is left out, the least important first.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from rich.console import Console, Group, RenderableType
+from rich.markup import escape
+from rich.panel import Panel
+from rich.progress import Progress
+from rich.table import Table
+from rich.text import Text
+
+from asyncrl.types import STALENESS_BUCKETS, STALENESS_METRICS
+from asyncrl.util.text import shortened
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+MAX_HISTORY = 512
+"""Rewards that are kept; when there are more, adjacent ones are replaced by their mean."""
+STEP_TIMES = 20
+"""Latest steps whose duration is shown."""
+BAR_CHARACTERS = 8
+QUESTION_CHARACTERS = 19
+STALENESS_COLUMNS = {"tokens": "tokens_fraction", "ratio": "ratio_mean", "max": "ratio_max", "KL": "kl", "ESS": "ess"}
+"""Column title -> metric."""
+
+
+class ShownSample(NamedTuple):
+    """A sample in the live view, safe for a terminal."""
+
+    facts: str
+    """Step, reward, staleness and length."""
+    prompt: str
+    completion: str
+
+    @property
+    def line(self) -> str:
+        return f"{self.facts}  {self.prompt!r} -> {self.completion!r}"
+
+
+Section = list[RenderableType]
+
+
+class Line(NamedTuple):
+    """A line of an answer."""
+
+    text: RenderableType
+    is_minor: bool = False
+    """Left out where there is little room."""
+
+
+class History:
+    """The rewards of the steps so far, and how long the latest steps took."""
+
+    def __init__(self, rewards: Sequence[float] = ()) -> None:
+        """`rewards` are those of earlier steps."""
+        self.rewards = list(rewards)
+        self._times: deque[tuple[int, float]] = deque(maxlen=STEP_TIMES)
+        self._step = 0
+
+    def add(self, step: int, reward: float | None) -> None:
+        """Records a status; only the first one after a step counts."""
+        if step == self._step:
+            return
+        if step < self._step:
+            self._times.clear()  # it was resumed from a checkpoint
+        self._step = step
+        self._times.append((step, time.monotonic()))
+        if reward is not None:
+            self.rewards.append(reward)
+        if len(self.rewards) > MAX_HISTORY:
+            self.rewards = spread(self.rewards, MAX_HISTORY // 2)
+
+    @property
+    def step_s(self) -> float | None:
+        """Mean seconds of the latest steps; None if there are too few."""
+        if len(self._times) < 2:
+            return None
+        (first, began_s), (last, ended_s) = self._times[0], self._times[-1]
+        return (ended_s - began_s) / (last - first)
+
+
+def spread(values: Sequence[float], number: int) -> list[float]:
+    """The values as at most so many means of adjacent ones."""
+    size = max(1, -(-len(values) // number))
+    parts = [values[begin : begin + size] for begin in range(0, len(values), size)]
+    return [sum(part) / len(part) for part in parts]
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """The values as one line of blocks, from the lowest to the highest."""
+    means = [value for value in spread(values, width) if math.isfinite(value)]
+    if not means:
+        return ""
+    low, high = min(means), max(means)
+    scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BLOCKS[round((value - low) * scale)] for value in means)
+
+
+def bar(fraction: float) -> str:
+    """A fraction as a bar."""
+    full = round(min(max(fraction, 0.0), 1.0) * BAR_CHARACTERS)
+    return "█" * full + "░" * (BAR_CHARACTERS - full)
+
+
+def render_panel(
+    status: dict[str, Any],
+    *,
+    console: Console,
+    run: str,
+    progress: Progress,
+    history: History,
+    staleness: str,
+    verdict: str,
+    notes: Sequence[str],
+    samples: Sequence[ShownSample],
+) -> Panel:
+    """The panel of a status of `LauncherClient.status`, no higher than the terminal."""
+    width = console.size.width - 4
+    room = width - QUESTION_CHARACTERS - 2
+    answers: list[tuple[str, list[Line]]] = [
+        ("Is it learning?", _learning(status, history, room)),
+        ("How fast?", _speed(status, history)),
+        ("What holds it back?", _waiting(status, verdict)),
+        ("How off-policy?", [Line(staleness + _split(status["metrics"]))]),
+    ]
+    warnings: Section = [Text(f"! {note}", style="bold yellow") for note in notes]
+    brief: list[Section] = [[progress, _table(answers, with_minor=False)], warnings]
+    full: list[Section] = [[progress, _table(answers, with_minor=True)], warnings]
+    written, generators = _samples(samples, width), _generators(status["generators"])
+    layouts = [
+        [*full, written, generators, _staleness_table(status["metrics"])],
+        [*full, written, generators],
+        [*full, written],
+        [*brief, written],
+        brief,
+    ]
+    title = f"[bold]asyncrl[/] · {escape(run)}"
+    return Panel(_fitting(layouts, console, width), title=title, border_style="blue")
+
+
+def _table(answers: list[tuple[str, list[Line]]], *, with_minor: bool) -> Table:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(width=QUESTION_CHARACTERS, style="bold cyan")
+    table.add_column(ratio=1)
+    for question, lines in answers:
+        for line in lines:
+            if with_minor or not line.is_minor:
+                table.add_row(question, line.text)
+                question = ""
+    return table
+
+
+def _fitting(layouts: list[list[Section]], console: Console, width: int) -> Group:
+    """The first layout that fits the terminal's height, or the last one, with a blank line between its sections."""
+    options = console.options.update(width=width, height=None)
+    group = Group()
+    for sections in layouts:
+        parts: list[RenderableType] = []
+        for section in sections:
+            parts += ([""] if parts and section else []) + section
+        group = Group(*parts)
+        if len(console.render_lines(group, options)) <= console.size.height - 3:
+            break
+    return group
+
+
+def _learning(status: dict[str, Any], history: History, width: int) -> list[Line]:
+    metrics, rewards = status["metrics"], history.rewards
+    reward = Text.assemble("reward ", (_number(status["reward"], ".3f"), "bold green"))
+    if len(rewards) > 1:
+        first = sum(rewards[: (tenth := max(1, len(rewards) // 10))]) / tenth
+        reward.append(f"  from {first:.3f}  ")
+        reward.append(sparkline(rewards, max(8, min(60, width - len(reward)))), "green")
+    lines = [Line(reward)]
+    if evaluated := evaluation_text(status):
+        lines.append(Line(f"evaluation {evaluated}"))
+    names = {"entropy": ("learner/entropy", ".3f"), "gradient norm": ("learner/grad_norm", ".3g"),
+             "tokens of a completion": ("completion/tokens", ",.0f")}  # fmt: skip
+    facts = [f"{text} {metrics[name]:{form}}" for text, (name, form) in names.items() if name in metrics]
+    return [*lines, Line(", ".join(facts), is_minor=True)] if facts else lines
+
+
+def _speed(status: dict[str, Any], history: History) -> list[Line]:
+    speed = Text.assemble((f"{status['tokens_per_s']:,.0f}", "bold"), " trained tokens/s")
+    if history.step_s is not None:
+        speed.append(f", {history.step_s:.2g} s a step")
+    text = (
+        f"groups: {status['leased']:,} being generated, {status['finished']:,} waiting, {status['trained']:,} trained"
+    )
+    refunded = ", ".join(f"{number:,} {reason}" for reason, number in status["refunded"].items())
+    return [Line(speed), Line(text + (f", refunded {refunded}" if refunded else ""), is_minor=True)]
+
+
+def _waiting(status: dict[str, Any], verdict: str) -> list[Line]:
+    idle = Text()
+    for name, fraction in (("generators", status["generator_idle"]), ("learners", status["learner_idle"])):
+        idle.append("  " if idle else "").append(f"{name} wait ").append(f"{fraction:.0%} ", "bold")
+        idle.append(bar(fraction), "yellow")
+    lines = [Line(idle)]
+    if verdict:
+        lines.append(Line(Text(verdict, style="bold")))
+    if phases := _phases(status["metrics"]):
+        lines.append(Line(f"a group is {phases}", is_minor=True))
+    return lines
+
+
+def _split(metrics: dict[str, float]) -> str:
+    if "staleness/in_flight" not in metrics:
+        return ""
+    return f": {metrics['staleness/in_flight']:.2f} in flight, {metrics['staleness/in_queue']:.2f} in the queue"
+
+
+def _phases(metrics: dict[str, float]) -> str:
+    """Mean seconds that the groups of the last step spent in each phase."""
+    words = {"generate": "generated", "queue": "in the queue", "train": "trained"}
+    return ", ".join(
+        f"{word} {metrics[name]:.2g} s" for phase, word in words.items() if (name := f"group/{phase}_s") in metrics
+    )
+
+
+def _samples(samples: Sequence[ShownSample], width: int) -> Section:
+    if not samples:
+        return []
+    lines: Section = [Text("What does it write?", style="bold cyan")]
+    for sample in samples:
+        lines.append(Text(f"  {sample.facts}", style="dim", no_wrap=True, overflow="ellipsis"))
+        half = max(10, (width - 12) // 2)
+        prompt = repr(shortened(sample.prompt, half))
+        completion = repr(shortened(sample.completion, max(10, width - 10 - len(prompt))))
+        text = Text.assemble(f"  {prompt} ", ("→ ", "dim"), (completion, "green"))
+        text.no_wrap, text.overflow = True, "ellipsis"
+        lines.append(text)
+    return lines
+
+
+def _generators(generators: dict[str, dict[str, Any]]) -> Section:
+    if not generators:
+        return []
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    for title in ("generator", "version", "groups", "tokens", "waits"):
+        table.add_column(title, justify="left" if title == "generator" else "right")
+    for index, g in generators.items():
+        table.add_row(index, str(g["version"]), str(g["leased"]), f"{g['tokens']:,}", f"{g['idle']:.0%}")
+    return [table]
+
+
+def _staleness_table(metrics: dict[str, float]) -> Section:
+    """The off-policy metrics of the last step by staleness."""
+    buckets = [bucket for bucket in STALENESS_BUCKETS if f"staleness/{bucket}/ess" in metrics]
+    if not buckets:
+        return []
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    table.add_column("staleness")
+    for title in (*STALENESS_COLUMNS, "clipped +/-", "masked +/-"):
+        table.add_column(title, justify="right")
+    for bucket in buckets:
+        own = {name: metrics.get(f"staleness/{bucket}/{name}", float("nan")) for name in STALENESS_METRICS}
+        cells = [
+            f"{own[name]:.0%}" if name == "tokens_fraction" else f"{own[name]:.3g}"
+            for name in STALENESS_COLUMNS.values()
+        ]
+        signs = [f"{own[f'{what}_positive']:.1%} {own[f'{what}_negative']:.1%}" for what in ("clip", "mask")]
+        table.add_row(bucket, *cells, *(text.replace("nan%", "-") for text in signs))
+    return [table]
+
+
+def evaluation_text(status: dict[str, Any]) -> str:
+    """The last evaluation and the one in progress; empty when there is neither."""
+    last, running = status["eval"]["last"], status["eval"]["running"]
+    parts = [f"{last['reward']:.3f} (version {last['version']})"] if last else []
+    if running:
+        parts.append(f"version {running[0]['version']}: {running[0]['done']} of {running[0]['prompts']} prompts")
+    return ", ".join(parts)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)

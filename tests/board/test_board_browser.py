@@ -1,0 +1,191 @@
+"""The board and the report in a real browser: a run that moves, a sample that opens, runs that are compared, and many
+long ones."""
+
+from __future__ import annotations
+
+import fcntl
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from asyncrl.launch.documents import document_of
+from asyncrl.launch.run_dir import lock_path
+from asyncrl.observe.report import write_report
+from tests.helpers.board import add_samples, append_metrics, made_run, rows_of, serving
+from tests.helpers.browser import Browser
+from tests.observe.test_page import HOSTILE
+from tests.plan.made_runs import make_run
+
+pytestmark = [pytest.mark.slow, pytest.mark.browser, pytest.mark.timeout(300)]
+
+CHARTS = "document.querySelectorAll('.chart canvas').length"
+FIRST_CURVE_S, LATER_S, TYPED_S = 6.0, 1.5, 0.5
+"""Longest times on two cores: until the first curve of 100,000 steps, of another run that was read before, and of a key
+in the search of 100 runs."""
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with Browser(tmp_path_factory.mktemp("browser") / "new") as browser:
+        yield browser
+
+
+@pytest.fixture(autouse=True)
+def no_errors(browser: Browser) -> Iterator[None]:
+    """No script may fail, and the content policy may block nothing."""
+    yield
+    assert browser.errors() == []
+
+
+def press(browser: Browser, text: str) -> None:
+    """Clicks the button with this text."""
+    browser.run(
+        "[...document.querySelectorAll('button')].find((one) => one.textContent === arguments[0]).click()", text
+    )
+
+
+def test_a_run_in_progress_moves(browser: Browser, tmp_path: Path) -> None:
+    run = made_run(tmp_path / "runs" / "live")
+    with lock_path(run).open("w") as lock, serving(tmp_path / "runs") as board:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        browser.open(board.address)
+        browser.wait_for("document.querySelector('table.runs a')?.textContent === 'live'")
+        browser.click("table.runs a")
+        browser.wait_for("document.querySelector('.title .note')?.textContent === 'step 40'")
+        browser.wait_for(CHARTS)
+        browser.run("window.chart = document.querySelector('.chart canvas')")
+        before = browser.run("return window.chart.toDataURL()")
+        append_metrics(run, rows_of(30, first=41, reward=1.0))
+        browser.wait_for("document.querySelector('.title .note').textContent === 'step 70'", timeout_s=10)
+        browser.wait_for("window.chart.isConnected && window.chart.toDataURL() !== arguments[0]", before, timeout_s=10)
+        browser.run("location.hash = ''")
+        browser.wait_for("document.querySelector('table.runs')?.innerText.includes('70')")
+
+
+def test_a_sample_opens_with_all_of_its_text(browser: Browser, tmp_path: Path) -> None:
+    run = made_run(tmp_path / "runs" / "one", status="finished")
+    add_samples(run, completion_tokens=6000)
+    with serving(tmp_path / "runs") as board:
+        browser.open(f"{board.address}#run/one")
+        browser.wait_for("document.querySelectorAll('tr.opens').length")
+        shown = browser.run(
+            "return Math.max(...[...document.querySelectorAll('tr.opens td')].map((td) => td.textContent.length))"
+        )
+        browser.click("tr.opens td:first-child")
+        browser.wait_for("document.querySelectorAll('dialog .completion').length === 2")
+        longest = browser.run(
+            "return Math.max(...[...document.querySelectorAll('dialog pre')].map((pre) => pre.textContent.length))"
+        )
+        assert longest > shown > 1000, "the text in the table is cut"
+        text = browser.run("return document.querySelector('dialog').innerText")
+        for part in ("step 6, ticket 6", "sampled by", "reward", "staleness"):
+            assert part in text
+        browser.click("dialog .close")
+        browser.wait_for("!document.querySelector('dialog')")
+        press(browser, "evaluations")
+        browser.click("tr.opens td:first-child")
+        browser.wait_for("document.querySelector('dialog')?.innerText.includes('evaluation of version 5')")
+        browser.click("dialog .close")
+
+
+def test_two_runs_are_compared(browser: Browser, tmp_path: Path) -> None:
+    for name, reward in (("one", 0.5), ("two & 3", 0.9), ("other", 0.1)):
+        made_run(tmp_path / "runs" / name, reward=reward, status="finished")
+    with serving(tmp_path / "runs") as board:
+        browser.open(board.address)
+        browser.wait_for("document.querySelectorAll('table.runs a').length === 3")
+        for name in ("one", "two & 3"):
+            browser.click(f'input[aria-label="compare {name}"]')
+        press(browser, "compare 2")
+        browser.wait_for("document.querySelectorAll('h1').length === 2")
+        browser.wait_for(CHARTS)
+        legend = browser.run("return document.querySelector('.chart .legend').innerText")
+        assert "one reward/mean" in legend and "two & 3 reward/mean" in legend
+        browser.run("location.hash = ''")
+        browser.wait_for("document.querySelectorAll('table.runs a').length === 3")
+
+
+def test_a_report_is_the_same_page_without_a_server(browser: Browser, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        add_samples(make_run(tmp_path / name, bottleneck=HOSTILE))
+    write_report(tmp_path / "both.html", [document_of(tmp_path / name) for name in ("one", "two")])
+    browser.open((tmp_path / "both.html").as_uri())
+    assert browser.run("return [...document.querySelectorAll('h1')].map((one) => one.textContent)") == ["one", "two"]
+    browser.wait_for(CHARTS)
+    browser.click("tr.opens td:first-child")
+    browser.wait_for("document.querySelector('dialog .completion')")
+    browser.click("dialog .close")
+    assert browser.run("return document.querySelector('.verdict').textContent") == HOSTILE
+    titles = browser.run("return [...document.querySelectorAll('h2')].map((one) => one.textContent)")
+    assert {"What it writes", "Learning", "Timeline of a few steps", "Configuration"} <= set(titles)
+    browser.run("window.scrollTo(0, document.body.scrollHeight)")
+    browser.wait_for("document.querySelector('canvas[role=img]').width > 300")
+
+
+def timed(browser: Browser, script: str, condition: str) -> float:
+    """Seconds from a script to a condition."""
+    begun_s = time.monotonic()
+    browser.run(script)
+    browser.wait_for(condition, timeout_s=60)
+    return time.monotonic() - begun_s
+
+
+def test_a_hundred_runs_of_100_000_steps_stay_fluid(
+    browser: Browser, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = made_run(tmp_path / "runs" / "run-000", steps=100_000, status="finished")
+    lines = (first / "metrics.jsonl").read_bytes()
+    for number in range(1, 100):
+        run = made_run(tmp_path / "runs" / f"run-{number:03d}", steps=0, status="finished")
+        (run / "metrics.jsonl").write_bytes(lines)
+    with serving(tmp_path / "runs") as board:
+        browser.open("about:blank")
+        begun_s = time.monotonic()
+        browser.open(board.address)
+        browser.wait_for("document.querySelectorAll('table.runs svg').length === 100", timeout_s=60)
+        list_s = time.monotonic() - begun_s
+        search = "const box = document.querySelector('input[type=search]'); box.value = arguments[0]; "
+        search += "box.dispatchEvent(new Event('input'))"
+        typed_s = timed(
+            browser,
+            search.replace("arguments[0]", "'run-07'"),
+            "document.querySelectorAll('table.runs a').length === 10",
+        )
+        curve_s = timed(browser, "location.hash = '#run/run-000'", CHARTS)
+        browser.wait_for("document.querySelector('main > p.note').hidden", timeout_s=60)
+        read_s = timed(
+            browser, "location.hash = '#compare/run-000/run-001'", "document.querySelectorAll('h1').length === 2"
+        )
+        again_s = timed(
+            browser, "location.hash = '#run/run-001'", f"document.querySelectorAll('h1').length === 1 && {CHARTS}"
+        )
+        frame_s = longest_frame_s(browser)
+    with capsys.disabled():
+        print(
+            f"\n100 runs of 100,000 steps: list {list_s:.2f} s, search {typed_s:.2f} s, first curve {curve_s:.2f} s, "
+            f"another run compared {read_s:.2f} s, again {again_s:.2f} s, longest frame while zooming {frame_s:.2f} s"
+        )
+    assert list_s < FIRST_CURVE_S and typed_s < TYPED_S and curve_s < FIRST_CURVE_S and again_s < LATER_S
+    assert frame_s < TYPED_S
+
+
+def longest_frame_s(browser: Browser) -> float:
+    """The longest pause between two frames while a chart is zoomed and the page is scrolled."""
+    browser.run("""
+        window.frames_ms = []; let last = performance.now();
+        const tick = (now) => {
+          window.frames_ms.push(now - last); last = now;
+          if (window.frames_ms.length < 60) requestAnimationFrame(tick);
+        };
+        requestAnimationFrame(tick);
+        const over = document.querySelector('.chart .u-over'), box = over.getBoundingClientRect();
+        const at = (type, x, target) => target.dispatchEvent(new MouseEvent(type,
+          { clientX: box.left + x, clientY: box.top + 50, bubbles: true, buttons: 1, button: 0 }));
+        at('mousemove', 40, over); at('mousedown', 40, over);
+        at('mousemove', 140, document); at('mouseup', 140, document);
+        scrollBy(0, 800); setTimeout(() => scrollBy(0, 800), 200);
+    """)
+    browser.wait_for("window.frames_ms.length >= 60")
+    return max(browser.run("return window.frames_ms")) / 1000
