@@ -125,7 +125,7 @@ def _tiles(curves: Curves, summary: Mapping[str, Any]) -> list[dict[str, Any]]:
     if "tokens_per_s" in summary:
         steps = summary.get("steps", curves.num_steps)
         note = f"trained tokens per second; {steps:,} steps"
-        note += f" in {_duration(summary['wall_s'])}" if "wall_s" in summary else ""
+        note += f" in {duration(summary['wall_s'])}" if "wall_s" in summary else ""
         tiles.append(_tile("How fast?", f"{summary['tokens_per_s']:,.0f}", note, "tokens_per_s"))
     if "idle" in summary:
         idle = summary["idle"]
@@ -144,7 +144,8 @@ def _tile(title: str, value: str, note: str, metric: str) -> dict[str, Any]:
     return {"title": title, "value": value, "note": note, "metric": metric}
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Seconds as people read them: "1 h 2 min"."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"

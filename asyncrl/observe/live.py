@@ -10,8 +10,9 @@ from typing import Any, Self
 from rich.console import Console
 from rich.live import Live
 from rich.panel import Panel
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from asyncrl.observe.document import duration
 from asyncrl.observe.panel import History, ShownSample, evaluation_text, render_panel
 
 PLAIN_EVERY_S = 5.0
@@ -39,13 +40,13 @@ class LiveView:
             TextColumn("step"),
             MofNCompleteColumn(separator=" / "),
             BarColumn(bar_width=None),
-            TimeElapsedColumn(),
-            TextColumn("left"),
+            TextColumn("{task.fields[elapsed]}"),
+            TextColumn("· left"),
             TimeRemainingColumn(),
             console=console,
             expand=True,
         )
-        self._task = self._progress.add_task(run, total=steps)
+        self._task = self._progress.add_task(run, total=steps, elapsed="")
         self._live = Live(console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
 
     def __enter__(self) -> Self:
@@ -83,7 +84,8 @@ class LiveView:
     def update(self, status: dict[str, Any], *, restarts: int = 0) -> None:
         """Shows a status of `LauncherClient.status` and the number of restarts."""
         if self._live is not None:
-            self._progress.update(self._task, completed=status["step"])
+            elapsed = duration(status["metrics"].get("time/elapsed_s", 0.0))
+            self._progress.update(self._task, completed=status["step"], elapsed=elapsed)
             self._history.add(status["step"], status["reward"])
             self._live.update(self._panel(status, restarts))
             return

@@ -26,7 +26,7 @@ MAX_HISTORY = 512
 """Rewards that are kept; when there are more, adjacent ones are replaced by their mean."""
 STEP_TIMES = 20
 """Latest steps whose duration is shown."""
-BAR_CHARACTERS = 8
+BAR_CHARACTERS = 6
 QUESTION_CHARACTERS = 19
 STALENESS_COLUMNS = {"tokens": "tokens_fraction", "ratio": "ratio_mean", "max": "ratio_max", "KL": "kl", "ESS": "ess"}
 """Column title -> metric."""
@@ -182,8 +182,8 @@ def _learning(status: dict[str, Any], history: History, width: int) -> list[Line
     lines = [Line(reward)]
     if evaluated := evaluation_text(status):
         lines.append(Line(f"evaluation {evaluated}"))
-    names = {"entropy": ("learner/entropy", ".3f"), "gradient norm": ("learner/grad_norm", ".3g"),
-             "tokens of a completion": ("completion/tokens", ",.0f")}  # fmt: skip
+    names = {"entropy": ("learner/entropy", ".3f"), "grad norm": ("learner/grad_norm", ".3g"),
+             "completion tokens": ("completion/tokens", ",.0f")}  # fmt: skip
     facts = [f"{text} {metrics[name]:{form}}" for text, (name, form) in names.items() if name in metrics]
     return [*lines, Line(", ".join(facts), is_minor=True)] if facts else lines
 

@@ -15,6 +15,7 @@ from tests.observe.test_observe import LAGS, STATUS
 METRICS = {
     "learner/entropy": 0.7, "learner/grad_norm": 0.3, "completion/tokens": 12.25, "staleness/in_flight": 0.25,
     "staleness/in_queue": 1.25, "group/generate_s": 2.5, "group/queue_s": 0.5, "group/train_s": 0.125,
+    "time/elapsed_s": 75.0,
 }  # fmt: skip
 EVALUATION = {"last": {"version": 2, "reward": 0.25}, "running": [{"version": 4, "done": 3, "prompts": 9}]}
 SAMPLES = [
@@ -54,6 +55,7 @@ def test_the_questions_are_answered_and_fit_the_terminal(width: int, height: int
         "1,234 trained tokens/s",
         "1.50 (max 2 of 4)",
         "generator-bound",
+        "1 min 15 s",
     ):
         assert part in text, part
     assert "{" not in text, "no raw values"
@@ -85,7 +87,7 @@ def test_sparklines_and_bars() -> None:
     assert sparkline([], 10) == sparkline([float("nan")], 10) == ""
     assert len(sparkline([float(value) for value in range(1000)], 40)) == 40
     assert spread([1.0, 3.0, 5.0], 2) == [2.0, 5.0]
-    assert (bar(0.0), bar(0.5), bar(2.0)) == ("░" * 8, "████░░░░", "█" * 8)
+    assert (bar(0.0), bar(0.5), bar(2.0)) == ("░" * 6, "███░░░", "█" * 6)
 
 
 def test_the_history_is_bounded_and_knows_how_long_a_step_takes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ function ago(seconds) {
   return `${Math.floor(passed / size)} ${unit} ago`;
 }
 
+const NUMBERS = ["step", "reward", "tokens/s"];
 const ORDERS = {
   newest: (one, other) => (other.status === "running") - (one.status === "running") || other.updated_s - one.updated_s,
   name: (one, other) => one.name.localeCompare(other.name, "en", { numeric: true }),
@@ -44,7 +45,8 @@ class ListView {
       element("select", { "aria-label": "order", onchange: (event) => redraw({ order: event.target.value }) },
         Object.keys(ORDERS).map((name) => element("option", { value: name }, name === "newest" ? "running, then newest" : `by ${name}`))),
       this.compare, this.count), element("div", { class: "scroll" }, this.table));
-    this.titles = element("tr", {}, ["", "run", "state", "step", "reward", "", "tokens/s", "changed", "verdict"].map((title) => element("th", {}, title)));
+    this.titles = element("tr", {}, ["", "run", "state", "step", "reward", "", "tokens/s", "changed", "verdict"].map((title) =>
+      element("th", { class: NUMBERS.includes(title) ? "number" : null }, title)));
   }
 
   async poll() {
@@ -76,13 +78,14 @@ class ListView {
       onchange: () => { this.chosen[box.checked ? "add" : "delete"](card.name); this.draw(); } });
     box.checked = this.chosen.has(card.name);
     const age = element("td", { class: "note" }, ago(card.updated_s));
+    const number = (title, text) => element("td", { class: "number", "data-title": title }, text);
     const row = element("tr", {}, element("td", {}, box),
       element("th", {}, element("a", { href: addressOf([card.name]) }, card.name)),
       element("td", {}, element("span", { class: `status ${card.status}` }, card.status)),
-      element("td", { class: "number" }, card.step === null ? "–" : `${readable(card.step)}${card.steps ? ` / ${readable(card.steps)}` : ""}`),
-      element("td", { class: "number" }, card.reward ? card.reward.map((value) => value.toFixed(3)).join(" → ") : "–"),
+      number("step", card.step === null ? "–" : `${readable(card.step)}${card.steps ? ` / ${readable(card.steps)}` : ""}`),
+      number("reward", card.reward ? card.reward.map((value) => value.toFixed(3)).join(" → ") : "–"),
       element("td", {}, card.curve.length > 1 ? sparkline(card.curve) : null),
-      element("td", { class: "number" }, card.tokens_per_s === null ? "–" : readable(Math.round(card.tokens_per_s))), age,
+      number("tokens/s", card.tokens_per_s === null ? "–" : readable(Math.round(card.tokens_per_s))), age,
       element("td", { class: "note verdict-cell" }, card.verdict));
     this.rows.set(card.name, { key, row, age });
     return row;

@@ -86,7 +86,7 @@ function lineChart({ title, x, small = false }) {
       scales: { x: { time: false } }, legend: { show: false },
       cursor: small ? { show: false } : { sync: { key: x }, drag: { x: true, y: false }, points: { size: 6 } },
       axes: small ? [{ show: false }, { show: false }]
-        : [{ ...axis, size: 30 }, { ...axis, size: 52, values: (_, ticks) => ticks.map(readable) }],
+        : [{ ...axis, size: 30 }, { ...axis, size: 60, values: (_, ticks) => ticks.map(readable) }],
       series: [{}, ...lines.map((line) => ({
         label: line.name, stroke: line.color, width: 1.5, dash: line.dash, spanGaps: true,
         points: { show: line.xs.length < MARKED_POINTS },

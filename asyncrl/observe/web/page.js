@@ -2,11 +2,11 @@
 "use strict";
 
 function tableOf(titles, lines, isText = () => false) {
-  const cell = (tag, value, at) => element(tag, { class: at && typeof value === "number" ? "number" : isText(at) ? "text" : null },
+  const isNumber = (at) => at > 0 && lines.some((line) => typeof line[at] === "number");
+  const cell = (tag, value, at) => element(tag, { class: isText(at) ? "text" : isNumber(at) ? "number" : null },
     typeof value === "number" ? readable(value) : value ?? "–");
   return element("div", { class: "scroll" }, element("table", {},
-    titles ? element("tr", {}, titles.map((title, at) => element("th", { class: at && lines.length
-      && typeof lines[0][at] === "number" ? "number" : null }, title))) : null,
+    titles ? element("tr", {}, titles.map((title, at) => element("th", { class: isNumber(at) ? "number" : null }, title))) : null,
     lines.map((line) => element("tr", {}, line.map((value, at) => at ? cell("td", value, at) : element("th", {}, String(value)))))));
 }
 
@@ -70,8 +70,9 @@ class RunPage {
   update(runs) {
     this.runs = runs;
     const run = runs[this.shown = Math.min(this.shown, runs.length - 1)];
+    if (runs.length > 1 && this.tiles.nextSibling !== this.chartBox) this.tiles.after(this.chartBox);  // compared are curves
     fill(this.head, runs.map(({ name, status, verdict, error, warnings, progress }) => ({ name, status, verdict, error, warnings, progress })),
-      (heads) => heads.map((head) => this.headingOf(head)));
+      (heads) => heads.map((head, number) => this.headingOf(head, heads.length > 1 ? PALETTE[number % PALETTE.length] : null)));
     this.updateTiles();
     this.updateCharts();
     const hasSamples = runs.some((one) => one.samples.trained.length || one.samples.evaluated.length);
@@ -85,9 +86,10 @@ class RunPage {
     });
   }
 
-  headingOf({ name, status, verdict, error, warnings, progress }) {
-    return element("div", {},
-      element("div", { class: "title" }, element("h1", {}, name), element("span", { class: `status ${status}` }, status || "unknown"),
+  /** Name, state and verdict of a run; with a color, where there are several. */
+  headingOf({ name, status, verdict, error, warnings, progress }, color) {
+    return element("div", { class: color && "one-of-many" },
+      element("div", { class: "title" }, element("h1", {}, color ? element("i", { style: `background:${color}` }) : null, name), element("span", { class: `status ${status}` }, status || "unknown"),
         progress ? element("span", { class: "note" }, progress) : null),
       verdict ? element("p", { class: "verdict" }, verdict) : null,
       error && error !== verdict ? element("p", { class: "warning" }, error) : null,
@@ -106,9 +108,10 @@ class RunPage {
       const { text, chart } = this.tileCharts.get(title);
       const own = runs.flatMap((run, number) => run.tiles.filter((tile) => tile.title === title).map((tile) => [tile, number]));
       fill(text, own.map(([{ value, note }, number]) => [value, note, runs.length > 1 ? runs[number].name : null, number]),
-        (values) => values.map(([value, note, name, number]) => element("div", {}, element("div", { class: "value" },
-          name === null ? null : element("span", { class: "note" }, element("i", { style: `background:${PALETTE[number % PALETTE.length]}` }),
-            `${name} `), value), element("div", { class: "note" }, note))));
+        (values) => values.map(([value, note, name, number]) => name === null
+          ? element("div", {}, element("div", { class: "value" }, value), element("div", { class: "note" }, note))
+          : element("div", { class: "of-run", title: note }, element("span", { class: "note" },
+            element("i", { style: `background:${PALETTE[number % PALETTE.length]}` }), name), element("b", {}, value))));
       chart.update(runs.flatMap((run, number) => run.charts.flatMap((part) => part.charts.flatMap((one) => one.lines))
         .filter(([name]) => name === own[0][0].metric)
         .map(([name, xs, ys]) => ({ name, xs, ys, color: PALETTE[number % PALETTE.length] }))));
@@ -140,7 +143,7 @@ class RunPage {
     return this.runs.flatMap((run, number) => {
       const found = run.charts.find((one) => one.title === sectionTitle)?.charts.find((one) => one.title === chartTitle);
       return (found?.lines ?? []).map(([name, xs, ys], at) => ({
-        name: isOne ? name : `${run.name} ${name}`, xs, ys,
+        name: isOne ? name : found.lines.length === 1 ? run.name : `${run.name} ${name.split("/").at(-1)}`, xs, ys,
         color: PALETTE[(isOne ? at : number) % PALETTE.length], dash: !isOne && at ? [4 * at, 3] : undefined,
       }));
     });

@@ -29,7 +29,8 @@ function factsOf(sample) {
 function completionBox(sample, title, isChosen = false) {
   return element("section", { class: isChosen ? "completion chosen" : "completion" }, element("h3", {}, title),
     element("pre", {}, sample.raw ?? sample.completion ?? ""),
-    element("dl", {}, factsOf(sample).flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, readable(value))])));
+    element("dl", {}, factsOf(sample).map(([name, value]) =>
+      element("div", {}, element("dt", {}, name), " ", element("dd", {}, readable(value))))));
 }
 
 const openFailed = (error) => element("p", { class: "warning" }, `Only the beginning and the end of long texts are here: ${error.message}`);
@@ -42,9 +43,12 @@ async function openSample(run, sample, kind, fetchGroup) {
   const dialog = element("dialog", { class: "sample", onclose: () => dialog.remove(),
     onclick: (event) => { if (event.target === dialog) dialog.close(); } },
     element("div", { class: "dialog-head" }, element("h2", {}, `${run.name}: ${title}`), close), body);
-  const show = (samples, ...notes) => body.replaceChildren(...notes, element("h3", {}, "prompt"), element("pre", {}, samples[0].prompt),
-    ...samples.map((one, at) => completionBox(one, samples.length > 1 ? `completion ${at + 1} of ${samples.length}` : "completion",
-      samples.length > 1 && isSame(one, sample))));
+  const show = (samples, ...notes) => {
+    const boxes = samples.map((one, at) => [isSame(one, sample), completionBox(one,
+      samples.length > 1 ? `completion ${at + 1} of ${samples.length}` : "completion", samples.length > 1 && isSame(one, sample))]);
+    boxes.sort(([one], [other]) => other - one);  // the one that was opened is the first
+    body.replaceChildren(...notes, element("h3", {}, "prompt"), element("pre", {}, samples[0].prompt), ...boxes.map(([, box]) => box));
+  };
   show([sample]);
   document.body.append(dialog);
   dialog.showModal();
