@@ -46,6 +46,9 @@ class AlgorithmConfig(Section):
     """Weight of the divergence from the reference policy that is added to the loss."""
     kl_estimator: Literal["k1", "k2", "k3", "k3+", "abs"] | None = None
     """Estimator of that divergence; by default k1 in the reward and k3+ in the loss."""
+    entropy_coef: float = Field(default=0.0, ge=0.0)
+    """Weight of the mean entropy of the sampled distribution, aggregated as the loss, that is subtracted from the
+    loss."""
     kl_target: float | None = Field(default=None, gt=0.0)
     """Adapt `kl_reward_coef` to keep the divergence near this many nats (arXiv:1909.08593); by default it is fixed."""
     reference: str | None = None

@@ -86,7 +86,8 @@ class TrainedModel:
             self.engine.train()
 
     def backward(self, outputs: Tensor, gradient: Tensor, *, last: bool) -> None:
-        """Accumulates this rank's part of the loss's gradient, from outputs [N] and the gradient [N] of the outputs.
+        """Accumulates this rank's part of the loss's gradient, from outputs of any shape and its gradient with respect
+        to them.
 
         Gradients are summed over the ranks and over the micro-batches of the update, the final one of which is marked
         by `last`.

@@ -20,13 +20,13 @@ from asyncrl.learner.packing_check import check_packing
 class PolicyNetwork(nn.Module):
     """The model with a head that returns log-probs, as the module that DeepSpeed wraps."""
 
-    def __init__(self, model: PreTrainedModel, temperature: float) -> None:
+    def __init__(self, model: PreTrainedModel, temperature: float, *, entropy_gradient: bool = False) -> None:
         super().__init__()
         self.model = model
         output = model.get_output_embeddings()
         if not isinstance(output, nn.Linear):
             raise ConfigError(f"model.path: the output layer is a {type(output).__name__}, but must be linear")
-        self.head = LogprobHead(output, temperature)
+        self.head = LogprobHead(output, temperature, entropy_gradient=entropy_gradient)
 
     def forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         return self.head(hidden_states(self.model, micro), micro.targets)
@@ -37,13 +37,14 @@ class Policy(TrainedModel):
 
     def __init__(self, config: Config, ranks: Ranks) -> None:
         model = load_policy_model(config, config.model.path)
-        network = PolicyNetwork(model, config.generator.temperature)
+        wants_entropy = config.algorithm.entropy_coef > 0
+        network = PolicyNetwork(model, config.generator.temperature, entropy_gradient=wants_entropy)
         super().__init__(config, ranks, model, network, lr=config.learner.lr)
         check_packing(model, self.score, ranks.device, f"model.path = {config.model.path!r}")
 
     def forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Returns log-probs [N] of the action tokens at the sampling temperature, and detached entropies [N], both
-        float32 in nats."""
+        """Returns log-probs [N] of the action tokens at the sampling temperature, and entropies [N], both float32 in
+        nats. The entropies have a gradient if the loss has an entropy bonus."""
         return self.engine(micro)
 
     def logprobs(self, micro: MicroBatch) -> Tensor:

@@ -13,6 +13,7 @@ micro-batches: forward, `token_losses`, backward. Differences from published PPO
 - Baselines are computed from groups of trajectories, or by a critic, which is a separate model with its own optimizer.
   During `critic.warmup_steps` only the critic is updated; the policy's losses are computed for the metrics.
 - Log-probs are at the sampling temperature. The divergence from a reference policy is added to the reward or the loss.
+- An entropy bonus is the entropy of the distribution at the sampling temperature, aggregated as the loss is.
 """
 
 from __future__ import annotations
@@ -108,17 +109,17 @@ class Trainer:
                 own = estimates.of(micro, device)
                 with phase("forward"):
                     logprobs, entropies = self.policy.score(micro) if warmup else self.policy.forward(micro)
-                    current = logprobs.detach()
+                    current, spread, counts = logprobs.detach(), entropies.detach(), minibatch.counts
                     losses = token_losses(
-                        self.algorithm, self.config, micro, own, current, counts=minibatch.counts, version=step - 1
+                        self.algorithm, self.config, micro, own, current, spread, counts=counts, version=step - 1
                     )
-                metrics.add(micro, losses, current, entropies, own.advantages)
+                metrics.add(micro, losses, current, spread, own.advantages)
                 if self.mismatch_check is not None and number == 0:  # later updates start from other weights
                     self.mismatch_check.add(micro, current, version=step - 1)
                 if not warmup:
                     finite.append(current.isfinite() & losses.gradient.isfinite())
                     with phase("backward"):
-                        self.policy.backward(logprobs, losses.gradient, last=last)
+                        self.policy.backward(*losses.pair(logprobs, entropies), last=last)
             if not warmup:
                 norm = self.policy.gradient_norm()
                 if skip_if_not_finite(self.policy, minibatch, finite, norm, step, settings, "learner.lr", culprits):

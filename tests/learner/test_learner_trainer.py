@@ -301,7 +301,7 @@ def test_the_divergence_in_the_loss_is_weighed_as_stale_tokens_are(
     estimates = Estimates(torch.randn(count), None, None, reference)
     counts = {"num_tokens": count, "num_sequences": len(micro.names)}
     gradients = [
-        token_losses(make_algorithm(c), c, micro, estimates, logprobs, counts=counts, version=0).gradient
+        token_losses(make_algorithm(c), c, micro, estimates, logprobs, logprobs, counts=counts, version=0).gradient
         for c in (config, without)
     ]
     ratios = (logprobs - micro.behavior_logprobs).double()

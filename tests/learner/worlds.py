@@ -33,10 +33,16 @@ from tests.helpers.sockets import socket_address
 VOCABULARY = 48
 LR = 1e-3
 CRITIC: dict[str, Any] = {
-    "algorithm": {"advantage": "gae", "whiten": True, "kl_reward_coef": 0.1, "kl_loss_coef": 0.1},
+    "algorithm": {
+        "advantage": "gae",
+        "whiten": True,
+        "kl_reward_coef": 0.1,
+        "kl_loss_coef": 0.1,
+        "entropy_coef": 0.1,
+    },  # fmt: skip
     "critic": {"lr": LR},
 }
-"""Settings with a critic and a reference policy."""
+"""Settings with a critic, a reference policy and an entropy bonus."""
 GAE_CONFIG: dict[str, Any] = {
     "algorithm": {"advantage": "gae", "loss": "ppo_clip"},
     "critic": {"lr": 1e-3, "ranks": 1},
