@@ -85,11 +85,12 @@ class Config(Section):
                 f"launch.learners = {learners} does not divide replay.groups_per_step = {groups}: "
                 f"every learner rank takes the same number of whole groups; use {_divisors(groups)} learners"
             )
-        if (groups // learners) % self.learner.minibatches:
-            raise ValueError(
-                f"learner.minibatches = {self.learner.minibatches} does not divide the {groups // learners} groups "
-                f"that a learner rank gets in a step; use one of {_divisors(groups // learners)}"
-            )
+        for key, parts in (("learner", self.learner.minibatches), ("critic", self.critic_minibatches)):
+            if (groups // learners) % parts:
+                raise ValueError(
+                    f"{key}.minibatches = {parts} does not divide the {groups // learners} groups that a learner rank "
+                    f"gets in a step; use one of {_divisors(groups // learners)}"
+                )
         if self.critic.ranks > learners:
             raise ValueError(
                 f"critic.ranks = {self.critic.ranks}: each serves at least one of the learner ranks, of which there "
@@ -118,6 +119,16 @@ class Config(Section):
         every = self.eval.every_steps
         due = version in (0, self.steps) or (every is not None and version % every == 0)
         return bool(self.data.eval_files) and due
+
+    @property
+    def critic_epochs(self) -> int:
+        """Passes of the critic over the batch of a step."""
+        return self.critic.epochs or self.learner.epochs
+
+    @property
+    def critic_minibatches(self) -> int:
+        """Parts of the batch of a step, each with an update of the critic."""
+        return self.critic.minibatches or self.learner.minibatches
 
     @property
     def run_dir(self) -> Path:

@@ -98,6 +98,9 @@ class LearnerConfig(Section):
     """Passes over the batch of a step."""
     minibatches: int = Field(default=1, ge=1)
     """Parts of the batch, each with its own optimizer update. Versions and staleness count steps, not updates."""
+    shuffle: bool = False
+    """Every epoch distributes the groups of a rank over the mini-batches anew, at random, by `seed` and step; otherwise
+    all epochs have the same mini-batches."""
     tokens_per_microbatch: int = Field(default=8192, ge=1)
     """Tokens of one packed forward pass; a longer trajectory is a micro-batch of its own."""
     gradient_checkpointing: bool = False
@@ -105,6 +108,11 @@ class LearnerConfig(Section):
     deepspeed_options: dict[str, JsonValue] = Field(default={})
     """DeepSpeed settings such as zero_optimization.overlap_comm, merged over the learner's own. Refused: those that
     have a key here, and those that the learner's own gradient handling replaces."""
+
+    @property
+    def packed_minibatches(self) -> int:
+        """Mini-batches of the batch as it is packed first and scored; shuffled ones are packed again."""
+        return 1 if self.shuffle else self.minibatches
 
     @model_validator(mode="after")
     def _check_deepspeed_options(self) -> Self:
@@ -123,5 +131,9 @@ class CriticConfig(Section):
     """First steps in which only the critic is trained."""
     clip: float | None = Field(default=0.5, gt=0.0)
     """Distance from the old value at which the loss stops to decrease (PPO's value clipping)."""
+    epochs: int | None = Field(default=None, ge=1)
+    """Passes of the critic over the batch of a step; by default `learner.epochs`."""
+    minibatches: int | None = Field(default=None, ge=1)
+    """Parts of the batch, each with an update of the critic; by default `learner.minibatches`."""
     ranks: int = Field(default=0, ge=0)
     """Processes of the critic; 0 keeps it in the learner ranks."""

@@ -251,7 +251,7 @@ class Learner:
             batch = make_batch(
                 shard.groups,
                 tokens_per_microbatch=self.config.learner.tokens_per_microbatch,
-                minibatches=self.config.learner.minibatches,
+                minibatches=self.config.learner.packed_minibatches,
                 skip_truncated=self.config.algorithm.truncated == "mask",
                 bootstrap_truncated=self.config.algorithm.truncated == "bootstrap",
             )

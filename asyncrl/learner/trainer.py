@@ -48,6 +48,7 @@ from asyncrl.learner.update import (
     broken_names,
     learning_rate,
     name_together,
+    plan_updates,
     skip_if_not_finite,
     sync_microbatches,
 )
@@ -90,7 +91,7 @@ class Trainer:
         Raises RunError on all ranks after more than `learner.max_skipped_updates` skipped updates in a row.
         """
         settings, device = self.config.learner, self.ranks.device
-        minibatches = sync_microbatches(batch, self.ranks, step)
+        minibatches = sync_microbatches(batch.minibatches, self.ranks, step)
         scores = self._score(batch, minibatches, step)
         phase = self.phases.phase
         with phase("advantage"):
@@ -102,7 +103,9 @@ class Trainer:
         warmup = self.critic is not None and step <= self.config.critic.warmup_steps
         total = self._new_metrics(step)
         updates: list[Update] = []
-        for number, minibatch in enumerate(minibatches * settings.epochs):
+        parts = {"epochs": settings.epochs, "minibatches": settings.minibatches}
+        planned = plan_updates(batch, minibatches, self.ranks, step, self.config, **parts)
+        for number, minibatch in enumerate(planned):
             metrics = self._new_metrics(step)
             finite: list[Tensor] = []
             for micro, last in minibatch.on(device):

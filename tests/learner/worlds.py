@@ -45,7 +45,7 @@ CRITIC: dict[str, Any] = {
 """Settings with a critic, a reference policy and an entropy bonus."""
 GAE_CONFIG: dict[str, Any] = {
     "algorithm": {"advantage": "gae", "loss": "ppo_clip"},
-    "critic": {"lr": 1e-3, "ranks": 1},
+    "critic": {"lr": 1e-3, "ranks": 1, "epochs": 3, "minibatches": 1},
     "learner": {
         "lr": LR,
         "tokens_per_microbatch": 40,
@@ -157,7 +157,7 @@ def pack_groups(config: Config, groups: Sequence[Group]) -> Batch:
     return make_batch(
         groups,
         tokens_per_microbatch=settings.tokens_per_microbatch,
-        minibatches=settings.minibatches,
+        minibatches=settings.packed_minibatches,
         bootstrap_truncated=config.algorithm.truncated == "bootstrap",
     )
 

