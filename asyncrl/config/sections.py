@@ -80,6 +80,12 @@ class GeneratorConfig(Section):
     """Temperature of the sampled distribution; all log-probs, the learner's too, are at this temperature."""
     max_new_tokens: int = Field(default=512, ge=1)
     """Maximum length of a completion; one that reaches it is truncated."""
+    min_new_tokens: int = Field(default=0, ge=0)
+    """Minimum length of a completion: before it the tokens that end a completion are excluded, in the engine and in the
+    learner's log-probs, and no text of `stop` ends it."""
+    stop: str | list[str] = Field(default=[])
+    """Texts that end a completion. The tokens up to the one that completes the text are kept and trained. Special
+    tokens count with their text, such as <|im_end|>."""
     max_running_groups: int = Field(default=64, ge=1)
     """Groups that one generator processes at once (continuous batching); an eighth more wait inside the engine."""
     kv_cache_bytes: int | None = Field(default=None, ge=1 << 20)
@@ -96,6 +102,11 @@ class GeneratorConfig(Section):
     model's window); enable_prefix_caching shares the prompt's keys and values inside a group, never across versions
     (default: false); others are max_num_batched_tokens, kv_cache_dtype, enforce_eager. Refused: those that have a key
     here, and those that versions or log-probs depend on."""
+
+    @property
+    def stop_texts(self) -> list[str]:
+        """The texts that end a completion."""
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop)
 
     @property
     def engine_settings(self) -> dict[str, Any]:
@@ -115,6 +126,16 @@ class GeneratorConfig(Section):
     @model_validator(mode="after")
     def _check_engine_options(self) -> Self:
         check_engine_options(self.engine_options)
+        return self
+
+    @model_validator(mode="after")
+    def _check_ends(self) -> Self:
+        if "" in self.stop_texts:
+            raise ValueError("stop: an empty text would end every completion at its first token; leave it out")
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"min_new_tokens = {self.min_new_tokens}: must be at most max_new_tokens = {self.max_new_tokens}"
+            )
         return self
 
 

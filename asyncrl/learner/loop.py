@@ -248,6 +248,8 @@ class Learner:
             if shard.step != step:
                 raise InvariantError(f"step {step}: took the shard of step {shard.step}")
             check_staleness(shard.groups, version=step - 1, max_staleness=self.config.replay.staleness_limit)
+            if (excluded := self.trainer.policy.excluded) is not None:
+                excluded.check(shard.groups)
             batch = make_batch(
                 shard.groups,
                 tokens_per_microbatch=self.config.learner.tokens_per_microbatch,

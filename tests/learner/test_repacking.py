@@ -1,4 +1,4 @@
-"""Mini-batches other than those of the packed batch: drawn at random in every epoch, or another number for the critic."""
+"""Mini-batches other than those of the packed batch: drawn at random in every epoch, or as many as the critic has."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_a_critic_may_have_epochs_and_minibatches_of_its_own(
     critic.model.step = count  # pyright: ignore[reportAttributeAccessIssue]
     batch = pack_groups(config, make_groups())
     returns = torch.linspace(-1, 1, batch.num_tokens)
-    errors = [float((critic.values(batch, n)[: batch.num_tokens] - returns).square().mean())]
+    errors = [float((critic.values(batch, 1)[: batch.num_tokens] - returns).square().mean())]
     for number in range(1, 6):
         critic.values(batch, number)
         critic.train(returns)

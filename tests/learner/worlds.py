@@ -39,7 +39,7 @@ CRITIC: dict[str, Any] = {
         "kl_reward_coef": 0.1,
         "kl_loss_coef": 0.1,
         "entropy_coef": 0.1,
-    },  # fmt: skip
+    },
     "critic": {"lr": LR},
 }
 """Settings with a critic, a reference policy and an entropy bonus."""
