@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
-from asyncrl.config.base import Section
+from asyncrl.config.base import Options, Rewards, Section
 from asyncrl.config.mappings import AutoOptions, Columns, Sampling
 from asyncrl.config.passthrough import check_engine_options
 from asyncrl.config.paths import LocalPath
@@ -225,6 +225,19 @@ class EvalConfig(Section):
     """Sampling of evaluation completions, with the names of `vllm.SamplingParams`."""
     max_prompts: int | None = Field(default=None, ge=1)
     """Number of prompts that are evaluated, from the start of the files; by default all."""
+    rewards: Rewards | None = None
+    """Reward of evaluations, in any form of `rewards`; by default that of training."""
+    reward_options: dict[str, Options] = Field(default={})
+    """Options of the functions in `eval.rewards`, by their names there; by default those in `reward_options`."""
+
+    @model_validator(mode="after")
+    def _check_reward_options(self) -> Self:
+        if self.reward_options and self.rewards is None:
+            raise ValueError(
+                f"reward_options = {self.reward_options!r}: evaluations have the reward of training; set eval.rewards, "
+                "or give the options in reward_options"
+            )
+        return self
 
 
 class WeightsConfig(Section):

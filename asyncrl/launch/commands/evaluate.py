@@ -21,17 +21,19 @@ import structlog
 from rich.console import Console
 from rich.table import Table
 
-from asyncrl.config import Config, Rewards
+from asyncrl.config import Config
 from asyncrl.data.hub import fetch
+from asyncrl.data.parquet import check_dataset
 from asyncrl.errors import ConfigError
 from asyncrl.launch.console import EXIT_DONE, EXIT_INTERRUPTED, Interrupts
 from asyncrl.launch.endpoints import run_endpoints
 from asyncrl.launch.placement import LOOPBACK
-from asyncrl.launch.preflight import check_data_and_rewards, check_model
+from asyncrl.launch.preflight import check_model, checked_eval_rewards, checked_rewards
 from asyncrl.launch.samples import PARQUET, check_samples_file
 from asyncrl.learner.checkpoint.files import MANIFEST
 from asyncrl.replay.eval_scores import PromptScore, pass_ks, score_table
 from asyncrl.rewards.reward_model import await_reward_model, uses_reward_model
+from asyncrl.rewards.table import evaluation_config
 from asyncrl.samples import Samples
 from asyncrl.types import Group, Lease, Prompt
 from asyncrl.util.files import check_writable, read_json, replace_file
@@ -61,8 +63,7 @@ def evaluate(config: Config, console: Console, *, model: str | None = None, out:
     config = fetch(use_folder(config, model), console)
     if out is not None:
         check_out(out)
-    limit_tokens, rewards = check_evaluation(config, console)
-    config = config.model_copy(update={"rewards": rewards})
+    limit_tokens, config = check_evaluation(config, console)
     quiet_logs()
     interrupts = Interrupts()
     with interrupts.caught():
@@ -117,16 +118,19 @@ def check_out(out: Path) -> None:
         raise ConfigError(f"--out {out}: exists and holds no results of this command; name another file")
 
 
-def check_evaluation(config: Config, console: Console) -> tuple[int, Rewards]:
-    """Returns the number of prompt tokens that the model's window leaves, and the rewards. Raises ConfigError for any
-    error that can be found before the engine starts."""
+def check_evaluation(config: Config, console: Console) -> tuple[int, Config]:
+    """Returns the number of prompt tokens that the model's window leaves, and the config with the rewards of
+    evaluations. Raises ConfigError for any error that can be found before the engine starts."""
     if not config.data.eval_files:
         raise ConfigError("data.eval: required, but not set; give Parquet files as data.eval=FILE or data.eval=[A,B]")
     room = check_model(config)
     # Training files are not checked: they may be gone.
-    data = config.data.model_copy(update={"train": config.data.eval_files, "eval": None, "weights": None})
-    rewards, _ = check_data_and_rewards(config.model_copy(update={"data": data}), console)
-    return room, rewards
+    files = config.data.eval_files
+    data = config.data.model_copy(update={"train": files, "eval": None, "weights": None})
+    check_dataset(config.model_copy(update={"data": data}))
+    checked = checked_rewards if config.eval.rewards is None else checked_eval_rewards
+    rewards = checked(config, files, console)
+    return room, evaluation_config(config).model_copy(update={"rewards": rewards})
 
 
 def evaluate_prompts(
@@ -274,8 +278,9 @@ def write_json(out: Path, config: Config, metrics: dict[str, float], scored: lis
     report = {
         "model": config.model.path,
         "data": config.data.eval_files,
-        "settings": config.eval.model_dump(mode="json", exclude={"every_steps"})
-        | {"max_new_tokens": config.generator.max_new_tokens, "seed": config.seed},
+        "settings": config.eval.model_dump(mode="json", exclude={"every_steps", "rewards", "reward_options"})
+        | config.generator.model_dump(mode="json", include={"max_new_tokens", "min_new_tokens", "stop"})
+        | {"rewards": config.rewards, "seed": config.seed},
         "metrics": metrics,
         "prompts": rows,
     }
