@@ -114,6 +114,18 @@ class Config(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_optimizer(self) -> Self:
+        learner = self.learner
+        if learner.optimizer == "adamw" or (learner.zero_stage == 0 and self.model.dtype == "float32"):
+            return self
+        key = f"learner.zero_stage = {learner.zero_stage}" if learner.zero_stage else "model.dtype = bfloat16"
+        raise ValueError(
+            f"learner.optimizer = {learner.optimizer!r}: needs complete matrices, but with {key} DeepSpeed gives the "
+            "optimizer flat parts of all parameters; use learner.zero_stage=0 with model.dtype=float32, or "
+            "learner.optimizer=adamw"
+        )
+
     def evaluates(self, version: int) -> bool:
         """True if the run evaluates this policy version: the first, the last, and multiples of `eval.every_steps`."""
         every = self.eval.every_steps

@@ -86,7 +86,7 @@ DEEPSPEED_REFUSED = {
     "zero_optimization.offload_optimizer": "the learner clips the gradients, which it needs on the GPU for that",
     "zero_optimization.offload_param": "the learner gathers and sends the weights, which it needs on the GPU for that",
     "zero_optimization.cpu_offload": "the learner clips the gradients, which it needs on the GPU for that",
-    "optimizer": "it is AdamW with learner.lr and learner.adamw_options",
+    "optimizer": "it is learner.optimizer with learner.lr and learner.optimizer_options",
     "scheduler": "it is learner.lr_schedule",
     "bf16": "it is model.dtype",
     "bfloat16": "it is model.dtype",

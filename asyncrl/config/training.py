@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import Discriminator, Field, JsonValue, Tag, field_validator, model_validator
 
 from asyncrl.config.base import Options, Section
-from asyncrl.config.mappings import AdamWOptions, Correction, Penalize
+from asyncrl.config.mappings import Correction, OptimizerOptions, Penalize
 from asyncrl.config.passthrough import check_deepspeed_options
 
 Unpenalized = Literal["keep", "mask", "bootstrap"]
@@ -74,11 +74,19 @@ class AlgorithmConfig(Section):
         return value  # pyright: ignore[reportUnknownVariableType]
 
 
+OPTIMIZERS = {
+    "adamw": ("weight_decay", "betas", "eps"),
+    "adafactor": ("weight_decay", "beta2_decay", "d"),
+    "muon": ("weight_decay", "momentum", "nesterov", "betas", "eps"),
+}
+"""The options of each optimizer."""
+
+
 class LearnerConfig(Section):
     """The optimizer, and the division of a batch into updates and micro-batches."""
 
     lr: float = Field(default=1e-6, gt=0.0)
-    """Learning rate of AdamW after the warm-up."""
+    """Learning rate after the warm-up. That of adafactor is relative to the size of a parameter's weights."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after the warm-up; linear and cosine end at 0 with the last step."""
     warmup_steps: int = Field(default=0, ge=0)
@@ -86,8 +94,11 @@ class LearnerConfig(Section):
     ess_scaled_lr: bool = False
     """Multiply the learning rate of every update by the root of the effective sample size of its importance weights,
     so that stale batches have smaller updates (arXiv:2602.17616)."""
-    adamw_options: AdamWOptions = AdamWOptions()
-    """Options of AdamW, for policy and critic."""
+    optimizer: Literal["adamw", "adafactor", "muon"] = "adamw"
+    """Optimizer of policy and critic. muon is Muon for the matrices of the layers and AdamW for the other parameters.
+    muon and adafactor need complete matrices: float32 and `zero_stage: 0`."""
+    optimizer_options: OptimizerOptions = OptimizerOptions()
+    """Options of the optimizer."""
     max_grad_norm: float = Field(default=1.0, gt=0.0)
     """Gradients with a larger norm, over all parameters, are scaled down to it."""
     max_skipped_updates: int = Field(default=5, ge=0)
@@ -113,6 +124,18 @@ class LearnerConfig(Section):
     def packed_minibatches(self) -> int:
         """Mini-batches of the batch as it is packed first and scored; shuffled ones are packed again."""
         return 1 if self.shuffle else self.minibatches
+
+    @model_validator(mode="after")
+    def _check_optimizer_options(self) -> Self:
+        taken = OPTIMIZERS[self.optimizer]
+        defaults = OptimizerOptions()
+        for name, value in self.optimizer_options:
+            if name not in taken and value != getattr(defaults, name):
+                raise ValueError(
+                    f"optimizer_options.{name} = {value!r}: {self.optimizer} has no such option; it takes "
+                    f"{', '.join(taken)}"
+                )
+        return self
 
     @model_validator(mode="after")
     def _check_deepspeed_options(self) -> Self:

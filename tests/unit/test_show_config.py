@@ -77,9 +77,9 @@ def test_rules_say_type_unit_and_allowed_values() -> None:
     assert all(key.meaning and key.rule for key in keys.values())
     assert keys["replay.max_staleness"].rule == "integer at least 0 or auto"
     assert keys["replay.order"].rule == "ready | ticket"
-    adamw = keys["learner.adamw_options"]
-    assert adamw.rule == "mapping with betas, weight_decay, eps" and not adamw.changed
-    assert adamw.options[0].rule == "[number at least 0 and below 1, number at least 0 and below 1]"
+    optimizer = keys["learner.optimizer_options"]
+    assert optimizer.rule.startswith("mapping with weight_decay, betas, eps, ") and not optimizer.changed
+    assert optimizer.options[1].rule == "[number at least 0 and below 1, number at least 0 and below 1]"
     assert keys["algorithm.truncated"].rule == "keep | mask | bootstrap or mapping with penalize"
     assert keys["replay.max_bytes"].rule == "integer (bytes) at least 1048576"
     assert keys["generator.reward_timeout_s"].rule == "number (seconds) above 0"
