@@ -90,6 +90,11 @@ def load_config(path: str | Path | None, overrides: Mapping[str, Any] | Sequence
         raise ConfigError(f"the configuration{where} cannot be used:\n  " + "\n  ".join(lines)) from None
 
 
+def settings_of_model(model: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The overrides with what an evaluation of a model needs without a config; all else has its default."""
+    return {"model.path": model, "data.train": overrides.get("data.eval") or [], **overrides}
+
+
 def parse_override(text: str) -> tuple[str, Any]:
     """`("section.key", value)` of `section.key=value`; the value is read as YAML, numbers like 1e-4 included."""
     dotted, equals, raw = text.partition("=")

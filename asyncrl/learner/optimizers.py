@@ -1,7 +1,7 @@
 """The optimizers that `learner.optimizer` names, all of torch.
 
-AdamW works on any part of a parameter. Muon and Adafactor work on complete matrices, which DeepSpeed does not pass on with
-ZeRO from stage 1 on, nor with bfloat16: the optimizer gets flat parts of all parameters. `Config` refuses that.
+AdamW works on any part of a parameter. Muon and Adafactor work on complete matrices, which DeepSpeed does not pass on
+with ZeRO from stage 1 on, nor with bfloat16: the optimizer gets flat parts of all parameters. `Config` refuses that.
 """
 
 from __future__ import annotations

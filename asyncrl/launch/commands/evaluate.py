@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from asyncrl.config import Config
-from asyncrl.data.hub import fetch
+from asyncrl.data.hub import fetch, is_model_name
 from asyncrl.data.parquet import check_dataset
 from asyncrl.errors import ConfigError
 from asyncrl.launch.console import EXIT_DONE, EXIT_INTERRUPTED, Interrupts
@@ -53,15 +53,15 @@ RESULTS = {"model", "settings", "metrics", "prompts"}
 """Keys that identify a file of results."""
 
 
-def evaluate(config: Config, console: Console, *, model: str | None = None, out: Path | None = None) -> int:
-    """Evaluates the model in a folder, prints a table by data source and returns the exit code. Writes to `out`: the
-    completions with their texts (`Samples`) to a Parquet file, or else metrics and rewards as JSON.
+def evaluate(config: Config, console: Console, *, model: str | None = None, outs: Sequence[Path] = ()) -> int:
+    """Evaluates the model in a folder, prints a table by data source and returns the exit code. Writes to each of
+    `outs`: the completions with their texts (`Samples`) to a Parquet file, or else metrics and rewards as JSON.
 
     The default folder is that of the run's trained model if it exists, else `model.path`. Raises ConfigError when the
     config, the folder or the data cannot be used.
     """
     config = fetch(use_folder(config, model), console)
-    if out is not None:
+    for out in outs:
         check_out(out)
     limit_tokens, config = check_evaluation(config, console)
     quiet_logs()
@@ -78,7 +78,7 @@ def evaluate(config: Config, console: Console, *, model: str | None = None, out:
     scores = {result.ticket: PromptScore.of(result) for result in work.results}
     metrics = score_table(scores.values())
     print_table(console, metrics, config.eval.samples)
-    if out is not None:
+    for out in outs:
         if out.suffix == PARQUET:
             write_samples(out, config, prompts, work.groups)
         else:
@@ -88,18 +88,18 @@ def evaluate(config: Config, console: Console, *, model: str | None = None, out:
 
 
 def use_folder(config: Config, model: str | None) -> Config:
-    """The config with the folder to evaluate as `model.path`; of a checkpoint it is `model/`. Raises ConfigError when
-    `model` is no folder."""
-    if model is not None and not Path(model).is_dir():
+    """The config with the folder to evaluate as `model.path`, or the name of a model of the hub; of a checkpoint it is
+    `model/`. Raises ConfigError when `model` is neither."""
+    if model is not None and not Path(model).is_dir() and not is_model_name(model):
         raise ConfigError(
             f"--model {model}: no such folder; give one in Hugging Face format, such as a run's model/, or a "
-            "checkpoint, such as its checkpoints/step-000050"
+            "checkpoint, such as its checkpoints/step-000050, or OWNER/NAME of the hub"
         )
     if model is not None and (Path(model) / MANIFEST).is_file():
         model = str(Path(model) / "model")
     trained = config.run_dir / "model"
     folder = model or (str(trained) if trained.is_dir() else config.model.path)
-    return config.model_copy(update={"model": config.model.model_copy(update={"path": folder})})
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": folder}), "recipe": None})
 
 
 def check_out(out: Path) -> None:
