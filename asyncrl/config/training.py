@@ -110,8 +110,8 @@ class LearnerConfig(Section):
     minibatches: int = Field(default=1, ge=1)
     """Parts of the batch, each with its own optimizer update. Versions and staleness count steps, not updates."""
     shuffle: bool = False
-    """Every epoch distributes the groups of a rank over the mini-batches anew, at random, by `seed` and step; otherwise
-    all epochs have the same mini-batches."""
+    """Every epoch distributes the groups of a rank over the mini-batches again, at random, by `seed` and step;
+    otherwise all epochs have the same mini-batches."""
     tokens_per_microbatch: int = Field(default=8192, ge=1)
     """Tokens of one packed forward pass; a longer trajectory is a micro-batch of its own."""
     gradient_checkpointing: bool = False

@@ -115,8 +115,8 @@ def trained_parts(config: Config, shape: Shape, ranks: int, *, of: str = "") -> 
 
 
 def optimizer_bytes(config: Config, shape: Shape, parameters: int) -> int:
-    """Returns the bytes of the optimizer's states for so many of the model's parameters: two numbers for each with
-    AdamW; with Muon one for each in the layers; with Adafactor one for each row and column of a matrix."""
+    """Returns the bytes of the optimizer's states for `parameters` of the model's parameters: two numbers for each
+    with AdamW; with Muon one for each in the layers; with Adafactor one for each row and column of a matrix."""
     vectors = shape.hidden * (4 * shape.layers + 1)
     if config.learner.optimizer == "muon":
         ends = min(2 * shape.vocabulary * shape.hidden + vectors, parameters)

@@ -87,7 +87,7 @@ def plan_updates(
     """Returns the mini-batch of every update of a step, in their order. `scored` are the mini-batches of `batch`, which
     are used again if they have the right number and `learner.shuffle` is not set. All ranks call it.
 
-    Shuffled ones are drawn anew in each epoch, by `seed`, step and epoch: a step that is trained again is the same.
+    Shuffled ones are drawn for each epoch, by `seed`, step and epoch: a step that is trained again is the same.
     """
     budget = config.learner.tokens_per_microbatch
     if config.learner.shuffle and minibatches > 1:

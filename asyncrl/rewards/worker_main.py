@@ -46,7 +46,7 @@ class WorkerSpec:
     rewards: Rewards
     options: dict[str, Options]
     eval_rewards: Rewards
-    """Those of evaluations, which may be the same."""
+    """The rewards of evaluations, which may be the same."""
     eval_options: dict[str, Options]
     ground_truth_name: str
     tokenizer_path: str

@@ -101,7 +101,7 @@ class RewardPool:
         """`endpoints` has the address of `run_reward_model`, if a reward needs it."""
         evaluation = evaluation_config(config)
         self._rewards = {False: config.rewards, True: evaluation.rewards}
-        """Those of training and of evaluations."""
+        """The rewards of training, and with True of evaluations."""
         self._workers = config.generator.reward_workers
         self._timeout_s = config.generator.reward_timeout_s
         self._spec = WorkerSpec(

@@ -1,4 +1,4 @@
-"""Where a completion ends: texts of `generator.stop`, and no sooner than `generator.min_new_tokens`."""
+"""The ends of completions: texts of `generator.stop`, and no sooner than `generator.min_new_tokens`."""
 
 from __future__ import annotations
 
