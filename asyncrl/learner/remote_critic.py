@@ -194,7 +194,7 @@ class CriticServer:
             for rank, own in rows.items():
                 for micro in own[number]:
                     minibatches[-1].append(replace(micro, start=start))
-                    self._spans[rank].append(minibatches[-1][-1].span)
+                    self._spans[rank].append(slice(start, start + len(micro.targets)))
                     start += len(micro.targets)
                     ends[rank].append(slice(num_ends, num_ends + len(micro.ends)))
                     num_ends += len(micro.ends)

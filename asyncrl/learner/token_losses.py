@@ -54,9 +54,12 @@ def token_losses(
 
     `counts` contains the denominators of the update; `version` is the version of the weights before the step.
     """
-    if not len(logprobs):
-        return TokenLosses(logprobs.sum(), logprobs, logprobs, torch.zeros_like(logprobs, dtype=torch.bool))
     settings = config.algorithm
+    if not len(logprobs):
+        # With ZeRO stage 3 all ranks must differentiate with respect to the same outputs.
+        of_entropies = entropies if settings.entropy_coef else None
+        masked = torch.zeros_like(logprobs, dtype=torch.bool)
+        return TokenLosses(logprobs.sum(), logprobs, logprobs, masked, of_entropies)
     leaf = logprobs.clone().requires_grad_()
     terms = PolicyTerms(
         logprobs=leaf,

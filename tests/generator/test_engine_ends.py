@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 from generator_model import EOS, run_all, small_config, weights_of
-from transformers import AutoTokenizer, Qwen2ForCausalLM
+from transformers import Qwen2ForCausalLM
 
 from asyncrl.errors import InvariantError
 from asyncrl.generator.vllm_backend import engine as engine_module
 from asyncrl.generator.vllm_backend.engine import Completion, Engine, Sampling
+from asyncrl.util.tokenizer import load_decoder
 
 EngineMaker = Callable[..., Engine]
 Policies = list[Qwen2ForCausalLM]
@@ -32,7 +33,11 @@ def complete(engine: Engine, policy: Qwen2ForCausalLM, kind: Sampling = "trainin
 def test_a_stop_text_ends_a_completion_at_the_token_that_completes_it(
     make_engine: EngineMaker, policies: Policies, model_path: str
 ) -> None:
-    decode = AutoTokenizer.from_pretrained(model_path).decode
+    decoder = load_decoder(model_path)
+
+    def decode(tokens: list[int]) -> str:
+        return decoder([tokens], special_tokens=True)[0]
+
     free = complete(make_engine(**DETERMINISTIC), policies[0])
     stop = [decode(completion.tokens[2:4]) for completion in free.values() if len(completion.tokens) > 4]
     assert len(stop) > 4 and all(len(text) == 3 for text in stop)  # two characters with a space between
@@ -84,9 +89,8 @@ def test_before_the_minimum_no_token_ends_and_logprobs_are_those_of_the_others(
 def test_other_end_tokens_than_the_learner_has_are_refused(
     model_path: str, monkeypatch: pytest.MonkeyPatch, make_engine: EngineMaker
 ) -> None:
-    monkeypatch.setattr(engine_module, "end_tokens", lambda *_, **__: [1])
     engine = make_engine(generator__min_new_tokens=MINIMUM, generator__stop=["!", "#", "$", "%", "&"])
-    engine._last = None
+    monkeypatch.setattr(engine_module, "end_tokens", lambda *_, **__: [1])
     with pytest.raises(InvariantError, match=r"ends completions with the tokens \[1, 2\], the learner expects \[1\]"):
         engine._check_end_tokens()
     assert small_config(model_path).generator.stop_texts == []

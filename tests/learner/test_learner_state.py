@@ -58,7 +58,7 @@ def test_two_ranks_continue_from_their_state(name: str, two: Path) -> None:
         assert all(tensors[f"4/{key}"].dtype is torch.float32 for key in names[-1])
         moved = [key for key in names[-1] if not torch.equal(tensors[f"half/{key}"], tensors[f"4/{key}"])]
         assert len(moved) == len(names[-1])
-    assert not names[0] & names[1] and abs(len(names[0]) - len(names[1])) <= 3
+    assert not names[0] & names[1] and abs(len(names[0]) - len(names[1])) <= 6
 
 
 @pytest.mark.parametrize("name", ["zero2", "zero3", "bfloat16-zero1"])

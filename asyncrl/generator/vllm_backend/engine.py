@@ -41,7 +41,7 @@ from asyncrl.errors import AsyncrlError, ConfigError, InvariantError, RunError
 from asyncrl.generator.vllm_backend.sent_weights import SentWeights, Weights
 from asyncrl.generator.vllm_backend.setup import build_engine, sampling_params
 from asyncrl.types import NO_VERSION, Status
-from asyncrl.util.tokenizer import end_tokens
+from asyncrl.util.tokenizer import end_tokens, load_tokenizer
 
 if TYPE_CHECKING:
     from vllm import CompletionOutput
@@ -91,6 +91,10 @@ class Engine:
         """The last prompt, kind and version, with the request prepared from them."""
         self._sent = sent or SentWeights(config)  # first: vLLM changes classes of transformers that it runs itself
         self._engine = build_engine(config, seed)
+        if config.generator.stop_texts:
+            # The texts are those that rewards see: vLLM may load another class of tokenizer.
+            own = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+            self._engine.output_processor.tokenizer = own
         self._sampling: dict[Sampling, dict[str, float]] = {
             # Of the full distribution: log-probs of a cut one would bias importance ratios.
             "training": {"temperature": config.generator.temperature},
