@@ -1,12 +1,13 @@
 # make demo: train the demo model.  make test: run the tests.  make test-all: run the slow tests.
-# make chaos: the long tests of what may go wrong.  make bench-check: what is slower than it was.
+# make docs: the documentation as a site.  make chaos: the long tests of what may go wrong.
+# make bench-check: what is slower than it was.
 # All set up first; again, they set up nothing.
 # make setup DEVICE=cpu (or gpu): packages for CPUs whatever there is; without it, for GPUs where there is one.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 DEVICE ?= auto
 BIN := .venv/bin
 
-.PHONY: demo test test-all gpu-check chaos bench-check setup check format clean
+.PHONY: demo test test-all docs gpu-check chaos bench-check setup check format clean
 
 demo: setup
 	$(BIN)/asyncrl launch --config configs/demo.yaml --run demo
@@ -18,6 +19,10 @@ test: setup
 # The slow tests, and the property tests with many random inputs, whose seed is printed.
 test-all: setup
 	$(BIN)/python -m tests all
+
+# The site of README and docs/, in build/site; fails for a broken link, or a file from another host.
+docs: setup
+	$(BIN)/python -m scripts.site
 
 # What needs a GPU: the learner's numbers, weights by NCCL, the engine, a whole run.
 gpu-check: setup
@@ -49,4 +54,4 @@ format: setup
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv runs sweeps demo
+	rm -rf .venv build runs sweeps demo

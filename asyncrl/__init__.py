@@ -1,7 +1,7 @@
 """Asynchronous, off-policy, streaming RL training for language models.
 
-`__all__` is the public interface. Its names change only with a note in CHANGELOG.md, and a name that goes is deprecated
-for one minor version before. `asyncrl.api` describes it.
+`__all__` is the public interface. Its names change only with a note in CHANGELOG.md, and a name is deprecated for one
+minor version before it is removed. `asyncrl.api` describes it.
 """
 
 from __future__ import annotations

@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 
 POLL_S = 0.1
 STOP_S = 120.0
+CLAIMS_A_TERMINAL = ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE", "TTY_INTERACTIVE")
+"""Environment variables by which programs write colors, and rich a live panel, to any file."""
 Status = Literal["starting", "running", "finished", "stopped", "failed"]
 Source = Config | Mapping[str, Any] | str | Path | None
 """A config: as an object, as nested dicts, or as a YAML file or the name of one in configs/; None is the demo."""
@@ -252,13 +254,15 @@ def _named(key: str, value: Any) -> Any:
 
 
 def _start(arguments: list[str], output: Path) -> subprocess.Popen[bytes]:
-    """Starts the command in a session of its own, so that Ctrl-C in a notebook does not reach it."""
+    """Starts the command in a session of its own, so that Ctrl-C in a notebook does not reach it. The file gets plain
+    lines, also where the environment claims a terminal, as that of a notebook's kernel does."""
     with output.open("wb") as file:
         return subprocess.Popen(
             [sys.executable, "-m", "asyncrl.cli", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
+            env={name: value for name, value in os.environ.items() if name not in CLAIMS_A_TERMINAL},
             start_new_session=True,
             preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM),
         )

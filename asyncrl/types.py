@@ -83,7 +83,11 @@ class PromptPosition(msgspec.Struct, forbid_unknown_fields=True):
     """Rows drawn so far."""
     pools: list[PoolPosition] = []
     skipped: bytes = b""
-    """A compressed bitmap of the rows that were skipped."""
+    """A compressed bitmap of the rows that were skipped because of their length."""
+    filtered: bytes = b""
+    """The same of the rows that `data.custom.filter` left out."""
+    sampler: bytes = b""
+    """The state of `data.custom.sampler` as msgpack; empty without one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,7 @@ class MadeUpPrompts:
     """Synthetic prompts with increasing row numbers."""
 
     skipped_rows = 0
+    filtered_rows = 0
 
     def __init__(self) -> None:
         self.row = 0

@@ -1,10 +1,10 @@
 """`python -m tests` runs every test that is not slow; `python -m tests all` runs the slow ones, and the property tests
 with random inputs.
 
-tests/generator needs a process of its own, since vLLM and DeepSpeed each take torch's process group. It runs beside the
-other tests and is followed by SECOND_HALF. The system tests start when the other tests have ended, while the rest of
-SECOND_HALF still runs; the slow ones, which have deadlines, run alone. Every part may use all cores: each waits often,
-for a process or for a deadline. A part that fails does not keep the others from running.
+tests/generator needs a process of its own, since vLLM and DeepSpeed each take torch's process group. It runs at the
+same time as the other tests and is followed by SECOND_HALF. The system tests start when the other tests have ended,
+while the rest of SECOND_HALF still runs; the slow ones, which have deadlines, run alone. Every part may use all cores:
+each waits often, for a process or for a deadline. A part that fails does not keep the others from running.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PASSED, NOTHING_SELECTED, INTERRUPTED = 0, 5, 130
 SECOND_HALF = ("tests/learner", "tests/weights")
 """About half of the time of all tests, together with tests/generator."""
 SYSTEM = ("tests/system", "tests/chaos")
-"""Where the system tests are; to collect the others as well would take their imports."""
+"""Folders of the system tests; collecting the others as well would take their imports."""
 GRACE_S = 20.0
 """Time for pytest to end after Ctrl-C."""
 
@@ -82,7 +82,7 @@ def _hear_ctrl_c() -> None:
 
 @contextmanager
 def ended(parts: list[Part]) -> Iterator[None]:
-    """Whatever way the block is left, no part runs on."""
+    """Ends all parts when the block is left, in any way."""
     try:
         yield
     finally:

@@ -78,14 +78,14 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def _asks_for_gpus(config: pytest.Config) -> bool:
-    """Whether the tests were selected by `-m gpu`; all others run on the CPU, also on a machine with GPUs."""
+    """True if the tests were selected by `-m gpu`; all others run on the CPU, also on a machine with GPUs."""
     return config.option.markexpr.strip() == "gpu"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Refuses to mix vLLM and DeepSpeed, which each take torch's process group for themselves and would hang in one
-    process; leaves out what needs a GPU unless it was asked for, and what this machine cannot run; gives tests with
-    many random inputs the time for them."""
+    process; leaves out tests for a GPU unless they are asked for, and those that this machine cannot run; allows more
+    time for tests with many random inputs."""
     if not _asks_for_gpus(config):
         _leave_out(config, items, "gpu")
     if any(item.get_closest_marker("bfloat16") for item in items) and _bfloat16_fault():

@@ -1,4 +1,4 @@
-"""The settings of a run: what there is, how it is read, and what is wrong with it."""
+"""The settings of a run: their fields, how they are read, and the errors of settings that cannot work."""
 
 from asyncrl.config.base import AUTO, MappingValue, Options, Rewards, RewardSpec
 from asyncrl.config.config import Config

@@ -11,7 +11,7 @@ RewardSpec = str | dict[str, float]
 """The reward of a row: one function, or several with their weights."""
 Rewards = RewardSpec | dict[str, RewardSpec]
 AUTO = "auto"
-"""The value of `rewards` in place of which a run chooses one."""
+"""The value of `rewards` that a run replaces by its own choice."""
 
 
 class _Settings(BaseModel):

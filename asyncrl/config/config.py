@@ -12,12 +12,11 @@ import yaml
 from pydantic import Field, model_validator
 
 from asyncrl.config.base import AUTO, Options, Rewards, Section
+from asyncrl.config.generation import EvalConfig, GeneratorConfig
 from asyncrl.config.paths import LocalPath
 from asyncrl.config.sections import (
     CheckpointConfig,
     DataConfig,
-    EvalConfig,
-    GeneratorConfig,
     JournalConfig,
     LaunchConfig,
     ModelConfig,
@@ -34,8 +33,8 @@ class Config(Section):
     model: ModelConfig
     data: DataConfig
     rewards: Rewards = AUTO
-    """auto: a built-in reward for each data source that is known, as verl chooses it, otherwise exact with a warning;
-    or a reward's name, `module:function` or `file.py:function`; or weights, {name: number}, of a sum of several; or a
+    """auto: the built-in reward of each known data source, as verl chooses it; for other sources `exact`, with a
+    warning. Or a reward's name, `module:function` or `file.py:function`; or a weighted sum, {name: weight}; or a
     mapping of these by data source, with "default" for the others."""
     reward_options: dict[str, Options] = Field(default_factory=dict)
     """Options (keyword-only arguments) of reward functions, by their names in `rewards`."""
@@ -53,12 +52,12 @@ class Config(Section):
     run: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name of the run."""
     runs_dir: LocalPath = "runs"
-    """The folder with the folders of runs, each by its name."""
+    """The folder that contains one folder per run."""
     steps: int = Field(default=100, ge=1)
     """Optimizer steps."""
     epochs: float | None = Field(default=None, gt=0.0)
-    """In place of `steps`: so many that their groups are the rows of `data.train` this many times. Groups that are
-    refunded take further prompts."""
+    """In place of `steps`: passes over `data.train`, rounded up to complete steps. Refunded groups take further
+    prompts."""
     recipe: Literal["demo"] | None = None
     """demo: make the demo's small model in `model.path`, and its sums in `data.train` and `data.eval`, where these do
     not exist."""
@@ -80,6 +79,8 @@ class Config(Section):
     @model_validator(mode="after")
     def _cross_checks(self) -> Self:
         groups, learners = self.replay.groups_per_step, self.launch.learners
+        if self.epochs is None:
+            self.observe.check_profile(self.steps)
         if groups % learners:
             raise ValueError(
                 f"launch.learners = {learners} does not divide replay.groups_per_step = {groups}: "

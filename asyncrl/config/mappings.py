@@ -6,8 +6,10 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from asyncrl.config.base import MappingValue
+from asyncrl.config.base import MappingValue, Options
 from asyncrl.config.passthrough import check_sampling
+
+CUSTOM_PARTS: tuple[Literal["dataset", "sampler", "filter"], ...] = ("dataset", "sampler", "filter")
 
 
 class Columns(MappingValue):
@@ -19,6 +21,31 @@ class Columns(MappingValue):
     """Column that the reward compares with; null for data without one."""
     data_source: str = "data_source"
     """Column with the source of a row, which selects its reward. A file without the column is its own source."""
+
+
+class CustomData(MappingValue):
+    """The user's own parts of the data, each by `module:name` or `file.py:name`."""
+
+    dataset: str | None = None
+    """Makes the rows of `data.train` and of `data.eval` from these files; null: the rows that the files have."""
+    sampler: str | None = None
+    """Determines the order of the training rows; null: each epoch has every row once, shuffled by `seed`."""
+    filter: str | None = None
+    """Called with each training row; a row for which it returns False is left out. Null: none is."""
+    options: dict[Literal["dataset", "sampler", "filter"], Options] = Field(default={})
+    """Options (keyword-only arguments) of these parts."""
+
+    @model_validator(mode="after")
+    def _check_names(self) -> Self:
+        for part in CUSTOM_PARTS:
+            name = getattr(self, part)
+            if name is not None and ":" not in name:
+                raise ValueError(f"{part} = {name!r}: must be module:name or file.py:name")
+            if name is None and part in self.options:
+                raise ValueError(
+                    f"options.{part} = {self.options[part]}: there is no {part}; name one, or leave it out"
+                )
+        return self
 
 
 class AutoOptions(MappingValue):

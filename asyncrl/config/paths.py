@@ -1,4 +1,4 @@
-"""Paths in a config: `~` and environment variables are expanded when it is read."""
+"""Paths in a config, in which `~` and environment variables are expanded when it is read."""
 
 from __future__ import annotations
 
@@ -26,4 +26,4 @@ def expand_path(path: Any) -> Any:
 
 
 LocalPath = Annotated[str, BeforeValidator(expand_path)]
-"""A path, with `~` and environment variables expanded."""
+"""A path in which `~` and environment variables are expanded."""

@@ -3,55 +3,65 @@
 from __future__ import annotations
 
 import os
-from bisect import bisect_right
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import structlog
 
 from asyncrl.config import Config, did_you_mean
-from asyncrl.data.files import column_path, first_missing, read_column, read_schema, read_table, to_table
+from asyncrl.data.custom import load_filter
+from asyncrl.data.files import column_path, first_missing, read_column, read_schema, to_table
+from asyncrl.data.rows import Split, dataset_files, raw_rows
+from asyncrl.data.sampler import check_sampler
 from asyncrl.data.values import chat_messages, ground_truth_text, missing, plain
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.types import MAX_NAME_CHARACTERS
 from asyncrl.util.files import check_writable, read_json
 
-Split = Literal["train", "eval"]
+log = structlog.get_logger()
+
+CHECK_S = 20.0
+"""Time after which rows of a user's dataset are no longer checked before the start."""
 WRITTEN_HERE = {b"asyncrl": b"dataset"}
 """Schema metadata of files that `write_rows` wrote, and may replace."""
 NO_GROUND_TRUTH = "; for data without any, set data.columns.ground_truth to null"
 
 
-def dataset_files(config: Config, split: Split) -> list[str]:
-    """The files of a split."""
-    return config.data.train_files if split == "train" else config.data.eval_files
-
-
 def check_dataset(config: Config) -> int:
-    """Checks all dataset files; returns the number of training rows.
+    """Checks all dataset files, or all rows of `data.custom.dataset`, and the sampler and the filter; returns the
+    number of training rows.
 
     Raises ConfigError that names what is missing in a file of `data.train` or `data.eval`, or in the model for its
-    prompts, and DataError that names the first row without a prompt or a ground truth. Reads no other columns.
+    prompts, and DataError that names the first row without a prompt or a ground truth. Reads no other columns of files.
     """
-    counts = [_check_file(file, "data.train", config) for file in config.data.train_files]
-    for file, count in zip(config.data.train_files, counts, strict=True):
-        if count == 0 and config.data.weights is not None:
-            raise ConfigError(f"data.weights: there is no row in {file} to give a share of the prompts; leave it out")
-    if sum(counts) == 0:
-        raise ConfigError(f"data.train = {config.data.train!r}: there is no row in it")
-    if sum(_check_file(file, "data.eval", config) for file in config.data.eval_files) == 0 and config.data.eval_files:
-        raise ConfigError(f"data.eval = {config.data.eval!r}: there is no row in it")
-    return sum(counts)
+    check = _check_files if config.data.custom.dataset is None else _check_own_rows
+    rows = check(config, "train")
+    if config.data.eval_files:
+        check(config, "eval")
+    if config.data.custom.sampler is not None:
+        check_sampler(config, raw_rows(config, "train"))
+    if config.data.custom.filter is not None:
+        first = raw_rows(config, "train")
+        load_filter(config)(first.values(0), first.where(0))
+    return rows
 
 
-def count_sources(config: Config, files: Sequence[str]) -> dict[str, int]:
-    """The number of rows of each data source in the files; reads only that column."""
+def count_sources(config: Config, splits: Sequence[Split] = ("train", "eval")) -> dict[str, int]:
+    """The number of rows of each data source in the splits; reads only that column. Of a user's dataset, as many rows
+    are read as `check_dataset` checks."""
     sources: Counter[str] = Counter()
+    if config.data.custom.dataset is not None:
+        for split in (split for split in splits if dataset_files(config, split)):
+            sources.update(row["data_source"] for row in _first_rows(PromptTable(config, split=split)))
+        return dict(sources)
     dotted = config.data.columns.data_source
-    for file in files:
+    for file in (file for split in splits for file in dataset_files(config, split)):
         schema, rows = read_schema(file)
         if _column_type(schema, dotted) is None:
             sources.update({Path(file).stem: rows} if rows else {})
@@ -60,6 +70,45 @@ def count_sources(config: Config, files: Sequence[str]) -> dict[str, int]:
             for counted in values.value_counts().to_pylist():
                 sources[str(counted["values"] or Path(file).stem)] += counted["counts"]
     return dict(sources)
+
+
+def _check_files(config: Config, split: Split) -> int:
+    key, files = f"data.{split}", dataset_files(config, split)
+    counts = [_check_file(file, key, config) for file in files]
+    for file, count in zip(files, counts, strict=True):
+        if count == 0 and split == "train" and config.data.weights is not None:
+            raise ConfigError(f"data.weights: there is no row in {file} to give a share of the prompts; leave it out")
+    return _check_count(config, split, sum(counts))
+
+
+def _check_own_rows(config: Config, split: Split) -> int:
+    table = PromptTable(config, split=split)
+    if config.data.string_prompts == "user":
+        _check_template("data.string_prompts = 'user'", config)
+    checked, chats = 0, False
+    for row in _first_rows(table):
+        if isinstance(row["prompt"], list) and not chats:
+            _check_template(f"{row['where']}: the prompt is a chat", config)
+            chats = True
+        checked += 1
+    if checked < len(table):
+        log.warning("rows are checked when they are read", checked=checked, rows=len(table), checked_s=CHECK_S)
+    return _check_count(config, split, len(table))
+
+
+def _check_count(config: Config, split: Split, rows: int) -> int:
+    if rows == 0:
+        raise ConfigError(f"data.{split} = {getattr(config.data, split)!r}: there is no row in it")
+    return rows
+
+
+def _first_rows(table: PromptTable) -> Iterator[dict[str, Any]]:
+    """The rows that can be read within CHECK_S."""
+    started_s = time.monotonic()
+    for row in range(len(table)):
+        if time.monotonic() - started_s > CHECK_S:
+            return
+        yield table[row]
 
 
 def _check_file(file: str, key: str, config: Config) -> int:
@@ -148,21 +197,20 @@ class PromptTable:
 
     def __init__(self, config: Config, *, split: Split = "train") -> None:
         self._columns = config.data.columns
-        self._files = dataset_files(config, split)
-        self._tables = [read_table(file) for file in self._files]
-        self.sizes = [table.num_rows for table in self._tables]
+        self.raw = raw_rows(config, split)
+        """The rows as the files have them."""
+        self.sizes = self.raw.sizes
         """Rows of each file."""
-        self._starts = [sum(self.sizes[:number]) for number in range(len(self.sizes))]
 
     def __len__(self) -> int:
         return sum(self.sizes)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        # The last file that starts at or before the row: an empty file starts where the next one does.
-        number = bisect_right(self._starts, row) - 1
-        local = row - self._starts[number]
-        values = self._tables[number].slice(local, 1).to_pylist(maps_as_pydicts="lossy")[0]
-        where = f"{self._files[number]}, row {local}"
+        return self.of_values(row, self.raw.values(row))
+
+    def of_values(self, row: int, values: dict[str, Any]) -> dict[str, Any]:
+        """The row of these columns."""
+        where = self.raw.where(row)
         used = {
             column_path(dotted, list(values))[0]
             for dotted in (self._columns.prompt, self._columns.ground_truth, self._columns.data_source)
@@ -174,13 +222,13 @@ class PromptTable:
             "where": where,
             "prompt": self._prompt(values, where),
             "ground_truth": self._ground_truth(values, where),
-            "data_source": self._source(values, number, where),
+            "data_source": self._source(values, row, where),
             "extra_info": _extra_info(values.get("extra_info"), f"{where}: 'extra_info'"),
             "columns": {name: plain(value, f"{where}: {name!r}") for name, value in others.items()},
         }
 
-    def _source(self, values: dict[str, Any], number: int, where: str) -> str:
-        source = str(_find(values, self._columns.data_source) or Path(self._files[number]).stem)
+    def _source(self, values: dict[str, Any], row: int, where: str) -> str:
+        source = str(_find(values, self._columns.data_source) or self.raw.source(row))
         if len(source) > MAX_NAME_CHARACTERS:
             raise DataError(
                 f"{where}: the data source has {len(source)} characters, at most {MAX_NAME_CHARACTERS} are allowed; "
@@ -193,7 +241,11 @@ class PromptTable:
         where = f"{where}: {self._columns.prompt!r}"
         if prompt is None:
             raise missing(where)
-        return prompt if isinstance(prompt, str) else chat_messages(prompt, where)
+        if isinstance(prompt, np.ndarray):
+            prompt = prompt.tolist()
+        if not isinstance(prompt, str | list | tuple):
+            raise DataError(f"{where}: is of type {type(prompt).__name__}; it must be a string or a list of messages")
+        return prompt if isinstance(prompt, str) else chat_messages(list(prompt), where)
 
     def _ground_truth(self, values: dict[str, Any], where: str) -> str:
         dotted = self._columns.ground_truth

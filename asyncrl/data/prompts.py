@@ -1,8 +1,10 @@
-"""Tokenized prompts from rows, and the evaluation prompts."""
+"""Tokenized prompts from rows, for training and for evaluation."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -10,7 +12,9 @@ import structlog
 from jinja2 import TemplateError
 
 from asyncrl.config import Config
+from asyncrl.data.custom import load_filter
 from asyncrl.data.parquet import PromptTable, no_template
+from asyncrl.data.sampler import Order, make_order
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.types import Prompt
 from asyncrl.util.tokenizer import load_tokenizer
@@ -70,6 +74,78 @@ def fit(prompt: Prompt, limit_tokens: int, side: Literal["skip", "left", "right"
         return None
     start = {"left": 0, "right": limit_tokens, "middle": limit_tokens // 2}[side]
     return replace(prompt, tokens=np.delete(tokens, slice(start, start + surplus)))
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A training row that is not used."""
+
+    row: int
+    where: str
+    num_tokens: int | None
+    """Length of its prompt, which is above the limit; None if `data.custom.filter` leaves the row out."""
+
+
+Outcome = Prompt | LeftOut | ConfigError | DataError
+"""The result of reading a training row; an error is raised when it is the row's turn."""
+
+
+class TrainingRows:
+    """The outcome of every training row, by row number: read, filtered, templated, tokenized, and cut if too long.
+
+    A map-style dataset. A copy in another process, or one in another thread, loads files, tokenizer and the user's code
+    when the first row is read there.
+    """
+
+    def __init__(self, config: Config, *, limit_tokens: int) -> None:
+        self._config = config
+        self._limit_tokens = limit_tokens
+        self._lock = threading.Lock()
+        self._parts: tuple[PromptTable, PromptBuilder, Callable[[dict[str, Any], str], bool] | None] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _training_rows, (self._config, self._limit_tokens)
+
+    def load(self) -> PromptTable:
+        """Loads what reading needs, which otherwise the first row does; returns the table. Raises ConfigError."""
+        return self._loaded()[0]
+
+    def order(self) -> Order:
+        """The order of the rows, at its start."""
+        return make_order(self._config, self.load().raw)
+
+    def __getitem__(self, row: int) -> Outcome:
+        try:
+            with self._lock:  # a tokenizer serves one thread at a time
+                return self._outcome(row)
+        except (ConfigError, DataError) as error:
+            return error
+
+    def prompt(self, row: int) -> Prompt:
+        """The prompt of a row, even if it is filtered out or too long."""
+        with self._lock:
+            table, build, _ = self._loaded()
+            prompt = build(table[row])
+            return fit(prompt, self._limit_tokens, self._config.data.too_long) or prompt
+
+    def _outcome(self, row: int) -> Prompt | LeftOut:
+        table, build, keeps = self._loaded()
+        values, where = table.raw.values(row), table.raw.where(row)
+        if keeps is not None and not keeps(values, where):
+            return LeftOut(row, where, None)
+        prompt = build(table.of_values(row, values))
+        fitting = fit(prompt, self._limit_tokens, self._config.data.too_long)
+        return LeftOut(row, where, len(prompt.tokens)) if fitting is None else fitting
+
+    def _loaded(self) -> tuple[PromptTable, PromptBuilder, Callable[[dict[str, Any], str], bool] | None]:
+        if self._parts is None:
+            keeps = None if self._config.data.custom.filter is None else load_filter(self._config)
+            self._parts = PromptTable(self._config), PromptBuilder(self._config), keeps
+        return self._parts
+
+
+def _training_rows(config: Config, limit_tokens: int) -> TrainingRows:
+    return TrainingRows(config, limit_tokens=limit_tokens)
 
 
 def too_long(key: str, rows: int, limit_tokens: int) -> ConfigError:

@@ -1,13 +1,46 @@
-"""The order of rows: shuffled in each epoch, from one pool or from several with weights, resumable anywhere."""
+"""The order of rows: shuffled in each epoch, from one pool or several with weights, or as the user's sampler says."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 
+from asyncrl.config import Config
+from asyncrl.data.custom import RawRows, RowView, Sampler, called, make_part, part_name
 from asyncrl.errors import ConfigError
-from asyncrl.types import PoolPosition
+from asyncrl.types import PoolPosition, PromptPosition
+
+MAX_STATE_BYTES = 1 << 20
+"""Maximum size of a sampler's state, which is in every checkpoint and in every segment of the journal."""
+CHECKED_ROWS = 4
+"""Rows that are drawn before and after a sampler is resumed for the check."""
+_END: Any = object()
+
+
+class Order(Protocol):
+    """An endless, resumable iterator of row numbers."""
+
+    def __next__(self) -> int: ...
+
+    @property
+    def position(self) -> PromptPosition:
+        """The position after the last row; nothing about skipped rows."""
+        ...
+
+    def seek(self, position: PromptPosition) -> None:
+        """Moves to a position. Raises ConfigError when it is of another dataset or sampler."""
+        ...
+
+
+def make_order(config: Config, rows: RawRows) -> Order:
+    """The order of the training rows, at its start."""
+    if config.data.custom.sampler is not None:
+        return OwnOrder(config, rows)
+    return RowSampler(rows.sizes, seed=config.seed, shuffle=config.data.shuffle, weights=config.data.weights)
 
 
 class Pool:
@@ -76,23 +109,121 @@ class RowSampler:
         self.drawn += 1
         return pool.take()
 
-    def pool_of(self, row: int) -> int:
-        """The index of the pool that contains the row."""
-        return next(i for i, pool in enumerate(self.pools) if row < pool.start + pool.size)
+    @property
+    def position(self) -> PromptPosition:
+        """The position after the last row."""
+        return PromptPosition(self.drawn, [PoolPosition(pool.size, pool.epoch, pool.taken) for pool in self.pools])
+
+    def seek(self, position: PromptPosition) -> None:
+        """Moves to a position. Raises ConfigError when it is of another dataset, or of a user's sampler."""
+        check_same_rows([pool.rows for pool in position.pools], [pool.size for pool in self.pools])
+        if position.sampler:
+            raise ConfigError(
+                "data.custom.sampler: the run was started with a sampler; resume it with that one, or start a new run"
+            )
+        self.drawn = position.drawn
+        for pool, place in zip(self.pools, position.pools, strict=True):
+            pool.seek(place.epoch, place.taken)
+
+
+class OwnOrder:
+    """An endless, resumable iterator of row numbers in the order of `data.custom.sampler`.
+
+    Raises ConfigError when the sampler raises, yields something else than the number of a row, ends without any, or
+    has a state that cannot be stored.
+    """
+
+    def __init__(self, config: Config, rows: RawRows) -> None:
+        self._what = part_name(config, "sampler")
+        self._size = sum(rows.sizes)
+        self._sampler: Sampler = make_part(config, "sampler", RowView(rows), seed=config.seed)
+        needed = ("__iter__", "state_dict", "load_state_dict")
+        if missing := [name for name in needed if not callable(getattr(self._sampler, name, None))]:
+            raise ConfigError(f"{self._what}: has no {', '.join(missing)}; without them a run cannot be resumed")
+        if callable(getattr(self._sampler, "update", None)):
+            raise ConfigError(
+                f"{self._what}: has update(), with which verl's AbstractCurriculumSampler learns from batches; here "
+                "rows are drawn ahead of training, and no batch reaches the sampler: remove it, or order without it"
+            )
+        self.drawn = 0
+        self._iterator = self._call(iter, self._sampler)
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        for _ in range(2):  # the iterator in use, and that of the next epoch
+            row = self._call(next, self._iterator, _END)
+            if row is not _END:
+                self.drawn += 1
+                return self._checked(row)
+            self._iterator = self._call(iter, self._sampler)
+        raise ConfigError(f"{self._what}: yields no row in an epoch; it must yield the numbers of rows")
 
     @property
-    def positions(self) -> list[PoolPosition]:
-        """The position in each pool."""
-        return [PoolPosition(pool.size, pool.epoch, pool.taken) for pool in self.pools]
-
-    def seek(self, drawn: int, positions: Sequence[PoolPosition]) -> None:
-        """Moves to the position after `drawn` rows. Raises ConfigError when the dataset is not that of the position."""
-        before, now = [position.rows for position in positions], [pool.size for pool in self.pools]
-        if before != now:
+    def position(self) -> PromptPosition:
+        """The position after the last row."""
+        state = self._call(self._sampler.state_dict)
+        try:
+            packed = msgspec.msgpack.encode(state, enc_hook=_refuse)
+        except (TypeError, OverflowError, ValueError) as error:
             raise ConfigError(
-                f"data.train: the files had {before} rows when the run was saved and have {now} now; resume with the "
-                "same files and data.weights, or start a new run"
+                f"{self._what}: state_dict() cannot be stored: {error}; it may have numbers of 64 bits, strings, "
+                "bytes, lists and dicts"
+            ) from None
+        if len(packed) > MAX_STATE_BYTES:
+            raise ConfigError(
+                f"{self._what}: state_dict() has {len(packed):,} bytes, at most {MAX_STATE_BYTES:,} are allowed; keep "
+                "what the rows or the seed determine out of it"
             )
-        self.drawn = drawn
-        for pool, position in zip(self.pools, positions, strict=True):
-            pool.seek(position.epoch, position.taken)
+        return PromptPosition(self.drawn, [PoolPosition(self._size, 0, 0)], sampler=packed)
+
+    def seek(self, position: PromptPosition) -> None:
+        """Moves to a position. Raises ConfigError when it is of another sampler or dataset."""
+        check_same_rows([pool.rows for pool in position.pools], [self._size])
+        if not position.sampler:
+            raise ConfigError(
+                f"{self._what}: the run was started without a sampler; resume it without, or start a new run"
+            )
+        self.drawn = position.drawn
+        self._call(self._sampler.load_state_dict, msgspec.msgpack.decode(position.sampler))
+        self._iterator = self._call(iter, self._sampler)
+
+    def _checked(self, row: Any) -> int:
+        try:
+            number = operator.index(row)
+        except TypeError:
+            number = -1
+        if isinstance(row, bool) or not 0 <= number < self._size:
+            raise ConfigError(f"{self._what}: yields {row!r}; it must yield numbers of rows, 0 to {self._size - 1}")
+        return number
+
+    def _call(self, function: Callable[..., Any], *args: Any) -> Any:
+        return called(self._what, ConfigError, function, *args)
+
+
+def check_sampler(config: Config, rows: RawRows) -> None:
+    """Raises ConfigError unless the sampler can be used, and continues with the same rows after it is resumed."""
+    order, resumed = OwnOrder(config, rows), OwnOrder(config, rows)
+    for _ in range(CHECKED_ROWS):
+        next(order)
+    resumed.seek(order.position)
+    expected, found = ([next(one) for _ in range(CHECKED_ROWS)] for one in (order, resumed))
+    if expected != found:
+        raise ConfigError(
+            f"{part_name(config, 'sampler')}: does not resume: after {CHECKED_ROWS} rows it yields {expected}, but "
+            f"after load_state_dict(state_dict()) of another one {found}; is all that it draws by in its state?"
+        )
+
+
+def check_same_rows(before: list[int], now: list[int]) -> None:
+    """Raises ConfigError when the numbers of rows have changed since a position was saved."""
+    if before != now:
+        raise ConfigError(
+            f"data.train: the files had {before} rows when the run was saved and have {now} now; resume with the same "
+            "files, data.weights and data.custom, or start a new run"
+        )
+
+
+def _refuse(value: Any) -> Any:
+    raise TypeError(f"it has a {type(value).__name__}")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The version and the numbers of the last ask."""
+    """The last ask: the loaded version, and the numbers of groups and evaluation prompts asked for."""
 
     version: int = NO_VERSION
     groups: int = 0
@@ -30,7 +30,7 @@ class Asked:
 
 
 def free_capacity(config: Config, *, running: int, evaluating: int | None, denied: bool) -> tuple[int, int]:
-    """Returns the numbers of groups and of evaluation prompts that fit in the engine beside `running` completions.
+    """Returns how many groups and evaluation prompts fit in the engine in addition to the `running` completions.
 
     `evaluating` of the running completions belong to evaluation prompts; None when no evaluation is wanted. Evaluation
     gets half of the engine, or all of it that training does not use when training may not start more (`denied`). A
@@ -76,7 +76,7 @@ class Running:
         return (f"{kind}{self.lease.ticket}.{self.lease.attempt}.{index}" for index in range(self.size))
 
     def sampling(self, index: int) -> Sampling:
-        """How the completion with this index in the group is sampled."""
+        """Returns the sampling of the completion with this index in the group."""
         if self.lease.evaluation:
             return "evaluation"
         return "greedy" if self.greedy and index == self.size - 1 else "training"

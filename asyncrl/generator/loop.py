@@ -33,7 +33,8 @@ from asyncrl.generator.vllm_backend.engine import Completion, Engine
 from asyncrl.replay.client import GeneratorClient, LeaseReply
 from asyncrl.replay.eval_samples import pack_completions
 from asyncrl.types import NO_VERSION, Lease
-from asyncrl.util.processes import Stopwatch
+from asyncrl.util.memory import peak_memory_bytes
+from asyncrl.util.processes import GENERATOR_PHASES, Stopwatch
 from asyncrl.wire.messages import GeneratorStats
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ _HEARTBEAT_S = 1.0
 """Longest time between two asks: each one is a heartbeat, lists the leases in progress, and may ask for nothing."""
 _COSTS_S = 2.0
 """Pause between two fits of the cost model."""
+_OTHER = "other"
+"""Time in none of GENERATOR_PHASES: waiting, and weight swaps."""
 _IDLE_S = 0.005
 """Longest wait for a reply while nothing runs; new weights and rewards are polled in between."""
 
@@ -85,6 +88,7 @@ class GeneratorLoop:
         self._greedy_baseline = greedy_baseline
         self.stats = GeneratorStats.of()
         self._watch = Stopwatch()
+        self._phases = Stopwatch((_OTHER, *GENERATOR_PHASES))
         self._costs = StepCosts()
         self._changed = 0
         """Sequences that started or ended since the last counted step."""
@@ -135,11 +139,17 @@ class GeneratorLoop:
         running, began_s = self.engine.num_running, time.monotonic()
         if running:
             self._watch.switch("working")
-            for completion in self.engine.step():
+            self._phases.switch("engine")
+            ended = self.engine.step()
+            self._phases.switch("rewards")
+            for completion in ended:
                 self._end(completion)
         if self.scoring:
             self._watch.switch("writing")
-            for scored in self.rewards.collect():
+            self._phases.switch("rewards")
+            collected = self.rewards.collect()
+            self._phases.switch("messages")
+            for scored in collected:
                 self._finish(scored)
         if running:
             now_s = time.monotonic()
@@ -193,6 +203,7 @@ class GeneratorLoop:
     def _swap_staged(self) -> None:
         """Swaps to the staged version, unless the loaded one is being evaluated, or `deterministic` is set and
         completions run: those must be of one version."""
+        self._phases.switch(_OTHER)
         if self._pinned or self._evaluating or (self.config.deterministic and self.running):
             self.receiver.hold()
             return
@@ -211,7 +222,9 @@ class GeneratorLoop:
     def _exchange(self, wait_s: float) -> float:
         """Handles a reply of the replay queue and asks for as many leases as there is capacity for. Returns the
         seconds spent, without the wait for the reply."""
+        self._phases.switch(_OTHER if wait_s else "messages")
         reply = self.client.poll(wait_s)
+        self._phases.switch("messages")
         now_s = time.monotonic()
         if reply is not None:
             self.done = self.done or reply.done
@@ -229,8 +242,12 @@ class GeneratorLoop:
         renews = now_s >= self._heartbeat_s
         if renews or (groups + evaluations and now_s >= self._next_ask_s):
             self._asked = Asked(self.engine.version, groups, evaluations)
-            for name, seconds in self._watch.seconds().items():
-                setattr(self.stats, f"{name}_s", seconds)
+            seconds = self._watch.seconds() | self._phases.seconds()
+            del seconds[_OTHER]
+            for name, spent_s in seconds.items():
+                setattr(self.stats, f"{name}_s", spent_s)
+            if renews:
+                self.stats.peak_memory_bytes = peak_memory_bytes()
             unfinished = (*self.running.values(), *self.scoring.values()) if renews else ()
             working_on = [group.lease for group in unfinished]
             self.client.ask(self.engine.version, groups, self.stats, num_evaluations=evaluations, working_on=working_on)
@@ -239,8 +256,10 @@ class GeneratorLoop:
                 self._heartbeat_s = now_s + _HEARTBEAT_S
 
     def _take(self, reply: LeaseReply, now_s: float) -> None:
+        self._phases.switch("requests")
         for lease in reply.leases:
             self._start(lease, now_s)
+        self._phases.switch("messages")
         asked = self._asked
         if asked.version != self.engine.version:
             return
@@ -278,6 +297,7 @@ class GeneratorLoop:
             self._evaluating -= 1
         elif group.sampling(index) == "training":
             self.stats.tokens += len(completion.tokens)
+            self.stats.samples += 1
         if group.complete:
             group.complete_s = time.monotonic()
             self.scoring[group.key] = self.running.pop(group.key)

@@ -98,7 +98,7 @@ def engine_seed(seed: int, index: int, start: int) -> int:
 
 
 def max_weight_bytes(model_path: str) -> int:
-    """An upper bound of the bytes of the model's weights in transfer, at any precision: the most that a learner may
+    """Returns an upper bound of the bytes of the model's weights in transfer, at any precision: the most a learner may
     announce. Raises ConfigError when the model's safetensors files cannot be read."""
     files = sorted(Path(model_path).glob("*.safetensors"))
     elements = sum(_num_elements(file) for file in files)

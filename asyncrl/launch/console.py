@@ -129,4 +129,6 @@ def _lines(summary: dict[str, Any]) -> list[str]:
     lines += [f"bias       {sentence}" for sentence in summary["bias"]]
     if summary["skipped_rows"]:
         lines.append(f"skipped    {summary['skipped_rows']} prompts too long for the model's window")
+    if summary["filtered_rows"]:
+        lines.append(f"filtered   {summary['filtered_rows']} rows left out by data.custom.filter")
     return lines

@@ -49,6 +49,7 @@ PRELOADED = (
     "asyncrl.replay.server",
     "asyncrl.replay.queue",
     "asyncrl.data.cursor",
+    "asyncrl.data.pipeline",
     "asyncrl.learner.role",
     "asyncrl.learner.remote_critic",
     "asyncrl.rewards.model_server",

@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from asyncrl.config import AUTO, Config, Rewards
+from asyncrl.data.rows import Split
 from asyncrl.errors import ConfigError
 from asyncrl.generator.vllm_backend.setup import check_engine_options
 from asyncrl.rewards.auto import choose_rewards, describe_choice
@@ -79,7 +80,7 @@ class Inputs:
     require importing the user's code."""
 
     config: Config
-    """That of the run, with the rewards that auto stands for."""
+    """The config of the run, with the rewards that "auto" stands for."""
     rows: int
     """Rows of the training data."""
     prompt_tokens: int
@@ -120,27 +121,35 @@ def check_data_and_rewards(config: Config, console: Console) -> tuple[Config, in
     Raises ConfigError or DataError unless the files can be used, the rewards of training and of evaluations can be
     loaded, and every data source has a reward.
     """
-    from asyncrl.data.parquet import check_dataset
     from asyncrl.rewards.reward_model import check_one_model
 
-    rows = check_dataset(config)
-    train, held_out = config.data.train_files, config.data.eval_files
+    rows = check_data(config, console)
     if config.eval.rewards is None:
-        return config.model_copy(update={"rewards": checked_rewards(config, train + held_out, console)}), rows
-    config = config.model_copy(update={"rewards": checked_rewards(config, train, console)})
-    own = checked_eval_rewards(config, held_out, console)
+        rewards = checked_rewards(config, ("train", "eval"), console)
+        return config.model_copy(update={"rewards": rewards}), rows
+    config = config.model_copy(update={"rewards": checked_rewards(config, ("train",), console)})
+    own = checked_eval_rewards(config, ("eval",), console)
     config = config.model_copy(update={"eval": config.eval.model_copy(update={"rewards": own})})
     check_one_model(config)
     return config, rows
 
 
-def checked_rewards(config: Config, files: Sequence[str], console: Console, section: str = "") -> Rewards:
-    """Returns the rewards of the config, or those that auto stands for with the rows of the files. Raises ConfigError
-    unless they can be loaded and every data source in the files has one. `section` precedes keys that are printed."""
+def check_data(config: Config, console: Console) -> int:
+    """Returns the number of training rows. Raises ConfigError or DataError unless the data can be used."""
+    from asyncrl.data.parquet import check_dataset
+
+    custom = config.data.custom
+    announce_imports(console, dict.fromkeys(filter(None, (custom.dataset, custom.sampler, custom.filter))))
+    return check_dataset(config)
+
+
+def checked_rewards(config: Config, splits: Sequence[Split], console: Console, section: str = "") -> Rewards:
+    """Returns the rewards of the config, or those that auto stands for with the rows of the splits. Raises ConfigError
+    unless they can be loaded and every data source in the splits has one. `section` precedes keys that are printed."""
     from asyncrl.data.parquet import count_sources
     from asyncrl.rewards.table import check_rewards, check_sources
 
-    sources = count_sources(config, files)
+    sources = count_sources(config, splits)
     if config.rewards == AUTO:
         config = config.model_copy(update={"rewards": choose_rewards(config, sources)})
         for line in describe_choice(sources):
@@ -152,10 +161,10 @@ def checked_rewards(config: Config, files: Sequence[str], console: Console, sect
     return config.rewards
 
 
-def checked_eval_rewards(config: Config, files: Sequence[str], console: Console) -> Rewards:
+def checked_eval_rewards(config: Config, splits: Sequence[Split], console: Console) -> Rewards:
     """Returns what `checked_rewards` returns for evaluations. Its errors name the keys of section `eval`."""
     try:
-        return checked_rewards(evaluation_config(config), files, console, "eval.")
+        return checked_rewards(evaluation_config(config), splits, console, "eval.")
     except ConfigError as error:
         key = "eval." if str(error).startswith("reward") else "eval.rewards: "
         raise ConfigError(f"{key}{error}") from None

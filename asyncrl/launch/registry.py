@@ -13,13 +13,14 @@ from rich.text import Text
 from asyncrl.config import Config
 
 OWN_PARTS = "One of your own goes by module:function or file.py:function, wherever the config takes one of these names."
-"""How to name a part that is in no table."""
+"""Printed below the tables: the form in which a config names a part of the user's own."""
 
 
 def tables() -> dict[str, Mapping[str, Any]]:
     """Returns the table of every config key that names parts."""
     from asyncrl.algorithms.advantages import ADVANTAGES
     from asyncrl.algorithms.losses import LOSSES
+    from asyncrl.data.custom import SEAMS
     from asyncrl.launch.local import LAUNCHERS
     from asyncrl.observe.trackers import TRACKERS
     from asyncrl.rewards.load import REWARDS, load_reward
@@ -27,6 +28,7 @@ def tables() -> dict[str, Mapping[str, Any]]:
 
     return {
         "rewards": {name: load_reward(name).function for name in REWARDS},
+        "data.custom": SEAMS,
         "algorithm.advantage": ADVANTAGES,
         "algorithm.loss": LOSSES,
         "weights.transport": {name: find_transport(name) for name in TRANSPORTS},

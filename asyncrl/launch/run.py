@@ -142,10 +142,15 @@ def launch(config: Config, console: Console, *, without_journal: bool = False) -
 
 
 def length_of(config: Config, rows: int, console: Console) -> dict[str, Any]:
-    """The update of a config with `epochs`: the steps that it stands for with this many training rows."""
+    """The update of a config with `epochs`: the steps that it stands for with this many training rows. Raises
+    ConfigError if `observe.profile` has later steps."""
     if config.epochs is None:
         return {}
     steps = max(1, round(config.epochs * rows / config.replay.groups_per_step))
+    try:
+        config.observe.check_profile(steps)
+    except ValueError as error:
+        raise ConfigError(f"{error} (epochs = {config.epochs:g} of {rows:,} rows)") from None
     console.print(f"{config.epochs:g} epochs of {rows:,} rows: {steps:,} steps", highlight=False)
     return {"steps": steps, "epochs": None}
 

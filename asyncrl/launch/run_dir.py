@@ -144,7 +144,7 @@ def _attempts_s(run_dir: Path) -> list[float]:
 
 FREE_SECTIONS = ("launch", "observe", "weights", "checkpoint", "journal")
 FREE_KEYS = {
-    "steps", "resume", "run", "runs_dir", "eval.every_steps",
+    "steps", "resume", "run", "runs_dir", "eval.every_steps", "data.workers",
     "generator.max_running_groups", "generator.reward_workers", "generator.reward_timeout_s",
     "generator.kv_cache_bytes", "generator.gpu_memory_utilization", "generator.engine_options",
     "replay.max_bytes", "replay.max_refunds_in_a_row",

@@ -1,4 +1,4 @@
-"""Finds trajectories of a run, also of a running one, in what its folder has of them."""
+"""Finds the trajectories that are stored in the folder of a run, also while the run continues."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _COLUMN = {"best": "reward", "worst": "reward", "longest": "num_action_tokens"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Query:
-    """What to look for. Every condition that is given has to hold."""
+    """A search for trajectories. All conditions that are set have to hold."""
 
     steps: tuple[int, int] | None = None
-    """First and last step; the last one that is stored if this and all of the following are not given."""
+    """First and last step; the last stored step if neither this nor any of the following is set."""
     evaluated: bool = False
     """Only completions of evaluations, whose steps are the versions that were evaluated."""
     refunded: bool = False
@@ -64,16 +64,16 @@ class Found:
     samples: Samples
     """With the columns "prompt", "completion" and, where the dataset still has it, "ground_truth"."""
     searched: str
-    """A sentence about where was searched."""
+    """A sentence that names the places that were searched."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What a run's folder has of its trajectories."""
+    """The trajectories that are stored in a run's folder."""
 
     run_dir: Path
     journal: JournalSamples | None
-    """The groups of the steps that it has, complete."""
+    """All groups of the steps that it still contains."""
     recorded: Samples
     """A few trajectories of many steps."""
     versions: list[int]
@@ -81,8 +81,8 @@ class Stored:
 
     @classmethod
     def open(cls, run_dir: Path) -> Self:
-        """Returns what there is. Raises ConfigError if there is no run or nothing is stored, DataError or JournalError
-        for a damaged file."""
+        """Returns the stored trajectories. Raises ConfigError if there is no run or nothing is stored, DataError or
+        JournalError for a damaged file."""
         folder = run_dir / "journal"
         if not (run_dir / "config.yaml").is_file():
             raise ConfigError(f"{run_dir}: not the folder of a run, config.yaml is missing; give runs/NAME")
@@ -93,7 +93,8 @@ class Stored:
         return stored
 
     def parts(self, query: Query) -> Iterator[Samples]:
-        """What may match, the newest first: of a step all of the journal, otherwise what is recorded."""
+        """Yields the trajectories that may match, newest first: for each step all of those in the journal, or the
+        recorded ones if it is no longer there."""
         if query.evaluated:
             for version in _in_range(self.versions, query):
                 yield read_evaluated(self.run_dir, version)
@@ -117,7 +118,7 @@ class Stored:
         return self.recorded.where(ticket=ticket).sort("index")
 
     def describe(self) -> str:
-        """A sentence about what there is."""
+        """Returns a sentence about what is stored."""
         texts = [] if self.journal is None else [_describe(self.journal)]
         if len(self.recorded):
             steps: NDArray[np.int64] = self.recorded["step"]
@@ -240,7 +241,7 @@ def parse_steps(text: str) -> tuple[int, int]:
 
 
 def page_samples(run_dir: Path) -> PageSamples | None:
-    """What the run recorded of its samples, for its document; None if nothing is recorded or it cannot be read."""
+    """Returns the recorded samples of the run for its document; None if there are none or they cannot be read."""
     try:
         config = load_config(run_dir / "config.yaml")
         trained = read_trained(run_dir)

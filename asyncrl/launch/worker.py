@@ -111,6 +111,7 @@ def run_replay_role(config: Config, spec: RoleSpec, should_stop: Callable[[], bo
     checkpoint = Path(spec.checkpoint).read_bytes() if spec.checkpoint else b""
     run_id, grouped = spec.endpoints.run_id, spec.group_relative
     queue = ReplayQueue(config, prompts, trace, evaluated, journal, run_id, checkpoint, group_relative=grouped)
+    prompts.start()  # while generators start
     tokens = config.generator.group_size * (spec.prompt_tokens + config.generator.max_new_tokens)
     tune_gc()
     eval_samples = EvalSamples(run_dir) if config.observe.samples else None

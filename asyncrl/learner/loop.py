@@ -37,6 +37,8 @@ from asyncrl.learner.checkpoint.files import Files, bytes_file
 from asyncrl.learner.checkpoint.hf_export import save_model
 from asyncrl.learner.checkpoint.manager import Checkpoints
 from asyncrl.learner.distributed import Ranks
+from asyncrl.learner.flops import device_peak, utilization
+from asyncrl.learner.profiler import StepProfiler
 from asyncrl.learner.trainer import Trainer
 from asyncrl.samples import Samples
 from asyncrl.samples.book import SampleBook
@@ -116,10 +118,16 @@ class Learner:
     """Step of the newest checkpoint that was started or loaded."""
     rewards: deque[float] = field(init=False)
     """Mean rewards of the latest steps."""
+    profiler: StepProfiler = field(init=False)
+    peak_flops: float | None = field(init=False)
+    """Peak of each rank's device in FLOP/s; None if it is unknown."""
 
     def __post_init__(self) -> None:
         self.saved = self.start
         self.rewards = deque(maxlen=self.config.checkpoint.every_steps or REWARD_STEPS)
+        observe = self.config.observe
+        self.profiler = StepProfiler(observe.profile, self.run_dir / "profile", self.ranks.rank)
+        self.peak_flops = observe.peak_flops or device_peak(self.ranks.device)
 
     @property
     def ranks(self) -> Ranks:
@@ -170,7 +178,8 @@ class Learner:
         self.watch.switch("working")
         if shard is None:
             return False
-        metrics = self.trainer.train(self.prepare(shard, step), step=step)
+        with self.profiler.step(step):
+            metrics = self.trainer.train(self.prepare(shard, step), step=step)
         self.watch.switch("writing")
         lap = self.watch.lap()
         metrics |= {
@@ -180,6 +189,7 @@ class Learner:
             "learner/write_s": lap["writing"],
             **self.trainer.phases.metrics(),
         }
+        metrics |= utilization(metrics, ranks=self.ranks.count, peak=self.peak_flops)
         saving = self._saves(step)
         # Committed before it is sent: no generator may have a version that the replay queue does not know.
         committed = self._commit(step, metrics, saving=saving)

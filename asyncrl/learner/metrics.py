@@ -104,6 +104,8 @@ class StepMetrics:
     cap: float | None
     """Upper bound of the importance weights."""
     device: torch.device
+    with_kl: bool = False
+    """True if the loss has a divergence from a reference policy."""
     sums: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     staleness: StalenessMetrics = field(default_factory=StalenessMetrics)
 
@@ -127,6 +129,8 @@ class StepMetrics:
         capped_total, capped_squares, _ = weight_moments(log_ratios, micro.seq, level=self.level, high=self.cap)
         for name, value in {
             "loss": losses.loss,
+            "policy_loss": losses.policy_loss,
+            "kl_loss": losses.kl_loss,
             "entropy": entropies.sum(),
             "tokens": torch.tensor(len(logprobs)),
             "kl": kl.sum(),
@@ -169,7 +173,8 @@ class StepMetrics:
             return {}
         table = ranks.gather(torch.stack(list(self.sums.values())))
         s = dict(zip(self.sums, table.sum(dim=0).tolist(), strict=True))
-        metrics = {"learner/loss": s["loss"] / updates}
+        parts = ("loss", "policy_loss", *(["kl_loss"] if self.with_kl else []))
+        metrics = {f"learner/{name}": s[name] / updates for name in parts}
         for name, total, count in (
             ("learner/entropy", s["entropy"], s["tokens"]),
             ("learner/clip_fraction", s["cut"], s["signal"]),

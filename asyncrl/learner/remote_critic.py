@@ -23,6 +23,7 @@ from asyncrl.learner.critic import Critic
 from asyncrl.learner.critic_rows import check_returns, check_rows, pack_row, unpack_rows
 from asyncrl.learner.deepspeed_import import enable_determinism
 from asyncrl.learner.distributed import process_group
+from asyncrl.util.memory import peak_memory_bytes
 from asyncrl.wire.bounds import Body
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.frames import Message
@@ -216,7 +217,9 @@ class CriticServer:
             for span, part in zip(self._spans[rank], parts, strict=True):
                 returns[span] = part
         self.critic.train(returns)
-        return dict.fromkeys(messages, Reply(Trained(self.critic.finish())))
+        peak = self.critic.ranks.max(torch.tensor([peak_memory_bytes()]))
+        metrics = self.critic.finish() | {"critic/peak_memory_bytes": float(peak)}
+        return dict.fromkeys(messages, Reply(Trained(metrics)))
 
     def _save(self, messages: dict[int, Message]) -> dict[int, Reply]:
         step, what = _agreed(messages, "step", "what")

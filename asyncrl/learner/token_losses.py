@@ -22,6 +22,10 @@ class TokenLosses:
     """A micro-batch's part of an update's loss; gradients are with respect to the current log-probs [N]."""
 
     loss: Tensor
+    policy_loss: Tensor
+    """The part of `loss` that is the policy's."""
+    kl_loss: Tensor
+    """The divergence from the reference policy in `loss`, before its coefficient; 0 without one."""
     gradient: Tensor
     """[N], gradient of `loss`; NaN at tokens whose log-probs or advantage are not finite."""
     policy_gradient: Tensor
@@ -59,7 +63,8 @@ def token_losses(
         # With ZeRO stage 3 all ranks must differentiate with respect to the same outputs.
         of_entropies = entropies if settings.entropy_coef else None
         masked = torch.zeros_like(logprobs, dtype=torch.bool)
-        return TokenLosses(logprobs.sum(), logprobs, logprobs, masked, of_entropies)
+        none = logprobs.sum()
+        return TokenLosses(none, none, none, logprobs, logprobs, masked, of_entropies)
     leaf = logprobs.clone().requires_grad_()
     terms = PolicyTerms(
         logprobs=leaf,
@@ -73,20 +78,23 @@ def token_losses(
     if delta is not None:
         kept = opsm_mask(logprobs, micro.behavior_logprobs, estimates.advantages, micro.seq, delta=delta)
         token_loss, masked = token_loss * kept, masked | (kept == 0)
-    loss = algorithm.aggregate(token_loss, micro.seq, **counts)
+    loss = policy_loss = algorithm.aggregate(token_loss, micro.seq, **counts)
+    kl_loss = torch.zeros_like(policy_loss)
     (policy_gradient,) = torch.autograd.grad(token_loss.sum(), leaf, retain_graph=True)
     if settings.kl_loss_coef:
         assert estimates.ref_logprobs is not None
         kl = kl_estimate(leaf, estimates.ref_logprobs, estimator=algorithm.kl_estimator or "k3+")
         # The gradient of the estimate is correct only for tokens of the current policy; stale tokens are reweighted.
         weights = algorithm.weights(logprobs - micro.behavior_logprobs, micro.seq)
-        loss = loss + settings.kl_loss_coef * algorithm.aggregate(weights * kl, micro.seq, **counts)
+        kl_loss = algorithm.aggregate(weights * kl, micro.seq, **counts)
+        loss = policy_loss + settings.kl_loss_coef * kl_loss
     (gradient,) = torch.autograd.grad(loss, leaf)
     bonus, entropy_gradient = _entropy_bonus(algorithm, settings.entropy_coef, micro, entropies, counts)
     inputs = torch.stack([terms.proximal_logprobs, terms.behavior_logprobs, terms.advantages])
     # Losses clamp log ratios, which would hide a non-finite input.
     gradient = gradient.masked_fill(~inputs.isfinite().all(dim=0), torch.nan)
-    return TokenLosses(loss.detach() - bonus, gradient, policy_gradient, masked, entropy_gradient)
+    parts = (loss.detach() - bonus, policy_loss.detach(), kl_loss.detach())
+    return TokenLosses(*parts, gradient, policy_gradient, masked, entropy_gradient)
 
 
 def _entropy_bonus(

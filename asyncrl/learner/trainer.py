@@ -38,6 +38,7 @@ from asyncrl.learner.checkpoint.files import Files, bytes_file, model_files, ten
 from asyncrl.learner.checkpoint.zero_state import random_state, restore_random_state, restore_state
 from asyncrl.learner.critic import ValueFunction
 from asyncrl.learner.distributed import Ranks
+from asyncrl.learner.flops import ModelFlops
 from asyncrl.learner.metrics import StepMetrics
 from asyncrl.learner.mismatch_check import MismatchCheck
 from asyncrl.learner.phases import PhaseTimer
@@ -75,8 +76,9 @@ class Trainer:
         self.mismatch_check: MismatchCheck | None = None
         """Compares log-probs with the run's engines in the first steps; None after it has concluded, or if the run has
         no engines."""
-        self.phases = PhaseTimer(ranks.device)
+        self.phases = PhaseTimer(ranks)
         """The seconds of the phases of a step, which the loop reads."""
+        self._flops = ModelFlops.of(self.policy.model)
         self._reference: Reference | None = None
         settings = config.algorithm
         self.kl_control: FixedKL | AdaptiveKL = FixedKL(settings.kl_reward_coef)
@@ -98,7 +100,8 @@ class Trainer:
             estimates = estimate(self.algorithm, batch, scores, self.ranks, kl_coef=self.kl_control.coef)
         if self.critic is not None:
             assert estimates.returns is not None
-            self.critic.train(estimates.returns)
+            with phase("critic"):
+                self.critic.train(estimates.returns)
         culprits = self._find_culprits(batch, scores)
         warmup = self.critic is not None and step <= self.config.critic.warmup_steps
         total = self._new_metrics(step)
@@ -124,7 +127,8 @@ class Trainer:
                     with phase("backward"):
                         self.policy.backward(*losses.pair(logprobs, entropies), last=last)
             if not warmup:
-                norm = self.policy.gradient_norm()
+                with phase("optimizer"):
+                    norm = self.policy.gradient_norm()
                 if skip_if_not_finite(self.policy, minibatch, finite, norm, step, settings, "learner.lr", culprits):
                     continue
                 lr = self._learning_rate(step, metrics)
@@ -134,9 +138,9 @@ class Trainer:
             total.join(metrics)
         self._conclude_mismatch_check(step)
         skipped = 0 if warmup else self._updates - len(updates)
-        return self._describe(total, updates, skipped, minibatches, estimates) | batch_metrics(
-            batch, estimates.advantages, self.ranks
-        )
+        metrics = self._describe(total, updates, skipped, minibatches, estimates)
+        metrics["learner/flops"] = self._count_flops(batch, scores, warmup=warmup)
+        return metrics | batch_metrics(batch, estimates.advantages, self.ranks)
 
     def snapshot(self, folder: Path) -> Files:
         """Returns this rank's files of the checkpoint in `folder`, copied to the CPU. All ranks call it."""
@@ -191,7 +195,17 @@ class Trainer:
 
     def _new_metrics(self, step: int) -> StepMetrics:
         algorithm = self.algorithm
-        return StepMetrics(step - 1, algorithm.correction_level, algorithm.correction_cap, self.ranks.device)
+        with_kl = self.config.algorithm.kl_loss_coef > 0
+        return StepMetrics(
+            step - 1, algorithm.correction_level, algorithm.correction_cap, self.ranks.device, with_kl=with_kl
+        )
+
+    def _count_flops(self, batch: Batch, scores: Scores, *, warmup: bool) -> float:
+        """Returns the floating-point operations of the policy in the step, of all ranks."""
+        passes = (1 if warmup else 3) * self.config.learner.epochs
+        passes += sum(column is not None for column in (scores.proximal_logprobs, scores.ref_logprobs))
+        own = self._flops.step(batch, passes=passes)
+        return float(self.ranks.sum(torch.tensor([own], dtype=torch.float64)))
 
     def _learning_rate(self, step: int, metrics: StepMetrics) -> float:
         """Returns the scheduled rate, scaled by the square root of the effective sample size with
@@ -228,7 +242,9 @@ class Trainer:
             metrics["learner/grad_norm"] = sum(update.grad_norm for update in updates) / max(len(updates), 1)
             metrics["learner/lr"] = sum(update.lr for update in updates) / max(len(updates), 1)
         metrics |= self._control_kl(estimates, sum(minibatch.num_sequences for minibatch in minibatches))
-        metrics |= self.critic.finish() if self.critic is not None else {}
+        if self.critic is not None:
+            with self.phases.phase("critic"):
+                metrics |= self.critic.finish()
         return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
     def _control_kl(self, estimates: Estimates, num_sequences: int) -> dict[str, float]:

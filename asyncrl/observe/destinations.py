@@ -17,6 +17,7 @@ from asyncrl.util.text import printable
 
 PROJECT = "asyncrl"
 METRICS_FILE = "metrics.jsonl"
+SWANLAB_MODES = ("disabled", "local", "offline", "online")
 SAMPLE_COLUMNS = (
     "chosen", "prompt", "completion", "reward", "reward_parts", "status", "staleness", "end_version", "ticket",
 )  # fmt: skip
@@ -153,10 +154,14 @@ class SwanLab:
         import swanlab  # pyright: ignore[reportMissingImports]
 
         self._text = swanlab.Text
-        mode = os.environ.get("SWANLAB_MODE", "offline")
+        mode: Any = os.environ.get("SWANLAB_MODE", "offline")
+        if mode not in SWANLAB_MODES:
+            raise ConfigError(f"SWANLAB_MODE = {mode!r}: must be one of {', '.join(SWANLAB_MODES)}")
         folder = run_dir / "swanlab"
         folder.mkdir(exist_ok=True)
-        online = {"id": _lasting_id(run_dir / "swanlab_id"), "resume": "allow"} if mode == "online" else {}
+        online: dict[str, Any] = {}
+        if mode == "online":
+            online = {"id": _lasting_id(run_dir / "swanlab_id"), "resume": "allow"}
         self._run = swanlab.init(
             project=PROJECT, name=config.run, log_dir=str(folder), mode=mode, config=settings_of(config), **online
         )

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from asyncrl.observe.charts import CHARTS
 from asyncrl.observe.destinations import METRICS_FILE
 from asyncrl.observe.timeline import timeline
 from asyncrl.samples import Samples
@@ -26,41 +27,6 @@ from asyncrl.util.redaction import redact
 if TYPE_CHECKING:
     import pyarrow as pa
 
-CHARTS: dict[str, dict[str, list[str]]] = {
-    "Learning": {
-        "Reward": ["reward/mean"],
-        "Entropy (nats)": ["learner/entropy"],
-        "Gradient norm": ["learner/grad_norm"],
-        "Advantages of trained tokens": ["batch/advantage_mean", "batch/advantage_std"],
-        "Learning rate": ["learner/lr"],
-        "Tokens of a completion": ["completion/tokens", "batch/completion_tokens_max"],
-        "Fraction of completions truncated": ["completion/truncated_fraction"],
-        "Critic: explained variance of the returns": ["critic/explained_variance"],
-        "Divergence from the reference policy (nats)": ["kl/reference"],
-    },
-    "Speed": {
-        "Trained tokens per second": ["tokens_per_s"],
-        "Seconds of a step": ["learner/step_s", "learner/wait_s", "learner/sync_s", "learner/write_s"],
-        "Phases of a step (seconds)": [
-            "learner/forward_s",
-            "learner/backward_s",
-            "learner/optimizer_s",
-            "learner/advantage_s",
-            "learner/proximal_s",
-            "learner/reference_s",
-            "learner/values_s",
-        ],
-        "Seconds of a group in each state": ["group/generate_s", "group/queue_s", "group/train_s"],
-    },
-    "Off-policy": {
-        "Staleness of trained tokens (learner steps)": ["staleness/mean", "staleness/max", "replay/staleness_limit"],
-        "Staleness gained in flight and in the queue": ["staleness/in_flight", "staleness/in_queue"],
-        "Effective sample size of the importance weights": ["correction/ess", "correction/ess_capped"],
-        "Distance of current and behavior policy (nats)": ["correction/behavior_kl", "correction/mismatch_kl"],
-        "Fraction of tokens clipped, capped": ["learner/clip_fraction", "correction/capped_fraction"],
-    },
-}
-"""Section -> chart title -> metrics drawn in it. A chart is left out when the run has none of its metrics."""
 MAX_POINTS = 1000
 RATE_POINTS = 100
 """Points of a rate: each is the tokens of some steps by the seconds that they took."""
@@ -96,6 +62,8 @@ def run_document(
     rows = read_metrics(run_dir / METRICS_FILE)
     steps = [row for row in rows if OF_STEP in row or "reward/mean" in row]
     config = run_dir / "config.yaml"
+    shown = {key: value for key, value in summary.items() if key not in SHOWN_ELSEWHERE}
+    shown["phases"] = {role: parts["phases"] for role, parts in summary.get("time", {}).items() if "phases" in parts}
     document = {
         "name": run_dir.name,
         "status": summary.get("status", ""),
@@ -111,7 +79,7 @@ def run_document(
         "ledger": _ledger(summary["ledger"]) if "ledger" in summary else [],
         "bias": summary.get("bias", []),
         "gains": sorted(summary.get("simulated_gains", {}).items(), key=lambda pair: -pair[1]),
-        "summary": list(_flat({key: value for key, value in summary.items() if key not in SHOWN_ELSEWHERE})),
+        "summary": list(_flat(shown)),
         "config": redact(config.read_text()) if config.is_file() else "",
     }
     return _finite(document)
@@ -238,13 +206,13 @@ def _parts(rows: Sequence[dict[str, float]], number: int) -> list[Sequence[dict[
     return [rows[max(end - size, 0) : end] for end in reversed(ends)]
 
 
-def _time(times: Mapping[str, Mapping[str, float]]) -> list[dict[str, Any]]:
+def _time(times: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     """By role the fraction of its time in each activity."""
     return [
         {
             "role": role,
             "seconds": activities.get("seconds"),
-            "activities": [[name, fraction] for name, fraction in activities.items() if name != "seconds"],
+            "activities": [[name, activities[name]] for name in activities if name not in ("seconds", "phases")],
         }
         for role, activities in times.items()
     ]

@@ -15,7 +15,7 @@ log = structlog.get_logger()
 
 
 class LeaseExpiry:
-    """Renews leases, and takes back those not renewed for `launch.heartbeat_timeout_s`."""
+    """Renews leases, and takes back those that were not renewed for `launch.heartbeat_timeout_s`."""
 
     def __init__(self, config: Config, store: Store) -> None:
         self._limit_s = config.launch.heartbeat_timeout_s
@@ -35,7 +35,7 @@ class LeaseExpiry:
                 state.held[number].renewed_s = now_s
 
     def expire(self, now_s: float) -> None:
-        """Takes back the expired leases, and gives up evaluations that no generator can continue."""
+        """Takes back expired leases, and drops evaluations that no generator can continue."""
         state = self._state
         for lease in state.evaluation.expired(now_s):
             self._store.return_leases(lease.ticket, lease.attempt, evaluation=True)

@@ -26,13 +26,14 @@ from asyncrl.replay.ledger_counts import Amount, LedgerCounts, State, Ticket
 from asyncrl.util.durable import restore
 
 UNITS = ("trajectories", "tokens")
-"""What a group consists of; each is counted like the groups themselves."""
+"""The parts of a group, each of which is counted like the groups themselves."""
 _RUNNING_PER_WAITING = 8
 
 
 def wanted_groups(max_running_groups: int) -> int:
-    """The number of groups that a generator keeps in its engine when at most `max_running_groups` run at once. A few
-    more wait there, so that a free slot is filled in the next engine step, without a round trip to the replay queue."""
+    """Returns the number of groups that a generator keeps in its engine, of which at most `max_running_groups` run at
+    once. The others wait there, so that a free slot is filled in the next engine step, without a round trip to the
+    replay queue."""
     return max_running_groups + -(-max_running_groups // _RUNNING_PER_WAITING)
 
 

@@ -1,4 +1,4 @@
-"""What the ledger stores: the live tickets, and the amounts of what was generated, trained, refunded and returned."""
+"""The ledger's stored state: live tickets, and the amounts that were generated, trained, refunded and returned."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Amount(Durable):
 
 
 class LedgerCounts(Durable):
-    """Where every group, trajectory and token is."""
+    """Counts that assign every group, trajectory and token to one category."""
 
     issued: int = 0
     """Tickets issued so far; the next one's number."""

@@ -11,7 +11,8 @@ from msgspec import field
 
 from asyncrl.config import Config
 from asyncrl.replay.ledger import Ledger
-from asyncrl.replay.ledger_counts import State
+from asyncrl.replay.ledger_counts import Amount, State
+from asyncrl.replay.resources import LearnerUse, generator_metrics, peaks_bytes, rates, times
 from asyncrl.replay.stats import (
     DownsampledSeries,
     ExactMean,
@@ -85,6 +86,7 @@ class RunSums(Durable):
     learner_wait_s: float = 0.0
     learner_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(ACTIVITIES, 0.0))
     """Seconds of learner rank 0, by activity."""
+    learner_use: LearnerUse = field(default_factory=LearnerUse)
     syncs: int = 0
     """Versions that the current learner process has sent."""
     syncs_before: int = 0
@@ -133,11 +135,9 @@ class RunMetrics(RunSums, kw_only=True):
         """Counts a group that was trained or refunded."""
         self.outcomes.setdefault(outcome, OutcomeStats()).add(header, completion)
 
-    def step_metrics(
-        self, step: int, groups: Sequence[TicketEntry], trained_tokens: int, now_s: float
-    ) -> dict[str, float]:
-        """The metrics of a step that trains these groups and is committed at `now_s`, after `trained_tokens` of the
-        steps before. Changes nothing."""
+    def step_metrics(self, step: int, groups: Sequence[TicketEntry], trained: Amount, now_s: float) -> dict[str, float]:
+        """The metrics of a step that trains these groups and is committed at `now_s`; `trained` is what the steps
+        before have trained. Changes nothing."""
         counts, breakdown = staleness_counts(groups, step - 1), breakdown_of(groups, step - 1, now_s)
         tokens, staleness = int(counts.sum()), np.arange(len(counts))
         scored, generator_s = self.rewards_since_step.table(), self.generator_s
@@ -150,12 +150,14 @@ class RunMetrics(RunSums, kw_only=True):
             **{f"staleness/{name}": mean for name, mean in breakdown.staleness.items()},
             **{f"group/{name}_s": mean_s for name, mean_s in breakdown.phases_s.items()},
             "time/elapsed_s": elapsed_s,
-            "throughput/trained_tokens_per_s": (trained_tokens + tokens) / elapsed_s if elapsed_s else 0.0,
             "generator/idle_fraction": fractions(generator_s)["waiting"],
             "generator/busy_s": sum(seconds for name, seconds in generator_s.items() if name != "waiting"),
             "generator/tokens": float(sum(g.tokens for g in self.generators.values())),
         }
-        return scored | self._costs() | own
+        tokens, samples = trained.tokens + tokens, trained.trajectories + sum(len(held.completion) for held in groups)
+        own |= {f"throughput/{name}": rate for name, rate in self._rates(tokens, samples, elapsed_s).items()}
+        own |= {f"{role}/peak_memory_bytes": float(peak) for role, peak in peaks_bytes(self.reported).items()}
+        return scored | self._costs() | generator_metrics(self.generators.values()) | own
 
     def committed(self, step: int, groups: Sequence[TicketEntry], metrics: dict[str, float], now_s: float) -> None:
         """Counts a step that trained these groups; `metrics` are all of the step, including those of the learner."""
@@ -171,6 +173,7 @@ class RunMetrics(RunSums, kw_only=True):
         for name, metric in LEARNER_TIMES.items():
             seconds = metrics.get(metric, 0.0)
             self.learner_s[name] += min(seconds, MAX_NUMBER) if seconds >= 0.0 else 0.0
+        self.learner_use.add(metrics)
         self.last_step_s = now_s
         self._count_syncs(metrics.get("weights/broadcasts", 0.0))
         for skipped in (metrics.get(name, 0.0) for name in SKIPPED_UPDATES):
@@ -274,7 +277,9 @@ class RunMetrics(RunSums, kw_only=True):
                 "histogram": self.histogram,
             },
             "idle": {"generator": self.generator_idle, "learner": self.learner_idle},
-            "time": {"generator": fractions(self.generator_s), "learner": fractions(self.learner_s)},
+            "rates": self._rates(ledger.trained.tokens, ledger.trained.trajectories, self.training_s),
+            "peak_memory_bytes": peaks_bytes(self.reported) | self.learner_use.peaks_bytes,
+            "time": times(self.generators.values(), self.learner_s, self.learner_use),
             "phases_s": self.breakdown.phases_s,
             "weight_sync": {
                 "count": self.syncs + self.syncs_before,
@@ -286,6 +291,11 @@ class RunMetrics(RunSums, kw_only=True):
             "outcomes": {name: outcome.summary() for name, outcome in sorted(self.outcomes.items())},
             "bias": bias_alarms(self.outcomes),
         }
+
+    def _rates(self, tokens: int, samples: int, elapsed_s: float) -> dict[str, float]:
+        """The rates of a run that has trained this number of action tokens and of trajectories."""
+        generators, learners = self.generators.values(), self.config.launch.learners
+        return rates(generators, tokens=tokens, samples=samples, elapsed_s=elapsed_s, learners=learners)
 
     def _costs(self) -> dict[str, float]:
         """Means over the generators that know their engine costs; empty if none does."""

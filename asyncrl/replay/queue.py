@@ -238,6 +238,10 @@ class ReplayQueue:
         """See `LeaseExpiry.expire`."""
         self.expiry.expire(self.clock.now() if now_s is None else now_s)
 
+    def note_memory(self, role: str, peak_memory_bytes: int) -> None:
+        """Counts the peak memory of a role that is neither a generator nor a learner."""
+        self.state.reported.note_memory(role, peak_memory_bytes)
+
     # --- learners
 
     def begin(self, rank: int, step: int) -> int:
@@ -291,6 +295,7 @@ class ReplayQueue:
         return self.measure.summary(self.ledger) | {
             "duplicates": self.state.reported.duplicates,
             "skipped_rows": self.state.prompts.skipped_rows,
+            "filtered_rows": self.state.prompts.filtered_rows,
             **self.evaluation.summary(),
         }
 

@@ -1,4 +1,4 @@
-"""Batches out of a file of samples: what a user selected is trained again."""
+"""Batches from a file of samples, by which a user's selection is trained again."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ One thread, one loop (`ReplayServer.serve`). A pass of it:
        |                              launcher:   status, scale, lost, stop, summary, shutdown
     handle messages         at most RECEIVE_AT_ONCE; changes of the queue are buffered as records of the journal
        |
-    answer waiting takes    a "take" waits for a complete batch, which a "finish" or a "commit" brings about; after
+    answer waiting takes    a "take" waits for a complete batch, which a "finish" or a "commit" completes; after
        |                    TAKE_ANSWER_S it is answered "wait", and the learner asks again
     expire leases
        |
@@ -45,6 +45,7 @@ from asyncrl.wire.messages import (
     LeaseName,
     Leases,
     Lost,
+    Memory,
     NextEvaluation,
     ReadStatus,
     ReadSummary,
@@ -221,6 +222,11 @@ class ReplayServer:
         self.queue.scale(body.generators)
         return Reply(Ok({}))
 
+    def _memory(self, message: Message) -> Reply:
+        body: Memory = message.body
+        self.queue.note_memory(body.role, body.peak_memory_bytes)
+        return Reply(Ok({}))
+
     def _status(self, message: Message) -> Reply:
         return Reply(Ok(self.queue.status() | self._refused()))
 
@@ -253,6 +259,7 @@ HANDLERS: dict[type[Body], Callable[[ReplayServer, Message], Reply | None]] = {
     NextEvaluation: ReplayServer._next_evaluation,
     Lost: ReplayServer._lost,
     Scale: ReplayServer._scale,
+    Memory: ReplayServer._memory,
     ReadStatus: ReplayServer._status,
     ReadSummary: ReplayServer._summary,
     Stop: ReplayServer._stop,

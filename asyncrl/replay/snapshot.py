@@ -1,4 +1,7 @@
-"""Snapshots of the queue's state: one struct that names every part, for checkpoints and the start of each segment."""
+"""Snapshots of the queue's state: one struct that names every part, for checkpoints and the start of each segment.
+
+A snapshot also has the settings that must not change between saving and restoring it.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,8 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.errors import JournalError, RunError
+from asyncrl.config import Config
+from asyncrl.errors import ConfigError, JournalError, RunError
 from asyncrl.replay.evaluation import EvalRecord
 from asyncrl.replay.journal.reader import OTHER_FORMAT, WITHOUT
 from asyncrl.replay.journal.records import FORMAT
@@ -24,7 +28,7 @@ class QueueSnapshot(Durable):
     """The durable attributes of a `QueueState`, without reported stats and the frames of groups."""
 
     rules: dict[str, int]
-    """Settings that must not change, by config key."""
+    """The result of `rules_of`."""
     position: PromptPosition
     ledger: LedgerCounts
     measure: RunSums
@@ -75,3 +79,23 @@ class Snapshot(Durable):
             return of_plain(cls, body)
         except msgspec.ValidationError as error:
             raise JournalError(f"{where}: the state there cannot be read: {error}; {WITHOUT}") from None
+
+
+def rules_of(config: Config, num_eval_prompts: int) -> dict[str, int]:
+    """Returns the settings that must not change between saving and restoring the queue's state, by config key."""
+    return {
+        "replay.groups_per_step": config.replay.groups_per_step,
+        "replay.max_staleness": config.replay.staleness_limit,
+        "generator.group_size": config.generator.group_size,
+        "eval.samples": config.eval.samples,
+        "number of evaluation prompts": num_eval_prompts,
+    }
+
+
+def check_rules(before: dict[str, int], now: dict[str, int]) -> None:
+    """Raises ConfigError if a setting differs from its value when the run started."""
+    for key, value in now.items():
+        if value != before[key]:
+            raise ConfigError(
+                f"{key} = {value}: the run was started with {before[key]}; resume it with that, or start a new run"
+            )

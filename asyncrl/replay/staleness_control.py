@@ -18,7 +18,7 @@ MIN_TOKENS = 0.01
 
 
 class ControllerState(Durable):
-    """What the controller keeps from one step to the next."""
+    """The controller's state between two steps."""
 
     sizes: dict[str, float] = field(default_factory=dict[str, float])
     """Smoothed effective sample size of each staleness bucket."""

@@ -22,8 +22,7 @@ from asyncrl.replay.journal.retention import Coverage
 from asyncrl.replay.ledger import Ledger
 from asyncrl.replay.ledger_counts import State
 from asyncrl.replay.metrics import RunMetrics
-from asyncrl.replay.resume_check import check_rules, rules_of
-from asyncrl.replay.snapshot import QueueSnapshot
+from asyncrl.replay.snapshot import QueueSnapshot, check_rules, rules_of
 from asyncrl.replay.staleness_control import StalenessController
 from asyncrl.replay.stats import ReportedStats
 from asyncrl.replay.tickets import FinishedGroup, Load, PromptSource, TakenStep, TicketEntry
@@ -192,7 +191,7 @@ class QueueState:
             "replay/staleness_limit": float(self.ledger.admission_limit),
             "replay/refunded_groups": float(sum(a.groups for a in self.ledger.refunded.values())),
         }
-        measured = self.measure.step_metrics(step, groups, self.ledger.trained.tokens, at_s)
+        measured = self.measure.step_metrics(step, groups, self.ledger.trained, at_s)
         return queue | measured | eval_metrics(self.evaluation.unreported(0) or {})
 
     def _commit(self, body: Any, _: Sequence[Array], location: Location | None) -> None:

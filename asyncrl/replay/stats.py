@@ -11,7 +11,7 @@ from msgspec import field
 
 from asyncrl.types import NO_VERSION
 from asyncrl.util.durable import Durable
-from asyncrl.util.processes import ACTIVITIES, fractions
+from asyncrl.util.processes import ACTIVITIES, GENERATOR_PHASES, fractions
 from asyncrl.wire.bounds import MAX_NUMBER
 from asyncrl.wire.frames import Array
 from asyncrl.wire.messages import GeneratorStats, GroupHeader
@@ -238,8 +238,8 @@ def count_rewards(outcomes: Iterable[OutcomeStats]) -> dict[str, int]:
     return {"scored": scored, "failed": failed, "all_zero": all_zero}
 
 
-TIMES = tuple(f"{name}_s" for name in ACTIVITIES)
-SUMS = ("tokens", *TIMES, "rewards_failed")
+TIMES = tuple(f"{name}_s" for name in (*ACTIVITIES, *GENERATOR_PHASES))
+SUMS = ("tokens", "samples", *TIMES, "rewards_failed")
 
 
 class GeneratorState(Durable):
@@ -250,10 +250,17 @@ class GeneratorState(Durable):
     """None if it is not up."""
     version: int = NO_VERSION
     tokens: int = 0
+    samples: int = 0
     waiting_s: float = 0.0
     working_s: float = 0.0
     syncing_s: float = 0.0
     writing_s: float = 0.0
+    engine_s: float = 0.0
+    requests_s: float = 0.0
+    rewards_s: float = 0.0
+    messages_s: float = 0.0
+    peak_memory_bytes: int = 0
+    """The highest of all sessions."""
     rewards_failed: int = 0
     before: list[int | float] = field(default_factory=lambda: [0] * len(SUMS))
     """The sums at the start of the session."""
@@ -270,6 +277,7 @@ class GeneratorState(Durable):
         self.last_heartbeat_s, self.version, self.costs = now_s, version, stats.costs
         for name, before in zip(SUMS, self.before, strict=True):
             setattr(self, name, min(before + getattr(stats, name), MAX_NUMBER))
+        self.peak_memory_bytes = max(self.peak_memory_bytes, stats.peak_memory_bytes)
         for stall_ms in stats.stall_ms:
             self.stalls += 1
             self.stall_ms_sum += stall_ms
@@ -295,8 +303,14 @@ class ReportedStats(Durable):
     """Time of the last request for a batch, by learner rank; None if it is not up."""
     loaded: dict[int, tuple[int, float]] = field(default_factory=dict[int, tuple[int, float]])
     """Generator -> version loaded at its last heartbeat, and the time of that heartbeat."""
+    peaks_bytes: dict[str, int] = field(default_factory=dict[str, int])
+    """Highest peak of the memory of the roles that report nothing else."""
     duplicates: int = 0
     """Groups that arrived more than once."""
+
+    def note_memory(self, role: str, peak_memory_bytes: int) -> None:
+        """Counts the peak memory that a role has reported."""
+        self.peaks_bytes[role] = max(self.peaks_bytes.get(role, 0), peak_memory_bytes)
 
     def wake(self, now_s: float | None) -> None:
         """Processes that were up count as alive at `now_s`; with None no process does."""

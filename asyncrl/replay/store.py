@@ -92,7 +92,7 @@ def _apply_records(state: QueueState, journal: Journal | Loader, recovered: Reco
     """Applies the records after the stored state. Returns True at the commit of `until_step`, False at the end."""
     for location, record in read_journal(journal.folder, first_segment=recovered.segment):
         if record.kind != "state":
-            # A view would keep the whole batch in memory.
+            # A view would keep the complete batch in memory.
             own = Record(record.kind, record.body, [array.copy() for array in record.arrays])
             state.apply(own, location)
         recovered.segment = location[0]

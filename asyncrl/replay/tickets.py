@@ -133,6 +133,11 @@ class PromptSource(Protocol):
         """Rows skipped so far because they do not fit the model's context window."""
         ...
 
+    @property
+    def filtered_rows(self) -> int:
+        """Rows that the user's filter has left out so far."""
+        ...
+
     def __next__(self) -> Prompt: ...
     def prompt(self, row: int) -> Prompt:
         """The prompt of a row, regardless of the position in the stream."""

@@ -9,7 +9,7 @@ from asyncrl.config import Config, Rewards
 from asyncrl.errors import ConfigError
 
 UNKNOWN = "exact"
-"""The reward of a data source that is in no row of BY_SOURCE."""
+"""The reward of a data source that matches no pattern in BY_SOURCE."""
 
 BY_SOURCE = {
     "gsm8k": ("openai/gsm8k", "gsm8k"),
@@ -27,11 +27,11 @@ BY_SOURCE = {
     "choice": ("Rowan/hellaswag", "hellaswag", "allenai/ai2_arc", "cais/mmlu", "TIGER-Lab/MMLU-Pro"),
     "exact": ("arithmetic",),
 }
-"""Patterns of data sources, by the reward for them."""
+"""Reward -> patterns of the data sources that it is for."""
 
 
 def known_reward(data_source: str) -> str | None:
-    """The built-in reward for a data source of BY_SOURCE; None for another one."""
+    """Returns the built-in reward for a data source; None if it matches no pattern in BY_SOURCE."""
     for reward, patterns in BY_SOURCE.items():
         if any(fnmatchcase(data_source, pattern) for pattern in patterns):
             return reward
@@ -39,8 +39,8 @@ def known_reward(data_source: str) -> str | None:
 
 
 def choose_rewards(config: Config, sources: Mapping[str, int]) -> Rewards:
-    """The rewards that `auto` stands for, with data that has so many rows of each data source. Raises ConfigError for
-    data without ground truths."""
+    """Returns the rewards that `auto` stands for, with `sources` as the number of rows of each data source. Raises
+    ConfigError for data without ground truths."""
     if config.data.columns.ground_truth is None:
         raise ConfigError(
             "rewards = 'auto': chooses among rewards that compare with a ground truth, and "
@@ -52,7 +52,7 @@ def choose_rewards(config: Config, sources: Mapping[str, int]) -> Rewards:
 
 
 def describe_choice(sources: Mapping[str, int]) -> list[str]:
-    """A line for the known data sources and one for the others, where there are some."""
+    """Returns one line for the known data sources and one for the others; no line for neither."""
     known = {source: reward for source in sorted(sources) if (reward := known_reward(source))}
     others = [f"{source!r} ({sources[source]:,} rows)" for source in sorted(sources.keys() - known.keys())]
     lines = []

@@ -16,15 +16,19 @@ from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.rewards.calling import describe
 from asyncrl.rewards.reward_model import KEY, WAY_OUT, check_model_folder, model_options
+from asyncrl.util.memory import peak_memory_bytes
 from asyncrl.util.tokenizer import load_tokenizer
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.frames import Message
 from asyncrl.wire.kinds import MAX_SCORE_BYTES
-from asyncrl.wire.rpc import Reply, Server
-from asyncrl.wire.service_messages import Score, Scores
+from asyncrl.wire.messages import Memory
+from asyncrl.wire.rpc import Connection, Reply, Server
+from asyncrl.wire.service_messages import Error, Score, Scores
 
 log = structlog.get_logger()
 
+REPORT_S = 5.0
+"""Pause between two reports of the memory to the replay queue."""
 TICK_S = 0.05
 """Longest wait of the loop, and so the delay of a signal."""
 MAX_VALUES = 1 << 18
@@ -128,6 +132,9 @@ class ModelServer:
         self.model = model
         self._requests: list[_Request] = []
         """Requests received in this round."""
+        self._queue = Connection(endpoints, linger_s=0.0) if endpoints.replay else None
+        """None when there is no run."""
+        self._next_report_s = 0.0
         self._server = Server(
             endpoints,
             endpoints.reward_model,
@@ -139,14 +146,27 @@ class ModelServer:
         )
 
     def serve(self, should_stop: Callable[[], bool]) -> None:
-        """Answers until `should_stop()`."""
+        """Answers until `should_stop()`. Waits for a request of a reward worker, at most TICK_S; the requests that have
+        arrived by then are scored together, and those whose deadline has passed are not answered."""
         while not should_stop():
             if self._server.poll(TICK_S):
                 self._answer(self._receive())
+            self._report(time.monotonic())
 
     def close(self) -> None:
-        """Closes the socket."""
+        """Closes the sockets."""
         self._server.close()
+        if self._queue is not None:
+            self._queue.close()
+
+    def _report(self, now_s: float) -> None:
+        """Sends the peak of the memory to the replay queue when it is due, and drops the answer to the last report."""
+        if self._queue is not None and now_s >= self._next_report_s:
+            self._next_report_s = now_s + REPORT_S
+            answer = self._queue.receive(0.0)
+            if answer is not None and isinstance(answer.body, Error):
+                log.warning("the replay queue refused a report of the memory", error=answer.body.text)
+            self._queue.send(Memory("reward_model", peak_memory_bytes()))
 
     def _receive(self) -> list[_Request]:
         self._requests, num_bytes = [], 0

@@ -30,9 +30,9 @@ CHOSEN = "chosen"
 REASONS = ("best", "worst", "failed", "longest", "median")
 """Why a trajectory of a batch is recorded: its reward, that its reward could not be computed, its length."""
 EVERY_S = 5.0
-"""Least time between two recorded steps."""
+"""Minimum time between two recorded steps."""
 EVERY_FRACTION = 0.005
-"""The same as a fraction of the time so far, so that a long run records about a thousand steps."""
+"""The same as a fraction of the run's duration so far, so that a long run records about a thousand steps."""
 
 
 class SampleBook:

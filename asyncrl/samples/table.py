@@ -155,8 +155,8 @@ class Samples:
         return type(self)(_put(self.table, name, column))
 
     def split(self, sizes: int | Sequence[int]) -> list[Self]:
-        """The rows in parts of these sizes, or in so many parts of about equal size. Raises DataError unless the sizes
-        add up to the number of rows."""
+        """Returns the rows in parts of these sizes, or for a number in that many parts of about equal size. Raises
+        DataError unless the sizes add up to the number of rows."""
         if isinstance(sizes, int):
             sizes = [len(self) // sizes + (part < len(self) % sizes) for part in range(sizes)]
         if sum(sizes) != len(self):

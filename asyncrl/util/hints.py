@@ -68,6 +68,6 @@ def check_options(
 
 def _type_hints(function: Callable[..., Any]) -> dict[str, Any]:
     try:
-        return get_type_hints(function)
+        return get_type_hints(function.__init__ if isinstance(function, type) else function)
     except (NameError, TypeError, AttributeError):  # annotations of a user's function that mean nothing at run time
         return {}

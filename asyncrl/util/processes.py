@@ -9,25 +9,33 @@ import signal
 import struct
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
 Activity = Literal["waiting", "working", "syncing", "writing"]
 ACTIVITIES: tuple[Activity, ...] = ("waiting", "working", "syncing", "writing")
 """Waiting for other roles; its own work; weight transfer or disk sync; passing on and storing results."""
+GENERATOR_PHASES = ("engine", "requests", "rewards", "messages")
+"""The phases of a generator's work: decoding steps; adding requests to the engine; handing completions to the reward
+workers and collecting rewards; the exchange with the replay queue."""
+LEARNER_PHASES = (
+    "values", "proximal", "reference", "advantage", "forward", "backward", "optimizer", "critic",
+)  # fmt: skip
+"""The phases of a learner's work in their order; a step has those that the algorithm needs."""
 
 
 class Stopwatch:
     """Divides time among activities: exactly one is active at any time, so that they add up to the total."""
 
-    def __init__(self) -> None:
-        self._seconds: dict[str, float] = dict.fromkeys(ACTIVITIES, 0.0)
+    def __init__(self, names: Sequence[str] = ACTIVITIES) -> None:
+        """`names` are the activities; the first one is active at the start."""
+        self._seconds: dict[str, float] = dict.fromkeys(names, 0.0)
         self._last_lap = dict(self._seconds)
-        self._activity: Activity = "waiting"
+        self._activity = names[0]
         self._since_s = time.monotonic()
 
-    def switch(self, activity: Activity) -> None:
+    def switch(self, activity: str) -> None:
         """Switches to another activity."""
         self._count()
         self._activity = activity

@@ -14,7 +14,7 @@ def printable(text: str) -> str:
 
 
 def shortened(text: str, max_characters: int) -> str:
-    """The text, with "..." in place of its middle if it is longer."""
+    """Returns the text; if it is longer, with "..." in place of its middle."""
     if len(text) <= max_characters:
         return text
     kept = max(max_characters - 3, 0)

@@ -1,4 +1,4 @@
-"""What a config names: a built-in part of a table, or one that the user wrote, imported from a module or a file."""
+"""Finds the part that a config names: a built-in one from a table, or the user's own from a module or a file."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ def name_of(key: str, function: Callable[..., Any]) -> str:
 
 
 def refuse_while_importing(what: str) -> None:
-    """Raises ConfigError while `resolve` imports a file or module of the user: what that does when it is imported is
-    done in every process of a run."""
+    """Raises ConfigError while `resolve` imports a file or module of the user, since every process of a run imports it
+    and would do the same."""
     if _importing:
         raise ConfigError(
             f"{what} was called while {_importing[-1]} is imported for its functions; put the call under "

@@ -16,7 +16,7 @@ from asyncrl.errors import InvariantError, ProtocolError, RunError
 from asyncrl.wire.bounds import MAX_DOCUMENT_CHARACTERS, MAX_NUMBER
 
 ROW_BYTES = 1024
-"""Buckets and the whole buffer are multiples of this; the checksum works on such rows."""
+"""The sizes of buckets and of the buffer are multiples of this; the checksum works on rows of this size."""
 ALIGN_BYTES = 16
 BUCKET_BYTES = 64 << 20
 """Size of the pieces in which a sender broadcasts weights."""

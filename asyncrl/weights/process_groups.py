@@ -169,7 +169,7 @@ class NcclLink(GroupLink):
 
 
 _NCCL_VARIABLES = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
-"""Keep NCCL's watchdog from ending the whole process when another member is gone. Read by the constructor."""
+"""Keep NCCL's watchdog from ending the process when another member is gone. Read by the constructor."""
 
 
 _environments: list[dict[str, str | None]] = []

@@ -71,7 +71,8 @@ class Link(ABC):
 class Transport:
     """A way to get weights to the generators: an entry of TRANSPORTS, or one of the user's own.
 
-    With this in `folder.py`, `weights.transport=folder.py:FOLDER` sends weights through a shared folder:
+    With this in `folder.py`, `weights.transport=folder.py:FOLDER` sends weights through a shared folder, which must be
+    empty when a run starts:
 
         class FolderLink(Link):
             def __init__(self, member):

@@ -30,7 +30,7 @@ Number = Annotated[int, Meta(ge=0, le=MAX_NUMBER)]
 Index = Annotated[int, Meta(ge=0, le=MAX_INDEX)]
 """Index of a generator or a learner rank. Its bound limits the memory kept for each of them."""
 Time = Annotated[float, Meta(ge=-1e12, le=1e12)]
-"""Seconds. As of every type with bounds, NaN is not one."""
+"""Seconds. NaN is refused, as by every type with bounds."""
 Duration = Annotated[float, Meta(ge=0.0, le=MAX_DURATION_S)]
 """Seconds."""
 Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]

@@ -32,9 +32,8 @@ from asyncrl.wire.kinds import (
     WITH_ARRAYS,
     max_header_bytes,
 )
-from asyncrl.wire.packing import UNREADABLE, make_encoder, problem_of
+from asyncrl.wire.packing import UNREADABLE, make_encoder, problem_of, unpack
 from asyncrl.wire.sockets import MAX_FRAME_BYTES
-from asyncrl.wire.unpack import unpack
 
 SCHEMA = 3
 MAX_FRAMES = 1 << 16

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Generic, Literal, Self, TypeVar
 from msgspec import Meta
 
 from asyncrl.types import Status
+from asyncrl.util.processes import ACTIVITIES, GENERATOR_PHASES
 from asyncrl.wire.bounds import (
     MAX_PARTS,
     Body,
@@ -33,11 +34,18 @@ class GeneratorStats(Body):
 
     tokens: Number
     """Action tokens generated."""
+    samples: Number
+    """Completions that these tokens are of."""
     waiting_s: Time
     """Time without a running request. This and the next three are activities of a Stopwatch."""
     working_s: Time
     syncing_s: Time
     writing_s: Time
+    engine_s: Time
+    """Time of decoding steps. This and the next three are the phases of GENERATOR_PHASES."""
+    requests_s: Time
+    rewards_s: Time
+    messages_s: Time
     stall_ms: Items[Time]
     """Duration of each weight swap since the last ask, during which the engine was stalled."""
     rewards_failed: Count
@@ -45,12 +53,15 @@ class GeneratorStats(Body):
     costs: Annotated[list[Time], Meta(max_length=4)]
     """Fitted costs in seconds: per engine step, per sequence in a step, per request, and from the last token of a group
     to its rewards; empty until known."""
+    peak_memory_bytes: Number
+    """As `asyncrl.util.memory` measures it; 0 until known."""
 
     @classmethod
     def of(cls, **values: Any) -> Self:
         """The stats with these values; the others are 0 or empty."""
-        times = dict.fromkeys(("waiting_s", "working_s", "syncing_s", "writing_s"), 0.0)
-        return cls(**{"tokens": 0, **times, "stall_ms": [], "rewards_failed": 0, "costs": [], **values})
+        times = {f"{name}_s": 0.0 for name in (*ACTIVITIES, *GENERATOR_PHASES)}
+        counts = dict.fromkeys(("tokens", "samples", "rewards_failed", "peak_memory_bytes"), 0)
+        return cls(**{**counts, **times, "stall_ms": [], "costs": [], **values})
 
 
 class LeaseName(Body):
@@ -259,6 +270,14 @@ class Scale(Body):
     """Sent by `asyncrl scale` to set the number of generators; answered by `Ok`."""
 
     generators: Index
+
+
+class Memory(Body):
+    """Sent by the reward model every few seconds; answered by `Ok`."""
+
+    role: Literal["reward_model"]
+    peak_memory_bytes: Number
+    """As `asyncrl.util.memory` measures it."""
 
 
 class ReadStatus(Body):

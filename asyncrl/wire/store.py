@@ -20,7 +20,7 @@ MAX_VALUE_BYTES = 1 << 20
 MAX_BYTES = 64 << 20
 """The limit of all keys and values together, and of one answer."""
 MAX_WAITING = 4096
-"""Clients that wait for keys; of more of them, the one that waits longest is forgotten."""
+"""Clients that may wait for keys at the same time; one more, and the one that has waited longest is forgotten."""
 
 
 class StoreError(AsyncrlError, ValueError):
@@ -71,7 +71,7 @@ class Store:
                 self._delete(key)
 
     def _serve(self) -> None:
-        """Answers the waits whose keys are there."""
+        """Answers the waits whose keys exist."""
         for peer, request in list(self._waiting.items()):
             if not self._missing(request.keys):
                 del self._waiting[peer]

@@ -74,16 +74,16 @@ def test_the_name_of_the_file_stands_for_a_missing_data_source(dataset: Write) -
     config = dataset([row(0, data_source=None), row(1)], [{"prompt": "1=", "reward_model": {"ground_truth": "1"}}])
     table = PromptTable(config)
     assert [table[i]["data_source"] for i in range(3)] == ["part0", "numbers", "part1"]
-    assert count_sources(config, config.data.train_files) == {"part0": 1, "numbers": 1, "part1": 1}
+    assert count_sources(config) == {"part0": 1, "numbers": 1, "part1": 1}
 
 
 def test_sources_of_evaluation_files_count(dataset: Write, tmp_path: Path) -> None:
     write_rows(tmp_path / "eval.parquet", [row(0, data_source="held"), row(1, data_source="out")])
     config = dataset([row(0), row(1)], data__eval=str(tmp_path / "eval.parquet"))
-    files = config.data.train_files + config.data.eval_files
-    assert count_sources(config, files) == {"numbers": 2, "held": 1, "out": 1}
+    assert count_sources(config) == {"numbers": 2, "held": 1, "out": 1}
+    assert count_sources(config, ("eval",)) == {"held": 1, "out": 1}
     renamed = dataset([row(0, extra_info={"from": "a"})], data__columns__data_source="extra_info.from")
-    assert count_sources(renamed, renamed.data.train_files) == {"a": 1}
+    assert count_sources(renamed) == {"a": 1}
 
 
 def test_json_lines(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_json_lines(tmp_path: Path) -> None:
     assert check_dataset(config) == 2
     table = PromptTable(config)
     assert [table[i]["extra_info"] for i in range(2)] == [{"date": "2020-01-01"}, {"more": [1]}]
-    assert count_sources(config, config.data.train_files) == {"numbers": 2}
+    assert count_sources(config) == {"numbers": 2}
     for text, message in (("{", r"data.jsonl, line 1: not JSON"), ("\n[1]", r"line 2: list; every line must be")):
         file.write_text(text)
         with pytest.raises(ConfigError, match=message):

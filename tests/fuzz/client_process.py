@@ -25,7 +25,7 @@ from tests.helpers.replay import loopback_endpoints, make_group
 
 TIMEOUT_S = 2.0
 EXPECTED = (ProtocolError, RunError, PeerTimeoutError)
-"""What a client may raise for an answer that is wrong; the role that gets it ends with a clear text."""
+"""Errors that a client may raise for a wrong answer; its role then ends with a clear text."""
 
 
 def generator_turns(endpoints: Endpoints, outcomes: Counter[str]) -> Callable[[], None]:

@@ -90,7 +90,7 @@ def rss_bytes(child: subprocess.Popen[str]) -> int:
 
 
 class Honest:
-    """A peer that keeps to the rules: it moves the run on, and gives the fuzzer messages that fit its state."""
+    """A peer that keeps to the rules: it advances the run, and yields messages to the fuzzer that fit its state."""
 
     def __init__(self, address: str, report: Report, child: subprocess.Popen[str]) -> None:
         self.report = report

@@ -1,4 +1,4 @@
-"""One sound message of every kind, as `encode` gives it; what the fuzzer mutates."""
+"""One sound message of every kind, as `encode` returns it, for the fuzzer to mutate."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from asyncrl.wire.messages import (
     LeaseName,
     Leases,
     Lost,
+    Memory,
     NextEvaluation,
     ReadStatus,
     ReadSummary,
@@ -59,13 +60,19 @@ RUN_ID = "fuzz"
 GROUP_SIZE = 2
 STATS = GeneratorStats(
     tokens=12,
+    samples=3,
     waiting_s=0.5,
     working_s=1.0,
     syncing_s=0.0,
     writing_s=0.0,
+    engine_s=0.75,
+    requests_s=0.125,
+    rewards_s=0.0,
+    messages_s=0.0625,
     stall_ms=[2.0, 3.5],
     rewards_failed=1,
     costs=[0.01, 1e-4, 2e-3, 0.1],
+    peak_memory_bytes=1 << 30,
 )
 METRICS = {"learner/loss": 0.25, "learner/wait_s": 0.1, "weights/broadcasts": 3.0}
 
@@ -81,7 +88,7 @@ PUSHED: list[Body] = [
     weights.Closed(),
     weights.Pong(),
 ]
-"""What the sender of weights says."""
+"""The messages of the sender of weights."""
 
 
 def frames_of(body: Body, arrays: Sequence[Arrays] = (), *, seq: int = 1) -> list[bytes]:
@@ -142,6 +149,7 @@ def requests(step: int = 0) -> dict[str, list[bytes]]:
         NextEvaluation(after=0),
         Lost(1),
         Scale(2),
+        Memory("reward_model", 1 << 30),
         ReadStatus(),
         ReadSummary(),
         Shutdown(),

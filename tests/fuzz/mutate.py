@@ -43,7 +43,7 @@ Frames = list[bytes]
 
 
 class Mutator:
-    """Draws sound messages from a pool and gives unsound ones; by chance one may be sound still."""
+    """Draws sound messages from a pool and returns mutated ones; a few of them may still be sound."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)

@@ -22,6 +22,7 @@ class Prompts:
     """Prompts without end."""
 
     skipped_rows = 0
+    filtered_rows = 0
 
     def __init__(self) -> None:
         self._row = -1

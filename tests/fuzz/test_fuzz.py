@@ -42,7 +42,7 @@ REASONS = [
     "is negative", "a token has a version if and only if", "older than the version", "behavior_logprobs are not finite",
     "reward .* is not finite", "is not between",
 ]  # fmt: skip
-"""What `decode` and `check_group` say; `tests/replay/test_wire.py` has an empty message."""
+"""The errors of `decode` and `check_group`; `tests/replay/test_wire.py` has an empty message."""
 
 
 def test_every_kind_is_mutated() -> None:
@@ -93,7 +93,7 @@ def test_every_way_to_mutate_changes_what_is_sent() -> None:
 
 
 def test_every_reason_to_refuse_a_message_is_reached() -> None:
-    mutator, reasons = Mutator(5), Counter[str]()
+    mutator, reasons = Mutator(6), Counter[str]()
     pool = [*SOUND.values(), *[SOUND["finish"]] * 16]
     for _ in range(60_000):
         frames = mutator.mutant(pool)

@@ -25,7 +25,7 @@ def lease(ticket: int, tokens: Sequence[int] = (5, 6, 7), attempt: int = 0) -> L
 
 
 def lease_reply(leases: list[Lease], done: bool, reason: str, **others: Any) -> LeaseReply:
-    """An answer to an ask, by default of a run that goes on."""
+    """Returns an answer to an ask, by default of a run that continues."""
     usual = {"leave": False, "evaluations_left": False, "progress": 0, "pause_s": 0.0}
     return LeaseReply(leases=leases, done=done, reason=reason, **(usual | others))
 
@@ -41,7 +41,7 @@ class FakeClient:
     released: list[tuple[int, int, int]] = field(default_factory=list)
     evaluations: list[Evaluated] = field(default_factory=list)
     completions: list[Sequence[NDArray[np.int32]]] = field(default_factory=list)
-    """What was sent with each of the evaluations."""
+    """The completions that were sent with each evaluation."""
     released_evaluations: list[tuple[int, int]] = field(default_factory=list)
     num_evaluations: int = 0
     """Evaluation prompts that the last ask was for."""

@@ -1,4 +1,4 @@
-"""What steps cost, found again from their times."""
+"""The costs of steps are recovered from their times."""
 
 from __future__ import annotations
 

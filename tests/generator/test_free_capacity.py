@@ -1,4 +1,4 @@
-"""How many groups and evaluation prompts a generator asks for."""
+"""The numbers of groups and evaluation prompts that a generator asks for."""
 
 from __future__ import annotations
 

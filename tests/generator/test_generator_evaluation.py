@@ -1,4 +1,4 @@
-"""Evaluation in the generator's loop, with a real engine: pinned to one version, beside training, given back."""
+"""Evaluation in the generator's loop, with a real engine: pinned to one version, during training, released."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def eval_lease(ticket: int) -> Lease:
 
 @dataclass
 class Queue:
-    """Training leases without end, and so many evaluation prompts of each version."""
+    """Training leases without end, and a number of evaluation prompts of each version."""
 
     evaluations: dict[int, int]
     client: FakeClient | None = None

@@ -1,4 +1,4 @@
-"""The loop with a real engine: whole groups with exact arrays, swaps in flight, asking, stopping."""
+"""The loop with a real engine: complete groups with exact arrays, swaps in flight, asking, stopping."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def make_loop(
 
 
 class Leases:
-    """Hands out leases of different prompts, so many in all, then none; done when all have been finished."""
+    """Hands out `total` leases of different prompts, then none; done when all have been finished."""
 
     def __init__(self, total: int) -> None:
         self.leases = [lease(ticket, [3 + ticket % 50, 9, 4, 17][: 2 + ticket % 3]) for ticket in range(total)]
@@ -322,3 +322,41 @@ def test_a_generator_that_has_no_weights_leaves_at_once(engine: Engine, model_pa
     loop, client, _ = make_loop(engine, model_path, lambda *_: lease_reply([], False, "", leave=True))
     loop.run()
     assert (len(client.asks), client.released) == (1, [])
+
+
+def test_phases_and_completions_are_told_with_every_ask(
+    engine: Engine, model_path: str, policies: Policies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leases = Leases(6)
+
+    class SlowRewards(FakeRewards):
+        def collect(self) -> list[Any]:
+            time.sleep(0.003)
+            return super().collect()
+
+    def slow(seconds: float, call: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*arguments: Any, **options: Any) -> Any:
+            time.sleep(seconds)
+            return call(*arguments, **options)
+
+        return called
+
+    loop, client, _ = make_loop(engine, model_path, leases, policies[:1], rewards=SlowRewards())
+    leases.client = client
+    monkeypatch.setattr(engine, "step", slow(0.004, engine.step))
+    monkeypatch.setattr(engine, "add", slow(0.002, engine.add))
+    monkeypatch.setattr(client, "finish", slow(0.005, client.finish))
+    loop._await_weights()
+    before_s = time.monotonic()
+    while len(client.groups) < 6:
+        loop.tick()
+    loop._heartbeat_s = 0.0
+    while client.asks[-1][2].samples < 12:
+        loop.tick()
+    (*_, (_, _, stats)) = client.asks
+    assert (stats.samples, stats.tokens) == (12, sum(group.num_action_tokens for group in client.groups))
+    assert stats.engine_s > 0.004 and stats.requests_s > 12 * 0.002
+    assert stats.rewards_s > 0.003 and stats.messages_s > 6 * 0.005
+    phases_s = stats.engine_s + stats.requests_s + stats.rewards_s + stats.messages_s
+    assert phases_s < time.monotonic() - before_s
+    assert stats.peak_memory_bytes > 10e6

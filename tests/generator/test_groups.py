@@ -1,4 +1,4 @@
-"""What becomes of a lease when its completions are scored."""
+"""A lease becomes a group or an evaluation result once its completions are scored."""
 
 from __future__ import annotations
 

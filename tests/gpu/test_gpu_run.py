@@ -1,4 +1,4 @@
-"""A whole run on GPUs: the demo, with all roles on one, and by NCCL where there are two."""
+"""A complete run on GPUs: the demo, with all roles on one, and by NCCL where there are two."""
 
 from __future__ import annotations
 

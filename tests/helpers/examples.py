@@ -1,4 +1,4 @@
-"""How many inputs hypothesis makes up for a test."""
+"""The numbers of inputs that hypothesis generates for a test."""
 
 from __future__ import annotations
 

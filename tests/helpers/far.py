@@ -22,9 +22,9 @@ FAR = torch.device("far", 0)
 
 _aten = torch.ops.aten
 _COPIES = {_aten._to_copy.default, _aten.copy_.default}
-"""What takes tensors of two devices."""
+"""Operators that take tensors of two devices."""
 _STRICT = {_aten.stack.default, _aten.cat.default}
-"""What refuses even a CPU tensor without dimensions."""
+"""Operators that refuse even a CPU tensor without dimensions."""
 
 
 class FarTensor(torch.Tensor):
@@ -55,7 +55,7 @@ class _Dispatch(TorchDispatchMode):
 
 
 class _Creation(TorchFunctionMode):
-    """What makes tensors of numbers does not come by the dispatcher."""
+    """Catches functions that make tensors of numbers, which do not pass through the dispatcher."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

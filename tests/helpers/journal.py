@@ -23,7 +23,7 @@ def group_record(ticket: int, num_tokens: int, attempt: int = 0) -> Record:
 
 
 def plain(record: Record) -> tuple[object, ...]:
-    """What can be compared: the kind, the body, and dtype, shape and bytes of every array."""
+    """Returns a comparable form: the kind, the body, and dtype, shape and bytes of every array."""
     return record.kind, record.body, [(array.dtype.str, array.shape, array.tobytes()) for array in record.arrays]
 
 

@@ -1,4 +1,4 @@
-"""What this machine's kernel can do."""
+"""Features of this machine's kernel."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Command:
         self.send_signal(signal.SIGKILL)
 
     def output(self) -> str:
-        """What it has printed so far."""
+        """The output so far."""
         size = os.fstat(self._output.fileno()).st_size
         return os.pread(self._output.fileno(), size, 0).decode()
 

@@ -72,6 +72,7 @@ class EndlessPrompts:
     """Prompts of increasing row numbers."""
 
     skipped_rows = 0
+    filtered_rows = 0
 
     def __init__(self) -> None:
         self.row = -1

@@ -31,7 +31,7 @@ SMALL = [
 
 @dataclass
 class Launched:
-    """A launch in progress; its whole process tree is known and ended with it."""
+    """A launch in progress; its complete process tree is known and ended with it."""
 
     folder: Path
     run: str
@@ -57,7 +57,7 @@ class Launched:
         return _read_lines(self.run_dir / "metrics.jsonl")
 
     def tokens(self) -> dict[int, int]:
-        """What each generator that is up has generated so far, by its index."""
+        """Returns the tokens that each running generator has generated so far, by its index."""
         client = LauncherClient(read_endpoints(self.run_dir), timeout_s=30.0)
         try:
             return {int(index): generator["tokens"] for index, generator in client.status()["generators"].items()}
@@ -117,7 +117,7 @@ class Launched:
 
 
 def _read_lines(path: Path) -> list[Any]:
-    """What the complete lines of a JSONL file hold; the last one may be in the middle of its write."""
+    """Returns the values of the complete lines of a JSONL file, whose last line may still be incomplete."""
     lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
 

@@ -166,7 +166,9 @@ def test_metrics_mean_what_they_say(one_rank: Ranks, tiny_model: Path) -> None:
         for name, value in expected.items():
             assert metrics.pop(f"staleness/{bucket}/{name}") == pytest.approx(float(value), rel=1e-5), name
     of_updates = {name for name in metrics if not name.startswith("batch/")}
-    assert of_updates == {"learner/loss", "learner/grad_norm", "learner/skipped_updates"}
+    assert of_updates == {
+        "learner/loss", "learner/policy_loss", "learner/grad_norm", "learner/skipped_updates", "learner/flops",
+    }  # fmt: skip
 
 
 def test_no_metric_comes_from_both_learner_and_queue(one_rank: Ranks, tiny_model: Path, tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def test_all_ranks_skip_an_update_that_is_not_finite_on_one(name: str, two_ranks
     first, second = (json.loads((two_ranks / f"errors-{rank}.json").read_text())["skips"][name] for rank in (0, 1))
     assert first == second and first["weights_kept"]
     of_updates = {name for name in first["skipped"] if not name.startswith("batch/")}
-    assert of_updates == {"learner/tokens", "learner/skipped_updates"}
+    assert of_updates == {"learner/tokens", "learner/skipped_updates", "learner/flops"}
     assert first["skipped"]["learner/skipped_updates"] == 1.0
     assert first["too_many"].startswith("RunError: step 3: 2 updates in a row are not finite")
     assert "the loss of ticket 12, trajectory 3 is not finite" in first["too_many"]

@@ -74,6 +74,7 @@ def test_two_learner_ranks_and_one_critic_rank(
                 rank.train(torch.cat([named[name][1] for name, _, _ in rows(batch, batch.seq, batch.seq)]))
             local.train(returns)
             for metrics in pool.map(lambda rank: rank.finish(), ranks):
+                assert metrics.pop("critic/peak_memory_bytes") > 10e6
                 assert metrics == pytest.approx(local.finish(), rel=1e-3, abs=1e-6)
         list(pool.map(lambda rank: rank.save(tmp_path / "critic"), ranks))
         assert (tmp_path / "critic" / "model.safetensors").exists()
@@ -142,6 +143,7 @@ def test_an_error_of_the_critic_reaches_its_learners(
         values = critic.values(batch, 1)
         critic.train(torch.full((batch.num_tokens,), float("nan")))
         skipped = critic.finish()
+        assert skipped.pop("critic/peak_memory_bytes") > 10e6
         assert skipped.keys() == {"critic/lr", "critic/skipped_updates", "critic/value_mean"}
         assert skipped["critic/skipped_updates"] == 3.0  # three epochs over one mini-batch
         assert torch.equal(critic.values(batch, 2), values)

@@ -1,4 +1,4 @@
-"""Trackers of a run that starts again go on where the start before ended."""
+"""Trackers of a restarted run continue where the previous start ended."""
 
 from __future__ import annotations
 

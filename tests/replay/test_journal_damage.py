@@ -50,7 +50,7 @@ def first_end(sums: bytes) -> int:
 
 
 def check_continues(folder: Path, expected: list[tuple[object, ...]]) -> None:
-    """What is read, once without and once after a writer opened it; then something is appended."""
+    """Checks the records that are read, before and after a writer opens the journal; then something is appended."""
     assert records_of(folder) == expected
     journal = Journal(folder, flush="os")
     added = group_record(9, 7)
@@ -457,14 +457,14 @@ def test_a_sync_in_the_background_marks_only_what_was_written_before_it(tmp_path
     assert sums.read_bytes()[:MARK_BYTES] == mark(journal._writer.segment.ends[1])
 
 
-@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("number", [1, 2, 3])
 def test_a_journal_of_another_version_is_refused_and_stays(tmp_path: Path, number: int) -> None:
     folder = make(tmp_path / "journal")
     path = folder / "00000002.arrow"
     before = path.read_bytes().replace(HEADER, FORMER[number].serialize().to_pybytes(), 1)
     path.write_bytes(before)
     text = (
-        rf"00000002.arrow: is of a journal of format {number}; this version of asyncrl reads format 3: resume the run"
+        rf"00000002.arrow: is of a journal of format {number}; this version of asyncrl reads format 4: resume the run"
     )
     with pytest.raises(JournalError, match=text):
         open_writer(folder)

@@ -43,7 +43,7 @@ class Simulated:
         self.queue.finish(*pack_group(make_group(lease, version, **options)))
 
     def beat(self, group_s: float, *, says_what_runs: bool = True) -> None:
-        """What generator 0 and a learner do between two heartbeats; a group takes `group_s`."""
+        """Does the work of generator 0 and a learner between two heartbeats; a group takes `group_s`."""
         self.now_s += BEAT_S
         for work in [work for work in self.working_on if work[2] <= self.now_s]:
             self.working_on.remove(work)
@@ -74,7 +74,7 @@ def test_answers_that_take_longer_than_the_lease_timeout_are_trained(tmp_path: P
 
 
 def test_leases_that_are_not_renewed_are_trained_all_the_same_by_their_first_attempt(tmp_path: Path) -> None:
-    """Of a generator that never says what it works on, each lease passes on; its groups are used none the less."""
+    """Each lease of a generator that never names its work passes to another one; its groups are used nevertheless."""
     run = Simulated(tmp_path, steps=3)
     while not run.queue.trained and run.now_s < 8 * LONG_S:
         run.beat(LONG_S, says_what_runs=False)

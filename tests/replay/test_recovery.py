@@ -1,4 +1,4 @@
-"""The queue goes on from its journal, wherever it died."""
+"""The queue continues from its journal, wherever it died."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Run:
     number: int = 0
     session: int = 0
     leases: list[Lease] = field(default_factory=list)
-    """Of the generator, by what it was answered."""
+    """The leases of the generator, according to the answers that it got."""
     orphans: list[Lease] = field(default_factory=list)
     """Leases of former sessions: their groups may still arrive."""
     versions: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -97,7 +97,7 @@ class Run:
     """Simulated time that has passed."""
     sent: list[tuple[Lease, int]] = field(default_factory=list)
     batches: dict[int, list[Any]] = field(default_factory=dict)
-    """What was served for each step."""
+    """The groups served for each step."""
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)
     rows: dict[int, int] = field(default_factory=dict)
     """Prompt row of each ticket."""
@@ -276,7 +276,7 @@ class Run:
 
 
 WEIGHTS = {"ask": 3, "finish": 5, "step": 3}
-"""How often an event comes, of those that come more often than once."""
+"""Relative frequency of events; 1 for the others."""
 NAMES = [
     "ask", "finish", "step", "send_again", "release", "lose", "late", "expire", "catch_up", "die", "die_unwritten",
     "relaunch",
@@ -492,7 +492,7 @@ def test_a_checkpoint_of_another_format_is_refused_with_the_way_out(tmp_path: Pa
     saved = msgpack.unpackb(queue.store.snapshot(0), strict_map_key=False)
     queue.close()
     for body, number in ((saved | {"format": 9}, 9), ({name: saved[name] for name in saved if name != "format"}, 2)):
-        with pytest.raises(RunError, match=f"is of format {number}; this version of asyncrl reads format 3: resume"):
+        with pytest.raises(RunError, match=f"is of format {number}; this version of asyncrl reads format 4: resume"):
             ReplayQueue(small_config(), EndlessPrompts(), queue.store.trace, checkpoint=msgpack.packb(body) or b"")
 
 
@@ -602,7 +602,7 @@ def test_what_was_evaluated_stays_so_when_steps_and_evaluations_are_set_otherwis
 
 
 def fill_journal(queue: ReplayQueue, tokens: int = 2000) -> list[Lease]:
-    """Trains until the journal is at its ceiling; gives what the generator works on then."""
+    """Trains until the journal is at its ceiling; returns the leases that the generator works on then."""
     leases: list[Lease] = []
     while not queue.store.above_ceiling:
         version = queue.ledger.steps

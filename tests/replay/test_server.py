@@ -34,7 +34,7 @@ from asyncrl.wire.curve_keys import write_keys
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.frames import Message, encode
 from asyncrl.wire.kinds import MAX_REQUEST_HEADER_BYTES
-from asyncrl.wire.messages import Evaluated, Finished, GeneratorStats, Lost, ReadStatus, Stop, Take
+from asyncrl.wire.messages import Evaluated, Finished, GeneratorStats, Lost, Memory, ReadStatus, Stop, Take
 from asyncrl.wire.rpc import Connection
 from asyncrl.wire.service_messages import Error, Ok
 from asyncrl.wire.sockets import connect_dealer
@@ -66,6 +66,25 @@ def wait_for(client: GeneratorClient, timeout_s: float = 5.0) -> LeaseReply:
         if reply is not None:
             return reply
     raise AssertionError("no answer to the ask")
+
+
+def test_the_memory_of_the_reward_model_is_in_metrics_and_summary(served: ReplayQueue, endpoints: Endpoints) -> None:
+    reward_model, learner, launcher = Connection(endpoints), LearnerClient(endpoints, 0), LauncherClient(endpoints)
+    for peak in (70, 50):
+        assert reward_model.request(Memory("reward_model", peak), timeout_s=5.0).body == Ok({})
+    generator = GeneratorClient(endpoints, 0)
+    generator.ask(0, 2, GeneratorStats.of(working_s=1.0, peak_memory_bytes=90))
+    for lease in wait_for(generator).leases:
+        generator.finish(make_group(lease, 0))
+    assert learner.take(1) is not None
+    metrics = learner.commit(1, {"learner/peak_memory_bytes": 30.0}).metrics
+    assert (metrics["reward_model/peak_memory_bytes"], metrics["generator/peak_memory_bytes"]) == (70.0, 90.0)
+    assert "learner/peak_memory_bytes" not in metrics, "it is the learner's own"
+    peaks = launcher.summary()["peak_memory_bytes"]
+    assert peaks.pop("replay") > 10e6
+    assert peaks == {"generator": 90, "learner": 30, "reward_model": 70}
+    for client in (reward_model, generator, learner, launcher):
+        client.close()
 
 
 def test_generator_and_learners_through_a_step(served: ReplayQueue, endpoints: Endpoints) -> None:

@@ -1,4 +1,4 @@
-"""Clients go on when the replay process dies under them, and when its answers make no sense."""
+"""Clients continue when the replay process dies under them, and when its answers make no sense."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where tokens got old and how long groups were in each state."""
+"""The places where tokens aged, and the time that groups spent in each state."""
 
 from __future__ import annotations
 

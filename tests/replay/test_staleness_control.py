@@ -23,7 +23,7 @@ def metrics(limit: int, sizes: dict[str, float]) -> dict[str, float]:
 
 
 def run(control: StalenessController, limit: int, steps: int, worth: int) -> list[int]:
-    """Limits of so many steps, in which tokens older than `worth` have a small sample size."""
+    """Returns the limit of each step, in which tokens older than `worth` have a small sample size."""
     seen: list[int] = []
     for _ in range(steps):
         sizes = {

@@ -91,7 +91,7 @@ def mask_of_twos() -> list[bytes]:
 
 
 def frame_with(arrays: object, num_bytes: int) -> list[bytes]:
-    """A group's header over one frame of so many bytes that is said to hold the arrays."""
+    """Returns a group's header, which declares these arrays, over one frame of `num_bytes` bytes."""
     return [*changed_header(arrays=[arrays])[:1], bytes(num_bytes)]
 
 

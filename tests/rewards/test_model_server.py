@@ -6,6 +6,7 @@ import re
 import threading
 import tracemalloc
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,11 @@ from test_reward_model import endpoints_at, save_model
 from asyncrl.errors import ProtocolError, RunError
 from asyncrl.rewards.calling import Failed
 from asyncrl.rewards.model_client import ModelClient
-from asyncrl.rewards.model_server import MAX_VALUES, ModelServer, RewardModel
+from asyncrl.rewards.model_server import MAX_VALUES, REPORT_S, ModelServer, RewardModel
 from asyncrl.wire.bad_peers import MAX_BAD_MESSAGES
 from asyncrl.wire.frames import decode
 from asyncrl.wire.kinds import MAX_SCORE_BYTES
+from asyncrl.wire.messages import Memory
 from asyncrl.wire.sockets import bind_router, connect_dealer
 from tests.helpers.messages import raw_frames
 from tests.helpers.serving import serving
@@ -158,6 +160,24 @@ def test_requests_are_tokenized_in_portions(
     finally:
         peer.close()
         server.close()
+
+
+def test_the_peak_of_its_memory_is_reported_to_the_replay_queue(model: RewardModel, tmp_path: Path) -> None:
+    queue = bind_router(f"ipc://{tmp_path}/queue", "replay queue")
+    server = ModelServer(model, replace(endpoints_at(tmp_path / "model"), replay=f"ipc://{tmp_path}/queue"))
+    try:
+        for now_s in (10.0, 11.0, 10.0 + REPORT_S):
+            server._report(now_s)
+        for _ in range(2):
+            assert queue.poll(5000)
+            _, *frames = queue.recv_multipart()
+            report = decode("run", frames).body
+            assert isinstance(report, Memory) and report.role == "reward_model"
+            assert report.peak_memory_bytes > 10e6
+        assert not queue.poll(100), "once for each pause"
+    finally:
+        server.close()
+        queue.close()
 
 
 SOUND_ANSWER = {"scores": [0.5], "errors": [""]}

@@ -42,7 +42,7 @@ except OSError as error:
 
 
 def attempt(statement: str) -> str:
-    """What a sandboxed program says after it tried: "done", or the number of the error."""
+    """Returns the output of a sandboxed program that tries the statement: "done", or the number of the error."""
     outcome = run(TRY.format(statement=statement))
     assert (outcome.ended, outcome.exit_code) == ("exited", 0)
     return outcome.output.decode().strip()
@@ -380,7 +380,7 @@ def test_a_program_that_writes_its_own_verdict_has_none(source: str) -> None:
 
 
 def test_nothing_runs_where_the_kernel_does_not_confine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A copy of the harness beside a `confine` that finds no Landlock."""
+    """A copy of the harness next to a `confine` that finds no Landlock."""
     (tmp_path / "inside.py").write_text(sandbox.INSIDE.read_text())
     broken = confine.__file__
     text = (

@@ -26,7 +26,7 @@ def endpoints() -> Iterator[Endpoints]:
 
 
 def call(paths: list[Path], user: int) -> list[str]:
-    """What becomes of a connection to each of the sockets by that user, in a forked process."""
+    """Returns the outcome of a connection to each of the sockets by that user, in a forked process."""
     read_end, write_end = os.pipe()
     child = os.fork()
     if not child:

@@ -1,4 +1,4 @@
-"""What a new user starts with: a model and a file of verl's, and nothing else named."""
+"""A new user starts with a model and a data file of verl's, and names nothing else."""
 
 from __future__ import annotations
 

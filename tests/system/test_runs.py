@@ -23,6 +23,7 @@ from asyncrl.config import load_config
 from asyncrl.launch.fork_server import ForkServer
 from asyncrl.types import STALENESS_BUCKETS
 from asyncrl.util.processes import ACTIVITIES
+from tests.helpers.metric_names import undocumented
 from tests.helpers.preloaded import Command
 from tests.helpers.runs import SMALL, Launched, check_ledger
 
@@ -155,6 +156,13 @@ def check_folder(run: Launched, *, steps: int, max_staleness: int) -> dict[str, 
 
 def check_diagnostics(run: Launched, summary: dict[str, Any]) -> None:
     """Checks the run's reports of staleness and costs."""
+    names = {name for row in run.rows() for name in row}
+    assert undocumented(names, sources=["arithmetic", "trl", "verl"], parts=["length"]) == []
+    for role, phase in (("generator", "engine"), ("learner", "forward")):
+        parts = summary["time"][role]
+        assert parts["phases"][phase] > 0.0 and sum(parts["phases"].values()) < 1.0
+    assert summary["peak_memory_bytes"].keys() == {"generator", "learner", "replay"}
+    assert all(peak > 10e6 for peak in summary["peak_memory_bytes"].values())
     last = trained(run)[-1]
     assert any(f"staleness/{bucket}/ess" in last for bucket in STALENESS_BUCKETS)
     for name in ("group/generate_s", "replay/staleness_limit", "generator/request_s"):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import asyncrl
-from asyncrl.api import Run, make_config
+from asyncrl.api import Run, _start, make_config
 from asyncrl.errors import ConfigError
 from asyncrl.util.user_code import name_of, resolve
 
@@ -54,6 +54,16 @@ def test_a_config_is_a_dict_a_file_or_an_object_with_overrides_in_either_form(tm
     )
     with pytest.raises(ConfigError, match=r"learner\.lrr = 1: unknown key"):
         make_config(BASE, {"learner": {"lrr": 1}})
+
+
+def test_output_is_plain_where_the_environment_claims_a_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.setenv(name, "1")
+    output = tmp_path / "out"
+    assert _start(["config", "--config", "demo"], output).wait(60) == 0
+    assert "learner.lr = " in output.read_text() and "\x1b" not in output.read_text()
 
 
 def test_functions_are_passed_by_name() -> None:

@@ -1,4 +1,4 @@
-"""Peers are cut off after so many bad messages, and the table of them is bounded."""
+"""Peers are cut off after MAX_BAD_MESSAGES bad messages, and the table of them is bounded."""
 
 from __future__ import annotations
 

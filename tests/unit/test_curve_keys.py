@@ -41,7 +41,7 @@ def echo() -> Iterator[tuple[zmq.Socket[bytes], str, Path]]:
 def reaches(router: zmq.Socket[bytes], batcher: zmq.Socket[bytes], timeout_ms: int) -> bool:
     try:
         batcher.send(b"hello", zmq.DONTWAIT)
-    except zmq.Again:  # ZeroMQ gives up on a listener that refused it
+    except zmq.Again:  # ZeroMQ stops connecting to a listener that refused it
         return False
     if not router.poll(timeout_ms):
         return False

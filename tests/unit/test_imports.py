@@ -76,9 +76,11 @@ def test_no_modules_import_one_another_in_a_circle() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["types", "config", "replay.server", "replay.client", "plan.show", "launch.run", "cli"]
+    "module",
+    ["types", "config", "data.cursor", "replay.server", "replay.client", "plan.show", "launch.run", "cli"],
 )
 def test_light_modules_import_neither_torch_nor_vllm(module: str) -> None:
-    code = f"import sys, asyncrl.{module}; print([m for m in ('torch', 'vllm', 'transformers') if m in sys.modules])"
+    heavy = ("torch", "torchdata", "vllm", "transformers")
+    code = f"import sys, asyncrl.{module}; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"

@@ -33,7 +33,7 @@ def in_thread(what: Callable[[], None]) -> None:
 
 
 def turn_s() -> float:
-    """Of the calling thread; 0 where the kernel decides."""
+    """Returns the time slice of the calling thread; 0 where the kernel decides."""
     buffer = ctypes.create_string_buffer(48)
     assert not ctypes.CDLL(None).syscall(SYS_SCHED_GETATTR[os.uname().machine], 0, buffer, 48, 0)
     return struct.unpack("IIQiIQQQ", buffer.raw)[5] / 1e9

@@ -126,7 +126,7 @@ def test_a_holder_that_never_comes_or_does_not_answer_has_a_deadline(address: st
     server = StoreServer(address, "weights")
     caller.join()
     (client,) = calls
-    with server._changed:  # its thread cannot go on
+    with server._changed:  # its thread cannot continue
         client.answer_s = 0.1
         with pytest.raises(ServerLostError, match=r"nobody answered .* within 0\.1 s"):
             client.ask("get", ["a"])

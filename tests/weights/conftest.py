@@ -12,7 +12,7 @@ from tests.helpers.sockets import socket_address
 
 @pytest.fixture
 def address() -> str:
-    """Where one test's sender listens."""
+    """The address of one test's sender."""
     return socket_address(f"weights-{uuid.uuid4().hex[:8]}")
 
 

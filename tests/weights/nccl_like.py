@@ -1,5 +1,5 @@
-"""What behaves as ProcessGroupNCCL of torch, over gloo on a CPU: it connects in the first collective, whatever fails
-is a DistBackendError, and even abort can fail."""
+"""A process group that behaves like torch's ProcessGroupNCCL, over gloo on a CPU: it connects in the first collective,
+every failure is a DistBackendError, and even abort can fail."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class NcclLike:
 
 @dataclass
 class Work:
-    """Of gloo, with the errors of NCCL."""
+    """An operation of gloo with the errors of NCCL."""
 
     work: Any
     fails: bool

@@ -1,4 +1,4 @@
-"""Receivers and senders that are stopped, killed, replaced or late: the others go on, and who lives comes back."""
+"""Receivers and senders that are stopped, killed, replaced or late: the others continue, and live ones come back."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from asyncrl.wire.weight_messages import Holding, Join, Offer, Ready
 from tests.helpers.messages import raw_frames
 
 SLACK_S = 8.0
-"""What a busy machine may add to a deadline."""
+"""Delay that a busy machine may add to a deadline."""
 
 
 def drops(logs: list) -> list[str]:
@@ -132,7 +132,7 @@ def test_a_stopped_sender_is_named_and_nobody_fails(address: str, cleanup: list)
     silent = [entry for entry in logs if entry["event"] == "learner rank 0 is silent"]
     assert [entry["phase"] for entry in silent] == ["announce a version"]
     assert_holds(staged, 1)
-    sender.say("send 2")  # staging is in use: the round has begun and cannot go on
+    sender.say("send 2")  # staging is in use: the round has begun and cannot continue
     watch(receiver, 0.2)
     sender.signal("SIGSTOP")
     receiver.loaded(staged)

@@ -1,5 +1,4 @@
-"""What a receiver does not do before its engine is up, what a crash of a background thread is, and how much memory a
-send takes."""
+"""Receivers before their engine is up, crashes of background threads, and the memory of a send."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def test_two_processes_receive_every_version(address: str, cleanup: list) -> Non
         sent = weights(version)
         sender.send(version, sent)
         for _, tensor in sent:
-            tensor.zero_()  # the learner goes on training
+            tensor.zero_()  # the learner continues to train
         expected = {"version": version, "tensors": described(weights(version))}
         assert [peer.next() for peer in peers] == [expected, expected]
     sender.wait()
@@ -241,7 +241,7 @@ def test_a_version_to_keep_waits_for_an_engine_that_holds_and_no_deadline_runs_o
         sender.send(version, weights(version))
     load_next(receivers[1], 2)
     started = time.monotonic()
-    while time.monotonic() - started < 3.0:  # the first generator goes on with version 1
+    while time.monotonic() - started < 3.0:  # the first generator continues with version 1
         receivers[0].hold()
         time.sleep(0.01)
     assert receivers[1].staged() is None, "all generators get a version in one broadcast"

@@ -30,7 +30,7 @@ from tests.helpers.messages import raw_frames
 REPOSITORY = Path(__file__).parents[2]
 BUCKET_BYTES = 1 << 16
 NUM_BYTES = 4_096_000 + 1024
-"""Of `weights`, packed."""
+"""Size of `weights`, packed."""
 
 
 def weights(version: int) -> list[tuple[str, torch.Tensor]]:
@@ -106,8 +106,8 @@ def make_receiver(
 
 
 def joined(sender: WeightSender, count: int, *, up: bool = False) -> WeightSender:
-    """The sender, before its first version, when so many receivers are there; with `up` also their engines, without
-    which a version goes to nobody."""
+    """Returns the sender, before its first version, once `count` receivers are present; with `up` also their engines,
+    without which a version goes to nobody."""
     membership = sender._membership
     membership.await_members(count, 60.0)
     assert len(membership.present()) == count
@@ -138,7 +138,7 @@ def load_next(receiver: WeightReceiver, version: int) -> None:
 
 
 def on_each(function, ranks: tuple[int, ...] = (0, 1)) -> list:
-    """What the function gives for each rank, run at the same time."""
+    """Returns the results of the function, which runs for all ranks at the same time."""
     results = [None, None]
 
     def keep(rank: int) -> None:

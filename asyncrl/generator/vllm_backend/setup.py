@@ -1,4 +1,4 @@
-"""What a vLLM engine is made with: environment, arguments and sampling."""
+"""Builds vLLM engines: their environment, arguments and sampling."""
 
 from __future__ import annotations
 
@@ -153,8 +153,8 @@ def check_cpu(config: Config) -> None:
 
 
 def _keep_weights_beside_packed() -> None:
-    """Makes vLLM keep the weights beside their packed copies on a CPU. It drops them by default, so that new weights
-    need a layer-wise reload; kept ones are overwritten in place and packed again."""
+    """Makes vLLM keep the weights in addition to their packed copies on a CPU. By default it drops them, and new
+    weights need a layer-wise reload; weights that are kept are overwritten in place and packed again."""
     from vllm.model_executor.layers import utils
 
     pack = inspect.unwrap(utils.dispatch_cpu_unquantized_gemm)

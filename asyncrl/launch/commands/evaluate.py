@@ -23,12 +23,11 @@ from rich.table import Table
 
 from asyncrl.config import Config
 from asyncrl.data.hub import fetch, is_model_name
-from asyncrl.data.parquet import check_dataset
 from asyncrl.errors import ConfigError
 from asyncrl.launch.console import EXIT_DONE, EXIT_INTERRUPTED, Interrupts
 from asyncrl.launch.endpoints import run_endpoints
 from asyncrl.launch.placement import LOOPBACK
-from asyncrl.launch.preflight import check_model, checked_eval_rewards, checked_rewards
+from asyncrl.launch.preflight import check_data, check_model, checked_eval_rewards, checked_rewards
 from asyncrl.launch.samples import PARQUET, check_samples_file
 from asyncrl.learner.checkpoint.files import MANIFEST
 from asyncrl.replay.eval_scores import PromptScore, pass_ks, score_table
@@ -125,11 +124,11 @@ def check_evaluation(config: Config, console: Console) -> tuple[int, Config]:
         raise ConfigError("data.eval: required, but not set; give Parquet files as data.eval=FILE or data.eval=[A,B]")
     room = check_model(config)
     # Training files are not checked: they may be gone.
-    files = config.data.eval_files
-    data = config.data.model_copy(update={"train": files, "eval": None, "weights": None})
-    check_dataset(config.model_copy(update={"data": data}))
+    data = config.data.model_copy(update={"train": config.data.eval_files, "eval": None, "weights": None})
+    given = config.model_copy(update={"data": data})
+    check_data(given, console)
     checked = checked_rewards if config.eval.rewards is None else checked_eval_rewards
-    rewards = checked(config, files, console)
+    rewards = checked(given, ("train",), console)
     return room, evaluation_config(config).model_copy(update={"rewards": rewards})
 
 

@@ -74,7 +74,7 @@ def print_sample(row: Mapping[str, Any], console: Console) -> None:
 
 
 def _place(row: Mapping[str, Any]) -> str:
-    """Where the trajectory is from: its step, or the evaluated version."""
+    """Returns the origin of the trajectory: its step, or the evaluated version."""
     if row["outcome"] == "evaluated":
         return f"evaluation of version {row['end_version']} · row {row['row']}"
     step = "not trained" if row["step"] is None else f"step {row['step']}"

@@ -25,7 +25,7 @@ BOUNDS = {
     "exclusiveMaximum": "below {}",
     "pattern": "matching {}",
 }
-"""How each bound of a JSON schema reads."""
+"""Wording of each bound of a JSON schema."""
 NOT_SET = "(not set)"
 """Shown as the value of a name inside a mapping that has none, and no default."""
 REQUIRED = "(required)"
@@ -143,7 +143,7 @@ def _meaning(description: str | None) -> str:
 
 
 def rule_of(name: str, field: dict[str, Any], schema: dict[str, Any]) -> str:
-    """What a key accepts, in words, from its JSON schema."""
+    """Returns the values that a key accepts, in words, from its JSON schema."""
     if "enum" in field or "const" in field:
         return " | ".join(written(value) for value in field.get("enum", [field.get("const")]))
     if choices := field.get("anyOf") or field.get("oneOf"):

@@ -27,6 +27,7 @@ class UnknownPrompts:
     """Stand-in for a run's prompts where only their number matters."""
 
     skipped_rows = 0
+    filtered_rows = 0
 
     def __next__(self) -> Prompt:
         return self.prompt(-1)

@@ -38,7 +38,7 @@ class History:
         self._trained = TrainedSteps(journal.folder, there)
 
     def read(self, step: int, *, whole: bool = False) -> bool:
-        """Reads up to the step, at most READ_AT_ONCE_BYTES unless `whole`. Returns False while more must be read.
+        """Reads up to the step, without `whole` at most READ_AT_ONCE_BYTES. Returns False while more must be read.
         Raises JournalError."""
         return self._trained.read(step, max_bytes=math.inf if whole else READ_AT_ONCE_BYTES)
 

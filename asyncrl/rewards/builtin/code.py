@@ -220,7 +220,7 @@ def _close(value: Any, expected: Any) -> bool:
 def _same_word(word: str, expected: str) -> bool:
     if word == expected:
         return True
-    if not re.search(r"\d", word) or not re.search(r"[.eE]", word + expected):  # whole numbers are exact
+    if not re.search(r"\d", word) or not re.search(r"[.eE]", word + expected):  # integers are compared exactly
         return False
     try:
         return _is_near(float(word), float(expected))

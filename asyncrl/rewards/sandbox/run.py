@@ -61,7 +61,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class ProgramOutcome:
-    """How a program ended, and its results."""
+    """The end of a program, and its results."""
 
     ended: Ended
     exit_code: int

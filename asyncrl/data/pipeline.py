@@ -1,0 +1,229 @@
+"""The pipeline that makes prompts ahead of the replay queue: torchdata's loader in a thread, with or without workers.
+
+The loader draws row numbers from a sampler, has the rows made by its workers or itself, and yields their outcomes in
+the order of the draws. Its state after an outcome has the sampler's state after that row's draw, though later rows have
+been drawn by then; that state is the position from which a run resumes.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import structlog
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from asyncrl.data.prompts import Outcome, TrainingRows
+from asyncrl.data.sampler import Order
+from asyncrl.errors import PeerTimeoutError, RunError
+from asyncrl.types import Prompt, PromptPosition
+from asyncrl.util.processes import end_with_parent, pin_helper_cpus
+
+log = structlog.get_logger()
+
+AHEAD_PROMPTS = 512
+"""Prompts that are made ahead; each worker has two more rows in progress."""
+AHEAD_BYTES = 64 << 20
+"""Approximate memory of the prompts that are made ahead; there is always room for one."""
+AHEAD_ROWS = 16 * AHEAD_PROMPTS
+"""Rows that are read ahead, including those that are left out."""
+TAKE_S = 240.0
+"""Deadline for the next outcome, including the start of the workers."""
+CLOSE_S = 10.0
+"""Deadline for the thread to end."""
+MAX_LOSSES = 3
+"""Times in a row that workers may be lost before an outcome arrives."""
+WORKER_LOST = "DataLoader worker"
+"""The beginning of the loader's error when a worker process has ended."""
+OVERHEAD_BYTES = 64
+"""Approximate size of a Python object without its contents."""
+
+
+class Made(NamedTuple):
+    """The outcome of a row."""
+
+    outcome: Outcome
+    position: PromptPosition
+    """The order's position after the row."""
+    num_bytes: int
+
+
+class Pipeline:
+    """The outcomes of the rows in an order, made ahead: by `workers` processes, or with 0 by a thread.
+
+    An error of a row is an outcome, so that it comes in the row's turn. Workers that are killed are replaced.
+    """
+
+    def __init__(self, rows: TrainingRows, position: PromptPosition, *, workers: int) -> None:
+        """Starts after the position."""
+        self.position = position
+        """The position after the last outcome that was taken."""
+        self._rows = rows
+        self._workers = workers
+        self._changed = threading.Condition()
+        self._ready: deque[Made] = deque()
+        self._num_bytes = 0
+        self._num_prompts = 0
+        self._drawn_from = position
+        """The position after the last outcome that was made."""
+        self._error: BaseException | None = None
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="prompts", daemon=True)
+        self._thread.start()
+
+    def take(self) -> Outcome:
+        """The next outcome; waits for it if it is not ready. Raises PeerTimeoutError after TAKE_S, RunError when
+        workers end again and again, and any error that stopped the thread."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._ready or self._error, TAKE_S):
+                raise PeerTimeoutError(f"no prompt came from the pipeline for {TAKE_S:g} s: {self._next_row()}")
+            if not self._ready:
+                assert self._error is not None
+                raise self._error
+            made = self._ready.popleft()
+            self._count(made, -1)
+            self.position = made.position
+            self._changed.notify_all()
+            return made.outcome
+
+    def close(self) -> None:
+        """Ends the thread and the workers. Waits at most CLOSE_S; they end with this process in any case."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(CLOSE_S)
+
+    def _run(self) -> None:
+        losses, last = 0, None
+        while True:
+            try:
+                self._make()
+                return
+            except BaseException as error:  # raised where outcomes are taken
+                losses = losses + 1 if self._drawn_from is last else 1
+                last = self._drawn_from
+                if not str(error).startswith(WORKER_LOST):
+                    self._fail(error)
+                    return
+                if losses > MAX_LOSSES:
+                    self._fail(RunError(f"prompt workers ended {losses} times in a row: {error}; {self._next_row()}"))
+                    return
+                log.warning("prompt workers lost, starting new ones", error=str(error), workers=self._workers)
+
+    def _make(self) -> None:
+        """Makes outcomes until the pipeline is closed."""
+        order = self._rows.order()
+        order.seek(self._drawn_from)
+        loader = StatefulDataLoader(
+            self._rows,  # pyright: ignore[reportArgumentType]
+            batch_size=None,
+            sampler=_Sampler(order),
+            num_workers=self._workers,
+            collate_fn=_unchanged,  # pyright: ignore[reportArgumentType]
+            worker_init_fn=partial(_start_worker, os.getpid()) if self._workers else None,
+            multiprocessing_context="spawn" if self._workers else None,
+        )
+        outcomes = iter(loader)
+        while self._wait_for_room():
+            outcome = next(outcomes)
+            position = _sampler_position(loader.state_dict())
+            made = Made(outcome, position, approximate_bytes(outcome) + len(position.sampler))
+            with self._changed:
+                self._ready.append(made)
+                self._count(made, 1)
+                self._drawn_from = position
+                self._changed.notify_all()
+
+    def _wait_for_room(self) -> bool:
+        """Waits until an outcome may be made; returns False when the pipeline is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._has_room)
+            return not self._closed
+
+    @property
+    def _has_room(self) -> bool:
+        if not self._ready:
+            return True
+        few = self._num_prompts < AHEAD_PROMPTS and len(self._ready) < AHEAD_ROWS
+        return few and self._num_bytes < AHEAD_BYTES
+
+    def _count(self, made: Made, sign: int) -> None:
+        self._num_bytes += sign * made.num_bytes
+        self._num_prompts += sign * isinstance(made.outcome, Prompt)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+
+    def _next_row(self) -> str:
+        """Where the next outcome comes from, for messages."""
+        if self._drawn_from.sampler:
+            where = "the row that data.custom.sampler yields next"  # which may itself hang
+        else:
+            order = self._rows.order()
+            order.seek(self._drawn_from)
+            where = self._rows.load().raw.where(next(order))
+        return f"it is at {where} (data.workers = {self._workers}); does code of yours for it hang or crash?"
+
+
+class _Sampler:
+    """An order with the methods of torchdata's stateful samplers."""
+
+    def __init__(self, order: Order) -> None:
+        self._order = order
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        return next(self._order)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self._order.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._order.seek(state["position"])
+
+
+def _sampler_position(state: dict[str, Any]) -> PromptPosition:
+    """The sampler's position in a loader's state, which has two layouts: without workers, and with them."""
+    if "_snapshot" in state:
+        state = state["_snapshot"]["_main_snapshot"]
+    return state["_sampler_iter_state"]["position"]
+
+
+def _unchanged(outcome: Outcome) -> Outcome:
+    return outcome
+
+
+def _start_worker(parent: int, _: int) -> None:
+    """Makes this process a worker: it ends with `parent`, on the cores of its helpers, with one thread."""
+    end_with_parent(parent)
+    pin_helper_cpus()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def approximate_bytes(outcome: Outcome) -> int:
+    """The approximate memory of an outcome."""
+    if not isinstance(outcome, Prompt):
+        return OVERHEAD_BYTES
+    parts = [outcome.ground_truth, outcome.extra_info, outcome.chat, outcome.columns]
+    return outcome.tokens.nbytes + _size(parts)
+
+
+def _size(value: Any) -> int:
+    match value:
+        case str() | bytes():
+            return OVERHEAD_BYTES + len(value)
+        case dict():
+            return OVERHEAD_BYTES + sum(_size(key) + _size(item) for key, item in value.items())
+        case list():
+            return OVERHEAD_BYTES + sum(map(_size, value))
+        case _:
+            return OVERHEAD_BYTES

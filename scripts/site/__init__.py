@@ -1,0 +1,1 @@
+"""The documentation site: README, docs/ and reference pages made from the code (`make docs`)."""

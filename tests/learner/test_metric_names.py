@@ -1,0 +1,155 @@
+"""The metrics of a real training, from its queue, learner and critic, are those of docs/metrics.md."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from torch import Tensor
+from worlds import GAE_CONFIG, critic_endpoints, make_config, running
+
+from asyncrl.config import Config
+from asyncrl.learner.algorithm import make_algorithm
+from asyncrl.learner.checkpoint.manager import Checkpoints
+from asyncrl.learner.distributed import Ranks
+from asyncrl.learner.loop import Learner
+from asyncrl.learner.remote_critic import RemoteCritic
+from asyncrl.learner.trainer import Trainer
+from asyncrl.observe.charts import CHARTS
+from asyncrl.observe.trackers import make_trackers
+from asyncrl.replay.codec import pack_group, unpack_group
+from asyncrl.replay.queue import ReplayQueue
+from asyncrl.replay.trace import TraceWriter
+from asyncrl.types import Lease, Prompt, Shard
+from asyncrl.wire.messages import Committed, Evaluated, GeneratorStats
+from tests.helpers.metric_names import documented, undocumented, unwritten
+from tests.helpers.replay import EndlessPrompts, ask_queue, make_group
+
+RUN = {"sources": ["test"], "parts": ["exact"]}
+STATS = GeneratorStats.of(
+    tokens=40, samples=8, working_s=1.0, engine_s=0.75, costs=[0.01, 0.001, 0.002, 0.1], stall_ms=[2.0],
+    peak_memory_bytes=1 << 30,
+)  # fmt: skip
+FROM_VERL = (
+    "actor/loss", "actor/policy_loss", "actor/pg_loss", "actor/entropy", "actor/approx_kl", "actor/ppo_kl",
+    "actor/kl_loss",
+    "actor/pg_clipfrac", "actor/grad_norm", "actor/lr", "actor/reward_kl_penalty", "actor/reward_kl_penalty_coeff",
+    "kl/mean", "critic/loss", "critic/value_loss", "critic/vf_loss", "critic/vf_clipfrac", "critic/vf_explained_var",
+    "critic/values/mean", "critic/returns/mean", "reward/mean", "data/reward_mean", "data/reward_std",
+    "data/advantage_mean", "data/response_length", "data/prompt_length", "response_length/mean", "response_length/max",
+    "response_length/clip_ratio", "prompt_length/mean", "prompt_length/max", "throughput/tokens_per_second",
+    "throughput/samples_per_second", "timing/rollout_time", "timing/update_time", "timing_s/reward", "timing_s/ref",
+    "timing_s/old_log_prob", "timing_s/values", "timing_s/adv", "timing_s/update_actor", "timing_s/update_critic",
+    "timing_s/save_checkpoint", "perf/throughput", "perf/mfu/actor", "perf/max_memory_allocated_gb",
+)  # fmt: skip
+"""The metrics that users of verl look for."""
+
+
+class QueueBatches:
+    """The batches of a queue, whose groups appear when they are taken."""
+
+    def __init__(self, config: Config, folder: Path) -> None:
+        prompts = [Prompt(row, np.array([1, 2], dtype=np.int32), "1", "test") for row in range(2)]
+        self.queue = ReplayQueue(
+            config, EndlessPrompts(), TraceWriter(folder / "trace.parquet"), prompts, group_relative=False
+        )
+        self.size = config.generator.group_size
+
+    def begin(self, step: int) -> int:
+        return self.queue.begin(0, step)
+
+    def take(self, step: int) -> Shard | None:
+        self.queue.note_memory("reward_model", 1 << 30)
+        leases, _ = ask_queue(self.queue, 0, step - 1, 100, 100, stats=STATS)
+        for lease in leases:
+            self.finish(lease, step - 1)
+        outcome, groups = self.queue.take(0, step)
+        return Shard(step, [unpack_group(one.header, one.arrays) for one in groups]) if outcome == "shard" else None
+
+    def finish(self, lease: Lease, version: int) -> None:
+        rewards = [float(number % 2) for number in range(self.size)]
+        if lease.evaluation:
+            status, samples = ["completed"], [1.0]
+            self.queue.evaluated(Evaluated(lease.ticket, lease.attempt, version, "test", samples, status, tokens=3))  # type: ignore[arg-type]
+            return
+        group = make_group(lease, version, rewards=rewards, completion_tokens=range(1, self.size + 1))
+        self.queue.finish(*pack_group(replace(group, greedy_reward=1.0, greedy_tokens=2)))
+
+    def commit(
+        self, step: int, metrics: dict[str, float], *, saving: bool = False, checkpoints: Sequence[int] = ()
+    ) -> Committed:
+        return self.queue.commit(step, metrics, saving=saving, checkpoints=checkpoints)
+
+    def evaluations(self, should_stop: Callable[[], bool]) -> Iterator[tuple[int, dict[str, float]]]:
+        return iter(())
+
+    def close(self) -> None:
+        self.queue.close()
+
+
+class Sender:
+    stats = SimpleNamespace(count=0, broadcast_s=0.0, wait_s=0.0, dropped=0)
+
+    def send(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None: ...
+    def wait(self) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def run_dir(
+    tiny_model: Path, one_rank: Ranks, free_port: Callable[[], int], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The folder of a training with a reference policy, a critic of its own, evaluations, checkpoints and a profile."""
+    out = tmp_path_factory.mktemp("run")
+    port = free_port()
+    endpoints = critic_endpoints(port)
+    config = make_config(
+        tiny_model,
+        **GAE_CONFIG | {"algorithm": {**GAE_CONFIG["algorithm"], "kl_reward_coef": 0.1, "kl_loss_coef": 0.1}},
+        data={"eval": "none.parquet"},
+        eval={"every_steps": 1},
+        checkpoint={"every_steps": 1},
+        observe={"peak_flops": 1e12, "profile": [2]},
+        steps=4,
+    )
+    batches = QueueBatches(config, out)
+    with running("run_critic.py", tiny_model, out, port, "1"):
+        critic = RemoteCritic(config, 0, endpoints)
+        trainer = Trainer(config, one_rank, make_algorithm(config), critic)
+        checkpoints = Checkpoints(config, out / "checkpoints", one_rank, others=critic.parts)
+        trackers = make_trackers(config, out)
+        Learner(config, trainer, batches, Sender(), trackers, out, checkpoints).run(lambda: False)
+        for part in (trackers, checkpoints, critic, batches):
+            part.close()
+    return out
+
+
+def test_metrics_are_documented_and_documented_ones_are_written(run_dir: Path) -> None:
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    written = {name for row in rows for name in row}
+    assert undocumented(written, **RUN) == []
+    assert unwritten(written, **RUN) == []
+
+
+def test_charts_draw_documented_metrics() -> None:
+    drawn = {name for charts in CHARTS.values() for names in charts.values() for name in names}
+    assert undocumented(drawn - {"tokens_per_s"}, **RUN) == [], "a chart of a metric that does not exist"
+
+
+def test_the_metrics_of_verl_have_a_name_here() -> None:
+    told = {name.strip("`()") for verl in documented().values() for name in verl.replace(" ", "").split(",")}
+    assert [name for name in FROM_VERL if name not in told] == []
+
+
+def test_only_the_steps_to_profile_have_a_trace(run_dir: Path) -> None:
+    (file,) = (run_dir / "profile").iterdir()
+    assert file.name == "step-000002.rank-0.json.gz"
+    events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    names = {event["name"] for event in events if event.get("ph") == "X"}
+    assert {"aten::mm", "aten::embedding"} <= names or {"aten::addmm", "aten::embedding"} <= names
+    assert file.stat().st_size < 4 << 20
