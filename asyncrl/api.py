@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import pyarrow as pa
 from rich.console import Console
 
-from asyncrl.config import Config, config_keys, load_config
+from asyncrl.config import Config, config_keys, load_config, settings_of_model
 from asyncrl.errors import ConfigError, PeerTimeoutError, RunError
 from asyncrl.launch.commands.running import scale
 from asyncrl.launch.console import EXIT_CONFIG, EXIT_DONE, EXIT_INTERRUPTED
@@ -199,9 +199,12 @@ def train(config: Source = None, **overrides: Any) -> Run:
 def evaluate(
     config: Source = None, *, model: str | Path | None = None, timeout_s: float = 3600.0, **overrides: Any
 ) -> dict[str, Any]:
-    """Evaluates a model on `data.eval`, as `asyncrl eval` does, and returns the results. Raises ConfigError, RunError
-    if it fails, and TimeoutError if it takes longer than `timeout_s`."""
+    """Evaluates a model on `data.eval`, as `asyncrl eval` does, and returns the results. With a model no config is
+    needed: `evaluate(model=DIR, data={"eval": FILE})`. Raises ConfigError, RunError if it fails, and TimeoutError if it
+    takes longer than `timeout_s`."""
     refuse_while_importing("asyncrl.evaluate")
+    if config is None and model is not None:
+        config = settings_of_model(str(model), dict(_dotted(overrides)))
     checked = make_config(config, overrides)
     with tempfile.TemporaryDirectory(prefix="asyncrl-") as folder:
         file, out, output = (Path(folder) / name for name in ("config.yaml", "results.json", "output"))

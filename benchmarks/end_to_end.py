@@ -96,7 +96,7 @@ def trl_process(model: str, quick: bool) -> None:
 
     rows = pq.read_table(DATA).to_pylist()
     data = Dataset.from_list([{"prompt": row["prompt"], "answer": row["reward_model"]["ground_truth"]} for row in rows])
-    adamw = learner.adamw_options
+    adamw = learner.optimizer_options
     with tempfile.TemporaryDirectory() as folder:
         settings = GRPOConfig(
             output_dir=folder, use_cpu=not torch.cuda.is_available(), bf16=False, max_steps=STEPS, num_generations=size,

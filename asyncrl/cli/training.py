@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from asyncrl.cli.app import FOLDER, OVERRIDES, app
-from asyncrl.config import load_config, parse_override
+from asyncrl.config import load_config, parse_override, settings_of_model
 from asyncrl.config.paths import expand_path
 from asyncrl.errors import ConfigError
 
@@ -105,16 +105,26 @@ def retrain(
 @app.command(name="eval")
 def evaluate(
     overrides: Annotated[list[str] | None, OVERRIDES] = None,
-    config: Annotated[str, typer.Option(help="YAML file, or the name of one in configs/.")] = "demo",
+    config: Annotated[
+        str | None, typer.Option(help="YAML file, or the name of one in configs/; demo, or with --model none.")
+    ] = None,
     model: Annotated[
-        str | None, typer.Option(help="Model folder; runs/NAME/model of the config's run, else model.path.")
+        str | None,
+        typer.Option(help="Model folder, or OWNER/NAME of the hub; runs/NAME/model of the run, else model.path."),
     ] = None,
     run: Annotated[str | None, typer.Option(help="Name of the run.")] = None,
-    out: Annotated[Path | None, typer.Option(help="JSON file for the results, or Parquet file for the texts.")] = None,
+    out: Annotated[
+        list[Path] | None,
+        typer.Option(help="JSON file for the results, or Parquet file for the texts; may be given for both."),
+    ] = None,
 ) -> None:
     """Evaluate a model on data.eval. Exit code 0: done, 1: failed, 2: bad configuration, 130: interrupted."""
     from asyncrl.launch.commands.evaluate import evaluate as evaluate_model
 
     settings = dict(parse_override(text) for text in overrides or [])
     settings |= {"run": run} if run is not None else {}
-    raise typer.Exit(evaluate_model(load_config(config, settings), Console(), model=model, out=out))
+    if config is None and model is not None and run is None:
+        settings = settings_of_model(model, settings)
+    else:
+        config = config or "demo"
+    raise typer.Exit(evaluate_model(load_config(config, settings), Console(), model=model, outs=out or ()))

@@ -2,7 +2,15 @@
 
 from asyncrl.config.base import AUTO, MappingValue, Options, Rewards, RewardSpec
 from asyncrl.config.config import Config
-from asyncrl.config.loading import config_keys, find_config, load_config, option_fields, option_keys, parse_override
+from asyncrl.config.loading import (
+    config_keys,
+    find_config,
+    load_config,
+    option_fields,
+    option_keys,
+    parse_override,
+    settings_of_model,
+)
 from asyncrl.config.sections import MAX_GENERATORS, too_many_generators
 from asyncrl.config.training import AlgorithmConfig, CriticConfig, LearnerConfig
 from asyncrl.util.hints import check_options, did_you_mean, did_you_mean_or_list, unknown_name
@@ -27,6 +35,7 @@ __all__ = [
     "option_fields",
     "option_keys",
     "parse_override",
+    "settings_of_model",
     "too_many_generators",
     "unknown_name",
 ]

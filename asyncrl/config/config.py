@@ -12,12 +12,11 @@ import yaml
 from pydantic import Field, model_validator
 
 from asyncrl.config.base import AUTO, Options, Rewards, Section
+from asyncrl.config.generation import EvalConfig, GeneratorConfig
 from asyncrl.config.paths import LocalPath
 from asyncrl.config.sections import (
     CheckpointConfig,
     DataConfig,
-    EvalConfig,
-    GeneratorConfig,
     JournalConfig,
     LaunchConfig,
     ModelConfig,
@@ -87,11 +86,12 @@ class Config(Section):
                 f"launch.learners = {learners} does not divide replay.groups_per_step = {groups}: "
                 f"every learner rank takes the same number of whole groups; use {_divisors(groups)} learners"
             )
-        if (groups // learners) % self.learner.minibatches:
-            raise ValueError(
-                f"learner.minibatches = {self.learner.minibatches} does not divide the {groups // learners} groups "
-                f"that a learner rank gets in a step; use one of {_divisors(groups // learners)}"
-            )
+        for key, parts in (("learner", self.learner.minibatches), ("critic", self.critic_minibatches)):
+            if (groups // learners) % parts:
+                raise ValueError(
+                    f"{key}.minibatches = {parts} does not divide the {groups // learners} groups that a learner rank "
+                    f"gets in a step; use one of {_divisors(groups // learners)}"
+                )
         if self.critic.ranks > learners:
             raise ValueError(
                 f"critic.ranks = {self.critic.ranks}: each serves at least one of the learner ranks, of which there "
@@ -115,6 +115,18 @@ class Config(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_optimizer(self) -> Self:
+        learner = self.learner
+        if learner.optimizer == "adamw" or (learner.zero_stage == 0 and self.model.dtype == "float32"):
+            return self
+        key = f"learner.zero_stage = {learner.zero_stage}" if learner.zero_stage else "model.dtype = bfloat16"
+        raise ValueError(
+            f"learner.optimizer = {learner.optimizer!r}: needs complete matrices, but with {key} DeepSpeed gives the "
+            "optimizer flat parts of all parameters; use learner.zero_stage=0 with model.dtype=float32, or "
+            "learner.optimizer=adamw"
+        )
+
     def evaluates(self, version: int) -> bool:
         """True if the run evaluates this policy version: the first, the last, and multiples of `eval.every_steps`."""
         every = self.eval.every_steps
@@ -122,12 +134,25 @@ class Config(Section):
         return bool(self.data.eval_files) and due
 
     @property
+    def critic_epochs(self) -> int:
+        """Passes of the critic over the batch of a step."""
+        return self.critic.epochs or self.learner.epochs
+
+    @property
+    def critic_minibatches(self) -> int:
+        """Parts of the batch of a step, each with an update of the critic."""
+        return self.critic.minibatches or self.learner.minibatches
+
+    @property
     def run_dir(self) -> Path:
         return Path(self.runs_dir) / self.run
 
     def with_choices_of(self, saved: Config) -> Config:
-        """The config with what a run's saved config has in place of `rewards: auto` and `epochs`."""
+        """The config with what a run's saved config has in place of `rewards: auto`, `eval.rewards: auto` and
+        `epochs`."""
         chosen: dict[str, Any] = {"rewards": saved.rewards} if self.rewards == AUTO else {}
+        if self.eval.rewards == AUTO:
+            chosen["eval"] = self.eval.model_copy(update={"rewards": saved.eval.rewards})
         if self.epochs is not None:
             chosen |= {"epochs": None, "steps": saved.steps}
         return self.model_copy(update=chosen)

@@ -34,6 +34,7 @@ KIND = re.compile(r"(str|constrained-int|literal|list|dict)(\[.*\])?")
 RENAMED = {
     "generator.gpu_memory_fraction": "generator.gpu_memory_utilization",
     "journal.keep": "journal.retention",
+    "learner.adamw_options": "learner.optimizer_options",
     "replay.held_steps": "replay.min_staleness",
     "replay.no_signal": "replay.zero_variance",
 }
@@ -52,8 +53,8 @@ MOVED = {
     "generator.prefix_caching": "generator.engine_options: {enable_prefix_caching: VALUE}",
     "launch.host": "launch.address: VALUE",
     "launch.port": "launch.address: HOST:VALUE",
-    "learner.adam_betas": "learner.adamw_options: {betas: VALUE}",
-    "learner.weight_decay": "learner.adamw_options: {weight_decay: VALUE}",
+    "learner.adam_betas": "learner.optimizer_options: {betas: VALUE}",
+    "learner.weight_decay": "learner.optimizer_options: {weight_decay: VALUE}",
     "model.recipe": "recipe: demo",
     "replay.auto_bounds": "replay.auto_options: {low: ..., high: ...}",
     "replay.auto_ess": "replay.auto_options: {ess: VALUE}",
@@ -87,6 +88,11 @@ def load_config(path: str | Path | None, overrides: Mapping[str, Any] | Sequence
         where = f" in {path}" if path is not None else ""
         lines = [_explain(item) for item in error.errors(include_url=False)]
         raise ConfigError(f"the configuration{where} cannot be used:\n  " + "\n  ".join(lines)) from None
+
+
+def settings_of_model(model: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The overrides with what an evaluation of a model needs without a config; all else has its default."""
+    return {"model.path": model, "data.train": overrides.get("data.eval") or [], **overrides}
 
 
 def parse_override(text: str) -> tuple[str, Any]:

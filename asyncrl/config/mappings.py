@@ -123,12 +123,20 @@ class Penalize(MappingValue):
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
-class AdamWOptions(MappingValue):
-    """The options of AdamW."""
+class OptimizerOptions(MappingValue):
+    """The options of the optimizers, with torch's names."""
 
-    betas: tuple[Decay, Decay] = (0.9, 0.95)
-    """Decay rates of the first and second moment, per update."""
     weight_decay: float = Field(default=0.01, ge=0.0)
     """Fraction of the weights that an update subtracts, times the learning rate."""
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
+    """AdamW, and muon's AdamW: decay rates of the first and second moment, per update."""
     eps: float = Field(default=1e-8, gt=0.0)
-    """Added to the root of the second moment, by which updates are divided."""
+    """AdamW, and muon's AdamW: added to the root of the second moment, by which updates are divided."""
+    momentum: Decay = 0.95
+    """Muon: decay rate of the momentum, per update."""
+    nesterov: bool = True
+    """Muon: Nesterov's form of the momentum."""
+    beta2_decay: float = Field(default=-0.8, le=0.0)
+    """Adafactor: the second moment's decay rate in update t is 1 - t to this power."""
+    d: float = Field(default=1.0, ge=1.0)
+    """Adafactor: largest root mean square of an update, relative to the learning rate."""

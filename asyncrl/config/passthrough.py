@@ -58,7 +58,7 @@ ENGINE_REFUSED = {
 ENGINE_REFUSED_PREFIXES = {"data_parallel_": _IN_PROCESS, "_": "it is none of vLLM's public options"}
 
 _KEPT = "the log-prob of each sampled token is all that is kept"
-_NO_TEXT = "the engine samples tokens and makes no text of them"
+_TEXT = "the engine makes text only to find generator.stop in it"
 SAMPLING_REFUSED = {
     "n": "it is eval.samples",
     "max_tokens": "it is generator.max_new_tokens",
@@ -67,10 +67,11 @@ SAMPLING_REFUSED = {
     "prompt_logprobs": _KEPT,
     "logprob_token_ids": _KEPT,
     "flat_logprobs": _KEPT,
-    "stop": _NO_TEXT,
-    "include_stop_str_in_output": _NO_TEXT,
-    "detokenize": _NO_TEXT,
-    "skip_special_tokens": _NO_TEXT,
+    "stop": "it is generator.stop",
+    "min_tokens": "it is generator.min_new_tokens",
+    "include_stop_str_in_output": _TEXT,
+    "detokenize": _TEXT,
+    "skip_special_tokens": _TEXT,
     "output_kind": _OF_THE_RUN,
     "skip_clone": _OF_THE_RUN,
 }
@@ -85,7 +86,7 @@ DEEPSPEED_REFUSED = {
     "zero_optimization.offload_optimizer": "the learner clips the gradients, which it needs on the GPU for that",
     "zero_optimization.offload_param": "the learner gathers and sends the weights, which it needs on the GPU for that",
     "zero_optimization.cpu_offload": "the learner clips the gradients, which it needs on the GPU for that",
-    "optimizer": "it is AdamW with learner.lr and learner.adamw_options",
+    "optimizer": "it is learner.optimizer with learner.lr and learner.optimizer_options",
     "scheduler": "it is learner.lr_schedule",
     "bf16": "it is model.dtype",
     "bfloat16": "it is model.dtype",

@@ -1,17 +1,17 @@
-"""The sections of a config for the model, the data, generation, the queue, storage and processes.
+"""The sections of a config for the model, the data, the queue, storage and processes.
 
-Those of the algorithm, the learner and the critic are in `training.py`. Values that cannot work are refused.
+Those of generation and evaluation are in `generation.py`, those of the algorithm, the learner and the critic in
+`training.py`. Values that cannot work are refused.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, JsonValue, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from asyncrl.config.base import Section
-from asyncrl.config.mappings import AutoOptions, Columns, CustomData, Sampling
-from asyncrl.config.passthrough import check_engine_options
+from asyncrl.config.mappings import AutoOptions, Columns, CustomData
 from asyncrl.config.paths import LocalPath
 
 MAX_GENERATORS = 1024
@@ -78,53 +78,6 @@ class DataConfig(Section):
                 )
             if min(self.weights, default=0.0) <= 0:
                 raise ValueError(f"weights = {self.weights}: each must be above 0; leave the file out of train instead")
-        return self
-
-
-class GeneratorConfig(Section):
-    """Sampling of training completions, the engine, and the workers that compute rewards."""
-
-    group_size: int = Field(default=8, ge=1)
-    """Trajectories of one prompt; advantages that compare within a group need at least 2."""
-    temperature: float = Field(default=1.0, gt=0.0)
-    """Temperature of the sampled distribution; all log-probs, the learner's too, are at this temperature."""
-    max_new_tokens: int = Field(default=512, ge=1)
-    """Maximum length of a completion; one that reaches it is truncated."""
-    max_running_groups: int = Field(default=64, ge=1)
-    """Groups that one generator processes at once (continuous batching); an eighth more wait inside the engine."""
-    kv_cache_bytes: int | None = Field(default=None, ge=1 << 20)
-    """Key-value cache of each engine; by default 1 GiB on a CPU and the engine's own choice on a GPU."""
-    gpu_memory_utilization: float = Field(default=0.9, gt=0.0, le=1.0)
-    """Fraction of a GPU's memory that all roles on it use together, if one is an engine. The engine gets what the
-    others and the staged weights leave, by arithmetic. Not used on a CPU."""
-    reward_workers: int = Field(default=1, ge=1)
-    """Processes per generator that run the reward function."""
-    reward_timeout_s: float = Field(default=10.0, gt=0.0)
-    """Time limit for the rewards of a group; when it is exceeded, for each completion alone, which may then fail."""
-    engine_options: dict[str, JsonValue] = Field(default={})
-    """Options of vLLM's engine (`vllm.EngineArgs`): max_model_len limits prompt and completion together (default: the
-    model's window); enable_prefix_caching shares the prompt's keys and values inside a group, never across versions
-    (default: false); others are max_num_batched_tokens, kv_cache_dtype, enforce_eager. Refused: those that have a key
-    here, and those that versions or log-probs depend on."""
-
-    @property
-    def engine_settings(self) -> dict[str, Any]:
-        """The options of vLLM's engine, with the run's own defaults."""
-        return {"max_model_len": None, "enable_prefix_caching": False, **self.engine_options}
-
-    @property
-    def max_model_tokens(self) -> int | None:
-        """Window of the engine, prompt and completion; None for the model's own."""
-        return self.engine_settings["max_model_len"]
-
-    @property
-    def prefix_caching(self) -> bool:
-        """True if the engine shares the keys and values of equal prompts."""
-        return self.engine_settings["enable_prefix_caching"]
-
-    @model_validator(mode="after")
-    def _check_engine_options(self) -> Self:
-        check_engine_options(self.engine_options)
         return self
 
 
@@ -201,19 +154,6 @@ class JournalConfig(Section):
     max_bytes: int = Field(default=16 << 30, ge=1 << 20)
     """Limit of `journal/`; half of it requests a checkpoint, and above it only groups that the next batch needs may
     start."""
-
-
-class EvalConfig(Section):
-    """Evaluation on the prompts of `data.eval`."""
-
-    every_steps: int | None = Field(default=None, ge=1)
-    """Versions that are multiples of this are evaluated during training; the first and last version always."""
-    samples: int = Field(default=1, ge=1)
-    """Completions of each prompt; pass@k is reported for k from 1 up to this."""
-    sampling: Sampling = Sampling()
-    """Sampling of evaluation completions, with the names of `vllm.SamplingParams`."""
-    max_prompts: int | None = Field(default=None, ge=1)
-    """Number of prompts that are evaluated, from the start of the files; by default all."""
 
 
 class WeightsConfig(Section):

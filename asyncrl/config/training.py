@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import Discriminator, Field, JsonValue, Tag, field_validator, model_validator
 
 from asyncrl.config.base import Options, Section
-from asyncrl.config.mappings import AdamWOptions, Correction, Penalize
+from asyncrl.config.mappings import Correction, OptimizerOptions, Penalize
 from asyncrl.config.passthrough import check_deepspeed_options
 
 Unpenalized = Literal["keep", "mask", "bootstrap"]
@@ -46,6 +46,9 @@ class AlgorithmConfig(Section):
     """Weight of the divergence from the reference policy that is added to the loss."""
     kl_estimator: Literal["k1", "k2", "k3", "k3+", "abs"] | None = None
     """Estimator of that divergence; by default k1 in the reward and k3+ in the loss."""
+    entropy_coef: float = Field(default=0.0, ge=0.0)
+    """Weight of the mean entropy of the sampled distribution, aggregated as the loss, that is subtracted from the
+    loss."""
     kl_target: float | None = Field(default=None, gt=0.0)
     """Adapt `kl_reward_coef` to keep the divergence near this many nats (arXiv:1909.08593); by default it is fixed."""
     reference: str | None = None
@@ -71,11 +74,19 @@ class AlgorithmConfig(Section):
         return value  # pyright: ignore[reportUnknownVariableType]
 
 
+OPTIMIZERS = {
+    "adamw": ("weight_decay", "betas", "eps"),
+    "adafactor": ("weight_decay", "beta2_decay", "d"),
+    "muon": ("weight_decay", "momentum", "nesterov", "betas", "eps"),
+}
+"""The options of each optimizer."""
+
+
 class LearnerConfig(Section):
     """The optimizer, and the division of a batch into updates and micro-batches."""
 
     lr: float = Field(default=1e-6, gt=0.0)
-    """Learning rate of AdamW after the warm-up."""
+    """Learning rate after the warm-up. That of adafactor is relative to the size of a parameter's weights."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after the warm-up; linear and cosine end at 0 with the last step."""
     warmup_steps: int = Field(default=0, ge=0)
@@ -83,8 +94,11 @@ class LearnerConfig(Section):
     ess_scaled_lr: bool = False
     """Multiply the learning rate of every update by the root of the effective sample size of its importance weights,
     so that stale batches have smaller updates (arXiv:2602.17616)."""
-    adamw_options: AdamWOptions = AdamWOptions()
-    """Options of AdamW, for policy and critic."""
+    optimizer: Literal["adamw", "adafactor", "muon"] = "adamw"
+    """Optimizer of policy and critic. muon is Muon for the matrices of the layers and AdamW for the other parameters.
+    muon and adafactor need complete matrices: float32 and `zero_stage: 0`."""
+    optimizer_options: OptimizerOptions = OptimizerOptions()
+    """Options of the optimizer."""
     max_grad_norm: float = Field(default=1.0, gt=0.0)
     """Gradients with a larger norm, over all parameters, are scaled down to it."""
     max_skipped_updates: int = Field(default=5, ge=0)
@@ -95,6 +109,9 @@ class LearnerConfig(Section):
     """Passes over the batch of a step."""
     minibatches: int = Field(default=1, ge=1)
     """Parts of the batch, each with its own optimizer update. Versions and staleness count steps, not updates."""
+    shuffle: bool = False
+    """Every epoch distributes the groups of a rank over the mini-batches again, at random, by `seed` and step;
+    otherwise all epochs have the same mini-batches."""
     tokens_per_microbatch: int = Field(default=8192, ge=1)
     """Tokens of one packed forward pass; a longer trajectory is a micro-batch of its own."""
     gradient_checkpointing: bool = False
@@ -102,6 +119,23 @@ class LearnerConfig(Section):
     deepspeed_options: dict[str, JsonValue] = Field(default={})
     """DeepSpeed settings such as zero_optimization.overlap_comm, merged over the learner's own. Refused: those that
     have a key here, and those that the learner's own gradient handling replaces."""
+
+    @property
+    def packed_minibatches(self) -> int:
+        """Mini-batches of the batch as it is packed first and scored; shuffled ones are packed again."""
+        return 1 if self.shuffle else self.minibatches
+
+    @model_validator(mode="after")
+    def _check_optimizer_options(self) -> Self:
+        taken = OPTIMIZERS[self.optimizer]
+        defaults = OptimizerOptions()
+        for name, value in self.optimizer_options:
+            if name not in taken and value != getattr(defaults, name):
+                raise ValueError(
+                    f"optimizer_options.{name} = {value!r}: {self.optimizer} has no such option; it takes "
+                    f"{', '.join(taken)}"
+                )
+        return self
 
     @model_validator(mode="after")
     def _check_deepspeed_options(self) -> Self:
@@ -120,5 +154,9 @@ class CriticConfig(Section):
     """First steps in which only the critic is trained."""
     clip: float | None = Field(default=0.5, gt=0.0)
     """Distance from the old value at which the loss stops to decrease (PPO's value clipping)."""
+    epochs: int | None = Field(default=None, ge=1)
+    """Passes of the critic over the batch of a step; by default `learner.epochs`."""
+    minibatches: int | None = Field(default=None, ge=1)
+    """Parts of the batch, each with an update of the critic; by default `learner.minibatches`."""
     ranks: int = Field(default=0, ge=0)
     """Processes of the critic; 0 keeps it in the learner ranks."""

@@ -52,16 +52,16 @@ def check_dataset(config: Config) -> int:
     return rows
 
 
-def count_sources(config: Config) -> dict[str, int]:
-    """The number of training and evaluation rows of each data source; reads only that column. Of a user's dataset, as
-    many rows are read as `check_dataset` checks."""
+def count_sources(config: Config, splits: Sequence[Split] = ("train", "eval")) -> dict[str, int]:
+    """The number of rows of each data source in the splits; reads only that column. Of a user's dataset, as many rows
+    are read as `check_dataset` checks."""
     sources: Counter[str] = Counter()
     if config.data.custom.dataset is not None:
-        for split in ("train", "eval") if config.data.eval_files else ("train",):
+        for split in (split for split in splits if dataset_files(config, split)):
             sources.update(row["data_source"] for row in _first_rows(PromptTable(config, split=split)))
         return dict(sources)
     dotted = config.data.columns.data_source
-    for file in config.data.train_files + config.data.eval_files:
+    for file in (file for split in splits for file in dataset_files(config, split)):
         schema, rows = read_schema(file)
         if _column_type(schema, dotted) is None:
             sources.update({Path(file).stem: rows} if rows else {})

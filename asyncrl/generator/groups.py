@@ -100,7 +100,8 @@ class Running:
 def submit(rewards: RewardPool, running: Running) -> None:
     """Submits the completions of a lease to the reward workers; the rewards come back under its key."""
     tokens = [member.tokens for member in running.members]
-    rewards.submit(running.key, tokens, running.lease.prompt, [member.status for member in running.members])
+    statuses = [member.status for member in running.members]
+    rewards.submit(running.key, tokens, running.lease.prompt, statuses, evaluation=running.lease.evaluation)
 
 
 def make_group(

@@ -25,6 +25,7 @@ from asyncrl.launch.memory import (
     staging_parts,
 )
 from asyncrl.launch.placement import Placement, RoleResources
+from asyncrl.rewards.reward_model import model_options
 
 log = structlog.get_logger()
 
@@ -55,7 +56,7 @@ class Models:
         if make_algorithm(config).needs_critic:
             paths["critic"] = config.critic.path or path
         if reward_model:
-            paths["reward_model"] = str(config.reward_options["reward_model"]["path"])
+            paths["reward_model"] = str(model_options(config)["path"])
         shapes = {role: Shape.read(folder) for role, folder in paths.items()}
         for role, shape in shapes.items():
             if shape is None:
@@ -149,7 +150,7 @@ def _needs(config: Config, placement: Placement, models: Models) -> Iterator[tup
     for index, resources in enumerate(placement.generators):
         staged = staging_parts(config, models.policy, on_gpu=_by_nccl(config, placement))
         yield resources.gpus[0], Need(f"generator-{index}", engine_parts(config, models.policy) | staged)
-    options: dict[str, Any] = REWARD_MODEL | config.reward_options.get("reward_model", {})
+    options: dict[str, Any] = REWARD_MODEL | model_options(config)
     if placement.reward_model is not None and models.reward_model is not None and options["device"] != "cpu":
         tokens, dtype = int(options["tokens_per_batch"]), str(options["dtype"])
         parts = reward_model_parts(models.reward_model, dtype=dtype, tokens=tokens)

@@ -107,11 +107,23 @@ def trained_parts(config: Config, shape: Shape, ranks: int, *, of: str = "") -> 
     parts = {
         "weights": size * (sharded if stage == 3 else total),
         "float32 copy of the weights": 4 * sharded if size == 2 or stage in (1, 2) else 0,
-        "optimizer states": 8 * (sharded if stage else total),
+        "optimizer states": optimizer_bytes(config, shape, sharded if stage else total),
         "gradients": 4 * (sharded if stage >= 2 else total),
         "buckets": BUCKET_BYTES if ranks > 1 or stage else 0,
     }
     return {f"{of}{name}": num_bytes for name, num_bytes in parts.items()}
+
+
+def optimizer_bytes(config: Config, shape: Shape, parameters: int) -> int:
+    """Returns the bytes of the optimizer's states for `parameters` of the model's parameters: two numbers for each
+    with AdamW; with Muon one for each in the layers; with Adafactor one for each row and column of a matrix."""
+    vectors = shape.hidden * (4 * shape.layers + 1)
+    if config.learner.optimizer == "muon":
+        ends = min(2 * shape.vocabulary * shape.hidden + vectors, parameters)
+        return 4 * (parameters - ends) + 8 * ends
+    if config.learner.optimizer == "adafactor":
+        return 4 * (2 * parameters // min(shape.hidden, shape.key_value) + vectors)
+    return 8 * parameters
 
 
 def activation_bytes(config: Config, shape: Shape, tokens: int) -> int:

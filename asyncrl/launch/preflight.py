@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,11 @@ from typing import Any
 from rich.console import Console
 
 from asyncrl.config import AUTO, Config, Rewards
+from asyncrl.data.rows import Split
 from asyncrl.errors import ConfigError
 from asyncrl.generator.vllm_backend.setup import check_engine_options
 from asyncrl.rewards.auto import choose_rewards, describe_choice
-from asyncrl.rewards.table import reward_names
+from asyncrl.rewards.table import evaluation_config, reward_names
 from asyncrl.util.files import read_json
 
 EVAL_ROWS = 100
@@ -78,8 +79,8 @@ class Inputs:
     """Properties of the config's model and algorithm that roles need. Only the launcher determines them, since they
     require importing the user's code."""
 
-    rewards: Rewards
-    """The rewards of the config, or those that "auto" stands for."""
+    config: Config
+    """The config of the run, with the rewards that "auto" stands for."""
     rows: int
     """Rows of the training data."""
     prompt_tokens: int
@@ -94,7 +95,7 @@ def check_inputs(config: Config, console: Console) -> Inputs:
     """Returns the properties that roles need. Raises ConfigError or DataError if a model, file, reward, plug-in or
     option of the config is missing or cannot be used."""
     prompt_tokens = check_model(config)
-    rewards, rows = check_data_and_rewards(config, console)
+    config, rows = check_data_and_rewards(config, console)
     check_engine_options(config)
     # Last, because these import torch.
     from asyncrl.launch.registry import check_parts
@@ -104,7 +105,7 @@ def check_inputs(config: Config, console: Console) -> Inputs:
     check_parts(config)
     announce_imports(console, [config.algorithm.advantage, config.algorithm.loss])
     advantage, _ = check_algorithm(config)
-    return Inputs(rewards, rows, prompt_tokens, is_group_relative(advantage), needs_greedy_baseline(advantage))
+    return Inputs(config, rows, prompt_tokens, is_group_relative(advantage), needs_greedy_baseline(advantage))
 
 
 def announce_imports(console: Console, names: Iterable[str]) -> None:
@@ -114,25 +115,59 @@ def announce_imports(console: Console, names: Iterable[str]) -> None:
             console.print(f"importing {name.rpartition(':')[0]} ...", highlight=False, markup=False, soft_wrap=True)
 
 
-def check_data_and_rewards(config: Config, console: Console) -> tuple[Rewards, int]:
-    """Returns the rewards of the config, or those that auto stands for, which are printed, and the number of training
-    rows. Raises ConfigError or DataError unless the files can be used, the rewards can be loaded, and every data source
-    has a reward."""
-    from asyncrl.data.parquet import check_dataset, count_sources
-    from asyncrl.rewards.table import check_rewards, check_sources
+def check_data_and_rewards(config: Config, console: Console) -> tuple[Config, int]:
+    """Returns the config with the rewards that auto stands for, which are printed, and the number of training rows.
+
+    Raises ConfigError or DataError unless the files can be used, the rewards of training and of evaluations can be
+    loaded, and every data source has a reward.
+    """
+    from asyncrl.rewards.reward_model import check_one_model
+
+    rows = check_data(config, console)
+    if config.eval.rewards is None:
+        rewards = checked_rewards(config, ("train", "eval"), console)
+        return config.model_copy(update={"rewards": rewards}), rows
+    config = config.model_copy(update={"rewards": checked_rewards(config, ("train",), console)})
+    own = checked_eval_rewards(config, ("eval",), console)
+    config = config.model_copy(update={"eval": config.eval.model_copy(update={"rewards": own})})
+    check_one_model(config)
+    return config, rows
+
+
+def check_data(config: Config, console: Console) -> int:
+    """Returns the number of training rows. Raises ConfigError or DataError unless the data can be used."""
+    from asyncrl.data.parquet import check_dataset
 
     custom = config.data.custom
     announce_imports(console, dict.fromkeys(filter(None, (custom.dataset, custom.sampler, custom.filter))))
-    rows = check_dataset(config)
-    sources = count_sources(config)
+    return check_dataset(config)
+
+
+def checked_rewards(config: Config, splits: Sequence[Split], console: Console, section: str = "") -> Rewards:
+    """Returns the rewards of the config, or those that auto stands for with the rows of the splits. Raises ConfigError
+    unless they can be loaded and every data source in the splits has one. `section` precedes keys that are printed."""
+    from asyncrl.data.parquet import count_sources
+    from asyncrl.rewards.table import check_rewards, check_sources
+
+    sources = count_sources(config, splits)
     if config.rewards == AUTO:
         config = config.model_copy(update={"rewards": choose_rewards(config, sources)})
         for line in describe_choice(sources):
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
+            text = line.replace("rewards:", f"{section}rewards:", 1)
+            console.print(text, highlight=False, markup=False, soft_wrap=True)
     announce_imports(console, reward_names(config.rewards))
     check_rewards(config)
     check_sources(config.rewards, sources)
-    return config.rewards, rows
+    return config.rewards
+
+
+def checked_eval_rewards(config: Config, splits: Sequence[Split], console: Console) -> Rewards:
+    """Returns what `checked_rewards` returns for evaluations. Its errors name the keys of section `eval`."""
+    try:
+        return checked_rewards(evaluation_config(config), splits, console, "eval.")
+    except ConfigError as error:
+        key = "eval." if str(error).startswith("reward") else "eval.rewards: "
+        raise ConfigError(f"{key}{error}") from None
 
 
 def check_model(config: Config) -> int:

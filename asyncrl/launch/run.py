@@ -97,7 +97,7 @@ def launch(config: Config, console: Console, *, without_journal: bool = False) -
     run_recipes(config, console)
     with preloaded(placement) as fork_server:
         inputs = check_inputs(config, console)
-        config = config.model_copy(update={"rewards": inputs.rewards, **length_of(config, inputs.rows, console)})
+        config = inputs.config.model_copy(update=length_of(config, inputs.rows, console))
         check_transport(config, placement)
         if not placement.gpus:
             check_cpu(config)

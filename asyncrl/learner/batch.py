@@ -43,6 +43,8 @@ class MicroBatch:
     """[S]"""
     start: int = 0
     """Number of action tokens in the rank's batch before this micro-batch."""
+    places: Integers | None = None
+    """[N], the place of each action token in the rank's batch; None if they are consecutive, from `start` on."""
     ends: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     """int64 [C], positions of the last tokens of sequences for which the critic also values the state after the end."""
 
@@ -52,9 +54,9 @@ class MicroBatch:
         return torch.cumsum(self.position_ids == 0, dim=0)[self.ends] - 1
 
     @property
-    def span(self) -> slice:
-        """Range of its action tokens in the rank's batch."""
-        return slice(self.start, self.start + len(self.targets))
+    def span(self) -> slice | Integers:
+        """Places of its action tokens in the rank's batch, as an index of a column."""
+        return slice(self.start, self.start + len(self.targets)) if self.places is None else self.places
 
     def to(self, device: torch.device) -> MicroBatch:
         tensors = {
@@ -123,7 +125,7 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class Rows:
     """Concatenated trajectories; `starts` and `lengths` are per trajectory."""
 
     tokens: NDArray[np.int32]
@@ -193,7 +195,7 @@ def make_batch(
         rows = _concatenate([named[i] for i in chosen.tolist()], bootstrap_truncated)
         parts.append([])
         for packed in pack_groups(rows.lengths, owner.numpy()[chosen], tokens_per_microbatch):
-            parts[-1].append(_micro_batch(rows, packed, start))
+            parts[-1].append(make_micro_batch(rows, packed, start))
             members.append(chosen[packed])
             start += len(parts[-1][-1].targets)
     baselines = [group.greedy_reward for group in groups]
@@ -206,6 +208,32 @@ def make_batch(
         lengths=torch.tensor(lengths, dtype=torch.int64)[order],
         prompt_tokens=torch.tensor([one.num_prompt_tokens for _, one in named], dtype=torch.int64)[order],
         greedy_rewards=torch.tensor(known, dtype=torch.float64)[owner][order] if len(known) == len(groups) else None,
+    )
+
+
+def make_micro_batch(rows: Rows, members: Integers, start: int) -> MicroBatch:
+    """Returns the micro-batch of the trajectories `members` of the rows."""
+    lengths = rows.lengths[members]
+    positions = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    source = positions + np.repeat(rows.starts[members], lengths)
+    input_ids = rows.tokens[source].astype(np.int64)
+    actions = np.flatnonzero(rows.action_mask[source])
+    chosen = source[actions]
+    seq = np.repeat(np.arange(len(members)), lengths)[actions]
+    names = [rows.names[i] for i in members.tolist()]
+    tickets = np.array([ticket for ticket, _ in names])
+    return MicroBatch(
+        input_ids=torch.from_numpy(input_ids),
+        position_ids=torch.from_numpy(positions),
+        layout=make_layout(lengths, find_firsts(input_ids, lengths, tickets)),
+        logit_index=torch.from_numpy(actions - 1),
+        targets=torch.from_numpy(input_ids[actions]),
+        behavior_logprobs=torch.from_numpy(rows.behavior_logprobs[chosen]),
+        versions=torch.from_numpy(rows.versions[chosen].astype(np.int64)),
+        seq=torch.from_numpy(seq),
+        names=names,
+        start=start,
+        ends=torch.from_numpy((np.cumsum(lengths) - 1)[rows.ended[members]]),
     )
 
 
@@ -244,10 +272,10 @@ def pack(lengths: Integers, capacity: int) -> list[Integers]:
     return [np.sort(np.array(chosen, dtype=np.int64)) for chosen in members]
 
 
-def _concatenate(named: Sequence[tuple[Name, Trajectory]], bootstrap_truncated: bool) -> _Rows:
+def _concatenate(named: Sequence[tuple[Name, Trajectory]], bootstrap_truncated: bool) -> Rows:
     trajectories = [trajectory for _, trajectory in named]
     lengths = np.array([len(t.tokens) for t in trajectories], dtype=np.int64)
-    return _Rows(
+    return Rows(
         tokens=_join([t.tokens for t in trajectories], np.int32),
         action_mask=_join([t.action_mask for t in trajectories], np.bool_),
         behavior_logprobs=_join([t.behavior_logprobs for t in trajectories], np.float32),
@@ -269,28 +297,3 @@ def _check(name: Name, trajectory: Trajectory) -> None:
 
 def _join(arrays: list[NDArray], dtype: type[np.generic]) -> NDArray:
     return np.concatenate([np.empty(0, dtype), *arrays]).astype(dtype, copy=False)
-
-
-def _micro_batch(rows: _Rows, members: Integers, start: int) -> MicroBatch:
-    lengths = rows.lengths[members]
-    positions = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    source = positions + np.repeat(rows.starts[members], lengths)
-    input_ids = rows.tokens[source].astype(np.int64)
-    actions = np.flatnonzero(rows.action_mask[source])
-    chosen = source[actions]
-    seq = np.repeat(np.arange(len(members)), lengths)[actions]
-    names = [rows.names[i] for i in members.tolist()]
-    tickets = np.array([ticket for ticket, _ in names])
-    return MicroBatch(
-        input_ids=torch.from_numpy(input_ids),
-        position_ids=torch.from_numpy(positions),
-        layout=make_layout(lengths, find_firsts(input_ids, lengths, tickets)),
-        logit_index=torch.from_numpy(actions - 1),
-        targets=torch.from_numpy(input_ids[actions]),
-        behavior_logprobs=torch.from_numpy(rows.behavior_logprobs[chosen]),
-        versions=torch.from_numpy(rows.versions[chosen].astype(np.int64)),
-        seq=torch.from_numpy(seq),
-        names=names,
-        start=start,
-        ends=torch.from_numpy((np.cumsum(lengths) - 1)[rows.ended[members]]),
-    )

@@ -25,7 +25,7 @@ from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.engine import TrainedModel
 from asyncrl.learner.models import hidden_states, load_value_model
 from asyncrl.learner.packing_check import check_packing
-from asyncrl.learner.update import Minibatch, learning_rate, skip_if_not_finite, sync_microbatches
+from asyncrl.learner.update import Minibatch, learning_rate, plan_updates, skip_if_not_finite, sync_microbatches
 
 
 class ValueFunction(Protocol):
@@ -105,13 +105,14 @@ class Critic:
         self.ranks = ranks
         self.model = CriticModel(config, ranks)
         self._step = 0
+        self._batch = Batch([], *(torch.empty(0) for _ in range(4)))
         self._minibatches: list[Minibatch] = []
         self._values = torch.empty(0)
         self._metrics: dict[str, float] = {}
 
     def values(self, batch: Batch, step: int) -> Tensor:
-        self._step = step
-        self._minibatches = sync_microbatches(batch, self.ranks, step)
+        self._step, self._batch = step, batch
+        self._minibatches = sync_microbatches(batch.minibatches, self.ranks, step)
         parts: list[Tensor] = []
         ends: list[Tensor] = []
         for micro in (micro for minibatch in self._minibatches for micro in minibatch.micro_batches):
@@ -128,7 +129,8 @@ class Critic:
         total = torch.zeros(3, dtype=torch.float64)
         norms: list[float] = []
         skipped = 0
-        for minibatch in self._minibatches * settings.epochs:
+        parts = {"epochs": self.config.critic_epochs, "minibatches": self.config.critic_minibatches}
+        for minibatch in plan_updates(self._batch, self._minibatches, self.ranks, self._step, self.config, **parts):
             sums = torch.zeros_like(total)
             finite: list[Tensor] = []
             for micro, last in minibatch.on(self.ranks.device):

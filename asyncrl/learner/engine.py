@@ -17,6 +17,7 @@ from asyncrl.errors import InvariantError
 from asyncrl.learner.batch import MicroBatch
 from asyncrl.learner.deepspeed_import import BF16_Optimizer, ZeROOptimizer, deepspeed
 from asyncrl.learner.distributed import Ranks
+from asyncrl.learner.optimizers import make_optimizer
 
 GATHER_ELEMENTS = 1 << 26
 """Number of weights gathered at a time from the ranks of ZeRO stage 3."""
@@ -55,16 +56,10 @@ class TrainedModel:
     """A model under training, wrapped in a network whose forward takes a micro-batch."""
 
     def __init__(self, config: Config, ranks: Ranks, model: PreTrainedModel, network: nn.Module, *, lr: float) -> None:
-        settings = config.learner
         self.ranks = ranks
         self.model = model
         self.network = network.to(ranks.device)
-        self.optimizer = torch.optim.AdamW(
-            self.network.parameters(),
-            lr=lr,
-            **settings.adamw_options.model_dump(),
-            fused=True,
-        )
+        self.optimizer = make_optimizer(config.learner, model, self.network, lr=lr)
         self.engine, *_ = deepspeed.initialize(
             model=self.network, optimizer=self.optimizer, config=deepspeed_config(config)
         )
@@ -86,7 +81,8 @@ class TrainedModel:
             self.engine.train()
 
     def backward(self, outputs: Tensor, gradient: Tensor, *, last: bool) -> None:
-        """Accumulates this rank's part of the loss's gradient, from outputs [N] and the gradient [N] of the outputs.
+        """Accumulates this rank's part of the loss's gradient, from outputs of any shape and its gradient with respect
+        to them.
 
         Gradients are summed over the ranks and over the micro-batches of the update, the final one of which is marked
         by `last`.

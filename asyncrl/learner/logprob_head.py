@@ -3,8 +3,8 @@ tokens at once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ for gradients in bfloat16. Every chunk reads the output layer's weights and thei
 CUDA_CHUNK_BYTES = 1 << 30
 """Size of the float32 logits of a chunk on a GPU, where small chunks would be limited by memory bandwidth."""
 
+EXCLUDED = -1e30
+"""Logit of an excluded token. Finite, so that its probability 0 times its log-prob is 0."""
+
 
 class LogprobHead(nn.Module):
     """The model's output layer, returning log-probs of target tokens.
@@ -24,54 +27,90 @@ class LogprobHead(nn.Module):
     The module shares the layer's parameters, so that ZeRO stage 3 gathers them once for all chunks.
     """
 
-    def __init__(self, output: nn.Linear, temperature: float) -> None:
+    def __init__(
+        self, output: nn.Linear, temperature: float, *, entropy_gradient: bool = False, excluded: Sequence[int] = ()
+    ) -> None:
+        """With `entropy_gradient` the entropies have a gradient, too, at the cost of more work in the backward pass.
+        `excluded` are tokens that have no probability in the distributions that a call names."""
         super().__init__()
         self.weight, self.bias = output.weight, output.bias
         self.temperature = temperature
+        self.entropy_gradient = entropy_gradient
         self.vocabulary = output.out_features
+        self.excluded = tuple(excluded)
 
-    def forward(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, hidden: Tensor, targets: Tensor, excludes: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Returns log-probs [N] of targets [N] and entropies [N], float32 in nats, from hidden states [N, size].
 
-        The entropies carry no gradient.
+        `excludes` [N] is true for the distributions without the excluded tokens.
         """
         chunk_tokens = max(1, (CUDA_CHUNK_BYTES if hidden.is_cuda else CHUNK_BYTES) // (4 * self.vocabulary))
-        return _Score.apply(hidden, self.weight, self.bias, targets, self.temperature, chunk_tokens)  # pyright: ignore[reportReturnType]
+        columns = None if excludes is None else torch.tensor(self.excluded, device=hidden.device)
+        settings = _Settings(self.temperature, chunk_tokens, self.entropy_gradient, excludes, columns)
+        return _Score.apply(hidden, self.weight, self.bias, targets, settings)  # pyright: ignore[reportReturnType]
+
+
+class _Settings(NamedTuple):
+    temperature: float
+    chunk_tokens: int
+    entropy_gradient: bool
+    excludes: Tensor | None
+    """[N] bool"""
+    columns: Tensor | None
+    """int64, the excluded tokens."""
 
 
 class _Score(torch.autograd.Function):
-    """Scores tokens chunk by chunk. Backward recomputes the logits; with a single chunk it uses the saved
-    probabilities."""
+    """Scores tokens chunk by chunk. Backward recomputes the logits; with a single chunk it uses what forward saved: the
+    probabilities, or with a gradient of the entropies the log-probs, of all tokens of the vocabulary."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, chunk: int
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, settings: _Settings
     ) -> tuple[Tensor, Tensor]:
         logprobs, entropies = (torch.empty(len(targets), device=hidden.device) for _ in range(2))
-        probs: Tensor | None = None
-        for part in _parts(len(targets), chunk):
-            scores = _logits(hidden[part], weight, bias, temperature).log_softmax(dim=-1)
+        kept: Tensor | None = None
+        for part in _parts(len(targets), settings.chunk_tokens):
+            scores = _logits(hidden[part], weight, bias, settings, part).log_softmax(dim=-1)
             logprobs[part] = scores.gather(-1, targets[part].unsqueeze(-1)).squeeze(-1)
             probs = scores.exp()
-            entropies[part] = -scores.mul_(probs).sum(dim=-1)
-        ctx.save_for_backward(hidden, weight, bias, targets, probs if len(targets) <= chunk else None)
-        ctx.temperature, ctx.chunk = temperature, chunk
-        ctx.mark_non_differentiable(entropies)
+            if settings.entropy_gradient:
+                kept = scores
+                entropies[part] = -probs.mul_(scores).sum(dim=-1)
+            else:
+                kept = probs
+                entropies[part] = -scores.mul_(probs).sum(dim=-1)
+        kept = kept if len(targets) <= settings.chunk_tokens else None
+        ctx.save_for_backward(hidden, weight, bias, targets, kept, entropies if settings.entropy_gradient else None)
+        ctx.settings = settings
+        if not settings.entropy_gradient:
+            ctx.mark_non_differentiable(entropies)
         return logprobs, entropies
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, slopes: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, kept = ctx.saved_tensors
+    def backward(ctx: Any, slopes: Tensor, entropy_slopes: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, kept, entropies = ctx.saved_tensors
+        settings: _Settings = ctx.settings
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         of_hidden = torch.empty_like(hidden) if wants_hidden else None
         # The sum over chunks is in float32 and rounded once: in bfloat16 every chunk would round it.
         of_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
         of_bias = torch.zeros_like(bias, dtype=torch.float32) if wants_bias else None
-        for part in _parts(len(targets), ctx.chunk):
-            slope = (slopes[part] / ctx.temperature).unsqueeze(-1)
-            probs = _logits(hidden[part], weight, bias, ctx.temperature).softmax(dim=-1) if kept is None else kept
-            precise = probs.mul_(-slope).scatter_add_(-1, targets[part].unsqueeze(-1), slope)
+        for part in _parts(len(targets), settings.chunk_tokens):
+            slope = (slopes[part] / settings.temperature).unsqueeze(-1)
+            if kept is not None:
+                table = kept
+            else:
+                logits = _logits(hidden[part], weight, bias, settings, part)
+                table = logits.softmax(dim=-1) if entropies is None else logits.log_softmax(dim=-1)
+                del logits
+            if entropies is None:
+                precise = table.mul_(-slope)
+            else:
+                entropy_slope = (entropy_slopes[part] / settings.temperature).unsqueeze(-1)
+                precise = _of_distribution(table, slope, entropy_slope, entropies[part].unsqueeze(-1))
+            precise.scatter_add_(-1, targets[part].unsqueeze(-1), slope)
             of_logits = precise.to(weight.dtype)
             if of_hidden is not None:
                 torch.mm(of_logits, weight, out=of_hidden[part])
@@ -79,14 +118,31 @@ class _Score(torch.autograd.Function):
                 _add_product(of_weight, precise, of_logits, hidden[part])
             if of_bias is not None:
                 of_bias += precise.sum(dim=0)
-        return of_hidden, _rounded(of_weight, weight), _rounded(of_bias, bias), None, None, None
+            del table, precise, of_logits  # before the logits of the next chunk
+        return of_hidden, _rounded(of_weight, weight), _rounded(of_bias, bias), None, None
+
+
+def _of_distribution(scores: Tensor, slope: Tensor, entropy_slope: Tensor, entropies: Tensor) -> Tensor:
+    """Returns the part of the gradient of the logits [N, vocabulary] that all tokens of the vocabulary get,
+    -p (slope + entropy_slope (log p + H)), from log-probs `scores`, whose memory it uses."""
+    probs = scores.exp()
+    return scores.add_(entropies).mul_(entropy_slope).add_(slope).mul_(probs).neg_()
 
 
 def _parts(count: int, size: int) -> Iterator[slice]:
     return (slice(begin, begin + size) for begin in range(0, count, size))
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, settings: _Settings, part: slice) -> Tensor:
+    """Returns float32 logits [N, vocabulary] of one chunk at the temperature, those of excluded tokens `EXCLUDED`."""
+    logits = _all_logits(hidden, weight, bias, settings.temperature)
+    if settings.excludes is not None:
+        without = settings.excludes[part].unsqueeze(-1)
+        logits[:, settings.columns] = logits[:, settings.columns].masked_fill(without, EXCLUDED)
+    return logits
+
+
+def _all_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
     """Returns float32 logits [N, vocabulary] at the temperature. On a CPU the logits of a bfloat16 model are rounded to
     bfloat16, since torch has no product of bfloat16 matrices with a float32 result there."""
     if hidden.is_cuda and hidden.dtype is not torch.float32:

@@ -258,10 +258,12 @@ class Learner:
             if shard.step != step:
                 raise InvariantError(f"step {step}: took the shard of step {shard.step}")
             check_staleness(shard.groups, version=step - 1, max_staleness=self.config.replay.staleness_limit)
+            if (excluded := self.trainer.policy.excluded) is not None:
+                excluded.check(shard.groups)
             batch = make_batch(
                 shard.groups,
                 tokens_per_microbatch=self.config.learner.tokens_per_microbatch,
-                minibatches=self.config.learner.minibatches,
+                minibatches=self.config.learner.packed_minibatches,
                 skip_truncated=self.config.algorithm.truncated == "mask",
                 bootstrap_truncated=self.config.algorithm.truncated == "bootstrap",
             )

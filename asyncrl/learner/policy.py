@@ -12,6 +12,7 @@ from asyncrl.learner.batch import MicroBatch
 from asyncrl.learner.deepspeed_import import deepspeed
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.engine import TrainedModel, deepspeed_config
+from asyncrl.learner.excluded import Excluded
 from asyncrl.learner.logprob_head import LogprobHead
 from asyncrl.learner.models import hidden_states, load_policy_model
 from asyncrl.learner.packing_check import check_packing
@@ -20,16 +21,23 @@ from asyncrl.learner.packing_check import check_packing
 class PolicyNetwork(nn.Module):
     """The model with a head that returns log-probs, as the module that DeepSpeed wraps."""
 
-    def __init__(self, model: PreTrainedModel, temperature: float) -> None:
+    def __init__(self, config: Config, model: PreTrainedModel, *, entropy_gradient: bool = False) -> None:
         super().__init__()
         self.model = model
+        self.excluded = Excluded.of(config)
         output = model.get_output_embeddings()
         if not isinstance(output, nn.Linear):
             raise ConfigError(f"model.path: the output layer is a {type(output).__name__}, but must be linear")
-        self.head = LogprobHead(output, temperature)
+        self.head = LogprobHead(
+            output,
+            config.generator.temperature,
+            entropy_gradient=entropy_gradient,
+            excluded=self.excluded.tokens if self.excluded is not None else (),
+        )
 
     def forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        return self.head(hidden_states(self.model, micro), micro.targets)
+        excludes = None if self.excluded is None else self.excluded.is_early(micro.logit_index)
+        return self.head(hidden_states(self.model, micro), micro.targets, excludes)
 
 
 class Policy(TrainedModel):
@@ -37,13 +45,15 @@ class Policy(TrainedModel):
 
     def __init__(self, config: Config, ranks: Ranks) -> None:
         model = load_policy_model(config, config.model.path)
-        network = PolicyNetwork(model, config.generator.temperature)
+        network = PolicyNetwork(config, model, entropy_gradient=config.algorithm.entropy_coef > 0)
+        self.excluded = network.excluded
+        """Tokens that the engine excludes early in a completion; None if there are none."""
         super().__init__(config, ranks, model, network, lr=config.learner.lr)
         check_packing(model, self.score, ranks.device, f"model.path = {config.model.path!r}")
 
     def forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Returns log-probs [N] of the action tokens at the sampling temperature, and detached entropies [N], both
-        float32 in nats."""
+        """Returns log-probs [N] of the action tokens at the sampling temperature, and entropies [N], both float32 in
+        nats. The entropies have a gradient if the loss has an entropy bonus."""
         return self.engine(micro)
 
     def logprobs(self, micro: MicroBatch) -> Tensor:
@@ -57,7 +67,7 @@ class Reference:
     def __init__(self, config: Config, ranks: Ranks) -> None:
         path = config.algorithm.reference or config.model.path
         model = load_policy_model(config, path, "algorithm.reference")
-        network = PolicyNetwork(model, config.generator.temperature).to(ranks.device).eval().requires_grad_(False)
+        network = PolicyNetwork(config, model).to(ranks.device).eval().requires_grad_(False)
         self._network: nn.Module = network
         if config.learner.zero_stage == 3:
             self._network, *_ = deepspeed.initialize(model=network, config=deepspeed_config(config))

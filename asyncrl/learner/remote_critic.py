@@ -175,7 +175,7 @@ class CriticServer:
         if isinstance(body, Value):
             config = self.critic.config
             vocabulary = self.critic.model.model.config.get_text_config().vocab_size
-            check_rows(message, minibatches=config.learner.minibatches, vocabulary=vocabulary)
+            check_rows(message, minibatches=config.learner.packed_minibatches, vocabulary=vocabulary)
         elif isinstance(body, Train):
             if not self._spans:
                 raise ProtocolError("train: no values were requested before these returns")
@@ -190,12 +190,12 @@ class CriticServer:
         self._spans = {rank: [] for rank in rows}
         ends: dict[int, list[slice]] = {rank: [] for rank in rows}
         start = num_ends = 0
-        for number in range(self.critic.config.learner.minibatches):
+        for number in range(self.critic.config.learner.packed_minibatches):
             minibatches.append([])
             for rank, own in rows.items():
                 for micro in own[number]:
                     minibatches[-1].append(replace(micro, start=start))
-                    self._spans[rank].append(minibatches[-1][-1].span)
+                    self._spans[rank].append(slice(start, start + len(micro.targets)))
                     start += len(micro.targets)
                     ends[rank].append(slice(num_ends, num_ends + len(micro.ends)))
                     num_ends += len(micro.ends)

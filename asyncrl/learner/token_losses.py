@@ -1,4 +1,5 @@
-"""The loss of one micro-batch and its gradient with respect to the log-probs of the current policy."""
+"""The loss of one micro-batch and its gradient with respect to the log-probs and entropies of the current
+policy."""
 
 from __future__ import annotations
 
@@ -31,6 +32,15 @@ class TokenLosses:
     """[N], gradient of the sum of the policy's token losses."""
     masked: Tensor
     """[N] bool, tokens that the importance weights or the off-policy sequence mask exclude."""
+    entropy_gradient: Tensor | None = None
+    """[N], gradient of `loss` with respect to the entropies; None without an entropy bonus."""
+
+    def pair(self, logprobs: Tensor, entropies: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the outputs that the loss depends on, and its gradient with respect to them, as
+        `TrainedModel.backward` takes them: log-probs [N], or with an entropy bonus log-probs and entropies [2, N]."""
+        if self.entropy_gradient is None:
+            return logprobs, self.gradient
+        return torch.stack([logprobs, entropies]), torch.stack([self.gradient, self.entropy_gradient])
 
 
 def token_losses(
@@ -39,18 +49,22 @@ def token_losses(
     micro: MicroBatch,
     estimates: Estimates,
     logprobs: Tensor,
+    entropies: Tensor,
     *,
     counts: dict[str, int],
     version: int,
 ) -> TokenLosses:
-    """Returns the loss of the micro-batch at the current log-probs [N], and its gradients.
+    """Returns the loss of the micro-batch at the current log-probs [N] and entropies [N], and its gradients.
 
     `counts` contains the denominators of the update; `version` is the version of the weights before the step.
     """
-    if not len(logprobs):
-        none = logprobs.sum()
-        return TokenLosses(none, none, none, logprobs, logprobs, torch.zeros_like(logprobs, dtype=torch.bool))
     settings = config.algorithm
+    if not len(logprobs):
+        # With ZeRO stage 3 all ranks must differentiate with respect to the same outputs.
+        of_entropies = entropies if settings.entropy_coef else None
+        masked = torch.zeros_like(logprobs, dtype=torch.bool)
+        none = logprobs.sum()
+        return TokenLosses(none, none, none, logprobs, logprobs, masked, of_entropies)
     leaf = logprobs.clone().requires_grad_()
     terms = PolicyTerms(
         logprobs=leaf,
@@ -75,11 +89,25 @@ def token_losses(
         kl_loss = algorithm.aggregate(weights * kl, micro.seq, **counts)
         loss = policy_loss + settings.kl_loss_coef * kl_loss
     (gradient,) = torch.autograd.grad(loss, leaf)
+    bonus, entropy_gradient = _entropy_bonus(algorithm, settings.entropy_coef, micro, entropies, counts)
     inputs = torch.stack([terms.proximal_logprobs, terms.behavior_logprobs, terms.advantages])
     # Losses clamp log ratios, which would hide a non-finite input.
     gradient = gradient.masked_fill(~inputs.isfinite().all(dim=0), torch.nan)
-    parts = (loss.detach(), policy_loss.detach(), kl_loss.detach())
-    return TokenLosses(*parts, gradient, policy_gradient, masked)
+    parts = (loss.detach() - bonus, policy_loss.detach(), kl_loss.detach())
+    return TokenLosses(*parts, gradient, policy_gradient, masked, entropy_gradient)
+
+
+def _entropy_bonus(
+    algorithm: Algorithm, coef: float, micro: MicroBatch, entropies: Tensor, counts: dict[str, int]
+) -> tuple[Tensor | float, Tensor | None]:
+    """Returns the bonus that is subtracted from the loss, and the loss's gradient with respect to the entropies [N].
+    Entropies are exact for every state, so no importance weights apply; only the states are those of stale tokens."""
+    if not coef:
+        return 0.0, None
+    leaf = entropies.detach().requires_grad_()
+    bonus = coef * algorithm.aggregate(leaf, micro.seq, **counts)
+    (gradient,) = torch.autograd.grad(bonus, leaf)
+    return bonus.detach(), -gradient
 
 
 def _proximal(how: str, micro: MicroBatch, estimates: Estimates, logprobs: Tensor, version: int) -> Tensor:

@@ -13,6 +13,7 @@ micro-batches: forward, `token_losses`, backward. Differences from published PPO
 - Baselines are computed from groups of trajectories, or by a critic, which is a separate model with its own optimizer.
   During `critic.warmup_steps` only the critic is updated; the policy's losses are computed for the metrics.
 - Log-probs are at the sampling temperature. The divergence from a reference policy is added to the reward or the loss.
+- An entropy bonus is the entropy of the distribution at the sampling temperature, aggregated as the loss is.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ from asyncrl.learner.update import (
     broken_names,
     learning_rate,
     name_together,
+    plan_updates,
     skip_if_not_finite,
     sync_microbatches,
 )
@@ -91,7 +93,7 @@ class Trainer:
         Raises RunError on all ranks after more than `learner.max_skipped_updates` skipped updates in a row.
         """
         settings, device = self.config.learner, self.ranks.device
-        minibatches = sync_microbatches(batch, self.ranks, step)
+        minibatches = sync_microbatches(batch.minibatches, self.ranks, step)
         scores = self._score(batch, minibatches, step)
         phase = self.phases.phase
         with phase("advantage"):
@@ -104,24 +106,26 @@ class Trainer:
         warmup = self.critic is not None and step <= self.config.critic.warmup_steps
         total = self._new_metrics(step)
         updates: list[Update] = []
-        for number, minibatch in enumerate(minibatches * settings.epochs):
+        parts = {"epochs": settings.epochs, "minibatches": settings.minibatches}
+        planned = plan_updates(batch, minibatches, self.ranks, step, self.config, **parts)
+        for number, minibatch in enumerate(planned):
             metrics = self._new_metrics(step)
             finite: list[Tensor] = []
             for micro, last in minibatch.on(device):
                 own = estimates.of(micro, device)
                 with phase("forward"):
                     logprobs, entropies = self.policy.score(micro) if warmup else self.policy.forward(micro)
-                    current = logprobs.detach()
+                    current, spread, counts = logprobs.detach(), entropies.detach(), minibatch.counts
                     losses = token_losses(
-                        self.algorithm, self.config, micro, own, current, counts=minibatch.counts, version=step - 1
+                        self.algorithm, self.config, micro, own, current, spread, counts=counts, version=step - 1
                     )
-                metrics.add(micro, losses, current, entropies, own.advantages)
+                metrics.add(micro, losses, current, spread, own.advantages)
                 if self.mismatch_check is not None and number == 0:  # later updates start from other weights
                     self.mismatch_check.add(micro, current, version=step - 1)
                 if not warmup:
                     finite.append(current.isfinite() & losses.gradient.isfinite())
                     with phase("backward"):
-                        self.policy.backward(logprobs, losses.gradient, last=last)
+                        self.policy.backward(*losses.pair(logprobs, entropies), last=last)
             if not warmup:
                 with phase("optimizer"):
                     norm = self.policy.gradient_norm()

@@ -2,7 +2,7 @@
 
 `Trainer.train` and `Critic.train` use them in loops of the same form:
 
-    for minibatch in minibatches:
+    for minibatch in plan_updates(...):
         finite = []
         for micro, last in minibatch.on(device):
             outputs = ...  # forward
@@ -21,15 +21,17 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import structlog
 import torch
 from torch import Tensor
 
-from asyncrl.config import LearnerConfig
+from asyncrl.config import Config, LearnerConfig
 from asyncrl.errors import RunError
 from asyncrl.learner.batch import Batch, MicroBatch, Name, empty_micro_batch
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.engine import TrainedModel
+from asyncrl.learner.repacking import repack
 
 SHAPES: dict[str, Callable[[float], float]] = {
     "constant": lambda progress: 1.0,
@@ -79,18 +81,37 @@ class Minibatch:
             yield micro.to(device), number == len(self.micro_batches)
 
 
-def sync_microbatches(batch: Batch, ranks: Ranks, step: int) -> list[Minibatch]:
+def plan_updates(
+    batch: Batch, scored: list[Minibatch], ranks: Ranks, step: int, config: Config, *, epochs: int, minibatches: int
+) -> list[Minibatch]:
+    """Returns the mini-batch of every update of a step, in their order. `scored` are the mini-batches of `batch`, which
+    are used again if they have the right number and `learner.shuffle` is not set. All ranks call it.
+
+    Shuffled ones are drawn for each epoch, by `seed`, step and epoch: a step that is trained again is the same.
+    """
+    budget = config.learner.tokens_per_microbatch
+    if config.learner.shuffle and minibatches > 1:
+        draws = [np.random.default_rng([config.seed, step, epoch]) for epoch in range(epochs)]
+        epochs_parts = [repack(batch, minibatches, tokens_per_microbatch=budget, rng=rng) for rng in draws]
+        return [minibatch for parts in epochs_parts for minibatch in sync_microbatches(parts, ranks, step)]
+    if minibatches != len(scored):
+        parts = repack(batch, minibatches, tokens_per_microbatch=budget)
+        scored = sync_microbatches(parts, ranks, step)
+    return scored * epochs
+
+
+def sync_microbatches(minibatches: Sequence[list[MicroBatch]], ranks: Ranks, step: int) -> list[Minibatch]:
     """Returns the mini-batches with the counts over all ranks; ranks with fewer micro-batches get empty ones.
 
     All ranks call it. Raises RunError if a mini-batch has no action token on any rank.
     """
-    own = [(sum(len(m.targets) for m in p), sum(len(m.names) for m in p), len(p)) for p in batch.minibatches]
+    own = [(sum(len(m.targets) for m in p), sum(len(m.names) for m in p), len(p)) for p in minibatches]
     table = ranks.gather(torch.tensor(own))
     synced: list[Minibatch] = []
-    for number, parts in enumerate(batch.minibatches):
+    for number, parts in enumerate(minibatches):
         num_tokens, num_sequences, _ = table[:, number].sum(dim=0).tolist()
         if not num_tokens:
-            which = f", mini-batch {number + 1}" if len(batch.minibatches) > 1 else ""
+            which = f", mini-batch {number + 1}" if len(minibatches) > 1 else ""
             raise RunError(f"step {step}{which}: the batch has no action token")
         missing = int(table[:, number, 2].max()) - len(parts)
         synced.append(Minibatch(parts + [empty_micro_batch()] * missing, num_tokens, num_sequences))

@@ -15,7 +15,7 @@ from transformers import AutoModelForSequenceClassification
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.rewards.calling import describe
-from asyncrl.rewards.reward_model import KEY, NAME, WAY_OUT, check_model_folder
+from asyncrl.rewards.reward_model import KEY, WAY_OUT, check_model_folder, model_options
 from asyncrl.util.memory import peak_memory_bytes
 from asyncrl.util.tokenizer import load_tokenizer
 from asyncrl.wire.endpoints import Endpoints
@@ -221,7 +221,7 @@ def run_reward_model(config: Config, *, endpoints: Endpoints, should_stop: Calla
     wait in the workers' queues and fail after generator.reward_timeout_s, so generators should start later. Raises
     ConfigError when the model cannot be used or the address is taken.
     """
-    options = cast("dict[str, Any]", config.reward_options.get(NAME, {}))
+    options = cast("dict[str, Any]", model_options(config))
     model = RewardModel(**options)
     server = ModelServer(model, endpoints)
     log.info("reward model is up", path=model.path, device=str(model.model.device), window=model.window)

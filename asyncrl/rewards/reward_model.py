@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from asyncrl.config import Config
+from asyncrl.config import Config, Options
 from asyncrl.errors import ConfigError, PeerTimeoutError, RunError
 from asyncrl.rewards.calling import Failed, text_of
-from asyncrl.rewards.table import reward_names
+from asyncrl.rewards.table import evaluation_config, reward_names
 from asyncrl.util.files import read_json, read_tensor_descriptions
 from asyncrl.wire.endpoints import Endpoints
 
@@ -89,7 +89,12 @@ def await_reward_model(endpoints: Endpoints, *, timeout_s: float, should_stop: C
 
 def uses_reward_model(config: Config) -> bool:
     """True if the run needs the process of `model_server.run_reward_model`."""
-    return NAME in reward_names(config.rewards)
+    return any(NAME in reward_names(one.rewards) for one in (config, evaluation_config(config)))
+
+
+def model_options(config: Config) -> Options:
+    """The options of the reward model, which training and evaluations share."""
+    return config.reward_options.get(NAME) or evaluation_config(config).reward_options.get(NAME, {})
 
 
 def check_reward_model(config: Config) -> None:
@@ -99,6 +104,17 @@ def check_reward_model(config: Config) -> None:
     tokens = options.get("tokens_per_batch", 1)
     if not isinstance(tokens, int) or tokens < 1:
         raise ConfigError(f"{KEY}.tokens_per_batch = {tokens!r}: must be at least 1")
+
+
+def check_one_model(config: Config) -> None:
+    """Raises ConfigError if training and evaluations use reward models with different options."""
+    both = (config, evaluation_config(config))
+    training, evaluation = (one.reward_options.get(NAME, {}) for one in both)
+    if all(NAME in reward_names(one.rewards) for one in both) and training != evaluation:
+        raise ConfigError(
+            f"eval.{KEY} = {evaluation!r}: training has {training!r}, and one process serves both; give the options in "
+            f"{KEY} only"
+        )
 
 
 def check_model_folder(path: str) -> None:

@@ -34,6 +34,18 @@ def check_rewards(config: Config) -> None:
             getattr(importlib.import_module(module), function)(config)
 
 
+def evaluation_config(config: Config) -> Config:
+    """The config with the rewards of evaluations as `rewards` and `reward_options`."""
+    own = config.eval.rewards
+    if own is None:
+        return config
+    options = {name: given for name, given in config.reward_options.items() if name in reward_names(own)}
+    plain = config.eval.model_copy(update={"rewards": None, "reward_options": {}})
+    return config.model_copy(
+        update={"rewards": own, "reward_options": options | config.eval.reward_options, "eval": plain}
+    )
+
+
 class RewardTable:
     """One reward for all data, or one for each data source ("default" for the others).
 

@@ -35,6 +35,8 @@ class PackedGroup(NamedTuple):
     extra_info: dict[str, Any]
     chat: list[Message] | None
     columns: dict[str, Any]
+    evaluation: bool = False
+    """True if it is scored by the rewards of evaluations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,9 @@ class WorkerSpec:
 
     rewards: Rewards
     options: dict[str, Options]
+    eval_rewards: Rewards
+    """The rewards of evaluations, which may be the same."""
+    eval_options: dict[str, Options]
     ground_truth_name: str
     tokenizer_path: str
     trust_remote_code: bool
@@ -69,7 +74,7 @@ def start_worker(parent: int, spec: WorkerSpec) -> None:
     try:
         decode = load_decoder(spec.tokenizer_path, trust_remote_code=spec.trust_remote_code)
         reward_model.connect(spec.endpoints)
-        _scorer = _make_scorer(RewardTable(spec.rewards, spec.options), spec, decode)
+        _scorer = _make_scorer(spec, decode)
     except ConfigError as error:
         message = redact(str(error))
         _scorer = lambda group: [(0.0, {}, message)] * len(group.completion_ids)  # noqa: E731
@@ -83,11 +88,15 @@ def score_groups(groups: list[PackedGroup]) -> tuple[float, list[list[Score]]]:
     return time.perf_counter() - started, scores
 
 
-def _make_scorer(table: RewardTable, spec: WorkerSpec, decode: Decoder) -> _Scorer:
+def _make_scorer(spec: WorkerSpec, decode: Decoder) -> _Scorer:
+    training = evaluation = RewardTable(spec.rewards, spec.options)
+    if (spec.eval_rewards, spec.eval_options) != (spec.rewards, spec.options):
+        evaluation = RewardTable(spec.eval_rewards, spec.eval_options)
+
     def score(packed: PackedGroup) -> list[Score]:
         deadline_s = time.monotonic() + _TIME_SHARE * spec.timeout_s
         prompt_text, *completions = decode([memoryview(packed.prompt).cast("i").tolist(), *packed.completion_ids])
-        return table(
+        return (evaluation if packed.evaluation else training)(
             CompletedGroup(
                 prompt=prompt_text,
                 completions=completions,

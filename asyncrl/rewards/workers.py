@@ -19,7 +19,7 @@ from pebble import ProcessExpired, ProcessPool
 from asyncrl.config import Config
 from asyncrl.errors import RunError
 from asyncrl.rewards.calling import Score, describe, failure
-from asyncrl.rewards.table import reward_for, show_spec
+from asyncrl.rewards.table import evaluation_config, reward_for, show_spec
 from asyncrl.rewards.worker_main import PackedGroup, WorkerSpec, score_groups, start_worker
 from asyncrl.types import Prompt
 from asyncrl.wire.endpoints import Endpoints
@@ -99,12 +99,16 @@ class RewardPool:
 
     def __init__(self, config: Config, *, tokenizer_path: str, endpoints: Endpoints | None = None) -> None:
         """`endpoints` has the address of `run_reward_model`, if a reward needs it."""
-        self._rewards = config.rewards
+        evaluation = evaluation_config(config)
+        self._rewards = {False: config.rewards, True: evaluation.rewards}
+        """The rewards of training, and with True of evaluations."""
         self._workers = config.generator.reward_workers
         self._timeout_s = config.generator.reward_timeout_s
         self._spec = WorkerSpec(
             rewards=config.rewards,
             options=config.reward_options,
+            eval_rewards=evaluation.rewards,
+            eval_options=evaluation.reward_options,
             ground_truth_name=(config.data.columns.ground_truth or "ground_truth").rpartition(".")[2],
             tokenizer_path=tokenizer_path,
             trust_remote_code=config.model.trust_remote_code,
@@ -125,11 +129,17 @@ class RewardPool:
         return len(self._waiting) + sum(len(task.groups) for task in self._running)
 
     def submit(
-        self, key: Hashable, completions: Sequence[Sequence[int]], prompt: Prompt, statuses: Sequence[str]
+        self,
+        key: Hashable,
+        completions: Sequence[Sequence[int]],
+        prompt: Prompt,
+        statuses: Sequence[str],
+        *,
+        evaluation: bool = False,
     ) -> None:
         """Queues one group: the action tokens of each completion, and its status, "completed" or "truncated".
 
-        The rewards come back under `key`.
+        The rewards come back under `key`; with `evaluation` they are those of `eval.rewards`.
         """
         packed = PackedGroup(
             completion_ids=[list(tokens) for tokens in completions],
@@ -140,6 +150,7 @@ class RewardPool:
             extra_info=prompt.extra_info,
             chat=prompt.chat,
             columns=prompt.columns,
+            evaluation=evaluation,
         )
         self._waiting.append(_Waiting(key, packed))
 
@@ -248,7 +259,8 @@ class RewardPool:
 
     def _fail(self, waiting: _Waiting, cause: str, scored: list[Scored]) -> None:
         data_source = waiting.group.data_source
-        text = failure(show_spec(reward_for(self._rewards, data_source)), data_source, cause)
+        spec = reward_for(self._rewards[waiting.group.evaluation], data_source)
+        text = failure(show_spec(spec), data_source, cause)
         _conclude(waiting, [(0.0, {}, text)] * len(waiting.group.completion_ids), scored)
 
 

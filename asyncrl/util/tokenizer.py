@@ -30,6 +30,22 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
     return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
 
 
+def end_tokens(path: str, *, trust_remote_code: bool = False) -> list[int]:
+    """The tokens that end a completion, ascending: the tokenizer's end-of-sequence token and those of the model's
+    generation config, as vLLM finds them."""
+    from transformers import AutoConfig, GenerationConfig
+
+    try:
+        generation = GenerationConfig.from_pretrained(path)
+    except OSError:  # the folder has none
+        model = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        generation = GenerationConfig.from_model_config(model)
+    own = load_tokenizer(path, trust_remote_code=trust_remote_code).eos_token_id
+    given = generation.eos_token_id
+    ends = {own, *(given if isinstance(given, list) else [given])}
+    return sorted(token for token in ends if token is not None)
+
+
 def load_decoder(path: str, *, trust_remote_code: bool = False) -> Decoder:
     """Returns the decoder of the tokenizer at `path`. It loads transformers, which takes seconds and memory, only where
     there is no tokenizer.json."""

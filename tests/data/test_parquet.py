@@ -81,6 +81,7 @@ def test_sources_of_evaluation_files_count(dataset: Write, tmp_path: Path) -> No
     write_rows(tmp_path / "eval.parquet", [row(0, data_source="held"), row(1, data_source="out")])
     config = dataset([row(0), row(1)], data__eval=str(tmp_path / "eval.parquet"))
     assert count_sources(config) == {"numbers": 2, "held": 1, "out": 1}
+    assert count_sources(config, ("eval",)) == {"held": 1, "out": 1}
     renamed = dataset([row(0, extra_info={"from": "a"})], data__columns__data_source="extra_info.from")
     assert count_sources(renamed) == {"a": 1}
 

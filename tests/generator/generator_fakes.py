@@ -125,7 +125,19 @@ class FakeRewards:
     failing: set[int] = field(default_factory=set)
     done: list[Scored] = field(default_factory=list)
 
-    def submit(self, key: Any, completions: Sequence[Sequence[int]], prompt: Prompt, statuses: Sequence[str]) -> None:
+    evaluated: list[Any] = field(default_factory=list)
+    """Keys of the groups that were submitted as evaluations."""
+
+    def submit(
+        self,
+        key: Any,
+        completions: Sequence[Sequence[int]],
+        prompt: Prompt,
+        statuses: Sequence[str],
+        *,
+        evaluation: bool = False,
+    ) -> None:
+        self.evaluated += [key] if evaluation else []
         failed = key[0] in self.failing
         rewards = [float("nan") if failed else self.score(tokens, prompt) for tokens in completions]
         parts = [{} if failed else {"length": reward} for reward in rewards]

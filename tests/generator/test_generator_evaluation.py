@@ -103,6 +103,8 @@ def test_due_version_stays_until_its_evaluation_is_done_and_training_goes_on(
     for result in client.evaluations:
         assert (len(result.rewards), result.data_source) == (3, "test")
         assert sum(result.rewards) == result.tokens > 0
+    assert isinstance(loop.rewards, FakeRewards)
+    assert sorted(key[0] for key in loop.rewards.evaluated) == tickets
     assert loop.stats.tokens >= sum(group.num_action_tokens for group in client.groups)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.config import load_config, settings_of_model
 from asyncrl.errors import ConfigError
 from asyncrl.launch.commands.evaluate import reward_model, use_folder
 from asyncrl.wire.endpoints import Endpoints
@@ -25,6 +26,17 @@ def test_a_checkpoint_is_evaluated_by_its_model(tmp_path: Path, monkeypatch: pyt
         ConfigError, match=r"--model nowhere: no such folder; .* a checkpoint, such as its checkpoints/s"
     ):
         use_folder(config, "nowhere")
+
+
+def test_a_name_of_the_hub_stays_for_the_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = use_folder(small_config(recipe="demo"), "owner/name")
+    assert (config.model.path, config.recipe) == ("owner/name", None), "a recipe would keep it from being fetched"
+
+
+def test_a_model_needs_no_config() -> None:
+    config = load_config(None, settings_of_model("models/one", {"data.eval": ["a.parquet"], "seed": 3}))
+    assert (config.model.path, config.data.eval_files, config.seed) == ("models/one", ["a.parquet"], 3)
 
 
 @pytest.mark.timeout(240)

@@ -113,10 +113,10 @@ def test_settings_of_algorithm_and_data_must_not_change() -> None:
     attempt(small_config(run="one"), "failed")
     with pytest.raises(ConfigError) as caught:
         check_resume(
-            must(learner__adamw_options={"weight_decay": 1.0}, seed=4, algorithm__loss="cispo", launch__learners=2)
+            must(learner__optimizer_options={"weight_decay": 1.0}, seed=4, algorithm__loss="cispo", launch__learners=2)
         )
     text = str(caught.value)
-    assert "learner.adamw_options.weight_decay: it was 0.01, now 1.0" in text
+    assert "learner.optimizer_options.weight_decay: it was 0.01, now 1.0" in text
     assert "seed: it was 0, now 4" in text
     assert "algorithm.loss: it was 'decoupled_ppo', now 'cispo'" in text
     assert "launch.learners: it was 1, now 2" in text

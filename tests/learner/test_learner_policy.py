@@ -37,6 +37,7 @@ LOSSES: list[dict[str, Any]] = [
     {"loss": "decoupled_ppo", "correction": {"level": "sequence", "mode": "mask", "low": 1e-6, "high": 5.0}},
     {"loss": "ppo_clip", "aggregation": "seq-mean-token-mean"},
     {"loss": "reinforce_is", "loss_options": {"cap": 1.5}, "aggregation": "seq-mean-token-sum-norm"},
+    {"loss": "decoupled_ppo", "entropy_coef": 0.7, "aggregation": "seq-mean-token-mean"},
 ]
 
 
@@ -52,19 +53,20 @@ def plain_gradients(config: Config, groups: list[Group]) -> tuple[float, dict[st
     """Returns the step's loss and its gradient, computed without packing, micro-batches or chunks."""
     model = AutoModelForCausalLM.from_pretrained(config.model.path, attn_implementation="eager", dtype=torch.float64)
     algorithm = make_algorithm(config)
-    columns: dict[str, list[Tensor]] = {name: [] for name in ("logprobs", "behavior", "advantages", "seq")}
+    columns: dict[str, list[Tensor]] = {name: [] for name in ("logprobs", "behavior", "advantages", "seq", "entropies")}
     for group in groups:
         advantages = grpo(torch.tensor(group.rewards), torch.zeros(len(group.rewards), dtype=torch.int64))
         for trajectory, advantage in zip(group.trajectories, advantages, strict=True):
             mask = torch.from_numpy(trajectory.action_mask[1:])
-            logprobs, _ = plain_logprobs(model, trajectory.tokens, config.generator.temperature)
+            logprobs, entropies = plain_logprobs(model, trajectory.tokens, config.generator.temperature)
+            columns["entropies"].append(entropies[mask])
             columns["logprobs"].append(logprobs[mask])
             columns["behavior"].append(torch.from_numpy(trajectory.behavior_logprobs[1:])[mask].double())
             columns["advantages"].append(advantage.expand(int(mask.sum())))
             columns["seq"].append(torch.full((int(mask.sum()),), len(columns["seq"])))
-    logprobs, behavior, advantages, seq = (torch.cat(parts) for parts in columns.values())
+    logprobs, behavior, advantages, seq, entropies = (torch.cat(parts) for parts in columns.values())
     token_loss = algorithm.loss(PolicyTerms(logprobs, logprobs.detach(), behavior, advantages, seq))
-    loss = algorithm.aggregate(token_loss, seq)
+    loss = algorithm.aggregate(token_loss - config.algorithm.entropy_coef * entropies, seq)
     loss.backward()
     return float(loss.detach()), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 

@@ -63,7 +63,7 @@ def test_two_ranks_are_one_rank(name: str, alone: Record, alone_with_critic: Rec
         assert scalars[metric] == pytest.approx(value, rel=1e-4, abs=1e-6), metric
 
 
-@pytest.mark.parametrize("name", FLOAT32 + BFLOAT16)
+@pytest.mark.parametrize("name", [*FLOAT32, *BFLOAT16, "shuffled", "muon", "adafactor"])
 def test_ranks_agree(name: str, two_ranks: Path) -> None:
     (first, metrics), (second, others) = (load(two_ranks, name, rank) for rank in (0, 1))
     assert metrics == others

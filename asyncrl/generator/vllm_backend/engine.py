@@ -41,6 +41,7 @@ from asyncrl.errors import AsyncrlError, ConfigError, InvariantError, RunError
 from asyncrl.generator.vllm_backend.sent_weights import SentWeights, Weights
 from asyncrl.generator.vllm_backend.setup import build_engine, sampling_params
 from asyncrl.types import NO_VERSION, Status
+from asyncrl.util.tokenizer import end_tokens, load_tokenizer
 
 if TYPE_CHECKING:
     from vllm import CompletionOutput
@@ -54,7 +55,8 @@ Sampling = Literal["training", "evaluation", "greedy"]
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One completion of a prompt. All arrays are [tokens] and include the end-of-sequence token."""
+    """One completion of a prompt. All arrays are [tokens] and include the tokens that ended it: the end-of-sequence
+    token, or those of a text of `generator.stop`."""
 
     key: str
     tokens: list[int]
@@ -89,6 +91,10 @@ class Engine:
         """The last prompt, kind and version, with the request prepared from them."""
         self._sent = sent or SentWeights(config)  # first: vLLM changes classes of transformers that it runs itself
         self._engine = build_engine(config, seed)
+        if config.generator.stop_texts:
+            # The texts are those that rewards see: vLLM may load another class of tokenizer.
+            own = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+            self._engine.output_processor.tokenizer = own
         self._sampling: dict[Sampling, dict[str, float]] = {
             # Of the full distribution: log-probs of a cut one would bias importance ratios.
             "training": {"temperature": config.generator.temperature},
@@ -98,6 +104,7 @@ class Engine:
         """vLLM's sampling parameters; those that are left out exclude no token."""
         self._params = {kind: sampling_params(config, sampling) for kind, sampling in self._sampling.items()}
         self._warm_up()
+        self._check_end_tokens()
         gc.collect()
         gc.freeze()  # keeps the engine's many objects out of later collections
 
@@ -163,9 +170,25 @@ class Engine:
         for kind, params in self._params.items():
             params = params.clone()
             params.max_tokens = 2
+            params.min_tokens = min(params.min_tokens, 2)
             self._engine.add_request(f"warm-up {kind}", tokens_input([0]), params)
         while self._engine.has_unfinished_requests():
             self._engine.step()
+
+    def _check_end_tokens(self) -> None:
+        """Raises InvariantError if the engine excludes other tokens before `generator.min_new_tokens` than the learner,
+        whose log-probs would be those of another distribution."""
+        config = self._config
+        if not config.generator.min_new_tokens:
+            return
+        params = self._prepared([0], "training", None).sampling_params
+        assert params is not None
+        expected = end_tokens(config.model.path, trust_remote_code=config.model.trust_remote_code)
+        if sorted(params.all_stop_token_ids) != expected:
+            raise InvariantError(
+                f"generator.min_new_tokens = {config.generator.min_new_tokens}: the engine ends completions with the "
+                f"tokens {sorted(params.all_stop_token_ids)}, the learner expects {expected}"
+            )
 
     def step(self) -> list[Completion]:
         """Runs one decoding step of all requests and returns the completions that ended in it."""

@@ -175,9 +175,13 @@ def sampling_params(config: Config, sampling: Mapping[str, float], seed: int | N
         **cast("dict[str, Any]", sampling),
         seed=seed,
         max_tokens=config.generator.max_new_tokens,
+        min_tokens=config.generator.min_new_tokens,
+        stop=config.generator.stop_texts,
+        detokenize=bool(config.generator.stop_texts),
+        include_stop_str_in_output=True,  # keeps the tokens of the text that stops a completion
+        skip_special_tokens=False,
         logprobs=0,
         flat_logprobs=True,
-        detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,  # requests share them unchanged; a deep copy for each is slow
     )

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -21,17 +21,18 @@ import structlog
 from rich.console import Console
 from rich.table import Table
 
-from asyncrl.config import Config, Rewards
-from asyncrl.data.hub import fetch
+from asyncrl.config import Config
+from asyncrl.data.hub import fetch, is_model_name
 from asyncrl.errors import ConfigError
 from asyncrl.launch.console import EXIT_DONE, EXIT_INTERRUPTED, Interrupts
 from asyncrl.launch.endpoints import run_endpoints
 from asyncrl.launch.placement import LOOPBACK
-from asyncrl.launch.preflight import check_data_and_rewards, check_model
+from asyncrl.launch.preflight import check_data, check_model, checked_eval_rewards, checked_rewards
 from asyncrl.launch.samples import PARQUET, check_samples_file
 from asyncrl.learner.checkpoint.files import MANIFEST
 from asyncrl.replay.eval_scores import PromptScore, pass_ks, score_table
 from asyncrl.rewards.reward_model import await_reward_model, uses_reward_model
+from asyncrl.rewards.table import evaluation_config
 from asyncrl.samples import Samples
 from asyncrl.types import Group, Lease, Prompt
 from asyncrl.util.files import check_writable, read_json, replace_file
@@ -51,18 +52,17 @@ RESULTS = {"model", "settings", "metrics", "prompts"}
 """Keys that identify a file of results."""
 
 
-def evaluate(config: Config, console: Console, *, model: str | None = None, out: Path | None = None) -> int:
-    """Evaluates the model in a folder, prints a table by data source and returns the exit code. Writes to `out`: the
-    completions with their texts (`Samples`) to a Parquet file, or else metrics and rewards as JSON.
+def evaluate(config: Config, console: Console, *, model: str | None = None, outs: Sequence[Path] = ()) -> int:
+    """Evaluates the model in a folder, prints a table by data source and returns the exit code. Writes to each of
+    `outs`: the completions with their texts (`Samples`) to a Parquet file, or else metrics and rewards as JSON.
 
     The default folder is that of the run's trained model if it exists, else `model.path`. Raises ConfigError when the
     config, the folder or the data cannot be used.
     """
     config = fetch(use_folder(config, model), console)
-    if out is not None:
+    for out in outs:
         check_out(out)
-    limit_tokens, rewards = check_evaluation(config, console)
-    config = config.model_copy(update={"rewards": rewards})
+    limit_tokens, config = check_evaluation(config, console)
     quiet_logs()
     interrupts = Interrupts()
     with interrupts.caught():
@@ -77,7 +77,7 @@ def evaluate(config: Config, console: Console, *, model: str | None = None, out:
     scores = {result.ticket: PromptScore.of(result) for result in work.results}
     metrics = score_table(scores.values())
     print_table(console, metrics, config.eval.samples)
-    if out is not None:
+    for out in outs:
         if out.suffix == PARQUET:
             write_samples(out, config, prompts, work.groups)
         else:
@@ -87,18 +87,18 @@ def evaluate(config: Config, console: Console, *, model: str | None = None, out:
 
 
 def use_folder(config: Config, model: str | None) -> Config:
-    """The config with the folder to evaluate as `model.path`; of a checkpoint it is `model/`. Raises ConfigError when
-    `model` is no folder."""
-    if model is not None and not Path(model).is_dir():
+    """The config with the folder to evaluate as `model.path`, or the name of a model of the hub; of a checkpoint it is
+    `model/`. Raises ConfigError when `model` is neither."""
+    if model is not None and not Path(model).is_dir() and not is_model_name(model):
         raise ConfigError(
             f"--model {model}: no such folder; give one in Hugging Face format, such as a run's model/, or a "
-            "checkpoint, such as its checkpoints/step-000050"
+            "checkpoint, such as its checkpoints/step-000050, or OWNER/NAME of the hub"
         )
     if model is not None and (Path(model) / MANIFEST).is_file():
         model = str(Path(model) / "model")
     trained = config.run_dir / "model"
     folder = model or (str(trained) if trained.is_dir() else config.model.path)
-    return config.model_copy(update={"model": config.model.model_copy(update={"path": folder})})
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": folder}), "recipe": None})
 
 
 def check_out(out: Path) -> None:
@@ -117,16 +117,19 @@ def check_out(out: Path) -> None:
         raise ConfigError(f"--out {out}: exists and holds no results of this command; name another file")
 
 
-def check_evaluation(config: Config, console: Console) -> tuple[int, Rewards]:
-    """Returns the number of prompt tokens that the model's window leaves, and the rewards. Raises ConfigError for any
-    error that can be found before the engine starts."""
+def check_evaluation(config: Config, console: Console) -> tuple[int, Config]:
+    """Returns the number of prompt tokens that the model's window leaves, and the config with the rewards of
+    evaluations. Raises ConfigError for any error that can be found before the engine starts."""
     if not config.data.eval_files:
         raise ConfigError("data.eval: required, but not set; give Parquet files as data.eval=FILE or data.eval=[A,B]")
     room = check_model(config)
     # Training files are not checked: they may be gone.
     data = config.data.model_copy(update={"train": config.data.eval_files, "eval": None, "weights": None})
-    rewards, _ = check_data_and_rewards(config.model_copy(update={"data": data}), console)
-    return room, rewards
+    given = config.model_copy(update={"data": data})
+    check_data(given, console)
+    checked = checked_rewards if config.eval.rewards is None else checked_eval_rewards
+    rewards = checked(given, ("train",), console)
+    return room, evaluation_config(config).model_copy(update={"rewards": rewards})
 
 
 def evaluate_prompts(
@@ -274,8 +277,9 @@ def write_json(out: Path, config: Config, metrics: dict[str, float], scored: lis
     report = {
         "model": config.model.path,
         "data": config.data.eval_files,
-        "settings": config.eval.model_dump(mode="json", exclude={"every_steps"})
-        | {"max_new_tokens": config.generator.max_new_tokens, "seed": config.seed},
+        "settings": config.eval.model_dump(mode="json", exclude={"every_steps", "rewards", "reward_options"})
+        | config.generator.model_dump(mode="json", include={"max_new_tokens", "min_new_tokens", "stop"})
+        | {"rewards": config.rewards, "seed": config.seed},
         "metrics": metrics,
         "prompts": rows,
     }

@@ -1,8 +1,8 @@
 """The training state of a model by parameter name, independent of the ZeRO stage and the number of ranks.
 
-Every rank has a fragment of each parameter's float32 weights and Adam moments: the complete tensor with stage 0, a
-slice of the flattened parameter otherwise. Parameters are assigned to ranks round robin; each rank assembles and writes
-the tensors of its parameters.
+Every rank has a fragment of each parameter's float32 weights and AdamW's moments: the complete tensor with stage 0, a
+slice of the flattened parameter otherwise. Other optimizers, whose states have other shapes, have stage 0 only.
+Parameters are assigned to ranks round robin; each rank assembles and writes the tensors of its parameters.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from asyncrl.errors import RunError
 from asyncrl.learner.deepspeed_import import BF16_Optimizer
 from asyncrl.learner.engine import TrainedModel
+from asyncrl.learner.optimizers import STEP, first_state
 
-KINDS = ("weight", "exp_avg", "exp_avg_sq")
-"""Tensors saved for each parameter, float32, with the key `KIND/PARAMETER`."""
-STEP = "step"
-"""Key of the number of updates, int64; in every file."""
+WEIGHT = "weight"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""AdamW's state of a parameter. Tensors are saved in float32 with the key `KIND/PARAMETER`; the kinds are `WEIGHT` and
+the names in the optimizer's state. The number of updates has the key `STEP`, int64, in every file."""
+WAY_OUT = "resume with the model.path, critic.path and learner.optimizer that the run began with"
 SKIPPED = "skipped"
 """Key of the number of consecutive skipped updates, int64; in every file, except those of older checkpoints."""
 
@@ -34,11 +36,12 @@ def collect_state(trained: TrainedModel) -> dict[str, Tensor]:
     """Returns this rank's part of the training state, copied to the CPU. All ranks call it."""
     ranks = trained.ranks
     flats = _prepare(trained)
-    updates = max(int(trained.optimizer.state[flat]["step"]) for flat in flats)
+    states = [trained.optimizer.state[flat] for flat in flats]
+    updates = max(int(state[STEP]) for state in states if STEP in state)
     share = {STEP: torch.tensor(updates), SKIPPED: torch.tensor(trained.skipped)}
     for index, (name, parameter) in enumerate(trained.model.named_parameters()):
         owner = index % ranks.count
-        for kind in KINDS:
+        for kind in _kinds(trained, parameter):
             full = _assemble(trained, parameter, kind, owner)
             if ranks.rank == owner:
                 share[f"{kind}/{name}"] = full.to("cpu", copy=True)
@@ -56,17 +59,19 @@ def restore_state(trained: TrainedModel, folder: Path) -> None:
         files = [opened.enter_context(safe_open(path, "pt")) for path in sorted(folder.glob("rank-*.safetensors"))]
         where = {key: file for file in files for key in file.keys()}  # noqa: SIM118 (it is no dict)
         parameters = dict(trained.model.named_parameters())
-        _check_names(folder, set(where) - {STEP, SKIPPED}, parameters)
+        kinds = {name: _kinds(trained, parameter) for name, parameter in parameters.items()}
+        _check_names(folder, set(where) - {STEP, SKIPPED}, kinds)
         for name, parameter in parameters.items():
-            for kind in KINDS:
+            for kind in kinds[name]:
                 full = where[f"{kind}/{name}"].get_tensor(f"{kind}/{name}")
-                _check_shape(folder, name, full, parameter)
+                _check_shape(folder, name, full, _shape(trained, parameter, kind))
                 for fragment, start in _fragments(trained, parameter, kind):
                     fragment.copy_(full.view(-1)[start : start + len(fragment)])
         updates = where[STEP].get_tensor(STEP)
         trained.skipped = int(where[SKIPPED].get_tensor(SKIPPED)) if SKIPPED in where else 0
     for flat in flats:
-        trained.optimizer.state[flat]["step"].fill_(int(updates))
+        if STEP in (state := trained.optimizer.state[flat]):
+            state[STEP].fill_(int(updates))
     _refresh(trained)
 
 
@@ -83,8 +88,8 @@ def restore_random_state(states: dict[str, Tensor]) -> None:
 
 
 def _prepare(trained: TrainedModel) -> list[Tensor]:
-    """Returns the tensors that AdamW updates on this rank. Creates their optimizer state, which AdamW otherwise creates
-    in its first update."""
+    """Returns the tensors that the optimizer updates on this rank. Creates their state, which it otherwise creates in
+    its first update."""
     optimizer: Any = trained.engine.optimizer
     if isinstance(optimizer, BF16_Optimizer):
         flats: list[Tensor] = optimizer.fp32_groups_flat_partition
@@ -97,17 +102,29 @@ def _prepare(trained: TrainedModel) -> list[Tensor]:
     for flat in flats:
         state = trained.optimizer.state[flat]
         if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=flat.device)
-            state["exp_avg"] = torch.zeros_like(flat, memory_format=torch.preserve_format)
-            state["exp_avg_sq"] = torch.zeros_like(flat, memory_format=torch.preserve_format)
+            state.update(first_state(trained.optimizer, flat))
     if trained.sharded and not trained.partitioned:
         optimizer._lazy_init_hp_params_optimizer_state()
     return flats
 
 
+def _kinds(trained: TrainedModel, parameter: Any) -> list[str]:
+    """Returns the kinds of tensors that are saved for the parameter."""
+    if trained.sharded:
+        return [WEIGHT, *MOMENTS]
+    return [WEIGHT, *(name for name in trained.optimizer.state[parameter] if name != STEP)]
+
+
+def _shape(trained: TrainedModel, parameter: Any, kind: str) -> torch.Size:
+    """Returns the shape of the complete tensor."""
+    if trained.sharded or kind == WEIGHT:
+        return getattr(parameter, "ds_shape", parameter.shape)
+    return trained.optimizer.state[parameter][kind].shape
+
+
 def _fragments(trained: TrainedModel, parameter: Any, kind: str) -> Iterator[tuple[Tensor, int]]:
     """Yields this rank's fragment of the flattened parameter, float32, and its offset, if it has a fragment."""
-    key = None if kind == "weight" else kind
+    key = None if kind == WEIGHT else kind
     optimizer: Any = trained.engine.optimizer
     if trained.partitioned:
         padded, _ = optimizer._get_fp32_opt_state_partition(parameter, release_swap_buffers=False, optim_state_key=key)
@@ -124,7 +141,7 @@ def _fragments(trained: TrainedModel, parameter: Any, kind: str) -> Iterator[tup
 
 def _assemble(trained: TrainedModel, parameter: Any, kind: str, owner: int) -> Tensor:
     """Returns the complete tensor on rank `owner`; undefined on other ranks."""
-    shape = parameter.ds_shape if trained.partitioned else parameter.shape
+    shape = _shape(trained, parameter, kind)
     fragments = list(_fragments(trained, parameter, kind))
     if not trained.sharded:
         return fragments[0][0].view(shape)
@@ -150,20 +167,17 @@ def _refresh(trained: TrainedModel) -> None:
         optimizer.update_lp_params()
 
 
-def _check_names(folder: Path, keys: set[str], parameters: dict[str, nn.Parameter]) -> None:
-    wanted = {f"{kind}/{name}" for name in parameters for kind in KINDS}
+def _check_names(folder: Path, keys: set[str], kinds: dict[str, list[str]]) -> None:
+    wanted = {f"{kind}/{name}" for name, own in kinds.items() for kind in own}
     if keys != wanted:
         key = min(keys ^ wanted)
         raise RunError(
-            f"{folder}: {'holds' if key in keys else 'lacks'} {key}, unlike the model of this run; resume with the "
-            "model.path and critic.path that the run began with"
+            f"{folder}: {'holds' if key in keys else 'lacks'} {key}, unlike the model of this run; {WAY_OUT}"
         )
 
 
-def _check_shape(folder: Path, name: str, full: Tensor, parameter: Any) -> None:
-    shape = getattr(parameter, "ds_shape", parameter.shape)
+def _check_shape(folder: Path, name: str, full: Tensor, shape: torch.Size) -> None:
     if full.shape != shape:
         raise RunError(
-            f"{folder}: {name} has shape {list(full.shape)}, but {list(shape)} in the model of this run; resume with "
-            "the model.path and critic.path that the run began with"
+            f"{folder}: {name} has shape {list(full.shape)}, but {list(shape)} in the model of this run; {WAY_OUT}"
         )
