@@ -1,4 +1,4 @@
-"""What stands before the board: only its own address, with the token in it, is answered, and nothing can be changed."""
+"""The guard of the board: answers only its own address, with the token in it, and only requests to read."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ STOP_S = 2
 
 
 class Board:
-    """What the requests are answered with. Names in a request are looked up among the runs that the folder has, and
+    """The answers to requests. Names in a request are looked up among the runs that the folder has, and
     never become paths."""
 
     def __init__(self, folder: Path) -> None:

@@ -55,7 +55,7 @@ class Curves:
         self.names: set[str] = set()
         """Metrics that are kept."""
         self.fault = ""
-        """What is wrong with the file; nothing is read after a line that is not JSON."""
+        """A sentence about a damaged file, or ""; nothing is read after a line that is not JSON."""
         self._ends = np.zeros(MAX_POINTS, dtype=np.int64)
         """Last step of each bucket."""
         self._elapsed_s = np.full(MAX_POINTS, np.nan)

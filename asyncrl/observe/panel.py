@@ -88,7 +88,7 @@ class History:
 
 
 def spread(values: Sequence[float], number: int) -> list[float]:
-    """The values as at most so many means of adjacent ones."""
+    """The values as at most `number` means of adjacent ones."""
     size = max(1, -(-len(values) // number))
     parts = [values[begin : begin + size] for begin in range(0, len(values), size)]
     return [sum(part) / len(part) for part in parts]

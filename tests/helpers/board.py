@@ -80,7 +80,7 @@ def append_metrics(run_dir: Path, rows: list[dict[str, float]]) -> None:
 
 
 def made_run(folder: Path, *, steps: int = 40, reward: float = 0.5, **summary: Any) -> Path:
-    """A run of so many steps without trace and samples; with a summary only if something is in it."""
+    """A run of `steps` steps without trace and samples; with a summary only if something is in it."""
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(small_config(run="made", steps=max(steps, 1)).to_yaml())
     append_metrics(folder, rows_of(steps, reward=reward))

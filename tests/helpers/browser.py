@@ -81,7 +81,7 @@ class Browser:
         self._ask("POST", f"{self._session}/element/{name}/click", {})
 
     def errors(self) -> list[str]:
-        """What the page's scripts have reported since the last call."""
+        """The errors in the browser's log since the last call."""
         entries = self._ask("POST", f"{self._session}/se/log", {"type": "browser"})
         return [entry["message"] for entry in entries if entry["level"] == "SEVERE"]
 
