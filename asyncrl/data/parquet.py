@@ -57,8 +57,9 @@ def count_sources(config: Config, splits: Sequence[Split] = ("train", "eval")) -
     are read as `check_dataset` checks."""
     sources: Counter[str] = Counter()
     if config.data.custom.dataset is not None:
-        for split in (split for split in splits if dataset_files(config, split)):
-            sources.update(row["data_source"] for row in _first_rows(PromptTable(config, split=split)))
+        for split in splits:
+            if dataset_files(config, split):
+                sources.update(row["data_source"] for row in _first_rows(PromptTable(config, split=split)))
         return dict(sources)
     dotted = config.data.columns.data_source
     for file in (file for split in splits for file in dataset_files(config, split)):
