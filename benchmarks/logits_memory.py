@@ -52,7 +52,7 @@ def run_side(side: str, tokens: int, out: Path) -> None:
     import torch
     from torch import nn
 
-    from asyncrl.learner.logprob_head import LogprobHead
+    from asyncrl.learner.model.logprob_head import LogprobHead
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)

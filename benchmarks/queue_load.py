@@ -157,9 +157,9 @@ def learn(endpoints: Endpoints, version: Any) -> None:
 
 def hold_queue(config: Config, endpoints: Endpoints, folder: Path, journaled: bool) -> None:
     from asyncrl.replay.journal.writer import Journal
+    from asyncrl.replay.metrics.trace import TraceWriter
     from asyncrl.replay.queue import ReplayQueue
     from asyncrl.replay.server import run_replay
-    from asyncrl.replay.trace import TraceWriter
 
     journal = Journal(folder / "journal", flush=config.journal.flush) if journaled else None
     queue = ReplayQueue(config, MadeUpPrompts(), TraceWriter(folder / "trace.parquet"), journal=journal)

@@ -168,7 +168,7 @@ def main() -> None:
     from asyncrl.generator.vllm_backend.setup import ENVIRONMENT
 
     os.environ.update(ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "DS_ACCELERATOR": "cpu"})
-    from asyncrl.launch.placement import reserve_ports
+    from asyncrl.launch.resources.placement import reserve_ports
     from asyncrl.learner.distributed import process_group
     from asyncrl.wire.endpoints import Endpoints
 

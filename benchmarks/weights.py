@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 
-from asyncrl.launch.placement import reserve_ports
+from asyncrl.launch.resources.placement import reserve_ports
 from asyncrl.wire.socket_folder import socket_folder
 from benchmarks.demo import prepare_cold
 from benchmarks.frame import Limit, Round, Row

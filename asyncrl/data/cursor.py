@@ -104,7 +104,11 @@ class PromptCursor:
         if self._pipeline is None:
             from asyncrl.data.pipeline import Pipeline  # imports torch
 
-            self._pipeline = Pipeline(self._rows, self._position, workers=self._config.data.workers)
+            # The launcher restarts a queue that is silent for the complete time-out, and then nobody hears the reason.
+            timeout_s = self._config.launch.heartbeat_timeout_s / 2
+            self._pipeline = Pipeline(
+                self._rows, self._position, workers=self._config.data.workers, timeout_s=timeout_s
+            )
             self._order = None
             weakref.finalize(self, self._pipeline.close)
 

@@ -31,8 +31,6 @@ AHEAD_BYTES = 64 << 20
 """Approximate memory of the prompts that are made ahead; there is always room for one."""
 AHEAD_ROWS = 16 * AHEAD_PROMPTS
 """Rows that are read ahead, including those that are left out."""
-TAKE_S = 240.0
-"""Deadline for the next outcome, including the start of the workers."""
 CLOSE_S = 10.0
 """Deadline for the thread to end."""
 MAX_LOSSES = 3
@@ -58,12 +56,13 @@ class Pipeline:
     An error of a row is an outcome, so that it comes in the row's turn. Workers that are killed are replaced.
     """
 
-    def __init__(self, rows: TrainingRows, position: PromptPosition, *, workers: int) -> None:
-        """Starts after the position."""
+    def __init__(self, rows: TrainingRows, position: PromptPosition, *, workers: int, timeout_s: float) -> None:
+        """Starts after the position. `timeout_s` is the deadline of `take`, including the start of the workers."""
         self.position = position
         """The position after the last outcome that was taken."""
         self._rows = rows
         self._workers = workers
+        self._timeout_s = timeout_s
         self._changed = threading.Condition()
         self._ready: deque[Made] = deque()
         self._num_bytes = 0
@@ -76,11 +75,14 @@ class Pipeline:
         self._thread.start()
 
     def take(self) -> Outcome:
-        """The next outcome; waits for it if it is not ready. Raises PeerTimeoutError after TAKE_S, RunError when
+        """The next outcome; waits for it if it is not ready. Raises PeerTimeoutError at the deadline, RunError when
         workers end again and again, and any error that stopped the thread."""
         with self._changed:
-            if not self._changed.wait_for(lambda: self._ready or self._error, TAKE_S):
-                raise PeerTimeoutError(f"no prompt came from the pipeline for {TAKE_S:g} s: {self._next_row()}")
+            if not self._changed.wait_for(lambda: self._ready or self._error, self._timeout_s):
+                raise PeerTimeoutError(
+                    f"no prompt came from the pipeline for {self._timeout_s:g} s (half of launch.heartbeat_timeout_s): "
+                    f"{self._next_row()}"
+                )
             if not self._ready:
                 assert self._error is not None
                 raise self._error

@@ -31,7 +31,7 @@ from asyncrl.generator.cost_model import StepCosts
 from asyncrl.generator.groups import Asked, Running, free_capacity, make_evaluated, make_group, submit
 from asyncrl.generator.vllm_backend.engine import Completion, Engine
 from asyncrl.replay.client import GeneratorClient, LeaseReply
-from asyncrl.replay.eval_samples import pack_completions
+from asyncrl.replay.evaluation.samples import pack_completions
 from asyncrl.types import NO_VERSION, Lease
 from asyncrl.util.memory import peak_memory_bytes
 from asyncrl.util.processes import GENERATOR_PHASES, Stopwatch

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from asyncrl.config import Config
-from asyncrl.launch.placement import Placement
+from asyncrl.launch.resources.placement import Placement
 from asyncrl.plan.measured import RecentRun
 from asyncrl.plan.verdict import verdict_of
 

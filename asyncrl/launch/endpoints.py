@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
-from asyncrl.launch.placement import check_host, reserve_ports
+from asyncrl.launch.resources.placement import check_host, reserve_ports
 from asyncrl.wire.curve_keys import is_loopback, run_keys
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.socket_folder import socket_folder

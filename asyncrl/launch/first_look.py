@@ -34,7 +34,7 @@ class FirstLook:
         self._is_over = False
 
     def update(self, rewards: Mapping[str, int], now_s: float) -> None:
-        """Takes what `asyncrl.replay.stats.count_rewards` returns."""
+        """Takes what `asyncrl.replay.metrics.stats.count_rewards` returns."""
         if self._is_over or not (count := rewards["scored"] + rewards["failed"]):
             return
         if self._first_s is None:

@@ -51,7 +51,7 @@ PRELOADED = (
     "asyncrl.data.cursor",
     "asyncrl.data.pipeline",
     "asyncrl.learner.role",
-    "asyncrl.learner.remote_critic",
+    "asyncrl.learner.critic.remote",
     "asyncrl.rewards.model_server",
     "asyncrl.generator.role",
     "asyncrl.generator.vllm_backend.weight_transfer",

@@ -18,7 +18,7 @@ import structlog
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.launch.fork_server import Forked, ForkServer, ForkServerError
-from asyncrl.launch.placement import RoleResources, network_environment
+from asyncrl.launch.resources.placement import RoleResources, network_environment
 from asyncrl.launch.worker import EXIT_DISK_FULL, SHOW_STACKS, RoleSpec
 from asyncrl.observe.logs import last_error
 from asyncrl.util.redaction import redact, redact_file

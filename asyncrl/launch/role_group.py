@@ -10,7 +10,7 @@ from typing import Any
 from asyncrl.config import Config
 from asyncrl.errors import RunError
 from asyncrl.launch.local import LocalLauncher, RoleProcess
-from asyncrl.launch.placement import RoleResources
+from asyncrl.launch.resources.placement import RoleResources
 from asyncrl.launch.worker import FINAL_CODES, RoleSpec
 
 BACK_OFF_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)

@@ -47,11 +47,11 @@ from asyncrl.launch.console import (
 from asyncrl.launch.documents import REPORT, document_of
 from asyncrl.launch.endpoints import run_endpoints
 from asyncrl.launch.first_look import FirstLook
-from asyncrl.launch.fit import fit_memory
 from asyncrl.launch.fork_server import ForkServer
 from asyncrl.launch.local import find_launcher
-from asyncrl.launch.placement import Placement, check_transport, place_roles
 from asyncrl.launch.preflight import check_inputs, run_recipes
+from asyncrl.launch.resources.fit import fit_memory
+from asyncrl.launch.resources.placement import Placement, check_transport, place_roles
 from asyncrl.launch.role_group import Progress
 from asyncrl.launch.run_dir import RunFolder, check_resume, discard_journal
 from asyncrl.launch.shown_samples import ShownSamples

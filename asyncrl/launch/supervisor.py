@@ -11,9 +11,9 @@ import structlog
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError, PeerTimeoutError, RunError
-from asyncrl.launch.fit import fit_memory
 from asyncrl.launch.local import LocalLauncher, RoleProcess
-from asyncrl.launch.placement import Placement, RoleResources, place_roles, refuse_joiner
+from asyncrl.launch.resources.fit import fit_memory
+from asyncrl.launch.resources.placement import Placement, RoleResources, place_roles, refuse_joiner
 from asyncrl.launch.role_group import RESTART_WINDOW_S, RestartHistory, RoleGroup
 from asyncrl.launch.worker import EXIT_CONFIG, EXIT_SILENT_PEER, EXIT_TERMINATED, ROLES, RoleSpec
 from asyncrl.replay.client import LauncherClient

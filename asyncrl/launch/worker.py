@@ -95,11 +95,11 @@ def run_replay_role(config: Config, spec: RoleSpec, should_stop: Callable[[], bo
     """Runs the replay queue until the run ends or `should_stop` returns True."""
     from asyncrl.data.cursor import PromptCursor
     from asyncrl.data.prompts import eval_prompts
-    from asyncrl.replay.eval_samples import EvalSamples
+    from asyncrl.replay.evaluation.samples import EvalSamples
     from asyncrl.replay.journal.writer import SEGMENT_BYTES, Journal
+    from asyncrl.replay.metrics.trace import TraceWriter
     from asyncrl.replay.queue import ReplayQueue
     from asyncrl.replay.server import run_replay
-    from asyncrl.replay.trace import TraceWriter
 
     run_dir, settings = Path(spec.run_dir), config.journal
     prompts = PromptCursor(config, limit_tokens=spec.prompt_tokens)
@@ -155,7 +155,7 @@ def run_learner_role(config: Config, spec: RoleSpec, should_stop: Callable[[], b
 
 def run_critic_role(config: Config, spec: RoleSpec, should_stop: Callable[[], bool]) -> None:
     """Runs one critic rank until its learner ranks have left or `should_stop` returns True."""
-    from asyncrl.learner.remote_critic import run_critic
+    from asyncrl.learner.critic.remote import run_critic
 
     run_critic(
         config,

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.errors import InvariantError
-from asyncrl.learner.packed_attention import Integers, Layout, find_firsts, make_layout
+from asyncrl.learner.model.packed_attention import Integers, Layout, find_firsts, make_layout
 from asyncrl.types import Group, Trajectory
 
 Name = tuple[int, int]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from asyncrl.errors import AsyncrlError, PeerTimeoutError, RunError
-from asyncrl.learner.deepspeed_import import deepspeed
+from asyncrl.learner.model.deepspeed_import import deepspeed
 from asyncrl.wire.channel import ServerLostError
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.store import StoreClient, StoreServer

@@ -37,8 +37,8 @@ from asyncrl.learner.checkpoint.files import Files, bytes_file
 from asyncrl.learner.checkpoint.hf_export import save_model
 from asyncrl.learner.checkpoint.manager import Checkpoints
 from asyncrl.learner.distributed import Ranks
-from asyncrl.learner.flops import device_peak, utilization
-from asyncrl.learner.profiler import StepProfiler
+from asyncrl.learner.metrics.flops import device_peak, utilization
+from asyncrl.learner.metrics.profiler import StepProfiler
 from asyncrl.learner.trainer import Trainer
 from asyncrl.samples import Samples
 from asyncrl.samples.book import SampleBook

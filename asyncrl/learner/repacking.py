@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.learner.batch import Batch, MicroBatch, Rows, make_micro_batch, pack_groups
-from asyncrl.learner.packed_attention import Integers
+from asyncrl.learner.model.packed_attention import Integers
 
 
 def repack(

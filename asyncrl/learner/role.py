@@ -13,12 +13,12 @@ from asyncrl.errors import RunError
 from asyncrl.learner.algorithm import make_algorithm
 from asyncrl.learner.checkpoint.files import CHECKPOINTS
 from asyncrl.learner.checkpoint.manager import Checkpoints
-from asyncrl.learner.critic import Critic, ValueFunction
-from asyncrl.learner.deepspeed_import import enable_determinism
+from asyncrl.learner.critic.remote import RemoteCritic
+from asyncrl.learner.critic.value_function import Critic, ValueFunction
 from asyncrl.learner.distributed import process_group
 from asyncrl.learner.loop import Learner
 from asyncrl.learner.mismatch_check import MismatchCheck
-from asyncrl.learner.remote_critic import RemoteCritic
+from asyncrl.learner.model.deepspeed_import import enable_determinism
 from asyncrl.learner.trainer import Trainer
 from asyncrl.samples.book import SampleBook
 from asyncrl.wire.endpoints import Endpoints

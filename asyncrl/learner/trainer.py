@@ -33,16 +33,16 @@ from asyncrl.config import Config
 from asyncrl.learner.advantage_step import Estimates, Scores, estimate
 from asyncrl.learner.algorithm import Algorithm
 from asyncrl.learner.batch import Batch, MicroBatch
-from asyncrl.learner.batch_metrics import batch_metrics
 from asyncrl.learner.checkpoint.files import Files, bytes_file, model_files, tensors_file
 from asyncrl.learner.checkpoint.zero_state import random_state, restore_random_state, restore_state
-from asyncrl.learner.critic import ValueFunction
+from asyncrl.learner.critic.value_function import ValueFunction
 from asyncrl.learner.distributed import Ranks
-from asyncrl.learner.flops import ModelFlops
-from asyncrl.learner.metrics import StepMetrics
+from asyncrl.learner.metrics.batch import batch_metrics
+from asyncrl.learner.metrics.flops import ModelFlops
+from asyncrl.learner.metrics.phases import PhaseTimer
+from asyncrl.learner.metrics.step import StepMetrics
 from asyncrl.learner.mismatch_check import MismatchCheck
-from asyncrl.learner.phases import PhaseTimer
-from asyncrl.learner.policy import Policy, Reference
+from asyncrl.learner.model.policy import Policy, Reference
 from asyncrl.learner.token_losses import token_losses
 from asyncrl.learner.update import (
     Minibatch,

@@ -30,7 +30,7 @@ from asyncrl.config import Config, LearnerConfig
 from asyncrl.errors import RunError
 from asyncrl.learner.batch import Batch, MicroBatch, Name, empty_micro_batch
 from asyncrl.learner.distributed import Ranks
-from asyncrl.learner.engine import TrainedModel
+from asyncrl.learner.model.engine import TrainedModel
 from asyncrl.learner.repacking import repack
 
 SHAPES: dict[str, Callable[[float], float]] = {

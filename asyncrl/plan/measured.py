@@ -16,7 +16,7 @@ from asyncrl.observe.document import read_metrics
 from asyncrl.plan.tail import TraceTail, read_metrics_tail
 from asyncrl.plan.trace import read_trace
 from asyncrl.plan.workload import TURNS, EngineCost, LearnerCost, Lengths, Setup, SyncCost, Workload, slowdown
-from asyncrl.replay.metrics import COSTS
+from asyncrl.replay.metrics.run import COSTS
 from asyncrl.util.files import read_json
 
 MAX_GROUPS = 16384

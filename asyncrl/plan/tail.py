@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from asyncrl.errors import DataError
 from asyncrl.plan.trace import check_schema, damaged, last_of_tickets
-from asyncrl.replay.trace import SCHEMA
+from asyncrl.replay.metrics.trace import SCHEMA
 
 METRICS_BYTES = 2 << 20
 """Bytes read from the end of `metrics.jsonl`: several hundred steps."""

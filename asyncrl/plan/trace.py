@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from asyncrl.errors import DataError
-from asyncrl.replay.trace import END_OF_STREAM, SCHEMA, whole_bytes
+from asyncrl.replay.metrics.trace import END_OF_STREAM, SCHEMA, whole_bytes
 
 
 def read_trace(path: Path) -> pa.Table:

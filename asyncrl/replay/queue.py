@@ -37,14 +37,14 @@ from asyncrl.config import Config
 from asyncrl.errors import ProtocolError
 from asyncrl.replay.batcher import Batcher
 from asyncrl.replay.codec import check_group
-from asyncrl.replay.eval_scores import eval_metrics
+from asyncrl.replay.evaluation.scores import eval_metrics
 from asyncrl.replay.expiry import LeaseExpiry
 from asyncrl.replay.journal.writer import Journal
+from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.refunds import check_refunds, refund_reason
 from asyncrl.replay.sessions import Sessions
 from asyncrl.replay.store import Store
 from asyncrl.replay.tickets import FinishedGroup, PromptSource
-from asyncrl.replay.trace import TraceWriter
 from asyncrl.types import NO_VERSION, Lease, Prompt
 from asyncrl.wire.frames import Array
 from asyncrl.wire.messages import (

@@ -24,7 +24,7 @@ from functools import partial
 
 from asyncrl.errors import InvariantError, ProtocolError
 from asyncrl.replay.codec import pack_leases
-from asyncrl.replay.eval_samples import EvalSamples, unpack_completions
+from asyncrl.replay.evaluation.samples import EvalSamples, unpack_completions
 from asyncrl.replay.journal.records import FRAME_BYTES
 from asyncrl.replay.outbox import Outbox
 from asyncrl.replay.queue import ReplayQueue

@@ -11,14 +11,14 @@ import msgspec
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError, JournalError, RunError
-from asyncrl.replay.evaluation import EvalRecord
+from asyncrl.replay.evaluation.book import EvalRecord
 from asyncrl.replay.journal.reader import OTHER_FORMAT, WITHOUT
 from asyncrl.replay.journal.records import FORMAT
 from asyncrl.replay.journal.retention import Coverage
 from asyncrl.replay.ledger_counts import LedgerCounts
-from asyncrl.replay.metrics import RunSums
+from asyncrl.replay.metrics.run import RunSums
+from asyncrl.replay.metrics.stats import ReportedStats
 from asyncrl.replay.staleness_control import ControllerState
-from asyncrl.replay.stats import ReportedStats
 from asyncrl.replay.tickets import HeldTicket, TakenStep
 from asyncrl.types import PromptPosition
 from asyncrl.util.durable import Durable, of_plain

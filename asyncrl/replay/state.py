@@ -14,19 +14,19 @@ import msgspec
 
 from asyncrl.config import Config
 from asyncrl.errors import JournalError
-from asyncrl.replay.eval_scores import eval_metrics
-from asyncrl.replay.evaluation import EvalBook
+from asyncrl.replay.evaluation.book import EvalBook
+from asyncrl.replay.evaluation.scores import eval_metrics
 from asyncrl.replay.journal.reader import Location
 from asyncrl.replay.journal.records import Record
 from asyncrl.replay.journal.retention import Coverage
 from asyncrl.replay.ledger import Ledger
 from asyncrl.replay.ledger_counts import State
-from asyncrl.replay.metrics import RunMetrics
+from asyncrl.replay.metrics.run import RunMetrics
+from asyncrl.replay.metrics.stats import ReportedStats
+from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.snapshot import QueueSnapshot, check_rules, rules_of
 from asyncrl.replay.staleness_control import StalenessController
-from asyncrl.replay.stats import ReportedStats
 from asyncrl.replay.tickets import FinishedGroup, Load, PromptSource, TakenStep, TicketEntry
-from asyncrl.replay.trace import TraceWriter
 from asyncrl.types import Prompt, PromptPosition
 from asyncrl.util.durable import of_plain, restore, to_plain
 from asyncrl.wire.frames import Array

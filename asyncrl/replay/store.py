@@ -17,11 +17,11 @@ from asyncrl.replay.journal.reader import WITHOUT, Loader, segments_of
 from asyncrl.replay.journal.records import FORMAT
 from asyncrl.replay.journal.writer import Journal, Record, read_journal
 from asyncrl.replay.ledger_counts import State
+from asyncrl.replay.metrics.stats import ReportedStats
+from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.snapshot import Snapshot
 from asyncrl.replay.state import QueueState
-from asyncrl.replay.stats import ReportedStats
 from asyncrl.replay.tickets import PromptSource
-from asyncrl.replay.trace import TraceWriter
 from asyncrl.types import Prompt
 from asyncrl.util.durable import restore, to_plain
 from asyncrl.wire.frames import Array

@@ -13,7 +13,7 @@ from msgspec import field
 from asyncrl.errors import InvariantError, ProtocolError
 from asyncrl.replay.journal.reader import Location
 from asyncrl.replay.journal.records import Record
-from asyncrl.replay.stats import completion_tokens, tokens_by_version
+from asyncrl.replay.metrics.stats import completion_tokens, tokens_by_version
 from asyncrl.types import Prompt, PromptPosition
 from asyncrl.util.durable import Durable
 from asyncrl.wire.frames import Array

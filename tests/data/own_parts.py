@@ -151,5 +151,5 @@ def killing(row: dict[str, Any]) -> bool:
 
 def hanging(row: dict[str, Any]) -> bool:
     if row["reward_model"]["ground_truth"] == "2":
-        time.sleep(1.5)
+        time.sleep(4)
     return True

@@ -19,7 +19,7 @@ import msgpack
 import psutil
 import zmq
 
-from asyncrl.launch.placement import reserve_ports
+from asyncrl.launch.resources.placement import reserve_ports
 from asyncrl.wire.bounds import Body
 from asyncrl.wire.kinds import ANSWERS, KINDS
 from asyncrl.wire.messages import ReadStatus, ReadSummary, Take

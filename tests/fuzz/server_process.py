@@ -10,9 +10,9 @@ from pathlib import Path
 
 import structlog
 
+from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.server import run_replay
-from asyncrl.replay.trace import TraceWriter
 from asyncrl.types import Prompt, PromptPosition
 from tests.fuzz.frames import GROUP_SIZE, RUN_ID, prompt
 from tests.helpers.replay import loopback_endpoints, small_config

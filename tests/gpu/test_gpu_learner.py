@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from train_steps import CASES
 from worlds import make_config, make_model
 
-from asyncrl.launch.memory import PROCESS_BYTES, Shape, learner_parts
-from asyncrl.launch.placement import reserve_ports
-from asyncrl.learner.logprob_head import LogprobHead
+from asyncrl.launch.resources.memory import PROCESS_BYTES, Shape, learner_parts
+from asyncrl.launch.resources.placement import reserve_ports
+from asyncrl.learner.model.logprob_head import LogprobHead
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

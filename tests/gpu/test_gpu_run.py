@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.launch.gpus import visible_gpus
+from asyncrl.launch.resources.gpus import visible_gpus
 from tests.helpers.demo import make_demo
 from tests.helpers.runs import Launched, check_ledger, start_launch
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from weight_parts import manifest_of, weights
 
-from asyncrl.launch.gpus import visible_gpus
-from asyncrl.launch.placement import reserve_ports
+from asyncrl.launch.resources.gpus import visible_gpus
+from asyncrl.launch.resources.placement import reserve_ports
 from asyncrl.weights.buckets import ROW_BYTES, checksum
 from asyncrl.weights.sender import WeightSender
 

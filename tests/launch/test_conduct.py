@@ -14,7 +14,7 @@ from rich.console import Console
 
 from asyncrl.launch.console import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, Interrupts
 from asyncrl.launch.local import LAUNCHERS, LocalLauncher
-from asyncrl.launch.placement import place_roles
+from asyncrl.launch.resources.placement import place_roles
 from asyncrl.launch.run import Run
 from asyncrl.launch.worker import RoleSpec
 from tests.helpers.replay import loopback_endpoints, small_config

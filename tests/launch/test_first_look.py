@@ -13,7 +13,7 @@ from asyncrl.launch import first_look
 from asyncrl.launch.first_look import LOOK_AFTER_S, FirstLook
 from asyncrl.launch.samples import Found, Query
 from asyncrl.replay.codec import pack_group
-from asyncrl.replay.stats import OutcomeStats, count_rewards
+from asyncrl.replay.metrics.stats import OutcomeStats, count_rewards
 from asyncrl.samples import Samples
 from asyncrl.types import Lease, Prompt
 from tests.helpers.replay import make_group

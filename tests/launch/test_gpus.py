@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.launch import gpus
-from asyncrl.launch.gpus import Gpu, visible_gpus
-from asyncrl.launch.placement import Placement, check_transport, place_roles, refuse_joiner
+from asyncrl.launch.resources import gpus
+from asyncrl.launch.resources.gpus import Gpu, visible_gpus
+from asyncrl.launch.resources.placement import Placement, check_transport, place_roles, refuse_joiner
 from tests.helpers.replay import small_config
 
 

@@ -11,10 +11,10 @@ from safetensors.numpy import save_file
 
 from asyncrl.config import Config, load_config, parse_override
 from asyncrl.errors import ConfigError
-from asyncrl.launch import gpus
-from asyncrl.launch.fit import Models, find_changes, fit_memory, make_cards
-from asyncrl.launch.memory import GIB, Shape, engine_parts, item_bytes, longest_tokens, trained_parts
-from asyncrl.launch.placement import Placement, place_roles
+from asyncrl.launch.resources import gpus
+from asyncrl.launch.resources.fit import Models, find_changes, fit_memory, make_cards
+from asyncrl.launch.resources.memory import GIB, Shape, engine_parts, item_bytes, longest_tokens, trained_parts
+from asyncrl.launch.resources.placement import Placement, place_roles
 
 QWEN2_05B = {
     "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,

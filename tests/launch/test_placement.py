@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.launch import gpus
 from asyncrl.launch.bottleneck import generators_per_device
-from asyncrl.launch.placement import (
+from asyncrl.launch.resources import gpus
+from asyncrl.launch.resources.placement import (
     check_host,
     network_environment,
     place_roles,

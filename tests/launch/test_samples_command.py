@@ -13,11 +13,11 @@ import pytest
 from asyncrl.config import Config, load_config
 from asyncrl.data.parquet import write_rows
 from asyncrl.replay.codec import pack_group
-from asyncrl.replay.eval_samples import EvalSamples
+from asyncrl.replay.evaluation.samples import EvalSamples
 from asyncrl.replay.journal.samples import JournalSamples
 from asyncrl.replay.journal.writer import Journal
+from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue
-from asyncrl.replay.trace import TraceWriter
 from asyncrl.samples import Samples
 from asyncrl.samples.book import SampleBook
 from asyncrl.types import Group, Lease, Prompt

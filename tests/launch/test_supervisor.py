@@ -14,9 +14,10 @@ import pytest
 
 from asyncrl.config import Config
 from asyncrl.errors import PeerTimeoutError, RunError
-from asyncrl.launch import gpus, local
+from asyncrl.launch import local
 from asyncrl.launch.local import LocalLauncher
-from asyncrl.launch.placement import place_roles
+from asyncrl.launch.resources import gpus
+from asyncrl.launch.resources.placement import place_roles
 from asyncrl.launch.role_group import SETTLED_S, RoleGroup
 from asyncrl.launch.supervisor import GRACE_S, Supervisor
 from asyncrl.launch.worker import RoleSpec

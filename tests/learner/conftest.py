@@ -22,7 +22,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def free_port() -> Callable[[], int]:
-    from asyncrl.launch.placement import reserve_ports
+    from asyncrl.launch.resources.placement import reserve_ports
 
     return lambda: reserve_ports(0, 1)[0]
 

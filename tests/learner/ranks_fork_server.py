@@ -8,7 +8,7 @@ import sys
 
 from asyncrl.launch.fork_server import main
 
-PRELOADED = ("asyncrl.learner.role", "asyncrl.learner.remote_critic", "transformers.models.qwen2.modeling_qwen2")
+PRELOADED = ("asyncrl.learner.role", "asyncrl.learner.critic.remote", "transformers.models.qwen2.modeling_qwen2")
 
 
 def run_script(arguments: list[str]) -> int:

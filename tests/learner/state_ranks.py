@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 from torch.distributed import distributed_c10d
 from worlds import STATE_RUNS, endpoints, make_config, make_trainer, train_steps
 
-import asyncrl.learner.engine as engine_module
-import asyncrl.learner.policy as policy_module
+import asyncrl.learner.model.engine as engine_module
+import asyncrl.learner.model.policy as policy_module
 from asyncrl.config import Config
 from asyncrl.errors import PeerTimeoutError, RunError
 from asyncrl.learner.checkpoint.files import Files, tensors_file

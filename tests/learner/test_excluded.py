@@ -12,12 +12,12 @@ from transformers import AutoModelForCausalLM
 from worlds import make_config, make_groups, make_trainer, pack_groups
 
 from asyncrl.errors import InvariantError
-from asyncrl.learner import logprob_head
 from asyncrl.learner.distributed import Ranks
-from asyncrl.learner.excluded import Excluded
-from asyncrl.learner.logprob_head import LogprobHead
 from asyncrl.learner.loop import Learner
-from asyncrl.learner.policy import Policy, Reference
+from asyncrl.learner.model import logprob_head
+from asyncrl.learner.model.excluded import Excluded
+from asyncrl.learner.model.logprob_head import LogprobHead
+from asyncrl.learner.model.policy import Policy, Reference
 from asyncrl.types import Group, Shard
 from asyncrl.util.tokenizer import end_tokens
 

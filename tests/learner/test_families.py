@@ -13,11 +13,11 @@ from worlds import CRITIC, make_config, make_groups
 
 from asyncrl.errors import ConfigError
 from asyncrl.learner.batch import make_batch
-from asyncrl.learner.critic import CriticModel
+from asyncrl.learner.critic.value_function import CriticModel
 from asyncrl.learner.distributed import Ranks
-from asyncrl.learner.models import load_policy_model
-from asyncrl.learner.packing_check import check_packing
-from asyncrl.learner.policy import Policy, PolicyNetwork, Reference
+from asyncrl.learner.model.loading import load_policy_model
+from asyncrl.learner.model.packing_check import check_packing
+from asyncrl.learner.model.policy import Policy, PolicyNetwork, Reference
 from benchmarks.families import FAMILIES, save_family
 
 RIGHT = (

@@ -14,10 +14,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from worlds import make_config
 
 from asyncrl.config import Config
-from asyncrl.launch.memory import HEAD_BYTES, Shape, activation_bytes
-from asyncrl.learner import logprob_head
+from asyncrl.launch.resources.memory import HEAD_BYTES, Shape, activation_bytes
 from asyncrl.learner.batch import make_batch
-from asyncrl.learner.models import hidden_states, load_policy_model
+from asyncrl.learner.model import logprob_head
+from asyncrl.learner.model.loading import hidden_states, load_policy_model
 from asyncrl.types import NO_VERSION, Group, Trajectory
 
 SIZES: dict[str, Any] = {

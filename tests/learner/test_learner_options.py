@@ -215,7 +215,7 @@ def test_shipped_configs_name_algorithms_that_work(path: Path) -> None:
 def test_options_of_deepspeed_override_those_of_the_learner(tiny_model: Path) -> None:
     from worlds import make_config
 
-    from asyncrl.learner.engine import deepspeed_config
+    from asyncrl.learner.model.engine import deepspeed_config
 
     options = {"zero_optimization": {"overlap_comm": True}, "wall_clock_breakdown": True}
     plain = deepspeed_config(make_config(tiny_model))

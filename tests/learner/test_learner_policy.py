@@ -19,16 +19,16 @@ from asyncrl.algorithms.advantages import grpo
 from asyncrl.algorithms.losses import PolicyTerms
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError, RunError
-from asyncrl.learner import logprob_head
 from asyncrl.learner.algorithm import make_algorithm
 from asyncrl.learner.batch import make_batch
 from asyncrl.learner.checkpoint.hf_export import save_model
 from asyncrl.learner.distributed import Ranks
-from asyncrl.learner.models import load_policy_model
-from asyncrl.learner.policy import Policy
+from asyncrl.learner.model import logprob_head
+from asyncrl.learner.model.loading import load_policy_model
+from asyncrl.learner.model.policy import Policy
 from asyncrl.replay.codec import pack_group
+from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue
-from asyncrl.replay.trace import TraceWriter
 from asyncrl.types import Group
 from tests.helpers.replay import STATS, EndlessPrompts, ask_queue, make_group, small_config
 

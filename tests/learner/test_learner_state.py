@@ -22,7 +22,7 @@ from asyncrl.learner.checkpoint.zero_state import (
     restore_state,
 )
 from asyncrl.learner.distributed import Ranks
-from asyncrl.learner.optimizers import STEP
+from asyncrl.learner.model.optimizers import STEP
 
 State = dict[str, Tensor]
 

@@ -17,7 +17,7 @@ from asyncrl.errors import ConfigError, InvariantError
 from asyncrl.learner.advantage_step import Estimates, Scores, estimate
 from asyncrl.learner.algorithm import make_algorithm
 from asyncrl.learner.batch import Batch, make_batch
-from asyncrl.learner.critic import Critic, CriticModel, ValueHead
+from asyncrl.learner.critic.value_function import Critic, CriticModel, ValueHead
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.token_losses import token_losses
 from asyncrl.learner.trainer import Trainer

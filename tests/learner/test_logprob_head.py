@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from asyncrl.learner import logprob_head
-from asyncrl.learner.logprob_head import LogprobHead
+from asyncrl.learner.model import logprob_head
+from asyncrl.learner.model.logprob_head import LogprobHead
 
 TOKENS, HIDDEN, VOCABULARY, TEMPERATURE = 23, 6, 50, 0.7
 

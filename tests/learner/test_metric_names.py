@@ -17,15 +17,15 @@ from worlds import GAE_CONFIG, critic_endpoints, make_config, running
 from asyncrl.config import Config
 from asyncrl.learner.algorithm import make_algorithm
 from asyncrl.learner.checkpoint.manager import Checkpoints
+from asyncrl.learner.critic.remote import RemoteCritic
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.loop import Learner
-from asyncrl.learner.remote_critic import RemoteCritic
 from asyncrl.learner.trainer import Trainer
 from asyncrl.observe.charts import CHARTS
 from asyncrl.observe.trackers import make_trackers
 from asyncrl.replay.codec import pack_group, unpack_group
+from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue
-from asyncrl.replay.trace import TraceWriter
 from asyncrl.types import Lease, Prompt, Shard
 from asyncrl.wire.messages import Committed, Evaluated, GeneratorStats
 from tests.helpers.metric_names import documented, undocumented, unwritten

@@ -17,9 +17,9 @@ from worlds import GAE_CONFIG, critic_endpoints, make_config, make_groups, pack_
 from asyncrl.errors import InvariantError, PeerTimeoutError, RunError
 from asyncrl.learner.batch import Batch, Name
 from asyncrl.learner.checkpoint.manager import Checkpoints
-from asyncrl.learner.critic import Critic
+from asyncrl.learner.critic.remote import CriticServer, RemoteCritic, _agreed
+from asyncrl.learner.critic.value_function import Critic
 from asyncrl.learner.distributed import Ranks
-from asyncrl.learner.remote_critic import CriticServer, RemoteCritic, _agreed
 from asyncrl.wire.bad_peers import MAX_BAD_MESSAGES
 from asyncrl.wire.bounds import Body
 from asyncrl.wire.endpoints import Endpoints

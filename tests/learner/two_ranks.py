@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import save_file
 from worlds import CRITIC, SKIPS, copy_weights, endpoints, make_config, make_groups, make_trainer, pack_groups, record
 
-import asyncrl.learner.engine as engine_module
-import asyncrl.learner.policy as policy_module
+import asyncrl.learner.model.engine as engine_module
+import asyncrl.learner.model.policy as policy_module
 from asyncrl.config import Config
 from asyncrl.errors import AsyncrlError
-from asyncrl.learner import logprob_head
 from asyncrl.learner.distributed import Ranks, process_group
 from asyncrl.learner.loop import Learner
+from asyncrl.learner.model import logprob_head
 from asyncrl.types import Shard
 
 RUNS: dict[str, dict[str, Any]] = {

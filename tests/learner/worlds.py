@@ -22,9 +22,9 @@ from asyncrl.config import Config
 from asyncrl.launch.fork_server import Forked, ForkServer
 from asyncrl.learner.algorithm import make_algorithm
 from asyncrl.learner.batch import Batch, make_batch
-from asyncrl.learner.critic import Critic
+from asyncrl.learner.critic.value_function import Critic
 from asyncrl.learner.distributed import Ranks
-from asyncrl.learner.engine import TrainedModel
+from asyncrl.learner.model.engine import TrainedModel
 from asyncrl.learner.trainer import Trainer
 from asyncrl.types import NO_VERSION, Group, Trajectory
 from asyncrl.wire.endpoints import Endpoints

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from asyncrl.plan.workload import EngineCost, LearnerCost, SyncCost
-from asyncrl.replay.trace import SCHEMA
+from asyncrl.replay.metrics.trace import SCHEMA
 from tests.helpers.replay import small_config
 
 ENGINE, LEARNER = EngineCost(0.01, 2e-4, 5e-3), LearnerCost(0.05, 1e-4, 0.02)

@@ -14,7 +14,7 @@ from asyncrl.errors import DataError
 from asyncrl.plan.measured import read_run
 from asyncrl.plan.trace import read_trace
 from asyncrl.plan.workload import slowdown
-from asyncrl.replay.trace import SCHEMA, TraceWriter
+from asyncrl.replay.metrics.trace import SCHEMA, TraceWriter
 from tests.plan.made_runs import ENGINE, GROUP_SIZE, LEARNER, REWARD_S, SYNC, make_run
 
 

@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 from asyncrl.replay.journal.writer import Journal
+from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.server import run_replay
-from asyncrl.replay.trace import TraceWriter
 from tests.helpers.replay import EndlessPrompts, loopback_endpoints, small_config
 
 MAX_STALENESS = 2

@@ -12,8 +12,8 @@ import pytest
 from msgspec import structs
 
 from asyncrl.errors import ProtocolError
-from asyncrl.replay.eval_scores import CORRECT, PromptScore, pass_at_k, pass_ks, score_table
-from asyncrl.replay.evaluation import EvalBook
+from asyncrl.replay.evaluation.book import EvalBook
+from asyncrl.replay.evaluation.scores import CORRECT, PromptScore, pass_at_k, pass_ks, score_table
 from asyncrl.types import Lease, Prompt
 from asyncrl.wire.messages import Evaluated, ReleasedEvaluation
 from tests.helpers.replay import small_config

@@ -11,8 +11,8 @@ import pytest
 from asyncrl.config import load_config
 from asyncrl.replay.codec import pack_group
 from asyncrl.replay.ledger import Ledger
+from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue
-from asyncrl.replay.trace import TraceWriter
 from asyncrl.types import Lease
 from asyncrl.wire.messages import LeaseName, ReleasedLease
 from tests.helpers.replay import EndlessPrompts, ask_queue, make_group, small_config

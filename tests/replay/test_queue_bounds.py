@@ -12,14 +12,14 @@ import msgpack
 import pytest
 
 from asyncrl.errors import ProtocolError
-from asyncrl.launch.placement import reserve_ports
+from asyncrl.launch.resources.placement import reserve_ports
 from asyncrl.replay.codec import pack_group
-from asyncrl.replay.metrics import RunSums
+from asyncrl.replay.metrics.run import RunSums
+from asyncrl.replay.metrics.stats import GeneratorState
+from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.server import ReplayServer
 from asyncrl.replay.sessions import MAX_FORMER, Sessions
-from asyncrl.replay.stats import GeneratorState
-from asyncrl.replay.trace import TraceWriter
 from asyncrl.util.durable import of_plain, to_plain
 from asyncrl.wire.bounds import MAX_NUMBER, MAX_REWARD
 from asyncrl.wire.frames import Array, decode, encode

@@ -23,10 +23,10 @@ from asyncrl.replay.codec import pack_group
 from asyncrl.replay.journal.records import Record
 from asyncrl.replay.journal.writer import Journal, read_journal, segments_of
 from asyncrl.replay.ledger_counts import State
+from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.snapshot import Snapshot
 from asyncrl.replay.state import APPLY
-from asyncrl.replay.trace import TraceWriter
 from asyncrl.types import Lease
 from asyncrl.wire.messages import Evaluated, GeneratorStats, LeaseName, ReleasedEvaluation, ReleasedLease
 from tests.helpers.examples import examples

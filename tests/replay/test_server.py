@@ -16,7 +16,7 @@ import pytest
 import zmq
 
 from asyncrl.errors import ConfigError, PeerTimeoutError, RunError
-from asyncrl.launch.placement import reserve_ports
+from asyncrl.launch.resources.placement import reserve_ports
 from asyncrl.replay import server as server_module
 from asyncrl.replay.client import GeneratorClient, LauncherClient, LearnerClient, LeaseReply
 from asyncrl.replay.codec import pack_group
@@ -24,10 +24,10 @@ from asyncrl.replay.journal import history as catchup_module
 from asyncrl.replay.journal.records import FRAME_BYTES
 from asyncrl.replay.journal.writer import Flush, Journal
 from asyncrl.replay.ledger_counts import State
+from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.outbox import joined
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.server import ReplayServer, run_replay
-from asyncrl.replay.trace import TraceWriter
 from asyncrl.wire import rpc as rpc_module
 from asyncrl.wire.bad_peers import MAX_BAD_MESSAGES
 from asyncrl.wire.curve_keys import write_keys

@@ -16,10 +16,10 @@ from asyncrl.errors import JournalError, RunError
 from asyncrl.replay.codec import pack_group
 from asyncrl.replay.journal.reader import Location
 from asyncrl.replay.journal.records import FORMAT, Record
+from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.snapshot import Snapshot
 from asyncrl.replay.state import QueueState
-from asyncrl.replay.trace import TraceWriter
 from asyncrl.types import Lease, PromptPosition
 from asyncrl.util.durable import restore, to_plain
 from tests.helpers.replay import EndlessPrompts, ask_queue, make_group, small_config

@@ -6,7 +6,7 @@ import pytest
 from msgspec import structs
 
 from asyncrl.replay.codec import pack_group
-from asyncrl.replay.stats import StalenessBreakdown
+from asyncrl.replay.metrics.stats import StalenessBreakdown
 from asyncrl.types import Lease
 from asyncrl.util.durable import of_plain, to_plain
 from asyncrl.wire.messages import GroupHeader

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from asyncrl.errors import RunError
 from asyncrl.replay import store as clock_module
 from asyncrl.replay.codec import pack_group
-from asyncrl.replay.stats import (
+from asyncrl.replay.metrics.stats import (
     CURVE_POINTS,
     DownsampledSeries,
     ExactMean,
@@ -28,8 +28,8 @@ from asyncrl.replay.stats import (
     completion_tokens,
     tokens_by_version,
 )
+from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.store import RunClock
-from asyncrl.replay.trace import TraceWriter
 from asyncrl.types import Lease
 from asyncrl.util.durable import of_plain, to_plain
 from tests.helpers.replay import EndlessPrompts, make_group

@@ -16,7 +16,7 @@ import pytest
 import zmq
 
 from asyncrl.errors import ConfigError
-from asyncrl.launch.placement import reserve_ports
+from asyncrl.launch.resources.placement import reserve_ports
 from asyncrl.util.redaction import redact
 from asyncrl.wire import curve_keys as keys_module
 from asyncrl.wire.curve_keys import Keys, read_keys, run_keys, write_keys

@@ -26,11 +26,11 @@ from asyncrl.data.hub import fetch, is_model_name
 from asyncrl.errors import ConfigError
 from asyncrl.launch.console import EXIT_DONE, EXIT_INTERRUPTED, Interrupts
 from asyncrl.launch.endpoints import run_endpoints
-from asyncrl.launch.placement import LOOPBACK
 from asyncrl.launch.preflight import check_data, check_model, checked_eval_rewards, checked_rewards
+from asyncrl.launch.resources.placement import LOOPBACK
 from asyncrl.launch.samples import PARQUET, check_samples_file
 from asyncrl.learner.checkpoint.files import MANIFEST
-from asyncrl.replay.eval_scores import PromptScore, pass_ks, score_table
+from asyncrl.replay.evaluation.scores import PromptScore, pass_ks, score_table
 from asyncrl.rewards.reward_model import await_reward_model, uses_reward_model
 from asyncrl.rewards.table import evaluation_config
 from asyncrl.samples import Samples

@@ -19,8 +19,8 @@ from asyncrl.errors import ConfigError, RunError
 from asyncrl.launch.console import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, Interrupts
 from asyncrl.launch.endpoints import run_endpoints
 from asyncrl.launch.local import LocalLauncher, find_launcher
-from asyncrl.launch.placement import LOOPBACK, place_roles
 from asyncrl.launch.preflight import check_model
+from asyncrl.launch.resources.placement import LOOPBACK, place_roles
 from asyncrl.launch.run_dir import changes, refuse_changes
 from asyncrl.launch.worker import EXIT_CONFIG, RoleSpec
 from asyncrl.observe.document import OF_STEP, read_metrics

@@ -22,7 +22,7 @@ from torch import Tensor
 from asyncrl.errors import AsyncrlError, PeerTimeoutError, RunError
 from asyncrl.learner.checkpoint.hf_export import write_model
 from asyncrl.learner.checkpoint.zero_state import collect_state
-from asyncrl.learner.engine import TrainedModel
+from asyncrl.learner.model.engine import TrainedModel
 from asyncrl.util.files import replace_file
 
 PARTS = ".parts"

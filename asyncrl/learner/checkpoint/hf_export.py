@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils.hub import cached_file
 
-from asyncrl.learner.engine import TrainedModel
+from asyncrl.learner.model.engine import TrainedModel
 
 log = structlog.get_logger()
 

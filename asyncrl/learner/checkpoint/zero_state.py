@@ -18,9 +18,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from asyncrl.errors import RunError
-from asyncrl.learner.deepspeed_import import BF16_Optimizer
-from asyncrl.learner.engine import TrainedModel
-from asyncrl.learner.optimizers import STEP, first_state
+from asyncrl.learner.model.deepspeed_import import BF16_Optimizer
+from asyncrl.learner.model.engine import TrainedModel
+from asyncrl.learner.model.optimizers import STEP, first_state
 
 WEIGHT = "weight"
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -7,7 +7,7 @@ from typing import Any
 
 from msgspec import field
 
-from asyncrl.replay.stats import GeneratorState, ReportedStats
+from asyncrl.replay.metrics.stats import GeneratorState, ReportedStats
 from asyncrl.util.durable import Durable
 from asyncrl.util.memory import peak_memory_bytes
 from asyncrl.util.processes import ACTIVITIES, GENERATOR_PHASES, LEARNER_PHASES, fractions

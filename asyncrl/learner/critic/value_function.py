@@ -22,9 +22,9 @@ from asyncrl.learner.checkpoint.files import Files, model_files
 from asyncrl.learner.checkpoint.hf_export import save_model
 from asyncrl.learner.checkpoint.zero_state import restore_state
 from asyncrl.learner.distributed import Ranks
-from asyncrl.learner.engine import TrainedModel
-from asyncrl.learner.models import hidden_states, load_value_model
-from asyncrl.learner.packing_check import check_packing
+from asyncrl.learner.model.engine import TrainedModel
+from asyncrl.learner.model.loading import hidden_states, load_value_model
+from asyncrl.learner.model.packing_check import check_packing
 from asyncrl.learner.update import Minibatch, learning_rate, plan_updates, skip_if_not_finite, sync_microbatches
 
 

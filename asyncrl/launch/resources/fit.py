@@ -13,7 +13,7 @@ import structlog
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
-from asyncrl.launch.memory import (
+from asyncrl.launch.resources.memory import (
     GIB,
     Parts,
     Shape,
@@ -24,7 +24,7 @@ from asyncrl.launch.memory import (
     reward_model_parts,
     staging_parts,
 )
-from asyncrl.launch.placement import Placement, RoleResources
+from asyncrl.launch.resources.placement import Placement, RoleResources
 from asyncrl.rewards.reward_model import model_options
 
 log = structlog.get_logger()

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from asyncrl.errors import AsyncrlError, ConfigError
 from asyncrl.learner.batch import MicroBatch, make_batch
 from asyncrl.learner.distributed import is_lost_rank
-from asyncrl.learner.models import HOW_TO_FIX, UNFIT
-from asyncrl.learner.packed_attention import PACKED
+from asyncrl.learner.model.loading import HOW_TO_FIX, UNFIT
+from asyncrl.learner.model.packed_attention import PACKED
 from asyncrl.types import NO_VERSION, Group, Trajectory
 
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}

@@ -19,10 +19,10 @@ from asyncrl.config import Config
 from asyncrl.errors import AsyncrlError, InvariantError, ProtocolError
 from asyncrl.learner.batch import Batch, MicroBatch
 from asyncrl.learner.checkpoint.files import CHECKPOINTS, Files, PartWriter, folder_name, partial_folder, step_of
-from asyncrl.learner.critic import Critic
-from asyncrl.learner.critic_rows import check_returns, check_rows, pack_row, unpack_rows
-from asyncrl.learner.deepspeed_import import enable_determinism
+from asyncrl.learner.critic.rows import check_returns, check_rows, pack_row, unpack_rows
+from asyncrl.learner.critic.value_function import Critic
 from asyncrl.learner.distributed import process_group
+from asyncrl.learner.model.deepspeed_import import enable_determinism
 from asyncrl.util.memory import peak_memory_bytes
 from asyncrl.wire.bounds import Body
 from asyncrl.wire.endpoints import Endpoints

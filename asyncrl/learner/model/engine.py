@@ -15,9 +15,9 @@ from asyncrl.config import Config
 from asyncrl.config.passthrough import merged
 from asyncrl.errors import InvariantError
 from asyncrl.learner.batch import MicroBatch
-from asyncrl.learner.deepspeed_import import BF16_Optimizer, ZeROOptimizer, deepspeed
 from asyncrl.learner.distributed import Ranks
-from asyncrl.learner.optimizers import make_optimizer
+from asyncrl.learner.model.deepspeed_import import BF16_Optimizer, ZeROOptimizer, deepspeed
+from asyncrl.learner.model.optimizers import make_optimizer
 
 GATHER_ELEMENTS = 1 << 26
 """Number of weights gathered at a time from the ranks of ZeRO stage 3."""

@@ -16,7 +16,7 @@ from asyncrl.config import Config
 from asyncrl.config.sections import LAST_PORT
 from asyncrl.errors import ConfigError
 from asyncrl.generator.vllm_backend.setup import GPU_FRACTION
-from asyncrl.launch.gpus import Gpu, visible_gpus
+from asyncrl.launch.resources.gpus import Gpu, visible_gpus
 
 LOOPBACK = "127.0.0.1"
 OWN_PORTS = range(20000, 32000)

@@ -12,8 +12,8 @@ from msgspec import field
 from asyncrl.config import Config
 from asyncrl.replay.ledger import Ledger
 from asyncrl.replay.ledger_counts import Amount, State
-from asyncrl.replay.resources import LearnerUse, generator_metrics, peaks_bytes, rates, times
-from asyncrl.replay.stats import (
+from asyncrl.replay.metrics.resources import LearnerUse, generator_metrics, peaks_bytes, rates, times
+from asyncrl.replay.metrics.stats import (
     DownsampledSeries,
     ExactMean,
     GeneratorState,

@@ -7,7 +7,7 @@ import torch
 
 from asyncrl.errors import ProtocolError
 from asyncrl.learner.batch import MicroBatch
-from asyncrl.learner.packed_attention import find_firsts, make_layout
+from asyncrl.learner.model.packed_attention import find_firsts, make_layout
 from asyncrl.wire.frames import NAMES, Array, Message
 
 ARRAYS_PER_ROW = 3

@@ -12,7 +12,7 @@ from transformers.utils.logging import disable_progress_bar
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.learner.batch import MicroBatch
-from asyncrl.learner.packed_attention import PACKED
+from asyncrl.learner.model.packed_attention import PACKED
 
 HEADS = ("score", "classifier")
 """Attribute names of the head of a token-classification model."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config import Config
-from asyncrl.launch.commands.retrain import stored_tensors
+from asyncrl.util.files import read_tensor_descriptions
 
 GIB = 1 << 30
 PROCESS_BYTES = 2 * GIB
@@ -89,9 +89,10 @@ class Shape:
     @classmethod
     def read(cls, folder: str) -> Shape | None:
         """Returns the shape of the model in a folder, from its `config.json` and the headers of its safetensors files.
-        Raises RunError if it has no such files."""
+        Raises ConfigError for a file that is not complete."""
         settings = json.loads((Path(folder) / "config.json").read_text())
-        return cls.of(settings, sum(math.prod(tensor.shape) for tensor in stored_tensors(Path(folder)).values()))
+        headers = (read_tensor_descriptions(file) for file in sorted(Path(folder).glob("*.safetensors")))
+        return cls.of(settings, sum(math.prod(tensor["shape"]) for header in headers for tensor in header.values()))
 
 
 def item_bytes(dtype: str) -> int:

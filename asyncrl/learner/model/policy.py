@@ -9,13 +9,13 @@ from transformers import PreTrainedModel
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.learner.batch import MicroBatch
-from asyncrl.learner.deepspeed_import import deepspeed
 from asyncrl.learner.distributed import Ranks
-from asyncrl.learner.engine import TrainedModel, deepspeed_config
-from asyncrl.learner.excluded import Excluded
-from asyncrl.learner.logprob_head import LogprobHead
-from asyncrl.learner.models import hidden_states, load_policy_model
-from asyncrl.learner.packing_check import check_packing
+from asyncrl.learner.model.deepspeed_import import deepspeed
+from asyncrl.learner.model.engine import TrainedModel, deepspeed_config
+from asyncrl.learner.model.excluded import Excluded
+from asyncrl.learner.model.loading import hidden_states, load_policy_model
+from asyncrl.learner.model.logprob_head import LogprobHead
+from asyncrl.learner.model.packing_check import check_packing
 
 
 class PolicyNetwork(nn.Module):

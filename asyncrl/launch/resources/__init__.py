@@ -1,0 +1,1 @@
+"""Devices, cores and memory for the roles of a run."""

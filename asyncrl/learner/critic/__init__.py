@@ -1,0 +1,1 @@
+"""The critic, in the learner's processes or in its own."""

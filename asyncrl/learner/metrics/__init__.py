@@ -1,0 +1,1 @@
+"""What a learner measures of its steps."""

@@ -1,0 +1,1 @@
+"""Models under training: loading, packed rows, log-probs, and DeepSpeed."""

@@ -1,0 +1,1 @@
+"""Evaluations during training: leases, completions, and scores."""

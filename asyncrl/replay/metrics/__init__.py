@@ -1,0 +1,1 @@
+"""What the replay queue measures of a run, and the trace."""
