@@ -153,7 +153,8 @@ def trajectory(prompt: list[int], completion: Completion) -> Trajectory:
 
 
 def load(folder: Path, dtype: str) -> PolicyNetwork:
-    return PolicyNetwork(load_policy_model(family_config(folder, dtype), str(folder)), 1.0).eval()
+    config = family_config(folder, dtype)
+    return PolicyNetwork(config, load_policy_model(config, str(folder))).eval()
 
 
 def compare(

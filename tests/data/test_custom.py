@@ -21,12 +21,12 @@ from asyncrl.launch.preflight import check_data_and_rewards
 from tests.data.conftest import row
 
 Write = Callable[..., Config]
-OWN = str(Path(__file__).with_name("own_parts.py"))
+OWN = str(Path(__file__).with_name("data_parts.py"))
 
 
 @pytest.fixture
 def own(tmp_path: Path, tokenizer_folder: Path) -> Write:
-    """A config of lines 0 to 9 with parts of own_parts.py."""
+    """A config of lines 0 to 9 with parts of data_parts.py."""
     for name, count in (("train", 10), ("eval", 3)):
         (tmp_path / name).write_text("".join(f"{number}\n" for number in range(count)))
 

@@ -28,7 +28,7 @@ from tests.helpers.examples import examples
 pytestmark = pytest.mark.timeout(240)
 
 Write = Callable[..., Config]
-OWN = str(Path(__file__).with_name("own_parts.py"))
+OWN = str(Path(__file__).with_name("data_parts.py"))
 
 
 def rows(cursor: PromptCursor, count: int) -> list[int]:

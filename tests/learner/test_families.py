@@ -46,7 +46,8 @@ def some(lists: tuple[str, str]) -> list[object]:
 def load(name: str, folder: Path, dtype: str) -> PolicyNetwork:
     torch.set_num_threads(1)
     path = str(save_family(name, folder))
-    return PolicyNetwork(load_policy_model(make_config(folder, model={"path": path, "dtype": dtype}), path), 0.7).eval()
+    config = make_config(folder, model={"path": path, "dtype": dtype})
+    return PolicyNetwork(config, load_policy_model(config, path)).eval()
 
 
 @torch.no_grad()
