@@ -25,16 +25,16 @@ def eight_lines() -> str:
 
 
 @pytest.mark.timeout(300)
-def test_the_eight_lines_train_the_demo(tmp_path: Path) -> None:
+def test_the_eight_lines_train_the_demo(demo_folder: Path, tmp_path: Path) -> None:
     code = eight_lines()
     assert len(code.strip().splitlines()) <= 8
     script = tmp_path / "train.py"
     script.write_text(code.replace("steps=50", FAST))
     done = subprocess.run(
-        [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False
+        [sys.executable, str(script)], cwd=demo_folder, capture_output=True, text=True, timeout=280, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    run = asyncrl.Run.open(tmp_path / "runs" / "first")
+    run = asyncrl.Run.open(demo_folder / "runs" / "first")
     assert (run.status, run.summary["steps"], len(run.metrics())) == ("finished", 4, 4)
     assert run.metrics_frame()["step"].tolist() == [1, 2, 3, 4]
     assert len(run.trace_frame()) == run.trace().num_rows > 0
@@ -44,13 +44,13 @@ def test_the_eight_lines_train_the_demo(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_a_run_ends_with_its_script(tmp_path: Path) -> None:
+def test_a_run_ends_with_its_script(demo_folder: Path, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import asyncrl, time\nrun = asyncrl.train('demo', run='live', steps=5000)\ntime.sleep(1000)\n")
-    with subprocess.Popen([sys.executable, str(script)], cwd=tmp_path) as parent:
+    with subprocess.Popen([sys.executable, str(script)], cwd=demo_folder) as parent:
         try:
             deadline_s = time.monotonic() + 200
-            folder = tmp_path / "runs" / "live"
+            folder = demo_folder / "runs" / "live"
             while not asyncrl.Run(folder).metrics():
                 assert parent.poll() is None and time.monotonic() < deadline_s
                 time.sleep(0.2)
