@@ -68,7 +68,7 @@ def samples(
     source: Annotated[str | None, typer.Option(help="Only those of this data source.")] = None,
     row: Annotated[int | None, typer.Option(min=0, help="Only those of this row of the dataset.")] = None,
     grep: Annotated[str | None, typer.Option(help="Only completions that contain this regular expression.")] = None,
-    number: Annotated[int, typer.Option("-n", min=1, help="Print so many.")] = 5,
+    number: Annotated[int, typer.Option("-n", min=1, help="Number of samples to print.")] = 5,
     special_tokens: Annotated[bool, typer.Option("--special-tokens", help="Print special tokens, too.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object per line.")] = False,
     out: Annotated[Path | None, typer.Option(help="Parquet file to write them to, with their tokens.")] = None,

@@ -69,7 +69,7 @@ class Sampler(Protocol):
                 self.taken = state["taken"]
 
     When the iterator ends, the next epoch is a new one. `state_dict` is called after each row, and has the state after
-    that row in numbers, strings, bytes, lists and dicts: a sampler that was made anew and has loaded it yields the rows
+    that row in numbers, strings, bytes, lists and dicts: a new sampler that has loaded it yields the rows
     that follow. Rows are drawn ahead of training, so no rewards reach a sampler.
     """
 
@@ -104,7 +104,7 @@ class Filter(Protocol):
 
 
 SEAMS: dict[str, Any] = {"dataset": Dataset, "sampler": Sampler, "filter": Filter}
-"""What the part of each name in `data.custom` has to be."""
+"""The interface of each part of `data.custom`, by its name."""
 
 
 class RawRows(Protocol):
@@ -206,7 +206,8 @@ def _part(config: Config, part: Literal["dataset", "sampler", "filter"]) -> Call
 
 
 def make_part(config: Config, part: Literal["dataset", "sampler"], argument: Any, **given: Any) -> Any:
-    """What the part makes of its argument, the options, and those of the given values that it has parameters for."""
+    """Calls the part with its argument, the options, and those of the given values that it has parameters for, and returns
+    the result."""
     what, function = part_name(config, part), _part(config, part)
     taken = {name: value for name, value in given.items() if name in inspect.signature(function).parameters}
     _check_call(what, function, taken)
@@ -234,7 +235,8 @@ def _check_call(what: str, function: Callable[..., Any], given: Mapping[str, Any
 
 
 def called(what: str, kind: type[AsyncrlError], function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """What the user's function returns. Raises an error of this kind, which begins with `what`, if it raises."""
+    """Calls the user's function and returns its result. Raises an error of this kind, which begins with `what`, if it
+    raises."""
     try:
         return function(*args, **options)
     except AsyncrlError:

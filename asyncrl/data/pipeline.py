@@ -164,7 +164,7 @@ class Pipeline:
             self._changed.notify_all()
 
     def _next_row(self) -> str:
-        """Where the next outcome comes from, for messages."""
+        """Names the row of the next outcome, for messages."""
         if self._drawn_from.sampler:
             where = "the row that data.custom.sampler yields next"  # which may itself hang
         else:

@@ -1,1 +1,1 @@
-"""What a learner measures of its steps."""
+"""Metrics of the learner's steps: losses, batches, phases, operations, and traces."""

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: the seconds of each phase, and the peak of memory."""
+"""Timers of the phases of a step, and the peak of memory."""
 
 from __future__ import annotations
 

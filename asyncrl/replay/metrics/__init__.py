@@ -1,1 +1,1 @@
-"""What the replay queue measures of a run, and the trace."""
+"""Metrics of a run, its running statistics, and the trace."""
