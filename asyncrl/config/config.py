@@ -122,8 +122,8 @@ class Config(Section):
             return self
         key = f"learner.zero_stage = {learner.zero_stage}" if learner.zero_stage else "model.dtype = bfloat16"
         raise ValueError(
-            f"learner.optimizer = {learner.optimizer!r}: needs complete matrices, but with {key} the optimizer of DeepSpeed "
-            "has flat parts of all parameters; use learner.zero_stage=0 with model.dtype=float32, or "
+            f"learner.optimizer = {learner.optimizer!r}: needs complete matrices, but with {key} the optimizer of "
+            "DeepSpeed has flat parts of all parameters; use learner.zero_stage=0 with model.dtype=float32, or "
             "learner.optimizer=adamw"
         )
 

@@ -248,8 +248,8 @@ class ObserveConfig(Section):
     otherwise."""
     samples: int = Field(default=2, ge=0, le=5)
     """Trajectories that the live view shows of a recent step: the best, the worst, the first without a reward, the
-    longest and the median, this many of them in this order. All five are recorded in `samples/`, every few seconds, with
-    the completions of every evaluation; 0 records none."""
+    longest and the median, this many of them in this order. All five are recorded in `samples/`, every few seconds,
+    with the completions of every evaluation; 0 records none."""
     profile: list[Annotated[int, Field(ge=1)]] = Field(default=[], max_length=16)
     """Steps of which each learner rank writes a trace of torch's profiler to `profile/`, for Perfetto."""
     peak_flops: float | None = Field(default=None, gt=0.0)

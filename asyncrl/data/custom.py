@@ -206,8 +206,8 @@ def _part(config: Config, part: Literal["dataset", "sampler", "filter"]) -> Call
 
 
 def make_part(config: Config, part: Literal["dataset", "sampler"], argument: Any, **given: Any) -> Any:
-    """Calls the part with its argument, the options, and those of the given values that it has parameters for, and returns
-    the result."""
+    """Calls the part with its argument, the options, and those of the given values that it has parameters for, and
+    returns the result."""
     what, function = part_name(config, part), _part(config, part)
     taken = {name: value for name, value in given.items() if name in inspect.signature(function).parameters}
     _check_call(what, function, taken)
