@@ -141,9 +141,9 @@ def test_refunded_groups_are_replaced() -> None:
 
 def test_a_thousand_generators_are_simulated_in_a_minute() -> None:
     workload = Workload(LONG_TAIL, ENGINE, LearnerCost(0.0, 1e-6))
-    started_s = time.process_time()
+    started_s = time.thread_time()  # threads that other tests have left do not count
     simulate(workload, setup(generators=1024, groups_per_step=512, max_staleness=4, steps=50))
-    assert time.process_time() - started_s < 60 / 20, "1,000 steps take 20 times as much time"
+    assert time.thread_time() - started_s < 60 / 20, "1,000 steps take 20 times as much time"
 
 
 @pytest.mark.parametrize(
