@@ -98,7 +98,12 @@ class RemoteCritic:
 
 class CriticServer:
     """One critic rank. It answers its learner ranks in rounds of one request from each. A learner rank is bound to the
-    first connection that sends a request in its name."""
+    first connection that sends a request in its name.
+
+    waits for                        woken by                    deadline
+    a request of each learner rank   a message (ZeroMQ)          none here: learner ranks are watched by the launcher
+    the other critic ranks           a collective                launch.progress_timeout_s
+    """
 
     def __init__(
         self,
