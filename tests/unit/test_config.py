@@ -171,11 +171,11 @@ def test_overrides_are_yaml() -> None:
         ({"learner.optimizer": "sgd"}, "learner.optimizer = 'sgd': input should be 'adamw', 'adafactor' or 'muon'"),
         (
             {"learner.optimizer": "muon", "learner.zero_stage": 2},
-            "learner.optimizer = 'muon': needs complete matrices, but with learner.zero_stage = 2 DeepSpeed gives the",
+            "learner.optimizer = 'muon': needs complete matrices, but with learner.zero_stage = 2 the optimizer of",
         ),
         (
             {"learner.optimizer": "adafactor", "model.dtype": "bfloat16"},
-            "learner.optimizer = 'adafactor': needs complete matrices, but with model.dtype = bfloat16 DeepSpeed gives",
+            "learner.optimizer = 'adafactor': needs complete matrices, but with model.dtype = bfloat16 the optimizer of",
         ),
         (
             {"learner.adamw_options": {"betas": [0.9, 0.99]}},
