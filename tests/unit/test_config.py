@@ -175,7 +175,7 @@ def test_overrides_are_yaml() -> None:
         ),
         (
             {"learner.optimizer": "adafactor", "model.dtype": "bfloat16"},
-            "learner.optimizer = 'adafactor': needs complete matrices, but with model.dtype = bfloat16 the optimizer of",
+            "learner.optimizer = 'adafactor': needs complete matrices, but with model.dtype = bfloat16 the optimizer",
         ),
         (
             {"learner.adamw_options": {"betas": [0.9, 0.99]}},
