@@ -56,7 +56,7 @@ class Config(Section):
     steps: int = Field(default=100, ge=1)
     """Optimizer steps."""
     epochs: float | None = Field(default=None, gt=0.0)
-    """In place of `steps`: passes over `data.train`, rounded up to complete steps. Refunded groups take further
+    """In place of `steps`: passes over `data.train`, rounded to complete steps. Refunded groups take further
     prompts."""
     recipe: Literal["demo"] | None = None
     """demo: make the demo's small model in `model.path`, and its sums in `data.train` and `data.eval`, where these do
