@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from asyncrl.config import load_config
+from asyncrl.data.rows import Split
 from asyncrl.errors import ConfigError
-from asyncrl.launch.samples import find_group, run_decoder, with_ground_truths
+from asyncrl.launch.samples import run_decoder, stored_group, with_texts
 from asyncrl.observe.document import SAMPLE_FIELDS
 from asyncrl.samples import Samples
 from asyncrl.samples.book import evaluated_versions, read_evaluated
@@ -18,7 +19,7 @@ from asyncrl.samples.book import evaluated_versions, read_evaluated
 def trained_group(run_dir: Path, ticket: int) -> list[dict[str, Any]]:
     """The completions of a ticket: all if the journal has them, otherwise those that are recorded. Raises ConfigError
     if there are none, JournalError or DataError for a damaged file."""
-    return _rows(find_group(run_dir, ticket), run_dir)
+    return _rows(stored_group(run_dir, ticket), run_dir, "train")
 
 
 def evaluated_group(run_dir: Path, *, version: int, row: int) -> list[dict[str, Any]]:
@@ -26,21 +27,18 @@ def evaluated_group(run_dir: Path, *, version: int, row: int) -> list[dict[str, 
     a damaged file."""
     if version not in evaluated_versions(run_dir):
         raise ConfigError(f"version {version}: its evaluation is not stored")
-    config = load_config(run_dir / "config.yaml")
     samples = read_evaluated(run_dir, version).where(row=row)
     if not len(samples):
         raise ConfigError(f"version {version}: row {row} was not evaluated")
-    samples = samples.with_column("step", [version] * len(samples)).decode(run_decoder(run_dir, config))
-    return _rows(with_ground_truths(samples, config, split="eval"), run_dir)
+    return _rows(samples.with_column("step", [version] * len(samples)), run_dir, "eval")
 
 
-def _rows(samples: Samples, run_dir: Path) -> list[dict[str, Any]]:
-    decoder = run_decoder(run_dir, load_config(run_dir / "config.yaml"))
-    raw = samples.decode(decoder, special_tokens=True).table["completion"].to_pylist()
-    names = [name for name in SAMPLE_FIELDS if name in samples.columns]
+def _rows(samples: Samples, run_dir: Path, split: Split) -> list[dict[str, Any]]:
+    config = load_config(run_dir / "config.yaml")
+    samples = with_texts(samples, run_decoder(run_dir, config), config, split)
+    names = [name for name in (*SAMPLE_FIELDS, "raw") if name in samples.columns]
     rows = samples.table.select(names).to_pylist(maps_as_pydicts="strict")
-    versions = _versions(samples)
-    return [row | {"raw": text, "versions": own} for row, text, own in zip(rows, raw, versions, strict=True)]
+    return [row | {"versions": own} for row, own in zip(rows, _versions(samples), strict=True)]
 
 
 def _versions(samples: Samples) -> list[list[tuple[int, int]]]:

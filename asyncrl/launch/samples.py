@@ -152,13 +152,19 @@ def find_samples(run_dir: Path, query: Query, *, special_tokens: bool = False) -
     return Found(with_ground_truths(found, config, split="eval" if query.evaluated else "train"), stored.describe())
 
 
-def find_group(run_dir: Path, ticket: int, *, special_tokens: bool = False) -> Samples:
-    """Returns the trajectories of the group of a ticket, as `Found.samples`: all if the journal has them, otherwise
-    those that are recorded. Raises ConfigError if there are none, and as `find_samples` does."""
-    stored, config = Stored.open(run_dir), load_config(run_dir / "config.yaml")
+def stored_group(run_dir: Path, ticket: int) -> Samples:
+    """Returns the trajectories of the group of a ticket: all if the journal has them, otherwise those that are
+    recorded. Raises ConfigError if there are none, and as `find_samples` does."""
+    stored = Stored.open(run_dir)
     group = stored.of_ticket(ticket)
     if not len(group):
         raise ConfigError(f"ticket {ticket}: the group is not stored; {stored.describe()}")
+    return group
+
+
+def find_group(run_dir: Path, ticket: int, *, special_tokens: bool = False) -> Samples:
+    """Returns the `stored_group` of a ticket, as `Found.samples`. Raises the same errors."""
+    group, config = stored_group(run_dir, ticket), load_config(run_dir / "config.yaml")
     decoder = run_decoder(run_dir, config)
     return with_ground_truths(group.decode(decoder, special_tokens=special_tokens), config)
 
@@ -253,9 +259,10 @@ def page_samples(run_dir: Path) -> PageSamples | None:
     except (ConfigError, DataError) as error:
         log.warning("the report has no samples", error=str(error))
         return None
-    return PageSamples(_with_texts(trained, decoder, config, "train"), _with_texts(evaluated, decoder, config, "eval"))
+    return PageSamples(with_texts(trained, decoder, config, "train"), with_texts(evaluated, decoder, config, "eval"))
 
 
-def _with_texts(samples: Samples, decoder: Decoder, config: Config, split: Split) -> Samples:
+def with_texts(samples: Samples, decoder: Decoder, config: Config, split: Split) -> Samples:
+    """The samples with their texts and ground truths, and with the completions' special tokens in the column "raw"."""
     raw = samples.decode(decoder, special_tokens=True).table["completion"].combine_chunks()
     return with_ground_truths(samples.decode(decoder), config, split=split).with_column("raw", raw)
