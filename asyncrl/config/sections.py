@@ -96,16 +96,21 @@ class ReplayConfig(Section):
     old, to study corrections at a known staleness."""
     order: Literal["ready", "ticket"] = "ready"
     """ready: finished groups may overtake a slow one while the bound holds for all; ticket: strict order."""
-    zero_variance: Literal["auto", "refund", "train"] = "auto"
-    """A group whose rewards are all equal is replaced by another prompt (refund), or trained (train).
-    auto refunds it if the advantage compares within the group, and would be 0."""
+    zero_variance: Literal["auto", "refund", "train", "drop"] = "auto"
+    """A group whose rewards are all equal is replaced by another prompt (refund), trained (train), or counted in its
+    step without being computed (drop). auto refunds it if the advantage compares within the group, and would be 0."""
     failed: Literal["zero", "refund"] = "zero"
     """A completion whose reward raises or times out has reward 0, or its group is replaced by another prompt. A group
     without any reward is always replaced."""
     max_refunds_in_a_row: int = Field(default=4096, ge=1)
-    """The run fails after this many consecutive groups without a training signal."""
+    """The run fails after this many consecutive groups that were refunded or dropped."""
     max_bytes: int = Field(default=4 << 30, ge=1 << 20)
     """Limit of the finished groups in memory; above it only groups that the next batch needs may start."""
+
+    @property
+    def drops(self) -> bool:
+        """True if groups without signal stay in their step without being computed."""
+        return self.zero_variance == "drop"
 
     @property
     def staleness_limit(self) -> int:

@@ -161,6 +161,11 @@ def check_algorithm(config: Config) -> tuple[Callable[..., Any], Callable[..., T
     _check_terms("algorithm.advantage", settings.advantage, advantage, ADVANTAGE_TERMS)
     _check_terms("algorithm.loss", settings.loss, loss, TERMS)
     _check_roles(config, _positional(advantage))
+    if config.replay.drops and not is_group_relative(advantage):
+        raise ConfigError(
+            f"replay.zero_variance = 'drop': groups with equal rewards have a training signal with algorithm.advantage "
+            f"= {settings.advantage!r}, which does not only compare within the group; use train, refund or auto"
+        )
     if settings.truncated == "bootstrap" and BOOTSTRAP not in inspect.signature(advantage).parameters:
         raise ConfigError(
             f"algorithm.truncated = 'bootstrap': algorithm.advantage = {settings.advantage!r} takes no value after the "

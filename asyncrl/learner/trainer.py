@@ -9,7 +9,8 @@ micro-batches: forward, `token_losses`, backward. Differences from published PPO
   the weights before the step. By default a step is one update, for which proximal and current policy are the same.
 - Losses have one denominator: the tokens or sequences of the update over all micro-batches and ranks. The gradient
   therefore depends neither on packing nor on the number of ranks.
-- An update whose loss or gradient is not finite on any rank is skipped on all of them.
+- An update whose loss or gradient is not finite on any rank is skipped on all of them. A step of which the replay queue
+  has dropped every group (`replay.zero_variance: drop`) makes no update; its version has the weights of the one before.
 - Baselines are computed from groups of trajectories, or by a critic, which is a separate model with its own optimizer.
   During `critic.warmup_steps` only the critic is updated; the policy's losses are computed for the metrics.
 - Log-probs are at the sampling temperature. The divergence from a reference policy is added to the reward or the loss.
@@ -93,7 +94,10 @@ class Trainer:
         Raises RunError on all ranks after more than `learner.max_skipped_updates` skipped updates in a row.
         """
         settings, device = self.config.learner, self.ranks.device
-        minibatches = sync_microbatches(batch.minibatches, self.ranks, step)
+        may_be_empty = self.config.replay.drops
+        minibatches = sync_microbatches(batch.minibatches, self.ranks, step, may_be_empty=may_be_empty)
+        if not any(minibatch.num_tokens for minibatch in minibatches):
+            return {"learner/tokens": 0.0, "learner/skipped_updates": 0.0}
         scores = self._score(batch, minibatches, step)
         phase = self.phases.phase
         with phase("advantage"):
@@ -137,8 +141,8 @@ class Trainer:
                 updates.append(Update(norm, lr))
             total.join(metrics)
         self._conclude_mismatch_check(step)
-        skipped = 0 if warmup else self._updates - len(updates)
-        metrics = self._describe(total, updates, skipped, minibatches, estimates)
+        skipped = 0 if warmup else len(planned) - len(updates)
+        metrics = self._describe(total, updates, skipped, minibatches, estimates, counted=len(planned) - skipped)
         metrics["learner/flops"] = self._count_flops(batch, scores, warmup=warmup)
         return metrics | batch_metrics(batch, estimates.advantages, self.ranks)
 
@@ -233,12 +237,15 @@ class Trainer:
         skipped: int,
         minibatches: list[Minibatch],
         estimates: Estimates,
+        *,
+        counted: int,
     ) -> dict[str, float]:
-        """Returns the finite metrics of the step. Waits for the critic, whose metrics are included."""
-        metrics = total.reduce(self.ranks, updates=self._updates - skipped)
+        """Returns the finite metrics of the step, whose `total` is of `counted` updates. Waits for the critic, whose
+        metrics are included."""
+        metrics = total.reduce(self.ranks, updates=counted)
         metrics["learner/tokens"] = float(sum(minibatch.num_tokens for minibatch in minibatches))
         metrics["learner/skipped_updates"] = float(skipped)
-        if skipped < self._updates:
+        if counted:
             metrics["learner/grad_norm"] = sum(update.grad_norm for update in updates) / max(len(updates), 1)
             metrics["learner/lr"] = sum(update.lr for update in updates) / max(len(updates), 1)
         metrics |= self._control_kl(estimates, sum(minibatch.num_sequences for minibatch in minibatches))

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import structlog
@@ -84,33 +85,38 @@ class Minibatch:
 def plan_updates(
     batch: Batch, scored: list[Minibatch], ranks: Ranks, step: int, config: Config, *, epochs: int, minibatches: int
 ) -> list[Minibatch]:
-    """Returns the mini-batch of every update of a step, in their order. `scored` are the mini-batches of `batch`, which
-    are used again if they have the right number and `learner.shuffle` is not set. All ranks call it.
+    """Returns the mini-batch of every update of a step, in their order, without those that have no action token.
+    `scored` are the mini-batches of `batch`, which are used again if they have the right number and `learner.shuffle`
+    is not set. All ranks call it.
 
     Shuffled ones are drawn for each epoch, by `seed`, step and epoch: a step that is trained again is the same.
     """
-    budget = config.learner.tokens_per_microbatch
+    budget, may_be_empty = config.learner.tokens_per_microbatch, config.replay.drops
+    sync = partial(sync_microbatches, ranks=ranks, step=step, may_be_empty=may_be_empty)
     if config.learner.shuffle and minibatches > 1:
         draws = [np.random.default_rng([config.seed, step, epoch]) for epoch in range(epochs)]
         epochs_parts = [repack(batch, minibatches, tokens_per_microbatch=budget, rng=rng) for rng in draws]
-        return [minibatch for parts in epochs_parts for minibatch in sync_microbatches(parts, ranks, step)]
-    if minibatches != len(scored):
-        parts = repack(batch, minibatches, tokens_per_microbatch=budget)
-        scored = sync_microbatches(parts, ranks, step)
-    return scored * epochs
+        planned = [minibatch for parts in epochs_parts for minibatch in sync(parts)]
+    elif minibatches != len(scored):
+        planned = sync(repack(batch, minibatches, tokens_per_microbatch=budget)) * epochs
+    else:
+        planned = scored * epochs
+    return [minibatch for minibatch in planned if minibatch.num_tokens]
 
 
-def sync_microbatches(minibatches: Sequence[list[MicroBatch]], ranks: Ranks, step: int) -> list[Minibatch]:
+def sync_microbatches(
+    minibatches: Sequence[list[MicroBatch]], ranks: Ranks, step: int, *, may_be_empty: bool = False
+) -> list[Minibatch]:
     """Returns the mini-batches with the counts over all ranks; ranks with fewer micro-batches get empty ones.
 
-    All ranks call it. Raises RunError if a mini-batch has no action token on any rank.
+    All ranks call it. Raises RunError if a mini-batch has no action token on any rank, unless it `may_be_empty`.
     """
     own = [(sum(len(m.targets) for m in p), sum(len(m.names) for m in p), len(p)) for p in minibatches]
     table = ranks.gather(torch.tensor(own))
     synced: list[Minibatch] = []
     for number, parts in enumerate(minibatches):
         num_tokens, num_sequences, _ = table[:, number].sum(dim=0).tolist()
-        if not num_tokens:
+        if not num_tokens and not may_be_empty:
             which = f", mini-batch {number + 1}" if len(minibatches) > 1 else ""
             raise RunError(f"step {step}{which}: the batch has no action token")
         missing = int(table[:, number, 2].max()) - len(parts)

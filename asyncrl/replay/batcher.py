@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from asyncrl.config import Config
-from asyncrl.errors import InvariantError, ProtocolError
+from asyncrl.errors import ProtocolError
 from asyncrl.replay.journal.reader import WAY_OUT
 from asyncrl.replay.ledger_counts import State
 from asyncrl.replay.store import Store
@@ -115,19 +115,19 @@ class Batcher:
         numbers = self.state.ledger.select()
         if numbers is None:
             return
-        costs = [sum(self.state.held[number].finished.lengths) for number in numbers]
-        shards = [[numbers[index] for index in shard] for shard in balance(costs, self.config.launch.learners)]
-        self.store.record("take", {"step": step, "shards": shards, "at_s": self.store.clock.now()})
+        held = self.state.held
+        dropped = [number for number in numbers if settings.drops and not held[number].signal]
+        dealt = [number for number in numbers if number not in dropped]
+        costs = [sum(held[number].finished.lengths) for number in dealt]
+        shards = [[dealt[index] for index in shard] for shard in balance(costs, self.config.launch.learners)]
+        body = {"step": step, "shards": shards, "dropped": dropped, "at_s": self.store.clock.now()}
+        self.store.record("take", body)
 
 
 def balance(costs: Sequence[int], parts: int) -> list[list[int]]:
-    """Deals indices into `parts` lists of equal length with nearly equal total cost (greedy, largest first).
-
-    `parts` divides `len(costs)`.
-    """
-    if len(costs) % parts:
-        raise InvariantError(f"balance: {parts} parts do not divide {len(costs)} items")
-    size = len(costs) // parts
+    """Deals indices into `parts` lists with nearly equal total cost (greedy, largest first). The lists have equal
+    lengths if `parts` divides `len(costs)`, and otherwise at most that many items, rounded up."""
+    size = -(-len(costs) // parts)
     bins: list[list[int]] = [[] for _ in range(parts)]
     sums = [0] * parts
     for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):

@@ -41,7 +41,7 @@ from asyncrl.replay.evaluation.scores import eval_metrics
 from asyncrl.replay.expiry import LeaseExpiry
 from asyncrl.replay.journal.writer import Journal
 from asyncrl.replay.metrics.trace import TraceWriter
-from asyncrl.replay.refunds import check_refunds, refund_reason
+from asyncrl.replay.refunds import check_refunds, has_signal, refund_reason
 from asyncrl.replay.sessions import Sessions
 from asyncrl.replay.store import Store
 from asyncrl.replay.tickets import FinishedGroup, PromptSource
@@ -81,7 +81,7 @@ class ReplayQueue:
         *,
         group_relative: bool = True,
     ) -> None:
-        """`group_relative` as in `refund_reason`."""
+        """`group_relative` as in `has_signal`."""
         self.config = config
         self._group_relative = group_relative
         self.store = Store(config, prompts, trace, eval_prompts, journal, run_id, checkpoint)
@@ -188,13 +188,14 @@ class ReplayQueue:
         started_s, finished_s = self.clock.span(header.started_s, header.finished_s)
         reason = refund_reason(self.config, header, group_relative=self._group_relative)
         run_s = {"started_s": started_s, "finished_s": finished_s}
-        body = structs.asdict(header) | run_s | {"refunded": reason}
+        signal = not reason and has_signal(header, group_relative=self._group_relative)
+        body = structs.asdict(header) | run_s | {"refunded": reason, "signal": signal}
         self.store.record("group", body, arrays)
         errors = [error for error in header.errors if error]
         if reason == "failed" or errors:
             event = "group failed" if reason == "failed" else "rewards failed"
             log.warning(event, ticket=number, row=header.row, count=len(errors), error=errors[0] if errors else "")
-        check_refunds(self.config, self.ledger, self.state.refunds_in_a_row)
+        check_refunds(self.config, self.ledger, self.state.unused_in_a_row)
 
     def evaluated(self, result: Evaluated) -> Prompt | None:
         """Counts an evaluated prompt: the first result that arrives for it. Returns the prompt if it is the first."""

@@ -1,4 +1,5 @@
-"""Groups that are not trained, so that their place goes to another prompt."""
+"""Groups without training signal: which groups they are, and which of them are refunded, so that another prompt takes
+their place."""
 
 from __future__ import annotations
 
@@ -8,32 +9,39 @@ from asyncrl.replay.ledger import Ledger
 from asyncrl.wire.messages import GroupHeader
 
 SAME_REWARD = 1e-6
-"""A group whose rewards differ by less has no training signal."""
+"""A group whose rewards differ by less has no training signal where advantages compare within the group."""
 
 
-def refund_reason(config: Config, header: GroupHeader, *, group_relative: bool) -> str:
-    """The reason why a finished group is refunded; empty if it is to be trained.
+def has_signal(header: GroupHeader, *, group_relative: bool) -> bool:
+    """True if training on a finished group changes the policy.
 
     `group_relative`: the advantage of a group whose rewards are all equal is 0.
     """
+    return "failed" not in header.status and not (group_relative and _is_equal(header))
+
+
+def refund_reason(config: Config, header: GroupHeader, *, group_relative: bool) -> str:
+    """The reason why a finished group is refunded; empty if it stays. `group_relative` as in `has_signal`."""
     if "failed" in header.status:
         return "failed"
     if config.algorithm.truncated == "mask" and set(header.status) == {"truncated"}:
         return "truncated"
     choice = config.replay.zero_variance
     refunds_equal = choice == "refund" or (choice == "auto" and group_relative)
-    if refunds_equal and max(header.rewards) - min(header.rewards) < SAME_REWARD:
-        return "zero_variance"
-    return ""
+    return "zero_variance" if refunds_equal and _is_equal(header) else ""
 
 
-def check_refunds(config: Config, ledger: Ledger, refunds_in_a_row: int) -> None:
-    """Raises RunError if too many groups in a row were refunded."""
+def check_refunds(config: Config, ledger: Ledger, unused_in_a_row: int) -> None:
+    """Raises RunError if too many groups in a row were refunded or dropped."""
     limit = config.replay.max_refunds_in_a_row
-    if refunds_in_a_row >= limit:
+    if unused_in_a_row >= limit:
         counts = {name: amount.groups for name, amount in ledger.refunded.items()}
         raise RunError(
             f"the last {limit} groups had no training signal (refunded so far: {counts}): their rewards are equal or "
             "failed; check the reward function and the difficulty of the data, or set replay.zero_variance=train "
             "or a higher replay.max_refunds_in_a_row"
         )
+
+
+def _is_equal(header: GroupHeader) -> bool:
+    return max(header.rewards) - min(header.rewards) < SAME_REWARD

@@ -39,7 +39,7 @@ class QueueSnapshot(Durable):
     step: TakenStep | None
     stop_reason: str
     generators_wanted: int
-    refunds_in_a_row: int
+    unused_in_a_row: int
     late: dict[int, list[int]]
     committed: dict[str, float]
     coverage: Coverage

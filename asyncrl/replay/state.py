@@ -66,7 +66,8 @@ class QueueState:
         self.step: TakenStep | None = None
         self.stop_reason = ""
         self.generators_wanted = config.launch.generators
-        self.refunds_in_a_row = 0
+        self.unused_in_a_row = 0
+        """Refunded and dropped groups since the last one with another end."""
         self.late: dict[int, list[int]] = {}
         """Outstanding attempts of the latest trained and refunded tickets, by ticket; at most MAX_LATE tickets."""
         self.committed: dict[str, float] = {}
@@ -129,15 +130,15 @@ class QueueState:
         amount = {"trajectories": len(header.lengths), "tokens": sum(held.completion)}
         self.ledger.finish(number, **amount, start_version=header.start_version)
         self.measure.scored(header, held.completion)
+        unused = reason or (self.config.replay.drops and not group.signal)
+        self.unused_in_a_row = self.unused_in_a_row + 1 if unused else 0
         if not reason:
-            self.refunds_in_a_row = 0
             self.held_bytes += held.num_bytes
             self.coverage.hold(location)
             return
         self.ledger.refund(number, reason)
         del self.held[number]
         self._end(number, held)
-        self.refunds_in_a_row += 1
         self.measure.ended(reason, header, held.completion)
         self._trace(held, reason)
 
@@ -173,11 +174,12 @@ class QueueState:
 
     def _take(self, body: Any, _: Sequence[Array], location: Location | None) -> None:
         shards = [list(shard) for shard in body["shards"]]
-        numbers = [number for shard in shards for number in shard]
+        dropped = list(body["dropped"])
+        numbers = [*(number for shard in shards for number in shard), *dropped]
         self.ledger.take(numbers)
         for number in numbers:
             self.held[number].taken_s = body["at_s"]
-        self.step = TakenStep(body["step"], shards)
+        self.step = TakenStep(body["step"], shards, dropped)
         self.coverage.note(location, body["step"])
 
     def step_metrics(self, step: int, at_s: float) -> dict[str, float]:

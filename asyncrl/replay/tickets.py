@@ -31,13 +31,15 @@ class FinishedGroup:
     header: GroupHeader
     arrays: list[Array]
     """A Block if they are in one frame, as they were received."""
+    signal: bool = True
+    """As in `asyncrl.replay.refunds.has_signal`."""
 
     @classmethod
     def of_record(cls, body: Any, arrays: list[Array]) -> Self:
-        """The group in a journal record. The record also holds the reason for a refund, which is dropped here. Raises
+        """The group in a journal record. The record also holds the reason for a refund, which is left out here. Raises
         ValidationError if it is not what the replay queue writes."""
-        values = {name: value for name, value in body.items() if name != "refunded"}
-        return cls(msgspec.convert(values, GroupHeader), arrays)
+        values = {name: value for name, value in body.items() if name not in ("refunded", "signal")}
+        return cls(msgspec.convert(values, GroupHeader), arrays, msgspec.convert(body.get("signal"), bool))
 
 
 class HeldTicket(Durable):
@@ -71,6 +73,8 @@ class TicketEntry(HeldTicket, kw_only=True):
     """Action tokens by the policy version that sampled them."""
     num_bytes: int = 0
     """Size of the frames."""
+    signal: bool = True
+    """As in `asyncrl.replay.refunds.has_signal`."""
 
     @property
     def awaited(self) -> list[int]:
@@ -88,7 +92,7 @@ class TicketEntry(HeldTicket, kw_only=True):
     def keep(self, group: FinishedGroup, location: Location | None) -> None:
         """Stores the finished group."""
         _, mask, _, versions = group.arrays
-        self.header, self.arrays, self.location = group.header, group.arrays, location
+        self.header, self.arrays, self.location, self.signal = group.header, group.arrays, location, group.signal
         self.num_bytes = sum(array.nbytes for array in group.arrays)
         self.completion, self.by_version = completion_tokens(group.header, mask), tokens_by_version(versions, mask)
 
@@ -119,10 +123,13 @@ class TicketEntry(HeldTicket, kw_only=True):
 
 
 class TakenStep(Durable):
-    """The batch of the step in progress: the tickets of each learner rank."""
+    """The batch of the step in progress."""
 
     number: int
     shards: list[list[int]]
+    """The tickets of each learner rank."""
+    dropped: list[int]
+    """Tickets of groups without signal that no rank computes (`replay.zero_variance: drop`)."""
 
 
 class PromptSource(Protocol):

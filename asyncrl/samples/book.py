@@ -45,10 +45,10 @@ class SampleBook:
         self._next_s = self._started_s
 
     def record(self, step: int, groups: Sequence[Group], *, is_last: bool = False) -> Samples | None:
-        """Writes the `choose`n trajectories of a step and returns them; None if the last record is too recent, unless
-        this is the last step."""
+        """Writes the `choose`n trajectories of a step and returns them; None if the step computed no group, or if the
+        last record is too recent and this is not the last step."""
         now_s = self._clock()
-        if now_s < self._next_s and not is_last:
+        if not groups or (now_s < self._next_s and not is_last):
             return None
         self._next_s = now_s + max(EVERY_S, EVERY_FRACTION * (now_s - self._started_s))
         samples = choose(groups, step=step)

@@ -14,6 +14,7 @@ from torch import Tensor
 from asyncrl.algorithms.advantages import ADVANTAGES
 from asyncrl.algorithms.losses import PolicyTerms, decoupled_ppo, ppo_clip
 from asyncrl.config import Config, LearnerConfig, load_config
+from asyncrl.config.sections import ReplayConfig
 from asyncrl.errors import ConfigError
 from asyncrl.learner.algorithm import check_algorithm, is_group_relative, make_algorithm, needs_greedy_baseline
 from asyncrl.learner.update import learning_rate
@@ -204,6 +205,13 @@ def test_the_inputs_of_an_advantage_are_in_its_signature() -> None:
     relative = {name for name, advantage in ADVANTAGES.items() if is_group_relative(advantage)}
     assert set(ADVANTAGES) - relative == {"gae", "vtrace", "reinforce_plus_plus", "remax"}
     assert [name for name, advantage in ADVANTAGES.items() if needs_greedy_baseline(advantage)] == ["remax"]
+
+
+def test_groups_are_dropped_only_where_equal_rewards_have_no_signal() -> None:
+    dropping = ReplayConfig(zero_variance="drop")
+    check_algorithm(make().model_copy(update={"replay": dropping}))
+    with pytest.raises(ConfigError, match=r"'drop': groups with equal rewards have a training signal .* = 'gae'"):
+        check_algorithm(make(advantage="gae").model_copy(update={"replay": dropping}))
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

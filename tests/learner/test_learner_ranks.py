@@ -43,7 +43,7 @@ def alone_with_critic(one_rank: Ranks, tiny_model: Path) -> Record:
     return record(make_config(tiny_model, **CRITIC), one_rank, make_groups())
 
 
-@pytest.mark.parametrize("name", [*FLOAT32, "critic-zero0", "critic-zero3"])
+@pytest.mark.parametrize("name", [*FLOAT32, "critic-zero0", "critic-zero3", "dropped-zero2", "dropped-zero3"])
 def test_two_ranks_are_one_rank(name: str, alone: Record, alone_with_critic: Record, two_ranks: Path) -> None:
     if name.startswith("critic"):
         alone = alone_with_critic

@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 from worlds import copy_weights, make_config, make_groups, make_trainer, pack_groups
 
 from asyncrl.algorithms.kl import HORIZON, AdaptiveKL, kl_estimate
-from asyncrl.errors import ConfigError, InvariantError
+from asyncrl.errors import ConfigError, InvariantError, RunError
 from asyncrl.learner.advantage_step import Estimates, Scores, estimate
 from asyncrl.learner.algorithm import make_algorithm
 from asyncrl.learner.batch import Batch, make_batch
@@ -96,6 +96,30 @@ def test_divergence_in_the_reward_of_a_group_estimator(one_rank: Ranks, tiny_mod
             assert got[(group.ticket, number)] == pytest.approx(
                 [reward - np.mean(shaped)] * group.trajectories[number].num_action_tokens, abs=1e-5
             )
+
+
+def test_a_step_of_dropped_groups_makes_no_update(one_rank: Ranks, tiny_model: Path) -> None:
+    config = make_config(tiny_model, replay={"zero_variance": "drop"})
+    trainer = make_trainer(config, one_rank)
+    before = copy_weights(trainer.policy)
+    assert trainer.train(pack_groups(config, []), step=1) == {"learner/tokens": 0.0, "learner/skipped_updates": 0.0}
+    assert all(torch.equal(weight, before[name]) for name, weight in copy_weights(trainer.policy).items())
+    with pytest.raises(RunError, match="step 1: the batch has no action token"):
+        make_trainer(make_config(tiny_model), one_rank).train(pack_groups(config, []), step=1)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_minibatches_that_dropping_left_empty_are_no_updates(one_rank: Ranks, tiny_model: Path, shuffle: bool) -> None:
+    learner = {"minibatches": 3, "shuffle": shuffle, "epochs": 2}
+    config = make_config(tiny_model, learner=learner, replay={"zero_variance": "drop"})
+    trainer = make_trainer(config, one_rank)
+    before = copy_weights(trainer.policy)
+    groups = make_groups(2)
+    metrics = trainer.train(pack_groups(config, groups), step=3)
+    assert metrics["learner/skipped_updates"] == 0.0
+    updates = trainer.policy.engine.global_steps
+    assert updates == 4, "two mini-batches with a group in each of two epochs"
+    assert any(not torch.equal(weight, before[name]) for name, weight in copy_weights(trainer.policy).items())
 
 
 def test_truncated_trajectories_that_are_masked_still_count_in_their_group(one_rank: Ranks, tiny_model: Path) -> None:

@@ -27,7 +27,7 @@ def group(ticket: int, attempt: int = 0, *, tokens: int = 2) -> Group:
 
 def record(one: Group, **changes: object) -> Record:
     header, arrays = pack_group(one)
-    return Record("group", structs.asdict(header) | {"refunded": "", **changes}, arrays)
+    return Record("group", structs.asdict(header) | {"refunded": "", "signal": True, **changes}, arrays)
 
 
 def commit(step: int) -> Record:
@@ -35,7 +35,7 @@ def commit(step: int) -> Record:
 
 
 def take(step: int, shards: list[list[int]]) -> Record:
-    return Record("take", {"step": step, "shards": shards, "at_s": 1.0})
+    return Record("take", {"step": step, "shards": shards, "dropped": [], "at_s": 1.0})
 
 
 SEGMENTS = [

@@ -226,6 +226,7 @@ def test_balance_deals_every_item_once_and_evenly(costs: list[int], parts: int) 
     assert max(sums) - min(sums) <= max(costs), "no rank has more than one group's tokens above another"
 
 
-def test_balance_refuses_uneven_parts() -> None:
-    with pytest.raises(InvariantError, match="2 parts do not divide 3 items"):
-        balance([1, 2, 3], 2)
+def test_balance_deals_what_cannot_be_dealt_evenly() -> None:
+    assert balance([1, 2, 3], 2) == [[2], [0, 1]]
+    assert balance([7], 2) == [[0], []]
+    assert balance([], 2) == [[], []]

@@ -94,6 +94,35 @@ def test_group_without_signal_is_trained_when_so_configured(tmp_path: Path) -> N
     assert train(queue, 1) == [0, 1]
 
 
+def test_group_without_signal_stays_in_its_step_uncomputed_when_so_configured(tmp_path: Path) -> None:
+    queue = make_queue(tmp_path, replay__zero_variance="drop", replay__groups_per_step=4, launch__learners=2)
+    for lease, rewards in zip(ask(queue), [(1.0, 1.0), (0.0, 1.0), (0.0, 0.0), (1.0, 0.0)] * 2, strict=True):
+        finish(queue, lease, rewards=rewards)
+    assert train(queue, 1, ranks=2) == [1, 3], "one for each rank"
+    ledger = queue.summary()["ledger"]
+    assert (ledger["trained"], ledger["refunded"], ledger["in_flight"]) == (4, {}, 4)
+    assert queue.summary()["staleness"]["histogram"] == [24]
+
+
+def test_a_step_without_any_signal_is_dealt_empty_and_committed(tmp_path: Path) -> None:
+    queue = make_queue(tmp_path, replay__zero_variance="drop")
+    for lease in ask(queue):
+        finish(queue, lease, rewards=(1.0, 1.0))
+    assert train(queue, 1) == []
+    assert queue.summary()["ledger"]["trained"] == 2
+    assert len(ask(queue, version=1)) == 2, "the next step's groups may start"
+
+
+def test_endless_dropped_groups_end_the_run(tmp_path: Path) -> None:
+    queue = make_queue(tmp_path, replay__zero_variance="drop", replay__max_refunds_in_a_row=2)
+    first, second, third = ask(queue, num_groups=3)
+    finish(queue, first, rewards=(0.0, 0.0))
+    finish(queue, second)
+    finish(queue, third, rewards=(0.0, 0.0))
+    with pytest.raises(RunError, match="the last 2 groups had no training signal"):
+        finish(queue, *ask(queue, num_groups=1), rewards=(1.0, 1.0))
+
+
 def test_failed_rewards_refund_the_group_and_do_not_count(tmp_path: Path) -> None:
     queue = make_queue(tmp_path)
     (lease,) = ask(queue, num_groups=1)

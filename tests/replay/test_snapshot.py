@@ -69,7 +69,7 @@ def make_snapshot(state: QueueState) -> Snapshot:
 
 def load(location: Location) -> Record:
     header, arrays = pack_group(make_group(Lease(0, 0, EndlessPrompts().prompt(0)), 0))
-    return Record("group", msgspec.to_builtins(header), arrays)
+    return Record("group", msgspec.to_builtins(header) | {"signal": True}, arrays)
 
 
 def test_every_field_is_saved_and_restored() -> None:

@@ -54,6 +54,7 @@ def test_those_that_inform_are_chosen_each_once() -> None:
 def test_a_step_is_recorded_when_the_last_one_is_old_enough(tmp_path: Path) -> None:
     now_s = 100.0
     book = SampleBook(tmp_path, clock=lambda: now_s)
+    assert book.record(1, []) is None, "every group of the step was dropped"
     assert book.record(1, batch()) is not None
     now_s += EVERY_S - 0.1
     assert book.record(2, batch()) is None and book.record(2, batch(), is_last=True) is not None

@@ -16,8 +16,9 @@ from asyncrl.replay.journal.reader import Loader, Location, read_journal, segmen
 from asyncrl.replay.tickets import FinishedGroup
 from asyncrl.samples import Samples
 
-TRAINED, HELD = "trained", "held"
-"""Outcomes of a group: its step is committed; it waits for its step. The others are the reasons of refunds."""
+TRAINED, DROPPED, HELD = "trained", "dropped", "held"
+"""Outcomes of a group: its step is committed, which has computed it or not; it waits for its step. The others are the
+reasons of refunds."""
 
 
 @dataclass(slots=True)
@@ -44,7 +45,7 @@ class JournalSamples:
         if not segments_of(folder):
             raise JournalError(f"{folder}: there is no journal")
         self._loader = Loader(folder)
-        taken: dict[int, list[int]] = {}
+        taken: dict[int, tuple[list[int], list[int]]] = {}
         for location, record in read_journal(folder):
             body: Any = record.body
             try:
@@ -52,9 +53,10 @@ class JournalSamples:
                     case "group":
                         self.groups[body["ticket"]] = StoredGroup(location, body["refunded"] or HELD)
                     case "take":
-                        taken[body["step"]] = [ticket for shard in body["shards"] for ticket in shard]
+                        trained = [ticket for shard in body["shards"] for ticket in shard]
+                        taken[body["step"]] = trained, list(body["dropped"])
                     case "commit" if body["step"] in taken:
-                        self._commit(body["step"], taken.pop(body["step"]))
+                        self._commit(body["step"], *taken.pop(body["step"]))
                     case _:
                         pass
             except (KeyError, TypeError) as error:
@@ -73,14 +75,15 @@ class JournalSamples:
         return Samples.concat(self._read(tickets))
 
     def refunded(self) -> list[int]:
-        """The tickets of refunded groups."""
+        """The tickets of refunded and of dropped groups."""
         return [ticket for ticket, group in self.groups.items() if group.outcome not in (TRAINED, HELD)]
 
-    def _commit(self, step: int, tickets: list[int]) -> None:
-        self.steps[step] = tickets
-        for ticket in tickets:
-            if ticket in self.groups:
-                self.groups[ticket].step, self.groups[ticket].outcome = step, TRAINED
+    def _commit(self, step: int, trained: list[int], dropped: list[int]) -> None:
+        self.steps[step] = trained
+        for tickets, outcome in ((trained, TRAINED), (dropped, DROPPED)):
+            for ticket in tickets:
+                if ticket in self.groups:
+                    self.groups[ticket].step, self.groups[ticket].outcome = step, outcome
 
     def _read(self, tickets: Iterable[int]) -> Iterator[Samples]:
         for ticket in tickets:
