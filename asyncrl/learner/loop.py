@@ -3,14 +3,17 @@
     step            what happens                                    waits for                    woken by
     ------------    --------------------------------------------    -------------------------    -----------------------
     _agree          the ranks agree to continue or to stop          all learner ranks            a collective
-    batches.take    gets this rank's part of the next batch         groups_per_step groups       the queue's reply
-    prepare         checks staleness and packs the batch            all learner ranks            a collective
+    prefetch.get    gets this rank's part of the step, packed       groups_per_step groups       the prefetch thread
+    raise_on_all..  an error of any rank is raised on all ranks     all learner ranks            a collective
     trainer.train   version step - 1 becomes version step           all learner ranks, critic    collectives, its reply
     _commit         rank 0 records the step in the replay queue     the journal                  the queue's reply
     _send           rank 0 hands a copy of the weights over         the broadcast before it      the sender's thread
     _save           starts a checkpoint, if one is due              the checkpoint before it     the writer's thread
          |
          +-- back to _agree, until the last step
+
+Meanwhile the prefetch thread takes and packs this rank's part of the next step: `batches.take`, `prepare`. It waits for
+the queue's reply.
 
 A step is committed before its weights are sent: the replay queue must know every version that a generator has.
 """
@@ -31,7 +34,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.config import Config
-from asyncrl.errors import AsyncrlError, InvariantError, PeerTimeoutError, RunError
+from asyncrl.errors import InvariantError, PeerTimeoutError, RunError
 from asyncrl.learner.batch import Batch, check_staleness, make_batch
 from asyncrl.learner.checkpoint.files import Files, bytes_file
 from asyncrl.learner.checkpoint.hf_export import save_model
@@ -39,6 +42,7 @@ from asyncrl.learner.checkpoint.manager import Checkpoints
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.metrics.flops import device_peak, utilization
 from asyncrl.learner.metrics.profiler import StepProfiler
+from asyncrl.learner.prefetch import Prefetcher
 from asyncrl.learner.trainer import Trainer
 from asyncrl.samples import Samples
 from asyncrl.samples.book import SampleBook
@@ -48,7 +52,7 @@ from asyncrl.wire.messages import Committed
 
 
 class Batches(Protocol):
-    """The source of batches; `asyncrl.replay.client.LearnerClient`."""
+    """The source of batches; `asyncrl.replay.client.LearnerClient`. Another thread calls `take`, one step ahead."""
 
     def begin(self, step: int) -> int: ...
     def take(self, step: int) -> Shard | None: ...
@@ -114,10 +118,13 @@ class Learner:
     """Last step that was committed before this start. The steps up to it are trained again on the same batches."""
     checkpoint_due: bool = False
     """True if a checkpoint follows the next step that was not committed before."""
+    stopping: bool = False
+    """True if the run ends with the last committed step."""
     saved: int = 0
     """Step of the newest checkpoint that was started or loaded."""
     rewards: deque[float] = field(init=False)
     """Mean rewards of the latest steps."""
+    prefetch: Prefetcher = field(init=False)
     profiler: StepProfiler = field(init=False)
     peak_flops: float | None = field(init=False)
     """Peak of each rank's device in FLOP/s; None if it is unknown."""
@@ -125,6 +132,7 @@ class Learner:
     def __post_init__(self) -> None:
         self.saved = self.start
         self.rewards = deque(maxlen=self.config.checkpoint.every_steps or REWARD_STEPS)
+        self.prefetch = Prefetcher(self.batches.take, self.prepare, last_step=self.config.steps)
         observe = self.config.observe
         self.profiler = StepProfiler(observe.profile, self.run_dir / "profile", self.ranks.rank)
         self.peak_flops = observe.peak_flops or device_peak(self.ranks.device)
@@ -149,7 +157,7 @@ class Learner:
         last, stopped = self.start, False
         while last < self.config.steps:
             stopped = self._agree(should_stop)
-            if stopped or not self._train(last + 1):
+            if stopped or self.stopping or not self._train(last + 1):
                 log.info("learner stops early", finished_steps=last)
                 break
             last += 1
@@ -162,24 +170,27 @@ class Learner:
 
     def _agree(self, should_stop: Callable[[], bool]) -> bool:
         """Returns True, on all ranks, if any rank should stop before the next step. All ranks also learn here that a
-        checkpoint is due, and raise RunError if one failed on any rank."""
+        checkpoint is due or that the run is stopping, and raise RunError if a checkpoint failed on any rank."""
         self.watch.switch("waiting")
         error = self.checkpoints.failure() if self.checkpoints is not None else None
-        flags = torch.tensor([should_stop(), self.checkpoint_due, error is not None], dtype=torch.int64)
-        stop, due, failed = self.ranks.max(flags).tolist()
+        flags = [should_stop(), self.checkpoint_due, self.stopping, error is not None]
+        stop, due, stopping, failed = self.ranks.max(torch.tensor(flags, dtype=torch.int64)).tolist()
         if failed:
             self.ranks.raise_on_all_ranks(error)
-        self.checkpoint_due = bool(due)
+        self.checkpoint_due, self.stopping = bool(due), bool(stopping)
         return bool(stop)
 
     def _train(self, step: int) -> bool:
         """Trains one step. Returns False if there is no batch for it."""
-        shard = self.batches.take(step)
+        prepared = self.prefetch.get(step)
         self.watch.switch("working")
-        if shard is None:
+        if prepared is None:
             return False
+        # On all ranks, so that none waits for one that has ended.
+        self.ranks.raise_on_all_ranks(prepared.error)
+        assert prepared.batch is not None
         with self.profiler.step(step):
-            metrics = self.trainer.train(self.prepare(shard, step), step=step)
+            metrics = self.trainer.train(prepared.batch, step=step)
         self.watch.switch("writing")
         lap = self.watch.lap()
         metrics |= {
@@ -199,7 +210,7 @@ class Learner:
             metrics["checkpoint/save_s"] = self._save(step, committed.state)
         self._log(step, metrics | committed.metrics)
         if self.book is not None:
-            samples = self.book.record(step, shard.groups, is_last=step == self.config.steps)
+            samples = self.book.record(step, prepared.shard.groups, is_last=step == self.config.steps)
             if samples is not None and self.tracker is not None:
                 self.tracker.log_samples(step, samples)
         return True
@@ -251,27 +262,19 @@ class Learner:
             self.trainer.critic.save(self.run_dir / "critic")
 
     def prepare(self, shard: Shard, step: int) -> Batch:
-        """The packed batch. An error of any rank is raised on all ranks, so that none waits for one that has ended."""
-        batch: Batch | None = None
-        error: AsyncrlError | None = None
-        try:
-            if shard.step != step:
-                raise InvariantError(f"step {step}: took the shard of step {shard.step}")
-            check_staleness(shard.groups, version=step - 1, max_staleness=self.config.replay.staleness_limit)
-            if (excluded := self.trainer.policy.excluded) is not None:
-                excluded.check(shard.groups)
-            batch = make_batch(
-                shard.groups,
-                tokens_per_microbatch=self.config.learner.tokens_per_microbatch,
-                minibatches=self.config.learner.packed_minibatches,
-                skip_truncated=self.config.algorithm.truncated == "mask",
-                bootstrap_truncated=self.config.algorithm.truncated == "bootstrap",
-            )
-        except InvariantError as broken:
-            error = broken
-        self.ranks.raise_on_all_ranks(error)
-        assert batch is not None
-        return batch
+        """The packed batch. Raises InvariantError if the shard cannot be trained in this step."""
+        if shard.step != step:
+            raise InvariantError(f"step {step}: took the shard of step {shard.step}")
+        check_staleness(shard.groups, version=step - 1, max_staleness=self.config.replay.staleness_limit)
+        if (excluded := self.trainer.policy.excluded) is not None:
+            excluded.check(shard.groups)
+        return make_batch(
+            shard.groups,
+            tokens_per_microbatch=self.config.learner.tokens_per_microbatch,
+            minibatches=self.config.learner.packed_minibatches,
+            skip_truncated=self.config.algorithm.truncated == "mask",
+            bootstrap_truncated=self.config.algorithm.truncated == "bootstrap",
+        )
 
     def _send(self, version: int) -> None:
         """Passes the weights to the sender, which copies them and continues in the background. Versions that were sent
@@ -298,6 +301,7 @@ class Learner:
             kept = self.checkpoints.recent
         committed = self.batches.commit(step, metrics, saving=saving, checkpoints=kept)
         self.checkpoint_due = self.checkpoint_due or committed.checkpoint_wanted
+        self.stopping = committed.stopping
         if "reward/mean" in committed.metrics:
             self.rewards.append(committed.metrics["reward/mean"])
         self._rate(committed.metrics)

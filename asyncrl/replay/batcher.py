@@ -1,4 +1,4 @@
-"""Batches for the learners: the batch of the next step, and past batches for learners that have restarted."""
+"""Batches for the learners: those of the next two steps, and past batches for learners that have restarted."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from asyncrl.config import Config
 from asyncrl.errors import ProtocolError
 from asyncrl.replay.journal.reader import WAY_OUT
+from asyncrl.replay.ledger import MAX_TAKEN
 from asyncrl.replay.ledger_counts import State
 from asyncrl.replay.store import Store
 from asyncrl.replay.tickets import FinishedGroup
@@ -40,11 +41,13 @@ class Batcher:
         self.catching_up = {"step": step, "of": steps} if step < steps else None
         return steps
 
-    def next_shard(self, rank: int, step: int, *, trained: bool) -> tuple[TakeOutcome, list[FinishedGroup]]:
+    def next_shard(self, rank: int, step: int, *, over: bool) -> tuple[TakeOutcome, list[FinishedGroup]]:
         """Returns ("shard", groups), ("wait", []) while the batch is not complete or is being read from the journal, or
-        ("stop", []) when there are no more batches.
+        ("stop", []) if it was not composed before the run was `over`.
 
-        A repeated request for a step returns the same groups, also for a committed step.
+        A rank may take the batch of a step while the step before it is in progress. A repeated request for a step
+        returns the same groups, also for a committed step. So all ranks get the same outcome for a step, a shard or
+        "stop".
         """
         self._check_rank(rank)
         self.state.reported.learners[rank] = self.store.clock.now()
@@ -56,18 +59,21 @@ class Batcher:
             groups = past.groups(step, rank)
             self.progress += 1
             return "shard", groups
-        if step != self.state.ledger.steps + 1:
-            raise ProtocolError(f"learner rank {rank} takes step {step}, the next one is {self.state.ledger.steps + 1}")
-        batch = self.state.step
-        if batch is None:
-            if trained:
+        steps, next_step = self.state.ledger.steps, self.state.ledger.next_step
+        if not steps < step <= min(next_step, steps + MAX_TAKEN):
+            raise ProtocolError(f"learner rank {rank} takes step {step}, the next one is {steps + 1}")
+        if step == next_step:
+            if over:
                 return "stop", []
             self._compose(step)
-            batch = self.state.step
-            if batch is None:
-                return "wait", []
+        batch = self.state.batch(step)
+        if batch is None:
+            return "wait", []
+        if len(batch.shards) != self.config.launch.learners:  # a run that was resumed with another number of ranks
+            self._deal(step, sorted(batch.tickets))
+            batch = self.state.batch(step)
+            assert batch is not None
         self.progress += 1
-        self._check_ranks(batch.shards, step)
         held = [self.state.held[number] for number in batch.shards[rank]]
         return "shard", [FinishedGroup(one.finished, one.arrays) for one in held]
 
@@ -82,14 +88,14 @@ class Batcher:
             own = self.state.committed if step == self.state.ledger.steps else self._committed(step)
             self.catching_up = {"step": step, "of": self.state.ledger.steps} if step < self.state.ledger.steps else None
         else:
-            if self.state.step is None or step != self.state.step.number:
-                raise ProtocolError(
-                    f"commit of step {step}, in progress is {self.state.step and self.state.step.number}"
-                )
+            in_progress = self.state.taken[0].number if self.state.taken else None
+            if step != in_progress:
+                raise ProtocolError(f"commit of step {step}, in progress is {in_progress}")
             own = self.store.commit(step, metrics, checkpoints)
         self.progress += 1
         state = self.store.snapshot(step) if saving else b""
-        return Committed(own, state, self.store.checkpoint_wanted())
+        stopping = bool(self.state.stop_reason) and step == self.state.ledger.steps
+        return Committed(own, state, self.store.checkpoint_wanted(), stopping)
 
     def _committed(self, step: int) -> dict[str, float]:
         past = self.store.history(step)
@@ -108,15 +114,18 @@ class Batcher:
             )
 
     def _compose(self, step: int) -> None:
-        """Composes the batch of the step and deals it to the ranks, if enough groups are finished."""
+        """Composes the batch of the step, if enough groups are finished."""
         settings = self.config.replay
         if self.state.ledger.count(State.FINISHED) < (settings.min_staleness + 1) * settings.groups_per_step:
             return
         numbers = self.state.ledger.select()
-        if numbers is None:
-            return
-        held = self.state.held
-        dropped = [number for number in numbers if settings.drops and not held[number].signal]
+        if numbers is not None:
+            self._deal(step, numbers)
+
+    def _deal(self, step: int, numbers: Sequence[int]) -> None:
+        """Deals the groups of a batch to the ranks."""
+        drops, held = self.config.replay.drops, self.state.held
+        dropped = [number for number in numbers if drops and not held[number].signal]
         dealt = [number for number in numbers if number not in dropped]
         costs = [sum(held[number].finished.lengths) for number in dealt]
         shards = [[dealt[index] for index in shard] for shard in balance(costs, self.config.launch.learners)]

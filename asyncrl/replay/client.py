@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import uuid
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -205,13 +206,16 @@ class GeneratorClient:
 class LearnerClient:
     """A learner rank's side: takes its shard of each step, and rank 0 commits.
 
-    Every method raises PeerTimeoutError when the queue is silent for `timeout_s`, and RunError when it refuses.
+    `take` may be called by another thread than the other methods. Every method raises PeerTimeoutError when the queue
+    is silent for `timeout_s`, and RunError when it refuses.
     """
 
     def __init__(self, endpoints: Endpoints, rank: int, *, timeout_s: float = 60.0) -> None:
+        self.endpoints = endpoints
         self.rank = rank
         self.timeout_s = timeout_s
         self._connection = Connection(endpoints, resend_s=RESEND_S)
+        self._closed = threading.Event()
 
     def begin(self, step: int) -> int:
         """Registers this rank, which starts from a checkpoint of the step (0 without one). Returns the number of
@@ -220,13 +224,18 @@ class LearnerClient:
         return self._connection.request(body, timeout_s=self.timeout_s).body.steps
 
     def take(self, step: int) -> Shard | None:
-        """This rank's shard of the step, as soon as the batch is complete; None when the run is stopping, the
-        same for all ranks."""
+        """This rank's shard of the step, as soon as the batch is complete, which may be while the step before it is
+        trained; None when the run is stopping, the same for all ranks, or when the client is closed meanwhile."""
         body = Take(self.rank, step)
-        while True:
-            outcome, groups = self._connection.call(body, _shard, timeout_s=self.timeout_s)
-            if outcome != "wait":
-                return Shard(step, groups) if outcome == "shard" else None
+        connection = Connection(self.endpoints, resend_s=RESEND_S)  # of its own: a socket belongs to one thread
+        try:
+            while not self._closed.is_set():
+                outcome, groups = connection.call(body, _shard, timeout_s=self.timeout_s)
+                if outcome != "wait":
+                    return Shard(step, groups) if outcome == "shard" else None
+        finally:
+            connection.close()
+        return None
 
     def commit(
         self, step: int, metrics: dict[str, float], *, saving: bool = False, checkpoints: Sequence[int] = ()
@@ -252,7 +261,8 @@ class LearnerClient:
                     time.sleep(EVALUATION_POLL_S)
 
     def close(self) -> None:
-        """Closes the connection."""
+        """Closes the connection. A `take` in another thread ends with the next answer."""
+        self._closed.set()
         self._connection.close()
 
 

@@ -11,6 +11,9 @@ last learner version that may train on it. The rule keeps, for every version t n
     number of charged, untrained groups with deadline <= t   <=   (t - trained steps + 1) * P,
 
 so taking groups by earliest deadline always meets every deadline, regardless of the order in which they finish.
+
+A batch may be taken while the one before it is trained. It is then treated as if that one were trained already: its
+groups must be allowed at the version that comes next.
 """
 
 from __future__ import annotations
@@ -25,8 +28,8 @@ from asyncrl.errors import InvariantError
 from asyncrl.replay.ledger_counts import Amount, LedgerCounts, State, Ticket
 from asyncrl.util.durable import restore
 
-UNITS = ("trajectories", "tokens")
-"""The parts of a group, each of which is counted like the groups themselves."""
+MAX_TAKEN = 2
+"""Batches that are taken and not trained at most: that of the step in progress and the next one."""
 _RUNNING_PER_WAITING = 8
 
 
@@ -64,6 +67,16 @@ class Ledger(LedgerCounts, kw_only=True):
     def charged(self) -> int:
         """Groups that count against admission: trained and live ones (k above)."""
         return self.trained.groups + len(self.live)
+
+    @property
+    def next_step(self) -> int:
+        """The step whose batch is taken next."""
+        return self.steps + self.count(State.TAKEN) // self.groups_per_step + 1
+
+    @property
+    def num_waiting(self) -> int:
+        """The number of finished groups that are not part of the step in progress."""
+        return self.count(State.FINISHED) + max(0, self.count(State.TAKEN) - self.groups_per_step)
 
     def deadline(self, ticket: Ticket) -> int:
         """The last learner version that may train on the ticket."""
@@ -124,13 +137,12 @@ class Ledger(LedgerCounts, kw_only=True):
             return True
         # The schedule as it would be if the ticket had started at `start_version`.
         starts = Counter({min(start_version, ticket.start_version): 1, ticket.start_version: -1})
-        for state in (State.LEASED, State.RETURNED, State.FINISHED):
-            starts.update(self._versions[state])
-        steps = self.steps + bool(self._versions[State.TAKEN])
+        for versions in self._untaken():
+            starts.update(versions)
         due = 0
         for version in sorted(starts):
             due += starts[version]
-            if due > max(0, version + self.max_staleness - steps + 1) * self.groups_per_step:
+            if due > max(0, version + self.max_staleness - self.next_step + 2) * self.groups_per_step:
                 return False
         return True
 
@@ -171,7 +183,7 @@ class Ledger(LedgerCounts, kw_only=True):
         self.returned_tokens += ticket.tokens
         self.returned_trajectories += ticket.trajectories
         self._move(ticket, State.RETURNED)
-        ticket.trajectories = ticket.tokens = 0
+        ticket.trajectories = ticket.tokens = ticket.step = 0
         self.returned.append(number)
 
     def count_lost(self, tokens: int) -> None:
@@ -180,31 +192,37 @@ class Ledger(LedgerCounts, kw_only=True):
         self.returned_tokens += tokens
 
     def select(self) -> list[int] | None:
-        """The tickets of the next step's batch, or None while it is not complete."""
+        """The tickets of the batch of `next_step`, or None while it is not complete."""
         if self.count(State.FINISHED) < self.groups_per_step or not (self.in_order or self._others_can_follow()):
             return None
-        live = self.live.values()
+        live = [t for t in self.live.values() if t.state is not State.TAKEN]
         wanted = live if self.in_order else [t for t in live if t.state is State.FINISHED]
         batch = nsmallest(self.groups_per_step, wanted, key=self._take_order)
         return [t.number for t in batch] if all(t.state is State.FINISHED for t in batch) else None
 
     def take(self, numbers: Sequence[int]) -> None:
-        """Moves finished tickets to TAKEN. Raises InvariantError if one is past its deadline."""
+        """Moves finished tickets to TAKEN, for `next_step`. Raises InvariantError if one is past its deadline then, or
+        if MAX_TAKEN batches are taken already."""
+        step = self.next_step
+        if step > self.steps + MAX_TAKEN:
+            raise InvariantError(f"ledger: batch of step {step} after {self.steps} steps, {MAX_TAKEN} are taken")
         for number in numbers:
             ticket = self._expect(number, State.FINISHED)
-            if self.deadline(ticket) < self.steps:
+            if self.deadline(ticket) < step - 1:
                 raise InvariantError(
                     f"ledger: ticket {number} started at version {ticket.start_version} cannot be trained at "
-                    f"version {self.steps} with max_staleness {self.max_staleness}"
+                    f"version {step - 1} with max_staleness {self.max_staleness}"
                 )
             self._move(ticket, State.TAKEN)
+            ticket.step = step
 
     def taken(self) -> list[int]:
         """The tickets of the step in progress."""
-        return [ticket.number for ticket in self.live.values() if ticket.state is State.TAKEN]
+        step = self.steps + 1
+        return [t.number for t in self.live.values() if t.state is State.TAKEN and t.step == step]
 
     def commit(self) -> list[int]:
-        """Ends the taken tickets as trained and counts the step. Returns their numbers."""
+        """Ends the tickets of the step in progress as trained and counts the step. Returns their numbers."""
         numbers = self.taken()
         if len(numbers) != self.groups_per_step:
             raise InvariantError(f"ledger: commit of {len(numbers)} groups, a step has {self.groups_per_step}")
@@ -215,67 +233,32 @@ class Ledger(LedgerCounts, kw_only=True):
         self.steps += 1
         return numbers
 
-    def in_flight(self) -> Amount:
-        """All live tickets, with the trajectories and tokens of the finished and taken ones."""
-        amount = Amount(groups=len(self.live))
-        for ticket in self.live.values():
-            amount.add(groups=0, trajectories=ticket.trajectories, tokens=ticket.tokens)
-        return amount
-
     def count(self, state: State) -> int:
         """The number of tickets in this state."""
         return self._versions[state].total()
-
-    def check(self) -> None:
-        """Raises InvariantError unless generated = trained + refunded + returned + in flight."""
-        counted = self.trained, self.in_flight(), *self.refunded.values()
-        for unit, generated in {
-            "groups": self.issued,
-            **{unit: getattr(self.generated, unit) for unit in UNITS},
-        }.items():
-            accounted = sum(getattr(amount, unit) for amount in counted) + getattr(self, f"returned_{unit}", 0)
-            if generated != accounted:
-                raise InvariantError(f"ledger: {generated} {unit} generated, {accounted} accounted for")
-
-    def summary(self) -> dict[str, object]:
-        """The ledger for the run's summary. Raises InvariantError if it does not balance."""
-        self.check()
-        flight, refunds = self.in_flight(), sorted(self.refunded.items())
-        return {
-            "leased": self.issued,
-            "trained": self.trained.groups,
-            "refunded": {reason: amount.groups for reason, amount in refunds},
-            "in_flight": flight.groups,
-            **{
-                unit: {
-                    "generated": getattr(self.generated, unit),
-                    "trained": getattr(self.trained, unit),
-                    "refunded": {reason: getattr(amount, unit) for reason, amount in refunds},
-                    "returned": getattr(self, f"returned_{unit}"),
-                    "in_flight": getattr(flight, unit),
-                }
-                for unit in UNITS
-            },
-        }
 
     def _take_order(self, ticket: Ticket) -> tuple[int, int]:
         return (0 if self.in_order else self.deadline(ticket), ticket.number)
 
     def _others_can_follow(self) -> bool:
-        """True if all other live tickets can still meet their deadlines after a step that trains the finished tickets
-        with the earliest ones."""
+        """True if all other untaken tickets can still meet their deadlines after a step that trains the finished
+        tickets with the earliest ones."""
         # Earliest-deadline-first feasibility. A leased ticket may be due before the finished ones of this batch; then
-        # training the batch now could use up the last step in which the leased one is allowed. So the step is counted
-        # as done, and for each deadline version + S in ascending order the tickets due by then must fit into the steps
-        # that are left until then: version + S - (steps + 1) + 1 of them.
+        # training the batch now could use up the last step in which the leased one is allowed. So `next_step` is
+        # counted as done, and for each deadline version + S in ascending order the tickets due by then must fit into
+        # the steps that are left until then: version + S - next_step + 1 of them.
         finished, free, due = self._versions[State.FINISHED], self.groups_per_step, 0
-        for version in sorted({version for versions in self._versions.values() for version in versions}):
+        for version in sorted({version for versions in self._untaken() for version in versions}):
             trained = min(free, finished[version])
             free -= trained
-            due += sum(versions[version] for versions in self._versions.values()) - trained
-            if due > (version + self.max_staleness - self.steps) * self.groups_per_step:
+            due += sum(versions[version] for versions in self._untaken()) - trained
+            if due > (version + self.max_staleness - self.next_step + 1) * self.groups_per_step:
                 return False
         return True
+
+    def _untaken(self) -> list[Counter[int]]:
+        """The numbers of tickets by start version, in each state before TAKEN."""
+        return [versions for state, versions in self._versions.items() if state is not State.TAKEN]
 
     def _move(self, ticket: Ticket, state: State) -> None:
         self._leave(ticket)

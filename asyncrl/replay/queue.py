@@ -17,7 +17,8 @@ The life of a ticket, and the requests that move it:
     finish, release                  lose      counts the tokens of an attempt that is not used; the ticket stays
     release, lost, ask of a new      return    RETURNED
       session, expired lease
-    take                             take      the batch of the next step, for all ranks, once it is complete
+    take                             take      the batch of the next step, for all ranks, once it is complete; while
+                                               the step before it is trained, too
     commit                           commit    trained; the step is counted
 
 A request is decided first, and nothing changes. Then `Store.record` appends the event to the journal and applies it to
@@ -251,7 +252,7 @@ class ReplayQueue:
 
     def take(self, rank: int, step: int) -> tuple[TakeOutcome, list[FinishedGroup]]:
         """See `Batcher.next_shard`."""
-        return self.batcher.next_shard(rank, step, trained=self.trained)
+        return self.batcher.next_shard(rank, step, over=bool(self.state.stop_reason) or step > self.config.steps)
 
     def commit(
         self, step: int, metrics: dict[str, float], *, saving: bool = False, checkpoints: Sequence[int] = ()
@@ -284,7 +285,7 @@ class ReplayQueue:
             "done": self.done,
             "duplicates": self.state.reported.duplicates,
             "eval": self.evaluation.status(),
-            "taken": self.state.step is not None or self.batcher.catching_up is not None,
+            "taken": bool(self.state.taken) or self.batcher.catching_up is not None,
             "progress": self.batcher.progress,
             "generators_wanted": self.state.generators_wanted,
             "catching_up": self.batcher.catching_up,

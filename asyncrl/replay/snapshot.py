@@ -36,7 +36,7 @@ class QueueSnapshot(Durable):
     staleness_controller: ControllerState | None
     held: dict[int, HeldTicket]
     """By number of the ticket."""
-    step: TakenStep | None
+    taken: list[TakenStep]
     stop_reason: str
     generators_wanted: int
     unused_in_a_row: int

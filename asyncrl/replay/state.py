@@ -63,7 +63,8 @@ class QueueState:
         self.held_bytes = 0
         self.leased_by: Counter[int] = Counter()
         """Unfinished leases of each generator."""
-        self.step: TakenStep | None = None
+        self.taken: list[TakenStep] = []
+        """The step in progress, and the next one if its batch is taken already."""
         self.stop_reason = ""
         self.generators_wanted = config.launch.generators
         self.unused_in_a_row = 0
@@ -173,21 +174,32 @@ class QueueState:
     # --- steps
 
     def _take(self, body: Any, _: Sequence[Array], location: Location | None) -> None:
-        shards = [list(shard) for shard in body["shards"]]
-        dropped = list(body["dropped"])
-        numbers = [*(number for shard in shards for number in shard), *dropped]
-        self.ledger.take(numbers)
-        for number in numbers:
-            self.held[number].taken_s = body["at_s"]
-        self.step = TakenStep(body["step"], shards, dropped)
-        self.coverage.note(location, body["step"])
+        batch = TakenStep(body["step"], [list(shard) for shard in body["shards"]], list(body["dropped"]))
+        before = self.batch(batch.number)
+        if before is not None:  # dealt again
+            self.taken[self.taken.index(before)] = batch
+        else:
+            self.ledger.take(batch.tickets)
+            self.taken.append(batch)
+            if batch.number == self.ledger.steps + 1:
+                self._begin_step(body["at_s"])
+        self.coverage.note(location, batch.number)
+
+    def _begin_step(self, at_s: float) -> None:
+        """The first taken batch can be trained: it is complete, and the step before is committed."""
+        for number in self.taken[0].tickets:
+            self.held[number].taken_s = at_s
+
+    def batch(self, step: int) -> TakenStep | None:
+        """The batch of this step, if it is taken and not trained yet."""
+        return next((batch for batch in self.taken if batch.number == step), None)
 
     def step_metrics(self, step: int, at_s: float) -> dict[str, float]:
         """The queue's own metrics of the step in progress when it is committed at `at_s`, including the oldest
         unreported evaluation result. Changes nothing."""
         groups = [self.held[number] for number in self.ledger.taken()]
         queue = {
-            "replay/finished_groups": float(self.ledger.count(State.FINISHED)),
+            "replay/finished_groups": float(self.ledger.num_waiting),
             "replay/leased_groups": float(self.ledger.count(State.LEASED)),
             "replay/held_bytes": float(self.held_bytes - sum(held.num_bytes for held in groups)),
             "replay/staleness_limit": float(self.ledger.admission_limit),
@@ -208,7 +220,9 @@ class QueueState:
             self.coverage.train(held.location, step)
             self.measure.ended("trained", held.finished, held.completion)
             self._trace(held, "trained", trained_s=at_s, train_version=step - 1)
-        self.step = None
+        del self.taken[0]
+        if self.taken:
+            self._begin_step(at_s)
         self.ledger.check()
         self.evaluation.committed(step, due=body["evaluates"])
         self.evaluation.next_metrics()
@@ -309,7 +323,7 @@ class QueueState:
                 self.ledger.return_lease(ticket.number, tokens=0)
             elif ticket.state is not State.RETURNED:
                 self.ledger.revoke(ticket.number)
-        self.step, self.coverage = None, Coverage()
+        self.taken, self.coverage = [], Coverage()
         self.evaluation.release([ReleasedEvaluation(t, attempt) for _, t, attempt in list(self.evaluation.held())])
 
 

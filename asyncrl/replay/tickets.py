@@ -123,13 +123,19 @@ class TicketEntry(HeldTicket, kw_only=True):
 
 
 class TakenStep(Durable):
-    """The batch of the step in progress."""
+    """A batch that is taken and not trained yet."""
 
     number: int
+    """The step."""
     shards: list[list[int]]
     """The tickets of each learner rank."""
     dropped: list[int]
     """Tickets of groups without signal that no rank computes (`replay.zero_variance: drop`)."""
+
+    @property
+    def tickets(self) -> list[int]:
+        """All tickets of the batch."""
+        return [*(ticket for shard in self.shards for ticket in shard), *self.dropped]
 
 
 class PromptSource(Protocol):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -114,7 +116,8 @@ def test_policy_and_reference_have_the_distribution_that_was_sampled(one_rank: R
 
 def test_an_end_token_before_the_minimum_is_not_trained(one_rank: Ranks, model: Path) -> None:
     config = make_config(model, generator={"min_new_tokens": MINIMUM})
-    learner = Learner(config, make_trainer(config, one_rank), None, None, None, Path())  # pyright: ignore[reportArgumentType]
+    batches: Any = SimpleNamespace(take=None)
+    learner = Learner(config, make_trainer(config, one_rank), batches, None, None, Path())
     groups = without_early_ends(make_groups(2))
     learner.prepare(Shard(1, groups), 1)
     trajectory = groups[1].trajectories[2]

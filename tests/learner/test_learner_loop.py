@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from worlds import make_config, make_groups, make_trainer, spawn
 
 from asyncrl.errors import InvariantError, PeerTimeoutError
+from asyncrl.learner.batch import Batch
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.loop import Learner
 from asyncrl.types import Shard
@@ -27,9 +29,20 @@ class Batches:
     def __init__(self, last: int = 100, behind: int = 0) -> None:
         self.last, self.behind = last, behind
         self.commits: list[tuple[int, dict[str, float]]] = []
+        self.taken = threading.Condition()
+        self.takes: list[int] = []
+        self.stops_after = 0
+        """Step whose commit is answered with the request to stop."""
+        self.silent_at = 0
+        """Step at which the queue does not answer any more."""
         self.left = [(3, {"eval/version": 2.0}), (4, {"eval/version": 4.0})]
 
     def take(self, step: int) -> Shard | None:
+        with self.taken:
+            self.takes.append(step)
+            self.taken.notify()
+        if step == self.silent_at:
+            raise PeerTimeoutError("the replay queue did not answer 'take' within 1 s")
         version = max(step - 1 - self.behind, 0)
         return Shard(step, make_groups(2, seed=step, version=version)) if step <= self.last else None
 
@@ -41,7 +54,7 @@ class Batches:
     ) -> Committed:
         assert not saving and not checkpoints
         self.commits.append((step, metrics))
-        return Committed({"replay/ready": 3.0}, b"", False)
+        return Committed({"replay/ready": 3.0}, b"", False, step == self.stops_after)
 
     def evaluations(self, should_stop: Callable[[], bool]) -> list[tuple[int, dict[str, float]]]:
         return self.left
@@ -130,6 +143,40 @@ def test_a_stop_is_heard_before_the_next_step(learner: World, tmp_path: Path) ->
     learner(batches, sender).run(lambda: len(batches.commits) == 1)
     assert [step for step, _ in batches.commits] == [1]
     assert (tmp_path / "model" / "config.json").exists()
+
+
+def test_the_next_batch_is_taken_while_one_is_trained(learner: World) -> None:
+    batches = Batches()
+    one = learner(batches, Sender())
+    train = one.trainer.train
+
+    def checked(batch: Batch, *, step: int) -> dict[str, float]:
+        with batches.taken:
+            assert batches.taken.wait_for(lambda: batches.takes[-1] == min(step + 1, 4), timeout=60)
+        return train(batch, step=step)
+
+    one.trainer.train = checked  # type: ignore[method-assign]
+    one.run(lambda: False)
+    assert batches.takes == [1, 2, 3, 4], "no batch is taken for a step after the last"
+    assert [step for step, _ in batches.commits] == [1, 2, 3, 4]
+
+
+def test_a_batch_that_was_taken_ahead_of_a_stop_is_not_trained(learner: World, tmp_path: Path) -> None:
+    batches, sender = Batches(), Sender()
+    batches.stops_after = 2
+    learner(batches, sender).run(lambda: False)
+    assert [step for step, _ in batches.commits] == [1, 2]
+    with batches.taken:
+        assert batches.taken.wait_for(lambda: batches.takes == [1, 2, 3], timeout=60)
+    assert (tmp_path / "model" / "config.json").exists()
+
+
+def test_a_queue_that_is_silent_for_the_next_batch_ends_the_run_when_it_is_needed(learner: World) -> None:
+    batches = Batches()
+    batches.silent_at = 3
+    with pytest.raises(PeerTimeoutError, match="did not answer 'take' within 1 s"):
+        learner(batches, Sender()).run(lambda: False)
+    assert [step for step, _ in batches.commits] == [1, 2]
 
 
 def test_a_batch_that_is_too_old_or_of_another_step_ends_the_run(learner: World) -> None:

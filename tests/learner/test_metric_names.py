@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -60,11 +61,18 @@ class QueueBatches:
             config, EndlessPrompts(), TraceWriter(folder / "trace.parquet"), prompts, group_relative=False
         )
         self.size = config.generator.group_size
+        self.committed = threading.Condition()
+        """Steps are taken by another thread than they are committed by."""
 
     def begin(self, step: int) -> int:
         return self.queue.begin(0, step)
 
     def take(self, step: int) -> Shard | None:
+        with self.committed:
+            assert self.committed.wait_for(lambda: self.queue.ledger.steps == step - 1, timeout=120)
+            return self._take(step)
+
+    def _take(self, step: int) -> Shard | None:
         self.queue.note_memory("reward_model", 1 << 30)
         leases, _ = ask_queue(self.queue, 0, step - 1, 100, 100, stats=STATS)
         for lease in leases:
@@ -84,7 +92,9 @@ class QueueBatches:
     def commit(
         self, step: int, metrics: dict[str, float], *, saving: bool = False, checkpoints: Sequence[int] = ()
     ) -> Committed:
-        return self.queue.commit(step, metrics, saving=saving, checkpoints=checkpoints)
+        with self.committed:
+            self.committed.notify()
+            return self.queue.commit(step, metrics, saving=saving, checkpoints=checkpoints)
 
     def evaluations(self, should_stop: Callable[[], bool]) -> Iterator[tuple[int, dict[str, float]]]:
         return iter(())

@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 
 from asyncrl.errors import InvariantError
 from asyncrl.replay.batcher import balance
-from asyncrl.replay.ledger import Ledger
+from asyncrl.replay.ledger import MAX_TAKEN, Ledger
 from asyncrl.replay.ledger_counts import State
 from tests.helpers.examples import examples
 
 EVENTS = st.lists(
     st.tuples(
-        st.sampled_from(["lease", "finish", "refund", "give_back", "step", "load", "lose", "late"]),
+        st.sampled_from(["lease", "finish", "refund", "give_back", "take", "commit", "load", "lose", "late"]),
         st.integers(0, 7),
     ),
     max_size=300,
@@ -27,8 +27,9 @@ class Simulation:
     def __init__(self, ledger: Ledger, generators: int) -> None:
         self.ledger = ledger
         self.versions = [0] * generators
+        self.taken: list[list[int]] = []
+        """Batches that are taken and not trained, in their order."""
         self.trained: list[int] = []
-        self.tokens = 0
 
     def apply(self, event: str, pick: int) -> None:
         getattr(self, event)(pick)
@@ -74,16 +75,22 @@ class Simulation:
                 self.ledger.finish(ticket.number, trajectories=4, tokens=10 + pick, start_version=version)
                 assert ticket.start_version == version
 
-    def step(self, _: int) -> None:
-        numbers = self.ledger.select()
-        if numbers is None:
+    def take(self, _: int) -> None:
+        """A batch is taken, if it is complete: the next one while the one before it is trained."""
+        assert self.ledger.next_step == self.ledger.steps + len(self.taken) + 1
+        if len(self.taken) < MAX_TAKEN and (numbers := self.ledger.select()) is not None:
+            assert len(numbers) == self.ledger.groups_per_step
+            self.ledger.take(numbers)
+            self.taken.append(numbers)
+
+    def commit(self, _: int) -> None:
+        if not self.taken:
             return
-        version = self.ledger.steps
+        numbers, version = self.taken.pop(0), self.ledger.steps
         starts = [self.ledger.live[number].start_version for number in numbers]
-        assert len(numbers) == self.ledger.groups_per_step
-        assert all(version - start <= self.ledger.max_staleness for start in starts)
-        self.ledger.take(numbers)
-        assert sorted(self.ledger.commit()) == sorted(numbers)
+        assert all(0 <= version - start <= self.ledger.max_staleness for start in starts)
+        assert self.ledger.num_waiting == self.ledger.count(State.FINISHED) + sum(map(len, self.taken))
+        assert self.ledger.taken() == self.ledger.commit() == sorted(numbers)
         self.trained += numbers
 
     def load(self, pick: int) -> None:
@@ -95,7 +102,7 @@ class Simulation:
         for _ in range(200 * goal * self.ledger.groups_per_step):
             if self.ledger.steps >= goal:
                 return
-            for event in ("load", "lease", "finish", "step"):
+            for event in ("load", "lease", "finish", "take", "commit"):
                 for pick in range(len(self.versions)):
                     self.apply(event, pick)
         raise AssertionError("no progress although every generator works")
@@ -119,6 +126,69 @@ def test_any_schedule_keeps_bound_balance_and_progress(
     simulation.drain()
     assert len(simulation.trained) == len(set(simulation.trained)), "a group was trained twice"
     ledger.check()
+
+
+def finished(ledger: Ledger, *numbers: int) -> None:
+    for number in numbers:
+        ledger.finish(number, trajectories=1, tokens=1)
+
+
+def test_the_next_batch_is_taken_as_if_the_one_before_it_were_trained() -> None:
+    ledger = Ledger(groups_per_step=1, max_staleness=2)
+    for _ in range(3):
+        ledger.lease(0)
+    finished(ledger, 1, 2)
+    ledger.take([1])
+    assert (ledger.next_step, ledger.select()) == (2, [2])
+    ledger.take([2])
+    assert (ledger.taken(), ledger.num_waiting, ledger.select()) == ([1], 1, None)
+    finished(ledger, 0)
+    with pytest.raises(InvariantError, match="batch of step 3 after 0 steps, 2 are taken"):
+        ledger.take([0])
+    assert (ledger.commit(), ledger.taken(), ledger.num_waiting) == ([1], [2], 1)
+    assert ledger.select() == [0]
+    ledger.take([0])
+    assert (ledger.commit(), ledger.commit(), ledger.steps) == ([2], [0], 3)
+
+
+def test_a_batch_taken_ahead_leaves_a_slow_group_the_step_of_its_deadline() -> None:
+    ledger = Ledger(groups_per_step=1, max_staleness=2)
+    for _ in range(3):
+        ledger.lease(0)
+    finished(ledger, 1)
+    ledger.take([1])
+    ledger.commit()
+    ledger.lease(1)
+    finished(ledger, 2, 3)
+    ledger.take([2])
+    assert ledger.select() is None, "ticket 0 must be trained at version 2, the next one"
+    finished(ledger, 0)
+    assert ledger.select() == [0]
+
+
+def test_without_staleness_no_group_may_start_for_a_batch_ahead() -> None:
+    ledger = Ledger(groups_per_step=1, max_staleness=0)
+    finished(ledger, ledger.lease(0).number)
+    ledger.take([0])
+    assert not ledger.can_lease(0) and ledger.select() is None
+    ledger.commit()
+    assert ledger.can_lease(1)
+
+
+def test_a_late_group_that_is_too_old_for_the_step_after_the_taken_ones_is_refused() -> None:
+    ledger = Ledger(groups_per_step=1, max_staleness=1)
+    ledger.lease(0)
+    ledger.lease(0)
+    finished(ledger, 1)
+    ledger.take([1])
+    ledger.commit()
+    ledger.return_lease(0, tokens=0)
+    ledger.lease(1)
+    assert ledger.accepts(0, 0), "it may be trained at version 1"
+    ledger.lease(1)
+    finished(ledger, 2)
+    ledger.take([2])
+    assert not ledger.accepts(0, 0), "version 1 is trained by another batch"
 
 
 def test_synchronous_limit_admits_exactly_one_batch() -> None:
@@ -169,8 +239,11 @@ def test_ticket_order_waits_for_the_slow_group() -> None:
     ledger = Ledger(groups_per_step=1, max_staleness=2, in_order=True)
     ledger.lease(0)
     ledger.lease(0)
-    ledger.finish(1, trajectories=1, tokens=1)
+    finished(ledger, 1)
     assert ledger.select() is None
+    finished(ledger, 0)
+    ledger.take([0])
+    assert ledger.select() == [1], "the next batch may be taken while that one is trained"
 
 
 def test_refund_gives_the_place_back() -> None:

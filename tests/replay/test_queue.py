@@ -40,6 +40,20 @@ def train(queue: ReplayQueue, step: int, ranks: int = 1) -> list[int]:
     return tickets
 
 
+def tickets(queue: ReplayQueue, step: int, rank: int = 0) -> list[int]:
+    outcome, groups = queue.take(rank, step)
+    assert outcome == "shard"
+    return [group.header.ticket for group in groups]
+
+
+def take_two(queue: ReplayQueue) -> ReplayQueue:
+    """Takes the batches of the first two steps."""
+    for lease in ask(queue):
+        finish(queue, lease)
+    assert (tickets(queue, 1), tickets(queue, 2)) == ([0, 1], [2, 3])
+    return queue
+
+
 def test_a_whole_run(tmp_path: Path) -> None:
     queue = make_queue(tmp_path)
     leases = ask(queue)
@@ -209,6 +223,8 @@ def test_full_memory_stops_leases_but_never_the_next_batch(tmp_path: Path) -> No
         (lambda queue: ask_queue(queue, 0, 5, 1), "generator 0 claims version 5, the learner is at 0"),
         (lambda queue: queue.take(1, 1), "learner rank 1 of 1"),
         (lambda queue: queue.take(0, 2), "takes step 2, the next one is 1"),
+        (lambda queue: take_two(queue).take(0, 3), "takes step 3, the next one is 1"),
+        (lambda queue: take_two(queue).commit(2, {}), "commit of step 2, in progress is 1"),
         (lambda queue: queue.commit(1, {}), "commit of step 1, in progress is None"),
         (lambda queue: finish(queue, ask(queue)[0], 1), "has version 1, the learner is at 0"),
     ],
@@ -224,6 +240,54 @@ def test_stop_ends_leases_and_batches(tmp_path: Path) -> None:
     assert queue.done
     assert ask(queue) == []
     assert queue.take(0, 1) == ("stop", [])
+
+
+def test_the_next_batch_is_taken_while_one_is_trained(tmp_path: Path) -> None:
+    queue = make_queue(tmp_path)
+    now_s = 1.0
+    queue.clock.now = lambda: now_s  # type: ignore[method-assign]
+    *early, late = ask(queue)
+    for lease in early:
+        finish(queue, lease)
+    assert (tickets(queue, 1), queue.take(0, 2)) == ([0, 1], ("wait", []))
+    now_s = 2.0
+    finish(queue, late)
+    assert tickets(queue, 2) == tickets(queue, 2) == [2, 3]
+    assert tickets(queue, 1) == [0, 1]
+    assert queue.status()["taken"] and queue.status()["finished"] == 2
+    now_s = 5.0
+    metrics = queue.commit(1, {}).metrics
+    assert (metrics["replay/finished_groups"], metrics["group/train_s"]) == (2.0, 4.0)
+    assert queue.status()["taken"], "the learners are the ones to act"
+    now_s = 6.0
+    metrics = queue.commit(2, {}).metrics
+    assert metrics["group/train_s"] == 1.0, "it was trained after step 1"
+    assert not queue.status()["taken"]
+    queue.close()
+    rows = pq.read_table(tmp_path / "trace.parquet").to_pylist()
+    assert [(row["taken_s"], row["trained_s"]) for row in rows] == [(1.0, 5.0)] * 2 + [(5.0, 6.0)] * 2
+
+
+def test_a_batch_that_was_taken_ahead_of_a_stop_goes_to_all_ranks_and_is_not_trained(tmp_path: Path) -> None:
+    queue = make_queue(tmp_path, launch__learners=2)
+    for lease in ask(queue):
+        finish(queue, lease)
+    shards = [tickets(queue, step, 0) for step in (1, 2)]
+    assert not queue.commit(1, {}).stopping
+    queue.stop("interrupted")
+    assert shards[1] + tickets(queue, 2, 1) == [2, 3], "all ranks get the same answer"
+    assert queue.take(0, 3) == queue.take(1, 3) == ("stop", [])
+    assert queue.commit(2, {}).stopping
+    ledger = queue.summary()["ledger"]
+    assert (ledger["trained"], ledger["in_flight"]) == (4, 0)
+
+
+def test_no_batch_is_taken_for_a_step_after_the_last(tmp_path: Path) -> None:
+    queue = make_queue(tmp_path, steps=1)
+    for lease in ask(queue):
+        finish(queue, lease)
+    assert tickets(queue, 1) == [0, 1]
+    assert queue.take(0, 2) == ("stop", [])
 
 
 def test_generators_share_what_may_start(tmp_path: Path) -> None:

@@ -224,17 +224,25 @@ class Run:
 
     def step(self, pick: int) -> None:
         step = self.steps + 1
-        outcome, groups = self.queue.take(0, step)
-        self.queue.write()
-        if outcome != "shard":
+        if not self._take(step):
             return
-        assert frames(groups) == self.batches.setdefault(step, frames(groups)), "another batch was served again"
+        if pick % 3:
+            self._take(step + 1)
+        if pick % 4 == 2:
+            self.die(pick)
         if pick % 2:
             checkpoints = [max(0, step - 2)] if step > 2 else []
             self.metrics[step] = self.queue.commit(step, {"learner/wait_s": 0.5}, checkpoints=checkpoints).metrics
             self.queue.write()
             again = self.queue.commit(step, {"learner/wait_s": 9.0}).metrics
             assert again == self.metrics[step], "committed again, other metrics came"
+
+    def _take(self, step: int) -> bool:
+        outcome, groups = self.queue.take(0, step)
+        self.queue.write()
+        if outcome == "shard":
+            assert frames(groups) == self.batches.setdefault(step, frames(groups)), "another batch was served again"
+        return outcome == "shard"
 
     def catch_up(self, pick: int) -> None:
         """The learner starts again from the last checkpoint that the queue was told of."""
@@ -249,6 +257,11 @@ class Run:
             assert saved.metrics == self.metrics[step]
             stored = Snapshot.of_bytes(saved.state)
             assert stored.queue.ledger.steps == step and msgspec.msgpack.encode(stored) == saved.state
+            trace, evaluated = TraceWriter(self.folder / "other.parquet"), [EndlessPrompts().prompt(0)] * 2
+            again = ReplayQueue(self.config, EndlessPrompts(), trace, evaluated, checkpoint=saved.state)
+            assert again.ledger.count(State.RETURNED) == len(again.ledger.live) and not again.state.taken
+            again.ledger.check()
+            again.close()
         assert self.queue.state.snapshot() == before
 
     def die(self, _: int) -> None:
@@ -386,6 +399,30 @@ def test_restart_within_a_launch_keeps_leases_and_another_launch_takes_them_back
     assert (again.ticket, again.attempt, again.prompt.row) == (second.ticket, 1, second.prompt.row)
     assert ask_queue(queue, 0, 0, 100, session="new")[1] == "staleness"
     assert queue.ledger.charged == 4
+    queue.close()
+
+
+def test_batches_that_are_taken_and_not_trained_are_dealt_to_the_ranks_of_the_next_launch(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"replay__groups_per_step": 4, "replay__zero_variance": "drop"}
+    queue = open_queue(tmp_path, small_config(launch__learners=2, **options))
+    for lease in ask_queue(queue, 0, 0, 100)[0]:
+        finish(queue, lease, 0, rewards=(1.0, 1.0) if lease.ticket == 6 else (0.0, 1.0))
+    shards = [[frames(queue.take(rank, step)[1]) for rank in (0, 1)] for step in (1, 2)]
+    assert [[len(shard) for shard in batch] for batch in shards] == [[2, 2], [2, 1]]
+    batches = [sorted(batch[0] + batch[1], key=lambda group: group[0].ticket) for batch in shards]
+    queue.write()
+    kill_queue(queue)
+    queue = open_queue(tmp_path, small_config(**options), run_id="another launch")
+    for step in (1, 2):
+        assert frames(queue.take(0, step)[1]) == frames(queue.take(0, step)[1]) == batches[step - 1]
+    queue.commit(1, {})
+    queue.write()
+    kill_queue(queue)
+    queue = open_queue(tmp_path, small_config(**options), run_id="another launch")
+    assert frames(queue.take(0, 1)[1]) == batches[0], "as it was trained"
+    assert frames(queue.take(0, 2)[1]) == batches[1]
+    assert queue.ledger.taken() == [4, 5, 6, 7]
+    queue.commit(2, {})
     queue.close()
 
 

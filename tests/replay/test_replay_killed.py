@@ -90,16 +90,18 @@ def test_every_group_is_trained_once_whenever_the_process_is_killed(
     launcher = LauncherClient(endpoints, timeout_s=30)
     rng = random.Random(0)
     kills: list[Future[None]] = []
-    killer = ThreadPoolExecutor(1)
+    killer, taker = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
     try:
         assert learner.begin(0) == 0
         generator.start()
         killed_at = set(rng.sample(range(1, STEPS), KILLS))
+        taking = taker.submit(learner.take, 1)
         for step in range(1, STEPS + 1):
             if step in killed_at:
                 kills.append(killer.submit(process.kill, after_s=rng.random() * 0.02))
-            shard = learner.take(step)
-            assert shard is not None
+            shard = taking.result(timeout=60)
+            assert shard is not None and shard.step == step
+            taking = taker.submit(learner.take, step + 1)
             seen += [group.ticket for group in shard.groups]
             learner.commit(step, {"learner/wait_s": 0.0}, checkpoints=[step])
             learned[0] = step
@@ -107,6 +109,7 @@ def test_every_group_is_trained_once_whenever_the_process_is_killed(
         for kill in kills:
             kill.result(timeout=60)
         assert process.starts == KILLS + 1
+        assert taking.result(timeout=60) is None, "there is no step after the last"
         generator.join(timeout=60)
         assert errors == []
         assert not generator.is_alive()
@@ -119,6 +122,7 @@ def test_every_group_is_trained_once_whenever_the_process_is_killed(
         process.end()
         for client in (learner, launcher):
             client.close()
+        taker.shutdown()
     assert len(seen) == len(set(seen)) == 2 * STEPS
     assert (summary["steps"], summary["ledger"]["trained"]) == (STEPS, 2 * STEPS)
     rows = pq.read_table(tmp_path / "trace.parquet").to_pylist()

@@ -251,7 +251,7 @@ class RunMetrics(RunSums, kw_only=True):
             "learners": {str(rank): silent_s for rank, silent_s in learners.items()},
             "heard": [f"generator-{index}" for index, _, _ in up] + [f"learner-{rank}" for rank in learners],
             "leased": ledger.count(State.LEASED),
-            "finished": ledger.count(State.FINISHED),
+            "finished": ledger.num_waiting,
             "trained": ledger.trained.groups,
             "refunded": {reason: amount.groups for reason, amount in ledger.refunded.items()},
             "metrics": self.last_metrics,
