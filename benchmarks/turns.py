@@ -38,10 +38,11 @@ def engine_step(model: str, running: int) -> Callable[[], None]:
     from vllm import TokensPrompt
 
     from asyncrl.generator.vllm_backend.setup import build_engine, sampling_params
+    from asyncrl.generator.vllm_backend.version_labels import VersionLabels
     from benchmarks.synchronous import all_prompts
 
     use_batch_scheduling()
-    engine, prompts, begun = build_engine(config, 0), all_prompts(config), 0
+    engine, prompts, begun = build_engine(config, 0, VersionLabels()), all_prompts(config), 0
     sampling = sampling_params(config, {"temperature": 1.0}).clone()
     sampling.ignore_eos, sampling.max_tokens = True, MAX_TOKENS
 

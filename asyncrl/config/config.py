@@ -102,11 +102,12 @@ class Config(Section):
                 f"deterministic with replay.max_staleness = {self.replay.max_staleness}: which version samples a token "
                 "would depend on when weights arrive; use replay.max_staleness=0"
             )
-        if self.deterministic and self.generator.prefix_caching:
-            raise ValueError(
-                "deterministic with generator.engine_options.enable_prefix_caching: log-probs would depend on what is "
-                "cached; switch one off"
-            )
+        for option, on in (("enable_prefix_caching", "cached"), ("async_scheduling", "in flight")):
+            if self.deterministic and self.generator.engine_options.get(option):
+                raise ValueError(
+                    f"deterministic with generator.engine_options.{option}: log-probs would depend on what is {on}; "
+                    "switch one off"
+                )
         window = self.generator.max_model_tokens
         if window is not None and window <= self.generator.max_new_tokens:
             raise ValueError(

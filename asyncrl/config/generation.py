@@ -40,8 +40,10 @@ class GeneratorConfig(Section):
     engine_options: dict[str, JsonValue] = Field(default={})
     """Options of vLLM's engine (`vllm.EngineArgs`): max_model_len limits prompt and completion together (default: the
     model's window); enable_prefix_caching shares the prompt's keys and values inside a group, never across versions
-    (default: false); others are max_num_batched_tokens, kv_cache_dtype, enforce_eager. Refused: those that have a key
-    here, and those that versions or log-probs depend on."""
+    (default: where vLLM supports it for the model); async_scheduling schedules a batch while the one before is computed
+    (default: true on a GPU; never on a CPU); others are max_num_batched_tokens, kv_cache_dtype, enforce_eager. With
+    `deterministic` both are off. Refused: those that have a key here, and those that versions or log-probs depend
+    on."""
 
     @property
     def stop_texts(self) -> list[str]:
@@ -51,17 +53,12 @@ class GeneratorConfig(Section):
     @property
     def engine_settings(self) -> dict[str, Any]:
         """The options of vLLM's engine, with the run's own defaults."""
-        return {"max_model_len": None, "enable_prefix_caching": False, **self.engine_options}
+        return {"max_model_len": None, **self.engine_options}
 
     @property
     def max_model_tokens(self) -> int | None:
         """Window of the engine, prompt and completion; None for the model's own."""
         return self.engine_settings["max_model_len"]
-
-    @property
-    def prefix_caching(self) -> bool:
-        """True if the engine shares the keys and values of equal prompts."""
-        return self.engine_settings["enable_prefix_caching"]
 
     @model_validator(mode="after")
     def _check_engine_options(self) -> Self:

@@ -10,14 +10,25 @@ _IN_PROCESS = (
     "new weights reach the engine inside its one process, and its steps are counted there; one GPU is one generator, "
     "see launch.generators"
 )
-_VERSIONS = "a token's policy version is that of the engine step that sampled it, one step at a time"
+_VERSIONS = "the run's own scheduler labels each token with its policy version"
 _LOGPROBS = "the log-probs of sampled tokens would not be those of the policy that the learner trains"
 _WEIGHTS = "the learner sends the weights of model.path, and no others"
+_SAME_MODEL = "the learner loads the model and the tokenizer as model.path describes them, and so must the engine"
+_DRAFT = "the draft model would get no new weights"
+_KEYS_AND_VALUES = "keys and values that are stored elsewhere would be used under other weights"
+_PREFETCH = "new weights would not reach layers that are prefetched from host memory"
 
 ENGINE_REFUSED = {
     "model": "it is model.path",
     "model_weights": _WEIGHTS,
     "tokenizer": "it is that of model.path",
+    "tokenizer_revision": _SAME_MODEL,
+    "revision": _SAME_MODEL,
+    "code_revision": _SAME_MODEL,
+    "hf_config_path": _SAME_MODEL,
+    "hf_overrides": _SAME_MODEL,
+    "model_class_overrides": _SAME_MODEL,
+    "config_format": _SAME_MODEL,
     "dtype": "it is model.dtype",
     "trust_remote_code": "it is model.trust_remote_code",
     "seed": "it follows from seed, the generator and its start",
@@ -28,18 +39,18 @@ ENGINE_REFUSED = {
     "weight_transfer_config": _OF_THE_RUN,
     "runner": "generators complete texts",
     "convert": "generators complete texts",
+    "mm_encoder_only": "generators complete texts",
     "generation_config": "a model's own sampling defaults would change the sampled distribution",
     "override_generation_config": "a model's own sampling defaults would change the sampled distribution",
     "logprobs_mode": _LOGPROBS,
     "logits_processors": _LOGPROBS,
     "watermark_config": _LOGPROBS,
     "diffusion_config": _LOGPROBS,
-    "async_scheduling": _VERSIONS,
     "scheduler_cls": _VERSIONS,
-    "speculative_config": "the draft model would get no new weights",
-    "spec_method": "the draft model would get no new weights",
-    "spec_model": "the draft model would get no new weights",
-    "spec_tokens": "the draft model would get no new weights",
+    "speculative_config": _DRAFT,
+    "spec_method": _DRAFT,
+    "spec_model": _DRAFT,
+    "spec_tokens": _DRAFT,
     "enable_lora": _WEIGHTS,
     "default_mm_loras": _WEIGHTS,
     "enable_sleep_mode": "the engine runs all the time",
@@ -53,9 +64,18 @@ ENGINE_REFUSED = {
     "enable_expert_parallel": _IN_PROCESS,
     "nnodes": _IN_PROCESS,
     "node_rank": _IN_PROCESS,
+    "enable_elastic_ep": _IN_PROCESS,
+    "enable_eplb": _IN_PROCESS,
+    "kv_transfer_config": _KEYS_AND_VALUES,
+    "kv_offloading_size": _KEYS_AND_VALUES,
+    "kv_offloading_backend": _KEYS_AND_VALUES,
     "device_ids": "the run gives each generator its GPU",
 }
-ENGINE_REFUSED_PREFIXES = {"data_parallel_": _IN_PROCESS, "_": "it is none of vLLM's public options"}
+ENGINE_REFUSED_PREFIXES = {
+    "data_parallel_": _IN_PROCESS,
+    "offload_": _PREFETCH,
+    "_": "it is none of vLLM's public options",
+}
 
 _KEPT = "the log-prob of each sampled token is all that is kept"
 _TEXT = "the engine makes text only to find generator.stop in it"
@@ -112,8 +132,9 @@ def check_engine_options(options: Mapping[str, Any]) -> None:
     window = options.get("max_model_len")
     if window is not None and (type(window) is not int or window < 2):
         raise ValueError(f"engine_options.max_model_len = {window!r}: must be a number of tokens, at least 2, or null")
-    if type(caching := options.get("enable_prefix_caching", False)) is not bool:
-        raise ValueError(f"engine_options.enable_prefix_caching = {caching!r}: must be true or false")
+    for name in ("async_scheduling", "enable_prefix_caching"):
+        if type(value := options.get(name, False)) is not bool:
+            raise ValueError(f"engine_options.{name} = {value!r}: must be true or false")
 
 
 def check_sampling(options: Any) -> None:

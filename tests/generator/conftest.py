@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
-from generator_model import save_tiny_model, small_config
+from generator_model import async_scheduling, save_tiny_model, small_config
 from transformers import Qwen2ForCausalLM
 
 from asyncrl.generator.vllm_backend.engine import Engine
@@ -37,14 +38,16 @@ def policies(model_path: str) -> list[Qwen2ForCausalLM]:
 
 @pytest.fixture(scope="module")
 def make_engine(model_path: str) -> Iterator[Callable[..., Engine]]:
-    """Engines of a module, by overrides of the config; each is built once."""
+    """Engines of a module, by overrides of the config; each is built once. With `ahead` vLLM schedules one batch ahead,
+    as on a GPU; on a CPU it would not."""
     engines: dict[str, Engine] = {}
     set_num_threads = torch.set_num_threads
 
-    def make(**overrides: object) -> Engine:
-        key = repr(sorted(overrides.items()))
+    def make(*, ahead: bool = False, **overrides: object) -> Engine:
+        key = repr((ahead, sorted(overrides.items())))
         if key not in engines:
-            engines[key] = Engine(small_config(model_path, **overrides), seed=1)
+            with async_scheduling() if ahead else nullcontext():
+                engines[key] = Engine(small_config(model_path, **overrides), seed=1)
         return engines[key]
 
     yield make

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
@@ -60,6 +64,22 @@ def small_config(model_path: str, **overrides: object) -> Config:
         "generator.kv_cache_bytes": 16 << 20,
     }
     return load_config(None, values | {name.replace("__", "."): value for name, value in overrides.items()})
+
+
+@contextmanager
+def async_scheduling() -> Iterator[None]:
+    """Engines that are built meanwhile keep a batch in flight, as on a GPU; vLLM turns that off on CPUs."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    check = CpuPlatform.check_and_update_config
+
+    def check_and_turn_on(vllm_config: Any) -> None:
+        check(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CpuPlatform, "check_and_update_config", staticmethod(check_and_turn_on))
+        yield
 
 
 def run_all(engine: Engine) -> dict[str, Completion]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,12 +25,17 @@ EngineMaker = Callable[..., Engine]
 Policies = list[Qwen2ForCausalLM]
 
 
-def recomputing(make_engine: EngineMaker) -> Engine:
-    return make_engine(weights__kv_cache="recompute", generator__engine_options={"max_num_batched_tokens": 256})
+IN_FLIGHT = pytest.mark.parametrize("ahead", [False, True], ids=["one at a time", "a batch in flight"])
 
 
-def keeping(make_engine: EngineMaker) -> Engine:
-    return make_engine(generator__temperature=0.7, generator__engine_options={"enable_prefix_caching": True})
+def recomputing(make_engine: EngineMaker, ahead: bool = False) -> Engine:
+    options = {"max_num_batched_tokens": 256}
+    return make_engine(ahead=ahead, weights__kv_cache="recompute", generator__engine_options=options)
+
+
+def keeping(make_engine: EngineMaker, ahead: bool = False) -> Engine:
+    options = {"enable_prefix_caching": True}
+    return make_engine(ahead=ahead, generator__temperature=0.7, generator__engine_options=options)
 
 
 def prompts(count: int, first: int = 0) -> dict[str, list[int]]:
@@ -88,8 +94,11 @@ def test_layers_are_made_anew_only_where_the_engine_gave_up_their_weights(
     assert len(reloads) == (0 if kept else len(policies))
 
 
-def swap_in_flight(engine: Engine, policies: Policies, requests: dict[str, list[int]]) -> dict[str, Completion]:
-    """Version 0 for 5 tokens, version 1 for 6, version 2 for the rest."""
+def swap_in_flight(
+    engine: Engine, policies: Policies, requests: dict[str, list[int]], dropped: int = 0
+) -> dict[str, Completion]:
+    """Version 0 for 5 tokens, version 1 for 6, version 2 for the rest. `dropped` tokens less where a swap drops those
+    that are in flight."""
     engine.swap(0, weights_of(policies[0]))
     for key, prompt in requests.items():
         engine.add(key, prompt)
@@ -102,15 +111,19 @@ def swap_in_flight(engine: Engine, policies: Policies, requests: dict[str, list[
         if not engine.num_running:
             break
     for completion in done.values():
-        expected = np.repeat([0, 1, 2], [5, 6, 100])[: len(completion.tokens)]
+        expected = np.repeat([0, 1, 2], [5 - dropped, 6 - dropped, 100])[: len(completion.tokens)]
         assert np.array_equal(completion.versions, expected)
     assert max(len(completion.tokens) for completion in done.values()) > 12
     return done
 
 
-def test_recompute_makes_every_token_exactly_one_version(make_engine: EngineMaker, policies: Policies) -> None:
+@IN_FLIGHT
+def test_recompute_makes_every_token_exactly_one_version(
+    make_engine: EngineMaker, policies: Policies, ahead: bool
+) -> None:
     requests = prompts(8)
-    for key, completion in swap_in_flight(recomputing(make_engine), policies, requests).items():
+    engine = recomputing(make_engine, ahead)
+    for key, completion in swap_in_flight(engine, policies, requests, dropped=int(ahead)).items():
         for version in np.unique(completion.versions):
             here = completion.versions == version
             own, other = (
@@ -121,11 +134,18 @@ def test_recompute_makes_every_token_exactly_one_version(make_engine: EngineMake
             assert max_difference(completion.logprobs[here], other) > DIFFERENT
 
 
-def test_keep_continues_on_the_keys_and_values_there_are(make_engine: EngineMaker, policies: Policies) -> None:
+@IN_FLIGHT
+def test_keep_continues_on_the_keys_and_values_there_are(
+    make_engine: EngineMaker, policies: Policies, ahead: bool
+) -> None:
     requests = prompts(8)
-    for key, completion in swap_in_flight(keeping(make_engine), policies, requests).items():
+    for key, completion in swap_in_flight(keeping(make_engine, ahead), policies, requests).items():
         expected = kept_cache_logprobs(policies, requests[key], completion, 0.7)
         assert max_difference(completion.logprobs, expected) < TOLERANCE
+        early = replace(completion, versions=np.append(completion.versions[1:], completion.versions[-1]))
+        otherwise = early.versions != completion.versions  # the last token before each swap
+        expected = kept_cache_logprobs(policies, requests[key], early, 0.7)
+        assert not otherwise.any() or max_difference(completion.logprobs[otherwise], expected[otherwise]) > DIFFERENT
 
 
 def kept_cache_logprobs(
@@ -144,8 +164,11 @@ def kept_cache_logprobs(
     return logprobs[torch.arange(len(completion.tokens)), torch.tensor(completion.tokens)].numpy()
 
 
-def test_a_cached_prompt_is_never_used_under_other_weights(make_engine: EngineMaker, policies: Policies) -> None:
-    engine = keeping(make_engine)
+@IN_FLIGHT
+def test_a_cached_prompt_is_never_used_under_other_weights(
+    make_engine: EngineMaker, policies: Policies, ahead: bool
+) -> None:
+    engine = keeping(make_engine, ahead)
     cached: dict[str, Any] = {}
     vllm: Any = engine._engine
     step = vllm.step
@@ -162,7 +185,7 @@ def test_a_cached_prompt_is_never_used_under_other_weights(make_engine: EngineMa
         complete(engine, {"first": prompt})
         for i in range(10):  # 8 run at once, 2 wait
             engine.add(f"old {i}", prompt)
-        early = {completion.key for completion in engine.step()}
+        early = {completion.key for _ in range(1 + ahead) for completion in engine.step()}
         assert {engine.num_generated(f"old {i}") for i in (8, 9)} == {0}
         engine.swap(1, weights_of(policies[1]))
         engine.add("new", prompt)
@@ -210,15 +233,16 @@ def test_the_end_token_is_the_last_and_a_cut_completion_is_truncated(
     assert all(len(completion.tokens) == len(completion.logprobs) == len(completion.versions) for completion in done)
 
 
-def test_requests_can_be_dropped_and_counted(make_engine: EngineMaker, policies: Policies) -> None:
-    engine = recomputing(make_engine)
+@IN_FLIGHT
+def test_requests_can_be_dropped_and_counted(make_engine: EngineMaker, policies: Policies, ahead: bool) -> None:
+    engine = recomputing(make_engine, ahead)
     engine.swap(0, weights_of(policies[0]))
     for key, prompt in prompts(8).items():
         engine.add(key, prompt)
     finished = [completion for _ in range(3) for completion in engine.step()]
     running = sorted(set(prompts(8)) - {completion.key for completion in finished})
     assert engine.num_running == len(running) >= 2
-    assert {engine.num_generated(key) for key in running} == {3}
+    assert {engine.num_generated(key) for key in running} == {3 - ahead}  # not the one in flight
     engine.abort(running[:-1])
     assert engine.num_running == 1
     assert set(run_all(engine)) == {running[-1]}

@@ -152,6 +152,16 @@ def test_a_run_that_cannot_fit_is_refused_with_the_sum_and_the_keys_that_help(mo
     assert found == ["learner.tokens_per_microbatch=16384", "learner.gradient_checkpointing=true"]
 
 
+def test_a_step_of_the_engine_is_counted_as_long_as_vllm_makes_it() -> None:
+    def step(**options: object) -> list[str]:
+        config = load_config(None, SETTINGS | {"generator.engine_options": options})
+        return [name for name in engine_parts(config, SEVEN) if name.startswith("a step of")]
+
+    assert step() == ["a step of 16384 tokens"]
+    assert step(max_num_batched_tokens=2048, performance_mode="throughput") == ["a step of 2048 tokens"]
+    assert step(performance_mode="throughput") == ["a step of 32768 tokens"]
+
+
 def test_a_window_that_an_engine_does_not_fit_with_is_bounded_by_the_longest_trajectory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

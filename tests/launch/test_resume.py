@@ -132,7 +132,7 @@ def test_settings_of_algorithm_and_data_must_not_change() -> None:
     }
     with pytest.raises(ConfigError, match=r"generator.engine_options.max_model_len: it was None, now 999"):
         check_resume(must(generator__engine_options={"max_model_len": 999, "block_size": 32}))
-    assert check_resume(must(generator__engine_options={"enable_prefix_caching": False, "block_size": 32}))
+    assert check_resume(must(generator__engine_options={"enable_prefix_caching": True, "block_size": 32}))
     assert check_resume(must(**way_out)), "the advice in the error for non-finite updates"
 
 

@@ -139,6 +139,18 @@ def test_overrides_are_yaml() -> None:
             "deterministic with generator.engine_options.enable_prefix_caching: log-probs would depend on what is",
         ),
         (
+            {"generator.engine_options.async_scheduling": 1},
+            "generator.engine_options.async_scheduling = 1: must be true or false",
+        ),
+        (
+            {"generator.engine_options.async_scheduling": True, "deterministic": True, "replay.max_staleness": 0},
+            "deterministic with generator.engine_options.async_scheduling: log-probs would depend on what is in flight",
+        ),
+        (
+            {"generator.engine_options.hf_overrides": {"rope_scaling": None}},
+            "generator.engine_options.hf_overrides = {'rope_scaling': None}: cannot be set here: the learner loads",
+        ),
+        (
             {"algorithm.correction.level": "sentence"},
             "algorithm.correction.level = 'sentence': input should be 'token', 'sequence' or 'geometric'",
         ),
@@ -257,7 +269,7 @@ def test_a_mapping_keeps_the_defaults_of_the_names_that_it_leaves_out() -> None:
     assert (config.eval.sampling.temperature, config.eval.sampling.top_p, config.eval.sampling.top_k) == (0.6, 1.0, 20)
     assert (config.replay.auto_options.low, config.replay.auto_options.high) == (1, 4)
     assert (config.algorithm.correction.mode, config.algorithm.correction.high) == ("mask", 2.0)
-    assert (config.generator.max_model_tokens, config.generator.prefix_caching) == (4096, False)
+    assert config.generator.engine_settings == {"max_model_len": 4096}
     assert Config.model_validate(yaml.safe_load(config.to_yaml())) == config
 
 

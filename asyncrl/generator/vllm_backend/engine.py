@@ -6,7 +6,7 @@ that `generator/loop.py` uses:
     version             version of the loaded weights; NO_VERSION before the first swap
     num_running         completions in progress
     add(key, tokens)    starts a completion; never blocks
-    step()              one decoding step; the completions that ended in it
+    step()              one decoding step; the completions known to have ended
     num_generated(key)  tokens sampled so far
     abort(keys)         drops completions in progress
     swap(version, w)    loads weights between two steps; the milliseconds that it took
@@ -30,7 +30,7 @@ import time
 from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import structlog
@@ -38,32 +38,20 @@ from numpy.typing import NDArray
 
 from asyncrl.config import Config
 from asyncrl.errors import AsyncrlError, ConfigError, InvariantError, RunError
+from asyncrl.generator.vllm_backend.completion import Completion, completion_of
 from asyncrl.generator.vllm_backend.sent_weights import SentWeights, Weights
 from asyncrl.generator.vllm_backend.setup import build_engine, sampling_params
-from asyncrl.types import NO_VERSION, Status
+from asyncrl.generator.vllm_backend.version_labels import VersionLabels, check_first_versions
+from asyncrl.types import NO_VERSION
 from asyncrl.util.tokenizer import end_tokens, load_tokenizer
 
 if TYPE_CHECKING:
-    from vllm import CompletionOutput
     from vllm.v1.engine import EngineCoreRequest
 
 log = structlog.get_logger()
 
 Sampling = Literal["training", "evaluation", "greedy"]
 """How a completion is sampled."""
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """One completion of a prompt. All arrays are [tokens] and include the tokens that ended it: the end-of-sequence
-    token, or those of a text of `generator.stop`."""
-
-    key: str
-    tokens: list[int]
-    logprobs: NDArray[np.float32]
-    """Nats, at the sampling temperature, under the weights that sampled the token."""
-    versions: NDArray[np.int32]
-    status: Status
 
 
 @dataclass(slots=True)
@@ -90,7 +78,8 @@ class Engine:
         self._last: tuple[list[int], Sampling, int, EngineCoreRequest] | None = None
         """The last prompt, kind and version, with the request prepared from them."""
         self._sent = sent or SentWeights(config)  # first: vLLM changes classes of transformers that it runs itself
-        self._engine = build_engine(config, seed)
+        self._labels = VersionLabels()
+        self._engine = build_engine(config, seed, self._labels)
         if config.generator.stop_texts:
             # The texts are those that rewards see: vLLM may load another class of tokenizer.
             own = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
@@ -107,6 +96,11 @@ class Engine:
         self._check_end_tokens()
         gc.collect()
         gc.freeze()  # keeps the engine's many objects out of later collections
+
+    @property
+    def prefix_caching(self) -> bool:
+        """True if the engine shares the keys and values of equal prompts."""
+        return bool(self._engine.vllm_config.cache_config.enable_prefix_caching)
 
     @property
     def num_running(self) -> int:
@@ -155,7 +149,7 @@ class Engine:
             return copy(self._last[3])
         params = self._params[kind] if seed is None else sampling_params(self._config, self._sampling[kind], seed)
         # Salting with the version keeps a cached prompt from being reused under other weights.
-        salt = str(self.version) if self._config.generator.prefix_caching else None
+        salt = str(self.version) if self.prefix_caching else None
         engine = self._engine
         request = engine.input_processor.process_inputs(
             "", tokens_input(prompt, cache_salt=salt), params, supported_tasks=engine.get_supported_tasks()
@@ -164,16 +158,22 @@ class Engine:
         return request
 
     def _warm_up(self) -> None:
-        """Runs the first steps, which load code for longer than a running generator may go without a heartbeat."""
+        """Runs the first steps, which load code for longer than a running generator may go without a heartbeat.
+        Raises RunError if a token of them does not carry the version of the step that scheduled it."""
         from vllm.inputs.engine import tokens_input
 
         for kind, params in self._params.items():
             params = params.clone()
             params.max_tokens = 2
             params.min_tokens = min(params.min_tokens, 2)
+            params.ignore_eos = True
             self._engine.add_request(f"warm-up {kind}", tokens_input([0]), params)
+        finished: list[Any] = []
         while self._engine.has_unfinished_requests():
-            self._engine.step()
+            self._labels.version += 1  # from 0
+            finished += self._engine.step()
+        self._labels.version = NO_VERSION
+        check_first_versions(finished[0].outputs[0].weight_versions)
 
     def _check_end_tokens(self) -> None:
         """Raises InvariantError if the engine excludes other tokens before `generator.min_new_tokens` than the learner,
@@ -195,11 +195,11 @@ class Engine:
         completions: list[Completion] = []
         for output in self._engine.step():
             del self._requests[output.request_id]
-            completions.append(_completion(output.request_id, output.outputs[0]))  # type: ignore[union-attr]
+            completions.append(completion_of(output.request_id, output.outputs[0]))  # type: ignore[union-attr]
         return completions
 
     def num_generated(self, key: str) -> int:
-        """Tokens sampled so far for a running request."""
+        """Tokens sampled so far for a running request, without one that is in flight."""
         state = self._engine.output_processor.request_states[self._requests[key].id]
         assert state.detokenizer is not None
         return state.detokenizer.num_output_tokens()
@@ -214,9 +214,11 @@ class Engine:
     def swap(self, version: int, tensors: Weights) -> float:
         """Loads weights, named as in `TrainedModel.weights`, between two steps; returns the time it took in ms.
 
-        Tokens sampled afterwards carry `version`. Requests in progress continue, with their KV cache kept or
-        recomputed (`weights.kv_cache`); cached prompts are never used across versions. Raises RunError when the
-        weights do not match the model, and ConfigError when the first weights cannot be loaded.
+        Tokens of batches that are scheduled afterwards carry `version`, those of a batch in flight the one before.
+        Requests in progress continue, with their KV cache kept or recomputed (`weights.kv_cache`), which drops what is
+        in flight; cached prompts are never used across versions. On a GPU the copies may end after the return, in the
+        order of the calling thread's stream. Raises RunError when the weights do not match the model, and ConfigError
+        when the first weights cannot be loaded.
         """
         started = time.perf_counter()
         self._check_fit(version, tensors)
@@ -224,7 +226,7 @@ class Engine:
         self._set_version(version)
         if self._config.weights.kv_cache == "recompute":
             self._engine.reset_prefix_cache(reset_running_requests=True)
-        elif self._config.generator.prefix_caching:
+        elif self.prefix_caching:
             self._restart_untouched()
         return (time.perf_counter() - started) * 1e3
 
@@ -235,8 +237,7 @@ class Engine:
         self._set_version(version)
 
     def _set_version(self, version: int) -> None:
-        self.version = version
-        self._engine.set_weight_version(str(version))
+        self.version = self._labels.version = version
 
     def _load(self, tensors: Weights) -> None:
         from asyncrl.generator.vllm_backend.weight_transfer import STAGING
@@ -283,18 +284,3 @@ class Engine:
         """Aborts all requests and frees the engine's memory and its process group."""
         self.abort(list(self._requests))
         self._engine.engine_core.shutdown()
-
-
-def _completion(key: str, output: CompletionOutput) -> Completion:
-    tokens = list(output.token_ids)
-    spans = output.weight_versions
-    if spans is None or output.logprobs is None:
-        raise InvariantError(f"request {key}: the engine returned no versions or log-probs")
-    versions = np.empty(len(tokens), dtype=np.int32)
-    for span in spans:
-        versions[span.start : span.end] = int(span.version)
-    logprobs = np.asarray(output.logprobs.logprobs, dtype=np.float32)  # type: ignore[union-attr]
-    if len(logprobs) != len(tokens):
-        raise InvariantError(f"request {key}: {len(tokens)} tokens with {len(logprobs)} log-probs")
-    status: Status = "completed" if output.finish_reason == "stop" else "truncated"
-    return Completion(key, tokens, logprobs, versions, status)

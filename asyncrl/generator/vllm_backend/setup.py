@@ -12,14 +12,20 @@ from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import structlog
+
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
+from asyncrl.generator.vllm_backend.version_labels import VersionLabels
 from asyncrl.util.hints import did_you_mean
 
 if TYPE_CHECKING:
     from torch.nn import Module
     from vllm import SamplingParams
+    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.llm_engine import LLMEngine
+
+log = structlog.get_logger()
 
 ENVIRONMENT = {
     # The engine core runs in this process and its steps are called one by one: a version is exact for every token.
@@ -40,8 +46,9 @@ CPU_KV_CACHE_BYTES = 1 << 30
 """Key-value cache on a CPU when `generator.kv_cache_bytes` is not set."""
 
 
-def build_engine(config: Config, seed: int) -> LLMEngine:
-    """Builds the vLLM engine for `model.path`, as configured in sections `model` and `generator`."""
+def build_engine(config: Config, seed: int, labels: VersionLabels) -> LLMEngine:
+    """Builds the vLLM engine for `model.path`, as configured in sections `model` and `generator`. `labels` then labels
+    its tokens."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     preload = os.environ.get("LD_PRELOAD")
@@ -51,13 +58,50 @@ def build_engine(config: Config, seed: int) -> LLMEngine:
     if config.deterministic and on_gpu:
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
     from vllm import EngineArgs
-    from vllm.config import WeightTransferConfig
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    from asyncrl.generator.vllm_backend.plugin import NAME, register
+    from asyncrl.generator.vllm_backend.plugin import register
 
     register()
+    if not on_gpu:
+        check_cpu(config)
+        _keep_weights_beside_packed()
+        # vLLM would still compile one line of its sampler: the C++ compiler runs for a minute where nothing is cached.
+        torch.compiler.set_stance("force_eager")
+    arguments = _arguments(config, seed, on_gpu=on_gpu)
+    context = UsageContext.LLM_CLASS  # sets the default of tokens per step: many prompts, no streaming
+    try:
+        vllm_config = EngineArgs(**arguments).create_engine_config(context)
+    except (TypeError, ValueError) as error:
+        options = config.generator.engine_options
+        if not options:
+            raise
+        raise ConfigError(f"generator.engine_options = {options}: vLLM refuses: {error}") from error
+    scheduler = vllm_config.scheduler_config
+    if arguments.get("async_scheduling") and not scheduler.async_scheduling:
+        log.warning("vLLM schedules no batch ahead on this device", option="generator.engine_options.async_scheduling")
+    # vLLM warns that schedulers of other projects may not fit; `Engine` checks what this one does.
+    logging.getLogger("vllm.config.scheduler").setLevel(logging.ERROR)
+    scheduler.scheduler_cls = labels.scheduler(cast("type[Scheduler]", scheduler.get_scheduler_cls()))
+    engine = LLMEngine.from_vllm_config(vllm_config, usage_context=context, disable_log_stats=True)
+    labels.set_weight_version = engine.set_weight_version
+    # vLLM warns at every swap about layers without own weights; `Engine.swap` checks that nothing is missing.
+    logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
+    # vLLM sets LD_PRELOAD for its own children; those of this process keep their allocator.
+    if preload is None:
+        os.environ.pop("LD_PRELOAD", None)
+    else:
+        os.environ["LD_PRELOAD"] = preload
+    return engine
+
+
+def _arguments(config: Config, seed: int, *, on_gpu: bool) -> dict[str, Any]:
+    """Returns the arguments of `vllm.EngineArgs`."""
+    from vllm.config import WeightTransferConfig
+
+    from asyncrl.generator.vllm_backend.plugin import NAME
+
     generator = config.generator
     arguments: dict[str, Any] = {
         "model": config.model.path,
@@ -69,17 +113,12 @@ def build_engine(config: Config, seed: int) -> LLMEngine:
         "generation_config": "vllm",  # not the sampling defaults that a model ships
         "weight_transfer_config": WeightTransferConfig(backend=NAME),
         "distributed_executor_backend": "uni",
-        "async_scheduling": False,  # a step already scheduled when weights change would make versions ambiguous
         "disable_log_stats": True,
     }
     if on_gpu:
         arguments["gpu_memory_utilization"] = float(os.environ.get(GPU_FRACTION, generator.gpu_memory_utilization))
     else:
-        check_cpu(config)
-        _keep_weights_beside_packed()
         arguments["enforce_eager"] = True
-        # vLLM would still compile one line of its sampler: the C++ compiler runs for a minute where nothing is cached.
-        torch.compiler.set_stance("force_eager")
         arguments["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
         if config.deterministic:
             # One sequence at a time, since kernels round differently for several. No chunked prefill, since the CPU
@@ -88,43 +127,34 @@ def build_engine(config: Config, seed: int) -> LLMEngine:
     if generator.kv_cache_bytes is not None:
         arguments["kv_cache_memory_bytes"] = generator.kv_cache_bytes
     arguments |= generator.engine_settings
-    # Sets the default of tokens per step: on a GPU that of vLLM's `LLM`, which also serves many prompts at once.
-    context = UsageContext.LLM_CLASS if on_gpu else UsageContext.ENGINE_CONTEXT
-    try:
-        vllm_config = EngineArgs(**arguments).create_engine_config(context)
-    except (TypeError, ValueError) as error:
-        if not generator.engine_options:
-            raise
-        raise ConfigError(f"generator.engine_options = {generator.engine_options}: vLLM refuses: {error}") from error
-    engine = LLMEngine.from_vllm_config(vllm_config, usage_context=context, disable_log_stats=True)
-    # vLLM warns at every swap about layers without own weights; `Engine.swap` checks that nothing is missing.
-    logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
-    # vLLM sets LD_PRELOAD for its own children; those of this process keep their allocator.
-    if preload is None:
-        os.environ.pop("LD_PRELOAD", None)
-    else:
-        os.environ["LD_PRELOAD"] = preload
-    return engine
+    if config.deterministic:
+        # What runs or is cached beside a completion changes nothing.
+        arguments |= {"async_scheduling": False, "enable_prefix_caching": False}
+    return arguments
 
 
 def check_engine_options(config: Config) -> None:
-    """Raises ConfigError for an option in `generator.engine_options` that the installed vLLM does not have.
-
-    Reads the source of `vllm.EngineArgs`, since importing vLLM takes seconds."""
+    """Raises ConfigError for an option in `generator.engine_options` that the installed vLLM does not have."""
     if not config.generator.engine_options:
         return
+    names = engine_option_names()
+    for name in config.generator.engine_options:
+        if name not in names:
+            raise ConfigError(
+                f"generator.engine_options.{name}: vllm.EngineArgs has no such option{did_you_mean(name, names)}"
+            )
+
+
+def engine_option_names() -> list[str]:
+    """Returns the options that the installed vLLM has, from the source of `vllm.EngineArgs`: importing vLLM takes
+    seconds."""
     package = importlib.util.find_spec("vllm")
     if package is None or package.origin is None:
         raise ConfigError("generator.engine_options: vLLM is not installed; run `make setup`")
     tree = ast.parse(Path(package.origin).with_name("engine").joinpath("arg_utils.py").read_text())
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "EngineArgs"]
     fields = [node.target for one in classes for node in one.body if isinstance(node, ast.AnnAssign)]
-    names = [target.id for target in fields if isinstance(target, ast.Name)]
-    for name in config.generator.engine_options:
-        if name not in names:
-            raise ConfigError(
-                f"generator.engine_options.{name}: vllm.EngineArgs has no such option{did_you_mean(name, names)}"
-            )
+    return [target.id for target in fields if isinstance(target, ast.Name)]
 
 
 def bfloat16_fault() -> str:

@@ -27,7 +27,7 @@ HEAD_BYTES = 3 * GIB
 BUCKET_PADDING = 4 / 3
 """Upper bound of padded over actual tokens in the buckets of attention."""
 ENGINE_STEP_TOKENS = 16384
-"""Tokens of one step of the engine (vLLM's largest default)."""
+"""Tokens of one step of the engine: the largest default of vLLM's `LLM`, which `build_engine` takes."""
 GRAPH_BYTES = 2 * GIB
 """CUDA graphs and workspaces of an engine."""
 STAGING_MARGIN_BYTES = GIB
@@ -188,8 +188,10 @@ def engine_parts(config: Config, shape: Shape) -> Parts:
     """Returns the memory of one vLLM engine with the smallest key-value cache that it can start with."""
     size = item_bytes(config.model.dtype)
     window = config.generator.max_model_tokens or shape.window or longest_tokens(config)
-    given = config.generator.engine_options.get("max_num_batched_tokens")
-    step_tokens = given if isinstance(given, int) else ENGINE_STEP_TOKENS
+    options = config.generator.engine_options
+    given = options.get("max_num_batched_tokens")
+    default = 2 * ENGINE_STEP_TOKENS if options.get("performance_mode") == "throughput" else ENGINE_STEP_TOKENS
+    step_tokens = given if isinstance(given, int) else default
     sequences = config.generator.max_running_groups * config.generator.group_size
     cache = config.generator.kv_cache_bytes or window * 2 * shape.layers * shape.key_value * size
     return {

@@ -1,0 +1,65 @@
+"""What the engine is built with: tokens of a step, batches in flight, prefix caching."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
+import pytest
+from generator_model import small_config
+from structlog.testing import capture_logs
+
+from asyncrl.generator.vllm_backend import setup as vllm_setup
+from asyncrl.generator.vllm_backend.engine import Engine
+from asyncrl.launch.resources.memory import ENGINE_STEP_TOKENS
+
+EngineMaker = Callable[..., Engine]
+
+
+def test_a_step_has_the_tokens_of_llm(make_engine: EngineMaker) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    scheduler = make_engine(generator__max_running_groups=64)._engine.vllm_config.scheduler_config
+    assert scheduler.max_num_batched_tokens == EngineArgs.get_batch_defaults(1)[0][UsageContext.LLM_CLASS] == 4096
+
+
+def test_memory_is_counted_for_the_largest_default_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.engine import arg_utils
+    from vllm.usage.usage_lib import UsageContext
+
+    def default(gib: int, name: str) -> int:
+        platform = SimpleNamespace(
+            get_device_total_memory=lambda: gib << 30,
+            get_device_name=lambda: name,
+            is_tpu=lambda: False,
+            is_cpu=lambda: False,
+        )
+        monkeypatch.setattr(arg_utils, "current_platform", platform)
+        return arg_utils.EngineArgs.get_batch_defaults(1)[0][UsageContext.LLM_CLASS]
+
+    cards = [(24, "NVIDIA L4"), (80, "NVIDIA A100"), (80, "NVIDIA H100"), (141, "NVIDIA H200"), (180, "NVIDIA B200")]
+    assert max(default(*card) for card in cards) == ENGINE_STEP_TOKENS
+
+
+@pytest.fixture
+def deterministic(model_path: str) -> Iterator[Engine]:
+    engine = Engine(small_config(model_path, deterministic=True, replay__max_staleness=0), seed=1)
+    yield engine
+    engine.close()
+
+
+def test_a_deterministic_engine_neither_schedules_ahead_nor_shares_prompts(deterministic: Engine) -> None:
+    assert deterministic._engine.vllm_config.scheduler_config.async_scheduling is False
+    assert not deterministic.prefix_caching
+
+
+def test_a_device_without_batches_in_flight_is_named(model_path: str) -> None:
+    options = {"async_scheduling": True}
+    with capture_logs() as logs:
+        engine = Engine(small_config(model_path, generator__engine_options=options), seed=1)
+    engine.close()
+    (event,) = [event for event in logs if event["log_level"] == "warning"]
+    assert event["event"] == "vLLM schedules no batch ahead on this device"
+    arguments = vllm_setup._arguments(small_config(model_path), 1, on_gpu=True)
+    assert "async_scheduling" not in arguments  # vLLM's own default for the device
