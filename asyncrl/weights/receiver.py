@@ -127,8 +127,9 @@ class WeightReceiver:
             log.warning("learner rank 0 is silent", silent_s=round(silent_s, 1), phase=session.phase)
 
     def loaded(self, staged: StagedWeights) -> None:
-        """States that the engine runs on this version now, which frees staging for the next one."""
-        self._staging.release(staged)
+        """States that the engine runs on this version now, which frees staging for the next one. Call it in the thread
+        that copied the weights: a GPU may still run its copies, and staging is free when they are done."""
+        self._staging.release(staged, transports.queued(self._device))
 
     def close(self) -> None:
         """Leaves the group at once, in any state; idempotent."""

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from asyncrl.wire.weight_messages import Loaded
@@ -34,12 +35,18 @@ class Staging:
         self._keeps = keeps
         self._staged: StagedWeights | None = None
         self._in_use = False
+        self._copies: torch.cuda.Event | None = None
+        """Behind the copies from staging that a GPU may still run."""
         self._handover = threading.Lock()
 
     @property
     def free(self) -> bool:
         """True if no version waits and none is being read."""
-        return self._staged is None and not self._in_use
+        return self._staged is None and not self._is_read
+
+    @property
+    def _is_read(self) -> bool:
+        return self._in_use or (self._copies is not None and not self._copies.query())
 
     # --- the receiver's thread
 
@@ -56,7 +63,7 @@ class Staging:
         """Frees staging for the next version, dropping one that was not taken. False while one is in use or kept."""
         with self._handover:
             kept = self._staged is not None and self._loaded is not None and self._keeps(self._staged.version)
-            if self._in_use or kept:
+            if self._is_read or kept:
                 return False
             self._staged = None
             return True
@@ -70,8 +77,9 @@ class Staging:
             self._in_use = self._in_use or staged is not None
         return staged
 
-    def release(self, staged: StagedWeights) -> None:
-        """The engine runs on this version now and no longer reads staging."""
+    def release(self, staged: StagedWeights, copies: torch.cuda.Event | None = None) -> None:
+        """The engine runs on this version now and no longer reads staging, once `copies` has happened."""
+        self._copies = copies
         self._loaded = replace(staged, tensors=[])
         self._in_use = False
 

@@ -153,6 +153,15 @@ def use_own_stream(device: torch.device) -> None:
         torch.cuda.set_stream(torch.cuda.Stream(device))
 
 
+def queued(device: torch.device) -> torch.cuda.Event | None:
+    """Returns an event that happens when a GPU has done what the calling thread gave it so far; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
 def device_name(device: torch.device) -> str:
     """Returns "cpu", or a name that no other GPU has. Does not touch CUDA, which can break an engine that starts in
     another thread."""

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from weight_parts import (
 
 from asyncrl.errors import ConfigError, ProtocolError, RunError
 from asyncrl.weights import sender as sender_module
+from asyncrl.weights import transports
 from asyncrl.weights.process_groups import GlooLink
 from asyncrl.weights.receiver import WeightReceiver
 from asyncrl.weights.sender import WeightSender
@@ -89,6 +91,24 @@ def test_staging_is_not_overwritten_while_in_use_and_newer_replaces_untaken(addr
     assert sender.stats.count == 2
     receiver.loaded(staged)
     assert_holds(next_staged(receiver), 2)
+
+
+def test_staging_is_not_overwritten_while_a_gpu_copies_from_it(
+    address: str, cleanup: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied = False
+    monkeypatch.setattr(transports, "queued", lambda device: SimpleNamespace(query=lambda: copied))
+    receiver = make_receiver(address, cleanup)
+    sender = joined(make_sender(address, cleanup), 1)
+    sender.send(0, weights(0))
+    staged = next_staged(receiver)
+    receiver.loaded(staged)
+    sender.send(1, weights(1))
+    time.sleep(0.3)
+    assert_holds(staged, 0)
+    assert receiver.staged() is None
+    copied = True
+    assert_holds(next_staged(receiver), 1)
 
 
 def test_a_generator_that_left_is_not_waited_for(address: str, cleanup: list) -> None:
