@@ -97,3 +97,19 @@ def reference_logprobs(
     logits = policy(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
     logprobs = (logits / temperature).log_softmax(-1)
     return logprobs[torch.arange(len(tokens)), torch.tensor(tokens)].numpy()
+
+
+def kept_cache_logprobs(
+    policies: list[Qwen2ForCausalLM], prompt: list[int], completion: Completion, temperature: float
+) -> np.ndarray:
+    """[tokens]. Each version continues on the cache of the one before, from the last token sampled by that one."""
+    inputs = prompt + completion.tokens[:-1]
+    logits: list[torch.Tensor] = []
+    cache, start = None, 0
+    for version in np.unique(completion.versions):
+        last = len(prompt) + int(np.flatnonzero(completion.versions == version)[-1])
+        output = policies[version](torch.tensor([inputs[start:last]]), past_key_values=cache, use_cache=True)
+        logits.append(output.logits[0])
+        cache, start = output.past_key_values, last
+    logprobs = (torch.cat(logits)[len(prompt) - 1 :] / temperature).log_softmax(-1)
+    return logprobs[torch.arange(len(completion.tokens)), torch.tensor(completion.tokens)].numpy()

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from generator_model import EOS, reference_logprobs, run_all, weights_of
+from generator_model import EOS, kept_cache_logprobs, reference_logprobs, run_all, weights_of
 from transformers import Qwen2ForCausalLM
 
 from asyncrl.errors import ConfigError, InvariantError, RunError
@@ -146,22 +146,6 @@ def test_keep_continues_on_the_keys_and_values_there_are(
         otherwise = early.versions != completion.versions  # the last token before each swap
         expected = kept_cache_logprobs(policies, requests[key], early, 0.7)
         assert not otherwise.any() or max_difference(completion.logprobs[otherwise], expected[otherwise]) > DIFFERENT
-
-
-def kept_cache_logprobs(
-    policies: Policies, prompt: list[int], completion: Completion, temperature: float
-) -> np.ndarray:
-    """Each version continues on the cache of the one before, from the last token sampled by that one."""
-    inputs = prompt + completion.tokens[:-1]
-    logits: list[torch.Tensor] = []
-    cache, start = None, 0
-    for version in np.unique(completion.versions):
-        last = len(prompt) + int(np.flatnonzero(completion.versions == version)[-1])
-        output = policies[version](torch.tensor([inputs[start:last]]), past_key_values=cache, use_cache=True)
-        logits.append(output.logits[0])
-        cache, start = output.past_key_values, last
-    logprobs = (torch.cat(logits)[len(prompt) - 1 :] / temperature).log_softmax(-1)
-    return logprobs[torch.arange(len(completion.tokens)), torch.tensor(completion.tokens)].numpy()
 
 
 @IN_FLIGHT
