@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from asyncrl.replay.journal.writer import SYNCED
+from asyncrl.replay.journal.writer import SYNCED, Position
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.wire.messages import Committed, Finished, LeaseName, ShardHeader
 from asyncrl.wire.rpc import Reply
@@ -27,23 +28,22 @@ class Answer(NamedTuple):
 class Outbox:
     """Sends replies after the changes they acknowledge are written to the journal, with one write for all of them.
 
-    Replies that promise durability (`journal.flush`) wait for a sync in the background; other replies do not.
+    Replies that promise durability (`journal.flush`) wait until the journal is synced in the background up to the last
+    record written that requires it; other replies do not.
     """
 
     def __init__(self, queue: ReplayQueue, send: Callable[[bytes, int, Reply], None]) -> None:
         self.answers: list[Answer] = []
         """Replies that wait for the next write."""
         self._queue, self._send_one = queue, send
-        self._unsynced: list[Answer] = []
-        """Written replies that wait for the next sync of the journal to start."""
-        self._syncing: list[Answer] = []
-        """Written replies that wait for the sync under way."""
+        self._unsynced: deque[tuple[Position, list[Answer]]] = deque()
+        """Written replies, with the place up to which the journal must be synced before they are sent."""
         self._promises = tuple(PROMISES[kind] for kind in SYNCED[queue.config.journal.flush])
 
     @property
     def syncing(self) -> bool:
-        """True if replies wait for a sync under way."""
-        return bool(self._syncing)
+        """True if replies wait for a sync."""
+        return bool(self._unsynced)
 
     @property
     def urgent(self) -> bool:
@@ -56,22 +56,18 @@ class Outbox:
 
     def flush(self, *, wait: bool = False) -> None:
         """Writes the journal and sends the replies whose records are durable; with `wait` all of them."""
-        self.send_synced()
-        begins = wait or self._queue.synced
         self._queue.write(wait=wait)
         answers, self.answers = self.answers, []
-        self._unsynced += [answer for answer in answers if isinstance(answer.reply.body, self._promises)]
+        promises = [answer for answer in answers if isinstance(answer.reply.body, self._promises)]
+        if promises:
+            self._unsynced.append((self._queue.promised, promises))
         self._send([answer for answer in answers if not isinstance(answer.reply.body, self._promises)])
-        if begins:
-            self._syncing += self._unsynced
-            self._unsynced = []
         self.send_synced()
 
     def send_synced(self) -> None:
-        """Sends the replies whose sync has completed."""
-        if self._syncing and self._queue.synced:
-            self._send(self._syncing)
-            self._syncing = []
+        """Sends the replies whose records are synced."""
+        while self._unsynced and self._unsynced[0][0] <= self._queue.synced:
+            self._send(self._unsynced.popleft()[1])
 
     def _send(self, answers: Sequence[Answer]) -> None:
         for answer in joined(answers):

@@ -40,7 +40,7 @@ from asyncrl.replay.batcher import Batcher
 from asyncrl.replay.codec import check_group
 from asyncrl.replay.evaluation.scores import eval_metrics
 from asyncrl.replay.expiry import LeaseExpiry
-from asyncrl.replay.journal.writer import Journal
+from asyncrl.replay.journal.writer import Journal, Position
 from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.refunds import check_refunds, has_signal, refund_reason
 from asyncrl.replay.sessions import Sessions
@@ -96,8 +96,13 @@ class ReplayQueue:
         self.write, self.close = self.store.write, self.store.close
 
     @property
-    def synced(self) -> bool:
-        """True if no sync of the journal is under way: a write starts one if its records need it."""
+    def promised(self) -> Position:
+        """See `Store.promised`."""
+        return self.store.promised
+
+    @property
+    def synced(self) -> Position:
+        """See `Store.synced`."""
         return self.store.synced
 
     @property
@@ -306,13 +311,15 @@ class ReplayQueue:
     def _grant(self, generator: int, version: int, wanted: int) -> tuple[int, str]:
         """Returns how many of the wanted groups the generator may start now, and the reason why not all; empty if all.
         Above a size limit only groups that the next batch needs may start: memory and journal only shrink when a batch
-        is trained."""
+        is trained. None may start while the journal's disk is too slow."""
         ledger, settings, state = self.ledger, self.config.replay, self.state
         granted, reason = wanted, ""
         if (limit := ledger.num_leasable(version)) < granted:
             granted, reason = limit, "staleness"
         if (limit := self.share - state.leased_by[generator]) < granted:
             granted, reason = max(0, limit), "share"
+        if granted and self.store.disk_is_slow():
+            return 0, "disk"
         full = "bytes" if state.held_bytes >= settings.max_bytes else "journal" if self.store.above_ceiling else ""
         if full:
             needed = (settings.min_staleness + 1) * settings.groups_per_step - len(ledger.live)

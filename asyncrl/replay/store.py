@@ -15,7 +15,7 @@ from asyncrl.errors import JournalError, ProtocolError
 from asyncrl.replay.journal.history import History
 from asyncrl.replay.journal.reader import WITHOUT, Loader, segments_of
 from asyncrl.replay.journal.records import FORMAT
-from asyncrl.replay.journal.writer import Journal, Record, read_journal
+from asyncrl.replay.journal.writer import MAX_UNSYNCED_BYTES, START, Journal, Position, Record, read_journal
 from asyncrl.replay.ledger_counts import State
 from asyncrl.replay.metrics.stats import ReportedStats
 from asyncrl.replay.metrics.trace import TraceWriter
@@ -172,8 +172,7 @@ class Store:
         self._history: History | None = None
         self._covered_step: int | None = None
         """Segments needed only by earlier steps may be dropped, according to a commit that is not written yet."""
-        self._written_step: int | None = None
-        """The same for a commit that is written; the segments are dropped when it is synced."""
+        self._disk_was_slow = False
         self._wanted_bytes = 0
         """Size of the journal when a checkpoint was last requested."""
         self._open(checkpoint)
@@ -209,34 +208,39 @@ class Store:
         return own
 
     def write(self, *, wait: bool = True) -> None:
-        """Writes the records to the disk. Without `wait` the sync may continue in the background until `synced`, and
-        records written meanwhile are synced by a later write. Raises JournalError if a write or sync fails."""
-        if self.journal is None:
+        """Writes the records, drops segments that are no longer needed, and starts a new one if the current one is
+        full. With `wait` it returns when the records are as durable as `journal.flush` requires. Raises JournalError if
+        a write or sync fails."""
+        journal = self.journal
+        if journal is None:
             return
-        begins = self.synced
-        if begins:
-            self._compact(self.journal)
-        self.journal.write(wait=wait)
-        if begins or wait:
-            self._written_step, self._covered_step = self._covered_step, None
-        if self.synced:
-            self._compact(self.journal)
-
-    @property
-    def synced(self) -> bool:
-        """True if no sync is under way: what was written before the last one is as durable as `journal.flush` requires.
-        Raises JournalError if the sync failed."""
-        return self.journal is None or self.journal.synced
-
-    def _compact(self, journal: Journal) -> None:
-        """Drops segments that are no longer needed, and starts a new one if the current one is full."""
-        if self._written_step is not None:
-            # Before a new segment starts: the state in the current one was synced with the commit.
-            journal.drop(self.state.coverage.covered(self._written_step))
+        journal.write()
+        if self._covered_step is not None:
+            journal.drop(self.state.coverage.covered(self._covered_step))
             self.state.coverage.keep(journal.segments)
-            self._written_step = None
+            self._covered_step = None
         if journal.full:
             self._begin_segment()
+        if wait:
+            journal.settle()
+
+    @property
+    def promised(self) -> Position:
+        """The place in the journal up to which records must be synced before they are acknowledged."""
+        return START if self.journal is None else self.journal.promised
+
+    @property
+    def synced(self) -> Position:
+        """The place in the journal up to which it is on the disk. Raises JournalError if a sync failed."""
+        return START if self.journal is None else self.journal.synced
+
+    def disk_is_slow(self) -> bool:
+        """Returns True while more than MAX_UNSYNCED_BYTES of the journal wait for its disk. Logs when it begins."""
+        slow = self.journal is not None and self.journal.unsynced_bytes > MAX_UNSYNCED_BYTES
+        if slow and not self._disk_was_slow:
+            log.warning("the journal's disk is slower than the run: generators wait", limit_bytes=MAX_UNSYNCED_BYTES)
+        self._disk_was_slow = slow
+        return slow
 
     def history(self, step: int) -> History:
         """The batches and metrics of this committed step and of those after it."""
@@ -267,7 +271,12 @@ class Store:
 
     def status(self) -> dict[str, int] | None:
         """Size of the journal; None without one."""
-        return self.journal and {"bytes": self.journal.num_bytes, "segments": len(self.journal.segments)}
+        journal = self.journal
+        return journal and {
+            "bytes": journal.num_bytes,
+            "segments": len(journal.segments),
+            "unsynced_bytes": journal.unsynced_bytes,
+        }
 
     def close(self) -> None:
         """Writes all records, completes the trace and closes the journal."""

@@ -112,7 +112,7 @@ class Leases(Body, Generic[T]):
     leave: bool
     """The generator is not needed any more: it asks for nothing, finishes its leases and exits."""
     reason: Text
-    """The limit that reduced the leases: "staleness", "bytes", "journal", "share" (of each generator), "scale",
+    """The limit that reduced the leases: "staleness", "bytes", "journal", "disk", "share" (of each generator), "scale",
     "session" (replaced by a newer one), or "" (nothing)."""
     evaluations_left: bool
     """Evaluation prompts of the loaded version are still open."""

@@ -52,6 +52,6 @@ def write_batches(
 
 def kill_journal(journal: Journal) -> None:
     """Ends the writer as SIGKILL would."""
+    journal._background.shutdown()
     os.close(journal._lock)
     journal._writer.close()
-    journal._background.shutdown()

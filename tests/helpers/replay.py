@@ -64,6 +64,7 @@ def kill_queue(queue: ReplayQueue) -> None:
     """Ends the queue's process as SIGKILL would: what is buffered is gone, descriptors are closed."""
     journal = queue.store.journal
     assert journal is not None
+    journal._background.shutdown(cancel_futures=True)
     for descriptor in (journal._lock, queue.store.trace._file):
         os.close(descriptor)
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +14,7 @@ import pytest
 
 from asyncrl.errors import InvariantError, JournalError
 from asyncrl.replay.journal import writer as journal_module
-from asyncrl.replay.journal.writer import Journal, Record, read_journal, segments_of
+from asyncrl.replay.journal.writer import START, Journal, Record, read_journal, segments_of
 from tests.helpers.journal import group_record, plain, records_of, write_batches
 
 RECORDS = [
@@ -46,7 +49,7 @@ def test_a_record_can_be_loaded_before_and_after_it_is_written(tmp_path: Path) -
     first = journal.append(group_record(1, 10))
     assert plain(journal.load(first)) == plain(group_record(1, 10))
     second = journal.append(group_record(2, 20))
-    journal.write(wait=False)
+    journal.write()
     third = journal.append(group_record(3, 30))
     assert [journal.load(at).body["ticket"] for at in (first, second, third)] == [1, 2, 3]
     assert [first[:2], second[:2], third[:2]] == [(1, 0), (1, 1), (1, 2)]
@@ -107,7 +110,9 @@ def test_segments_are_begun_dropped_and_counted(tmp_path: Path) -> None:
     files = [*tmp_path.glob("*.arrow"), *tmp_path.glob("*.sums")]
     assert journal.num_bytes == sum(file.stat().st_size for file in files)
     journal.drop([1, 3])
-    assert journal.segments == segments_of(tmp_path) == [2, 4, 5]
+    assert journal.segments == [2, 4, 5]
+    journal.settle()
+    assert segments_of(tmp_path) == [2, 4, 5]
     files = [*tmp_path.glob("*.arrow"), *tmp_path.glob("*.sums")]
     assert journal.num_bytes == sum(file.stat().st_size for file in files)
     for number in (5, 1, 9):
@@ -153,39 +158,83 @@ def test_what_is_left_of_a_dropped_or_hardly_begun_segment_is_removed(tmp_path: 
         ("os", ["group", "commit"], 0),
     ],
 )
-@pytest.mark.parametrize("wait", [True, False])
 def test_flush_says_when_a_write_is_on_the_disk(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     flush: journal_module.Flush,
     kinds: list[str],
     syncs: int,
-    wait: bool,
 ) -> None:
     journal = Journal(tmp_path, flush=flush)
-    synced: list[Path] = []
-    fsync = os.fsync
-
-    def counted(descriptor: int) -> None:
-        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", counted)
+    synced = synced_files(monkeypatch)
     for kind in kinds:
         journal.append(group_record(1, 5) if kind == "group" else Record(kind, {}))
-    journal.write(wait=wait)
+    journal.write()
     journal.settle()
     assert len(synced) == syncs
+    assert journal.promised == (journal.synced if syncs else START)
     journal.write()
+    journal.settle()
     assert len(synced) == syncs, "once is enough"
     journal.rotate()
-    names = [path.name for path in synced[syncs:]]
-    whole = ["00000001.arrow", "00000001.sums", "00000002.arrow", "00000002.sums", tmp_path.name]
-    assert names == whole
+    journal.append(Record("state", {}))
+    journal.write()
+    journal.settle()
+    assert [name for name, _ in synced[syncs:]] == ["00000001.arrow", "00000001.sums", tmp_path.name]
+    assert journal.synced == (2, 0), "nothing of it is promised"
     journal.drop([1])
-    assert [path.name for path in synced[syncs + 5 :]] == (whole[2:4] if flush == "os" else []), (
-        "the state that is left"
-    )
+    journal.settle()
+    assert [name for name, _ in synced[syncs + 3 :]] == ["00000002.arrow", "00000002.sums"], "the state that is left"
+    assert journal.synced == (2, (tmp_path / "00000002.arrow").stat().st_size)
+    journal.close()
+    assert threading.current_thread().name not in {thread for _, thread in synced}
+
+
+def synced_files(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """The name of each file that is synced from now on, and of the thread that waits for it."""
+    synced: list[tuple[str, str]] = []
+
+    def counted(sync: Callable[[int], None], descriptor: int) -> None:
+        name = Path(os.readlink(f"/proc/self/fd/{descriptor}")).name
+        synced.append((name, threading.current_thread().name))
+        sync(descriptor)
+
+    for call in ("fsync", "fdatasync"):
+        monkeypatch.setattr(os, call, partial(counted, getattr(os, call)))
+    return synced
+
+
+@pytest.mark.parametrize("flush", ["step", "os"])
+def test_a_sync_starts_when_enough_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flush: journal_module.Flush
+) -> None:
+    monkeypatch.setattr(journal_module, "WRITE_BACK_BYTES", 20_000)
+    journal = Journal(tmp_path, flush=flush)
+    for ticket in range(12):
+        journal.append(group_record(ticket, 500))
+        journal.write()
+        journal.settle()
+        assert flush == "os" or journal.unsynced_bytes < 20_000
+    assert (journal.synced > (1, 0)) == (flush == "step")
+    assert journal.promised == START
+    journal.close()
+
+
+def test_a_segment_is_full_only_when_the_one_before_is_on_the_disk(tmp_path: Path) -> None:
+    journal, free = Journal(tmp_path, flush="os", segment_bytes=5_000), threading.Event()
+    journal._background.submit(free.wait, 20)
+    for ticket in (1, 2):
+        journal.append(group_record(ticket, 500))
+        journal.write()
+        assert journal.full == (ticket == 1)
+        if ticket == 1:
+            journal.rotate()
+    assert journal.unsynced_bytes == sum(path.stat().st_size for path in tmp_path.glob("*.arrow"))
+    assert journal.synced == (1, 0)
+    free.set()
+    journal.settle()
+    assert journal.full
+    assert journal.synced == (2, 0)
     journal.close()
 
 

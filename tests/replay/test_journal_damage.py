@@ -21,9 +21,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from asyncrl.errors import JournalError
-from asyncrl.replay.journal.reader import ENTRY, HEADER, MARK_BYTES, mark, scan_segment
+from asyncrl.replay.journal.reader import ENTRY, HEAD_BYTES, HEADER, head, scan_segment
 from asyncrl.replay.journal.records import FORMER, SCHEMA
-from asyncrl.replay.journal.writer import Flush, Journal, Record, read_journal
+from asyncrl.replay.journal.writer import Flush, Journal, Record, read_journal, segments_of
 from tests.helpers.examples import examples
 from tests.helpers.journal import group_record, kill_journal, plain, records_of, write_batches
 
@@ -46,7 +46,7 @@ def make(folder: Path, *, killed: bool = False) -> Path:
 
 def first_end(sums: bytes) -> int:
     """The end of the first batch."""
-    return int.from_bytes(sums[MARK_BYTES : MARK_BYTES + 8], "little")
+    return int.from_bytes(sums[HEAD_BYTES : HEAD_BYTES + 8], "little")
 
 
 def check_continues(folder: Path, expected: list[tuple[object, ...]]) -> None:
@@ -65,10 +65,10 @@ def test_a_tail_of_data_cut_at_any_byte_is_lost_alone(tmp_path: Path) -> None:
     path, sums = folder / "00000002.arrow", folder / "00000002.sums"
     data, entries = path.read_bytes(), sums.read_bytes()
     last_begins = first_end(entries)
-    assert len(entries) == MARK_BYTES + 2 * ENTRY.itemsize
+    assert len(entries) == HEAD_BYTES + 2 * ENTRY.itemsize
     borders = {last_begins, last_begins + 1, len(data) - 1}
     for size in sorted(borders | set(range(last_begins, len(data), 5))):
-        for kept in (len(entries), MARK_BYTES + ENTRY.itemsize):
+        for kept in (len(entries), HEAD_BYTES + ENTRY.itemsize):
             path.write_bytes(data[:size])
             sums.write_bytes(entries[:kept])
             assert records_of(folder) == BEFORE_LAST
@@ -80,7 +80,7 @@ def test_sums_cut_at_any_byte_lose_the_last_batch_alone(tmp_path: Path) -> None:
     folder = make(tmp_path / "journal", killed=True)
     path, sums = folder / "00000002.arrow", folder / "00000002.sums"
     data, entries = path.read_bytes(), sums.read_bytes()
-    for size in range(MARK_BYTES + ENTRY.itemsize, len(entries)):
+    for size in range(HEAD_BYTES + ENTRY.itemsize, len(entries)):
         path.write_bytes(data)
         sums.write_bytes(entries[:size])
         check_continues(folder, BEFORE_LAST)
@@ -136,7 +136,7 @@ def test_a_flipped_bit_never_changes_a_record(
     entries = whole_files["00000002.sums"]
     synced_bytes, begins, second = int.from_bytes(entries[:8], "little"), len(HEADER), first_end(entries)
     if name.endswith(".sums"):
-        begins, second = MARK_BYTES, MARK_BYTES + ENTRY.itemsize
+        begins, second = HEAD_BYTES, HEAD_BYTES + ENTRY.itemsize
     if name.startswith("00000002") and not synced_bytes and at >= begins:
         assert records_of(tmp_path) == (BEFORE_LAST if at >= second else WHOLE[:3])
         return
@@ -160,7 +160,7 @@ def open_writer(folder: Path) -> None:
         (open_writer, lambda f: (f / "00000002.arrow").unlink(), r"00000002.sums: its 00000002.arrow is missing"),
         (
             records_of,
-            lambda f: os.truncate(f / "00000001.sums", MARK_BYTES + ENTRY.itemsize),
+            lambda f: os.truncate(f / "00000001.sums", HEAD_BYTES + ENTRY.itemsize),
             r"00000001.arrow: has \d+ bytes, 00000001.sums has sums of",
         ),
         (
@@ -185,7 +185,7 @@ def write_with_sums(folder: Path, batch: pa.RecordBatch, schema: bytes = HEADER)
     checked = len(data).to_bytes(8, "little") + xxhash.xxh3_64_intdigest(data).to_bytes(8, "little")
     own = xxhash.xxh3_64_intdigest(checked).to_bytes(8, "little")
     (folder / "00000001.arrow").write_bytes(data)
-    (folder / "00000001.sums").write_bytes(mark(len(data)) + checked + own)
+    (folder / "00000001.sums").write_bytes(head(len(data), 0) + checked + own)
 
 
 def test_what_is_no_record_under_a_right_sum_is_an_error(tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ FILL = """
     from asyncrl.errors import JournalError
     from asyncrl.replay.journal.writer import Journal, Record
     from tests.helpers.journal import group_record
-    folder, limit, wait = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "wait"
+    folder, limit = Path(sys.argv[1]), int(sys.argv[2])
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     if limit:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
@@ -229,7 +229,7 @@ FILL = """
     for ticket in range(10_000):
         try:
             journal.append(group_record(ticket, 1000))
-            journal.write(wait=wait)
+            journal.write()
             journal.settle()
             written += 1
         except JournalError as error:
@@ -258,9 +258,8 @@ def check_full(folder: Path, output: str, reason: str) -> None:
     check_continues(folder, [plain(group_record(ticket, 1000)) for ticket in range(int(written))])
 
 
-@pytest.mark.parametrize("wait", ["wait", "background"])
-def test_a_file_that_may_not_grow_ends_the_journal_with_a_whole_record(tmp_path: Path, wait: str) -> None:
-    output = run_code(FILL, str(tmp_path), "100000", wait)
+def test_a_file_that_may_not_grow_ends_the_journal_with_a_whole_record(tmp_path: Path) -> None:
+    output = run_code(FILL, str(tmp_path), "100000")
     check_full(tmp_path, output, os.strerror(errno.EFBIG))
 
 
@@ -270,7 +269,7 @@ def test_a_full_disk_ends_the_journal_with_a_whole_record(tmp_path: Path) -> Non
         pytest.skip("user and mount namespaces are not allowed here")
     disk, copy = tmp_path / "disk", tmp_path / "copy"
     disk.mkdir()
-    script = 'mount -t tmpfs -o size=200k none "$1" && "$0" -c "$3" "$1" 0 wait && cp -r "$1" "$2"'
+    script = 'mount -t tmpfs -o size=200k none "$1" && "$0" -c "$3" "$1" 0 && cp -r "$1" "$2"'
     command = [*namespace, "sh", "-ec", script, sys.executable, str(disk), str(copy), textwrap.dedent(FILL)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr
@@ -288,11 +287,12 @@ ENDLESS = """
         journal.append(Record("commit", {"step": ticket}))
         if sys.argv[2] == "wait":
             journal.write()
+            journal.settle()
             print(ticket, flush=True)
         else:
             journal.settle()
             print(ticket - 1, flush=True)
-            journal.write(wait=False)
+            journal.write()
         if journal.full:
             journal.rotate()
 """
@@ -364,12 +364,12 @@ def lose_power(folder: Path, flush: Flush) -> tuple[list[tuple[object, ...]], in
     for ticket in (2, 3):
         journal.append(group_record(ticket, 2000))
         journal.append(Record("commit", {"step": ticket}))
-        journal.write(wait=ticket == 3)
+        journal.write()
     journal.settle()
     synced = 0 if flush == "os" else journal._writer.num_batches
     for ticket in range(4, 8):
         journal.append(large(ticket))
-        journal.write(wait=False)
+        journal.write()
     kill_journal(journal)
     return records_of(folder), synced
 
@@ -400,7 +400,7 @@ def test_after_a_power_loss_everything_up_to_the_last_sync_comes_back(
         check_continues(folder, kept)
         path.write_bytes(data)
         damaged = bytearray(entries)
-        damage(damaged, MARK_BYTES + batch * ENTRY.itemsize, MARK_BYTES + (batch + 1) * ENTRY.itemsize)
+        damage(damaged, HEAD_BYTES + batch * ENTRY.itemsize, HEAD_BYTES + (batch + 1) * ENTRY.itemsize)
         sums.write_bytes(damaged)
         check_continues(folder, kept)
         path.write_bytes(data)
@@ -424,7 +424,7 @@ def test_damage_of_what_was_synced_is_an_error(tmp_path: Path, flush: Flush) -> 
             records_of(folder)
         path.write_bytes(data)
         damaged = bytearray(entries)
-        flip(damaged, MARK_BYTES + batch * ENTRY.itemsize, MARK_BYTES + (batch + 1) * ENTRY.itemsize)
+        flip(damaged, HEAD_BYTES + batch * ENTRY.itemsize, HEAD_BYTES + (batch + 1) * ENTRY.itemsize)
         sums.write_bytes(damaged)
         with pytest.raises(JournalError, match=rf"00000002.sums: bytes .*entry of record batch {batch}\) do not have"):
             open_writer(folder)
@@ -433,28 +433,117 @@ def test_damage_of_what_was_synced_is_an_error(tmp_path: Path, flush: Flush) -> 
     with pytest.raises(JournalError, match=rf"has sums of .*, but {synced_bytes} bytes were on the disk"):
         open_writer(folder)
     path.write_bytes(data)
-    os.truncate(sums, MARK_BYTES + (synced - 1) * ENTRY.itemsize + 3)
+    os.truncate(sums, HEAD_BYTES + (synced - 1) * ENTRY.itemsize + 3)
     with pytest.raises(JournalError, match=rf"has sums of .*, but {synced_bytes} bytes were on the disk"):
         open_writer(folder)
-    sums.write_bytes(bytes(MARK_BYTES) + entries[MARK_BYTES:])
-    with pytest.raises(JournalError, match=r"00000002.sums: bytes 0 to 16 \(mark of the last sync\) do not have"):
+    sums.write_bytes(bytes(HEAD_BYTES) + entries[HEAD_BYTES:])
+    with pytest.raises(
+        JournalError,
+        match=r"00000002.sums: bytes 0 to 32 \(mark of the last sync, size of the segment before\) do not have",
+    ):
         open_writer(folder)
 
 
-def test_a_sync_in_the_background_marks_only_what_was_written_before_it(tmp_path: Path) -> None:
+def test_a_sync_marks_only_what_was_written_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = Journal(tmp_path, flush="step")
-    free, sums = threading.Event(), tmp_path / "00000001.sums"
-    journal._background.submit(free.wait, 10)
+    started, free, sums = threading.Event(), threading.Event(), tmp_path / "00000001.sums"
+    fdatasync = os.fdatasync
+
+    def slow(descriptor: int) -> None:
+        started.set()
+        assert free.wait(10)
+        fdatasync(descriptor)
+
+    monkeypatch.setattr(os, "fdatasync", slow)
     journal.append(Record("commit", {"step": 1}))
-    journal.write(wait=False)
+    journal.write()
+    assert started.wait(10)
     journal.append(large(1))
-    journal.write(wait=False)
-    assert sums.read_bytes()[:MARK_BYTES] == mark(0)
+    journal.write()
+    assert sums.read_bytes()[:HEAD_BYTES] == head(0, 0)
     free.set()
     journal.settle()
-    assert sums.read_bytes()[:MARK_BYTES] == mark(journal._writer.segment.ends[0])
+    first, second = journal._writer.segment.ends
+    assert sums.read_bytes()[:HEAD_BYTES] == head(first, 0)
+    assert journal.promised == journal.synced == (1, first)
     journal.close()
-    assert sums.read_bytes()[:MARK_BYTES] == mark(journal._writer.segment.ends[1])
+    assert sums.read_bytes()[:HEAD_BYTES] == head(second, 0)
+
+
+def two_open_segments(folder: Path) -> list[tuple[object, ...]]:
+    """A journal that lost power after its second segment was started; only its first record was synced. Each record is
+    a batch of its own, three in the first segment and two in the second. Returns the records."""
+    journal = Journal(folder, flush="step")
+    journal.append(Record("commit", {"step": 1}))
+    journal.write()
+    journal.settle()
+    journal._guarded = lambda job: None  # type: ignore[method-assign]
+    for ticket in (2, 3, 4, 5):
+        journal.append(large(ticket))
+        journal.rotate() if ticket == 3 else journal.write()
+    kill_journal(journal)
+    assert segments_of(folder) == [1, 2]
+    return records_of(folder)
+
+
+Cut = Callable[[Path, Path], object]
+
+
+@pytest.mark.parametrize(
+    ("segment", "cut", "kept", "newest"),
+    [
+        (1, lambda stream, sums: None, 5, 2),
+        (1, lambda stream, sums: os.truncate(stream, stream.stat().st_size - 1), 2, 1),
+        (1, lambda stream, sums: os.truncate(sums, HEAD_BYTES + 2 * ENTRY.itemsize), 2, 1),
+        (1, lambda stream, sums: cut_batches(stream, sums, 2), 2, 1),
+        (1, lambda stream, sums: cut_batches(stream, sums, 1), 1, 1),
+        (1, lambda stream, sums: zero_page(stream, 1), 1, 1),
+        (1, lambda stream, sums: zero_page(stream, 5), 2, 1),
+        (2, lambda stream, sums: cut_batches(stream, sums, 1), 4, 2),
+        (2, lambda stream, sums: zero_page(stream, 0), 3, 2),
+        (2, lambda stream, sums: zero_page(stream, 4), 4, 2),
+        (2, lambda stream, sums: zero_page(sums, 0), 3, 1),
+        (2, lambda stream, sums: [os.truncate(path, 0) for path in (stream, sums)], 3, 1),
+        (2, lambda stream, sums: os.truncate(sums, 0), 3, 1),
+        (2, lambda stream, sums: os.truncate(stream, 0), 3, 2),
+    ],
+)
+def test_a_power_loss_between_two_segments_loses_what_was_not_synced_and_all_after_it(
+    tmp_path: Path, segment: int, cut: Cut, kept: int, newest: int
+) -> None:
+    records = two_open_segments(tmp_path)
+    assert len(records) == 5
+    stream = tmp_path / f"{segment:08d}.arrow"
+    cut(stream, stream.with_suffix(".sums"))
+    check_continues(tmp_path, records[:kept])
+    assert segments_of(tmp_path)[-1] == newest
+
+
+def cut_batches(stream: Path, sums: Path, count: int) -> None:
+    """Leaves `count` batches in both files."""
+    entries = sums.read_bytes()[: HEAD_BYTES + count * ENTRY.itemsize]
+    sums.write_bytes(entries)
+    os.truncate(stream, int.from_bytes(entries[-ENTRY.itemsize :][:8], "little"))
+
+
+def zero_page(path: Path, page: int) -> None:
+    data = bytearray(path.read_bytes())
+    begin, end = page * PAGE_BYTES, min(len(data), (page + 1) * PAGE_BYTES)
+    assert begin < end
+    data[begin:end] = bytes(end - begin)
+    path.write_bytes(data)
+
+
+def test_damage_of_a_segment_that_another_one_follows_is_an_error(tmp_path: Path) -> None:
+    two_open_segments(tmp_path / "open")
+    zero_page(tmp_path / "open" / "00000001.arrow", 0)
+    with pytest.raises(JournalError, match=r"00000001.arrow: bytes 0 to \d+ are not the schema"):
+        records_of(tmp_path / "open")
+    folder = make(tmp_path / "closed")
+    cut_batches(folder / "00000001.arrow", folder / "00000001.sums", 1)
+    assert scan_segment(folder, 2, newest=True).synced_bytes > 0
+    with pytest.raises(JournalError, match=r"00000001.arrow: has \d+ bytes, .* but \d+ bytes were on the disk"):
+        records_of(folder)
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])

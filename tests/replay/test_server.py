@@ -127,7 +127,7 @@ class SlowDisk:
         self.lets, self.asked = threading.Event(), threading.Event()
         self.calls = 0
 
-    def fsync(self, descriptor: int) -> None:
+    def fdatasync(self, descriptor: int) -> None:
         self.calls += 1
         self.asked.set()
         assert self.lets.wait(20)
@@ -153,7 +153,7 @@ def test_promises_of_the_disk_wait_for_their_sync_and_the_queue_works_on(
             while generator.unacknowledged:
                 assert time.monotonic() < deadline_s, "groups are not acknowledged"
                 generator.poll(0.02)
-            monkeypatch.setattr(os, "fsync", disk.fsync)
+            monkeypatch.setattr(os, "fdatasync", disk.fdatasync)
             committed = pool.submit(learner.commit, 1, {"learner/wait_s": 0.1})
             assert disk.asked.wait(10)
             generator.finish(make_group(last, 0))

@@ -1,18 +1,22 @@
 """Reads segments of the journal: finds their intact part, and returns its record batches.
 
-A segment is an Arrow IPC stream, `00000001.arrow`, with `00000001.sums` next to it: a mark, and one entry for each
-batch of where it ends, the xxh3 of its bytes and the xxh3 of the entry itself. The first batch's bytes start with the
-schema. The mark is where the last batch ends that a sync has brought to the disk, and the xxh3 of that number.
+A segment is an Arrow IPC stream, `00000001.arrow`, with `00000001.sums` next to it: a head of two numbers, each with
+its xxh3, and one entry for each batch of where it ends, the xxh3 of its bytes and the xxh3 of the entry itself. The
+first batch's bytes start with the schema. The first number is the mark: where the last batch ends that a sync has
+brought to the disk. The second one is the size of the stream of the segment before, which ended when this one started.
 
-When the machine loses power, any part of what was written after the last sync may be missing: the newest segment ends
-before the first batch that is not intact. Damage before the mark is an error, and so is damage of an older segment,
-which was synced when it ended. Nothing is passed to Arrow before its sum is checked.
+When the machine loses power, any part of what was written after the last sync may be missing. Damage before the mark
+is an error. After it the newest segment ends before the first batch that is not intact. A segment is synced in the
+background after the next one was started, and nothing of the next one counts as synced before. So the segment before
+the newest one may be torn, too, as long as the mark of the newest one is 0: then it does not have the size that the
+newest one names, the journal ends with it, and the newest one is left out (`last_segment`). All older segments must be
+intact. Nothing is passed to Arrow before its sum is checked.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -32,7 +36,9 @@ HEADER = SCHEMA.serialize().to_pybytes()
 """The first bytes of every segment."""
 ENTRY = np.dtype([("end", "<u8"), ("sum", "<u8"), ("own", "<u8")])
 OWN_AT = ENTRY.fields["own"][1]  # type: ignore[index]
-MARK_BYTES = 16
+NUMBER_BYTES = 16
+HEAD_BYTES = 2 * NUMBER_BYTES
+"""Two numbers, each with its xxh3."""
 FORMER_HEADERS = {schema.serialize().to_pybytes(): number for number, schema in FORMER.items()}
 """The first bytes of segments of former formats, with the number of each."""
 OTHER_FORMAT = (
@@ -51,6 +57,10 @@ class Segment:
     ends: list[int]
     """The end of each batch, in bytes; a batch starts where the previous one ends."""
     sums: list[int]
+    synced_bytes: int = 0
+    """The mark: the part of the stream that is known to be on the disk."""
+    follows_bytes: int = 0
+    """Size of the stream of the segment before; 0 for the first one."""
     torn_bytes: int = 0
     """Bytes after the intact part of the stream and its sums, left by a writer that died."""
 
@@ -130,9 +140,26 @@ def scan_journal(
     """Yields the segments with their numbers, oldest first, from `first_segment` on or only those of `segments`. Raises
     JournalError."""
     numbers = segments_of(folder)
-    for number in numbers:
-        if number >= first_segment and (segments is None or number in segments):
-            yield number, scan_segment(folder, number, newest=number == numbers[-1])
+    wanted = [n for n in numbers if n >= first_segment and (segments is None or n in segments)]
+    ends = None
+    for number in wanted:
+        if number in numbers[-2:]:
+            ends = ends or last_segment(folder, numbers)
+        if ends is None or number < ends[0]:
+            yield number, scan_segment(folder, number, newest=False)
+        elif number == ends[0]:
+            yield ends
+
+
+def last_segment(folder: Path, numbers: Sequence[int]) -> tuple[int, Segment]:
+    """The segment with which a journal of these segments ends: the newest one, or the one before if it is torn. Raises
+    JournalError."""
+    newest = scan_segment(folder, numbers[-1], newest=True)
+    if numbers[-1] - 1 in numbers and not newest.synced_bytes:
+        before = scan_segment(folder, numbers[-1] - 1, newest=True)
+        if before.num_bytes != newest.follows_bytes:
+            return numbers[-1] - 1, before
+    return numbers[-1], newest
 
 
 class Loader:
@@ -161,15 +188,15 @@ class Loader:
 
     def _segment(self, number: int) -> Segment:
         if number not in self._segments:
-            newest = number == max(segments_of(self.folder), default=number)
-            self._segments[number] = scan_segment(self.folder, number, newest=newest)
+            last, intact = last_segment(self.folder, segments_of(self.folder) or [number])
+            self._segments[number] = intact if number == last else scan_segment(self.folder, number, newest=False)
         return self._segments[number]
 
 
-def mark(synced_bytes: int) -> bytes:
-    """The mark for a stream of which `synced_bytes` are on the disk."""
-    value = synced_bytes.to_bytes(8, "little")
-    return value + xxhash.xxh3_64_intdigest(value).to_bytes(8, "little")
+def head(synced_bytes: int, follows_bytes: int) -> bytes:
+    """The head of the sums of a stream of which `synced_bytes` are on the disk, and which follows one of this size."""
+    values = [number.to_bytes(8, "little") for number in (synced_bytes, follows_bytes)]
+    return b"".join(value + xxhash.xxh3_64_intdigest(value).to_bytes(8, "little") for value in values)
 
 
 def scan_segment(folder: Path, number: int, *, newest: bool) -> Segment:
@@ -184,18 +211,19 @@ def scan_segment(folder: Path, number: int, *, newest: bool) -> Segment:
         # One flipped bit turns the header of a format into that of another one.
         found = f"{path}: is of a journal of format {FORMER_HEADERS[header]}"
         raise JournalError(f"{found}; {OTHER_FORMAT}; if this version wrote the run, {WITHOUT}")
-    if len(raw) > MARK_BYTES and header != HEADER:
+    synced_bytes, follows_bytes = _head(sums, raw, newest)
+    missing = newest and not synced_bytes and not header.strip(b"\0")  # after a power loss
+    if len(raw) > HEAD_BYTES and header != HEADER and not missing:
         raise JournalError(
             f"{path}: bytes 0 to {len(HEADER)} are not the schema of a journal of this version; {WITHOUT}"
         )
-    synced_bytes = _synced_bytes(sums, raw, newest)
     entries = _entries(raw)
     written = int(np.searchsorted(entries["end"], size, side="right"))
     segment = Segment(path, entries["end"][:written].tolist(), entries["sum"][:written].tolist())
     if newest:
         segment = _without_damage(segment, synced_bytes)
     count = len(segment.ends)
-    sums_bytes = MARK_BYTES + count * ENTRY.itemsize
+    sums_bytes = HEAD_BYTES + count * ENTRY.itemsize
     if not newest or segment.num_bytes < synced_bytes:
         if count == len(entries) and len(raw) - sums_bytes >= ENTRY.itemsize:
             raise JournalError(
@@ -207,32 +235,34 @@ def scan_segment(folder: Path, number: int, *, newest: bool) -> Segment:
                 f"{path}: has {size} bytes, {sums.name} has sums of {segment.num_bytes}, and only the newest "
                 f"segment may be cut off; {WITHOUT}"
             )
-        if newest:
+        if segment.num_bytes < synced_bytes:
             raise JournalError(
                 f"{path}: has {size} bytes, {sums.name} has sums of {segment.num_bytes}, but {synced_bytes} bytes were "
                 f"on the disk; {WITHOUT}"
             )
     torn_bytes = max(0, size - (segment.num_bytes or len(HEADER))) + max(0, len(raw) - sums_bytes)
-    return Segment(path, segment.ends, segment.sums, torn_bytes)
+    return Segment(path, segment.ends, segment.sums, synced_bytes, follows_bytes, torn_bytes)
 
 
-def _synced_bytes(path: Path, raw: bytes, newest: bool) -> int:
-    """The part of the stream that the mark says is on the disk; 0 if the writer died while it started the segment."""
-    value = int.from_bytes(raw[:8], "little")
-    if raw[:MARK_BYTES] == mark(value):
-        return value
-    if newest and len(raw) <= MARK_BYTES:
-        return 0
-    raise JournalError(f"{path}: bytes 0 to {MARK_BYTES} (mark of the last sync) do not have their checksum; {WITHOUT}")
+def _head(path: Path, raw: bytes, newest: bool) -> tuple[int, int]:
+    """The mark, and the size of the segment before; zeros if the head never reached the disk, or the writer died while
+    it started the segment."""
+    if newest and (len(raw) < HEAD_BYTES or not any(raw[: HEAD_BYTES + ENTRY.itemsize])):
+        return 0, 0
+    synced_bytes, follows_bytes = (int.from_bytes(raw[at : at + 8], "little") for at in (0, NUMBER_BYTES))
+    if raw[:HEAD_BYTES] != head(synced_bytes, follows_bytes):
+        what = "mark of the last sync, size of the segment before"
+        raise JournalError(f"{path}: bytes 0 to {HEAD_BYTES} ({what}) do not have their checksum; {WITHOUT}")
+    return synced_bytes, follows_bytes
 
 
 def _entries(raw: bytes) -> np.ndarray:
     """The entries before the first that is not intact."""
-    count = max(0, len(raw) - MARK_BYTES) // ENTRY.itemsize
-    entries = np.frombuffer(raw, dtype=ENTRY, count=count, offset=min(MARK_BYTES, len(raw)))
+    count = max(0, len(raw) - HEAD_BYTES) // ENTRY.itemsize
+    entries = np.frombuffer(raw, dtype=ENTRY, count=count, offset=min(HEAD_BYTES, len(raw)))
     before = 0
     for index, (end, _, own) in enumerate(entries.tolist()):
-        begin = MARK_BYTES + index * ENTRY.itemsize
+        begin = HEAD_BYTES + index * ENTRY.itemsize
         if xxhash.xxh3_64_intdigest(raw[begin : begin + OWN_AT]) != own or end <= before:
             return entries[:index]
         before = end

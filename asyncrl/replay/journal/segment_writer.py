@@ -9,40 +9,44 @@ import structlog
 import xxhash
 
 from asyncrl.errors import JournalError
-from asyncrl.replay.journal.reader import (
-    ENTRY,
-    HEADER,
-    MARK_BYTES,
-    Segment,
-    mark,
-    scan_segment,
-    segment_path,
-    sums_path,
-)
+from asyncrl.replay.journal.reader import ENTRY, HEAD_BYTES, HEADER, Segment, head, segment_path, sums_path
 from asyncrl.replay.journal.records import Packed
-from asyncrl.util.files import sync_folder
 
 log = structlog.get_logger()
 
 
 class SegmentWriter:
-    """Appends record batches to one segment: a new one, or after the last intact batch of an existing one. The segment
-    is synced when it is started and ended.
+    """Appends record batches to one segment: a new one, or after the last intact batch of an existing one.
 
-    Every method raises JournalError if a system call fails; the files then have at most a torn tail.
+    One thread appends; `sync` and `close` may run in another one. Every method raises JournalError if a system call
+    fails; the files then have at most a torn tail.
     """
 
-    def __init__(self, folder: Path, number: int) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, number: int, *, segment: Segment | None = None, follows_bytes: int = 0) -> None:
+        """`segment` is the intact part of an existing one; a new one follows a stream of `follows_bytes`."""
         self.number = number
         self.path = segment_path(folder, number)
-        self.segment = scan_segment(folder, number, newest=True) if self.path.exists() else Segment(self.path, [], [])
+        self.segment = segment or Segment(self.path, [], [], follows_bytes=follows_bytes)
+        self.synced_bytes = self.started_bytes = 0
+        """The part of the stream that the last sync has brought to the disk, and the part that it or the sync under way
+        was started with."""
+        self.sync_requested = False
+        """True from the request of a sync until it starts; the owner's."""
         self._size = self.segment.num_bytes
         self._files: list[int] = []
-        sums = self._open(sums_path(self.path), self._sums_bytes if self.num_batches else 0)
-        stream = self._open(self.path, self._size)
-        self._stream, self._sums = stream, sums
-        self._begin()
+        try:
+            # The sums first: a stream without sums is an error.
+            self._sums = self._open(sums_path(self.path), self._sums_bytes if self.num_batches else 0)
+            self._stream = self._open(self.path, self._size)
+            if self.segment.torn_bytes:
+                log.warning("torn tail of the journal cut", file=str(self.path), torn_bytes=self.segment.torn_bytes)
+            if not self.num_batches:
+                self._write(self._stream, self.path, Packed([HEADER], len(HEADER)))
+                self._size = len(HEADER)
+                self._write(self._sums, sums_path(self.path), Packed([self._head(0)], HEAD_BYTES))
+        except JournalError:
+            self.close()
+            raise
 
     @property
     def num_batches(self) -> int:
@@ -55,8 +59,13 @@ class SegmentWriter:
         return self._size + self._sums_bytes
 
     @property
+    def unsynced_bytes(self) -> int:
+        """The part of the stream that may not be on the disk."""
+        return self._size - self.synced_bytes
+
+    @property
     def _sums_bytes(self) -> int:
-        return MARK_BYTES + self.num_batches * ENTRY.itemsize
+        return HEAD_BYTES + self.num_batches * ENTRY.itemsize
 
     def append(self, batch: Packed) -> None:
         """Writes the batch, then its sum."""
@@ -68,30 +77,31 @@ class SegmentWriter:
         checked = self._size.to_bytes(8, "little") + digest.intdigest().to_bytes(8, "little")
         entry = checked + xxhash.xxh3_64_intdigest(checked).to_bytes(8, "little")
         self._write(self._sums, sums_path(self.path), Packed([entry], len(entry)))
-        self.segment.ends.append(self._size)
         self.segment.sums.append(digest.intdigest())
+        self.segment.ends.append(self._size)
 
-    def sync(self, written_bytes: int | None = None) -> None:
-        """Brings everything written to the disk, and marks it as synced. A sync in another thread marks only the
-        `written_bytes` of the batches at the time it was requested."""
-        written_bytes = self.segment.num_bytes if written_bytes is None else written_bytes
-        for descriptor in (self._stream, self._sums):
-            try:
-                os.fsync(descriptor)
-                # The data is hardly ever read again, so it should not fill the page cache.
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            except OSError as error:
-                raise failure(self.path, "sync it", error) from None
+    def sync(self) -> None:
+        """Brings everything that is written when it starts to the disk, and marks it as synced."""
+        self.started_bytes = written_bytes = self.segment.num_bytes
         try:
+            os.fdatasync(self._stream)
+            # The data is hardly ever read again, so it should not fill the page cache. The last page, in part written,
+            # stays: the next batch would have to read it from the disk.
+            os.posix_fadvise(self._stream, 0, written_bytes, os.POSIX_FADV_DONTNEED)
+            os.fdatasync(self._sums)
             # The mark is not synced: an older one only allows a longer tail to be cut.
-            os.pwrite(self._sums, mark(written_bytes), 0)
+            os.pwrite(self._sums, self._head(written_bytes), 0)
         except OSError as error:
-            raise failure(sums_path(self.path), "mark it as synced", error) from None
+            raise failure(self.path, "sync it", error) from None
+        self.synced_bytes = written_bytes
 
     def close(self) -> None:
         """Closes the files without a sync."""
         while self._files:
             os.close(self._files.pop())
+
+    def _head(self, synced_bytes: int) -> bytes:
+        return head(synced_bytes, self.segment.follows_bytes)
 
     def _open(self, path: Path, whole_bytes: int) -> int:
         """Opens the file and cuts it after its intact part."""
@@ -101,26 +111,8 @@ class SegmentWriter:
             os.ftruncate(descriptor, whole_bytes)
             os.lseek(descriptor, 0, os.SEEK_END)
         except OSError as error:
-            self.close()
             raise failure(path, "open it", error) from None
         return descriptor
-
-    def _begin(self) -> None:
-        if self.segment.torn_bytes:
-            log.warning("torn tail of the journal cut", file=str(self.path), torn_bytes=self.segment.torn_bytes)
-        try:
-            if not self.num_batches:
-                self._write(self._stream, self.path, Packed([HEADER], len(HEADER)))
-                self._size = len(HEADER)
-                self._write(self._sums, sums_path(self.path), Packed([mark(0)], MARK_BYTES))
-            self.sync()
-            sync_folder(self.folder)
-        except OSError as error:
-            self.close()
-            raise failure(self.folder, "sync it", error) from None
-        except JournalError:
-            self.close()
-            raise
 
     def _write(self, descriptor: int, path: Path, data: Packed) -> None:
         try:
