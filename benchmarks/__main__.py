@@ -12,8 +12,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks import frame
-from benchmarks.frame import Row, run_row
+from benchmarks import demo, frame
+from benchmarks.frame import Result, Row, run_row
 from benchmarks.results import Results, in_words, markdown, origin_here, print_moves, print_table
 
 ROWS = (
@@ -24,7 +24,9 @@ ROWS = (
     "logits_memory",
     "overlap",
     "generator",
+    "goodput",
     "end_to_end",
+    "selection",
     "start",
 )
 """Modules of this folder with a ROW, in the order of measurement."""
@@ -41,7 +43,17 @@ def main() -> int:
     )
     parser.add_argument("--quick", action="store_true", help="Measure one short round of each row, in three minutes.")
     parser.add_argument(
-        "--rounds", type=int, help=f"Rounds of each row. Default: {ROUNDS}, or {QUICK_ROUNDS} with --quick."
+        "--rounds",
+        type=int,
+        help=f"Rounds of each row. Default: {ROUNDS} of most, 3 of rows whose rounds have a seed each, {QUICK_ROUNDS} "
+        "with --quick.",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="Override of the config of every launch that the rows make, such as replay.zero_variance=drop.",
     )
     parser.add_argument(
         "--json", type=Path, help="File to write the results to. Its rows that are not measured again are kept."
@@ -52,9 +64,9 @@ def main() -> int:
     )
     parser.add_argument("--child", metavar="ROW", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    rounds = options.rounds or (QUICK_ROUNDS if options.quick else ROUNDS)
     if options.child:
-        return frame.child(load(options.child), rounds=rounds, quick=options.quick)
+        demo.OVERRIDES[:] = options.set
+        return frame.child(load(options.child), rounds=options.rounds, quick=options.quick)
     if options.markdown:
         print("\n".join(markdown(Results.read(options.markdown), {name: load(name) for name in ROWS})))
         return 0
@@ -63,7 +75,7 @@ def main() -> int:
         parser.error(f"no row is called {', '.join(unknown)}; the rows are {', '.join(ROWS)}")
     before = Results.read(options.against) if options.against else None
     names = options.rows or [name for name in ROWS if not (options.quick and load(name).long)]
-    code = bench(names, rounds, quick=options.quick, out=options.json, before=before)
+    code = bench(names, options, before=before)
     left_out = [name for name in ROWS if not options.rows and name not in names]
     if left_out:
         print(f"not part of a quick bench unless named: {', '.join(left_out)}")
@@ -74,26 +86,36 @@ def load(name: str) -> Row:
     return importlib.import_module(f"benchmarks.{name}").ROW
 
 
-def bench(names: list[str], rounds: int, *, quick: bool, out: Path | None, before: Results | None) -> int:
-    console, rows = Console(), {name: load(name) for name in names}
-    results, origin = Results(quick), origin_here()
+def bench(names: list[str], options: argparse.Namespace, *, before: Results | None) -> int:
+    console, rows, out = Console(), {name: load(name) for name in names}, options.json
+    results, origin = Results(options.quick), origin_here()
     if out is not None and out.exists():
         results.keep(Results.read(out), out)
     for name, row in rows.items():
         console.print(f"[bold]{name}[/]: {row.what}, against {row.against}")
         result = run_row(
-            name, row, rounds=rounds, quick=quick, on_round=lambda one: console.print(f"  {in_words(one)}")
+            name,
+            row,
+            rounds=options.rounds or (QUICK_ROUNDS if options.quick else row.rounds or ROUNDS),
+            quick=options.quick,
+            overrides=options.set,
+            on_round=lambda one: console.print(f"  {in_words(one)}"),
         )
         result.origin = origin
         results.rows[name] = result
         if result.reason:
-            how = "cut short" if result.rounds else "cannot run"
-            console.print(f"  {how}: {result.reason}", style="red", markup=False)
+            console.print(f"  {failure(result, row)}: {result.reason}", style="red", markup=False)
         if out is not None:
             results.write(out)
     print_table(results, rows, console)
     behind = print_moves(results, before, rows, console) if before is not None else 0
     return 1 if behind or any(results.rows[name].reason for name in names) else 0
+
+
+def failure(result: Result, row: Row) -> str:
+    if not result.rounds:
+        return "cannot run"
+    return "not valid" if result.exceeded(row.limits) == result.reason else "cut short"
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,8 @@ from typing import Any
 
 DATA, MODEL, COLD_MODEL = Path("demo/arithmetic.parquet"), Path("demo/model"), Path("demo/bench-model")
 STOP_S = 60.0
+OVERRIDES: list[str] = []
+"""Overrides of every launch in addition to its own: those of `--set`."""
 
 
 def prepare() -> str:
@@ -35,8 +38,11 @@ def prepare_cold() -> str:
 
 @contextmanager
 def launched(run: str, overrides: list[str]) -> Iterator[subprocess.Popen[bytes]]:
-    """Runs `asyncrl launch` of the demo with these overrides, and stops it when the context ends."""
-    command = [sys.executable, "-m", "asyncrl.cli", "launch", "--config", "demo", "--run", run, *overrides]
+    """Runs `asyncrl launch` of the demo with these overrides and `OVERRIDES`, and stops it when the context ends. The
+    folder of an earlier run of the name is deleted."""
+    shutil.rmtree(Path("runs") / run, ignore_errors=True)
+    settings = [*overrides, *OVERRIDES]
+    command = [sys.executable, "-m", "asyncrl.cli", "launch", "--config", "demo", "--run", run, *settings]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         try:
             yield process

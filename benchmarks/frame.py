@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,8 @@ BOUND_MARGIN = 1.05
 
 Round = dict[str, float]
 """Figures of one round, by name: ratios, and absolute numbers with the unit as suffix of the name."""
+SEED = "seed"
+"""Name in a round for the seed of its runs. It is kept with the round and is no figure."""
 
 
 class CannotRun(Exception):
@@ -46,6 +48,13 @@ class Limit:
     at_most: bool = False
     bound: bool = False
     """True if the figure is a ratio to an upper bound: above BOUND_MARGIN the bound was measured incorrectly."""
+    never_above: float | None = None
+    """Value that no round may exceed: above it the bound was measured incorrectly, and the row fails."""
+    least_of: str = ""
+    """A figure of the same row, the least round of which replaces `value`: what is reached without a difference that
+    exceeds the spread of that figure."""
+    cores: int = 1
+    """Cores that the figure needs. It is not measured on a machine with fewer."""
 
     def reached(self, figure: float) -> bool:
         return figure <= self.value if self.at_most else figure >= self.value
@@ -55,7 +64,7 @@ class Limit:
         return not self.bound or figure <= BOUND_MARGIN
 
     def __str__(self) -> str:
-        return f"{'<=' if self.at_most else '>='} {self.value:g}"
+        return f"{'<=' if self.at_most else '>='} {self.value:.3g}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +79,8 @@ class Row:
     """Yields rounds without end, quick ones if the argument is True. Each round measures both sides in sequence."""
     timeout_s: float = 1800.0
     """Deadline of the complete row; a tenth of it for a quick row."""
+    rounds: int = 0
+    """Number of rounds unless the bench is quick or has --rounds; 0 for that of most rows."""
     long: bool = False
     """True if even a quick round takes half a minute or more: a quick bench includes the row only if it is named."""
 
@@ -94,37 +105,85 @@ class Result:
     reason: str = ""
     """Why the row cannot run or ended early; empty if it was measured."""
     origin: Origin = field(default_factory=lambda: Origin())
+    overrides: list[str] = field(default_factory=list[str])
+    """Overrides of the launches that were given with --set."""
+
+    @property
+    def figures(self) -> list[str]:
+        return list(dict.fromkeys(name for one in self.rounds for name in one if name != SEED))
 
     @property
     def medians(self) -> Round:
-        names = list(dict.fromkeys(name for one in self.rounds for name in one))
-        return {name: statistics.median(one[name] for one in self.rounds if name in one) for name in names}
+        return {name: statistics.median(self.values(name)) for name in self.figures}
+
+    def values(self, figure: str) -> list[float]:
+        return [one[figure] for one in self.rounds if figure in one]
 
     def spread(self, figure: str) -> tuple[float, float]:
         """Returns the smallest and the largest value over the rounds."""
-        values = [one[figure] for one in self.rounds if figure in one]
+        values = self.values(figure)
         return min(values), max(values)
+
+    def quartiles(self, figure: str) -> tuple[float, float]:
+        """Returns the range of the middle half of the rounds: the first and the third quartile."""
+        values = self.values(figure)
+        if len(values) == 1:
+            return values[0], values[0]
+        first, _, third = statistics.quantiles(values, n=4, method="inclusive")
+        return first, third
+
+    def limit(self, figure: str, limit: Limit) -> Limit:
+        """Returns the limit with the value that it has in these rounds."""
+        if not limit.least_of or limit.least_of not in self.figures:
+            return limit
+        return replace(limit, value=min(self.values(limit.least_of)))
+
+    def exceeded(self, limits: dict[str, Limit]) -> str:
+        """Returns which figure of a round exceeds what it can be; empty if none does."""
+        for figure, limit in limits.items():
+            top = max(self.values(figure), default=0.0)
+            if limit.never_above is not None and top > limit.never_above:
+                return f"{figure}: {top:.3g} in a round is above {limit.never_above:g}; its bound is not valid"
+        return ""
 
     def as_dict(self) -> dict[str, Any]:
         return {
             "row": self.row,
             "reason": self.reason,
             **asdict(self.origin),
+            "overrides": self.overrides,
             "medians": self.medians,
+            "quartiles": {name: self.quartiles(name) for name in self.figures},
             "rounds": self.rounds,
         }
 
 
-def run_row(name: str, row: Row, *, rounds: int, quick: bool, on_round: Callable[[Round], None]) -> Result:
+def run_row(
+    name: str, row: Row, *, rounds: int, quick: bool, overrides: list[str], on_round: Callable[[Round], None]
+) -> Result:
     """Measures a row in a separate process and calls `on_round` after every round."""
     command = [sys.executable, "-m", "benchmarks", "--child", name, "--rounds", str(rounds), *["--quick"] * quick]
-    result = Result(name)
+    command += [f"--set={override}" for override in overrides]
+    timeout_s = row.timeout_s / 10 if quick else row.timeout_s
+    return run_command(command, Result(name, overrides=overrides), row, timeout_s=timeout_s, on_round=on_round)
+
+
+def run_command(
+    command: list[str],
+    result: Result,
+    row: Row,
+    *,
+    timeout_s: float,
+    on_round: Callable[[Round], None] = lambda _: None,
+) -> Result:
+    """Runs the process of a row and keeps its rounds in the result, which is returned."""
 
     def keep(one: Round) -> None:
         result.rounds.append(one)
         on_round(one)
 
-    result.reason = follow(command, timeout_s=row.timeout_s / 10 if quick else row.timeout_s, on_round=keep)
+    failed = follow(command, timeout_s=timeout_s, on_round=keep)
+    result.reason = failed or result.exceeded(row.limits)
     return result
 
 
@@ -132,7 +191,7 @@ def follow(command: list[str], *, timeout_s: float, on_round: Callable[[Round], 
     """Runs the process of a row, calls `on_round` after every round, and ends all processes that it started. Returns
     why it failed; empty if it succeeded."""
     child = subprocess.Popen(
-        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE,
+        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": python_path()}, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
     )  # fmt: skip
     late, tail = threading.Event(), deque[str](maxlen=TAIL_LINES)
@@ -176,7 +235,12 @@ def output_of(what: str, command: list[str], *, environment: dict[str, str], tim
 def one_thread() -> dict[str, str]:
     """Returns this process's environment with the thread pools of all libraries limited to one thread."""
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-    return os.environ | {"PYTHONPATH": str(ROOT)} | dict.fromkeys(names, "1")
+    return os.environ | {"PYTHONPATH": python_path()} | dict.fromkeys(names, "1")
+
+
+def python_path() -> str:
+    """Returns PYTHONPATH with this checkout first."""
+    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 
 
 def _end_session(child: subprocess.Popen[str]) -> None:

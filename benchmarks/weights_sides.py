@@ -47,8 +47,9 @@ def rank(number: int) -> None:
 
 
 def send(address: str, receivers: int, num_bytes: int, pairs: int, device: torch.device) -> dict[str, float]:
-    """Runs the learner's side. Returns the seconds from `send` until all receivers have a version, and the seconds of a
-    bare broadcast of the same bytes."""
+    """Runs the learner's side. Returns the median seconds from `send` until all receivers have a version (own), in
+    `send`, which holds the trainer (held), of a bare broadcast of the same bytes (bare), and of copying as many of them
+    as are in a bucket (bucket)."""
     data = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     size = num_bytes // TENSORS // 4 * 4
     weights = [(f"layer-{i}", data[i * size : (i + 1) * size].view(torch.float32)) for i in range(TENSORS)]
@@ -57,21 +58,24 @@ def send(address: str, receivers: int, num_bytes: int, pairs: int, device: torch
         expected_generators=receivers, transport="auto", bucket_bytes=BUCKET_BYTES, timeout_s=TIMEOUT_S,
         device=str(device),
     )  # fmt: skip
-    own, bare = [], []
+    target = torch.empty_like(data[:BUCKET_BYTES])
+    times: dict[str, list[float]] = {"own": [], "held": [], "bare": [], "bucket": []}
     for version in range(WARM + pairs):
         data.fill_(version)
         time.sleep(REST_S)
         started_s = time.perf_counter()
         sender.send(version, weights)
+        times["held"].append(time.perf_counter() - started_s)
         sender.wait()
-        own.append(time.perf_counter() - started_s)
+        times["own"].append(time.perf_counter() - started_s)
         dist.barrier()
-        bare.append(_broadcast(data))
+        times["bare"].append(_broadcast(data))
+        times["bucket"].append(_copy(data[:BUCKET_BYTES], target))
     if sender.stats.dropped:
         raise SystemExit(f"{sender.stats.dropped} receivers were dropped")
     dist.barrier()
     sender.close()
-    return {"own": median(own[WARM:]), "bare": median(bare[WARM:])}
+    return {name: median(seconds[WARM:]) for name, seconds in times.items()}
 
 
 def receive(address: str, number: int, num_bytes: int, pairs: int, device: torch.device) -> None:
@@ -112,6 +116,15 @@ def _broadcast(data: Tensor) -> float:
     started_s = time.perf_counter()
     dist.broadcast(data, 0)
     dist.barrier()
+    return time.perf_counter() - started_s
+
+
+def _copy(source: Tensor, target: Tensor) -> float:
+    """Returns the seconds of a copy."""
+    started_s = time.perf_counter()
+    target.copy_(source)
+    if target.is_cuda:
+        torch.cuda.synchronize()
     return time.perf_counter() - started_s
 
 

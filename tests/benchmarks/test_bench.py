@@ -13,7 +13,21 @@ import pytest
 from rich.console import Console
 
 from benchmarks.__main__ import ROWS, load
-from benchmarks.frame import ROOT, ROUND, CannotRun, Limit, Origin, Result, Round, Row, follow, one_thread, output_of
+from benchmarks.frame import (
+    ROOT,
+    ROUND,
+    SEED,
+    CannotRun,
+    Limit,
+    Origin,
+    Result,
+    Round,
+    Row,
+    follow,
+    one_thread,
+    output_of,
+    run_command,
+)
 from benchmarks.results import Results, markdown, origin_here, print_moves, print_table
 
 ORIGIN = Origin("abc1234", "2026-01-31", {"cores": 2})
@@ -24,10 +38,14 @@ def results(*rounds: Round, reason: str = "", quick: bool = False, origin: Origi
     return Results(quick, {"row": Result("row", list(rounds), reason, origin)})
 
 
-def shown(now: Results, before: Results | None = None) -> tuple[str, int]:
+def row_of(**limits: Limit) -> Row:
+    return Row("one", "another", limits, measure=lambda _: iter([]))
+
+
+def shown(now: Results, before: Results | None = None, row: Row = ROW) -> tuple[str, int]:
     console = Console(width=200, file=io.StringIO())
-    print_table(now, {"row": ROW}, console)
-    worse = 0 if before is None else print_moves(now, before, {"row": ROW}, console)
+    print_table(now, {"row": row}, console)
+    worse = 0 if before is None else print_moves(now, before, {"row": row}, console)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue(), worse
 
@@ -75,9 +93,9 @@ def test_table_says_which_limits_are_reached() -> None:
     )
     lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if "│" in line]
     assert lines == [
-        ["row", "ratio", "0.95", "0.85", "0.99", ">= 0.9", "reached"],
-        ["", "cost", "1.5", "1", "2", "<= 1.3", "short"],
-        ["", "groups/s", "1,234", "1,234", "1,234", "", ""],
+        ["row", "ratio", "0.95", "0.85", "0.99", "0.9 to 0.97", ">= 0.9", "reached"],
+        ["", "cost", "1.5", "1", "2", "1.25 to 1.75", "<= 1.3", "short"],
+        ["", "groups/s", "1,234", "1,234", "1,234", "", "", ""],
     ]
     assert "cannot run" in shown(results(reason="no server"))[0]
 
@@ -128,11 +146,64 @@ def test_rows_that_are_not_measured_again_stay_in_the_file_with_their_origin(tmp
 def test_a_ratio_to_a_bound_that_is_exceeded_is_not_reached() -> None:
     assert Limit(0.9, bound=True).is_valid(1.05) and not Limit(0.9, bound=True).is_valid(1.06)
     assert Limit(0.9).is_valid(3.0)
-    console = Console(width=200, file=io.StringIO())
-    row = Row("one", "another", {"ratio": Limit(0.9, bound=True)}, measure=lambda _: iter([]))
-    print_table(results({"ratio": 1.3}), {"row": row}, console)
-    assert isinstance(console.file, io.StringIO)
-    assert "bound not valid" in console.file.getvalue() and "reached" not in console.file.getvalue()
+    text, _ = shown(results({"ratio": 1.3}), row=row_of(ratio=Limit(0.9, bound=True)))
+    assert "bound not valid" in text and "reached" not in text
+
+
+def test_one_round_above_what_can_be_is_not_valid() -> None:
+    row = row_of(ratio=Limit(0.9, never_above=1.03))
+    found = results({"ratio": 0.95}, {"ratio": 0.95}, {"ratio": 1.04})
+    assert "ratio: 1.04 in a round is above 1.03" in found.rows["row"].exceeded(row.limits)
+    assert "bound not valid" in shown(found, row=row)[0]
+    assert "reached" in shown(results({"ratio": 1.03}, {"ratio": 0.95}), row=row)[0]
+
+
+def test_a_row_with_a_round_above_what_can_be_fails() -> None:
+    def command(value: float) -> list[str]:
+        return [sys.executable, "-c", f"print({ROUND + json.dumps({'ratio': value})!r})"]
+
+    row = row_of(ratio=Limit(0.9, never_above=1.03))
+    assert run_command(command(1.0), Result("row"), row, timeout_s=30).reason == ""
+    failed = run_command(command(1.1), Result("row"), row, timeout_s=30)
+    assert failed.rounds == [{"ratio": 1.1}]
+    assert "its bound is not valid" in failed.reason
+
+
+def test_a_limit_may_be_the_spread_of_another_figure() -> None:
+    row = row_of(new=Limit(0.0, least_of="old"))
+    spread = [{"old": old, "new": 0.88} for old in (0.92, 0.87, 0.9)]
+    text, _ = shown(results(*spread), row=row)
+    assert ">= 0.87" in text and "reached" in text
+    assert "short" in shown(results(*({**one, "new": 0.86} for one in spread)), row=row)[0]
+
+
+def test_a_figure_that_needs_more_cores_says_so_and_is_not_worse() -> None:
+    row = row_of(ratio=Limit(0.9), wide=Limit(0.9, cores=3))
+    many = results({"ratio": 0.95, "wide": 0.95}, origin=Origin("def5678", "2026-02-01", {"cores": 4}))
+    text, worse = shown(results({"ratio": 0.95}), many, row=row)
+    assert "cannot run: needs 3 cores" in text
+    assert worse == 0
+
+
+def test_spread_of_rounds_is_robust_and_seeds_are_no_figures() -> None:
+    rounds = [{"ratio": value, SEED: float(seed)} for seed, value in enumerate((1.0, 1.1, 1.2, 1.3, 9.0))]
+    result = Result("row", rounds)
+    assert result.figures == ["ratio"]
+    assert result.spread("ratio") == (1.0, 9.0)
+    assert result.quartiles("ratio") == pytest.approx((1.1, 1.3))
+    assert Result("row", rounds[:1]).quartiles("ratio") == (1.0, 1.0)
+    assert result.as_dict()["rounds"][4][SEED] == 4.0
+
+
+def test_overrides_are_kept_with_the_row(tmp_path: Path) -> None:
+    found = Results(False, {"row": Result("row", [{"ratio": 1.0}], overrides=["replay.zero_variance=drop"])})
+    found.write(tmp_path / "results.json")
+    assert Results.read(tmp_path / "results.json") == found
+
+
+def test_packages_beside_the_environment_stay_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/extra")
+    assert one_thread()["PYTHONPATH"] == f"{ROOT}:/extra"
 
 
 def test_a_comparison_names_both_commits_and_another_machine() -> None:

@@ -1,0 +1,120 @@
+"""Measures goodput of the demo: trained tokens with signal over the tokens that the bare engine makes in that time.
+
+A token has signal if the rewards of its group are not all equal, and counts if it was trained; the run's trace says
+so. The bare engine is `LLM.generate` with the same model, prompts, batch and lengths on the generator's core, right
+before and right after each launch. The time is from the first lease to the last step. The product's own estimate in
+`summary.json` takes no part in it, and is compared.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from itertools import count, islice
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from benchmarks.demo import OVERRIDES, launched, prepare, rows_of, summary_of
+from benchmarks.frame import SEED, CannotRun, Limit, Round, Row
+from benchmarks.worker import Worker, answer, instructions
+
+RUN = "bench-goodput"
+QUICK_STEPS = 10
+REQUESTS, QUICK_REQUESTS = 8192, 2048
+TIMEOUT_S = 600.0
+OWN = "difference to the run's own"
+
+
+def with_signal(trace: Any) -> int:
+    """Returns the tokens of the trained groups in a trace whose rewards are not all equal."""
+    columns = (trace.column(name).to_pylist() for name in ("outcome", "rewards", "completion_tokens"))
+    return sum(
+        sum(tokens)
+        for outcome, rewards, tokens in zip(*columns, strict=True)
+        if outcome == "trained" and len(set(rewards)) > 1
+    )
+
+
+def launch(seed: int, *, quick: bool) -> Round:
+    """Runs the demo and returns what became of its tokens."""
+    from asyncrl.plan.trace import read_trace
+
+    steps = [f"steps={QUICK_STEPS}"] if quick else []
+    with launched(RUN, [f"seed={seed}", *steps]) as process:
+        if process.wait(TIMEOUT_S):
+            raise CannotRun(f"asyncrl launch ended with code {process.returncode}; see runs/{RUN}/logs")
+    seconds, summary = rows_of(RUN)[-1]["time/elapsed_s"], summary_of(RUN)
+    found = {
+        "signal": float(with_signal(read_trace(Path("runs") / RUN))),
+        "trained": float(summary["tokens_trained"]),
+        "generated": float(summary["tokens_generated"]),
+        "seconds": seconds,
+    }
+    return found | ({"own": summary["goodput"]["total"]} if "goodput" in summary else {})
+
+
+def measure(quick: bool) -> Iterator[Round]:
+    prepare()
+    requests = QUICK_REQUESTS if quick else REQUESTS
+    with ExitStack() as stack:
+        bare = Worker("benchmarks.goodput", *OVERRIDES, cores=[min(os.sched_getaffinity(0))], stack=stack)
+
+        def rate() -> float:
+            bare.tell(requests)
+            return bare.answer()
+
+        rate()  # the first steps are slower
+        before = rate()
+        for seed in count():
+            run, after = launch(seed, quick=quick), rate()
+            bare_per_s, before = mean((before, after)), after
+            goodput = run["signal"] / (bare_per_s * run["seconds"])
+            one = {
+                "goodput": goodput,
+                "trained with signal of trained": run["signal"] / run["trained"],
+                "trained of generated": run["trained"] / run["generated"],
+                "generated of bare": run["generated"] / (bare_per_s * run["seconds"]),
+                "tokens/s with signal": run["signal"] / run["seconds"],
+                "LLM.generate tokens/s": bare_per_s,
+                SEED: seed,
+            }
+            yield one | ({OWN: abs(goodput - run["own"])} if "own" in run else {})
+
+
+def bare_process(overrides: list[str]) -> None:
+    """Measures `LLM.generate` whenever it is asked to: the tokens/s of so many requests."""
+    from asyncrl.config import load_config, parse_override
+    from asyncrl.generator.vllm_backend.setup import ENVIRONMENT
+
+    os.environ.update(ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
+    from vllm import TokensPrompt
+
+    from benchmarks.synchronous import all_prompts, make_llm, sampling
+
+    config = load_config("demo", dict(parse_override(text) for text in overrides))
+    llm, cut, size = make_llm(config), sampling(config), config.generator.group_size
+    for requests in instructions():
+        prompts = islice(all_prompts(config), requests // size)
+        asked = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts for _ in range(size)]
+        started_s = time.perf_counter()
+        outputs = llm.generate(asked, cut, use_tqdm=False)
+        seconds = time.perf_counter() - started_s
+        answer(sum(len(output.outputs[0].token_ids) for output in outputs) / seconds)
+
+
+ROW = Row(
+    what="trained tokens with signal of the demo",
+    against="the tokens of LLM.generate on the generator's core in the same time",
+    limits={"goodput": Limit(0.6, never_above=1.0), OWN: Limit(0.05, at_most=True)},
+    measure=measure,
+    rounds=3,
+    long=True,
+)
+
+if __name__ == "__main__":
+    import sys
+
+    bare_process(sys.argv[1:])

@@ -1,0 +1,151 @@
+"""What saved policies are worth, when a reward was reached, and what the rows compute of runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from benchmarks import overlap
+from benchmarks.goodput import with_signal
+from benchmarks.selection import around
+from benchmarks.snapshots import Point, Scorer, Snapshot, at, reach
+from benchmarks.synchronous import Measured
+from benchmarks.weights import figures
+
+
+def points(*rewards: float) -> list[Point]:
+    """Points every 10 s and 1,000 tokens."""
+    return [Point(10.0 * n, 1000.0 * n, reward, n) for n, reward in enumerate(rewards, 1)]
+
+
+def test_a_reward_is_reached_between_two_policies() -> None:
+    found = reach(points(0.5, 0.8, 0.9, 0.95), 0.85)
+    assert found is not None
+    assert (found.seconds, found.tokens, found.reward, found.step) == pytest.approx((25.0, 2500.0, 0.85, 2.5))
+
+
+@pytest.mark.parametrize(
+    ("rewards", "seconds"),
+    [
+        ((0.5, 0.9, 0.8, 0.9, 0.9), 35.0),  # one policy alone is luck
+        ((0.5, 0.8, 0.9), 25.0),  # the last one has none after it
+        ((0.9, 0.9), 10.0),
+        ((0.5, 0.9, 0.8), None),
+        ((0.5, 0.6), None),
+        ((), None),
+    ],
+)
+def test_a_reward_must_hold(rewards: tuple[float, ...], seconds: float | None) -> None:
+    found = reach(points(*rewards), 0.85)
+    assert (None if found is None else pytest.approx(found.seconds)) == seconds
+
+
+def test_policies_after_the_reward_are_not_scored() -> None:
+    scored: list[float] = []
+
+    def lazily() -> Iterator[Point]:
+        for point in points(0.5, 0.9, 0.9, 0.9, 0.9):
+            scored.append(point.seconds)
+            yield point
+
+    assert reach(lazily(), 0.85) is not None
+    assert scored == [10.0, 20.0, 30.0]
+
+
+def test_reward_at_a_time_is_between_the_policies_around_it() -> None:
+    assert at(points(0.5, 0.7, 0.9), 15.0).reward == pytest.approx(0.6)
+    assert at(points(0.5, 0.7), 20.0).reward == 0.7
+    assert at(points(0.5, 0.7), 3.0).reward == 0.5
+    with pytest.raises(ValueError, match="no policy was saved after 21 s"):
+        at(points(0.5, 0.7), 21.0)
+
+
+def test_only_the_policies_around_a_time_are_scored() -> None:
+    saved = [Snapshot(n, 10.0 * n, 0.0, Path()) for n in range(1, 5)]
+    assert [one.step for one in around(saved, 25.0)] == [2, 3]
+    assert [one.step for one in around(saved, 5.0)] == [1]
+    assert [one.step for one in around(saved, 99.0)] == [4]
+
+
+def test_score_is_the_expected_reward_of_sampled_answers(tmp_path: Path) -> None:
+    import torch
+
+    from asyncrl.data.arithmetic import make_arithmetic
+    from asyncrl.data.tiny_model import make_model, make_tokenizer
+
+    torch.manual_seed(1)
+    policy, tokenizer = make_model(), make_tokenizer()
+    policy.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    make_arithmetic(tmp_path / "rows.parquet", rows=20)
+    prompts = pq.read_table(tmp_path / "rows.parquet").column("prompt").to_pylist()
+    with torch.no_grad():
+        logits = policy(input_ids=torch.tensor(tokenizer(prompts)["input_ids"])).logits[:, -1]
+    digits = tokenizer.convert_tokens_to_ids(list("0123456789"))
+    expected = logits.softmax(-1)[:, digits].sum(-1).mean().item()
+
+    samples = 200
+    scorer = Scorer(
+        tmp_path / "rows.parquet",
+        str(tmp_path / "model"),
+        lambda text, truth: float(text[:1].isdigit() and len(truth) == 2),
+        max_new_tokens=1,
+        samples=samples,
+    )
+    score = scorer.score(tmp_path / "model")
+    error = np.sqrt(expected * (1 - expected) / (20 * samples))
+    assert abs(score - expected) < 4 * error
+    assert 0.2 < expected < 0.8
+    assert scorer.score(tmp_path / "model") == score
+
+
+def test_tokens_with_signal_are_those_of_trained_groups_with_unequal_rewards() -> None:
+    trace = pa.table(
+        {
+            "outcome": ["trained", "trained", "zero_variance", "trained"],
+            "rewards": [[1.0, 0.0], [1.0, 1.0], [0.0, 0.0], [0.0, 0.5]],
+            "completion_tokens": [[1, 2], [10, 20], [100, 200], [4, 8]],
+        }
+    )
+    assert with_signal(trace) == 15
+
+
+def test_rate_of_a_launch_is_the_lower_one_without_the_time_held() -> None:
+    rows = [
+        {"time/elapsed_s": 10.0, "generator/tokens": 1000.0, "learner/tokens": 500.0},
+        {"time/elapsed_s": 20.0, "generator/tokens": 1800.0, "learner/tokens": 500.0},
+        {"time/elapsed_s": 30.0, "generator/tokens": 2600.0, "learner/tokens": 500.0},
+    ]
+    assert overlap.tokens_per_s(rows, 0.0) == pytest.approx(1000 / 20)
+    assert overlap.tokens_per_s(rows, 10.0) == pytest.approx(1000 / 10)
+    assert overlap.tokens_per_s([row | {"learner/tokens": 900.0} for row in rows], 10.0) == pytest.approx(1600 / 10)
+
+
+def test_processor_time_of_a_token_is_compared_with_that_of_the_side_alone() -> None:
+    rows = [{"generator/tokens": 100.0 * n, "learner/tokens": 50.0} for n in range(1, 6)]
+    side = Measured(tokens=200.0, seconds=2.0, cpu_s=2.0)
+    first, last = (
+        overlap.Hold(step, 2.0, {"generator": cpu_s, "learner": cpu_s}, [side, side])
+        for step, cpu_s in ((1, 3.0), (3, 5.0))
+    )
+    assert overlap.costs_of_alone(rows, [first, last]) == pytest.approx([(2 / 200) / (2 / 200), (2 / 100) / (2 / 200)])
+
+
+def test_weights_may_take_ten_ms_and_the_link() -> None:
+    times = {"own": 0.125, "held": 0.03, "bare": 0.1, "bucket": 0.02}
+    found = figures("100 MB", 1, times)
+    assert found["of 10 ms + 1.15 links, 100 MB to 1"] == pytest.approx(1.0)
+    assert found["learner held, of a bucket's copy, 100 MB"] == pytest.approx(1.5)
+    assert figures("1 MB", 1, times) == pytest.approx(
+        {
+            "own ms, 1 MB to 1": 125.0,
+            "held ms, 1 MB to 1": 30.0,
+            "bare ms, 1 MB to 1": 100.0,
+            "bucket ms, 1 MB to 1": 20.0,
+        }
+    )
