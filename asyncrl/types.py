@@ -6,7 +6,7 @@ first and then action tokens (chosen by the policy) and environment tokens in th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -32,6 +32,20 @@ STALENESS_METRICS = {
     "mask_negative": "masked, advantage < 0",
 }
 """Metrics of each bucket, with their descriptions."""
+GOODPUT_FACTORS = {
+    "engine": "of what bare engines make in the time in which generators work",
+    "admitted": "of the time, in which generators have work",
+    "signal": "of the tokens, in groups with a training signal",
+    "trained": "of these, trained by now",
+}
+"""The factors of the goodput, and what each is a fraction of, as in the metrics `goodput/NAME`."""
+
+
+def goodput_of(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics `goodput/NAME` of a step by NAME: "total", the factors and "bare_tokens_per_s"; empty while they are
+    unknown."""
+    prefix = "goodput/"
+    return {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
 
 
 def mean_staleness(histogram: Sequence[int]) -> float:

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from asyncrl.errors import DataError
-from asyncrl.plan.trace import check_schema, damaged, last_of_tickets
+from asyncrl.plan.trace import check_schema, damaged, last_of_tickets, with_signal
 from asyncrl.replay.metrics.trace import SCHEMA
 
 METRICS_BYTES = 2 << 20
@@ -32,6 +32,8 @@ class TraceTail:
         self._wanted = rows
         self._log_id = -1
         """Inode of the log; it changes when the log is replaced."""
+        self._schema = SCHEMA
+        """Schema of the log."""
         self._end = 0
         """Offset of the end of the last complete message of the log."""
         self._spans: deque[tuple[int, int]] = deque(maxlen=rows)
@@ -66,7 +68,8 @@ class TraceTail:
                 if self._end:
                     self._spans.append((self._end, self._end + size))
                 else:
-                    check_schema(self._log, pa.ipc.read_schema(pa.py_buffer(_read(file, 0, size))))
+                    self._schema = pa.ipc.read_schema(pa.py_buffer(_read(file, 0, size)))
+                    check_schema(self._log, self._schema)
                 self._end += size
             return self._newest(file)
 
@@ -79,8 +82,8 @@ class TraceTail:
                 break
             table = self._read.get(begin)
             if table is None:
-                batch = pa.ipc.read_record_batch(pa.py_buffer(_read(file, begin, end)), SCHEMA)
-                table = pa.Table.from_batches([batch])
+                batch = pa.ipc.read_record_batch(pa.py_buffer(_read(file, begin, end)), self._schema)
+                table = with_signal(pa.Table.from_batches([batch]))
             kept[begin] = table
             rows += len(table)
         self._read = kept
@@ -97,7 +100,7 @@ class TraceTail:
                     if rows < self._wanted:
                         groups.insert(0, group)
                         rows += file.metadata.row_group(group).num_rows
-                table = file.read_row_groups(groups) if groups else SCHEMA.empty_table()
+                table = with_signal(file.read_row_groups(groups)) if groups else SCHEMA.empty_table()
             # A copy: a slice would keep the complete row groups in memory.
             newest = np.arange(max(0, len(table) - self._wanted), len(table))
             self._former = inode, table.take(pa.array(newest))

@@ -32,11 +32,22 @@ def last_of_tickets(table: pa.Table) -> pa.Table:
     return table.take(pa.array(np.sort(last)))
 
 
+FORMER = SCHEMA.remove(SCHEMA.get_field_index("signal"))
+"""The schema of versions that did not write the signal of a group."""
+
+
 def check_schema(path: Path, schema: pa.Schema) -> None:
-    """Raises DataError unless `schema` is the trace schema of this version."""
+    """Raises DataError unless `schema` is the trace schema of this version, or FORMER."""
     found = schema.remove_metadata()
-    if found != SCHEMA:
+    if found not in (SCHEMA, FORMER):
         raise DataError(f"{path}: not a trace of this version of asyncrl: {_differences(found)}; run the job again")
+
+
+def with_signal(table: pa.Table) -> pa.Table:
+    """Returns a table of either schema with that of this version; signals that were not written are null."""
+    if "signal" in table.column_names:
+        return table
+    return table.append_column(SCHEMA.field("signal"), pa.nulls(len(table), pa.bool_()))
 
 
 def damaged(path: Path, error: Exception) -> DataError:
@@ -55,7 +66,7 @@ def _read(path: Path) -> pa.Table:
     except (pa.ArrowInvalid, OSError) as error:
         raise damaged(path, error) from None
     check_schema(path, table.schema)
-    return table
+    return with_signal(table)
 
 
 def _read_log(path: Path) -> pa.Table:

@@ -130,7 +130,7 @@ class QueueState:
         self.leased_by[held.generator] -= self.ledger.live[number].state is State.LEASED
         amount = {"trajectories": len(header.lengths), "tokens": sum(held.completion)}
         self.ledger.finish(number, **amount, start_version=header.start_version)
-        self.measure.scored(header, held.completion)
+        self.measure.scored(header, held.completion, signal=held.signal)
         unused = reason or (self.config.replay.drops and not group.signal)
         self.unused_in_a_row = self.unused_in_a_row + 1 if unused else 0
         if not reason:
@@ -205,7 +205,8 @@ class QueueState:
             "replay/staleness_limit": float(self.ledger.admission_limit),
             "replay/refunded_groups": float(sum(a.groups for a in self.ledger.refunded.values())),
         }
-        measured = self.measure.step_metrics(step, groups, self.ledger.trained, at_s)
+        wanted = self.generators_wanted
+        measured = self.measure.step_metrics(step, groups, self.ledger.trained, at_s, generators=wanted)
         return queue | measured | eval_metrics(self.evaluation.unreported(0) or {})
 
     def _commit(self, body: Any, _: Sequence[Array], location: Location | None) -> None:
@@ -226,7 +227,7 @@ class QueueState:
         self.ledger.check()
         self.evaluation.committed(step, due=body["evaluates"])
         self.evaluation.next_metrics()
-        self.measure.committed(step, groups, metrics, at_s)
+        self.measure.committed(step, groups, metrics, at_s, generators=self.generators_wanted)
         self.committed = {name: metrics[name] for name in body["own"]}
         if self.staleness_controller is not None:
             self.ledger.admission_limit = self.staleness_controller.next(self.ledger.admission_limit, metrics)
@@ -255,6 +256,7 @@ class QueueState:
                 held.finished,
                 held.completion,
                 outcome=outcome,
+                signal=held.signal,
                 taken_s=held.taken_s or float("nan"),
                 trained_s=trained_s,
                 train_version=train_version,

@@ -68,7 +68,7 @@ def _row(ticket: int, completion: list[int], trained: bool, step: int, taken_s: 
         "train_version": step - 1 if trained else -1, "started_s": taken_s - 0.5, "finished_s": taken_s - 0.1,
         "taken_s": taken_s if trained else float("nan"), "trained_s": now_s if trained else float("nan"),
         "prompt_tokens": [PROMPT_TOKENS] * len(completion), "completion_tokens": completion,
-        "rewards": [0.0] * len(completion),
+        "rewards": [0.0] * len(completion), "signal": trained,
     }  # fmt: skip
 
 

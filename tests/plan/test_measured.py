@@ -12,7 +12,8 @@ import pytest
 
 from asyncrl.errors import DataError
 from asyncrl.plan.measured import read_run
-from asyncrl.plan.trace import read_trace
+from asyncrl.plan.tail import TraceTail
+from asyncrl.plan.trace import FORMER, read_trace
 from asyncrl.plan.workload import slowdown
 from asyncrl.replay.metrics.trace import SCHEMA, TraceWriter
 from tests.plan.made_runs import ENGINE, GROUP_SIZE, LEARNER, REWARD_S, SYNC, make_run
@@ -81,10 +82,24 @@ def test_the_last_row_of_a_ticket_counts(tmp_path: Path) -> None:
     assert row["outcome"] == "failed"
 
 
+def test_a_trace_without_signals_is_read_as_one_in_which_they_are_unknown(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "r")
+    file = folder / "trace.parquet"
+    table = pq.read_table(file)
+    pq.write_table(table.drop_columns("signal"), file)
+    assert read_trace(folder).schema == SCHEMA
+    assert read_trace(folder).column("signal").null_count == len(table)
+    assert TraceTail(folder, rows=10).read().column("signal").null_count > 0
+    with pa.OSFile(str(folder / "trace.arrow"), "wb") as log, pa.ipc.new_stream(log, FORMER) as stream:
+        stream.write_table(table.slice(0, 20).drop_columns("signal").cast(FORMER))
+    file.unlink()
+    assert TraceTail(folder, rows=10).read().schema == read_trace(folder).schema == SCHEMA
+
+
 @pytest.mark.parametrize(
     ("columns", "says"),
     [
-        ([*SCHEMA][:-1], "column rewards is missing"),
+        ([*[*SCHEMA][:-2], SCHEMA.field("signal")], "column rewards is missing"),
         ([*SCHEMA, pa.field("more", pa.int32())], "column more is unknown"),
         ([SCHEMA.field(0).with_type(pa.string()), *[*SCHEMA][1:]], "column ticket is string and not int64"),
         ([*SCHEMA][::-1], "its columns are in another order"),

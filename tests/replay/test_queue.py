@@ -82,7 +82,7 @@ def test_a_whole_run(tmp_path: Path) -> None:
     assert summary["ledger"]["in_flight"] == 0
     assert summary["tokens_trained"] == 36
     rows = pq.read_table(tmp_path / "trace.parquet").to_pylist()
-    assert [row["outcome"] for row in rows] == ["trained"] * 6
+    assert [(row["outcome"], row["signal"]) for row in rows] == [("trained", True)] * 6
     assert [row["train_version"] for row in rows] == [0, 0, 1, 1, 2, 2]
     assert rows[0]["prompt_tokens"] == [3, 3]
     assert rows[0]["completion_tokens"] == [2, 4]

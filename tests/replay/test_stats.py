@@ -143,7 +143,7 @@ def test_clock_goes_on_through_restarts_and_never_back(monkeypatch: pytest.Monke
 def add(trace: TraceWriter, ticket: int, outcome: str, attempt: int = 0) -> None:
     meta, arrays = pack_group(make_group(Lease(ticket, attempt, EndlessPrompts().prompt(0)), 0))
     completion = completion_tokens(meta, arrays[1])
-    trace.add(meta, completion, outcome=outcome, taken_s=3.0, trained_s=4.0, train_version=0)
+    trace.add(meta, completion, outcome=outcome, signal=True, taken_s=3.0, trained_s=4.0, train_version=0)
 
 
 def outcomes(path: Path) -> list[tuple[int, int, str]]:

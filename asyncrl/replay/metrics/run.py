@@ -12,6 +12,7 @@ from msgspec import field
 from asyncrl.config import Config
 from asyncrl.replay.ledger import Ledger
 from asyncrl.replay.ledger_counts import Amount, State
+from asyncrl.replay.metrics.goodput import GoodputSums
 from asyncrl.replay.metrics.resources import LearnerUse, generator_metrics, peaks_bytes, rates, times
 from asyncrl.replay.metrics.stats import (
     DownsampledSeries,
@@ -24,7 +25,7 @@ from asyncrl.replay.metrics.stats import (
     count_rewards,
 )
 from asyncrl.replay.tickets import TicketEntry
-from asyncrl.types import mean_staleness
+from asyncrl.types import goodput_of, mean_staleness
 from asyncrl.util.durable import Durable
 from asyncrl.util.processes import ACTIVITIES, fractions
 from asyncrl.wire.bounds import MAX_COUNT, MAX_NUMBER
@@ -57,8 +58,9 @@ class RewardsSinceStep(Durable):
             self._count("reward/greedy", [header.greedy_reward])
         self._count("completion/truncated_fraction", [float(status == "truncated") for status in header.status])
 
-    def count_failed(self, header: GroupHeader) -> None:
-        """Counts the trajectories without a reward, of any group."""
+    def count_group(self, header: GroupHeader, *, signal: bool) -> None:
+        """Counts any group: whether it has a training signal, and its trajectories without a reward."""
+        self._count("reward/signal_fraction", [float(signal)])
         self._count("reward/failed_fraction", [float(bool(error)) for error in header.errors])
 
     def table(self) -> dict[str, float]:
@@ -79,6 +81,7 @@ class RunSums(Durable):
     rewards_since_step: RewardsSinceStep = field(default_factory=RewardsSinceStep)
     outcomes: dict[str, OutcomeStats] = field(default_factory=dict[str, OutcomeStats])
     """Stats by outcome: "trained", or the reason of the refund."""
+    goodput: GoodputSums = field(default_factory=GoodputSums)
     greedy_tokens: int = 0
     """Tokens of the greedy completions of scored groups; the ledger does not count them."""
     histogram: list[int] = field(default_factory=list[int])
@@ -124,9 +127,11 @@ class RunMetrics(RunSums, kw_only=True):
         if self.first_lease_s is None:
             self.first_lease_s = now_s
 
-    def scored(self, header: GroupHeader, completion: Sequence[int]) -> None:
-        """Counts a group that arrived; `completion` has the action tokens of each trajectory."""
-        self.rewards_since_step.count_failed(header)
+    def scored(self, header: GroupHeader, completion: Sequence[int], *, signal: bool) -> None:
+        """Counts a group that arrived; `completion` has the action tokens of each trajectory, and `signal` is that of
+        `has_signal`."""
+        self.goodput.arrived(sum(completion), signal=signal)
+        self.rewards_since_step.count_group(header, signal=signal)
         if "failed" not in header.status:
             self.rewards_since_step.add(header, completion)
             self.greedy_tokens += header.greedy_tokens
@@ -135,9 +140,11 @@ class RunMetrics(RunSums, kw_only=True):
         """Counts a group that was trained or refunded."""
         self.outcomes.setdefault(outcome, OutcomeStats()).add(header, completion)
 
-    def step_metrics(self, step: int, groups: Sequence[TicketEntry], trained: Amount, now_s: float) -> dict[str, float]:
+    def step_metrics(
+        self, step: int, groups: Sequence[TicketEntry], trained: Amount, now_s: float, *, generators: int
+    ) -> dict[str, float]:
         """The metrics of a step that trains these groups and is committed at `now_s`; `trained` is what the steps
-        before have trained. Changes nothing."""
+        before have trained, and `generators` the wanted number. Changes nothing."""
         counts, breakdown = staleness_counts(groups, step - 1), breakdown_of(groups, step - 1, now_s)
         tokens, staleness = int(counts.sum()), np.arange(len(counts))
         scored, generator_s = self.rewards_since_step.table(), self.generator_s
@@ -157,10 +164,17 @@ class RunMetrics(RunSums, kw_only=True):
         tokens, samples = trained.tokens + tokens, trained.trajectories + sum(len(held.completion) for held in groups)
         own |= {f"throughput/{name}": rate for name, rate in self._rates(tokens, samples, elapsed_s).items()}
         own |= {f"{role}/peak_memory_bytes": float(peak) for role, peak in peaks_bytes(self.reported).items()}
+        settings, goodput = self.config.generator, self._goodput_after(groups, now_s, generators)
+        slots = settings.max_running_groups * settings.group_size
+        own |= goodput.metrics(self.generators.values(), slots=slots)
         return scored | self._costs() | generator_metrics(self.generators.values()) | own
 
-    def committed(self, step: int, groups: Sequence[TicketEntry], metrics: dict[str, float], now_s: float) -> None:
-        """Counts a step that trained these groups; `metrics` are all of the step, including those of the learner."""
+    def committed(
+        self, step: int, groups: Sequence[TicketEntry], metrics: dict[str, float], now_s: float, *, generators: int
+    ) -> None:
+        """Counts a step that trained these groups; `metrics` are all of the step, including those of the learner, and
+        `generators` is the wanted number."""
+        self.goodput = self._goodput_after(groups, now_s, generators)
         counts = staleness_counts(groups, step - 1)
         self.histogram.extend([0] * (len(counts) - len(self.histogram)))
         for staleness, count in enumerate(counts.tolist()):
@@ -277,6 +291,7 @@ class RunMetrics(RunSums, kw_only=True):
                 "histogram": self.histogram,
             },
             "idle": {"generator": self.generator_idle, "learner": self.learner_idle},
+            **({"goodput": goodput} if (goodput := goodput_of(self.last_metrics)) else {}),
             "rates": self._rates(ledger.trained.tokens, ledger.trained.trajectories, self.training_s),
             "peak_memory_bytes": peaks_bytes(self.reported) | self.learner_use.peaks_bytes,
             "time": times(self.generators.values(), self.learner_s, self.learner_use),
@@ -296,6 +311,14 @@ class RunMetrics(RunSums, kw_only=True):
         """The rates of a run that has trained this number of action tokens and of trajectories."""
         generators, learners = self.generators.values(), self.config.launch.learners
         return rates(generators, tokens=tokens, samples=samples, elapsed_s=elapsed_s, learners=learners)
+
+    def _goodput_after(self, groups: Sequence[TicketEntry], now_s: float, generators: int) -> GoodputSums:
+        """The sums of the goodput after a step that trains these groups and is committed at `now_s`."""
+        since_s = self.first_lease_s if self.last_step_s is None else self.last_step_s
+        return self.goodput.after_step(
+            offered_s=generators * (now_s - (now_s if since_s is None else since_s)),
+            trained_signal=sum(sum(held.completion) for held in groups if held.signal),
+        )
 
     def _costs(self) -> dict[str, float]:
         """Means over the generators that know their engine costs; empty if none does."""

@@ -42,10 +42,11 @@ SCHEMA = pa.schema(
         ("prompt_tokens", pa.list_(pa.int32())),
         ("completion_tokens", pa.list_(pa.int32())),
         ("rewards", pa.list_(pa.float32())),
+        ("signal", pa.bool_()),
     ]
 )
 """Times in seconds of the run, NaN if not reached; train_version is -1 for untrained groups; the lists have
-one entry for each trajectory."""
+one entry for each trajectory; `signal` is that of `has_signal`."""
 
 
 class TraceWriter:
@@ -79,6 +80,7 @@ class TraceWriter:
         completion: Sequence[int],
         *,
         outcome: str,
+        signal: bool,
         taken_s: float,
         trained_s: float,
         train_version: int,
@@ -88,7 +90,7 @@ class TraceWriter:
         group = [getattr(header, name) for name in ("ticket", "attempt", "generator", "row", "data_source")]
         versions = [header.start_version, header.end_version, train_version]
         times = [header.started_s, header.finished_s, taken_s, trained_s]
-        self._rows.append([*group, outcome, *versions, *times, prompt, completion, header.rewards])
+        self._rows.append([*group, outcome, *versions, *times, prompt, completion, header.rewards, signal])
         if len(self._rows) >= ROWS_PER_WRITE or time.monotonic() - self._flushed_s > FLUSH_S:
             self.flush()
 
