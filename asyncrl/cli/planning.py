@@ -25,6 +25,9 @@ def simulate(
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Longer completions are cut.")] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
     generators_per_device: Annotated[int | None, typer.Option(help="Generators that take turns on a device.")] = None,
+    zero_variance: Annotated[
+        str | None, typer.Option(help="Groups without signal: refund, train or drop; refund, or that of the run.")
+    ] = None,
     turns: Annotated[
         float | None, typer.Option(min=1, help="Time of an engine step then, beyond their number; 1.1.")
     ] = None,
@@ -50,6 +53,7 @@ def simulate(
         "generators": generators, "learners": learners, "max_staleness": max_staleness,
         "groups_per_step": groups_per_step, "group_size": group_size, "max_running_groups": max_running_groups,
         "max_new_tokens": max_new_tokens, "steps": steps, "generators_per_device": generators_per_device,
+        "zero_variance": zero_variance,
     }  # fmt: skip
     numbers = {
         "mean_tokens": mean_tokens, "sigma": sigma, "max_tokens": max_tokens, "prompt_tokens": prompt_tokens,
@@ -69,8 +73,8 @@ def plan(
     devices: Annotated[int, typer.Option(help="GPUs, or cores, to split between generators and learners.")],
     max_staleness: Annotated[int, typer.Option(help="Highest staleness limit to consider.")] = 8,
 ) -> None:
-    """Find the split of the devices, and the staleness limit, that would train the most tokens per second. Exit code
-    2: there is none."""
+    """Find the split of the devices, and the staleness limit, that would train the most tokens with signal per second,
+    and what to do with groups without signal. Exit code 2: there is none."""
     from asyncrl.plan.show import show_plan
 
     show_plan(Console(), run, devices=devices, max_staleness=max_staleness)

@@ -9,8 +9,10 @@ from typing import Any
 
 from asyncrl.config import Config
 from asyncrl.launch.resources.placement import Placement
+from asyncrl.plan.levers import goodput_sentence
 from asyncrl.plan.measured import RecentRun
 from asyncrl.plan.verdict import verdict_of
+from asyncrl.types import goodput_of
 
 EVERY_S = 60.0
 """Pause between two verdicts: simulating one takes a second or two of a core."""
@@ -21,7 +23,7 @@ class BottleneckMonitor:
 
     def __init__(self, config: Config, placement: Placement, *, first_s: float = EVERY_S) -> None:
         """The first verdict starts after `first_s`."""
-        self._max_staleness = config.replay.staleness_limit
+        self._config = config
         self.generators_per_device = generators_per_device(placement)
         self._next_s = time.monotonic() + first_s
         self._run = RecentRun(config, generators_per_device=self.generators_per_device)
@@ -35,7 +37,8 @@ class BottleneckMonitor:
             self._next_s = time.monotonic() + EVERY_S
             return begun.result()["bottleneck"]
         if self._begun is None and status["step"] and time.monotonic() >= self._next_s:
-            self._begun = self._thread.submit(self._judge, status["generator_idle"], status["learner_idle"])
+            idle = status["generator_idle"], status["learner_idle"]
+            self._begun = self._thread.submit(self._judge, *idle, goodput_of(status["metrics"]))
         return ""
 
     def summary(self, summary: dict[str, Any]) -> dict[str, Any]:
@@ -43,17 +46,19 @@ class BottleneckMonitor:
         idle = summary.get("idle")
         if idle is None:
             return {}
-        return self._thread.submit(self._judge, idle["generator"], idle["learner"]).result()
+        goodput = summary.get("goodput", {})
+        return self._thread.submit(self._judge, idle["generator"], idle["learner"], goodput).result()
 
-    def _judge(self, generator_idle: float, learner_idle: float) -> dict[str, Any]:
+    def _judge(self, generator_idle: float, learner_idle: float, goodput: dict[str, float]) -> dict[str, Any]:
         verdict = verdict_of(
             self._run,
             generator_idle=generator_idle,
             learner_idle=learner_idle,
-            max_staleness=self._max_staleness,
+            max_staleness=self._config.replay.staleness_limit,
         )
+        sentence = goodput_sentence(goodput, self._config, solved=self._run.solved_fraction())
         return {
-            "bottleneck": verdict.sentence,
+            "bottleneck": f"{verdict.sentence}. {sentence}" if sentence else verdict.sentence,
             "simulated_gains": {change.text: change.gain for change in verdict.changes},
             "generators_per_device": self.generators_per_device,
         }

@@ -14,10 +14,13 @@ from asyncrl.config import Config, load_config
 from asyncrl.errors import DataError
 from asyncrl.observe.document import read_metrics
 from asyncrl.plan.tail import TraceTail, read_metrics_tail
-from asyncrl.plan.trace import read_trace
+from asyncrl.plan.trace import read_trace, signal_of, solved_fraction
 from asyncrl.plan.workload import TURNS, EngineCost, LearnerCost, Lengths, Setup, SyncCost, Workload, slowdown
+from asyncrl.replay.metrics.goodput import bare_fraction
 from asyncrl.replay.metrics.run import COSTS
+from asyncrl.types import goodput_of
 from asyncrl.util.files import read_json
+from asyncrl.util.processes import GENERATOR_PHASES
 
 MAX_GROUPS = 16384
 """Number of groups whose lengths are kept."""
@@ -40,6 +43,8 @@ class Measured:
     learner_idle: float
     staleness: list[int]
     """Trained action tokens by staleness, in learner steps."""
+    goodput: dict[str, float]
+    """As `asyncrl.types.goodput_of`; empty if the run has not measured it."""
 
 
 def read_run(path: Path, *, generators_per_device: int | None = None, turns: float = TURNS) -> Measured:
@@ -54,7 +59,7 @@ def read_run(path: Path, *, generators_per_device: int | None = None, turns: flo
         if not (folder / name).is_file():
             raise DataError(f"{folder / name}: no such file; a trace is read with the other files of its run")
     config, rows = load_config(folder / "config.yaml"), read_metrics(folder / "metrics.jsonl")
-    steps = _steps(trace)
+    steps = _steps(trace, config)
     rows = _rows_of(steps, rows, folder)
     summary = _summary(folder)
     if generators_per_device is not None:
@@ -77,12 +82,21 @@ class RecentRun:
         # Only complete steps: the tail may lack groups of its first step, and the run may not have written all groups
         # of its last steps yet.
         steps = {
-            number: step for number, step in _steps(trace).items() if step.groups == self._config.replay.groups_per_step
+            number: step
+            for number, step in _steps(trace, self._config).items()
+            if step.groups == self._config.replay.groups_per_step
         }
         rows = _rows_of(steps, read_metrics_tail(folder / "metrics.jsonl"), folder)
         each = self._generators_per_device
         workload = _workload(self._config, trace, rows, steps, slowdown(each, TURNS), TURNS)
         return workload, _setup(self._config, len(rows), each)
+
+    def solved_fraction(self) -> float | None:
+        """Returns `asyncrl.plan.trace.solved_fraction` of the newest groups; None if there are none."""
+        try:
+            return solved_fraction(self._trace.read())
+        except DataError:
+            return None
 
 
 def _is_evaluation(row: dict[str, float]) -> bool:
@@ -108,16 +122,18 @@ def _rows_of(steps: dict[int, _Step], rows: list[dict[str, float]], folder: Path
 class _Step:
     groups: int
     tokens: int
-    """Tokens of completions and prompts."""
+    """Tokens of completions and prompts that the learner computed."""
     span_s: float
     """Seconds from the assignment of its batch to its commit."""
 
 
-def _steps(trace: pa.Table) -> dict[int, _Step]:
+def _steps(trace: pa.Table, config: Config) -> dict[int, _Step]:
     """Returns the steps of a trace by number."""
     trained = trace.filter(trace.column("train_version").to_numpy() >= 0)
     steps = trained.column("train_version").to_numpy() + 1
     tokens = _sums(trained, "prompt_tokens") + _sums(trained, "completion_tokens")
+    if config.replay.drops:
+        tokens *= _signal(trained, config)
     spans_s = trained.column("trained_s").to_numpy() - trained.column("taken_s").to_numpy()
     numbers, first, inverse, groups = np.unique(steps, return_index=True, return_inverse=True, return_counts=True)
     totals = np.bincount(inverse, weights=tokens, minlength=len(numbers))
@@ -153,6 +169,7 @@ def _measure(
         generator_idle=last["generator/idle_fraction"],
         learner_idle=waited_s / last["time/elapsed_s"],
         staleness=summary.get("staleness", {}).get("histogram", []),
+        goodput=goodput_of(last),
     )
 
 
@@ -164,11 +181,13 @@ def _workload(
     slowed: float,
     turns: float,
 ) -> Workload:
-    base_s, sequence_s, request_s, reward_s = (rows[-1][name] for name in COSTS)
+    last = rows[-1]
+    base_s, sequence_s, request_s, reward_s = (last[name] for name in COSTS)
+    bare = bare_fraction({name: last.get(f"generator/{name}_fraction", 0.0) for name in GENERATOR_PHASES})
     return Workload(
-        lengths=_lengths(trace, config.generator.group_size),
+        lengths=_lengths(trace, config),
         # Generators that share a device also measure each other's time.
-        engine=EngineCost(base_s / slowed, sequence_s / slowed, request_s / slowed),
+        engine=EngineCost(base_s / slowed, sequence_s / slowed, request_s / slowed, bare),
         learner=_learner_cost(rows, steps, config.launch.learners),
         sync=_sync_cost(rows),
         reward_s=reward_s,
@@ -186,18 +205,25 @@ def _setup(config: Config, steps: int, generators_per_device: int) -> Setup:
         max_running_groups=config.generator.max_running_groups,
         steps=steps,
         generators_per_device=generators_per_device,
+        # Where the advantage gives every group a signal, no choice makes a difference.
+        zero_variance="refund" if config.replay.zero_variance == "auto" else config.replay.zero_variance,
     )
 
 
-def _lengths(trace: pa.Table, group_size: int) -> Lengths:
+def _signal(trace: pa.Table, config: Config) -> NDArray[np.bool_]:
+    return signal_of(trace, trains_all=config.replay.zero_variance == "train")
+
+
+def _lengths(trace: pa.Table, config: Config) -> Lengths:
     """Returns the lengths of at most MAX_GROUPS complete groups, evenly spaced in the trace."""
+    group_size = config.generator.group_size
     trace = trace.take(np.arange(0, len(trace), -(-len(trace) // MAX_GROUPS)))
     offsets = trace.column("completion_tokens").combine_chunks().offsets.to_numpy()
     complete = trace.filter(np.diff(offsets) == group_size)
     completions = complete.column("completion_tokens").combine_chunks().values.to_numpy().reshape(-1, group_size)
     prompts = complete.column("prompt_tokens").combine_chunks().values.to_numpy().reshape(-1, group_size)[:, 0]
-    refunded = [outcome not in ("trained", "in_flight") for outcome in complete.column("outcome").to_pylist()]
-    return Lengths(np.maximum(completions, 1), prompts, np.array(refunded))
+    failed = np.isin(complete.column("outcome").to_pylist(), ("failed", "truncated"))
+    return Lengths(np.maximum(completions, 1), prompts, _signal(complete, config), failed)
 
 
 def _learner_cost(rows: list[dict[str, float]], steps: dict[int, _Step], learners: int) -> LearnerCost:

@@ -11,8 +11,10 @@ from rich.console import Console
 from rich.table import Table
 
 from asyncrl.errors import ConfigError
+from asyncrl.plan.choices import Advice, advise
 from asyncrl.plan.measured import Measured, read_run
-from asyncrl.plan.simulate import Prediction, simulate
+from asyncrl.plan.prediction import Prediction
+from asyncrl.plan.simulate import simulate
 from asyncrl.plan.verdict import Candidate, bottleneck_of, search
 from asyncrl.plan.workload import TURNS, EngineCost, LearnerCost, Lengths, Setup, SyncCost, Workload
 from asyncrl.types import mean_staleness
@@ -30,7 +32,12 @@ RANGES = {
 }
 """Range of each option of a synthetic workload. Options without a range here are times of at least 0."""
 TITLES = (
-    "generators", "learners", "max\nstaleness", "tokens/s", "generators\nidle", "learners\nidle", "mean\nstaleness"
+    "generators", "learners", "max\nstaleness", "signal\ntokens/s", "goodput", "idle\ngen.", "idle\nlearn.",
+    "mean\nstaleness",
+)  # fmt: skip
+CHOICE_TITLES = (
+    "replay.\nzero_variance", "steps/s", "signal\ntokens/s", "signal\ntokens a step", "goodput", "idle\ngen.",
+    "idle\nlearn.",
 )  # fmt: skip
 
 
@@ -38,7 +45,7 @@ def show_simulation(
     console: Console,
     run: Path | None,
     numbers: dict[str, float],
-    changes: dict[str, int],
+    changes: dict[str, Any],
     *,
     turns: float | None = None,
     seed: int = 0,
@@ -113,16 +120,21 @@ def _print_prediction(console: Console, found: Prediction, measured: Measured | 
     table.add_column("simulated", justify="right")
     if measured is not None:
         table.add_column("measured", justify="right")
-    histogram = measured.staleness if measured is not None else []
+    histogram, real = (measured.staleness, measured.goodput) if measured is not None else ([], {})
     lines: list[tuple[str, str, float, float]] = [
         ("trained tokens/s", ",.0f", found.tokens_per_s, measured.tokens_per_s if measured else 0.0),
+        *(
+            ("goodput" if name == "total" else f"  {name}", ".3f", value, real.get(name, math.nan))
+            for name, value in found.goodput.table().items()
+        ),
         ("generators idle", ".1%", found.generator_idle, measured.generator_idle if measured else 0.0),
         ("learners idle", ".1%", found.learner_idle, measured.learner_idle if measured else 0.0),
         ("staleness, mean", ".2f", found.staleness_mean, mean_staleness(histogram)),
         ("staleness, max", ".0f", found.staleness_max, max(len(histogram) - 1, 0)),
     ]
-    for name, form, simulated, real in lines:
-        table.add_row(name, f"{simulated:{form}}", *([f"{real:{form}}"] if measured is not None else []))
+    for name, form, simulated, own in lines:
+        own_text = "-" if math.isnan(own) else f"{own:{form}}"
+        table.add_row(name, f"{simulated:{form}}", *([own_text] if measured is not None else []))
     table.add_row("tokens in flight, mean", f"{found.tokens_in_flight:,.0f}")
     table.add_row("groups in flight, mean", f"{found.groups_in_flight:,.1f}")
     table.add_row("seconds from lease to training", f"{found.life_s:.2f}")
@@ -148,8 +160,9 @@ def show_plan(console: Console, run: Path, *, devices: int, max_staleness: int) 
     for candidate in found[:ROWS]:
         p = candidate.prediction
         cells: tuple[Any, ...] = (
-            p.setup.generators, p.setup.learners, p.setup.max_staleness, f"{p.tokens_per_s:,.0f}",
-            f"{p.generator_idle:.0%}", f"{p.learner_idle:.0%}", f"{p.staleness_mean:.2f}", candidate.bottleneck,
+            p.setup.generators, p.setup.learners, p.setup.max_staleness, f"{p.signal_tokens_per_s:,.0f}",
+            f"{p.goodput.total:.0%}", f"{p.generator_idle:.0%}", f"{p.learner_idle:.0%}", f"{p.staleness_mean:.2f}",
+            candidate.bottleneck,
         )  # fmt: skip
         table.add_row(*map(str, cells))
     console.print(
@@ -157,12 +170,42 @@ def show_plan(console: Console, run: Path, *, devices: int, max_staleness: int) 
     )
     console.print(table)
     best = found[0].prediction.setup
+    advice = advise(measured.workload, best)
+    changed = ""
+    if advice is not None:
+        _print_advice(console, advice)
+        changed = f" replay.zero_variance={advice.choice}" if advice.choice != best.zero_variance else ""
     config = (run if run.is_dir() else run.parent) / "config.yaml"
     console.print(
         f"asyncrl launch --config {config} --generators {best.generators} --learners {best.learners} "
-        f"--max-staleness {best.max_staleness}",
+        f"--max-staleness {best.max_staleness}{changed}",
         style="bold",
         highlight=False,
         soft_wrap=True,
     )
     return found
+
+
+def _print_advice(console: Console, advice: Advice) -> None:
+    """Prints the consequences of each choice with the best split, and the choice."""
+    console.print(
+        f"\n{advice.without_signal:.0%} of the groups have no signal; the first split with each replay.zero_variance:",
+        highlight=False,
+        soft_wrap=True,
+    )
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
+    for title in CHOICE_TITLES:
+        table.add_column(title, justify="left" if title == CHOICE_TITLES[0] else "right")
+    for choice, p in advice.predictions.items():
+        table.add_row(
+            choice, f"{p.steps_per_s:.3g}", f"{p.signal_tokens_per_s:,.0f}",
+            f"{p.signal_tokens_per_s / p.steps_per_s:,.0f}", f"{p.goodput.total:.0%}", f"{p.generator_idle:.0%}",
+            f"{p.learner_idle:.0%}",
+        )  # fmt: skip
+    console.print(table)
+    console.print(
+        f"use {advice.choice}: {advice.reason}. What a step learns is not simulated; docs/staleness.md says what was "
+        "measured.",
+        highlight=False,
+        soft_wrap=True,
+    )

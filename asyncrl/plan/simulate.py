@@ -14,50 +14,16 @@ from math import inf
 
 import numpy as np
 
+from asyncrl.plan.prediction import Prediction
 from asyncrl.plan.simulated_engine import SimulatedEngine
 from asyncrl.plan.workload import Setup, Workload, slowdown
 from asyncrl.replay.ledger import Ledger, wanted_groups
 from asyncrl.replay.ledger_counts import State
-from asyncrl.types import mean_staleness
+from asyncrl.replay.metrics.goodput import Goodput
 
 DRAWN_AT_ONCE = 4096
 COUNTED = 256
 """Approximate number of measurements of the tokens in flight."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """The predicted results of a run. Rates are from the first lease to the last step."""
-
-    setup: Setup
-    wall_s: float
-    tokens_per_s: float
-    """Trained action tokens per second."""
-    generated_tokens_per_s: float
-    generator_idle: float
-    """Fraction of the generators' time without a running sequence."""
-    learner_idle: float
-    """Fraction of the time in which learners waited for groups or for weights to be sent."""
-    staleness: list[int]
-    """Trained action tokens by staleness, in learner steps."""
-    tokens_in_flight: float
-    """Tokens generated but neither trained nor refunded; mean over the ends of steps."""
-    groups_in_flight: float
-    """Groups leased but neither trained nor refunded; mean over time."""
-    life_s: float
-    """Mean seconds from the lease of a group until it is trained or refunded."""
-    leased_groups: int
-    refunded_groups: int
-
-    @property
-    def staleness_mean(self) -> float:
-        """Mean staleness of trained tokens, in learner steps."""
-        return mean_staleness(self.staleness)
-
-    @property
-    def staleness_max(self) -> int:
-        """Highest staleness of a trained token, in learner steps."""
-        return max((staleness for staleness, tokens in enumerate(self.staleness) if tokens), default=0)
 
 
 def simulate(workload: Workload, setup: Setup, *, seed: int = 0) -> Prediction:
@@ -72,6 +38,7 @@ class _Group:
     tokens: int
     prompt_tokens: int
     """Sum of the prompt tokens of all members."""
+    signal: bool
     refunded: bool
     by_version: dict[int, int] = field(default_factory=dict[int, int])
 
@@ -82,7 +49,12 @@ class _Simulation:
         lengths = workload.lengths.of_size(setup.group_size, seed=seed)
         self._completions: list[list[int]] = lengths.completions.tolist()
         self._prompts: list[int] = lengths.prompts.tolist()
-        self._refunded: list[bool] = lengths.refunded.tolist()
+        self._mean_tokens = float(lengths.completions.mean())
+        self._signal: list[bool] = lengths.signal.tolist()
+        refunded = lengths.failed | ~lengths.signal if setup.zero_variance == "refund" else lengths.failed
+        self._refunded: list[bool] = refunded.tolist()
+        self._signal_tokens = self._trained_signal_tokens = 0
+        """Tokens of finished and of trained groups with signal."""
         self._dice = np.random.default_rng(seed)
         self._drawn: list[int] = []
         self._ledger = Ledger(groups_per_step=setup.groups_per_step, max_staleness=setup.max_staleness)
@@ -171,7 +143,8 @@ class _Simulation:
         row = self._drawn.pop()
         lengths = self._completions[row]
         prompt_tokens = self._prompts[row] * len(lengths)
-        self._groups[number] = _Group(generator, self._now_s, sum(lengths), prompt_tokens, self._refunded[row])
+        outcome = self._signal[row], self._refunded[row]
+        self._groups[number] = _Group(generator, self._now_s, sum(lengths), prompt_tokens, *outcome)
         return lengths
 
     def _schedule(self, generator: int) -> None:
@@ -227,6 +200,7 @@ class _Simulation:
         group = self._groups[number]
         self._leases[group.generator] -= 1
         self._ledger.finish(number, trajectories=self._setup.group_size, tokens=group.tokens)
+        self._signal_tokens += group.tokens if group.signal else 0
         if not group.refunded:
             self._take()
             return
@@ -250,6 +224,8 @@ class _Simulation:
         cost = self._workload.learner
         self._waited_s += self._now_s + cost.take_s - self._waits_since_s
         groups = [self._groups[number] for number in numbers]
+        if self._setup.zero_variance == "drop":
+            groups = [group for group in groups if group.signal]
         tokens = sum(group.tokens + group.prompt_tokens for group in groups)
         self._push(self._now_s + cost.take_s + cost.step_s(tokens, self._setup.learners), "trained")
 
@@ -258,6 +234,7 @@ class _Simulation:
         for number in self._ledger.commit():
             group = self._groups.pop(number)
             self._lived_s += self._now_s - group.leased_s
+            self._trained_signal_tokens += group.tokens if group.signal else 0
             for sampled, tokens in group.by_version.items():
                 self._histogram[version - sampled] += tokens
         if not version % self._counted_every:
@@ -295,6 +272,8 @@ class _Simulation:
             setup=self._setup,
             wall_s=wall_s,
             tokens_per_s=ledger.trained.tokens / wall_s,
+            signal_tokens_per_s=self._trained_signal_tokens / wall_s,
+            goodput=self._goodput(idle_s),
             generated_tokens_per_s=(ledger.generated.tokens + self._scoring_tokens) / wall_s,
             generator_idle=idle_s / (wall_s * len(self._engines)),
             learner_idle=self._waited_s / wall_s,
@@ -304,4 +283,20 @@ class _Simulation:
             life_s=self._lived_s / (ledger.trained.groups + refunded),
             leased_groups=ledger.issued,
             refunded_groups=refunded,
+        )
+
+    def _goodput(self, idle_s: float) -> Goodput:
+        """The goodput, with engines that were idle for `idle_s` in all."""
+        setup, offered_s = self._setup, self._now_s * len(self._engines)
+        slowed = slowdown(min(setup.generators_per_device, setup.generators), self._workload.turns)
+        bare = self._workload.engine.bare_tokens_per_s(setup.max_running_groups * setup.group_size, self._mean_tokens)
+        finished = self._ledger.generated.tokens
+        return Goodput.of_sums(
+            bare_tokens_per_s=bare / slowed,
+            offered_s=offered_s,
+            busy_s=offered_s - idle_s,
+            generated=finished + self._scoring_tokens + sum(engine.tokens for engine in self._engines),
+            finished=finished,
+            finished_signal=self._signal_tokens,
+            trained_signal=self._trained_signal_tokens,
         )

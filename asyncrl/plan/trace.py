@@ -7,9 +7,11 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from asyncrl.errors import DataError
 from asyncrl.replay.metrics.trace import END_OF_STREAM, SCHEMA, whole_bytes
+from asyncrl.replay.refunds import SAME_REWARD
 
 
 def read_trace(path: Path) -> pa.Table:
@@ -48,6 +50,27 @@ def with_signal(table: pa.Table) -> pa.Table:
     if "signal" in table.column_names:
         return table
     return table.append_column(SCHEMA.field("signal"), pa.nulls(len(table), pa.bool_()))
+
+
+def signal_of(trace: pa.Table, *, trains_all: bool) -> NDArray[np.bool_]:
+    """Returns for each group whether it has a training signal. Where the trace does not say, a group has one if its
+    rewards differ; or if it is not refunded, unless the run `trains_all` groups."""
+    outcomes = np.array(trace.column("outcome").to_pylist(), dtype=object)
+    usable = np.isin(outcomes, ("trained", "in_flight"))
+    if trains_all:
+        spread = [max(rewards) - min(rewards) if rewards else 0.0 for rewards in trace.column("rewards").to_pylist()]
+        usable &= np.array(spread) >= SAME_REWARD
+    known = trace.column("signal").to_pylist()
+    return np.array([guess if one is None else one for one, guess in zip(known, usable, strict=True)], dtype=np.bool_)
+
+
+def solved_fraction(trace: pa.Table) -> float | None:
+    """Returns the fraction of the groups without signal whose rewards are above the mean reward of those with signal;
+    None if there are no groups of either kind."""
+    signal = signal_of(trace, trains_all=True)
+    means = np.array([np.mean(rewards) if rewards else np.nan for rewards in trace.column("rewards").to_pylist()])
+    learning, others = means[signal & np.isfinite(means)], means[~signal & np.isfinite(means)]
+    return float((others > learning.mean()).mean()) if len(learning) and len(others) else None
 
 
 def damaged(path: Path, error: Exception) -> DataError:

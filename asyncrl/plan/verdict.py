@@ -11,13 +11,15 @@ import structlog
 
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.plan.measured import RecentRun
-from asyncrl.plan.simulate import Prediction, simulate
+from asyncrl.plan.prediction import Prediction
+from asyncrl.plan.simulate import simulate
 from asyncrl.plan.workload import Setup, Workload
 
 SEQUENCES, MIN_STEPS, MAX_STEPS = 20_000, 8, 200
 """Sequences simulated for one prediction, and bounds of the number of steps."""
 AS_GOOD = 0.02
-"""Setups within this fraction of the best throughput are ranked by their staleness limit, the lowest first."""
+"""Setups within this fraction of the most trained tokens with signal per second are ranked by their staleness limit,
+the lowest first."""
 APART = 0.05
 """Minimum difference of the idle fractions that makes one side the bottleneck."""
 
@@ -55,12 +57,12 @@ def search(workload: Workload, setup: Setup, *, devices: int, max_staleness: int
         Candidate(p, bottleneck_of(p))
         for p in (predict(workload, one) for one in _setups(setup, devices, max_staleness))
     ]
-    best = max(candidate.prediction.tokens_per_s for candidate in found)
+    best = max(candidate.prediction.signal_tokens_per_s for candidate in found)
 
     def rank(candidate: Candidate) -> tuple[bool, float, float]:
-        behind = candidate.prediction.tokens_per_s < (1 - AS_GOOD) * best
+        behind = candidate.prediction.signal_tokens_per_s < (1 - AS_GOOD) * best
         limit = 0 if behind else candidate.prediction.setup.max_staleness
-        return behind, limit, -candidate.prediction.tokens_per_s
+        return behind, limit, -candidate.prediction.signal_tokens_per_s
 
     return sorted(found, key=rank)
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError
+from asyncrl.replay.metrics.goodput import bare_tokens_per_s
 
 SYNTHETIC_GROUPS = 4096
 """Number of groups in a synthetic workload. The simulator draws from them."""
+
+ZeroVariance = Literal["refund", "train", "drop"]
+"""What `replay.zero_variance` does with groups without signal."""
+CHOICES: tuple[ZeroVariance, ...] = ("refund", "train", "drop")
 
 TURNS = 1.1
 """Default of `Workload.turns`: approximately the measured value of two engines of 32 sequences on one core."""
@@ -30,10 +35,17 @@ class EngineCost:
     base_s: float
     sequence_s: float
     request_s: float = 0.0
+    bare_fraction: float = 1.0
+    """Part of these costs that the engine takes, without the generator's work between its steps."""
 
     def step_s(self, running: int) -> float:
         """Returns the seconds of a step with `running` sequences."""
         return self.base_s + self.sequence_s * running
+
+    def bare_tokens_per_s(self, slots: int, mean_tokens: float) -> float:
+        """Returns the rate of the engine alone, with all slots busy."""
+        costs, fraction = (self.base_s, self.sequence_s, self.request_s), self.bare_fraction
+        return bare_tokens_per_s(*costs, slots=slots, mean_tokens=mean_tokens, bare_fraction=fraction)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +82,10 @@ class Lengths:
     """[groups, group_size] action tokens."""
     prompts: NDArray[np.int32]
     """[groups] tokens."""
-    refunded: NDArray[np.bool_]
-    """[groups], true for groups that are generated but never trained."""
+    signal: NDArray[np.bool_]
+    """[groups], true for groups whose training changes the policy."""
+    failed: NDArray[np.bool_]
+    """[groups], true for groups that are refunded for another reason than equal rewards."""
 
     @classmethod
     def log_normal(
@@ -79,13 +93,14 @@ class Lengths:
         refunded_fraction: float = 0.0, seed: int = 0,
     ) -> Self:  # fmt: skip
         """Returns independent log-normal lengths with this mean before truncation; `sigma` is the standard deviation of
-        the logarithm."""
+        the logarithm, and a `refunded_fraction` of the groups has no signal."""
         dice = np.random.default_rng(seed)
         shape = SYNTHETIC_GROUPS, group_size
         drawn = dice.lognormal(np.log(mean_tokens) - sigma**2 / 2, sigma, shape)
-        refunded = dice.random(SYNTHETIC_GROUPS) < refunded_fraction
+        signal = dice.random(SYNTHETIC_GROUPS) >= refunded_fraction
         prompts = np.full(SYNTHETIC_GROUPS, prompt_tokens, dtype=np.int32)
-        return cls(np.clip(np.rint(drawn), 1, max_tokens).astype(np.int32), prompts, refunded)
+        completions = np.clip(np.rint(drawn), 1, max_tokens).astype(np.int32)
+        return cls(completions, prompts, signal, np.zeros(SYNTHETIC_GROUPS, dtype=np.bool_))
 
     @property
     def group_size(self) -> int:
@@ -124,8 +139,8 @@ class Workload:
                 f"workload: an engine step of one sequence takes {self.engine.step_s(1):g} s and an optimizer step "
                 f"{self.learner.step_s(1, 1):g} s; both must take time"
             )
-        if self.lengths.refunded.all():
-            raise ConfigError("workload: every group is refunded, so no step can ever be trained")
+        if not (self.lengths.signal & ~self.lengths.failed).any():
+            raise ConfigError("workload: no group has a training signal, so nothing can ever be learned")
         if not self.turns >= 1:
             raise ConfigError(f"workload: turns = {self.turns:g}: must be at least 1; sharing a device saves no time")
 
@@ -144,9 +159,12 @@ class Setup:
     steps: int
     generators_per_device: int = 1
     """Generators that share one core or GPU."""
+    zero_variance: ZeroVariance = "refund"
 
     def __post_init__(self) -> None:
-        for name in self.__slots__:
+        if self.zero_variance not in CHOICES:
+            raise ConfigError(f"simulate: zero_variance = {self.zero_variance}, must be one of {', '.join(CHOICES)}")
+        for name in (name for name in self.__slots__ if name != "zero_variance"):
             least = 0 if name == "max_staleness" else 1
             if getattr(self, name) < least:
                 raise ConfigError(f"simulate: {name} = {getattr(self, name)}, must be at least {least}")

@@ -20,7 +20,7 @@ from tests.plan.made_runs import append_log, make_run
 
 pytestmark = pytest.mark.timeout(240)
 
-STATUS: dict[str, Any] = {"step": 5, "generator_idle": 0.2, "learner_idle": 0.01}
+STATUS: dict[str, Any] = {"step": 5, "generator_idle": 0.2, "learner_idle": 0.01, "metrics": {}}
 STEPS = 30
 
 

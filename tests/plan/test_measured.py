@@ -29,7 +29,7 @@ def test_costs_are_found_again(tmp_path: Path) -> None:
     assert run.workload.reward_s == REWARD_S
     lengths = run.workload.lengths
     assert lengths.completions.shape == (60, GROUP_SIZE)
-    assert lengths.refunded.mean() == pytest.approx(0.2)
+    assert (~lengths.signal).mean() == pytest.approx(0.2) and not lengths.failed.any()
     assert set(lengths.prompts.tolist()) == {3}
     assert (run.setup.generators, run.setup.steps, run.setup.generators_per_device) == (1, 12, 1)
     assert (run.tokens_per_s, run.generator_idle, run.staleness) == (100.0, 0.25, [5, 5])

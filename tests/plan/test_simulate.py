@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.plan.simulate import Prediction, simulate
+from asyncrl.plan.prediction import Prediction
+from asyncrl.plan.simulate import simulate
 from asyncrl.plan.workload import TURNS, EngineCost, LearnerCost, Lengths, Setup, SyncCost, Workload, slowdown
 
 
 def same(tokens: int, group_size: int = 1) -> Lengths:
-    return Lengths(np.full((4, group_size), tokens), np.zeros(4, dtype=np.int32), np.zeros(4, dtype=bool))
+    yes = np.ones(4, dtype=bool)
+    return Lengths(np.full((4, group_size), tokens), np.zeros(4, dtype=np.int32), yes, ~yes)
 
 
-def setup(**changes: int) -> Setup:
-    values = {
+def setup(**changes: Any) -> Setup:
+    values: dict[str, Any] = {
         "generators": 1, "learners": 1, "max_staleness": 0, "groups_per_step": 8, "group_size": 8,
         "max_running_groups": 8, "steps": 100,
     }  # fmt: skip
@@ -32,7 +36,7 @@ def sides(workload: Workload, chosen: Setup) -> tuple[float, float]:
     """Returns trained tokens/s of generators with all slots busy, and of learners that never wait."""
     slots = chosen.max_running_groups * chosen.group_size
     mean_tokens = float(workload.lengths.completions.mean())
-    trained = 1.0 - float(workload.lengths.refunded.mean())
+    trained = float(workload.lengths.signal.mean())
     sequence_s = workload.engine.request_s + mean_tokens * workload.engine.step_s(slots) / slots
     tokens = mean_tokens * chosen.group_size * chosen.groups_per_step
     prompts = float(workload.lengths.prompts.mean()) * chosen.group_size * chosen.groups_per_step
@@ -139,6 +143,43 @@ def test_refunded_groups_are_replaced() -> None:
     assert 0.4 < found.refunded_groups / (found.refunded_groups + 800) < 0.6
 
 
+@pytest.mark.parametrize("choice", ["refund", "train", "drop"])
+def test_the_goodput_is_that_of_the_simulated_sums(choice: str) -> None:
+    lengths = Lengths.log_normal(mean_tokens=30, sigma=1.0, max_tokens=200, group_size=4, refunded_fraction=0.4)
+    lengths = replace(lengths, failed=np.arange(len(lengths.signal)) % 10 == 0)
+    engine = replace(ENGINE, bare_fraction=0.9)
+    chosen = setup(generators=2, max_staleness=20, group_size=4, steps=200, zero_variance=choice)
+    found = simulate(Workload(lengths, engine, LearnerCost(0.0, 1e-6)), chosen)
+    goodput = found.goodput
+    bare = engine.bare_tokens_per_s(8 * 4, float(lengths.completions.mean()))
+    assert goodput.total == pytest.approx(found.signal_tokens_per_s / (2 * bare), rel=1e-9)
+    assert 0.75 < goodput.engine < 0.9, "the loop of the generator takes a tenth of its steps"
+    assert goodput.admitted == pytest.approx(1 - found.generator_idle)
+    assert goodput.signal == pytest.approx(0.6, abs=0.03)
+    assert goodput.trained == pytest.approx(0.9, abs=0.04), "a tenth of the groups with signal failed"
+    trained_signal = found.signal_tokens_per_s / found.tokens_per_s
+    assert trained_signal == pytest.approx(1.0 if choice == "refund" else 0.6, abs=0.03)
+
+
+def test_the_rate_of_a_bare_engine_is_reached_by_full_ones() -> None:
+    workload = Workload(LONG_TAIL, ENGINE, LearnerCost(0.0, 1e-6))
+    found = simulate(workload, setup(max_staleness=8, groups_per_step=64, max_running_groups=4, steps=50))
+    assert found.goodput.engine == pytest.approx(1.0, abs=0.02)
+    assert found.goodput.admitted == pytest.approx(1.0, abs=0.01)
+
+
+def test_a_learner_computes_what_is_trained_and_not_what_is_dropped() -> None:
+    lengths = replace(same(10), signal=np.array([True, False, False, False]))
+    workload = Workload(lengths, EngineCost(1e-6, 0.0), LearnerCost(0.0, 0.01))
+    steps_s = {
+        choice: simulate(workload, setup(group_size=1, zero_variance=choice, max_staleness=2)).wall_s / 100
+        for choice in ("refund", "train", "drop")
+    }
+    assert steps_s["refund"] == pytest.approx(8 * 10 * 0.01, rel=0.02)
+    assert steps_s["train"] == pytest.approx(8 * 10 * 0.01, rel=0.02)
+    assert steps_s["drop"] == pytest.approx(2 * 10 * 0.01, rel=0.15)
+
+
 def test_a_thousand_generators_are_simulated_in_a_minute() -> None:
     workload = Workload(LONG_TAIL, ENGINE, LearnerCost(0.0, 1e-6))
     started_s = time.thread_time()  # threads that other tests have left do not count
@@ -151,9 +192,10 @@ def test_a_thousand_generators_are_simulated_in_a_minute() -> None:
     [
         ({"learners": 0}, "learners = 0, must be at least 1"),
         ({"max_staleness": -1}, "max_staleness = -1, must be at least 0"),
+        ({"zero_variance": "auto"}, "zero_variance = auto, must be one of refund, train, drop"),
         ({"groups_per_step": 5, "learners": 2}, "cannot be divided among 2 learners"),
     ],
 )
-def test_impossible_setups_are_refused(changes: dict[str, int], says: str) -> None:
+def test_impossible_setups_are_refused(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         setup(**changes)

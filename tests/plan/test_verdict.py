@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from asyncrl.plan.verdict import Verdict, guess, judge, ordinal, predict
@@ -19,8 +21,8 @@ def job(generating_s: float, training_s: float, sync: SyncCost | None = None) ->
     )
 
 
-def verdict(workload: Workload, **changes: int) -> Verdict:
-    values = {
+def verdict(workload: Workload, **changes: Any) -> Verdict:
+    values: dict[str, Any] = {
         "generators": 1, "learners": 1, "max_staleness": 4, "groups_per_step": 16, "group_size": 8,
         "max_running_groups": 8, "steps": 50,
     }  # fmt: skip

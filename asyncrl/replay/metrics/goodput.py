@@ -33,15 +33,12 @@ class Goodput:
     def of_sums(
         cls, *, bare_tokens_per_s: float, offered_s: float, busy_s: float,
         generated: float, finished: float, finished_signal: float, trained_signal: float,
-    ) -> Goodput | None:  # fmt: skip
-        """The goodput `trained_signal / (bare_tokens_per_s * offered_s)` in its factors; None while the rate of a bare
-        engine is unknown or nothing has finished.
+    ) -> Goodput:  # fmt: skip
+        """The goodput `trained_signal / (bare_tokens_per_s * offered_s)` in its factors.
 
         Seconds are those of all generators together: `offered_s` in which they could work and `busy_s` in which they
-        did. The last four are action tokens: generated, of finished groups, and of groups with signal.
+        did. The last four are action tokens: generated, of finished groups, and of groups with signal, which may be 0.
         """
-        if not (bare_tokens_per_s > 0 and offered_s > 0 and busy_s > 0 and generated > 0 and finished > 0):
-            return None
         return cls(
             engine=generated / (bare_tokens_per_s * busy_s),
             admitted=busy_s / offered_s,
@@ -81,17 +78,17 @@ class GoodputSums(Durable):
     def metrics(self, generators: Collection[GeneratorState], *, slots: int) -> dict[str, float]:
         """`goodput/NAME` with the rate of a bare engine; empty while there is no goodput. `slots` are the sequences
         that run at once in an engine."""
-        bare = mean_bare_tokens_per_s(generators, slots=slots)
-        goodput = Goodput.of_sums(
-            bare_tokens_per_s=bare,
-            offered_s=self.offered_s,
-            busy_s=sum(sum(g.seconds.values()) - g.waiting_s for g in generators),
-            generated=sum(g.tokens for g in generators),
-            finished=self.finished,
-            finished_signal=self.finished_signal,
-            trained_signal=self.trained_signal,
-        )
-        table = {} if goodput is None else goodput.table() | {"bare_tokens_per_s": bare}
+        known = {
+            "bare_tokens_per_s": mean_bare_tokens_per_s(generators, slots=slots),
+            "offered_s": self.offered_s,
+            "busy_s": sum(sum(g.seconds.values()) - g.waiting_s for g in generators),
+            "generated": sum(g.tokens for g in generators),
+            "finished": self.finished,
+        }
+        if not min(known.values()) > 0:
+            return {}
+        goodput = Goodput.of_sums(**known, finished_signal=self.finished_signal, trained_signal=self.trained_signal)
+        table = goodput.table() | {"bare_tokens_per_s": known["bare_tokens_per_s"]}
         return {f"goodput/{name}": value for name, value in table.items()}
 
 

@@ -1,0 +1,68 @@
+"""The sentence about a run's goodput."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from asyncrl.plan.levers import goodput_sentence
+from asyncrl.plan.trace import read_trace, signal_of, solved_fraction
+from tests.helpers.replay import small_config
+from tests.plan.made_runs import make_run
+
+
+def sentence(solved: float | None = None, *, config: dict[str, Any] | None = None, **factors: float) -> str:
+    values = {"engine": 0.9, "admitted": 0.9, "signal": 0.9, "trained": 0.9} | factors
+    total = values["engine"] * values["admitted"] * values["signal"] * values["trained"]
+    return goodput_sentence(values | {"total": total}, small_config(**config or {}), solved=solved)
+
+
+def test_the_smallest_factor_is_named_with_its_lever() -> None:
+    assert sentence(signal=0.4).startswith("Goodput 29%; its smallest factor is signal, 40%: the other groups have ")
+    assert "raise replay.max_staleness above 1, or add learners" in sentence(admitted=0.5)
+    assert "in flight or were returned" in sentence(trained=0.5)
+
+
+def test_the_lever_for_the_engine_depends_on_how_many_groups_may_run() -> None:
+    assert "has room for 64 groups and gets 4; raise replay.max_staleness or replay.groups" in sentence(engine=0.5)
+    full = sentence(engine=0.5, config={"generator__max_running_groups": 4})
+    assert "places stay free while long groups end" in full
+
+
+@pytest.mark.parametrize(
+    ("solved", "says"), [(0.9, "are solved: take harder"), (0.1, "never solved: take easier"), (0.5, "another")]
+)
+def test_the_lever_for_the_signal_depends_on_the_groups_without(solved: float, says: str) -> None:
+    assert says in sentence(solved, signal=0.4)
+    assert "replay.zero_variance=drop" in sentence(solved, signal=0.4)
+    assert "replay.zero_variance" not in sentence(solved, signal=0.4, config={"replay__zero_variance": "train"})
+
+
+def test_good_and_unknown_goodput_has_no_lever() -> None:
+    assert sentence(engine=0.99, admitted=1.0, signal=1.0, trained=0.99) == "Goodput 98%."
+    assert goodput_sentence({}, small_config()) == ""
+
+
+def test_groups_without_signal_are_solved_if_their_reward_is_above_that_of_the_others() -> None:
+    table = pa.table({
+        "outcome": ["trained", "zero_variance", "zero_variance", "zero_variance", "failed"],
+        "rewards": [[0.0, 1.0], [1.0, 1.0], [1.0, 1.0], [0.0, 0.0], [float("nan"), 0.0]],
+        "signal": pa.array([True, False, False, False, False]),
+    })  # fmt: skip
+    assert solved_fraction(table) == 2 / 3
+    assert solved_fraction(table.slice(1)) is None and solved_fraction(table.slice(0, 1)) is None
+
+
+def test_signals_that_a_trace_does_not_have_are_those_of_its_rewards(tmp_path: Path) -> None:
+    table = pa.table({
+        "outcome": ["trained", "trained", "zero_variance", "in_flight", "failed"],
+        "rewards": [[0.0, 1.0], [1.0, 1.0], [1.0, 1.0], [0.0, 1.0], [0.0, 1.0]],
+        "signal": pa.nulls(5, pa.bool_()),
+    })  # fmt: skip
+    assert signal_of(table, trains_all=False).tolist() == [True, True, False, True, False]
+    assert signal_of(table, trains_all=True).tolist() == [True, False, False, True, False]
+    known = read_trace(make_run(tmp_path / "r"))
+    assert signal_of(known, trains_all=True).mean() == 0.8, "what the trace says counts"
