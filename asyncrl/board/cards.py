@@ -16,6 +16,7 @@ from asyncrl.launch.run_dir import is_running
 from asyncrl.observe.curves import Row, decode_row
 from asyncrl.observe.destinations import METRICS_FILE
 from asyncrl.observe.document import RUNNING, UNFINISHED
+from asyncrl.types import goodput_of
 from asyncrl.util.files import read_json
 from asyncrl.util.redaction import redact
 
@@ -42,6 +43,7 @@ class Card:
     reward: tuple[float, float] | None = None
     """Mean of the first and of the last steps."""
     tokens_per_s: float | None = None
+    goodput: float | None = None
     updated_s: float = 0.0
     """Unix time of the last change."""
     curve: list[float] = field(default_factory=list[float])
@@ -103,6 +105,7 @@ def make_card(path: Path, *, running: bool) -> Card:
         steps=_steps(path / "config.yaml"),
         reward=measured if first is None or latest is None else (first, latest),
         tokens_per_s=summary.get("tokens_per_s", last.get("throughput/trained_tokens_per_s")),
+        goodput=summary.get("goodput", goodput_of(last)).get("total"),
         updated_s=updated_s,
         curve=[float(f"{reward:.4g}") for reward in rewards],
     )

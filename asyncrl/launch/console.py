@@ -13,6 +13,8 @@ from typing import IO, Any, cast
 import structlog
 from rich.console import Console
 
+from asyncrl.types import GOODPUT_FACTORS
+
 EXIT_DONE, EXIT_FAILED, EXIT_CONFIG, EXIT_INTERRUPTED = 0, 1, 2, 130
 TERM_S = 2.0
 
@@ -108,6 +110,7 @@ def _lines(summary: dict[str, Any]) -> list[str]:
     lines = [
         f"reward     {summary['reward_first']:.3f} -> {summary['reward_last']:.3f} in {summary['steps']} steps",
         f"throughput {summary['tokens_per_s']:,.0f} trained tokens/s, {summary['tokens_trained']:,} in all",
+        *_goodput(summary.get("goodput")),
         f"staleness  mean {staleness['mean']:.2f}, max {staleness['max']} (limit {staleness['limit']})",
         f"weights    {sync['count']} broadcasts, engine stalled {sync['stall_ms_mean']:.1f} ms "
         f"(max {sync['stall_ms_max']:.1f})",
@@ -132,3 +135,10 @@ def _lines(summary: dict[str, Any]) -> list[str]:
     if summary["filtered_rows"]:
         lines.append(f"filtered   {summary['filtered_rows']} rows left out by data.custom.filter")
     return lines
+
+
+def _goodput(goodput: dict[str, float] | None) -> list[str]:
+    if goodput is None:
+        return []
+    factors = " x ".join(f"{name} {goodput[name]:.0%}" for name in GOODPUT_FACTORS)
+    return [f"goodput    {goodput['total']:.0%} of what bare engines make = {factors}"]

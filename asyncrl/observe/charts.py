@@ -12,11 +12,19 @@ CHARTS: dict[str, dict[str, list[str]]] = {
         "Learning rate": ["learner/lr"],
         "Tokens of a completion": ["completion/tokens", "batch/completion_tokens_max"],
         "Fraction of completions truncated": ["completion/truncated_fraction"],
+        "Fraction of groups with a training signal": ["reward/signal_fraction"],
         "Critic: explained variance of the returns": ["critic/explained_variance"],
         "Divergence from the reference policy (nats)": ["kl/reference"],
     },
     "Speed": {
         "Trained tokens per second": ["tokens_per_s"],
+        "Goodput and its factors (since the start)": [
+            "goodput/total",
+            "goodput/engine",
+            "goodput/admitted",
+            "goodput/signal",
+            "goodput/trained",
+        ],
         "Seconds of a step": ["learner/step_s", "learner/wait_s", "learner/sync_s", "learner/write_s"],
         "Phases of a step (seconds)": [
             "learner/forward_s",

@@ -22,7 +22,7 @@ from asyncrl.observe.destinations import METRICS_FILE
 from asyncrl.observe.timeline import timeline
 from asyncrl.samples import Samples
 from asyncrl.samples.book import CHOSEN
-from asyncrl.types import STALENESS_BUCKETS, STALENESS_METRICS
+from asyncrl.types import GOODPUT_FACTORS, STALENESS_BUCKETS, STALENESS_METRICS, goodput_of
 from asyncrl.util.redaction import redact
 
 if TYPE_CHECKING:
@@ -38,7 +38,8 @@ MAX_SAMPLES = 200
 MAX_CHARACTERS = 4000
 """Longer texts of samples are cut in the middle."""
 SHOWN_ELSEWHERE = (
-    "bottleneck", "ledger", "bias", "simulated_gains", "eval", "staleness", "time", "status", "error", UNANSWERED,
+    "bottleneck", "ledger", "bias", "simulated_gains", "eval", "staleness", "time", "status", "error", "goodput",
+    UNANSWERED,
 )  # fmt: skip
 """Fields of the summary with their own section on the page."""
 SAMPLE_FIELDS = (
@@ -112,7 +113,7 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
 
 
 def _tiles(curves: Curves, summary: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The four answers of the first screen: [title, value, what it is, the curve under it]."""
+    """The answers of the first screen: title, value, what it is, and the curve or the factors under it."""
     tiles: list[dict[str, Any]] = []
     if (ends := curves.ends("reward/mean")) is not None:
         first, last = (summary.get(f"reward_{name}") for name in ("first", "last"))
@@ -127,6 +128,13 @@ def _tiles(curves: Curves, summary: Mapping[str, Any]) -> list[dict[str, Any]]:
         note = f"trained tokens per second; {steps:,} steps"
         note += f" in {duration(summary['wall_s'])}" if "wall_s" in summary else ""
         tiles.append(_tile("How fast?", f"{summary['tokens_per_s']:,.0f}", note, "tokens_per_s"))
+    if goodput := summary.get("goodput") or goodput_of(curves.latest[-1] if curves.latest else {}):
+        note = (
+            "goodput: tokens trained with signal, of what bare engines make, "
+            f"{goodput['bare_tokens_per_s']:,.0f} tokens/s each"
+        )
+        parts = {"parts": _parts(goodput)}
+        tiles.append(_tile("How much counts?", f"{goodput['total']:.0%}", note, "goodput/total") | parts)
     if "idle" in summary:
         idle = summary["idle"]
         role = max(idle, key=lambda name: idle[name])
@@ -138,6 +146,15 @@ def _tiles(curves: Curves, summary: Mapping[str, Any]) -> list[dict[str, Any]]:
         note = f"steps of staleness, mean of tokens; the oldest {staleness['max']}, limit {staleness['limit']}"
         tiles.append(_tile("How off-policy?", f"{staleness['mean']:.2f}", note, "staleness/mean"))
     return tiles
+
+
+def _parts(goodput: Mapping[str, float]) -> list[list[Any]]:
+    """The factors of the goodput: [name, factor, what is left after it, what it is a fraction of]."""
+    parts, left = list[list[Any]](), 1.0
+    for name, meaning in GOODPUT_FACTORS.items():
+        left *= goodput[name]
+        parts.append([name, goodput[name], left, meaning])
+    return parts
 
 
 def _tile(title: str, value: str, note: str, metric: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from asyncrl.observe.document import duration
 from asyncrl.observe.panel import History, ShownSample, evaluation_text, render_panel
+from asyncrl.types import goodput_of
 
 PLAIN_EVERY_S = 5.0
 PLAIN_SAMPLES_EVERY_S = 20.0
@@ -100,7 +101,7 @@ class LiveView:
         return (
             f"step {status['step']:>{len(str(self._steps))}}/{self._steps}  reward {_reward(status)}  "
             f"staleness {self._staleness(status)}  "
-            f"{status['tokens_per_s']:,.0f} tok/s  "
+            f"{status['tokens_per_s']:,.0f} tok/s  {_goodput(status)}"
             f"idle: generators {status['generator_idle']:.0%}, learners {status['learner_idle']:.0%}"
             + (f"  eval {evaluated}" if (evaluated := evaluation_text(status)) else "")
             + "".join(f"  {note}" for note in _disturbances(status, restarts))
@@ -128,6 +129,11 @@ class LiveView:
 
 def _reward(status: dict[str, Any]) -> str:
     return "-" if status["reward"] is None else f"{status['reward']:.3f}"
+
+
+def _goodput(status: dict[str, Any]) -> str:
+    total = goodput_of(status["metrics"]).get("total")
+    return "" if total is None else f"goodput {total:.0%}  "
 
 
 def _disturbances(status: dict[str, Any], restarts: int) -> list[str]:

@@ -18,7 +18,7 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from asyncrl.types import STALENESS_BUCKETS, STALENESS_METRICS
+from asyncrl.types import GOODPUT_FACTORS, STALENESS_BUCKETS, STALENESS_METRICS, goodput_of
 from asyncrl.util.text import shortened
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -127,7 +127,7 @@ def render_panel(
     room = width - QUESTION_CHARACTERS - 2
     answers: list[tuple[str, list[Line]]] = [
         ("Is it learning?", _learning(status, history, room)),
-        ("How fast?", _speed(status, history)),
+        ("How fast?", _speed(status, history, room)),
         ("What holds it back?", _waiting(status, verdict)),
         ("How off-policy?", [Line(staleness + _split(status["metrics"]))]),
     ]
@@ -188,7 +188,7 @@ def _learning(status: dict[str, Any], history: History, width: int) -> list[Line
     return [*lines, Line(", ".join(facts), is_minor=True)] if facts else lines
 
 
-def _speed(status: dict[str, Any], history: History) -> list[Line]:
+def _speed(status: dict[str, Any], history: History, width: int) -> list[Line]:
     speed = Text.assemble((f"{status['tokens_per_s']:,.0f}", "bold"), " trained tokens/s")
     if history.step_s is not None:
         speed.append(f", {history.step_s:.2g} s a step")
@@ -196,7 +196,22 @@ def _speed(status: dict[str, Any], history: History) -> list[Line]:
         f"groups: {status['leased']:,} being generated, {status['finished']:,} waiting, {status['trained']:,} trained"
     )
     refunded = ", ".join(f"{number:,} {reason}" for reason, number in status["refunded"].items())
-    return [Line(speed), Line(text + (f", refunded {refunded}" if refunded else ""), is_minor=True)]
+    groups = Line(text + (f", refunded {refunded}" if refunded else ""), is_minor=True)
+    return [Line(speed), *_goodput(status["metrics"], width), groups]
+
+
+def _goodput(metrics: dict[str, float], width: int) -> list[Line]:
+    """The goodput with all its factors or, in little room, with the smallest one."""
+    goodput = goodput_of(metrics)
+    if "total" not in goodput:
+        return []
+    factors = " x ".join(f"{name} {goodput[name]:.0%}" for name in GOODPUT_FACTORS)
+    smallest = min(GOODPUT_FACTORS, key=lambda name: goodput[name])
+    for reason in (f" = {factors}", f", {smallest} only {goodput[smallest]:.0%}"):
+        text = Text.assemble("goodput ", (f"{goodput['total']:.0%}", "bold"), reason)
+        if len(text) <= width:
+            break
+    return [Line(text)]
 
 
 def _waiting(status: dict[str, Any], verdict: str) -> list[Line]:

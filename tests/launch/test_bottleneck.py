@@ -66,6 +66,18 @@ def test_work_and_memory_do_not_grow_with_the_run(tmp_path: Path, monkeypatch: p
     assert max(long) < 1.2 * min(short) < 100_000, looks
 
 
+def test_the_smallest_factor_of_the_goodput_follows_the_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monitor = monitor_of(make_run(Path("runs/r"), steps=STEPS))
+    goodput = {"total": 0.36, "engine": 0.9, "admitted": 1.0, "signal": 0.4, "trained": 1.0}
+    without = monitor.summary({"idle": {"generator": 0.2, "learner": 0.01}})
+    found = monitor.summary({"idle": {"generator": 0.2, "learner": 0.01}, "goodput": goodput})
+    assert found["bottleneck"].startswith(f"{without['bottleneck']}. Goodput 36%; its smallest factor is signal, 40%: ")
+    assert "(simulated)" in without["bottleneck"] and found["simulated_gains"] == without["simulated_gains"]
+
+
 def test_the_caller_does_not_wait_for_the_simulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     goes_on, threads = threading.Event(), list[str]()

@@ -92,8 +92,26 @@ def test_the_tiles_answer_learning_speed_bottleneck_and_staleness(tmp_path: Path
     assert tiles["How fast?"] == ("1,234", "trained tokens per second; 2 steps in 1 h 2 min")
     assert tiles["What holds it back?"][0] == "learner waits 61%"
     assert tiles["How off-policy?"][0] == "1.07"
+    assert "How much counts?" not in tiles, "unknown and not 0"
     alive = run_document(tmp_path, {"status": "running"})
     assert [tile["value"] for tile in alive["tiles"]] == ["0.500 → 0.500"], "a run in progress has what is known"
+
+
+def test_the_goodput_is_shown_with_what_each_factor_leaves(tmp_path: Path) -> None:
+    goodput = {"total": 0.36, "engine": 0.9, "admitted": 1.0, "signal": 0.5, "trained": 0.8, "bare_tokens_per_s": 12e3}
+    (tile,) = run_document(tmp_path, {"goodput": goodput})["tiles"]
+    assert (tile["title"], tile["value"], tile["metric"]) == ("How much counts?", "36%", "goodput/total")
+    assert "12,000 tokens/s" in tile["note"]
+    assert [part[:3] for part in tile["parts"]] == [
+        ["engine", 0.9, 0.9], ["admitted", 1.0, 0.9], ["signal", 0.5, 0.45], ["trained", 0.8, 0.36],
+    ]  # fmt: skip
+    rows = [{"step": step, "reward/mean": 0.5} | {f"goodput/{name}": value for name, value in goodput.items()}
+            for step in (1, 2)]  # fmt: skip
+    write_rows(tmp_path, rows)
+    document = run_document(tmp_path, {"status": "running"})
+    assert document["tiles"][1] == tile, "a run in progress has that of its last step"
+    assert line(document, "goodput/signal") == ([1, 2], [0.5, 0.5])
+    assert run_document(tmp_path, {"goodput": goodput})["summary"] == []
 
 
 def test_tables_of_staleness_ledger_gains_and_configuration(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ from tests.observe.test_observe import LAGS, STATUS
 METRICS = {
     "learner/entropy": 0.7, "learner/grad_norm": 0.3, "completion/tokens": 12.25, "staleness/in_flight": 0.25,
     "staleness/in_queue": 1.25, "group/generate_s": 2.5, "group/queue_s": 0.5, "group/train_s": 0.125,
-    "time/elapsed_s": 75.0,
+    "time/elapsed_s": 75.0, "goodput/total": 0.36, "goodput/engine": 0.9, "goodput/admitted": 1.0,
+    "goodput/signal": 0.4, "goodput/trained": 1.0, "goodput/bare_tokens_per_s": 9000.0,
 }  # fmt: skip
 EVALUATION = {"last": {"version": 2, "reward": 0.25}, "running": [{"version": 4, "done": 3, "prompts": 9}]}
 SAMPLES = [
@@ -56,6 +57,8 @@ def test_the_questions_are_answered_and_fit_the_terminal(width: int, height: int
         "1.50 (max 2 of 4)",
         "generator-bound",
         "1 min 15 s",
+        "goodput 36%",
+        "signal",
     ):
         assert part in text, part
     assert "{" not in text, "no raw values"
@@ -69,6 +72,8 @@ def test_a_small_terminal_shows_samples_before_tables() -> None:
         assert part in large, part
     assert "refunded 7 zero_variance" in large and "evaluation 0.250 (version 2), version 4: 3 of 9" in large
     assert "▁▃▄▆█" in large
+    assert "goodput 36% = engine 90% x admitted 100% x signal 40% x trained 100%" in large
+    assert "goodput 36%, signal only 40%" in small
 
 
 def test_what_goes_wrong_is_told_on_every_terminal() -> None:
@@ -80,6 +85,7 @@ def test_what_goes_wrong_is_told_on_every_terminal() -> None:
 def test_a_panel_without_steps_or_metrics_is_drawn() -> None:
     lines = panel(80, 24, metrics={}, reward=None, generators={}, eval={"last": None, "running": []})
     assert any("reward -" in line for line in lines) and not any("nan" in line for line in lines)
+    assert not any("goodput" in line for line in lines), "unknown and not 0"
 
 
 def test_sparklines_and_bars() -> None:

@@ -80,5 +80,6 @@ def _metrics(step: int, tokens: int, step_s: float, now_s: float, reward: float)
         "generator/step_base_s": ENGINE.base_s, "generator/step_sequence_s": ENGINE.sequence_s,
         "generator/request_s": ENGINE.request_s, "generator/reward_s": REWARD_S, "generator/idle_fraction": 0.25,
         "throughput/trained_tokens_per_s": 100.0, "time/elapsed_s": now_s, "reward/mean": reward,
-        "correction/ess": 0.9, "goodput/total": 0.38, "goodput/bare_tokens_per_s": 900.0,
+        "correction/ess": 0.9, "goodput/total": 0.38, "goodput/engine": 0.95, "goodput/admitted": 1.0,
+        "goodput/signal": 0.4, "goodput/trained": 1.0, "goodput/bare_tokens_per_s": 900.0,
     }  # fmt: skip

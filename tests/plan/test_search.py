@@ -110,7 +110,7 @@ def test_simulation_of_a_run_next_to_its_measurements(tmp_path: Path) -> None:
     show_simulation(console, run, {}, {})
     lines = {line.split()[0]: line.split()[1:] for line in out.getvalue().splitlines() if line}
     assert "measured" in out.getvalue()
-    assert lines["goodput"][1] == "0.380" and lines["signal"][1] == "-" and 0 < float(lines["signal"][0]) < 1
+    assert lines["goodput"][1] == "0.380" and lines["signal"][1] == "0.400" and 0 < float(lines["signal"][0]) < 1
     console, out = printed()
     found = show_simulation(console, run, {}, {"generators": 3, "max_new_tokens": 10})
     assert found.setup.generators == 3

@@ -38,7 +38,8 @@ class MadeRuns:
         code = self.codes.pop(0) if self.codes else 0
         if not code:
             seed = int(name.rpartition("seed")[2])
-            folder = make_run(Path("runs") / name, rewards=0.5 + 0.1 * limit + 0.01 * seed, tokens_per_s=100.0 + limit)
+            folder = make_run(Path("runs") / name, rewards=0.5 + 0.1 * limit + 0.01 * seed, tokens_per_s=100.0 + limit,
+                              goodput={"total": 0.25 + 0.1 * limit + 0.02 * seed})  # fmt: skip
             values = small_config(
                 run=name, seed=seed, replay__max_staleness=limit, steps=5, resume="auto", rewards="exact"
             )
@@ -130,12 +131,14 @@ def test_results_of_all_cells(sweep: Sweep, tmp_path: Path) -> None:
     assert high.reward_in_time == pytest.approx(0.705)
     assert low.reward_in_time_error == pytest.approx(0.005)
     assert (low.tokens_per_s, high.tokens_per_s) == (100.0, 102.0)
+    assert (low.goodput, high.goodput) == (pytest.approx(0.26), pytest.approx(0.46))
     assert (low.pareto, high.pareto) == (False, True)
     assert results.recommendation.max_staleness == 2
     assert results.recommendation.best_fraction == {0: 0.0, 2: 1.0}
     out = io.StringIO()
     print_results(results, Console(file=out, width=200))
     assert "use max_staleness 2: reward 0.705" in out.getvalue()
+    assert "goodput" in out.getvalue() and " 46% " in out.getvalue()
     results.write(tmp_path / "sweep.json")
     assert json.loads((tmp_path / "sweep.json").read_text())["recommendation"]["max_staleness"] == 2
     write_sweep_report(results, tmp_path / "sweep.html", name="<try>")

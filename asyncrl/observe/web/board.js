@@ -22,7 +22,7 @@ function ago(seconds) {
   return `${Math.floor(passed / size)} ${unit} ago`;
 }
 
-const NUMBERS = ["step", "reward", "tokens/s"];
+const NUMBERS = ["step", "reward", "tokens/s", "goodput"];
 const ORDERS = {
   newest: (one, other) => (other.status === "running") - (one.status === "running") || other.updated_s - one.updated_s,
   name: (one, other) => one.name.localeCompare(other.name, "en", { numeric: true }),
@@ -45,7 +45,7 @@ class ListView {
       element("select", { "aria-label": "order", onchange: (event) => redraw({ order: event.target.value }) },
         Object.keys(ORDERS).map((name) => element("option", { value: name }, name === "newest" ? "running, then newest" : `by ${name}`))),
       this.compare, this.count), element("div", { class: "scroll" }, this.table));
-    this.titles = element("tr", {}, ["", "run", "state", "step", "reward", "", "tokens/s", "changed", "verdict"].map((title) =>
+    this.titles = element("tr", {}, ["", "run", "state", "step", "reward", "", "tokens/s", "goodput", "changed", "verdict"].map((title) =>
       element("th", { class: NUMBERS.includes(title) ? "number" : null }, title)));
   }
 
@@ -85,7 +85,8 @@ class ListView {
       number("step", card.step === null ? "–" : `${readable(card.step)}${card.steps ? ` / ${readable(card.steps)}` : ""}`),
       number("reward", card.reward ? card.reward.map((value) => value.toFixed(3)).join(" → ") : "–"),
       element("td", {}, card.curve.length > 1 ? sparkline(card.curve) : null),
-      number("tokens/s", card.tokens_per_s === null ? "–" : readable(Math.round(card.tokens_per_s))), age,
+      number("tokens/s", card.tokens_per_s === null ? "–" : readable(Math.round(card.tokens_per_s))),
+      number("goodput", card.goodput === null ? "–" : `${(100 * card.goodput).toFixed(0)} %`), age,
       element("td", { class: "note verdict-cell" }, card.verdict));
     this.rows.set(card.name, { key, row, age });
     return row;

@@ -179,6 +179,17 @@ function stackedBar(parts) {
   })));
 }
 
+/** What each factor leaves and takes: `parts` are [name, factor, what is left after it, what it is a fraction of]. */
+function waterfall(parts) {
+  const percent = (value) => `${(100 * value).toFixed(0)} %`, width = (value) => `width:${100 * value}%`;
+  return element("div", { class: "waterfall" }, parts.map(([name, factor, left, meaning], at) => {
+    const kept = Math.min(left, 1), before = at ? Math.min(parts[at - 1][2], 1) : 1;
+    return element("div", { title: `${percent(factor)} ${meaning}` }, element("span", {}, name),
+      element("div", { class: "bar" }, element("span", { class: "kept", style: width(kept) }),
+        element("span", { class: "lost", style: width(Math.max(0, before - kept)) })), element("b", {}, percent(factor)));
+  }));
+}
+
 /** Bars of a histogram, by their number. */
 function histogram(counts) {
   const sum = counts.reduce((one, other) => one + other, 0) || 1, most = Math.max(...counts, 1);

@@ -101,17 +101,20 @@ class RunPage {
     const titles = [...new Set(runs.flatMap((run) => run.tiles.map((tile) => tile.title)))];
     for (const title of titles) {
       if (!this.tileCharts.has(title)) {
-        const text = element("div"), chart = lineChart({ x: "step", small: true });
-        this.tileCharts.set(title, { text, chart });
-        this.tiles.append(element("div", { class: "tile" }, element("div", { class: "note" }, title), text, chart));
+        const text = element("div"), factors = element("div"), chart = lineChart({ x: "step", small: true });
+        this.tileCharts.set(title, { text, factors, chart });
+        this.tiles.append(element("div", { class: "tile" }, element("div", { class: "note" }, title), text, factors, chart));
       }
-      const { text, chart } = this.tileCharts.get(title);
+      const { text, factors, chart } = this.tileCharts.get(title);
       const own = runs.flatMap((run, number) => run.tiles.filter((tile) => tile.title === title).map((tile) => [tile, number]));
       fill(text, own.map(([{ value, note }, number]) => [value, note, runs.length > 1 ? runs[number].name : null, number]),
         (values) => values.map(([value, note, name, number]) => name === null
           ? element("div", {}, element("div", { class: "value" }, value), element("div", { class: "note" }, note))
           : element("div", { class: "of-run", title: note }, element("span", { class: "note" },
             element("i", { style: `background:${PALETTE[number % PALETTE.length]}` }), name), element("b", {}, value))));
+      const parts = runs.length === 1 ? own[0][0].parts ?? [] : [];
+      fill(factors, parts, (values) => values.length ? waterfall(values) : []);
+      chart.hidden = parts.length > 0;
       chart.update(runs.flatMap((run, number) => run.charts.flatMap((part) => part.charts.flatMap((one) => one.lines))
         .filter(([name]) => name === own[0][0].metric)
         .map(([name, xs, ys]) => ({ name, xs, ys, color: PALETTE[number % PALETTE.length] }))));

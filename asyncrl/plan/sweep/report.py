@@ -21,13 +21,16 @@ def print_results(results: SweepResults, console: Console) -> None:
     """Prints a row for each limit, and the recommendation."""
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
     in_time = f"reward after\n{results.seconds:.0f} s"
-    titles = ("max\nstaleness", "tokens/s", "last reward", in_time, "best\nin", "ESS", "mean\nstaleness", "pareto")
+    titles = (
+        "max\nstaleness", "tokens/s", "goodput", "last reward", in_time, "best\nin", "ESS", "mean\nstaleness", "pareto",
+    )  # fmt: skip
     for title in titles:
         table.add_column(title, justify="right")
     for limit in results.limits:
         table.add_row(
             str(limit.max_staleness),
             f"{limit.tokens_per_s:,.0f}{_error(limit.tokens_per_s_error, ',.0f')}",
+            "-" if np.isnan(limit.goodput) else f"{limit.goodput:.0%}",
             f"{limit.reward:.3f}{_error(limit.reward_error, '.3f')}",
             f"{limit.reward_in_time:.3f}{_error(limit.reward_in_time_error, '.3f')}",
             f"{results.recommendation.best_fraction[limit.max_staleness]:.0%}",

@@ -39,6 +39,8 @@ class CellResult:
     max_staleness: int
     seed: int
     tokens_per_s: float
+    goodput: float
+    """NaN if the run has not measured it."""
     staleness_mean: float
     ess: float
     """Effective sample size of the importance weights, mean of the last half of the steps."""
@@ -68,6 +70,7 @@ class LimitResult:
     reward_in_time: float
     """Mean reward at the time at which the first cell of the sweep had ended."""
     reward_in_time_error: float
+    goodput: float
     ess: float
     staleness_mean: float
     pareto: bool
@@ -114,6 +117,7 @@ def read_cell(cell: Cell) -> CellResult:
         max_staleness=cell.max_staleness,
         seed=cell.seed,
         tokens_per_s=summary["tokens_per_s"],
+        goodput=summary.get("goodput", {}).get("total", float("nan")),
         staleness_mean=summary["staleness"]["mean"],
         ess=float(np.mean(ess)) if ess else float("nan"),
         reward=summary["reward_last"],
@@ -183,8 +187,8 @@ def _limit_result(cells: list[CellResult], seconds: float) -> LimitResult:
 
     rate, reward = mean_and_error([c.tokens_per_s for c in cells]), mean_and_error([c.reward for c in cells])
     in_time = mean_and_error([cell.reward_at(seconds) for cell in cells])
-    ess, staleness = (float(np.mean([getattr(c, name) for c in cells])) for name in ("ess", "staleness_mean"))
-    return LimitResult(cells[0].max_staleness, len(cells), *rate, *reward, *in_time, ess, staleness, pareto=False)
+    means = (float(np.mean([getattr(c, name) for c in cells])) for name in ("goodput", "ess", "staleness_mean"))
+    return LimitResult(cells[0].max_staleness, len(cells), *rate, *reward, *in_time, *means, pareto=False)
 
 
 def _with_pareto(own: LimitResult, results: list[LimitResult]) -> LimitResult:
