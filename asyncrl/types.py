@@ -183,6 +183,8 @@ class Group:
     greedy_reward: float | None = None
     """Reward of the prompt's greedy completion, for advantages that use it as their baseline."""
     greedy_tokens: int = 0
+    weight: float = 1.0
+    """Weight of its losses (`data.selection`)."""
 
     @property
     def rewards(self) -> NDArray[np.float64]:

@@ -39,13 +39,14 @@ class MadeUpPrompts:
 
     skipped_rows = 0
     filtered_rows = 0
+    num_rows = 1 << 20
 
     def __init__(self) -> None:
         self.row = 0
 
-    def __next__(self) -> Prompt:
+    def next_kept(self, keeps: Callable[[int], bool]) -> tuple[Prompt, int]:
         self.row += 1
-        return self.prompt(self.row - 1)
+        return self.prompt((self.row - 1) % self.num_rows), 0
 
     def prompt(self, row: int) -> Prompt:
         return Prompt(row, np.arange(PROMPT_TOKENS, dtype=np.int32), "", "made up")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -33,8 +33,9 @@ class PromptCursor:
     that was the last then. Before the start the pipeline will begin there; later, rows of another position are read one
     by one, until a `seek` returns to the pipeline's own.
 
-    With `data.weights` each file contributes its share. Raises ConfigError when no row can be used, or no row of a file
-    that has a weight, and ConfigError or DataError when it is the turn of a row that cannot be read.
+    With `data.weights` each file contributes its share. Then, with `data.selection`, prompts are not made ahead: the
+    pipeline would draw files before it is known which rows are kept. Raises ConfigError when no row can be used, or no
+    row of a file that has a weight, and ConfigError or DataError when it is the turn of a row that cannot be read.
     """
 
     def __init__(self, config: Config, *, limit_tokens: int) -> None:
@@ -50,6 +51,7 @@ class PromptCursor:
         """The order in which rows are read one by one; None while they come from the pipeline."""
         self._position = self._order.position
         self._pipeline: Pipeline | None = None
+        self._makes_ahead = config.data.selection_rule is None or len(self._position.pools) == 1
 
     @property
     def skipped_rows(self) -> int:
@@ -64,12 +66,22 @@ class PromptCursor:
     def __iter__(self) -> Iterator[Prompt]:
         return self
 
+    @property
+    def num_rows(self) -> int:
+        """Rows of all files."""
+        return len(self._skipped)
+
     def __next__(self) -> Prompt:
+        return self.next_kept(lambda row: True)[0]
+
+    def next_kept(self, keeps: Callable[[int], bool]) -> tuple[Prompt, int]:
+        """The next prompt of a row for which `keeps` is True, and the number of its pool. The place of another row goes
+        to the next one of the same pool: of the same file with `data.weights`, otherwise of all files."""
         left_out = 0
         while True:
-            outcome = self._take()
+            outcome, pool = self._take(keeps)
             if isinstance(outcome, Prompt):
-                return outcome
+                return outcome, pool
             if not isinstance(outcome, LeftOut):
                 raise outcome
             self._leave_out(outcome)
@@ -101,7 +113,7 @@ class PromptCursor:
 
     def start(self) -> None:
         """Starts to make prompts ahead, unless that has begun."""
-        if self._pipeline is None:
+        if self._pipeline is None and self._makes_ahead:
             from asyncrl.data.pipeline import Pipeline  # imports torch
 
             # The launcher restarts a queue that is silent for the complete time-out, and then nobody hears the reason.
@@ -112,17 +124,21 @@ class PromptCursor:
             self._order = None
             weakref.finalize(self, self._pipeline.close)
 
-    def _take(self) -> Outcome:
-        """The outcome of the next row."""
+    def _take(self, keeps: Callable[[int], bool]) -> tuple[Outcome, int]:
+        """The outcome of the next row that is kept or has none to keep, and its pool."""
         self.start()
-        if self._order is None:
-            assert self._pipeline is not None
-            outcome = self._pipeline.take()
-            self._position = self._pipeline.position
-        else:
-            outcome = self._rows[next(self._order)]
+        if self._order is not None:
+            row = next(self._order)
+            while not keeps(row):
+                row = self._order.replacement()
             self._position = self._order.position
-        return outcome
+            return self._rows[row], self._order.pool
+        assert self._pipeline is not None
+        outcome = self._pipeline.take()
+        while isinstance(outcome, Prompt) and not keeps(outcome.row):
+            outcome = self._pipeline.take()
+        self._position = self._pipeline.position
+        return outcome, 0
 
     def _leave_out(self, left: LeftOut) -> None:
         rows = self._filtered if left.num_tokens is None else self._skipped

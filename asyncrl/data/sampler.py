@@ -25,6 +25,14 @@ class Order(Protocol):
     """An endless, resumable iterator of row numbers."""
 
     def __next__(self) -> int: ...
+    def replacement(self) -> int:
+        """The next row of the pool that the last one is from, in the place of that one."""
+        ...
+
+    @property
+    def pool(self) -> int:
+        """Number of the pool that the last row is from."""
+        ...
 
     @property
     def position(self) -> PromptPosition:
@@ -90,7 +98,8 @@ class RowSampler:
         self._shares = np.cumsum([1.0] if weights is None else weights)
         self._shares /= self._shares[-1]
         self.drawn = 0
-        """Number of rows drawn so far."""
+        """Number of rows drawn so far, without replacements."""
+        self.pool = 0
         self.pools: list[Pool] = []
         start = 0
         for number, size in enumerate([sum(sizes)] if weights is None else sizes):
@@ -101,13 +110,16 @@ class RowSampler:
         return self
 
     def __next__(self) -> int:
-        pool = self.pools[0]
         if len(self.pools) > 1:
             # Seeded by the number of the draw, so that the state is only the position.
             draw = np.random.default_rng(np.random.SeedSequence(self._seed, spawn_key=(self.drawn,))).random()
-            pool = self.pools[int(np.searchsorted(self._shares, draw, side="right"))]
+            self.pool = int(np.searchsorted(self._shares, draw, side="right"))
         self.drawn += 1
-        return pool.take()
+        return self.pools[self.pool].take()
+
+    def replacement(self) -> int:
+        """See `Order.replacement`."""
+        return self.pools[self.pool].take()
 
     @property
     def position(self) -> PromptPosition:
@@ -146,6 +158,7 @@ class OwnOrder:
                 "rows are drawn ahead of training, and no batch reaches the sampler: remove it, or order without it"
             )
         self.drawn = 0
+        self.pool = 0
         self._iterator = self._call(iter, self._sampler)
 
     def __iter__(self) -> Iterator[int]:
@@ -159,6 +172,10 @@ class OwnOrder:
                 return self._checked(row)
             self._iterator = self._call(iter, self._sampler)
         raise ConfigError(f"{self._what}: yields no row in an epoch; it must yield the numbers of rows")
+
+    def replacement(self) -> int:
+        """See `Order.replacement`."""
+        return next(self)
 
     @property
     def position(self) -> PromptPosition:

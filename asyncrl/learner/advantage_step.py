@@ -36,6 +36,8 @@ class Estimates:
     returns: Tensor | None
     proximal_logprobs: Tensor | None
     ref_logprobs: Tensor | None
+    weights: Tensor | None = None
+    """Weights of the losses; None if all are 1."""
     bound: Tensor | None = None
     """The bound of a loss in `losses.BOUNDS`, solved over the batch of all ranks."""
     kl: float | None = None
@@ -52,6 +54,7 @@ class Estimates:
             returns=None,
             proximal_logprobs=part(self.proximal_logprobs),
             ref_logprobs=part(self.ref_logprobs),
+            weights=part(self.weights),
             bound=self.bound,
         )
 
@@ -80,6 +83,7 @@ def estimate(algorithm: Algorithm, batch: Batch, scores: Scores, ranks: Ranks, *
         returns=None if returns is None else returns.float(),
         proximal_logprobs=scores.proximal_logprobs,
         ref_logprobs=scores.ref_logprobs,
+        weights=None if batch.weights is None else batch.weights[batch.seq],
         bound=_bound(algorithm, batch, scores, advantages, ranks),
         kl=None if kl is None else _mean(kl, ranks),
     )

@@ -85,6 +85,8 @@ class Batch:
     """int64 [A], number of action tokens."""
     prompt_tokens: Tensor
     """int64 [A], number of tokens before the first action token."""
+    weights: Tensor | None = None
+    """float32 [A], weights of the losses; None if all are 1."""
     greedy_rewards: Tensor | None = None
     """float64 [A], reward of the greedy completion of each trajectory's prompt; None unless all groups have one."""
 
@@ -198,6 +200,7 @@ def make_batch(
             parts[-1].append(make_micro_batch(rows, packed, start))
             members.append(chosen[packed])
             start += len(parts[-1][-1].targets)
+    weights = torch.tensor([group.weight for group in groups])
     baselines = [group.greedy_reward for group in groups]
     known = [baseline for baseline in baselines if baseline is not None]
     order = torch.from_numpy(np.concatenate([*members, np.flatnonzero(~trained)]))
@@ -207,6 +210,7 @@ def make_batch(
         group=owner[order],
         lengths=torch.tensor(lengths, dtype=torch.int64)[order],
         prompt_tokens=torch.tensor([one.num_prompt_tokens for _, one in named], dtype=torch.int64)[order],
+        weights=None if (weights == 1.0).all() else weights[owner][order],
         greedy_rewards=torch.tensor(known, dtype=torch.float64)[owner][order] if len(known) == len(groups) else None,
     )
 

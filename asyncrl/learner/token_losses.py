@@ -78,6 +78,8 @@ def token_losses(
     if delta is not None:
         kept = opsm_mask(logprobs, micro.behavior_logprobs, estimates.advantages, micro.seq, delta=delta)
         token_loss, masked = token_loss * kept, masked | (kept == 0)
+    if estimates.weights is not None:
+        token_loss = token_loss * estimates.weights
     loss = policy_loss = algorithm.aggregate(token_loss, micro.seq, **counts)
     kl_loss = torch.zeros_like(policy_loss)
     (policy_gradient,) = torch.autograd.grad(token_loss.sum(), leaf, retain_graph=True)
@@ -86,10 +88,14 @@ def token_losses(
         kl = kl_estimate(leaf, estimates.ref_logprobs, estimator=algorithm.kl_estimator or "k3+")
         # The gradient of the estimate is correct only for tokens of the current policy; stale tokens are reweighted.
         weights = algorithm.weights(logprobs - micro.behavior_logprobs, micro.seq)
+        if estimates.weights is not None:
+            weights = weights * estimates.weights
         kl_loss = algorithm.aggregate(weights * kl, micro.seq, **counts)
         loss = policy_loss + settings.kl_loss_coef * kl_loss
     (gradient,) = torch.autograd.grad(loss, leaf)
-    bonus, entropy_gradient = _entropy_bonus(algorithm, settings.entropy_coef, micro, entropies, counts)
+    bonus, entropy_gradient = _entropy_bonus(
+        algorithm, settings.entropy_coef, micro, entropies, estimates.weights, counts
+    )
     inputs = torch.stack([terms.proximal_logprobs, terms.behavior_logprobs, terms.advantages])
     # Losses clamp log ratios, which would hide a non-finite input.
     gradient = gradient.masked_fill(~inputs.isfinite().all(dim=0), torch.nan)
@@ -98,14 +104,20 @@ def token_losses(
 
 
 def _entropy_bonus(
-    algorithm: Algorithm, coef: float, micro: MicroBatch, entropies: Tensor, counts: dict[str, int]
+    algorithm: Algorithm,
+    coef: float,
+    micro: MicroBatch,
+    entropies: Tensor,
+    weights: Tensor | None,
+    counts: dict[str, int],
 ) -> tuple[Tensor | float, Tensor | None]:
     """Returns the bonus that is subtracted from the loss, and the loss's gradient with respect to the entropies [N].
     Entropies are exact for every state, so no importance weights apply; only the states are those of stale tokens."""
     if not coef:
         return 0.0, None
     leaf = entropies.detach().requires_grad_()
-    bonus = coef * algorithm.aggregate(leaf, micro.seq, **counts)
+    weighted = leaf if weights is None else leaf * weights
+    bonus = coef * algorithm.aggregate(weighted, micro.seq, **counts)
     (gradient,) = torch.autograd.grad(bonus, leaf)
     return bonus.detach(), -gradient
 

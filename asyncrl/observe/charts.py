@@ -5,6 +5,7 @@ from __future__ import annotations
 CHARTS: dict[str, dict[str, list[str]]] = {
     "Learning": {
         "Reward": ["reward/mean"],
+        "Rows of the dataset": ["prompts/learning", "prompts/solved", "prompts/hopeless", "prompts/unseen"],
         "Entropy (nats)": ["learner/entropy"],
         "Policy loss": ["learner/policy_loss"],
         "Gradient norm": ["learner/grad_norm"],

@@ -39,6 +39,7 @@ MAX_CHARACTERS = 4000
 """Longer texts of samples are cut in the middle."""
 SHOWN_ELSEWHERE = (
     "bottleneck", "ledger", "bias", "simulated_gains", "eval", "staleness", "time", "status", "error", "goodput",
+    "prompts",
     UNANSWERED,
 )  # fmt: skip
 """Fields of the summary with their own section on the page."""
@@ -93,6 +94,7 @@ def run_document(
         "staleness": _staleness(curves.latest),
         "ledger": _ledger(summary["ledger"]) if "ledger" in summary else [],
         "bias": summary.get("bias", []),
+        "rows": _rows(summary.get("prompts", {})),
         "gains": sorted(summary.get("simulated_gains", {}).items(), key=lambda pair: -pair[1]),
         "summary": list(_flat(shown)),
         "config": redact(config.read_text()) if config.is_file() else "",
@@ -269,6 +271,14 @@ def _ledger(ledger: Mapping[str, Any]) -> list[list[Any]]:
         ["returned", None, trajectories["returned"], tokens["returned"]],
         ["in flight", ledger["in_flight"], trajectories["in_flight"], tokens["in_flight"]],
     ]
+
+
+def _rows(prompts: Mapping[str, Any]) -> list[list[Any]]:
+    """Rows of the dataset by what their latest group says, and those of each data source, of which the unseen ones are
+    not known."""
+    kinds = ("solved", "learning", "hopeless", "unseen")
+    by_source = prompts.get("by_source", {})
+    return [[name, *map(counts.get, kinds)] for name, counts in ({"all": prompts} | by_source).items() if by_source]
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:

@@ -42,6 +42,7 @@ from asyncrl.replay.evaluation.scores import eval_metrics
 from asyncrl.replay.expiry import LeaseExpiry
 from asyncrl.replay.journal.writer import Journal, Position
 from asyncrl.replay.metrics.trace import TraceWriter
+from asyncrl.replay.prompts.selection import warn_if_useless
 from asyncrl.replay.refunds import check_refunds, has_signal, refund_reason
 from asyncrl.replay.sessions import Sessions
 from asyncrl.replay.store import Store
@@ -85,6 +86,7 @@ class ReplayQueue:
         """`group_relative` as in `has_signal`."""
         self.config = config
         self._group_relative = group_relative
+        warn_if_useless(config, prompts.num_rows)
         self.store = Store(config, prompts, trace, eval_prompts, journal, run_id, checkpoint)
         self.state, self.clock = self.store.state, self.store.clock
         self.ledger, self.evaluation, self.measure = self.state.ledger, self.state.evaluation, self.state.measure
@@ -195,7 +197,8 @@ class ReplayQueue:
         reason = refund_reason(self.config, header, group_relative=self._group_relative)
         run_s = {"started_s": started_s, "finished_s": finished_s}
         signal = not reason and has_signal(header, group_relative=self._group_relative)
-        body = structs.asdict(header) | run_s | {"refunded": reason, "signal": signal}
+        weight = self.state.selection.weight_in_loss(held.choice)
+        body = structs.asdict(header) | run_s | {"weight": weight, "refunded": reason, "signal": signal}
         self.store.record("group", body, arrays)
         errors = [error for error in header.errors if error]
         if reason == "failed" or errors:
@@ -303,6 +306,7 @@ class ReplayQueue:
             "duplicates": self.state.reported.duplicates,
             "skipped_rows": self.state.prompts.skipped_rows,
             "filtered_rows": self.state.prompts.filtered_rows,
+            "prompts": self.state.selection.summary(left_out=self.state.left_out),
             **self.evaluation.summary(),
         }
 

@@ -18,6 +18,7 @@ from asyncrl.replay.journal.retention import Coverage
 from asyncrl.replay.ledger_counts import LedgerCounts
 from asyncrl.replay.metrics.run import RunSums
 from asyncrl.replay.metrics.stats import ReportedStats
+from asyncrl.replay.prompts.selection import SelectionRecord
 from asyncrl.replay.staleness_control import ControllerState
 from asyncrl.replay.tickets import HeldTicket, TakenStep
 from asyncrl.types import PromptPosition
@@ -32,6 +33,7 @@ class QueueSnapshot(Durable):
     position: PromptPosition
     ledger: LedgerCounts
     measure: RunSums
+    selection: SelectionRecord
     evaluation: EvalRecord
     staleness_controller: ControllerState | None
     held: dict[int, HeldTicket]

@@ -24,6 +24,8 @@ from asyncrl.replay.ledger_counts import State
 from asyncrl.replay.metrics.run import RunMetrics
 from asyncrl.replay.metrics.stats import ReportedStats
 from asyncrl.replay.metrics.trace import TraceWriter
+from asyncrl.replay.prompts.pass_rates import PassRates
+from asyncrl.replay.prompts.selection import RowSelection
 from asyncrl.replay.snapshot import QueueSnapshot, check_rules, rules_of
 from asyncrl.replay.staleness_control import StalenessController
 from asyncrl.replay.tickets import FinishedGroup, Load, PromptSource, TakenStep, TicketEntry
@@ -32,7 +34,7 @@ from asyncrl.util.durable import of_plain, restore, to_plain
 from asyncrl.wire.frames import Array
 from asyncrl.wire.messages import Evaluated, ReleasedEvaluation
 
-PARTS = frozenset({"rules", "position", "ledger", "measure", "evaluation", "staleness_controller", "held"})
+PARTS = frozenset({"rules", "position", "ledger", "measure", "selection", "evaluation", "staleness_controller", "held"})
 """Fields of a snapshot that are restored by other means than setting an attribute."""
 MAX_LATE = 1024
 """Trained and refunded tickets whose outstanding attempts are remembered; the oldest is forgotten first."""
@@ -51,6 +53,7 @@ class QueueState:
         self.reported = ReportedStats()
         self.evaluation = EvalBook(config=config, prompts=eval_prompts, reported=self.reported)
         self.measure = RunMetrics(config=config, reported=self.reported)
+        self.selection = RowSelection(config=config, rows=PassRates(prompts.num_rows))
         self.ledger = Ledger(
             groups_per_step=config.replay.groups_per_step,
             max_staleness=config.replay.staleness_limit,
@@ -101,11 +104,14 @@ class QueueState:
         """Leases the next group. Returns ticket and attempt."""
         ticket = self.ledger.lease(version)
         before = self.held.get(ticket.number)
-        prompt = next(self.prompts) if before is None else before.prompt
-        counted = [] if before is None else before.counted
+        if before is None:
+            prompt, pool = self.prompts.next_kept(self.selection.keeps)
+            choice, counted = self.selection.choice(pool), []
+        else:
+            prompt, choice, counted = before.prompt, before.choice, before.counted
         self.leased_by[generator] += 1
         self.held[ticket.number] = TicketEntry(
-            prompt.row, generator, ticket.attempt, session, number, counted, prompt=prompt, renewed_s=at_s
+            prompt.row, generator, choice, ticket.attempt, session, number, counted, prompt=prompt, renewed_s=at_s
         )
         return [ticket.number, ticket.attempt]
 
@@ -130,8 +136,12 @@ class QueueState:
         self.leased_by[held.generator] -= self.ledger.live[number].state is State.LEASED
         amount = {"trajectories": len(header.lengths), "tokens": sum(held.completion)}
         self.ledger.finish(number, **amount, start_version=header.start_version)
-        self.measure.scored(header, held.completion, signal=held.signal)
-        unused = reason or (self.config.replay.drops and not group.signal)
+        unused = bool(reason) or (self.config.replay.drops and not group.signal)
+        chosen, choice = self.selection, held.choice
+        weight, all_rows = chosen.weight_in_means(choice), chosen.reward_of_all_rows(header, choice)
+        self.measure.scored(header, held.completion, signal=held.signal, weight=weight, all_rows=all_rows)
+        if reason != "failed":
+            chosen.finished(header, choice, trained=not unused)
         self.unused_in_a_row = self.unused_in_a_row + 1 if unused else 0
         if not reason:
             self.held_bytes += held.num_bytes
@@ -205,6 +215,7 @@ class QueueState:
             "replay/staleness_limit": float(self.ledger.admission_limit),
             "replay/refunded_groups": float(sum(a.groups for a in self.ledger.refunded.values())),
         }
+        queue |= self.selection.metrics(left_out=self.left_out)
         wanted = self.generators_wanted
         measured = self.measure.step_metrics(step, groups, self.ledger.trained, at_s, generators=wanted)
         return queue | measured | eval_metrics(self.evaluation.unreported(0) or {})
@@ -225,6 +236,7 @@ class QueueState:
         if self.taken:
             self._begin_step(at_s)
         self.ledger.check()
+        self.selection.committed()
         self.evaluation.committed(step, due=body["evaluates"])
         self.evaluation.next_metrics()
         self.measure.committed(step, groups, metrics, at_s, generators=self.generators_wanted)
@@ -270,6 +282,11 @@ class QueueState:
         return rules_of(self.config, len(self.eval_prompts))
 
     @property
+    def left_out(self) -> int:
+        """Training rows that are never generated."""
+        return self.prompts.skipped_rows + self.prompts.filtered_rows
+
+    @property
     def position(self) -> PromptPosition:
         """The position in the stream of prompts."""
         return self.prompts.position
@@ -289,6 +306,7 @@ class QueueState:
         self.ledger.load(stored.ledger)
         restore(self.measure, stored.measure)
         self.measure.recent.clear()
+        self.selection.load(stored.selection)
         restore(self.evaluation, stored.evaluation)
         self.evaluation.wake(now_s)
         if self.staleness_controller is not None and stored.staleness_controller is not None:

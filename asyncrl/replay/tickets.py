@@ -14,6 +14,7 @@ from asyncrl.errors import InvariantError, ProtocolError
 from asyncrl.replay.journal.reader import Location
 from asyncrl.replay.journal.records import Record
 from asyncrl.replay.metrics.stats import completion_tokens, tokens_by_version
+from asyncrl.replay.prompts.selection import RowChoice
 from asyncrl.types import Prompt, PromptPosition
 from asyncrl.util.durable import Durable
 from asyncrl.wire.frames import Array
@@ -48,6 +49,8 @@ class HeldTicket(Durable):
     row: int
     """The row of its prompt."""
     generator: int
+    choice: RowChoice
+    """How the row was chosen."""
     attempt: int = 0
     session: str = ""
     number: int = -1
@@ -151,7 +154,16 @@ class PromptSource(Protocol):
         """Rows that the user's filter has left out so far."""
         ...
 
-    def __next__(self) -> Prompt: ...
+    @property
+    def num_rows(self) -> int:
+        """Rows of the dataset."""
+        ...
+
+    def next_kept(self, keeps: Callable[[int], bool]) -> tuple[Prompt, int]:
+        """The next prompt of a row for which `keeps` is True, and the number of the row's pool: the place of another
+        row goes to the next one of the same pool."""
+        ...
+
     def prompt(self, row: int) -> Prompt:
         """The prompt of a row, regardless of the position in the stream."""
         ...

@@ -18,6 +18,7 @@ MAX_PARTS = 256
 """Maximum number of parts of one trajectory's reward."""
 MAX_REWARD = 1e30
 """Larger rewards do not fit float32, or their squares do not fit float64."""
+MAX_WEIGHT = 1e3
 MAX_TEXT_CHARACTERS = 1 << 16
 MAX_DOCUMENT_CHARACTERS = 1 << 24
 MAX_DURATION_S = 3600.0

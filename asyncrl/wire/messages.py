@@ -10,6 +10,7 @@ from asyncrl.types import Status
 from asyncrl.util.processes import ACTIVITIES, GENERATOR_PHASES
 from asyncrl.wire.bounds import (
     MAX_PARTS,
+    MAX_WEIGHT,
     Body,
     Count,
     Document,
@@ -138,6 +139,8 @@ class GroupHeader(Body):
     finished_s: Time
     greedy_reward: Reward | None
     greedy_tokens: Count
+    weight: Annotated[float, Meta(gt=0.0, le=MAX_WEIGHT)]
+    """Weight of its losses. The queue determines it: a generator sends 1."""
     lengths: Items[Count]
     rewards: Items[float]
     parts: Items[Annotated[dict[Name, float], Meta(max_length=MAX_PARTS)]]

@@ -6,6 +6,7 @@ import faulthandler
 import logging
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import structlog
@@ -23,13 +24,14 @@ class Prompts:
 
     skipped_rows = 0
     filtered_rows = 0
+    num_rows = 1 << 16
 
     def __init__(self) -> None:
         self._row = -1
 
-    def __next__(self) -> Prompt:
+    def next_kept(self, keeps: Callable[[int], bool]) -> tuple[Prompt, int]:
         self._row += 1
-        return prompt(self._row)
+        return prompt(self._row % self.num_rows), 0
 
     def prompt(self, row: int) -> Prompt:
         return prompt(row)

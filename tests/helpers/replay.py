@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 
 import numpy as np
@@ -70,17 +70,23 @@ def kill_queue(queue: ReplayQueue) -> None:
 
 
 class EndlessPrompts:
-    """Prompts of increasing row numbers."""
+    """Prompts of increasing row numbers, epoch after epoch of `num_rows`."""
 
     skipped_rows = 0
     filtered_rows = 0
 
-    def __init__(self) -> None:
+    def __init__(self, num_rows: int = 1 << 16) -> None:
         self.row = -1
+        self.num_rows = num_rows
 
     def __next__(self) -> Prompt:
+        return self.next_kept(lambda row: True)[0]
+
+    def next_kept(self, keeps: Callable[[int], bool]) -> tuple[Prompt, int]:
         self.row += 1
-        return self.prompt(self.row)
+        while not keeps(self.row % self.num_rows):
+            self.row += 1
+        return self.prompt(self.row % self.num_rows), 0
 
     def prompt(self, row: int) -> Prompt:
         return Prompt(row, np.arange(PROMPT_TOKENS, dtype=np.int32), str(row), "test", {"index": row})

@@ -118,10 +118,12 @@ def test_tables_of_staleness_ledger_gains_and_configuration(tmp_path: Path) -> N
     write_rows(tmp_path, [{"step": step, "reward/mean": 0.5, **LAGS} for step in (1, 2, 3)])
     (tmp_path / "config.yaml").write_text("replay: {max_staleness: 4}\n")
     counts = {"generated": 9, "trained": 6, "refunded": {"zero_variance": 2}, "returned": 0, "in_flight": 1}
+    sources = {"sums": {"solved": 3, "learning": 2, "hopeless": 0}}
     ledger = {"leased": 5, "trained": 3, "refunded": {"zero_variance": 1}, "in_flight": 1, "trajectories": counts}
     summary = {
         "bottleneck": "learner-bound", "simulated_gains": {"a second generator": 0.0, "a second learner": 0.41},
         "ledger": ledger | {"tokens": {**counts, "generated": 12345}}, "bias": ["too <short>"],
+        "prompts": {"solved": 3, "learning": 2, "hopeless": 0, "unseen": 5, "skipped": 7, "by_source": sources},
         "restarts": {"learner": 1}, "broken": float("nan"), "eval_dropped": [3],
     }  # fmt: skip
     document = run_document(tmp_path, summary)
@@ -131,6 +133,7 @@ def test_tables_of_staleness_ledger_gains_and_configuration(tmp_path: Path) -> N
     assert document["ledger"][2] == ["refunded (zero_variance)", 1, 2, 2]
     assert document["gains"][0] == ["a second learner", 0.41]
     assert document["summary"] == [["restarts.learner", 1], ["broken", None], ["eval_dropped", "[3]"]]
+    assert document["rows"] == [["all", 3, 2, 0, 5], ["sums", 3, 2, 0, None]]
     assert (document["verdict"], document["bias"]) == ("learner-bound", ["too <short>"])
     assert document["config"] == "replay: {max_staleness: 4}\n"
 

@@ -32,7 +32,7 @@ from asyncrl.wire.messages import Evaluated, GeneratorStats, LeaseName, Released
 from tests.helpers.examples import examples
 from tests.helpers.replay import EndlessPrompts, ask_queue, kill_queue, make_group, small_config
 
-SEGMENT_BYTES = 12 << 10
+SEGMENT_BYTES = 16 << 10
 """So small that a few steps fill one."""
 
 
@@ -45,12 +45,18 @@ def quick_disk() -> Iterator[None]:
 
 
 def open_queue(
-    folder: Path, config: Config, *, run_id: str = "launch", prompts: int = 0, checkpoint: bytes = b""
+    folder: Path,
+    config: Config,
+    *,
+    run_id: str = "launch",
+    prompts: int = 0,
+    checkpoint: bytes = b"",
+    num_rows: int = 1 << 16,
 ) -> ReplayQueue:
     journal = Journal(folder / "journal", flush="os", segment_bytes=SEGMENT_BYTES)
     trace = TraceWriter(folder / "trace.parquet")
     evaluated = [EndlessPrompts().prompt(row) for row in range(prompts)]
-    return ReplayQueue(config, EndlessPrompts(), trace, evaluated, journal, run_id, checkpoint)
+    return ReplayQueue(config, EndlessPrompts(num_rows), trace, evaluated, journal, run_id, checkpoint)
 
 
 def finish(queue: ReplayQueue, lease: Lease, version: int, **options: Any) -> None:
@@ -107,9 +113,15 @@ class Run:
         self._open()
 
     def _open(self) -> None:
-        self.queue = open_queue(self.folder, self.config, run_id=f"launch-{self.launch}", prompts=2)
+        launch, num_rows = f"launch-{self.launch}", 9 if self.chooses else 1 << 16
+        self.queue = open_queue(self.folder, self.config, run_id=launch, prompts=2, num_rows=num_rows)
         now = self.queue.clock.now
         self.queue.clock.now = lambda: now() + self.ahead_s  # type: ignore[method-assign]
+
+    @property
+    def chooses(self) -> bool:
+        """True if rows are chosen by their history."""
+        return self.config.data.selection_rule is not None
 
     @property
     def steps(self) -> int:
@@ -135,7 +147,8 @@ class Run:
             assert (lease.ticket, lease.attempt) not in self.attempts, "an attempt was leased twice"
             self.attempts.add((lease.ticket, lease.attempt))
             self.versions[lease.ticket, lease.attempt] = self.queue.ledger.live[lease.ticket].start_version
-            assert self.rows.setdefault(lease.ticket, lease.prompt.row) == lease.prompt.row == lease.ticket
+            assert self.rows.setdefault(lease.ticket, lease.prompt.row) == lease.prompt.row
+            assert self.chooses or lease.prompt.row == lease.ticket
         self.leases += first
 
     def _ask(self, pick: int) -> list[Lease]:
@@ -155,7 +168,7 @@ class Run:
             return
         version = self.versions[lease.ticket, lease.attempt]
         self.sent.append((lease, version))
-        self._send(lease, version, zero_variance=pick == 7)
+        self._send(lease, version, zero_variance=pick == 7 or (self.chooses and lease.prompt.row % 3 == 0))
 
     def late(self, pick: int) -> None:
         """A group of a session that is over arrives."""
@@ -302,13 +315,16 @@ EVENTS = st.lists(
 
 
 @settings(max_examples=examples(60), phases=[Phase.explicit, Phase.reuse, Phase.generate])
-@given(events=EVENTS, max_staleness=st.integers(0, 2))
-def test_any_schedule_with_deaths_loses_nothing(events: list[tuple[str, int]], max_staleness: int) -> None:
+@given(events=EVENTS, max_staleness=st.integers(0, 2), selection=st.sampled_from(["off", "on"]))
+def test_any_schedule_with_deaths_loses_nothing(
+    events: list[tuple[str, int]], max_staleness: int, selection: str
+) -> None:
     with tempfile.TemporaryDirectory() as name:
         config = small_config(
             replay__max_staleness=max_staleness,
             replay__max_refunds_in_a_row=1000,
             data__eval="eval.parquet",
+            data__selection=selection,
             eval__every_steps=2,
             steps=1000,
         )

@@ -17,6 +17,7 @@ from asyncrl.replay.codec import pack_group
 from asyncrl.replay.journal.reader import Location
 from asyncrl.replay.journal.records import FORMAT, Record
 from asyncrl.replay.metrics.trace import TraceWriter
+from asyncrl.replay.prompts.pass_rates import PassRates
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.snapshot import Snapshot
 from asyncrl.replay.state import QueueState
@@ -45,6 +46,8 @@ def example(kind: Any, numbers: Iterator[int]) -> Any:
         fresh = {field.name: field.default for field in fields if field.default is not msgspec.NODEFAULT}
         assert all(getattr(made, name) != value for name, value in fresh.items())
         return made
+    if kind is bool:
+        return True
     if issubclass(kind, Enum):
         return list(kind)[-1]
     if issubclass(kind, str | bytes):
@@ -64,6 +67,9 @@ def make_snapshot(state: QueueState) -> Snapshot:
     made = example(Snapshot, count(2))
     made.format = FORMAT
     made.queue.rules, made.queue.position = state.rules, PromptPosition(drawn=7)
+    rows = PassRates(made.queue.selection.rows.num_rows)
+    rows.rewards[5], rows.kinds[5], rows.skips[7] = 0.25, 1, 3
+    made.queue.selection.rows.packed = rows.packed
     return made
 
 

@@ -45,7 +45,7 @@ def test_mean_does_not_depend_on_the_order(values: list[float], seed: int) -> No
     for order in (values, shuffled):
         mean = ExactMean()
         mean.add(order[:3])
-        mean = ExactMean(msgpack.unpackb(msgpack.packb(mean.values)))
+        mean = ExactMean(*msgpack.unpackb(msgpack.packb([mean.values, mean.weights])))
         mean.add(order[3:])
         means.append(mean.mean)
     assert means[0] == means[1] == math.fsum(values) / len(values)

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from asyncrl.launch.documents import RunSummary
 from asyncrl.launch.samples import Query, check_samples_file, find_group, find_samples
 from asyncrl.samples import ARRAYS, Samples
 from asyncrl.util.text import printable
@@ -37,6 +38,29 @@ def show_samples(
         count = len(found.samples)
         what = "no trajectory matches" if not count else f"{count} trajector{'y' if count == 1 else 'ies'}"
         console.print(f"{what}; {found.searched}", style="dim", highlight=False, soft_wrap=True)
+        for line in rows_lines(run_dir):
+            console.print(line, style="dim", highlight=False, soft_wrap=True)
+
+
+def rows_lines(run_dir: Path) -> list[str]:
+    """Lines with the rows of the dataset by what their latest group says: of all, and of each data source if there are
+    several. Empty if neither the run nor its summary tells."""
+    summary = RunSummary(run_dir)
+    try:
+        prompts: dict[str, Any] = summary.read().get("prompts", {})
+    finally:
+        summary.close()
+    by_source: dict[str, dict[str, int]] = prompts.get("by_source", {})
+    if not by_source:
+        return []
+    lines = [f"rows: {_kinds(prompts)}, {prompts['unseen']:,} unseen"]
+    return lines + [
+        f"  {printable(name)}: {_kinds(counts)}" for name, counts in by_source.items() if len(by_source) > 1
+    ]
+
+
+def _kinds(counts: Mapping[str, Any]) -> str:
+    return ", ".join(f"{counts[name]:,} {name}" for name in ("solved", "learning", "hopeless"))
 
 
 def show_group(run_dir: Path, ticket: int, console: Console, *, special_tokens: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,11 @@ class UnknownPrompts:
 
     skipped_rows = 0
     filtered_rows = 0
+    num_rows = 0
 
-    def __next__(self) -> Prompt:
-        return self.prompt(-1)
+    def next_kept(self, keeps: Callable[[int], bool]) -> tuple[Prompt, int]:
+        """An empty prompt: which row it is of does not matter."""
+        return self.prompt(-1), 0
 
     def prompt(self, row: int) -> Prompt:
         """An empty prompt of this row."""

@@ -39,6 +39,8 @@ const DETAILS = [
   [(run) => run.ledger, (ledger) => ledger.length ? section("Ledger: where every group and token is",
     tableOf(["", "groups", "trajectories", "action tokens"], ledger)) : []],
   [(run) => run.bias, (sentences) => sentences.map((sentence) => element("p", { class: "warning" }, sentence))],
+  [(run) => run.rows, (rows) => rows.length ? section("Rows of the dataset, by their latest group",
+    tableOf(["data source", "solved", "learning", "hopeless", "unseen"], rows)) : []],
   [(run) => run.summary, (summary) => summary.length ? section("Summary", folded(`${summary.length} values`, tableOf(null, summary, () => true))) : []],
   [(run) => run.config, (config) => config ? section("Configuration", folded("config.yaml", element("pre", {}, config))) : []],
 ];

@@ -36,6 +36,7 @@ LEARNER_TIMES = {
     "waiting": "learner/wait_s", "working": "learner/step_s", "syncing": "learner/sync_s", "writing": "learner/write_s",
 }  # fmt: skip
 """The learner's metric of each activity."""
+ALL_ROWS = "reward/all_rows"
 SKIPPED_UPDATES = ("learner/skipped_updates", "critic/skipped_updates")
 COSTS = ("generator/step_base_s", "generator/step_sequence_s", "generator/request_s", "generator/reward_s")
 """Metrics of the generators' engine costs, in the order of `GeneratorStats.costs`."""
@@ -43,20 +44,22 @@ COSTS = ("generator/step_base_s", "generator/step_sequence_s", "generator/reques
 
 class RewardsSinceStep(Durable):
     """Means over the trajectories scored since the last step: rewards, their parts, lengths. They do not depend on the
-    order in which groups arrive."""
+    order in which groups arrive, and with `data.selection` are weighted so that they are those of all rows."""
 
     means: dict[str, ExactMean] = field(default_factory=dict[str, ExactMean])
 
-    def add(self, header: GroupHeader, completion: Sequence[int]) -> None:
-        """Counts a scored group; `completion` has the action tokens of each trajectory."""
-        self._count("reward/mean", header.rewards)
-        self._count(f"reward/{header.data_source}", header.rewards)
+    def add(self, header: GroupHeader, completion: Sequence[int], weight: float, all_rows: float) -> None:
+        """Counts a scored group; the arguments are those of `RunMetrics.scored`."""
+        self._count("reward/mean", header.rewards, weight)
+        self._count(ALL_ROWS, [all_rows])
+        self._count(f"reward/{header.data_source}", header.rewards, weight)
         for name in {name for parts in header.parts for name in parts}:
-            self._count(f"reward_part/{name}", [parts[name] for parts in header.parts if name in parts])
-        self._count("completion/tokens", [float(tokens) for tokens in completion])
+            self._count(f"reward_part/{name}", [parts[name] for parts in header.parts if name in parts], weight)
+        self._count("completion/tokens", [float(tokens) for tokens in completion], weight)
         if header.greedy_reward is not None:
-            self._count("reward/greedy", [header.greedy_reward])
-        self._count("completion/truncated_fraction", [float(status == "truncated") for status in header.status])
+            self._count("reward/greedy", [header.greedy_reward], weight)
+        truncated = [float(status == "truncated") for status in header.status]
+        self._count("completion/truncated_fraction", truncated, weight)
 
     def count_group(self, header: GroupHeader, *, signal: bool) -> None:
         """Counts any group: whether it has a training signal, and its trajectories without a reward."""
@@ -67,8 +70,8 @@ class RewardsSinceStep(Durable):
         """The means, by name."""
         return {name: self.means[name].mean for name in sorted(self.means)}
 
-    def _count(self, name: str, values: Sequence[float]) -> None:
-        self.means.setdefault(name, ExactMean()).add(values)
+    def _count(self, name: str, values: Sequence[float], weight: float = 1.0) -> None:
+        self.means.setdefault(name, ExactMean()).add(values, weight)
 
 
 class RunSums(Durable):
@@ -127,13 +130,15 @@ class RunMetrics(RunSums, kw_only=True):
         if self.first_lease_s is None:
             self.first_lease_s = now_s
 
-    def scored(self, header: GroupHeader, completion: Sequence[int], *, signal: bool) -> None:
-        """Counts a group that arrived; `completion` has the action tokens of each trajectory, and `signal` is that of
-        `has_signal`."""
+    def scored(
+        self, header: GroupHeader, completion: Sequence[int], *, signal: bool, weight: float, all_rows: float
+    ) -> None:
+        """Counts a group that arrived: the action tokens of each trajectory, whether it `has_signal`, the group's
+        weight in means, and its estimate of the mean reward over all rows."""
         self.goodput.arrived(sum(completion), signal=signal)
         self.rewards_since_step.count_group(header, signal=signal)
         if "failed" not in header.status:
-            self.rewards_since_step.add(header, completion)
+            self.rewards_since_step.add(header, completion, weight, all_rows)
             self.greedy_tokens += header.greedy_tokens
 
     def ended(self, outcome: str, header: GroupHeader, completion: Sequence[int]) -> None:
@@ -148,7 +153,7 @@ class RunMetrics(RunSums, kw_only=True):
         counts, breakdown = staleness_counts(groups, step - 1), breakdown_of(groups, step - 1, now_s)
         tokens, staleness = int(counts.sum()), np.arange(len(counts))
         scored, generator_s = self.rewards_since_step.table(), self.generator_s
-        reward = scored.get("reward/mean", self.step_rewards.latest)
+        reward = self._reward
         elapsed_s = now_s - (self.first_lease_s or 0.0)
         own = {
             "reward/mean": reward or 0.0,
@@ -335,8 +340,10 @@ class RunMetrics(RunSums, kw_only=True):
 
     @property
     def _reward(self) -> float | None:
-        """Mean reward of the trajectories scored since the last step, or of that step if there are none."""
-        mean = self.rewards_since_step.means.get("reward/mean")
+        """Mean reward of the trajectories scored since the last step, or of that step if there are none. With
+        `data.selection` these are of harder rows than others, so that it is the estimate for all rows."""
+        chosen = self.config.data.selection_rule is not None
+        mean = self.rewards_since_step.means.get(ALL_ROWS if chosen else "reward/mean")
         return self.step_rewards.latest if mean is None else mean.mean
 
 

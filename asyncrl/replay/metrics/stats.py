@@ -74,19 +74,23 @@ BIAS_ERRORS = 3.0
 
 
 class ExactMean(Durable):
-    """A mean that does not depend on the order of the values: they are kept, and summed without rounding."""
+    """A weighted mean that does not depend on the order of the values: they are kept, and summed without rounding."""
 
     values: list[float] = field(default_factory=list[float])
+    """Times their weights."""
+    weights: list[float] = field(default_factory=list[float])
 
-    def add(self, values: Iterable[float]) -> None:
-        """Adds values."""
-        self.values.extend(values)
+    def add(self, values: Iterable[float], weight: float = 1.0) -> None:
+        """Adds values, each with this weight."""
+        before = len(self.values)
+        self.values.extend(value * weight for value in values)
+        self.weights.extend([weight] * (len(self.values) - before))
 
     @property
     def mean(self) -> float:
         """The mean of at least one value; not finite if a value is not."""
         not_finite = sum(value for value in self.values if not math.isfinite(value))
-        return (math.fsum(filter(math.isfinite, self.values)) + not_finite) / len(self.values)
+        return (math.fsum(filter(math.isfinite, self.values)) + not_finite) / math.fsum(self.weights)
 
 
 class DownsampledSeries(Durable):
