@@ -289,7 +289,7 @@ class Learner:
 
     def _commit(self, step: int, metrics: dict[str, float], *, saving: bool) -> Committed:
         if self.ranks.rank:
-            return Committed({}, b"", False)
+            return Committed({}, b"", False, False)
         if self.sender is not None:
             metrics["weights/broadcasts"] = float(self.sender.stats.count)
             metrics["weights/broadcast_s"] = self.sender.stats.broadcast_s

@@ -64,7 +64,7 @@ class SampleBatches:
         self, step: int, metrics: dict[str, float], *, saving: bool = False, checkpoints: Sequence[int] = ()
     ) -> Committed:
         """Returns the answer to a commit: the mean reward of the step, and no state to save."""
-        return Committed({"reward/mean": float(self._samples["reward"][self._steps == step].mean())}, b"", False)
+        return Committed({"reward/mean": float(self._samples["reward"][self._steps == step].mean())}, b"", False, False)
 
     def evaluations(self, should_stop: Callable[[], bool]) -> Iterator[tuple[int, dict[str, float]]]:
         """Empty: there are no evaluations."""

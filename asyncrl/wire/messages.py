@@ -245,7 +245,7 @@ class Committed(Body):
     """The queue's part of a checkpoint of this step; empty unless asked for."""
     checkpoint_wanted: bool
     """The journal approaches its size limit: a checkpoint would allow segments to be dropped."""
-    stopping: bool = False
+    stopping: bool
     """The run is to end with this step, even if the batch of the next one is taken already."""
 
 

@@ -195,7 +195,7 @@ def answers(seq: int = 1, *, ticket: int = 0, attempt: int = 0, step: int = 1) -
         (Finished([LeaseName(ticket, attempt, evaluation=False)]), []),
         (ShardHeader(step, "shard", [header]), [arrays]),
         (Begun(step), []),
-        (Committed(METRICS, b"state", checkpoint_wanted=False), []),
+        (Committed(METRICS, b"state", checkpoint_wanted=False, stopping=False), []),
         (Values(step), [np.ones(3, dtype=np.float32)]),
         (Trained(METRICS), []),
         (EvaluationResult("ended", step, METRICS), []),

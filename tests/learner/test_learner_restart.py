@@ -82,7 +82,8 @@ class Queue:
         again = step in self.commits
         own = self.commits.setdefault(step, {"reward/mean": step / 10})
         self.saving.append((step, saving, list(checkpoints)))
-        return Committed(own, f"queue at {step}".encode() if saving else b"", step == self.wanted_at and not again)
+        state, wanted = f"queue at {step}".encode() if saving else b"", step == self.wanted_at and not again
+        return Committed(own, state, wanted, stopping=False)
 
     def evaluations(self, should_stop: Callable[[], bool]) -> Iterable[tuple[int, dict[str, float]]]:
         return self.evaluated
