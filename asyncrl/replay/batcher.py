@@ -69,11 +69,8 @@ class Batcher:
         batch = self.state.batch(step)
         if batch is None:
             return "wait", []
-        if len(batch.shards) != self.config.launch.learners:  # a run that was resumed with another number of ranks
-            self._deal(step, sorted(batch.tickets))
-            batch = self.state.batch(step)
-            assert batch is not None
         self.progress += 1
+        self._check_ranks(batch.shards, step)
         held = [self.state.held[number] for number in batch.shards[rank]]
         return "shard", [FinishedGroup(one.finished, one.arrays) for one in held]
 
@@ -114,18 +111,15 @@ class Batcher:
             )
 
     def _compose(self, step: int) -> None:
-        """Composes the batch of the step, if enough groups are finished."""
+        """Composes the batch of the step and deals it to the ranks, if enough groups are finished."""
         settings = self.config.replay
         if self.state.ledger.count(State.FINISHED) < (settings.min_staleness + 1) * settings.groups_per_step:
             return
         numbers = self.state.ledger.select()
-        if numbers is not None:
-            self._deal(step, numbers)
-
-    def _deal(self, step: int, numbers: Sequence[int]) -> None:
-        """Deals the groups of a batch to the ranks."""
-        drops, held = self.config.replay.drops, self.state.held
-        dropped = [number for number in numbers if drops and not held[number].signal]
+        if numbers is None:
+            return
+        held = self.state.held
+        dropped = [number for number in numbers if settings.drops and not held[number].signal]
         dealt = [number for number in numbers if number not in dropped]
         costs = [sum(held[number].finished.lengths) for number in dealt]
         shards = [[dealt[index] for index in shard] for shard in balance(costs, self.config.launch.learners)]

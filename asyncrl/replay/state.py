@@ -185,14 +185,10 @@ class QueueState:
 
     def _take(self, body: Any, _: Sequence[Array], location: Location | None) -> None:
         batch = TakenStep(body["step"], [list(shard) for shard in body["shards"]], list(body["dropped"]))
-        before = self.batch(batch.number)
-        if before is not None:  # dealt again
-            self.taken[self.taken.index(before)] = batch
-        else:
-            self.ledger.take(batch.tickets)
-            self.taken.append(batch)
-            if batch.number == self.ledger.steps + 1:
-                self._begin_step(body["at_s"])
+        self.ledger.take(batch.tickets)
+        self.taken.append(batch)
+        if len(self.taken) == 1:
+            self._begin_step(body["at_s"])
         self.coverage.note(location, batch.number)
 
     def _begin_step(self, at_s: float) -> None:

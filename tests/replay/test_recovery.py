@@ -418,27 +418,21 @@ def test_restart_within_a_launch_keeps_leases_and_another_launch_takes_them_back
     queue.close()
 
 
-def test_batches_that_are_taken_and_not_trained_are_dealt_to_the_ranks_of_the_next_launch(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"replay__groups_per_step": 4, "replay__zero_variance": "drop"}
-    queue = open_queue(tmp_path, small_config(launch__learners=2, **options))
+def test_batches_that_are_taken_and_not_trained_are_those_of_the_next_launch(tmp_path: Path) -> None:
+    config = small_config(launch__learners=2, replay__groups_per_step=4, replay__zero_variance="drop")
+    queue = open_queue(tmp_path, config)
     for lease in ask_queue(queue, 0, 0, 100)[0]:
         finish(queue, lease, 0, rewards=(1.0, 1.0) if lease.ticket == 6 else (0.0, 1.0))
-    shards = [[frames(queue.take(rank, step)[1]) for rank in (0, 1)] for step in (1, 2)]
-    assert [[len(shard) for shard in batch] for batch in shards] == [[2, 2], [2, 1]]
-    batches = [sorted(batch[0] + batch[1], key=lambda group: group[0].ticket) for batch in shards]
-    queue.write()
-    kill_queue(queue)
-    queue = open_queue(tmp_path, small_config(**options), run_id="another launch")
-    for step in (1, 2):
-        assert frames(queue.take(0, step)[1]) == frames(queue.take(0, step)[1]) == batches[step - 1]
-    queue.commit(1, {})
-    queue.write()
-    kill_queue(queue)
-    queue = open_queue(tmp_path, small_config(**options), run_id="another launch")
-    assert frames(queue.take(0, 1)[1]) == batches[0], "as it was trained"
-    assert frames(queue.take(0, 2)[1]) == batches[1]
-    assert queue.ledger.taken() == [4, 5, 6, 7]
-    queue.commit(2, {})
+    batches = {(step, rank): frames(queue.take(rank, step)[1]) for step in (1, 2) for rank in (0, 1)}
+    assert [len(shard) for shard in batches.values()] == [2, 2, 2, 1], "ticket 6 is dropped"
+    for steps in (0, 1):
+        queue.write()
+        kill_queue(queue)
+        queue = open_queue(tmp_path, config, run_id=f"launch after {steps} steps")
+        assert batches == {(step, rank): frames(queue.take(rank, step)[1]) for step, rank in batches}
+        assert queue.ledger.taken() == [4 * steps + number for number in range(4)]
+        queue.commit(steps + 1, {})
+    assert (queue.ledger.steps, queue.state.taken) == (2, [])
     queue.close()
 
 
