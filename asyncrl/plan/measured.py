@@ -124,7 +124,7 @@ class _Step:
     tokens: int
     """Tokens of completions and prompts that the learner computed."""
     span_s: float
-    """Seconds from the assignment of its batch to its commit."""
+    """Seconds from the time at which its batch was complete and the step before was committed to its commit."""
 
 
 def _steps(trace: pa.Table, config: Config) -> dict[int, _Step]:
@@ -230,14 +230,16 @@ def _learner_cost(rows: list[dict[str, float]], steps: dict[int, _Step], learner
     rows = rows[WARM_STEPS:] if len(rows) >= WARM_STEPS + MIN_STEPS else rows
     tokens = np.array([steps[int(row["step"])].tokens / learners for row in rows])
     step_s = np.array([row["learner/step_s"] for row in rows])
-    write_s = float(np.mean([row["learner/write_s"] for row in rows]))
-    span_s = float(np.mean([steps[int(row["step"])].span_s for row in rows]))
+    write_s, wait_s = (np.array([row[f"learner/{name}_s"] for row in rows]) for name in ("write", "wait"))
+    spans_s = np.array([steps[int(row["step"])].span_s for row in rows])
+    # At most what the learner waited: a batch may have been received while the one before it was trained.
+    take_s = float(np.clip(spans_s - step_s - write_s, 0.0, wait_s).mean())
     base_s, token_s = 0.0, float(step_s.sum() / tokens.sum())
     if tokens.std() > MIN_SPREAD * tokens.mean():
         slope = float(np.cov(tokens, step_s, bias=True)[0, 1] / tokens.var())
         token_s = min(max(slope, 0.0), token_s)
         base_s = float(step_s.mean() - token_s * tokens.mean())
-    return LearnerCost(base_s + write_s, token_s, max(0.0, span_s - float(step_s.mean()) - write_s))
+    return LearnerCost(base_s + float(write_s.mean()), token_s, take_s)
 
 
 def _sync_cost(rows: list[dict[str, float]]) -> SyncCost:

@@ -48,6 +48,13 @@ def test_an_evaluation_after_the_last_step_hides_nothing(tmp_path: Path) -> None
     assert read_run(folder).workload.engine == ENGINE
 
 
+def test_batches_that_were_received_ahead_cost_the_learner_nothing(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "r")
+    rows = [json.loads(line) | {"learner/wait_s": 0.0} for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert read_run(folder).workload.learner.take_s == 0.0
+
+
 def test_generators_that_take_turns_are_faster_alone(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "r", generators_per_device=2)
     run = read_run(folder)
