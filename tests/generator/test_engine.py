@@ -167,6 +167,7 @@ def test_a_cached_prompt_is_never_used_under_other_weights(
     try:
         engine.swap(0, weights_of(policies[0]))
         complete(engine, {"first": prompt})
+        (again,) = complete(engine, {"again": prompt}).values()
         for i in range(10):  # 8 run at once, 2 wait
             engine.add(f"old {i}", prompt)
         early = {completion.key for _ in range(1 + ahead) for completion in engine.step()}
@@ -177,6 +178,9 @@ def test_a_cached_prompt_is_never_used_under_other_weights(
     finally:
         vllm.step = step
     assert cached["old 0"] >= 256 or "old 0" in early  # within a version the prompt is shared
+    assert cached["again"] >= 256
+    expected = reference_logprobs(policies[0], prompt, again.tokens, 0.7)
+    assert max_difference(again.logprobs, expected) < TOLERANCE
     for key in ("old 8", "old 9", "new"):
         assert np.all(done[key].versions == 1)
         expected = reference_logprobs(policies[1], prompt, done[key].tokens, 0.7)
