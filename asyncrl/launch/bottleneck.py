@@ -56,7 +56,8 @@ class BottleneckMonitor:
             learner_idle=learner_idle,
             max_staleness=self._config.replay.staleness_limit,
         )
-        sentence = goodput_sentence(goodput, self._config, solved=self._run.solved_fraction())
+        solved = self._run.solved_fraction()
+        sentence = goodput_sentence(goodput, self._config, learner_idle=learner_idle, solved=solved)
         return {
             "bottleneck": f"{verdict.sentence}. {sentence}" if sentence else verdict.sentence,
             "simulated_gains": {change.text: change.gain for change in verdict.changes},

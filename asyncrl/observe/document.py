@@ -38,8 +38,7 @@ MAX_SAMPLES = 200
 MAX_CHARACTERS = 4000
 """Longer texts of samples are cut in the middle."""
 SHOWN_ELSEWHERE = (
-    "bottleneck", "ledger", "bias", "simulated_gains", "eval", "staleness", "time", "status", "error", "goodput",
-    "prompts",
+    "bottleneck", "ledger", "bias", "simulated_gains", "eval", "staleness", "time", "status", "error", "prompts",
     UNANSWERED,
 )  # fmt: skip
 """Fields of the summary with their own section on the page."""
@@ -131,10 +130,7 @@ def _tiles(curves: Curves, summary: Mapping[str, Any]) -> list[dict[str, Any]]:
         note += f" in {duration(summary['wall_s'])}" if "wall_s" in summary else ""
         tiles.append(_tile("How fast?", f"{summary['tokens_per_s']:,.0f}", note, "tokens_per_s"))
     if goodput := summary.get("goodput") or goodput_of(curves.latest[-1] if curves.latest else {}):
-        note = (
-            "goodput: tokens trained with signal, of what bare engines make, "
-            f"{goodput['bare_tokens_per_s']:,.0f} tokens/s each"
-        )
+        note = "goodput: trained with signal, of what bare engines make"
         parts = {"parts": _parts(goodput)}
         tiles.append(_tile("How much counts?", f"{goodput['total']:.0%}", note, "goodput/total") | parts)
     if "idle" in summary:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from asyncrl.config import Config
+from asyncrl.plan.verdict import BUSY
 from asyncrl.types import GOODPUT_FACTORS
 
 GOOD = 0.95
@@ -13,10 +14,13 @@ MOSTLY = 0.7
 """Fraction of the groups without signal above which they count as solved, or as hopeless."""
 
 
-def goodput_sentence(goodput: Mapping[str, float], config: Config, *, solved: float | None = None) -> str:
+def goodput_sentence(
+    goodput: Mapping[str, float], config: Config, *, learner_idle: float, solved: float | None = None
+) -> str:
     """Returns a sentence about the goodput of a run, as `asyncrl.types.goodput_of` has it; empty if it is unknown.
 
-    `solved` is the fraction of the groups without signal that are solved and not hopeless; None if it is unknown.
+    `learner_idle` is the fraction of the time in which the learner waits, and `solved` that of the groups without
+    signal that are solved and not hopeless; None if it is unknown.
     """
     if "total" not in goodput:
         return ""
@@ -26,9 +30,8 @@ def goodput_sentence(goodput: Mapping[str, float], config: Config, *, solved: fl
     factor = min(GOODPUT_FACTORS, key=lambda name: goodput[name])
     lever = {
         "engine": _engine(config),
-        "admitted": f"generators lack leases; raise replay.max_staleness above {config.replay.staleness_limit}, or add "
-        "learners",
-        "signal": _signal(config, solved),
+        "admitted": _admitted(config, learner_idle),
+        "signal": _signal(config, learner_idle, solved),
         "trained": "the other tokens with signal are in flight or were returned; a longer run, or a lower "
         "replay.max_staleness, has fewer of them",
     }[factor]
@@ -49,9 +52,18 @@ def _engine(config: Config) -> str:
     )
 
 
-def _signal(config: Config, solved: float | None) -> str:
+def _admitted(config: Config, learner_idle: float) -> str:
+    if learner_idle < BUSY:
+        return "generators wait for the learner, which is busy; add learners, or take fewer generators"
+    limit = config.replay.staleness_limit
+    return f"generators lack leases while the learner waits too; raise replay.max_staleness above {limit}"
+
+
+def _signal(config: Config, learner_idle: float, solved: float | None) -> str:
     levers: list[str] = []
-    if config.replay.zero_variance in ("auto", "refund"):
+    if config.data.selection_rule is None:
+        levers.append("data.selection=on generates fewer of them")
+    if config.replay.zero_variance in ("auto", "refund") and learner_idle > BUSY:
         levers.append("replay.zero_variance=drop makes steps without waiting for replacements")
     if solved is not None and solved > MOSTLY:
         levers.append("most such groups are solved: take harder data")

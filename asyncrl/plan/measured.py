@@ -211,7 +211,7 @@ def _setup(config: Config, steps: int, generators_per_device: int) -> Setup:
 
 
 def _signal(trace: pa.Table, config: Config) -> NDArray[np.bool_]:
-    return signal_of(trace, trains_all=config.replay.zero_variance == "train")
+    return signal_of(trace, trains_all=config.replay.zero_variance in ("train", "drop"))
 
 
 def _lengths(trace: pa.Table, config: Config) -> Lengths:

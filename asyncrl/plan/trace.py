@@ -54,7 +54,7 @@ def with_signal(table: pa.Table) -> pa.Table:
 
 def signal_of(trace: pa.Table, *, trains_all: bool) -> NDArray[np.bool_]:
     """Returns for each group whether it has a training signal. Where the trace does not say, a group has one if its
-    rewards differ; or if it is not refunded, unless the run `trains_all` groups."""
+    rewards differ; or if it is not refunded, unless the run `trains_all` groups, with signal or not."""
     outcomes = np.array(trace.column("outcome").to_pylist(), dtype=object)
     usable = np.isin(outcomes, ("trained", "in_flight"))
     if trains_all:

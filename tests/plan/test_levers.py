@@ -14,15 +14,19 @@ from tests.helpers.replay import small_config
 from tests.plan.made_runs import make_run
 
 
-def sentence(solved: float | None = None, *, config: dict[str, Any] | None = None, **factors: float) -> str:
+def sentence(
+    solved: float | None = None, *, learner_idle: float = 0.5, config: dict[str, Any] | None = None, **factors: float
+) -> str:
     values = {"engine": 0.9, "admitted": 0.9, "signal": 0.9, "trained": 0.9} | factors
     total = values["engine"] * values["admitted"] * values["signal"] * values["trained"]
-    return goodput_sentence(values | {"total": total}, small_config(**config or {}), solved=solved)
+    settings = small_config(**config or {})
+    return goodput_sentence(values | {"total": total}, settings, learner_idle=learner_idle, solved=solved)
 
 
 def test_the_smallest_factor_is_named_with_its_lever() -> None:
     assert sentence(signal=0.4).startswith("Goodput 29%; its smallest factor is signal, 40%: the other groups have ")
-    assert "raise replay.max_staleness above 1, or add learners" in sentence(admitted=0.5)
+    assert "while the learner waits too; raise replay.max_staleness above 1" in sentence(admitted=0.5)
+    assert "the learner, which is busy; add learners" in sentence(admitted=0.5, learner_idle=0.02)
     assert "in flight or were returned" in sentence(trained=0.5)
 
 
@@ -38,12 +42,15 @@ def test_the_lever_for_the_engine_depends_on_how_many_groups_may_run() -> None:
 def test_the_lever_for_the_signal_depends_on_the_groups_without(solved: float, says: str) -> None:
     assert says in sentence(solved, signal=0.4)
     assert "replay.zero_variance=drop" in sentence(solved, signal=0.4)
+    assert "data.selection=on" in sentence(solved, signal=0.4)
+    assert "data.selection" not in sentence(solved, signal=0.4, config={"data__selection": "on"})
+    assert "replay.zero_variance" not in sentence(solved, signal=0.4, learner_idle=0.02), "it waits for nothing"
     assert "replay.zero_variance" not in sentence(solved, signal=0.4, config={"replay__zero_variance": "train"})
 
 
 def test_good_and_unknown_goodput_has_no_lever() -> None:
     assert sentence(engine=0.99, admitted=1.0, signal=1.0, trained=0.99) == "Goodput 98%."
-    assert goodput_sentence({}, small_config()) == ""
+    assert goodput_sentence({}, small_config(), learner_idle=0.5) == ""
 
 
 def test_groups_without_signal_are_solved_if_their_reward_is_above_that_of_the_others() -> None:

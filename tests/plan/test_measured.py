@@ -155,3 +155,18 @@ def test_steps_of_one_size_count_by_tokens(tmp_path: Path) -> None:
     learner = read_run(folder).workload.learner
     assert learner.base_s == pytest.approx(0.01), "the cost of a commit"
     assert np.isfinite(learner.token_s)
+
+
+def test_a_step_that_drops_groups_costs_what_is_computed_of_it(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "r")
+    config = folder / "config.yaml"
+    config.write_text(config.read_text().replace("zero_variance: auto", "zero_variance: drop"))
+    dropped = read_run(folder)
+    assert dropped.setup.zero_variance == "drop"
+    table = pq.read_table(folder / "trace.parquet")
+    some = pa.array([signal and ticket % 5 != 1 for ticket, signal in enumerate(table.column("signal").to_pylist())])
+    pq.write_table(table.set_column(16, SCHEMA.field("signal"), some), folder / "trace.parquet")
+    fewer = read_run(folder)
+    assert fewer.workload.lengths.signal.mean() == pytest.approx(0.6)
+    cost, before = fewer.workload.learner, dropped.workload.learner
+    assert cost.base_s + 100 * cost.token_s > before.base_s + 100 * before.token_s, "the same time for fewer tokens"
