@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from asyncrl.replay.journal.writer import SYNCED, Position
 from asyncrl.replay.queue import ReplayQueue
-from asyncrl.wire.messages import Committed, Finished, LeaseName, ShardHeader
+from asyncrl.wire.messages import Committed, Finished, LeaseName, Leases, ShardHeader
 from asyncrl.wire.rpc import Reply
 
 URGENT = (ShardHeader, Committed)
 """Replies that a learner waits for."""
+PATIENT = (Finished, Leases)
+"""Replies that nobody waits for, unless the server says so (`hurry`)."""
+GATHER_S = 0.005
+"""Such replies wait up to this time for others, so that one write of the journal serves all of them."""
 PROMISES = {"group": Finished, "commit": Committed}
 """The reply that acknowledges a record of each kind."""
 
@@ -36,6 +42,8 @@ class Outbox:
         self.answers: list[Answer] = []
         """Replies that wait for the next write."""
         self._queue, self._send_one = queue, send
+        self._due_s = math.inf
+        """Time at which the replies are to be flushed."""
         self._unsynced: deque[tuple[Position, list[Answer]]] = deque()
         """Written replies, with the place up to which the journal must be synced before they are sent."""
         self._promises = tuple(PROMISES[kind] for kind in SYNCED[queue.config.journal.flush])
@@ -46,6 +54,16 @@ class Outbox:
         return bool(self._unsynced)
 
     @property
+    def wait_s(self) -> float:
+        """Seconds until the replies are to be flushed; infinite if there are none."""
+        return max(0.0, self._due_s - time.monotonic())
+
+    @property
+    def waits(self) -> bool:
+        """True if there are replies, and none of them is due."""
+        return 0.0 < self.wait_s < math.inf
+
+    @property
     def urgent(self) -> bool:
         """True if a learner waits for the last reply: it should be flushed now rather than with more messages."""
         return bool(self.answers) and isinstance(self.answers[-1].reply.body, URGENT)
@@ -53,11 +71,19 @@ class Outbox:
     def add(self, peer: bytes, seq: int, reply: Reply) -> None:
         """Queues a reply for the next `flush`."""
         self.answers.append(Answer(peer, seq, reply))
+        if not isinstance(reply.body, PATIENT):
+            self.hurry()
+        elif self._due_s == math.inf:
+            self._due_s = time.monotonic() + GATHER_S
+
+    def hurry(self) -> None:
+        """The replies are due: somebody waits for one of them, or for the next one."""
+        self._due_s = 0.0
 
     def flush(self, *, wait: bool = False) -> None:
         """Writes the journal and sends the replies whose records are durable; with `wait` all of them."""
         self._queue.write(wait=wait)
-        answers, self.answers = self.answers, []
+        answers, self.answers, self._due_s = self.answers, [], math.inf
         promises = [answer for answer in answers if isinstance(answer.reply.body, self._promises)]
         if promises:
             self._unsynced.append((self._queue.promised, promises))

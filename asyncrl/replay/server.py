@@ -2,7 +2,7 @@
 
 One thread, one loop (`ReplayServer.serve`). A pass of it:
 
-    poll the socket         waits for a message, at most TICK_S (SYNC_LOOK_S while the journal syncs)
+    poll the socket         waits for a message, at most TICK_S (SYNC_LOOK_S while replies wait for a sync)
        |                    woken by  generators: ask, finish, evaluated, release
        |                              learners:   begin, take, commit, next_evaluation
        |                              launcher:   status, scale, lost, stop, summary, shutdown
@@ -14,6 +14,9 @@ One thread, one loop (`ReplayServer.serve`). A pass of it:
        |
     flush the outbox        one write of the journal, then the replies. A reply that promises durability waits for the
                             sync, which runs in the journal's own thread; the loop does not wait for it
+
+A flush serves many messages: replies to "finish", and to an "ask" of a generator that has enough to do, wait up to
+GATHER_S for others. All other replies are flushed in the pass in which they were made.
 """
 
 from __future__ import annotations
@@ -62,6 +65,8 @@ from asyncrl.wire.sockets import MAX_FRAME_BYTES
 
 TICK_S = 0.05
 """Maximum wait of the loop: delay until an expired lease or a signal is noticed."""
+POLL_S = 0.001
+"""Shortest wait of the loop while replies wait for others."""
 SYNC_LOOK_S = 0.001
 """The same while replies wait for a sync of the journal."""
 TAKE_ANSWER_S = 1.0
@@ -100,15 +105,22 @@ class ReplayServer:
         """Serves until a shutdown request or `should_stop()`."""
         while not (self.shut or should_stop()):
             self._watch.switch("syncing" if self._outbox.syncing else "waiting")
-            ready = self._server.poll(SYNC_LOOK_S if self._outbox.syncing else TICK_S)
+            ready = self._server.poll(self._poll_s())
             self._watch.switch("working")
             if ready:
                 self._receive()
             self._answer_waiting()
             self.queue.expire()
             self._watch.switch("writing")
-            self._outbox.flush()
+            if self._outbox.waits:
+                self._outbox.send_synced()
+            else:
+                self._outbox.flush()
         self._outbox.flush(wait=True)
+
+    def _poll_s(self) -> float:
+        """The longest wait for a message."""
+        return min(SYNC_LOOK_S if self._outbox.syncing else TICK_S, max(POLL_S, self._outbox.wait_s))
 
     def close(self) -> None:
         """Closes the socket."""
@@ -143,6 +155,9 @@ class ReplayServer:
     def _ask(self, message: Message) -> Reply:
         queue = self.queue
         body: Ask = message.body
+        # A generator that lacks at least half of its groups may be idle, also if it gets nothing now: it asks again.
+        if body.num_evaluations or body.num_groups > queue.state.leased_by[body.generator]:
+            self._outbox.hurry()
         leases, reason = queue.ask(
             body.generator,
             body.version,

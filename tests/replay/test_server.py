@@ -17,6 +17,7 @@ import zmq
 
 from asyncrl.errors import ConfigError, PeerTimeoutError, RunError
 from asyncrl.launch.resources.placement import reserve_ports
+from asyncrl.replay import outbox as outbox_module
 from asyncrl.replay import server as server_module
 from asyncrl.replay.client import GeneratorClient, LauncherClient, LearnerClient, LeaseReply
 from asyncrl.replay.codec import pack_group
@@ -425,3 +426,52 @@ def test_evaluation_over_the_wire(endpoints: Endpoints, tmp_path: Path) -> None:
         learner.close()
         stop.set()
         thread.join(timeout=10)
+
+
+def test_answers_that_nobody_waits_for_are_gathered_and_others_are_not(
+    endpoints: Endpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outbox_module, "GATHER_S", 20.0)
+    config = small_config(replay__groups_per_step=4, replay__max_staleness=3)
+    journal = Journal(tmp_path / "journal", flush="step")
+    queue = ReplayQueue(config, EndlessPrompts(), TraceWriter(tmp_path / "trace.parquet"), journal=journal)
+    stop, generator, learner = threading.Event(), GeneratorClient(endpoints, 0), LearnerClient(endpoints, 0)
+    with ThreadPoolExecutor(1) as pool:
+        served = pool.submit(run_replay, queue, endpoints, stop.is_set)
+        try:
+            began_s = time.monotonic()
+            generator.ask(0, 8, GeneratorStats.of())
+            first, *leases = wait_for(generator).leases
+            batches = journal._writer.num_batches
+            for lease in (first, *leases[:2]):
+                generator.finish(make_group(lease, 0))
+            generator.poll(0.3)
+            assert generator.unacknowledged == 3, "nobody waits for it"
+            generator.ask(0, 3, GeneratorStats.of())
+            generator.poll(0.3)
+            assert generator.outstanding, "5 groups run, 3 are asked for"
+            generator.finish(make_group(leases[2], 0))
+            assert learner.take(1) is not None
+            assert len(wait_for(generator).leases) == 3, "a learner's answer takes the others along"
+            generator.poll(0.05)
+            assert generator.unacknowledged == 0
+            assert journal._writer.num_batches == batches + 1, "one write"
+            for lease in leases[3:]:
+                generator.release([(lease.ticket, lease.attempt, 0)])
+            generator.ask(0, 8, GeneratorStats.of())
+            assert len(wait_for(generator).leases) == 8, "most of it is idle"
+            generator.ask(0, 12, GeneratorStats.of())
+            reply = wait_for(generator)
+            assert (len(reply.leases), reply.reason) == (1, "staleness"), "also if there is little for it"
+            learner.commit(1, {})
+            assert time.monotonic() - began_s < 10.0, "all that was waited for came at once"
+            monkeypatch.setattr(outbox_module, "GATHER_S", 0.5)
+            began_s = time.monotonic()
+            generator.ask(1, 0, GeneratorStats.of())
+            wait_for(generator)
+            assert time.monotonic() - began_s > 0.4, "a heartbeat may wait"
+        finally:
+            stop.set()
+            generator.close()
+            learner.close()
+        served.result(timeout=10)
