@@ -8,6 +8,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from multiprocessing.process import BaseProcess
@@ -143,11 +144,13 @@ def generate(
 
 
 def learn(endpoints: Endpoints, version: Any) -> None:
-    """Takes and commits every batch, and reports checkpoints without writing any."""
-    client = LearnerClient(endpoints, 0)
+    """Takes every batch ahead, as learners do, and commits it; reports checkpoints without writing any."""
+    client, thread = LearnerClient(endpoints, 0), ThreadPoolExecutor(1)
     client.begin(0)
     step, checkpoints = 1, [0]
-    while client.take(step) is not None:
+    taking = thread.submit(client.take, step)
+    while taking.result() is not None:
+        taking = thread.submit(client.take, step + 1)
         saving = step % CHECKPOINT_STEPS == 0
         checkpoints = [*checkpoints, step][-2:] if saving else checkpoints
         client.commit(step, {"learner/loss": 0.0, "learner/wait_s": 0.0}, saving=saving, checkpoints=checkpoints)
