@@ -185,6 +185,9 @@ class Group:
     greedy_tokens: int = 0
     weight: float = 1.0
     """Weight of its losses (`data.selection`)."""
+    arrays: list[NDArray[Any]] | None = field(default=None, repr=False, compare=False)
+    """tokens, action_mask, behavior_logprobs and versions of all trajectories end to end, of which theirs are views;
+    None if they lie apart."""
 
     @property
     def rewards(self) -> NDArray[np.float64]:

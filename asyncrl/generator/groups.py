@@ -12,8 +12,10 @@ import numpy as np
 from asyncrl.config import Config
 from asyncrl.errors import InvariantError
 from asyncrl.generator.vllm_backend.engine import Completion, Sampling
+from asyncrl.replay.codec import group_block
 from asyncrl.replay.ledger import wanted_groups
 from asyncrl.types import NO_VERSION, Group, Lease, Prompt, Trajectory
+from asyncrl.wire.frames import Block
 from asyncrl.wire.messages import Evaluated
 
 if TYPE_CHECKING:
@@ -120,7 +122,7 @@ def make_group(
     lease = running.lease
     count = running.size - running.greedy
     members = running.members
-    trajectories = _trajectories(lease.prompt, members[:count])
+    trajectories, arrays = _trajectories(lease.prompt, members[:count])
     greedy_error = scored.errors[-1] if running.greedy else ""
     errors = [error or (greedy_error if failed == "refund" else "") for error in scored.errors[:count]]
     refunded = failed == "refund" or all(errors)
@@ -147,6 +149,7 @@ def make_group(
         finished_s=time.monotonic(),
         greedy_reward=_greedy_reward(scored, failed) if running.greedy else None,
         greedy_tokens=len(members[-1].tokens) if running.greedy else 0,
+        arrays=arrays,
     )
 
 
@@ -177,27 +180,22 @@ def make_evaluated(running: Running, scored: Scored) -> Evaluated:
     )
 
 
-def _trajectories(prompt: Prompt, completions: Sequence[Completion]) -> list[Trajectory]:
-    """The trajectories, prompt and completion, as views of arrays that all of the group share."""
+def _trajectories(prompt: Prompt, completions: Sequence[Completion]) -> tuple[list[Trajectory], Block]:
+    """The trajectories, prompt and completion, and the arrays of the complete group, of which theirs are views. They
+    lie in one frame, which is sent as it is."""
     start = len(prompt.tokens)
     ends = np.cumsum([start + len(completion.tokens) for completion in completions]).tolist()
-    length = ends[-1]
-    group = Trajectory(
-        tokens=np.empty(length, dtype=np.int32),
-        action_mask=np.ones(length, dtype=np.bool_),
-        behavior_logprobs=np.zeros(length, dtype=np.float32),
-        versions=np.full(length, NO_VERSION, dtype=np.int32),
-        status="completed",
-    )
+    block = group_block(ends[-1])
+    group = Trajectory(*block, "completed")
     trajectories: list[Trajectory] = []
     for completion, begin, end in zip(completions, [0, *ends], ends, strict=False):
         first = begin + start
         group.tokens[begin:first], group.tokens[first:end] = prompt.tokens, completion.tokens
-        group.action_mask[begin:first] = False
+        group.action_mask[first:end] = True
         group.behavior_logprobs[first:end] = completion.logprobs
-        group.versions[first:end] = completion.versions
+        group.versions[begin:first], group.versions[first:end] = NO_VERSION, completion.versions
         own = slice(begin, end)
         arrays = group.tokens[own], group.action_mask[own], group.behavior_logprobs[own], group.versions[own]
         trajectories.append(Trajectory(*arrays, completion.status))
     group.check()
-    return trajectories
+    return trajectories, block

@@ -11,15 +11,22 @@ import numpy as np
 from asyncrl.errors import ProtocolError
 from asyncrl.types import NO_VERSION, Group, Lease, Prompt, Trajectory
 from asyncrl.wire.bounds import MAX_REWARD
-from asyncrl.wire.frames import NAMES, Array, Block, joined
+from asyncrl.wire.frames import DTYPES, NAMES, Array, Block, joined, zeros
 from asyncrl.wire.messages import GroupHeader, LeaseHeader
 
 _SHARED = tuple(name for name in GroupHeader.__struct_fields__ if name in {field.name for field in fields(Group)})
 """Fields that a header has of its group; its others are lists with an entry for each trajectory."""
+_ARRAYS = ["i4", "b1", "f4", "i4"]
+"""Types of tokens, action_mask, behavior_logprobs and versions."""
+
+
+def group_block(num_tokens: int) -> Block:
+    """Zeros for tokens, action_mask, behavior_logprobs and versions of a group, in one frame."""
+    return zeros([(DTYPES[name], num_tokens) for name in _ARRAYS])
 
 
 def pack_group(group: Group) -> tuple[GroupHeader, Block]:
-    """Header part and arrays of a group, in one frame."""
+    """Header part and arrays of a group, in one frame. Arrays that lie in one are not copied."""
     members = group.trajectories
     header = GroupHeader(
         **{name: getattr(group, name) for name in _SHARED},
@@ -29,6 +36,8 @@ def pack_group(group: Group) -> tuple[GroupHeader, Block]:
         status=[t.status for t in members],
         errors=[t.error for t in members],
     )
+    if isinstance(group.arrays, Block):
+        return header, group.arrays
     columns = (
         [t.tokens for t in members],
         [t.action_mask for t in members],
@@ -44,7 +53,7 @@ def check_group(header: GroupHeader, arrays: Sequence[Array], *, group_size: int
     for name in ("lengths", "rewards", "parts", "status", "errors"):
         if len(getattr(header, name)) != group_size:
             raise ProtocolError(f"{where}: {len(getattr(header, name))} {name}, a group has {group_size}")
-    if [NAMES.get(a.dtype) for a in arrays] != ["i4", "b1", "f4", "i4"]:
+    if [NAMES.get(a.dtype) for a in arrays] != _ARRAYS:
         raise ProtocolError(f"{where}: expected frames of tokens, action_mask, behavior_logprobs and versions")
     if min(header.lengths, default=0) < 1 or any(a.shape != (sum(header.lengths),) for a in arrays):
         raise ProtocolError(f"{where}: lengths do not add up to the arrays")

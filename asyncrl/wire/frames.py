@@ -243,11 +243,16 @@ def joined(columns: Sequence[Sequence[Array]]) -> Block:
     """Concatenates the parts of each column into an array; all arrays lie in one frame."""
     if not columns:
         return Block([], None)
-    sizes = [sum(map(len, parts)) * parts[0].itemsize for parts in columns]
+    block = zeros([(parts[0].dtype, sum(map(len, parts))) for parts in columns])
+    for array, parts in zip(block, columns, strict=True):
+        np.concatenate(parts, out=array, casting="equiv")
+    return block
+
+
+def zeros(specs: Sequence[tuple[np.dtype[Any], int]]) -> Block:
+    """Arrays of zeros of these dtypes and lengths, in one frame."""
+    sizes = [dtype.itemsize * length for dtype, length in specs]
     begins = [*accumulate((_aligned(size) for size in sizes), initial=0)]
     frame = np.zeros(begins[-2] + sizes[-1], dtype=np.uint8)
-    arrays: list[Array] = []
-    for begin, size, parts in zip(begins, sizes, columns, strict=False):
-        array = frame[begin : begin + size].view(parts[0].dtype)
-        arrays.append(np.concatenate(parts, out=array, casting="equiv"))
+    arrays = [frame[at : at + size].view(dtype) for at, size, (dtype, _) in zip(begins, sizes, specs, strict=False)]
     return Block(arrays, frame.data)

@@ -12,6 +12,7 @@ from generator_fakes import lease
 from asyncrl.errors import InvariantError
 from asyncrl.generator.groups import Running, make_evaluated, make_group
 from asyncrl.generator.vllm_backend.engine import Completion
+from asyncrl.replay.codec import pack_group
 from asyncrl.rewards.workers import Scored
 from asyncrl.types import Status
 
@@ -39,6 +40,19 @@ def test_trajectories_are_the_prompt_and_a_completion_each() -> None:
     assert second.behavior_logprobs.tolist() == [0.0, 0.0, 0.0, -0.5, -0.5]
     assert first.versions.tolist() == [-1, -1, -1, 3] and second.versions.tolist() == [-1, -1, -1, 3, 5]
     assert (group.end_version, first.status, second.status) == (5, "completed", "truncated")
+
+
+def test_the_frame_of_a_group_is_built_once_and_sent_as_it_is() -> None:
+    group = make_group(running(), Scored((4, 0), [1.0, 0.0], [{}, {}], ["", ""]), generator=0)
+    header, block = pack_group(group)
+    assert header.lengths == [4, 5]
+    first, second = group.trajectories
+    frame = np.frombuffer(block.frame, dtype=np.uint8)
+    for name in ("tokens", "action_mask", "behavior_logprobs", "versions"):
+        assert np.shares_memory(getattr(first, name), frame) and np.shares_memory(getattr(second, name), frame)
+    _, apart = pack_group(replace(group, arrays=None))
+    assert bytes(apart.frame) == bytes(block.frame)
+    assert [(a.dtype, a.tolist()) for a in apart] == [(a.dtype, a.tolist()) for a in block]
 
 
 def test_truncated_completions_are_penalized_and_the_penalty_is_a_part() -> None:
