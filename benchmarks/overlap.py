@@ -14,7 +14,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,20 +129,20 @@ def _holds(process: subprocess.Popen[bytes], folder: Path, alone: Alone, until: 
         if _steps(folder) >= max(seen + BLOCK_STEPS, WARM_STEPS):
             time.sleep(LOGGED_S)
             seen = _steps(folder)
-            yield _hold(process.pid, seen, alone)
+            yield hold(process.pid, seen, alone.sides)
 
 
-def _hold(launcher: int, steps: int, alone: Alone) -> Hold:
-    """Holds the launch while the sides are measured."""
+def hold(launcher: int, steps: int, sides: Callable[[], list[Measured]]) -> Hold:
+    """Holds a launcher and all that it started while `sides` measures."""
     top = psutil.Process(launcher)
     tree = [top, *top.children(recursive=True)]
     began_s = time.monotonic()
     _signal(tree, signal.SIGSTOP)
     try:
-        cpu_s, sides = _cpu_s(tree), alone.sides()
+        cpu_s, measured = _cpu_s(tree), sides()
     finally:
         _signal(tree, signal.SIGCONT)
-    return Hold(steps, time.monotonic() - began_s, cpu_s, sides)
+    return Hold(steps, time.monotonic() - began_s, cpu_s, measured)
 
 
 def _signal(tree: list[psutil.Process], number: int) -> None:

@@ -8,13 +8,11 @@ second pair of runs trains on half of the rows and is scored on the other half. 
 
 from __future__ import annotations
 
-import subprocess
-import time
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
-from benchmarks.demo import DATA, launched, prepare, rows_of
+from benchmarks.demo import DATA, prepare, train_for
 from benchmarks.frame import SEED, CannotRun, Limit, Round, Row
 from benchmarks.snapshots import QUICK_SAMPLES, SAMPLES, Scorer, Snapshot, at, of_run, overrides
 
@@ -25,8 +23,6 @@ SECONDS, QUICK_SECONDS = 45.0, 8.0
 MARGIN_S = 8.0
 """Time after it in which the next policy is saved."""
 EVERY_STEPS = 5
-MOST_STEPS = 100_000
-TIMEOUT_S = 240.0
 LIMITS = {
     f"reward with the book, {rows}": Limit(0.0, least_of=f"reward without, {rows}")
     for rows in ("all rows", "held-out half")
@@ -47,30 +43,14 @@ def halves() -> None:
 def reward_after(seconds: float, selection: str, data: Path, scorer: Scorer, seed: int) -> float:
     """Returns the reward of the policy that trained on `data` for this time."""
     options = [
-        f"data.selection={selection}", f"data.train={data}", f"seed={seed}", f"steps={MOST_STEPS}",
-        "learner.lr_schedule=constant", *overrides(EVERY_STEPS),
+        f"data.selection={selection}", f"data.train={data}", f"seed={seed}", *overrides(EVERY_STEPS),
     ]  # fmt: skip
-    train_for(seconds + MARGIN_S, options)
+    train_for(RUN, seconds + MARGIN_S, options)
     points = list(scorer.points(around(of_run(RUN), seconds)))
     try:
         return at(points, seconds).reward
     except ValueError as error:
         raise CannotRun(f"{error} in runs/{RUN}; it was too slow to be compared") from None
-
-
-def train_for(seconds: float, options: list[str]) -> None:
-    """Runs a launch until this time after its first generation."""
-    with launched(RUN, options) as process:
-        began_s, file = time.monotonic(), Path("runs") / RUN / "metrics.jsonl"
-        while not (file.exists() and file.stat().st_size):
-            if process.poll() is not None or time.monotonic() - began_s > TIMEOUT_S:
-                raise CannotRun(f"asyncrl launch had no step; see runs/{RUN}/logs")
-            time.sleep(0.1)
-        try:
-            code = process.wait(max(seconds - rows_of(RUN)[0]["time/elapsed_s"], 0.0))
-        except subprocess.TimeoutExpired:
-            return
-    raise CannotRun(f"asyncrl launch ended early with code {code}; see runs/{RUN}/logs")
 
 
 def around(snapshots: list[Snapshot], seconds: float) -> list[Snapshot]:

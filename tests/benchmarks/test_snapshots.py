@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -149,3 +154,34 @@ def test_weights_may_take_ten_ms_and_the_link() -> None:
             "bucket ms, 1 MB to 1": 20.0,
         }
     )
+
+
+def test_a_launch_is_held_while_its_sides_are_measured(tmp_path: Path) -> None:
+    count = "import time\nwhile True: print(1, file=open({!r}, 'a')); time.sleep(0.01)"
+    inner, outer = tmp_path / "inner", tmp_path / "outer"
+    code = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {count.format(str(inner))!r}])\n"
+    code += count.format(str(outer))
+    grown: list[bool] = []
+
+    def grows() -> bool:
+        before = [file.stat().st_size for file in (inner, outer)]
+        time.sleep(0.5)
+        return any(file.stat().st_size > size for file, size in zip((inner, outer), before, strict=True))
+
+    def sides() -> list[Measured]:
+        grown.append(grows())
+        return []
+
+    launcher = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    try:
+        deadline_s = time.monotonic() + 60
+        while not (inner.exists() and outer.exists()) and time.monotonic() < deadline_s:
+            time.sleep(0.02)
+        found = overlap.hold(launcher.pid, 7, sides)
+        assert grown == [False]
+        assert grows()
+    finally:
+        os.killpg(launcher.pid, signal.SIGKILL)
+        launcher.wait(10)
+    assert found.steps == 7
+    assert found.seconds >= 0.5
