@@ -20,7 +20,7 @@ import numpy as np
 from asyncrl.config import Config, load_config
 from asyncrl.launch.endpoints import run_endpoints
 from asyncrl.replay.client import GeneratorClient, LauncherClient, LearnerClient
-from asyncrl.types import NO_VERSION, Group, Lease, Prompt, PromptPosition, Trajectory
+from asyncrl.types import NO_VERSION, Group, Lease, Prompt, PromptPosition, RowPlace, Trajectory
 from asyncrl.util.processes import end_with_parent, tune_gc
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.messages import GeneratorStats
@@ -45,9 +45,9 @@ class MadeUpPrompts:
     def __init__(self) -> None:
         self.row = 0
 
-    def next_kept(self, keeps: Callable[[int], bool]) -> tuple[Prompt, int]:
+    def next_kept(self, keeps: Callable[[int], bool]) -> tuple[Prompt, RowPlace]:
         self.row += 1
-        return self.prompt((self.row - 1) % self.num_rows), 0
+        return self.prompt((self.row - 1) % self.num_rows), RowPlace(0, None)
 
     def prompt(self, row: int) -> Prompt:
         return Prompt(row, np.arange(PROMPT_TOKENS, dtype=np.int32), "", "made up")

@@ -16,7 +16,7 @@ from asyncrl.data.custom import part_name
 from asyncrl.data.prompts import LeftOut, Outcome, TrainingRows, too_long
 from asyncrl.data.sampler import Order
 from asyncrl.errors import ConfigError
-from asyncrl.types import Prompt, PromptPosition
+from asyncrl.types import Prompt, PromptPosition, RowPlace
 
 if TYPE_CHECKING:
     from asyncrl.data.pipeline import Pipeline
@@ -74,14 +74,15 @@ class PromptCursor:
     def __next__(self) -> Prompt:
         return self.next_kept(lambda row: True)[0]
 
-    def next_kept(self, keeps: Callable[[int], bool]) -> tuple[Prompt, int]:
-        """The next prompt of a row for which `keeps` is True, and the number of its pool. The place of another row goes
-        to the next one of the same pool: of the same file with `data.weights`, otherwise of all files."""
+    def next_kept(self, keeps: Callable[[int], bool]) -> tuple[Prompt, RowPlace]:
+        """The next prompt of a row for which `keeps` is True, and the row's place. The place of another row goes to the
+        next one of the same pool."""
         left_out = 0
         while True:
             outcome, pool = self._take(keeps)
             if isinstance(outcome, Prompt):
-                return outcome, pool
+                own_sampler = self._config.data.custom.sampler is not None
+                return outcome, RowPlace(pool, None if own_sampler else self._position.pools[pool].epoch)
             if not isinstance(outcome, LeftOut):
                 raise outcome
             self._leave_out(outcome)

@@ -105,8 +105,8 @@ class QueueState:
         ticket = self.ledger.lease(version)
         before = self.held.get(ticket.number)
         if before is None:
-            prompt, pool = self.prompts.next_kept(self.selection.keeps)
-            choice, counted = self.selection.choice(pool), []
+            prompt, place = self.prompts.next_kept(self.selection.keeps)
+            choice, counted = self.selection.choice(prompt.row, place), []
         else:
             prompt, choice, counted = before.prompt, before.choice, before.counted
         self.leased_by[generator] += 1
@@ -137,11 +137,9 @@ class QueueState:
         amount = {"trajectories": len(header.lengths), "tokens": sum(held.completion)}
         self.ledger.finish(number, **amount, start_version=header.start_version)
         unused = bool(reason) or (self.config.replay.drops and not group.signal)
-        chosen, choice = self.selection, held.choice
-        weight, all_rows = chosen.weight_in_means(choice), chosen.reward_of_all_rows(header, choice)
-        self.measure.scored(header, held.completion, signal=held.signal, weight=weight, all_rows=all_rows)
+        self.measure.scored(header, held.completion, held.choice, signal=held.signal)
         if reason != "failed":
-            chosen.finished(header, choice, trained=not unused)
+            self.selection.finished(header, held.choice, trained=not unused)
         self.unused_in_a_row = self.unused_in_a_row + 1 if unused else 0
         if not reason:
             self.held_bytes += held.num_bytes

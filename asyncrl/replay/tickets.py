@@ -15,7 +15,7 @@ from asyncrl.replay.journal.reader import Location
 from asyncrl.replay.journal.records import Record
 from asyncrl.replay.metrics.stats import completion_tokens, tokens_by_version
 from asyncrl.replay.prompts.selection import RowChoice
-from asyncrl.types import Prompt, PromptPosition
+from asyncrl.types import Prompt, PromptPosition, RowPlace
 from asyncrl.util.durable import Durable
 from asyncrl.wire.frames import Array
 from asyncrl.wire.messages import GroupHeader
@@ -159,9 +159,9 @@ class PromptSource(Protocol):
         """Rows of the dataset."""
         ...
 
-    def next_kept(self, keeps: Callable[[int], bool]) -> tuple[Prompt, int]:
-        """The next prompt of a row for which `keeps` is True, and the number of the row's pool: the place of another
-        row goes to the next one of the same pool."""
+    def next_kept(self, keeps: Callable[[int], bool]) -> tuple[Prompt, RowPlace]:
+        """The next prompt of a row for which `keeps` is True, and the row's place. The place of another row goes to the
+        next one of the same pool."""
         ...
 
     def prompt(self, row: int) -> Prompt:

@@ -131,7 +131,7 @@ def test_a_weighted_file_in_which_nothing_fits_is_an_error(dataset: Write) -> No
 
 def kept_rows(cursor: PromptCursor, count: int, keeps: Callable[[int], bool]) -> list[tuple[int, int]]:
     taken = [cursor.next_kept(keeps) for _ in range(count)]
-    return [(prompt.row, pool) for prompt, pool in taken]
+    return [(prompt.row, place.pool) for prompt, place in taken]
 
 
 def test_the_place_of_a_skipped_row_goes_to_the_next_row_of_its_file(dataset: Write) -> None:
@@ -151,6 +151,8 @@ def test_the_place_of_a_skipped_row_goes_to_the_next_row_of_its_file(dataset: Wr
     assert len(asked) > 10_000
     first = [number for number in asked if number < 40]
     assert all(sorted(first[i : i + 40]) == list(range(40)) for i in range(0, len(first) - 40, 40))
+    epochs = [place.epoch for _, place in (cursor.next_kept(keeps) for _ in range(30))]
+    assert epochs[0] is not None and epochs[0] > 10 and len(set(epochs)) > 5
     position = through_msgpack(cursor.position)
     resumed = PromptCursor(config, limit_tokens=10)
     resumed.seek(position)

@@ -14,7 +14,7 @@ import structlog
 from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.server import run_replay
-from asyncrl.types import Prompt, PromptPosition
+from asyncrl.types import Prompt, PromptPosition, RowPlace
 from tests.fuzz.frames import GROUP_SIZE, RUN_ID, prompt
 from tests.helpers.replay import loopback_endpoints, small_config
 
@@ -29,9 +29,9 @@ class Prompts:
     def __init__(self) -> None:
         self._row = -1
 
-    def next_kept(self, keeps: Callable[[int], bool]) -> tuple[Prompt, int]:
+    def next_kept(self, keeps: Callable[[int], bool]) -> tuple[Prompt, RowPlace]:
         self._row += 1
-        return prompt(self._row % self.num_rows), 0
+        return prompt(self._row % self.num_rows), RowPlace(0, None)
 
     def prompt(self, row: int) -> Prompt:
         return prompt(row)

@@ -10,7 +10,7 @@ import numpy as np
 
 from asyncrl.config import Config, load_config
 from asyncrl.replay.queue import ReplayQueue
-from asyncrl.types import NO_VERSION, Group, Lease, Prompt, PromptPosition, Status, Trajectory
+from asyncrl.types import NO_VERSION, Group, Lease, Prompt, PromptPosition, RowPlace, Status, Trajectory
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.messages import GeneratorStats, LeaseName
 
@@ -82,11 +82,11 @@ class EndlessPrompts:
     def __next__(self) -> Prompt:
         return self.next_kept(lambda row: True)[0]
 
-    def next_kept(self, keeps: Callable[[int], bool]) -> tuple[Prompt, int]:
+    def next_kept(self, keeps: Callable[[int], bool]) -> tuple[Prompt, RowPlace]:
         self.row += 1
         while not keeps(self.row % self.num_rows):
             self.row += 1
-        return self.prompt(self.row % self.num_rows), 0
+        return self.prompt(self.row % self.num_rows), RowPlace(0, self.row // self.num_rows)
 
     def prompt(self, row: int) -> Prompt:
         return Prompt(row, np.arange(PROMPT_TOKENS, dtype=np.int32), str(row), "test", {"index": row})

@@ -16,12 +16,13 @@ import structlog
 
 from asyncrl.replay.codec import pack_group
 from asyncrl.replay.journal.writer import Journal
+from asyncrl.replay.metrics.run import RewardsSinceStep
 from asyncrl.replay.metrics.stats import ExactMean
 from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.prompts.pass_rates import PassRates, RowOutcome
 from asyncrl.replay.prompts.selection import MAX_INTERVALS, ChosenOutcome, RowChoice, RowSelection, SelectionRecord
 from asyncrl.replay.queue import ReplayQueue
-from asyncrl.types import Lease
+from asyncrl.types import Lease, Prompt, RowPlace
 from asyncrl.util.durable import of_plain, to_plain
 from tests.helpers.replay import EndlessPrompts, ask_queue, kill_queue, make_group, small_config
 
@@ -32,6 +33,9 @@ def quick_disk() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
         yield
+
+
+HERE = RowPlace(0, None)
 
 
 def make_selection(num_rows: int, **rule: Any) -> RowSelection:
@@ -60,8 +64,8 @@ def test_a_row_is_kept_by_its_streak_with_a_floor() -> None:
         for row in range(6):
             if selection.keeps(row):
                 kept[row] += 1
-                assert selection.choice(0).probability in (1.0, max(0.5**row, 0.1))
-            selection.choice(0)
+                assert selection.choice(0, HERE).probability in (1.0, max(0.5**row, 0.1))
+            selection.choice(0, HERE)
     assert [kept[row] / visits for row in range(4)] == pytest.approx([1.0, 0.5, 0.25, 0.125], abs=0.03)
     assert kept[5] / visits == pytest.approx(0.1, abs=0.02)
     assert selection.skipped == 6 * visits - kept.total()
@@ -84,8 +88,8 @@ def test_no_row_is_left_out_for_ever() -> None:
         skips = 0
         while not selection.keeps(0):
             skips += 1
-            selection.choice(0)  # each time for another lease
-        assert selection.choice(0).probability == 1.0, "it is kept for sure, so that it weighs 1"
+            selection.choice(0, HERE)  # each time for another lease
+        assert selection.choice(0, HERE).probability == 1.0, "it is kept for sure, so that it weighs 1"
         rounds.append(skips)
     assert rounds == [MAX_INTERVALS / 0.1] * 3
 
@@ -97,8 +101,8 @@ def test_a_lease_ends_when_all_rows_are_solved() -> None:
         solve(selection, row, times=9)
     prompts = EndlessPrompts(1000)
     for lease in range(5):
-        prompt, pool = prompts.next_kept(selection.keeps)
-        assert selection.choice(pool) == RowChoice(1.0, 0)
+        prompt, place = prompts.next_kept(selection.keeps)
+        assert selection.choice(prompt.row, place).probability == 1.0
         assert prompt.row == 41 * (lease + 1) - 1
 
 
@@ -114,8 +118,8 @@ def test_a_record_has_everything() -> None:
     selection = make_selection(9, unbiased=True)
     solve(selection, 3, times=4)
     while selection.keeps(3):
-        selection.choice(0)
-    selection.choice(0)
+        selection.choice(0, HERE)
+    selection.choice(0, HERE)
     finish(selection, 2, RowChoice(0.25, 1), np.arange(2))
     selection.committed()
     finish(selection, 4, RowChoice(0.5, 1), np.arange(2), trained=False)
@@ -124,6 +128,24 @@ def test_a_record_has_everything() -> None:
     assert to_plain(SelectionRecord, again) == to_plain(SelectionRecord, selection)
     assert [again.keeps(3) for _ in range(50)] == [selection.keeps(3) for _ in range(50)]
     assert again.weight_in_loss(RowChoice(0.5, 1)) == selection.weight_in_loss(RowChoice(0.5, 1)) == 0.5
+
+
+class ShuffledPrompts(EndlessPrompts):
+    """Each epoch in another order."""
+
+    def __init__(self, num_rows: int, seed: int) -> None:
+        super().__init__(num_rows)
+        self.seed, self.epoch = seed, -1
+
+    def next_kept(self, keeps: Callable[[int], bool]) -> tuple[Prompt, RowPlace]:
+        _, place = super().next_kept(lambda row: keeps(self.shuffled(row)))
+        return self.prompt(self.shuffled(self.row % self.num_rows)), place
+
+    def shuffled(self, row: int) -> int:
+        if self.row // self.num_rows != self.epoch:
+            self.epoch = self.row // self.num_rows
+            self.order = np.random.default_rng((self.seed, self.epoch)).permutation(self.num_rows)
+        return int(self.order[row])
 
 
 class Simulated:
@@ -136,33 +158,31 @@ class Simulated:
         self.rates = np.where(self.random.random(num_rows) < 0.8, solved_or_hopeless, self.random.random(num_rows))
         self.gradients = self.random.normal(1.0, 1.0, num_rows) + 2 * (self.rates > 0.9)
         self.selection, self.refunds = selection, refunds
-        self.prompts = EndlessPrompts(num_rows)
-        self.means: list[float] = []
+        self.prompts = ShuffledPrompts(num_rows, seed)
+        self.weighted: list[float] = []
         self.all_rows: list[float] = []
         self.plain: list[float] = []
         self.gradient: list[float] = []
 
     def step(self, groups: int, size: int = 8) -> None:
-        mean, plain, all_rows, trained = ExactMean(), ExactMean(), ExactMean(), 0
+        since, plain, trained = RewardsSinceStep(), ExactMean(), 0
         while trained < groups:
-            prompt, pool = self.prompts.next_kept(self.selection.keeps)
-            choice = self.selection.choice(pool)
+            prompt, place = self.prompts.next_kept(self.selection.keeps)
+            choice = self.selection.choice(prompt.row, place)
             rewards = (self.random.random(size) < self.rates[prompt.row]).astype(float)
-            mean.add(rewards.tolist(), self.selection.weight_in_means(choice))
+            lease = Lease(0, 0, prompt)
+            header, _ = pack_group(make_group(lease, 0, rewards=rewards.tolist(), completion_tokens=[1] * size))
+            since.add(header, [1] * size, choice)
             plain.add(rewards.tolist())
-            header, _ = pack_group(
-                make_group(Lease(0, 0, prompt), 0, rewards=rewards.tolist(), completion_tokens=[1] * 8)
-            )
-            all_rows.add([self.selection.reward_of_all_rows(header, choice)])
             is_trained = not self.refunds or rewards.min() < rewards.max()
             finish(self.selection, prompt.row, choice, rewards, trained=is_trained)
             if is_trained:
                 trained += 1
                 self.gradient.append(self.selection.weight_in_loss(choice) * self.gradients[prompt.row])
         self.selection.committed()
-        self.means.append(mean.mean)
+        self.weighted.append(since.table()["reward/test"])
         self.plain.append(plain.mean)
-        self.all_rows.append(all_rows.mean)
+        self.all_rows.append(since.table()["reward/all_rows"])
 
     def expected_gradient(self, size: int = 8) -> float:
         signal = 1 - self.rates**size - (1 - self.rates) ** size if self.refunds else np.ones(len(self.rates))
@@ -177,8 +197,8 @@ def test_the_reward_of_all_rows_and_the_expected_gradient_are_those_without_sele
     truth, late = float(simulated.rates.mean()), slice(30, None)
     assert abs(np.mean(simulated.plain[late]) - truth) > 0.05, "the mean of what was generated says something else"
     assert np.mean(simulated.all_rows[late]) == pytest.approx(truth, abs=0.01)
-    assert np.mean(simulated.means[late]) == pytest.approx(truth, abs=0.02)
-    assert np.std(simulated.all_rows[late]) < np.std(simulated.means[late])
+    assert np.mean(simulated.weighted[late]) == pytest.approx(truth, abs=0.02)
+    assert np.std(simulated.all_rows[late]) < np.std(simulated.weighted[late])
     assert np.mean(simulated.gradient[1000:]) == pytest.approx(simulated.expected_gradient(), rel=0.06)
     biased = Simulated(make_selection(200, floor=0.1), seed=3, refunds=refunds)
     for _ in range(150):
@@ -194,17 +214,26 @@ def test_the_reward_of_all_rows_is_unbiased_in_steps_of_few_groups() -> None:
     assert np.mean(simulated.all_rows[late]) == pytest.approx(float(simulated.rates.mean()), abs=0.015)
 
 
-def test_the_reward_of_all_rows_follows_a_policy_that_changes() -> None:
-    """Solved rows that are no longer solved count, though they are seldom visited."""
-    simulated = Simulated(make_selection(400), seed=7, refunds=False)
-    for _ in range(100):
+@pytest.mark.parametrize("rule", ["off", "on"])
+def test_the_reward_of_all_rows_is_that_of_the_present_policy(rule: str) -> None:
+    """Also within an epoch, when some rows have been seen in it and the others have not."""
+    selection = RowSelection(config=small_config(data__selection=rule), rows=PassRates(640))
+    simulated = Simulated(selection, seed=7, refunds=False)
+    final, errors, of_rows = simulated.rates, [], []
+    for step in range(200):  # an epoch without selection is 20 steps
+        simulated.rates = final * min(1.0, 0.2 + step / 100)
         simulated.step(32)
-    simulated.rates = simulated.rates * 0.5
+        errors.append(simulated.all_rows[-1] - simulated.rates.mean())
+        of_rows.append(selection.pools[0].rows.mean - simulated.rates.mean())
+    for start in range(25, 200, 25):
+        assert abs(np.mean(errors[start : start + 25])) < 0.025
+    assert np.mean(of_rows[25:75]) < -0.06, "the mean of the rows' own means lags"
+    simulated.rates = final * 0.5
     for _ in range(10):
         simulated.step(32)
-    pool = simulated.selection.pools[0]
-    assert pool.reward / pool.rows > simulated.rates.mean() + 0.1, "the mean of the rows' own means lags"
-    assert np.mean(simulated.all_rows[-10:]) == pytest.approx(float(simulated.rates.mean()), abs=0.08)
+    assert np.mean(simulated.all_rows[-10:]) == pytest.approx(float(simulated.rates.mean()), abs=0.08), (
+        "and if it falls"
+    )
 
 
 def test_weights_are_of_a_files_own_rows() -> None:
@@ -214,8 +243,12 @@ def test_weights_are_of_a_files_own_rows() -> None:
         finish(selection, 0, RowChoice(0.1, 0), np.arange(2))
         finish(selection, 1, RowChoice(1.0, 1), np.arange(2))
         selection.committed()
-    for weight in (selection.weight_in_means, selection.weight_in_loss):
-        assert (weight(RowChoice(0.1, 0)), weight(RowChoice(1.0, 1))) == pytest.approx((1.0, 1.0))
+    selection._probability = 0.1
+    assert selection.choice(0, RowPlace(0, None)).weight == pytest.approx(1.0)
+    selection._probability = 1.0
+    assert selection.choice(1, RowPlace(1, None)).weight == pytest.approx(1.0)
+    weight = selection.weight_in_loss
+    assert (weight(RowChoice(0.1, 0)), weight(RowChoice(1.0, 1))) == pytest.approx((1.0, 1.0))
     assert selection.weight_in_loss(RowChoice(1.0, 0)) == pytest.approx(0.1)
 
 

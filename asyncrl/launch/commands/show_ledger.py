@@ -17,7 +17,7 @@ from asyncrl.replay.client import LauncherClient
 from asyncrl.replay.journal.reader import Loader, read_journal, segments_of
 from asyncrl.replay.state import QueueState
 from asyncrl.replay.store import recover
-from asyncrl.types import Prompt, PromptPosition
+from asyncrl.types import Prompt, PromptPosition, RowPlace
 from asyncrl.util.files import read_json
 
 UNITS = ("groups", "trajectories", "tokens")
@@ -30,9 +30,9 @@ class UnknownPrompts:
     filtered_rows = 0
     num_rows = 0
 
-    def next_kept(self, keeps: Callable[[int], bool]) -> tuple[Prompt, int]:
+    def next_kept(self, keeps: Callable[[int], bool]) -> tuple[Prompt, RowPlace]:
         """An empty prompt: which row it is of does not matter."""
-        return self.prompt(-1), 0
+        return self.prompt(-1), RowPlace(0, None)
 
     def prompt(self, row: int) -> Prompt:
         """An empty prompt of this row."""

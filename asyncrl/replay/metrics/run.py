@@ -24,6 +24,7 @@ from asyncrl.replay.metrics.stats import (
     bias_alarms,
     count_rewards,
 )
+from asyncrl.replay.prompts.selection import RowChoice
 from asyncrl.replay.tickets import TicketEntry
 from asyncrl.types import goodput_of, mean_staleness
 from asyncrl.util.durable import Durable
@@ -36,7 +37,6 @@ LEARNER_TIMES = {
     "waiting": "learner/wait_s", "working": "learner/step_s", "syncing": "learner/sync_s", "writing": "learner/write_s",
 }  # fmt: skip
 """The learner's metric of each activity."""
-ALL_ROWS = "reward/all_rows"
 SKIPPED_UPDATES = ("learner/skipped_updates", "critic/skipped_updates")
 COSTS = ("generator/step_base_s", "generator/step_sequence_s", "generator/request_s", "generator/reward_s")
 """Metrics of the generators' engine costs, in the order of `GeneratorStats.costs`."""
@@ -47,11 +47,23 @@ class RewardsSinceStep(Durable):
     order in which groups arrive, and with `data.selection` are weighted so that they are those of all rows."""
 
     means: dict[str, ExactMean] = field(default_factory=dict[str, ExactMean])
+    of_rows: ExactMean = field(default_factory=ExactMean)
+    """Of the groups' `RowChoice.mean`."""
+    changes: ExactMean = field(default_factory=ExactMean)
+    """Of the groups' rewards less those expected of their rows."""
 
-    def add(self, header: GroupHeader, completion: Sequence[int], weight: float, all_rows: float) -> None:
-        """Counts a scored group; the arguments are those of `RunMetrics.scored`."""
+    @property
+    def all_rows(self) -> float | None:
+        """An estimate of the mean reward over all rows: the mean of the rows' own mean rewards, which are of former
+        policies, and those of rarely visited rows of the oldest, corrected by how groups differ from their rows."""
+        return self.of_rows.mean + self.changes.mean if self.changes.values else None
+
+    def add(self, header: GroupHeader, completion: Sequence[int], choice: RowChoice) -> None:
+        """Counts a scored group; `completion` has the action tokens of each trajectory."""
+        weight = choice.weight
         self._count("reward/mean", header.rewards, weight)
-        self._count(ALL_ROWS, [all_rows])
+        self.of_rows.add([choice.mean])
+        self.changes.add([sum(header.rewards) / len(header.rewards) - choice.expected], weight)
         self._count(f"reward/{header.data_source}", header.rewards, weight)
         for name in {name for parts in header.parts for name in parts}:
             self._count(f"reward_part/{name}", [parts[name] for parts in header.parts if name in parts], weight)
@@ -68,7 +80,8 @@ class RewardsSinceStep(Durable):
 
     def table(self) -> dict[str, float]:
         """The means, by name."""
-        return {name: self.means[name].mean for name in sorted(self.means)}
+        known = {} if (all_rows := self.all_rows) is None else {"reward/all_rows": all_rows}
+        return {name: self.means[name].mean for name in sorted(self.means)} | known
 
     def _count(self, name: str, values: Sequence[float], weight: float = 1.0) -> None:
         self.means.setdefault(name, ExactMean()).add(values, weight)
@@ -130,15 +143,13 @@ class RunMetrics(RunSums, kw_only=True):
         if self.first_lease_s is None:
             self.first_lease_s = now_s
 
-    def scored(
-        self, header: GroupHeader, completion: Sequence[int], *, signal: bool, weight: float, all_rows: float
-    ) -> None:
-        """Counts a group that arrived: the action tokens of each trajectory, whether it `has_signal`, the group's
-        weight in means, and its estimate of the mean reward over all rows."""
+    def scored(self, header: GroupHeader, completion: Sequence[int], choice: RowChoice, *, signal: bool) -> None:
+        """Counts a group that arrived; `completion` has the action tokens of each trajectory, `choice` says how the row
+        was chosen, and `signal` is that of `has_signal`."""
         self.goodput.arrived(sum(completion), signal=signal)
         self.rewards_since_step.count_group(header, signal=signal)
         if "failed" not in header.status:
-            self.rewards_since_step.add(header, completion, weight, all_rows)
+            self.rewards_since_step.add(header, completion, choice)
             self.greedy_tokens += header.greedy_tokens
 
     def ended(self, outcome: str, header: GroupHeader, completion: Sequence[int]) -> None:
@@ -342,8 +353,10 @@ class RunMetrics(RunSums, kw_only=True):
     def _reward(self) -> float | None:
         """Mean reward of the trajectories scored since the last step, or of that step if there are none. With
         `data.selection` these are of harder rows than others, so that it is the estimate for all rows."""
-        chosen = self.config.data.selection_rule is not None
-        mean = self.rewards_since_step.means.get(ALL_ROWS if chosen else "reward/mean")
+        since = self.rewards_since_step
+        if self.config.data.selection_rule is not None:
+            return self.step_rewards.latest if since.all_rows is None else since.all_rows
+        mean = since.means.get("reward/mean")
         return self.step_rewards.latest if mean is None else mean.mean
 
 

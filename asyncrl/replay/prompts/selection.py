@@ -17,6 +17,7 @@ from msgspec import field
 
 from asyncrl.config import Config
 from asyncrl.replay.prompts.pass_rates import MAX_BYTE, PassRates, RowOutcome, RowRecord
+from asyncrl.types import RowPlace
 from asyncrl.util.durable import Durable, restore
 from asyncrl.wire.messages import GroupHeader
 
@@ -29,12 +30,19 @@ WINDOW_GROUPS = 256
 
 
 class RowChoice(Durable):
-    """How the row of a lease was chosen."""
+    """How the row of a lease was chosen, and what was known of it."""
 
     probability: float = 1.0
     """With which it was kept."""
     pool: int = 0
-    """The files whose rows take each other's places (`PromptSource.next_kept`)."""
+    epoch: int | None = None
+    """As in `RowPlace`."""
+    weight: float = 1.0
+    """Weight of the group in the means of all scored groups, so that they are those of all rows; 1 on average."""
+    mean: float = 0.0
+    """Mean over the rows of the pool of their own mean rewards."""
+    expected: float = 0.0
+    """The row's own mean reward; an unseen row has `mean`."""
 
 
 class MeanWeight(Durable):
@@ -49,16 +57,45 @@ class MeanWeight(Durable):
         self.value += (1.0 / choice.probability - self.value) / self.groups
 
 
-class PoolSums(Durable):
-    """The seen rows of a pool, and the mean weights of its groups."""
+class RowMeans(Durable):
+    """The mean rewards of the seen rows of a pool."""
 
     rows: int = 0
     reward: float = 0.0
-    """Sum of their mean rewards."""
+    """Sum of them."""
+
+    @property
+    def mean(self) -> float:
+        """Mean over the rows; 0 without any."""
+        return self.reward / max(self.rows, 1)
+
+
+class PoolSums(Durable):
+    """The seen rows of a pool, and the mean weights of its groups."""
+
+    rows: RowMeans = field(default_factory=RowMeans)
+    epoch: int | None = None
+    """Epoch of the latest lease."""
+    at_epoch: RowMeans = field(default_factory=RowMeans)
+    """`rows` by the groups of the epochs before: what is known of the rows that are still to come in this one."""
     scored: MeanWeight = field(default_factory=MeanWeight)
-    """Of all that have rewards."""
+    """Of all groups that have rewards."""
     trained: MeanWeight = field(default_factory=MeanWeight)
     """Of those that are trained."""
+
+    def begin(self, epoch: int) -> None:
+        """Begins the epoch, unless it has begun."""
+        if epoch != self.epoch:
+            self.epoch, self.at_epoch = epoch, RowMeans(self.rows.rows, self.rows.reward)
+
+    def add(self, choice: RowChoice, change: float, *, is_new: bool, trained: bool) -> None:
+        """Counts a group that changes the mean reward of its row."""
+        for means in (self.rows, self.at_epoch) if choice.epoch != self.epoch else (self.rows,):
+            means.rows += is_new
+            means.reward += change
+        self.scored.add(choice)
+        if trained:
+            self.trained.add(choice)
 
 
 class ChosenOutcome(Durable):
@@ -114,10 +151,17 @@ class RowSelection(SelectionSums, kw_only=True):
         self._probability = probability
         return True
 
-    def choice(self, pool: int) -> RowChoice:
-        """Ends a lease: how its row, which is the last one that was kept, was chosen from this pool."""
+    def choice(self, row: int, place: RowPlace) -> RowChoice:
+        """Ends a lease: how its row, which is the last one that was kept, was chosen."""
         self._skips = 0
-        return RowChoice(self._probability, pool)
+        pool, probability = self.pools.setdefault(place.pool, PoolSums()), self._probability
+        mean = expected = pool.rows.mean
+        if place.epoch is not None:
+            pool.begin(place.epoch)
+            mean = expected = pool.at_epoch.mean
+            if self.rows.groups[row]:
+                expected = float(self.rows.rewards[row])
+        return RowChoice(probability, *place, 1.0 / probability / pool.scored.value, mean, expected)
 
     def finished(self, header: GroupHeader, choice: RowChoice, *, trained: bool) -> None:
         """Notes a group with all its rewards."""
@@ -126,27 +170,11 @@ class RowSelection(SelectionSums, kw_only=True):
     def committed(self) -> None:
         """Counts the groups since the last commit, in the order of their tickets."""
         for outcome in sorted(self.outcomes, key=lambda one: one.of_row.ticket):
-            pool = self.pools.setdefault(outcome.choice.pool, PoolSums())
-            pool.rows += not self.rows.groups[outcome.of_row.row]
-            pool.reward += self.rows.add(outcome.of_row)
-            pool.scored.add(outcome.choice)
-            if outcome.trained:
-                pool.trained.add(outcome.choice)
+            choice, is_new = outcome.choice, not self.rows.groups[outcome.of_row.row]
+            change = self.rows.add(outcome.of_row)
+            pool = self.pools.setdefault(choice.pool, PoolSums())
+            pool.add(choice, change, is_new=is_new, trained=outcome.trained)
         self.outcomes = []
-
-    def weight_in_means(self, choice: RowChoice) -> float:
-        """Weight of a group in the means of all scored groups, so that they are those of all rows: 1 on average."""
-        return 1.0 / choice.probability / self._pool(choice).scored.value
-
-    def reward_of_all_rows(self, header: GroupHeader, choice: RowChoice) -> float:
-        """An estimate of the mean reward over all rows from a group with all its rewards, whose mean over groups is
-        unbiased: the mean of the rows' own mean rewards, corrected by how far the group is from that of its row, with
-        the weight of the group. The mean alone is of former policies, and that of solved rows of the oldest."""
-        pool, seen = self._pool(choice), self.rows.groups[header.row] > 0
-        mean = pool.reward / max(pool.rows, 1)
-        expected = float(self.rows.rewards[header.row]) if seen else mean
-        reward = sum(header.rewards) / len(header.rewards)
-        return mean + self.weight_in_means(choice) * (reward - expected)
 
     def weight_in_loss(self, choice: RowChoice) -> float:
         """Weight of a group's losses: 1, or with `unbiased` that by which expected gradients are those without
@@ -154,7 +182,7 @@ class RowSelection(SelectionSums, kw_only=True):
         rule = self.config.data.selection_rule
         if rule is None or not rule.unbiased:
             return 1.0
-        return 1.0 / choice.probability / self._pool(choice).trained.value
+        return 1.0 / choice.probability / self.pools[choice.pool].trained.value
 
     def metrics(self, *, left_out: int) -> dict[str, float]:
         """The metrics of a step; `left_out` as in `PassRates.counts`."""
@@ -171,9 +199,6 @@ class RowSelection(SelectionSums, kw_only=True):
         self.rows.load(stored.rows)
         sums = SelectionSums(**{name: getattr(stored, name) for name in SelectionSums.__struct_fields__})
         restore(self, sums)
-
-    def _pool(self, choice: RowChoice) -> PoolSums:
-        return self.pools.get(choice.pool) or PoolSums()
 
     def _draw(self) -> float:
         """A number from 0 to 1, which seed and number of the draw determine."""
