@@ -186,7 +186,8 @@ def _trajectories(prompt: Prompt, completions: Sequence[Completion]) -> tuple[li
     start = len(prompt.tokens)
     ends = np.cumsum([start + len(completion.tokens) for completion in completions]).tolist()
     block = group_block(ends[-1])
-    group = Trajectory(*block, "completed")
+    tokens, action_mask, behavior_logprobs, versions = block
+    group = Trajectory(tokens, action_mask, behavior_logprobs, versions, "completed")
     trajectories: list[Trajectory] = []
     for completion, begin, end in zip(completions, [0, *ends], ends, strict=False):
         first = begin + start
