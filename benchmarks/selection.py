@@ -81,6 +81,7 @@ ROW = Row(
     against="the same without the book of prompts, in equal time",
     limits=LIMITS,
     measure=measure,
+    timeout_s=3600.0,
     rounds=3,
     long=True,
 )
