@@ -19,6 +19,8 @@ from benchmarks.results import Results, in_words, markdown, origin_here, print_m
 ROWS = (
     "queue_rate",
     "queue_scale",
+    "queue_cost",
+    "journal",
     "weights",
     "learner",
     "logits_memory",

@@ -6,11 +6,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -104,8 +104,8 @@ class MadeUpGenerator:
         self._client, self._groups = GeneratorClient(endpoints, index), MadeUpGroups(index, completion_tokens)
         self._leases, self._group_s = leases, group_s
         self._dice = np.random.default_rng(index)
-        self._held: deque[tuple[float, Lease]] = deque()
-        """Leases with the times at which they are finished."""
+        self._held: list[tuple[float, int, Lease]] = []
+        """A heap of leases, by the times at which they are finished."""
         self._next_ask_s, self._asked = 0.0, NO_VERSION
 
     def turn(self, newest: int, timeout_s: float) -> None:
@@ -120,9 +120,10 @@ class MadeUpGenerator:
             self.done = reply.done
             self._next_ask_s = now_s + (max(DENIED_S, reply.pause_s) if len(reply.leases) < room else 0.0)
             for lease in reply.leases:
-                self._held.append((now_s + self._group_s * float(self._dice.uniform(0.5, 1.5)), lease))
+                end_s = now_s + self._group_s * float(self._dice.uniform(0.5, 1.5))
+                heappush(self._held, (end_s, lease.ticket, lease))
         while self._held and self._held[0][0] <= now_s:
-            self._client.finish(self._groups.make(self._held.popleft()[1], newest, now_s))
+            self._client.finish(self._groups.make(heappop(self._held)[-1], newest, now_s))
         if self.done:
             self._client.close()
 
@@ -143,8 +144,9 @@ def generate(
         generators = [one for one in generators if not one.done]
 
 
-def learn(endpoints: Endpoints, version: Any) -> None:
-    """Takes every batch ahead, as learners do, and commits it; reports checkpoints without writing any."""
+def learn(endpoints: Endpoints, version: Any, commit_s: Any) -> None:
+    """Takes every batch ahead, as learners do, and commits it; reports checkpoints without writing any. `commit_s` gets
+    the time of the last commit."""
     client, thread = LearnerClient(endpoints, 0), ThreadPoolExecutor(1)
     client.begin(0)
     step, checkpoints = 1, [0]
@@ -153,7 +155,9 @@ def learn(endpoints: Endpoints, version: Any) -> None:
         taking = thread.submit(client.take, step + 1)
         saving = step % CHECKPOINT_STEPS == 0
         checkpoints = [*checkpoints, step][-2:] if saving else checkpoints
+        began_s = time.monotonic()
         client.commit(step, {"learner/loss": 0.0, "learner/wait_s": 0.0}, saving=saving, checkpoints=checkpoints)
+        commit_s.value = time.monotonic() - began_s
         version.value = step
         step += 1
     client.close()
@@ -199,8 +203,10 @@ class Load:
         endpoints = self._addresses.enter_context(run_endpoints(config))
         first, rest = cores()
         self._version = version = CONTEXT.Value("q", 0)  # referenced until all processes have received it
+        self.commit_s = CONTEXT.Value("d", 0.0)
+        """Seconds of the learner's last commit."""
         self._start("replay", first, hold_queue, config, endpoints, self.folder, self.journaled)
-        self._start("learner", rest, learn, endpoints, version)
+        self._start("learner", rest, learn, endpoints, version, self.commit_s)
         size = self.generators if self.in_one_process else 1
         for index in range(0, self.generators, size):
             indexes = range(index, index + size)
@@ -223,6 +229,12 @@ class Load:
 
     def _start(self, name: str, cpus: list[int], run: Callable[..., None], *arguments: Any) -> None:
         self.processes[name] = start(name, cpus, run, *arguments)
+
+
+def processor_s(pid: int) -> float:
+    """Returns the processor time of all threads of a process, to the nanosecond: psutil counts in ticks of 10 ms."""
+    tasks = [*Path(f"/proc/{pid}/task").iterdir()]
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
 def cores() -> tuple[list[int], list[int]]:

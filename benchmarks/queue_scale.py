@@ -8,10 +8,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
-
 from benchmarks.frame import Limit, Round, Row
-from benchmarks.queue_load import Load
+from benchmarks.queue_load import Load, processor_s
 
 GENERATORS, QUICK_GENERATORS = (1, 16, 64, 256), (1, 256)
 LEASES = 4
@@ -32,11 +30,11 @@ def cost_us(generators: int) -> float:
         while load.client.status()["step"] < 2:
             time.sleep(0.05)
         time.sleep(WARM_S + 2 * group_s)
-        process = psutil.Process(load.processes["replay"].pid)
-        before, cpu_s = load.client.status()["trained"], sum(process.cpu_times()[:2])
+        pid = load.processes["replay"].pid or 0
+        before, cpu_s = load.client.status()["trained"], processor_s(pid)
         time.sleep(SECONDS)
         groups = load.client.status()["trained"] - before
-        cpu_s = sum(process.cpu_times()[:2]) - cpu_s
+        cpu_s = processor_s(pid) - cpu_s
         load.end()
     return cpu_s / groups * 1e6
 

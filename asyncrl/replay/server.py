@@ -63,7 +63,7 @@ from asyncrl.wire.rpc import Reply, Server
 from asyncrl.wire.service_messages import Error, Ok
 from asyncrl.wire.sockets import MAX_FRAME_BYTES
 
-TICK_S = 0.05
+TICK_S = 0.2
 """Maximum wait of the loop: delay until an expired lease or a signal is noticed."""
 POLL_S = 0.001
 """Shortest wait of the loop while replies wait for others."""

@@ -89,8 +89,10 @@ class ExactMean(Durable):
     @property
     def mean(self) -> float:
         """The mean of at least one value; not finite if a value is not."""
-        not_finite = sum(value for value in self.values if not math.isfinite(value))
-        return (math.fsum(filter(math.isfinite, self.values)) + not_finite) / math.fsum(self.weights)
+        finite = list(filter(math.isfinite, self.values))
+        if len(finite) < len(self.values):
+            return sum(value for value in self.values if not math.isfinite(value))
+        return math.fsum(finite) / math.fsum(self.weights)
 
 
 class DownsampledSeries(Durable):
