@@ -158,10 +158,10 @@ def judge(workload: Workload, setup: Setup, *, generator_idle: float, learner_id
 
 def verdict_of(run: RecentRun, *, generator_idle: float, learner_idle: float, max_staleness: int) -> Verdict:
     """Returns the verdict on a run, live or ended; from the idle fractions alone while its files do not suffice for a
-    simulation."""
+    simulation, or no group of it has had a signal."""
     try:
         workload, setup = run.read()
-    except DataError as error:
+    except (DataError, ConfigError) as error:
         log.info("no simulation for the verdict", error=str(error))
         return guess(generator_idle=generator_idle, learner_idle=learner_idle, max_staleness=max_staleness)
     return judge(workload, setup, generator_idle=generator_idle, learner_idle=learner_idle)

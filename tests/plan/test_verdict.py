@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
-from asyncrl.plan.verdict import Verdict, guess, judge, ordinal, predict
+from asyncrl.config import load_config
+from asyncrl.errors import ConfigError
+from asyncrl.plan.measured import RecentRun
+from asyncrl.plan.verdict import Verdict, guess, judge, ordinal, predict, verdict_of
 from asyncrl.plan.workload import EngineCost, LearnerCost, Lengths, Setup, SyncCost, Workload
+from tests.plan.made_runs import make_run
 
 LENGTHS = Lengths.log_normal(mean_tokens=64, sigma=0.8, max_tokens=256, group_size=8)
 TOKENS = float(LENGTHS.completions.mean()) * 8 * 16
@@ -81,6 +87,20 @@ def test_from_idle_fractions_alone(generator_idle: float, learner_idle: float, m
     found = guess(generator_idle=generator_idle, learner_idle=learner_idle, max_staleness=max_staleness)
     assert found.bound == bound
     assert f"{generator_idle:.0%}" in found.sentence
+
+
+def test_a_run_without_any_signal_has_a_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where groups without signal are trained, nothing else ends such a run."""
+    monkeypatch.chdir(tmp_path)
+    path = make_run(Path("runs/r"))
+    trace = pq.read_table(path / "trace.parquet")
+    column = trace.schema.get_field_index("signal")
+    trace = trace.set_column(column, trace.schema.field(column), [[False] * len(trace)])
+    pq.write_table(trace, path / "trace.parquet")
+    run = RecentRun(load_config(path / "config.yaml"), generators_per_device=1)
+    with pytest.raises(ConfigError, match="no group has a training signal"):
+        run.read()
+    assert verdict_of(run, generator_idle=0.0, learner_idle=0.6, max_staleness=4).bound == "generator"
 
 
 def test_ordinals() -> None:
