@@ -133,7 +133,7 @@ def generated(llm: LLM, config: Config, prompts: list[list[int]]) -> int:
 
 def completed(engine: Engine, weights: list, prompts: list[list[int]]) -> int:
     """Returns the tokens that the generator's engine makes of a group for each prompt, with a swap at the start and
-    then every second of the same processor time. As many wait in the engine as the generator's loop would give it."""
+    then every second of the same processor time. As many wait in the engine as the generator's loop would hand it."""
     left = [(f"{group} {member}", prompt) for group, prompt in enumerate(prompts) for member in range(GROUP_SIZE)][::-1]
     tokens, swap_s = 0, 0.0
     while left or engine.num_running:

@@ -85,7 +85,7 @@ def measure(quick: bool) -> Iterator[Round]:
 
 
 def bare_process(overrides: list[str]) -> None:
-    """Measures `LLM.generate` whenever it is asked to: the tokens/s of so many requests."""
+    """Measures `LLM.generate` whenever it is asked to: the tokens/s of this many requests."""
     from asyncrl.config import load_config, parse_override
     from asyncrl.generator.vllm_backend.setup import ENVIRONMENT
 

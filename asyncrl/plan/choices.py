@@ -1,4 +1,4 @@
-"""What to do with groups without signal: the simulated consequences of each `replay.zero_variance`, and the choice."""
+"""Treatment of groups without signal: the simulated consequences of each `replay.zero_variance`, and the choice."""
 
 from __future__ import annotations
 

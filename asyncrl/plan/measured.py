@@ -205,7 +205,7 @@ def _setup(config: Config, steps: int, generators_per_device: int) -> Setup:
         max_running_groups=config.generator.max_running_groups,
         steps=steps,
         generators_per_device=generators_per_device,
-        # Where the advantage gives every group a signal, no choice makes a difference.
+        # Where the advantage leaves every group a signal, no choice makes a difference.
         zero_variance="refund" if config.replay.zero_variance == "auto" else config.replay.zero_variance,
     )
 

@@ -1,4 +1,4 @@
-"""What the simulator predicts of a run."""
+"""The figures that the simulator predicts of a run."""
 
 from __future__ import annotations
 

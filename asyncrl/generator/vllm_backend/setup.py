@@ -128,7 +128,7 @@ def _arguments(config: Config, seed: int, *, on_gpu: bool) -> dict[str, Any]:
         arguments["kv_cache_memory_bytes"] = generator.kv_cache_bytes
     arguments |= generator.engine_settings
     if config.deterministic:
-        # What runs or is cached beside a completion changes nothing.
+        # What runs or is cached next to a completion changes nothing.
         arguments |= {"async_scheduling": False, "enable_prefix_caching": False}
     return arguments
 

@@ -26,7 +26,7 @@ log = structlog.get_logger()
 MAX_INTERVALS = 4
 """A row, and a lease, has at most this many times 1 / floor skips in a row; the next one is kept."""
 WINDOW_GROUPS = 256
-"""Groups over which mean weights are taken, once there are so many."""
+"""Groups over which mean weights are taken, once there are that many."""
 
 
 class RowChoice(Durable):
