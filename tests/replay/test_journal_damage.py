@@ -486,6 +486,20 @@ def two_open_segments(folder: Path) -> list[tuple[object, ...]]:
     return records_of(folder)
 
 
+def test_both_open_segments_of_a_killed_process_are_synced_before_anything_is_promised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = two_open_segments(tmp_path)
+    synced: list[str] = []
+    monkeypatch.setattr(os, "fdatasync", lambda at: synced.append(Path(os.readlink(f"/proc/self/fd/{at}")).name))
+    journal = Journal(tmp_path, flush="step")
+    assert synced == ["00000001.arrow", "00000001.sums", "00000002.arrow", "00000002.sums"]
+    journal.close()
+    assert records_of(tmp_path) == records
+    sizes = [(scan_segment(tmp_path, n, newest=n == 2).synced_bytes, n) for n in (1, 2)]
+    assert sizes == [((tmp_path / f"{n:08d}.arrow").stat().st_size, n) for n in (1, 2)]
+
+
 Cut = Callable[[Path, Path], object]
 
 

@@ -127,7 +127,7 @@ def test_a_commit_is_answered_within_two_syncs_whatever_the_bytes_of_the_step(
     disk = SlowDisk(seek_s=0.025, bytes_per_s=2e6)
     monkeypatch.setattr(os, "fdatasync", disk.sync)
     waits_s = steps(queue, 3, tokens=4000, pause_s=0.15)  # 1 MB a step at 0.7 MB/s: its sync alone takes 0.55 s
-    assert disk.longest_s < 0.25, "much was left to write, or the machine is too busy for this test"
+    assert disk.longest_s < 0.4, "much was left to write, or the machine is too busy for this test"
     assert max(waits_s) < 2 * disk.longest_s + 0.1
 
 

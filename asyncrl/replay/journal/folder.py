@@ -9,7 +9,15 @@ from pathlib import Path
 import structlog
 
 from asyncrl.errors import JournalError
-from asyncrl.replay.journal.reader import WITHOUT, last_segment, segment_path, segments_of, sums_path
+from asyncrl.replay.journal.reader import (
+    WITHOUT,
+    Segment,
+    last_segment,
+    scan_segment,
+    segment_path,
+    segments_of,
+    sums_path,
+)
 from asyncrl.replay.journal.segment_writer import SegmentWriter, failure
 from asyncrl.util.files import sync_folder
 
@@ -32,24 +40,45 @@ def lock(folder: Path) -> int:
 
 
 def open_last(folder: Path) -> SegmentWriter:
-    """Opens the segment with which the journal ends, the first one if there is none. It is on the disk then: what a
-    killed process wrote may not have been."""
+    """Opens the segment with which the journal ends, the first one if there is none. It is on the disk then, with the
+    one before it: what a killed process wrote may not have been."""
     numbers = segments_of(folder)
     number, segment = last_segment(folder, numbers) if numbers else (1, None)
     for later in [one for one in numbers if one > number]:
         log.warning("segment of the journal after a torn one removed", file=str(segment_path(folder, later)))
-        # So that a process killed between the steps leaves an empty segment, which the next one removes.
-        os.truncate(sums_path(segment_path(folder, later)), 0)
+        _empty(folder, later)
         remove(folder, later)
     _remove_leftovers(folder, number)
-    writer = SegmentWriter(folder, number, segment=segment)
+    if number - 1 in numbers:
+        before = scan_segment(folder, number - 1, newest=False)
+        if before.synced_bytes < before.num_bytes:
+            _opened_and_synced(folder, number - 1, before).close()
+    writer = _opened_and_synced(folder, number, segment)
     try:
-        writer.sync()
         sync_names(folder)
     except JournalError:
         writer.close()
         raise
     return writer
+
+
+def _opened_and_synced(folder: Path, number: int, segment: Segment | None) -> SegmentWriter:
+    writer = SegmentWriter(folder, number, segment=segment)
+    try:
+        writer.sync()
+    except JournalError:
+        writer.close()
+        raise
+    return writer
+
+
+def _empty(folder: Path, number: int) -> None:
+    """Makes the newest segment an empty one, which the next process removes if this one is killed while it does."""
+    path = sums_path(segment_path(folder, number))
+    try:
+        os.truncate(path, 0)
+    except OSError as error:
+        raise failure(path, "empty it", error) from None
 
 
 def sync_names(folder: Path) -> None:
