@@ -20,7 +20,9 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 Make = Callable[..., Chaos]
 STEPS = 6
-OWN_TIME = ("time/", "throughput/", "_s", "idle", "generator/", "replay/", "weights/", "journal/", "memory_bytes")
+OWN_TIME = (
+    "time/", "throughput/", "goodput/", "_s", "idle", "generator/", "replay/", "weights/", "journal/", "memory_bytes",
+)  # fmt: skip
 """Metrics of time and of processes, which differ between runs."""
 
 
