@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
+import signal
 import sys
 from pathlib import Path
 
 from rich.console import Console
 
+from asyncrl.util.processes import end_with_parent
 from benchmarks import demo, frame
 from benchmarks.frame import Result, Row, run_row
 from benchmarks.results import Results, in_words, markdown, origin_here, print_moves, print_table
@@ -66,7 +69,11 @@ def main() -> int:
     )
     parser.add_argument("--child", metavar="ROW", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    signal.signal(
+        signal.SIGTERM, lambda number, _: sys.exit(128 + number)
+    )  # ends what a row has started, as Ctrl-C does
     if options.child:
+        end_with_parent(os.getppid(), signal.SIGTERM)
         demo.OVERRIDES[:] = options.set
         return frame.child(load(options.child), rounds=options.rounds, quick=options.quick)
     if options.markdown:

@@ -31,7 +31,7 @@ def goodput_sentence(
     lever = {
         "engine": _engine(config),
         "admitted": _admitted(config, learner_idle),
-        "signal": _signal(config, learner_idle, solved),
+        "signal": _signal(config, solved),
         "trained": "the other tokens with signal are in flight or were returned; a longer run, or a lower "
         "replay.max_staleness, has fewer of them",
     }[factor]
@@ -59,12 +59,10 @@ def _admitted(config: Config, learner_idle: float) -> str:
     return f"generators lack leases while the learner waits too; raise replay.max_staleness above {limit}"
 
 
-def _signal(config: Config, learner_idle: float, solved: float | None) -> str:
+def _signal(config: Config, solved: float | None) -> str:
     levers: list[str] = []
     if config.data.selection_rule is None:
-        levers.append("data.selection=on generates fewer of them")
-    if config.replay.zero_variance in ("auto", "refund") and learner_idle > BUSY:
-        levers.append("replay.zero_variance=drop makes steps without waiting for replacements")
+        levers.append("data.selection=on generates fewer of them; compare the rewards of an evaluation")
     if solved is not None and solved > MOSTLY:
         levers.append("most such groups are solved: take harder data")
     elif solved is not None and solved < 1 - MOSTLY:

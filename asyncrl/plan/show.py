@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from asyncrl.errors import ConfigError
-from asyncrl.plan.choices import Advice, advise
+from asyncrl.plan.choices import RECOMMENDED, Comparison, compare_choices
 from asyncrl.plan.measured import Measured, read_run
 from asyncrl.plan.prediction import Prediction
 from asyncrl.plan.simulate import simulate
@@ -170,11 +170,11 @@ def show_plan(console: Console, run: Path, *, devices: int, max_staleness: int) 
     )
     console.print(table)
     best = found[0].prediction.setup
-    advice = advise(measured.workload, best)
+    comparison = compare_choices(measured.workload, best)
     changed = ""
-    if advice is not None:
-        _print_advice(console, advice)
-        changed = f" replay.zero_variance={advice.choice}" if advice.choice != best.zero_variance else ""
+    if comparison is not None:
+        _print_comparison(console, comparison)
+        changed = f" replay.zero_variance={RECOMMENDED}" if best.zero_variance != RECOMMENDED else ""
     config = (run if run.is_dir() else run.parent) / "config.yaml"
     console.print(
         f"asyncrl launch --config {config} --generators {best.generators} --learners {best.learners} "
@@ -186,17 +186,18 @@ def show_plan(console: Console, run: Path, *, devices: int, max_staleness: int) 
     return found
 
 
-def _print_advice(console: Console, advice: Advice) -> None:
-    """Prints the consequences of each choice with the best split, and the choice."""
+def _print_comparison(console: Console, comparison: Comparison) -> None:
+    """Prints the consequences of each choice with the best split, and the recommended one."""
     console.print(
-        f"\n{advice.without_signal:.0%} of the groups have no signal; the first split with each replay.zero_variance:",
+        f"\n{comparison.without_signal:.0%} of the groups have no signal; the first split with each "
+        "replay.zero_variance:",
         highlight=False,
         soft_wrap=True,
     )
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
     for title in CHOICE_TITLES:
         table.add_column(title, justify="left" if title == CHOICE_TITLES[0] else "right")
-    for choice, p in advice.predictions.items():
+    for choice, p in comparison.predictions.items():
         table.add_row(
             choice, f"{p.steps_per_s:.3g}", f"{p.signal_tokens_per_s:,.0f}",
             f"{p.signal_tokens_per_s / p.steps_per_s:,.0f}", f"{p.goodput.total:.0%}", f"{p.generator_idle:.0%}",
@@ -204,8 +205,8 @@ def _print_advice(console: Console, advice: Advice) -> None:
         )  # fmt: skip
     console.print(table)
     console.print(
-        f"use {advice.choice}: {advice.reason}. What a step learns is not simulated; docs/staleness.md says what was "
-        "measured.",
+        f"use {RECOMMENDED}: what a step learns is not simulated, and in the measured workloads (docs/staleness.md) no "
+        "other choice had a higher reward after equal time.",
         highlight=False,
         soft_wrap=True,
     )

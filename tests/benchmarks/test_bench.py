@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from rich.console import Console
 
@@ -65,6 +67,24 @@ def test_rounds_are_reported_as_they_are_measured_and_other_output_is_the_cause(
     assert rounds == [{"ratio": 0.5}]
     assert reason == "noise\ncannot: no server"
     assert follow([sys.executable, "-c", "pass"], timeout_s=30, on_round=rounds.append) == ""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_bench_that_is_ended_leaves_no_process(number: signal.Signals) -> None:
+    bench = subprocess.Popen(
+        [sys.executable, "-m", "asyncrl.cli", "bench", "queue_cost"], cwd=ROOT, stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        deadline_s = time.monotonic() + 60
+        while len(started := psutil.Process(bench.pid).children(recursive=True)) < 2:
+            assert time.monotonic() < deadline_s, "the row starts no process"
+            time.sleep(0.05)
+        bench.send_signal(number)
+        bench.wait(30)
+        assert psutil.wait_procs(started, timeout=30)[1] == []
+    finally:
+        bench.kill()
 
 
 def test_a_row_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> None:

@@ -41,11 +41,8 @@ def test_the_lever_for_the_engine_depends_on_how_many_groups_may_run() -> None:
 )
 def test_the_lever_for_the_signal_depends_on_the_groups_without(solved: float, says: str) -> None:
     assert says in sentence(solved, signal=0.4)
-    assert "replay.zero_variance=drop" in sentence(solved, signal=0.4)
     assert "data.selection=on" in sentence(solved, signal=0.4)
     assert "data.selection" not in sentence(solved, signal=0.4, config={"data__selection": "on"})
-    assert "replay.zero_variance" not in sentence(solved, signal=0.4, learner_idle=0.02), "it waits for nothing"
-    assert "replay.zero_variance" not in sentence(solved, signal=0.4, config={"replay__zero_variance": "train"})
 
 
 def test_good_and_unknown_goodput_has_no_lever() -> None:

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from asyncrl.errors import ConfigError
-from asyncrl.plan.choices import advise
+from asyncrl.plan.choices import compare_choices
 from asyncrl.plan.show import show_plan, show_simulation
 from asyncrl.plan.verdict import limits, search
 from asyncrl.plan.workload import EngineCost, LearnerCost, Lengths, Setup, Workload
@@ -62,22 +62,21 @@ def test_impossible_plans_are_refused() -> None:
         search(job(1, 1), SETUP, devices=4, max_staleness=-1)
 
 
-def test_groups_without_signal_stay_where_the_learner_waits_and_go_where_it_does_not() -> None:
+def test_the_choices_for_groups_without_signal_differ_in_steps_and_what_is_in_them() -> None:
     lengths = Lengths.log_normal(mean_tokens=64, sigma=0.8, max_tokens=256, group_size=4, refunded_fraction=0.6)
     setup = replace(SETUP, max_staleness=4)
-    slow, fast = job(3.0, 0.3), job(0.3, 3.0)
-    slow, fast = replace(slow, lengths=lengths), replace(fast, lengths=lengths)
-    waits = advise(slow, setup)
-    assert waits is not None and waits.choice == "drop" and waits.without_signal == pytest.approx(0.6, abs=0.02)
+    slow, fast = (replace(workload, lengths=lengths) for workload in (job(3.0, 0.3), job(0.3, 3.0)))
+    waits = compare_choices(slow, setup)
+    assert waits is not None and waits.without_signal == pytest.approx(0.6, abs=0.02)
     refund, train, drop = (waits.predictions[choice] for choice in ("refund", "train", "drop"))
     assert drop.steps_per_s > 2 * refund.steps_per_s
     assert drop.learner_idle > train.learner_idle, "what is dropped is not computed"
     assert drop.signal_tokens_per_s == pytest.approx(refund.signal_tokens_per_s, rel=0.1), "generation is the limit"
-    busy = advise(fast, setup)
-    assert busy is not None and busy.choice == "refund"
+    busy = compare_choices(fast, setup)
+    assert busy is not None
     refund, train = busy.predictions["refund"], busy.predictions["train"]
     assert refund.signal_tokens_per_s > 2 * train.signal_tokens_per_s, "the learner computes what teaches nothing"
-    assert advise(job(3.0, 0.3), setup) is None, "all groups have a signal"
+    assert compare_choices(job(3.0, 0.3), setup) is None, "all groups have a signal"
 
 
 def printed() -> tuple[Console, io.StringIO]:
@@ -91,17 +90,21 @@ def test_plan_prints_a_table_and_the_command(tmp_path: Path) -> None:
     found = show_plan(console, run, devices=4, max_staleness=2)
     best = found[0].prediction.setup
     assert f"4 devices, predicted from {run}; 6 setups tried" in out.getvalue()
-    assert (
-        "20% of the groups have no signal" in out.getvalue() and "\nuse drop: with refund the learner" in out.getvalue()
+    assert "20% of the groups have no signal" in out.getvalue() and "\nuse refund: what a step learns" in out.getvalue()
+    command = (
+        f"asyncrl launch --config {run / 'config.yaml'} --generators {best.generators} --learners {best.learners} "
+        f"--max-staleness {best.max_staleness}"
     )
-    assert (
-        out.getvalue()
-        .rstrip()
-        .endswith(
-            f"asyncrl launch --config {run / 'config.yaml'} --generators {best.generators} --learners {best.learners} "
-            f"--max-staleness {best.max_staleness} replay.zero_variance=drop"
-        )
-    )
+    assert out.getvalue().rstrip().endswith(command)
+
+
+def test_plan_changes_a_choice_that_is_not_recommended(tmp_path: Path) -> None:
+    console, out = printed()
+    run = make_run(tmp_path / "r")
+    config = run / "config.yaml"
+    config.write_text(config.read_text().replace("zero_variance: auto", "zero_variance: drop"))
+    show_plan(console, run, devices=4, max_staleness=2)
+    assert out.getvalue().rstrip().endswith(" replay.zero_variance=refund")
 
 
 def test_simulation_of_a_run_next_to_its_measurements(tmp_path: Path) -> None:

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from asyncrl.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
 
 
-def run_bench(arguments: list[str]) -> int:
-    """Runs `python -m benchmarks` with these arguments and returns its exit code. Raises ConfigError when the package
-    is installed without the repository."""
+def run_bench(arguments: list[str]) -> NoReturn:
+    """Becomes `python -m benchmarks` with these arguments, so that signals reach it. Raises ConfigError when the
+    package is installed without the repository."""
     if not (ROOT / "benchmarks" / "__main__.py").is_file():
         raise ConfigError(
             "asyncrl bench: the benchmarks are in the repository, not in the installed package; clone it, and run "
             "make setup and .venv/bin/asyncrl bench there"
         )
-    return subprocess.call([sys.executable, "-m", "benchmarks", *arguments], env=os.environ | {"PYTHONPATH": str(ROOT)})
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    os.execve(sys.executable, [sys.executable, "-m", "benchmarks", *arguments], os.environ | {"PYTHONPATH": path})
