@@ -14,12 +14,12 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import psutil
 
-ROOT = Path(__file__).parents[1]
+from asyncrl.launch.commands.bench import ROOT, python_path
+
 ROUND = "round "
 """Prefix of the lines of a row's process that contain the figures of a round."""
 TAIL_LINES = 15
@@ -236,11 +236,6 @@ def one_thread() -> dict[str, str]:
     """Returns this process's environment with the thread pools of all libraries limited to one thread."""
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
     return os.environ | {"PYTHONPATH": python_path()} | dict.fromkeys(names, "1")
-
-
-def python_path() -> str:
-    """Returns PYTHONPATH with this checkout first."""
-    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 
 
 def _end_session(child: subprocess.Popen[str]) -> None:

@@ -20,5 +20,10 @@ def run_bench(arguments: list[str]) -> NoReturn:
             "asyncrl bench: the benchmarks are in the repository, not in the installed package; clone it, and run "
             "make setup and .venv/bin/asyncrl bench there"
         )
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    os.execve(sys.executable, [sys.executable, "-m", "benchmarks", *arguments], os.environ | {"PYTHONPATH": path})
+    environment = os.environ | {"PYTHONPATH": python_path()}
+    os.execve(sys.executable, [sys.executable, "-m", "benchmarks", *arguments], environment)
+
+
+def python_path() -> str:
+    """Returns PYTHONPATH with this checkout first."""
+    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
