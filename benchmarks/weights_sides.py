@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from statistics import median
 from typing import Any
@@ -24,6 +25,8 @@ WARM = 2
 TIMEOUT_S = 120.0
 REST_S = 0.15
 """Pause before a version is sent, after which every receiver waits for it, as in a run."""
+UPDATE_S = 1.0
+"""Time from sending a version to the next update, in which a trainer computes."""
 BUCKET_BYTES = 64 << 20
 """As senders of a run."""
 HOST = "127.0.0.1"
@@ -48,8 +51,8 @@ def rank(number: int) -> None:
 
 def send(address: str, receivers: int, num_bytes: int, pairs: int, device: torch.device) -> dict[str, float]:
     """Runs the learner's side. Returns the median seconds from `send` until all receivers have a version (own), in
-    `send`, which holds the trainer (held), of a bare broadcast of the same bytes (bare), and of copying as many of them
-    as are in a bucket (bucket)."""
+    `send`, and in `copied` when the next update is due, which hold the trainer (held), of a bare broadcast of the same
+    bytes (bare), and of copying as many of them as are in a bucket (bucket)."""
     data = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     size = num_bytes // TENSORS // 4 * 4
     weights = [(f"layer-{i}", data[i * size : (i + 1) * size].view(torch.float32)) for i in range(TENSORS)]
@@ -58,16 +61,20 @@ def send(address: str, receivers: int, num_bytes: int, pairs: int, device: torch
         expected_generators=receivers, transport="auto", bucket_bytes=BUCKET_BYTES, timeout_s=TIMEOUT_S,
         device=str(device),
     )  # fmt: skip
-    target = torch.empty_like(data[:BUCKET_BYTES])
+    target, waiter = torch.empty_like(data[:BUCKET_BYTES]), ThreadPoolExecutor(1)
     times: dict[str, list[float]] = {"own": [], "held": [], "bare": [], "bucket": []}
     for version in range(WARM + pairs):
         data.fill_(version)
         time.sleep(REST_S)
         started_s = time.perf_counter()
-        sender.send(version, weights)
-        times["held"].append(time.perf_counter() - started_s)
-        sender.wait()
-        times["own"].append(time.perf_counter() - started_s)
+        sender.send(version, weights, copy_later=True)
+        held_s = time.perf_counter() - started_s
+        received = waiter.submit(_received, sender)
+        time.sleep(UPDATE_S)
+        update_s = time.perf_counter()
+        sender.copied()
+        times["held"].append(held_s + time.perf_counter() - update_s)
+        times["own"].append(received.result() - started_s)
         dist.barrier()
         times["bare"].append(_broadcast(data))
         times["bucket"].append(_copy(data[:BUCKET_BYTES], target))
@@ -76,6 +83,12 @@ def send(address: str, receivers: int, num_bytes: int, pairs: int, device: torch
     dist.barrier()
     sender.close()
     return {name: median(seconds[WARM:]) for name, seconds in times.items()}
+
+
+def _received(sender: WeightSender) -> float:
+    """Returns when all receivers have the version."""
+    sender.wait()
+    return time.perf_counter()
 
 
 def receive(address: str, number: int, num_bytes: int, pairs: int, device: torch.device) -> None:

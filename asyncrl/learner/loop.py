@@ -7,13 +7,13 @@
     raise_on_all..  an error of any rank is raised on all ranks     all learner ranks            a collective
     trainer.train   version step - 1 becomes version step           all learner ranks, critic    collectives, its reply
     _commit         rank 0 records the step in the replay queue     the journal                  the queue's reply
-    _send           rank 0 hands a copy of the weights over         the broadcast before it      the sender's thread
+    _send           rank 0 hands the weights over                   the broadcast before it      the sender's thread
     _save           starts a checkpoint, if one is due              the checkpoint before it     the writer's thread
          |
          +-- back to _agree, until the last step
 
 Meanwhile the prefetch thread takes and packs this rank's part of the next step: `batches.take`, `prepare`. It waits for
-the queue's reply.
+the queue's reply. The sender's thread copies the weights; `trainer.train` waits for it before its first update.
 
 A step is committed before its weights are sent: the replay queue must know every version that a generator has.
 """
@@ -78,7 +78,8 @@ class Sender(Protocol):
     @property
     def stats(self) -> SyncStats: ...
 
-    def send(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None: ...
+    def send(self, version: int, weights: Iterable[tuple[str, Tensor]], *, copy_later: bool = False) -> None: ...
+    def copied(self) -> None: ...
     def wait(self) -> None: ...
 
 
@@ -133,6 +134,7 @@ class Learner:
         self.saved = self.start
         self.rewards = deque(maxlen=self.config.checkpoint.every_steps or REWARD_STEPS)
         self.prefetch = Prefetcher(self.batches.take, self.prepare, last_step=self.config.steps)
+        self.trainer.before_update = self._await_copy
         observe = self.config.observe
         self.profiler = StepProfiler(observe.profile, self.run_dir / "profile", self.ranks.rank)
         self.peak_flops = observe.peak_flops or device_peak(self.ranks.device)
@@ -277,15 +279,23 @@ class Learner:
         )
 
     def _send(self, version: int) -> None:
-        """Passes the weights to the sender, which copies them and continues in the background. Versions that were sent
-        before this start are not sent again, and the last one is sent only to be evaluated."""
+        """Passes the weights to the sender, which copies them in the background unless all ranks gather them. Versions
+        sent before this start are not sent again, and the last one is sent only to be evaluated."""
         if version < self.committed or not (version < self.config.steps or self.config.evaluates(version)):
             return
         self.watch.switch("syncing")
+        policy = self.trainer.policy
         if self.sender is not None:
-            self.sender.send(version, self.trainer.policy.weights())
+            self.sender.send(version, policy.weights(), copy_later=not policy.partitioned)
         else:
-            self.trainer.policy.join_gathering()
+            policy.join_gathering()
+
+    def _await_copy(self) -> None:
+        """Waits until the weights that were sent may change."""
+        if self.sender is not None:
+            self.watch.switch("syncing")
+            self.sender.copied()
+            self.watch.switch("working")
 
     def _commit(self, step: int, metrics: dict[str, float], *, saving: bool) -> Committed:
         if self.ranks.rank:

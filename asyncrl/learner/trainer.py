@@ -77,6 +77,8 @@ class Trainer:
         self.mismatch_check: MismatchCheck | None = None
         """Compares log-probs with the run's engines in the first steps; None after it has concluded, or if the run has
         no engines."""
+        self.before_update: Callable[[], None] = lambda: None
+        """Called before the policy's weights change."""
         self.phases = PhaseTimer(ranks)
         """The seconds of the phases of a step, which the loop reads."""
         self._flops = ModelFlops.of(self.policy.model)
@@ -136,6 +138,7 @@ class Trainer:
                 if skip_if_not_finite(self.policy, minibatch, finite, norm, step, settings, "learner.lr", culprits):
                     continue
                 lr = self._learning_rate(step, metrics)
+                self.before_update()
                 with phase("optimizer"):
                     self.policy.step(lr=lr, max_grad_norm=settings.max_grad_norm, grad_norm=norm)
                 updates.append(Update(norm, lr))

@@ -2,7 +2,7 @@
 
 One thread, one loop (`ReplayServer.serve`). A pass of it:
 
-    poll the socket         waits for a message, at most TICK_S (SYNC_LOOK_S while replies wait for a sync)
+    poll the socket         waits for a message, at most TICK_S (LOOK_S while replies wait for a sync)
        |                    woken by  generators: ask, finish, evaluated, release
        |                              learners:   begin, take, commit, next_evaluation
        |                              launcher:   status, scale, lost, stop, summary, shutdown
@@ -67,8 +67,8 @@ TICK_S = 0.2
 """Maximum wait of the loop: delay until an expired lease or a signal is noticed."""
 POLL_S = 0.001
 """Shortest wait of the loop while replies wait for others."""
-SYNC_LOOK_S = 0.001
-"""The same while replies wait for a sync of the journal."""
+LOOK_S = 0.001
+"""The same while replies wait for a sync of the journal, or memory is freed."""
 TAKE_ANSWER_S = 1.0
 """A learner that waits for its batch gets a sign of life at this interval."""
 RECEIVE_AT_ONCE = 64
@@ -116,11 +116,13 @@ class ReplayServer:
                 self._outbox.send_synced()
             else:
                 self._outbox.flush()
+            self.queue.state.free()
         self._outbox.flush(wait=True)
 
     def _poll_s(self) -> float:
         """The longest wait for a message."""
-        return min(SYNC_LOOK_S if self._outbox.syncing else TICK_S, max(POLL_S, self._outbox.wait_s))
+        busy = self._outbox.syncing or self.queue.state.spent
+        return min(LOOK_S if busy else TICK_S, max(POLL_S, self._outbox.wait_s))
 
     def close(self) -> None:
         """Closes the socket."""

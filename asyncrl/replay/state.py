@@ -6,7 +6,7 @@ function of the records: nothing here reads a clock or makes a decision.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,6 +36,7 @@ from asyncrl.wire.messages import Evaluated, ReleasedEvaluation
 
 PARTS = frozenset({"rules", "position", "ledger", "measure", "selection", "evaluation", "staleness_controller", "held"})
 """Fields of a snapshot that are restored by other means than setting an attribute."""
+FREE_BYTES = 32 << 20
 MAX_LATE = 1024
 """Trained and refunded tickets whose outstanding attempts are remembered; the oldest is forgotten first."""
 
@@ -77,6 +78,8 @@ class QueueState:
         self.committed: dict[str, float] = {}
         """The queue's own metrics of the last step."""
         self.coverage = Coverage()
+        self.spent: deque[list[Array]] = deque()
+        """Frames of the groups of the last step, whose memory `free` returns."""
 
     def apply(self, record: Record, location: Location | None) -> None:
         """Applies a record that was appended to the journal. Raises JournalError if it does not fit the state."""
@@ -220,6 +223,8 @@ class QueueState:
         restore(self.reported, of_plain(ReportedStats, body["reported"]))
         numbers = self.ledger.commit()
         groups = [self.held.pop(number) for number in numbers]
+        self.spent.clear()
+        self.spent.extend(held.arrays for held in groups)
         for number, held in zip(numbers, groups, strict=True):
             self._end(number, held)
             self.held_bytes -= held.num_bytes
@@ -238,6 +243,13 @@ class QueueState:
         if self.staleness_controller is not None:
             self.ledger.admission_limit = self.staleness_controller.next(self.ledger.admission_limit, metrics)
         self.coverage.note(location, step)
+
+    def free(self) -> None:
+        """Frees at most FREE_BYTES of trained groups. All of a large batch at once would take tens of milliseconds,
+        for which the learner would wait."""
+        freed_bytes = 0
+        while self.spent and freed_bytes < FREE_BYTES:
+            freed_bytes += sum(array.nbytes for array in self.spent.popleft())
 
     def _scale(self, body: Any, *_: object) -> None:
         self.generators_wanted = body["generators"]

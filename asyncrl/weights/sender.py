@@ -1,9 +1,11 @@
 """The learner's side of weight synchronization: copies each version and broadcasts it while training continues.
 
-Three threads (`broadcast.py` draws a round); the first two share one buffer:
+Four threads (`broadcast.py` draws a round); the first three share one buffer:
 
-    the learner's     `send`: waits for the previous broadcast (`wait`); woken by the background thread. Then fills the
-                      buffer while the background thread already sends the buckets that are full.
+    the learner's     `send`: waits for the previous broadcast (`wait`); woken by weight-sender. Then fills the buffer,
+                      or lets weight-copier do it: training may then read the weights, and waits in `copied` before it
+                      changes them.
+    weight-copier     fills the buffer, while weight-sender already sends the buckets that are full.
     weight-sender     between rounds: waits for a new version or a generator that joined late; woken by `send`, `close`
                       and messages of receivers. In a round: waits for messages of receivers, woken by them; for full
                       buckets, woken by `fill`; and for the transport, polled. Each of these waits has a deadline and
@@ -18,6 +20,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import structlog
@@ -28,7 +31,14 @@ from asyncrl.errors import AsyncrlError, PeerTimeoutError, RunError
 from asyncrl.weights.broadcast import Delivery, WeightSyncStats
 from asyncrl.weights.buckets import BUCKET_BYTES, WeightBuffer, WeightManifest
 from asyncrl.weights.membership import Membership
-from asyncrl.weights.transports import choose_transport, device_name, find_transport, use_own_stream, with_index
+from asyncrl.weights.transports import (
+    choose_transport,
+    device_name,
+    find_transport,
+    queued,
+    use_own_stream,
+    with_index,
+)
 from asyncrl.weights.waits import Interrupted, Wait
 from asyncrl.wire.channel import ChannelServer
 from asyncrl.wire.kinds import TO_SENDER
@@ -101,18 +111,23 @@ class WeightSender:
         self._busy = False
         self._stopping = False
         self._buffer_lock = threading.Lock()
+        self._copier = ThreadPoolExecutor(1, "weight-copier", initializer=use_own_stream, initargs=(self._device,))
+        self._copying: Future[None] | None = None
+        """The copy of the weights of the last `send`, if it is made in the background."""
         self._channel.start(self._handle, self._membership.refuse)
         self._thread = threading.Thread(target=self._run, name="weight-sender", daemon=True)
         self._thread.start()
 
-    def send(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def send(self, version: int, weights: Iterable[tuple[str, Tensor]], *, copy_later: bool = False) -> None:
         """Copies `weights` (Hugging Face checkpoint names) and broadcasts them in the background as `version`.
 
         Waits for the previous broadcast, and returns when the copy is complete; buckets are sent while later ones are
-        copied. Raises the error of the background thread, if there is one.
+        copied. With `copy_later` another thread iterates over `weights` and copies them: they may change only after
+        `copied` has returned. Raises the error of the background thread, if there is one.
         """
         started = time.monotonic()
         self.wait()
+        self.copied()  # without a generator, the broadcast does not wait for the copy
         with self._buffer_lock:
             self.stats.wait_s += time.monotonic() - started
             if self._buffer is None:
@@ -122,7 +137,23 @@ class WeightSender:
             with self._changed:
                 self._version, self._busy = version, True
                 self._changed.notify_all()
-        buffer.fill(weights)
+        if copy_later:
+            self._copying = self._copier.submit(self._fill, buffer, weights, queued(self._device))
+        else:
+            buffer.fill(weights)
+
+    def copied(self) -> None:
+        """Returns when the weights of the last `send` may change. Raises the error of their copy, and PeerTimeoutError
+        if it takes longer than `timeout_s`."""
+        copying, self._copying = self._copying, None
+        if copying is None:
+            return
+        try:
+            copying.result(self._timeout_s)
+        except TimeoutError:
+            raise PeerTimeoutError(
+                f"weights: version {self._version} was not copied within {self._timeout_s:g} s"
+            ) from None
 
     def wait(self) -> None:
         """Returns when all generators present have received the last version. Raises the error of the background
@@ -149,6 +180,7 @@ class WeightSender:
                 return
             self._stopping = True
             self._changed.notify_all()
+        self._copier.shutdown(wait=False)
         self._thread.join(timeout=1.0)
         if self._thread.is_alive():  # inside a call of the transport that ends at its own deadline
             return
@@ -170,6 +202,13 @@ class WeightSender:
         self._membership.await_members(self._expected_generators, self._start_timeout_s)
         devices = [peer.device for peer in self._membership.present()]
         return choose_transport("auto", [here, *devices] if devices else ["cpu"])
+
+    @staticmethod
+    def _fill(buffer: WeightBuffer, weights: Iterable[tuple[str, Tensor]], trained: torch.cuda.Event | None) -> None:
+        """Fills the buffer with the weights as they are once `trained` has happened."""
+        if trained is not None:
+            torch.cuda.current_stream().wait_event(trained)
+        buffer.fill(weights)
 
     # --- the channel's thread
 

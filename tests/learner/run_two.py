@@ -60,11 +60,13 @@ class Sender:
         self.sent: dict[str, Tensor] = {}
         self.stats = SimpleNamespace(count=0, broadcast_s=0.0, wait_s=0.0, dropped=0)
 
-    def send(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def send(self, version: int, weights: Iterable[tuple[str, Tensor]], *, copy_later: bool = False) -> None:
+        assert not copy_later, "both ranks must gather the weights"
         copies = {name: weight.clone() for name, weight in weights}
         assert [(name, weight.dtype, tuple(weight.shape)) for name, weight in copies.items()] == self.expected
         self.sent |= {f"{version}/{name}": weight for name, weight in copies.items()}
 
+    def copied(self) -> None: ...
     def wait(self) -> None: ...
 
     def close(self) -> None:

@@ -63,14 +63,25 @@ class Batches:
 
 
 class Sender:
+    """Checks that the weights of a version do not change before `copied`."""
+
     def __init__(self, lost: bool = False) -> None:
         self.sent: list[tuple[int, dict[str, Tensor]]] = []
+        self.uncopied: list[tuple[str, Tensor]] = []
         self.lost = lost
         self.stats = SimpleNamespace(count=0, broadcast_s=0.0, wait_s=0.0, dropped=0)
         self.waited = 0
 
-    def send(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
-        self.sent.append((version, {name: weight.clone() for name, weight in weights}))
+    def send(self, version: int, weights: Iterable[tuple[str, Tensor]], *, copy_later: bool = False) -> None:
+        self.copied()
+        assert copy_later
+        self.uncopied = list(weights)
+        self.sent.append((version, {name: weight.clone() for name, weight in self.uncopied}))
+
+    def copied(self) -> None:
+        for name, weight in self.uncopied:
+            assert torch.equal(weight, self.sent[-1][1][name])
+        self.uncopied = []
 
     def wait(self) -> None:
         self.waited += 1

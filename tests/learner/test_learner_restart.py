@@ -96,7 +96,9 @@ class Sender:
         self.sent: dict[int, dict[str, Tensor]] = {}
         self.stats = SimpleNamespace(count=0, broadcast_s=0.0, wait_s=0.0, dropped=0)
 
-    def send(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def copied(self) -> None: ...
+
+    def send(self, version: int, weights: Iterable[tuple[str, Tensor]], *, copy_later: bool = False) -> None:
         self.sent[version] = {name: weight.clone() for name, weight in weights}
 
     def wait(self) -> None: ...

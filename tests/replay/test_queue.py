@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -419,3 +420,17 @@ def test_what_was_scored_since_the_last_step_is_in_its_metrics(tmp_path: Path) -
     assert metrics["reward/mean"] == metrics["reward/test"] == metrics["reward_part/exact"] == pytest.approx(5 / 8)
     assert metrics["completion/tokens"] == pytest.approx((6 + 3 * 4) / 8)
     assert metrics["completion/truncated_fraction"] == 6 / 8
+
+
+def test_the_memory_of_a_trained_batch_is_freed_in_parts_after_its_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue = take_two(make_queue(tmp_path))
+    arrays = [weakref.ref(array) for number in (0, 1) for array in queue.held[number].arrays]
+    queue.commit(1, {"learner/wait_s": 0.5})
+    assert all(array() is not None for array in arrays)
+    monkeypatch.setattr("asyncrl.replay.state.FREE_BYTES", 1)
+    queue.state.free()
+    assert [array() is not None for array in arrays] == [False] * 4 + [True] * 4
+    queue.state.free()
+    assert all(array() is None for array in arrays)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -26,7 +27,7 @@ from weight_parts import (
     weights,
 )
 
-from asyncrl.errors import ConfigError, ProtocolError, RunError
+from asyncrl.errors import ConfigError, InvariantError, PeerTimeoutError, ProtocolError, RunError
 from asyncrl.weights import sender as sender_module
 from asyncrl.weights import transports
 from asyncrl.weights.process_groups import GlooLink
@@ -48,6 +49,48 @@ def test_two_processes_receive_every_version(address: str, cleanup: list) -> Non
     assert sender.stats.count == 4
     assert sender.stats.bytes == 4 * NUM_BYTES
     assert sender.stats.broadcast_s > 0
+
+
+def test_weights_that_are_copied_in_the_background_may_change_after_copied(address: str, cleanup: list) -> None:
+    receiver, sender = make_receiver(address, cleanup), joined(make_sender(address, cleanup), 1)
+    goes_on = threading.Event()
+    cleanup.append(goes_on.set)
+    sent = weights(0)
+
+    def slowly() -> Iterator[tuple[str, torch.Tensor]]:
+        yield sent[0]
+        assert goes_on.wait(20.0)
+        yield from sent[1:]
+
+    sender.send(0, slowly(), copy_later=True)
+    copied = threading.Thread(target=sender.copied)
+    copied.start()
+    copied.join(0.2)
+    assert copied.is_alive() and receiver.staged() is None
+    goes_on.set()
+    copied.join(20.0)
+    for _, tensor in sent:
+        tensor.zero_()
+    load_next(receiver, 0)
+    sender.send(1, weights(1), copy_later=True)
+    load_next(receiver, 1)
+
+
+def test_an_error_of_a_copy_in_the_background_is_raised(address: str, cleanup: list) -> None:
+    sender = make_sender(address, cleanup, timeout_s=0.3)
+    sender.send(0, weights(0)[1:], copy_later=True)
+    with pytest.raises(InvariantError, match=r"norm\.weight torch\.bfloat16 .* where the manifest has embed\.weight"):
+        sender.copied()
+    goes_on = threading.Event()
+    cleanup.append(goes_on.set)
+
+    def never() -> Iterator[tuple[str, torch.Tensor]]:
+        assert goes_on.wait(20.0)
+        yield from weights(1)
+
+    sender.send(1, never(), copy_later=True)
+    with pytest.raises(PeerTimeoutError, match=r"version 1 was not copied within 0\.3 s"):
+        sender.copied()
 
 
 def test_a_replaced_process_gets_the_current_version_and_the_next_one(address: str, cleanup: list) -> None:
