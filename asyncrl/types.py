@@ -126,9 +126,34 @@ class Lease:
     """Completions are scored and not trained on; evaluation tickets have a numbering of their own."""
 
 
+EpisodeEnd = Literal["done", "max_turns", "window", "environment", "timeout", "overlong", "host"]
+"""Why an episode with an environment ended. "window": the next turn does not fit the engine's window. The last four are
+failures: the environment raised, or returned what is no answer; it took too long; what it said before the first turn
+does not fit the window; its host died."""
+EPISODE_ENDS: tuple[EpisodeEnd, ...] = ("done", "max_turns", "window")
+"""The ends of an episode that has a reward."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeOutcome:
+    """What became of the episode of a trajectory with several turns."""
+
+    ended: EpisodeEnd
+    turn_rewards: list[float]
+    """Reward of each turn, in order; their sum and that of the complete episode are the trajectory's reward."""
+    observation_tokens: int
+    """Tokens of the environment after the first action token."""
+    environment_s: float
+    """Time in the environment's methods."""
+    tries: int
+    """Number of failed tries before this one."""
+    lost_tokens: int
+    """Action tokens of the failed tries."""
+
+
 @dataclass(slots=True)
 class Trajectory:
-    """One completion with everything that training needs."""
+    """One completion, or one episode of several turns, with everything that training needs."""
 
     tokens: NDArray[np.int32]
     """[T]"""
@@ -143,6 +168,8 @@ class Trajectory:
     reward_parts: dict[str, float] = field(default_factory=dict[str, float])
     error: str = ""
     """Why no reward could be computed; the reward is 0 then, or the status is "failed". Empty otherwise."""
+    episode: EpisodeOutcome | None = None
+    """None without an environment."""
 
     @property
     def num_action_tokens(self) -> int:

@@ -51,14 +51,28 @@ def arithmetic(
 
 
 @data.command()
+def episodes(
+    demo: Annotated[str, typer.Argument(help="The demo: calculator or guess.")],
+    out: Annotated[Path, typer.Argument(help="Parquet file to write.")],
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the shuffle.")] = 0,
+    rows: Annotated[int | None, typer.Option(min=1, help="Only the first N rows; all when not set.")] = None,
+) -> None:
+    """Make the dataset of a demo with an environment."""
+    from asyncrl.data.demo_episodes import make_demo_rows
+
+    make_demo_rows(demo, out, seed=seed, rows=rows)
+
+
+@data.command()
 def tiny_model(
     out: Annotated[Path, typer.Argument(help="Folder to write the model and its tokenizer to.")],
+    demo: Annotated[str, typer.Option(help="The demo that it is for: demo (sums), calculator or guess.")] = "demo",
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the weights and of the warm start.")] = 0,
 ) -> None:
-    """Make the tiny, warm-started model of the demo."""
+    """Make the tiny, warm-started model of a demo."""
     from asyncrl.data.tiny_model import make_tiny_model
 
-    make_tiny_model(out, seed=seed)
+    make_tiny_model(out, demo=demo, seed=seed)
 
 
 def _add_converter(name: str) -> None:

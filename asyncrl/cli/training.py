@@ -128,3 +128,22 @@ def evaluate(
     else:
         config = config or "demo"
     raise typer.Exit(evaluate_model(load_config(config, settings), Console(), model=model, outs=out or ()))
+
+
+@app.command()
+def play(
+    overrides: Annotated[list[str] | None, OVERRIDES] = None,
+    config: Annotated[str, typer.Option(help="YAML file, or the name of one in configs/.")] = "calculator",
+    rows: Annotated[int, typer.Option(min=1, help="Rows of the training data to play.")] = 3,
+    say: Annotated[
+        list[str] | None,
+        typer.Option(help="What the policy says, in place of the model; may be given for each turn, and repeats."),
+    ] = None,
+    typed: Annotated[bool, typer.Option("--typed", help="Play the policy yourself.")] = False,
+) -> None:
+    """Play episodes of an environment and print them. Exit code 0: done, 1: an environment failed, 2: bad
+    configuration."""
+    from asyncrl.launch.commands.play import play as play_rows
+
+    settings = dict(parse_override(text) for text in overrides or [])
+    raise typer.Exit(play_rows(load_config(config, settings), Console(), rows=rows, say=say or [], typed=typed))

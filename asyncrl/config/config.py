@@ -12,7 +12,7 @@ import yaml
 from pydantic import Field, model_validator
 
 from asyncrl.config.base import AUTO, Options, Rewards, Section
-from asyncrl.config.generation import EvalConfig, GeneratorConfig
+from asyncrl.config.generation import EnvironmentConfig, EvalConfig, GeneratorConfig
 from asyncrl.config.paths import LocalPath
 from asyncrl.config.sections import (
     CheckpointConfig,
@@ -39,6 +39,7 @@ class Config(Section):
     reward_options: dict[str, Options] = Field(default_factory=dict)
     """Options (keyword-only arguments) of reward functions, by their names in `rewards`."""
     generator: GeneratorConfig = GeneratorConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     replay: ReplayConfig = ReplayConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     learner: LearnerConfig = LearnerConfig()
@@ -58,9 +59,9 @@ class Config(Section):
     epochs: float | None = Field(default=None, gt=0.0)
     """In place of `steps`: passes over `data.train`, rounded to complete steps. Refunded groups take further
     prompts."""
-    recipe: Literal["demo"] | None = None
-    """demo: make the demo's small model in `model.path`, and its sums in `data.train` and `data.eval`, where these do
-    not exist."""
+    recipe: Literal["demo", "calculator", "guess"] | None = None
+    """Make the small model of a demo in `model.path`, and its rows in `data.train` and `data.eval`, where these do not
+    exist. demo: sums; calculator and guess: with the environment of that name."""
     seed: int = Field(default=0, ge=0)
     """Seed of the order of prompts, the sampling of completions, and the files of the recipe."""
     deterministic: bool = False
@@ -108,6 +109,7 @@ class Config(Section):
                     f"deterministic with generator.engine_options.{option}: log-probs would depend on what is {on}; "
                     "switch one off"
                 )
+        self._check_environment()
         window = self.generator.max_model_tokens
         if window is not None and window <= self.generator.max_new_tokens:
             raise ValueError(
@@ -115,6 +117,28 @@ class Config(Section):
                 f"it must be above generator.max_new_tokens = {self.generator.max_new_tokens}"
             )
         return self
+
+    def _check_environment(self) -> None:
+        if self.environment.name is None:
+            changed = [name for name, value in self.environment if value != getattr(EnvironmentConfig(), name)]
+            if changed:
+                raise ValueError(
+                    f"environment.{changed[0]} = {getattr(self.environment, changed[0])!r}: there is no environment; "
+                    "set environment.name"
+                )
+            return
+        for key, rewards in (("rewards", self.rewards), ("eval.rewards", self.eval.rewards)):
+            if rewards not in (AUTO, None):
+                raise ValueError(
+                    f"{key} = {rewards!r} with environment.name: the environment gives the reward; leave {key} out"
+                )
+        most = self.environment.max_episodes
+        least = max(self.generator.group_size, self.eval.samples)
+        if most is not None and most < least:
+            raise ValueError(
+                f"environment.max_episodes = {most}: must be at least {least}, the episodes of a group "
+                "(generator.group_size, eval.samples)"
+            )
 
     @model_validator(mode="after")
     def _check_optimizer(self) -> Self:

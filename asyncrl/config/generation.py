@@ -1,4 +1,4 @@
-"""The sections of a config for generation and evaluation."""
+"""The sections of a config for generation, environments and evaluation."""
 
 from __future__ import annotations
 
@@ -74,6 +74,30 @@ class GeneratorConfig(Section):
                 f"min_new_tokens = {self.min_new_tokens}: must be at most max_new_tokens = {self.max_new_tokens}"
             )
         return self
+
+
+class EnvironmentConfig(Section):
+    """The environment of episodes with several turns."""
+
+    name: str | dict[str, str] | None = None
+    """A built-in environment, or your own as `module:Class` or `file.py:Class`; or a mapping of these by data source,
+    with "default" for the others. Without one a trajectory is a single completion."""
+    options: dict[str, Options] = Field(default={})
+    """Options (keyword-only arguments) of environments, by their names in `environment.name`."""
+    hosts: int = Field(default=1, ge=1)
+    """Processes per generator in which environments run."""
+    max_episodes: int | None = Field(default=None, ge=1)
+    """Maximum number of episodes that one generator plays at once, for environments that are expensive to hold."""
+    max_turns: int = Field(default=16, ge=1)
+    """Turns of the policy after which an episode is truncated, unless its environment has a number of its own."""
+    max_observation_tokens: int = Field(default=2048, ge=1)
+    """Longer observations keep their two ends."""
+    timeout_s: float = Field(default=300.0, gt=0.0)
+    """Time limit of an episode, without that in which the policy samples."""
+    step_timeout_s: float = Field(default=60.0, gt=0.0)
+    """Time limit of one call of an environment."""
+    retries: int = Field(default=1, ge=0)
+    """How often an episode is tried again whose environment failed, before its group is refunded."""
 
 
 class EvalConfig(Section):

@@ -1,7 +1,8 @@
-"""The demo's model: a tiny Qwen2 with a character tokenizer, warm-started so that RL has something to improve.
+"""The models of the demos: a tiny Qwen2 with a character tokenizer, warm-started so that RL has something to improve.
 
-The warm start trains on sums, but most of its answers are one of the operands. The model learns all three answers and
-samples the right one about as often as it was shown; only the reward says which one is right.
+The warm start of the demo trains on sums, but most of its answers are one of the operands. The model learns all three
+answers and samples the right one about as often as it was shown; only the reward says which one is right. Demos with an
+environment are warm-started on episodes (`demo_episodes.py`).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from random import Random
 
 import structlog
 import torch
@@ -22,32 +24,44 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from asyncrl.data.arithmetic import sums
+from asyncrl.data.demo_episodes import DEMOS, EpisodeDemo, Span, check_demo
 from asyncrl.errors import ConfigError
 
 log = structlog.get_logger()
 
 SPECIAL = ["<pad>", "<eos>", "<unk>"]
-CHARACTERS = "0123456789+-*= "
+CHARACTERS = "0123456789+-*= ?<>"
 WINDOW_TOKENS = 64
 RIGHT_SHARE = 0.25
 """Fraction of the warm start's answers that are the sum."""
+SUMS = "demo"
+"""The demo of sums."""
 STEPS = 200
-BATCH = 256
+BATCH, EPISODES = 256, 128
+"""Sums, or episodes, of a step."""
 LR = 3e-3
+NO_LABEL = -100
+"""Label of tokens that are not trained."""
 
 
-def make_tiny_model(path: Path, *, seed: int = 0, steps: int = STEPS) -> None:
-    """Writes the model folder (Hugging Face format) atomically; the same model for the same seed and machine.
+def make_tiny_model(path: Path, *, demo: str = SUMS, seed: int = 0, steps: int | None = None) -> None:
+    """Writes the folder of a demo's model (Hugging Face format) atomically; the same model for the same seed and
+    machine. `demo` is SUMS or one of DEMOS.
 
     Raises ConfigError when the path exists: nothing is ever deleted.
     """
     path = path.absolute()
+    if demo != SUMS:
+        check_demo(demo)
     check_model_folder(path)
     torch.manual_seed(seed)
     torch.set_num_threads(1)
     tokenizer = make_tokenizer()
     model = make_model()
-    accuracy = warm_start(model, tokenizer, steps=steps, seed=seed)
+    if demo == SUMS:
+        shown = {"accuracy": warm_start(model, tokenizer, steps=steps or STEPS, seed=seed)}
+    else:
+        shown = {"loss": warm_start_on_episodes(model, tokenizer, DEMOS[demo], steps=steps, seed=seed)}
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.mkdir(parents=True)
     try:
@@ -57,7 +71,8 @@ def make_tiny_model(path: Path, *, seed: int = 0, steps: int = STEPS) -> None:
         temporary.rename(path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    log.info("tiny model made", path=str(path), parameters=model.num_parameters(), accuracy=round(accuracy, 3))
+    shown = {name: round(value, 3) for name, value in shown.items()}
+    log.info("tiny model made", path=str(path), parameters=model.num_parameters(), **shown)
 
 
 def check_model_folder(path: Path) -> None:
@@ -111,17 +126,54 @@ def warm_start(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, *, s
     choices = torch.stack(answers)
     shares = torch.tensor([RIGHT_SHARE, (1 - RIGHT_SHARE) / 2, (1 - RIGHT_SHARE) / 2])
     for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = LR * min(1.0, (step + 1) / 10) * (1 - 0.9 * step / steps)
+        set_lr(optimizer, step, steps)
         rows = torch.randint(len(prompts), (BATCH,), generator=generator)
         kinds = torch.multinomial(shares, BATCH, replacement=True, generator=generator)
         loss = -_answer_logprobs(model, prompts[rows], choices[kinds, rows]).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        update(model, optimizer, loss)
     with torch.no_grad():
         return _answer_logprobs(model, prompts, answers[0]).sum(dim=1).exp().mean().item()
+
+
+def warm_start_on_episodes(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, demo: EpisodeDemo, *, steps: int | None, seed: int
+) -> float:
+    """Trains on drawn episodes, on what the policy says in them; returns the loss of the last batch."""
+    random = Random(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0, betas=(0.9, 0.98))
+    steps, loss = steps or demo.steps, torch.zeros(())
+    for step in range(steps):
+        set_lr(optimizer, step, steps)
+        tokens, labels = _padded([demo.episode(random) for _ in range(EPISODES)], tokenizer)
+        logits = model(input_ids=tokens[:, :-1]).logits
+        loss = cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=NO_LABEL)
+        update(model, optimizer, loss)
+    return loss.item()
+
+
+def set_lr(optimizer: torch.optim.Optimizer, step: int, steps: int) -> None:
+    """Sets the learning rate of a step of the warm start."""
+    for group in optimizer.param_groups:
+        group["lr"] = LR * min(1.0, (step + 1) / 10) * (1 - 0.9 * step / steps)
+
+
+def update(model: Qwen2ForCausalLM, optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+    """Makes an optimizer step."""
+    optimizer.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+
+
+def _padded(episodes: list[list[Span]], tokenizer: PreTrainedTokenizerFast) -> tuple[Tensor, Tensor]:
+    """Tokens and labels [episodes, tokens]; only what the policy says has labels."""
+    rows: list[list[tuple[int, int]]] = []
+    for spans in episodes:
+        parts = [(tokenizer(text)["input_ids"], said) for text, said in spans]
+        rows.append([(token, token if said else NO_LABEL) for tokens, said in parts for token in tokens])
+    longest = max(map(len, rows))
+    padded = torch.tensor([row + [(SPECIAL.index("<pad>"), NO_LABEL)] * (longest - len(row)) for row in rows])
+    return padded[..., 0], padded[..., 1]
 
 
 def _encode(tokenizer: PreTrainedTokenizerFast) -> list[Tensor]:

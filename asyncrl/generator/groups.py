@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
@@ -14,7 +14,8 @@ from asyncrl.errors import InvariantError
 from asyncrl.generator.vllm_backend.engine import Completion, Sampling
 from asyncrl.replay.codec import group_block
 from asyncrl.replay.ledger import wanted_groups
-from asyncrl.types import NO_VERSION, Group, Lease, Prompt, Trajectory
+from asyncrl.types import NO_VERSION, EpisodeOutcome, Group, Lease, Prompt, Trajectory
+from asyncrl.wire.environment_messages import EpisodeEnded
 from asyncrl.wire.frames import Block
 from asyncrl.wire.messages import Evaluated
 
@@ -63,6 +64,10 @@ class Running:
     """True if the last completion is greedy; only its reward is used."""
     completions: dict[int, Completion] = field(default_factory=dict[int, Completion])
     """The ended completions, by index in the group."""
+    outcomes: dict[int, EpisodeOutcome] = field(default_factory=dict[int, EpisodeOutcome])
+    """The same of their episodes; empty without an environment."""
+    ends: dict[int, EpisodeEnded] = field(default_factory=dict[int, EpisodeEnded])
+    """The same of what their environments returned."""
     complete_s: float = 0.0
     """Time at which the last completion ended."""
 
@@ -83,10 +88,19 @@ class Running:
             return "evaluation"
         return "greedy" if self.greedy and index == self.size - 1 else "training"
 
-    def seed(self, seed: int, index: int) -> int:
-        """The seed of the completion with this index in a run with this seed; the same in every attempt."""
+    def seed(self, seed: int, index: int, turn: int = 0) -> int:
+        """The seed of the completion with this index in a run with this seed, or of a turn of its episode; the same in
+        every attempt."""
         words = [seed, int(self.lease.evaluation), self.lease.ticket, index]
-        return int(np.random.SeedSequence(words).generate_state(1)[0])
+        return int(np.random.SeedSequence([*words, turn] if turn else words).generate_state(1)[0])
+
+    def task_seed(self, seed: int) -> int:
+        """The seed of the environments of the group."""
+        return int(np.random.SeedSequence([seed, int(self.lease.evaluation), self.lease.ticket]).generate_state(1)[0])
+
+    def note(self, episode: EndedEpisode) -> None:
+        """Keeps what became of a member's episode; its completion is the caller's to add."""
+        self.outcomes[episode.index], self.ends[episode.index] = episode.outcome, episode.ended
 
     @property
     def complete(self) -> bool:
@@ -99,11 +113,30 @@ class Running:
         return [self.completions[index] for index in range(self.size)]
 
 
+class EndedEpisode(NamedTuple):
+    """A member of a group with an environment, which is complete."""
+
+    group: Running
+    index: int
+    completion: Completion
+    outcome: EpisodeOutcome
+    ended: EpisodeEnded
+
+
 def submit(rewards: RewardPool, running: Running) -> None:
     """Submits the completions of a lease to the reward workers; the rewards come back under its key."""
     tokens = [member.tokens for member in running.members]
     statuses = [member.status for member in running.members]
     rewards.submit(running.key, tokens, running.lease.prompt, statuses, evaluation=running.lease.evaluation)
+
+
+def scored_by_environment(running: Running) -> Scored:
+    """The rewards that the environments of a complete lease returned."""
+    from asyncrl.rewards.workers import Scored
+
+    ends = [running.ends[index] for index in range(running.size)]
+    parts = [dict(one.parts) for one in ends]
+    return Scored(running.key, [one.reward for one in ends], parts, [one.error for one in ends])
 
 
 def make_group(
@@ -127,8 +160,8 @@ def make_group(
     errors = [error or (greedy_error if failed == "refund" else "") for error in scored.errors[:count]]
     refunded = failed == "refund" or all(errors)
     verdicts = zip(trajectories, scored.rewards[:count], scored.parts[:count], errors, strict=True)
-    for trajectory, reward, parts, error in verdicts:
-        trajectory.error = error
+    for index, (trajectory, reward, parts, error) in enumerate(verdicts):
+        trajectory.error, trajectory.episode = error, running.outcomes.get(index)
         if not error:
             trajectory.reward, trajectory.reward_parts = reward, parts
         elif refunded:
@@ -143,12 +176,12 @@ def make_group(
         row=lease.prompt.row,
         data_source=lease.prompt.data_source,
         start_version=running.start_version,
-        end_version=max(int(completion.versions[-1]) for completion in members[:count]),
+        end_version=max(int(completion.versions.max(initial=running.start_version)) for completion in members[:count]),
         trajectories=trajectories,
         started_s=running.started_s,
         finished_s=time.monotonic(),
         greedy_reward=_greedy_reward(scored, failed) if running.greedy else None,
-        greedy_tokens=len(members[-1].tokens) if running.greedy else 0,
+        greedy_tokens=members[-1].num_action_tokens if running.greedy else 0,
         arrays=arrays,
     )
 
@@ -163,7 +196,8 @@ def make_evaluated(running: Running, scored: Scored) -> Evaluated:
     """The result of an evaluation lease. Raises InvariantError when its tokens are not all of one version."""
     lease, version, members = running.lease, running.start_version, running.members
     for completion in members:
-        if np.any(completion.versions != version):
+        sampled = slice(None) if completion.action_mask is None else completion.action_mask
+        if np.any(completion.versions[sampled] != version):
             raise InvariantError(
                 f"evaluation ticket {lease.ticket} of version {version} has tokens of the versions "
                 f"{np.unique(completion.versions).tolist()}"
@@ -176,7 +210,7 @@ def make_evaluated(running: Running, scored: Scored) -> Evaluated:
         data_source=lease.prompt.data_source,
         rewards=[0.0 if bad else reward for bad, reward in zip(failed, scored.rewards, strict=True)],
         status=["failed" if bad else member.status for bad, member in zip(failed, members, strict=True)],
-        tokens=sum(len(member.tokens) for member in members),
+        tokens=sum(member.num_action_tokens for member in members),
     )
 
 
@@ -192,7 +226,7 @@ def _trajectories(prompt: Prompt, completions: Sequence[Completion]) -> tuple[li
     for completion, begin, end in zip(completions, [0, *ends], ends, strict=False):
         first = begin + start
         group.tokens[begin:first], group.tokens[first:end] = prompt.tokens, completion.tokens
-        group.action_mask[first:end] = True
+        group.action_mask[first:end] = True if completion.action_mask is None else completion.action_mask
         group.behavior_logprobs[first:end] = completion.logprobs
         group.versions[begin:first], group.versions[first:end] = NO_VERSION, completion.versions
         own = slice(begin, end)

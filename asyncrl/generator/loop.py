@@ -5,6 +5,7 @@
       _swap_staged     a staged version -> engine.swap, unless an evaluation or `deterministic` pins the loaded one
       _exchange        a reply of the replay queue -> new leases -> engine.add; ask again when there is capacity
       engine.step      one decoding step of all sequences -> completions; a complete group -> reward workers
+      episodes.poll    what environments say -> engine.add; ended episodes -> their groups
       rewards.collect  scored groups -> the replay queue
     release            return the leases of unfinished groups
 
@@ -12,9 +13,10 @@
     the first weights       the receiver's thread stages them          launch.start_timeout_s without learner progress
     leases, while idle      a reply of the replay queue, or _IDLE_S    none here: an idle generator keeps its heartbeat
     a decoding step         the engine returns                         none here: the launcher's heartbeat_timeout_s
-    rewards, new weights    nothing: polled once per tick              the reward workers' and the receiver's own
+    rewards, environments,  nothing: polled once per tick              the reward workers', the hosts' and the
+    new weights                                                        receiver's own
 
-Only the first row blocks a generator that has work: rewards, weights and leases never hold up decoding.
+Only the first row blocks a generator that has work: rewards, environments, weights and leases never hold up decoding.
 """
 
 from __future__ import annotations
@@ -28,7 +30,17 @@ import structlog
 from asyncrl.config import Config
 from asyncrl.errors import PeerTimeoutError
 from asyncrl.generator.cost_model import StepCosts
-from asyncrl.generator.groups import Asked, Running, free_capacity, make_evaluated, make_group, submit
+from asyncrl.generator.episodes import Episodes
+from asyncrl.generator.groups import (
+    Asked,
+    EndedEpisode,
+    Running,
+    free_capacity,
+    make_evaluated,
+    make_group,
+    scored_by_environment,
+    submit,
+)
 from asyncrl.generator.vllm_backend.engine import Completion, Engine
 from asyncrl.replay.client import GeneratorClient, LeaseReply
 from asyncrl.replay.evaluation.samples import pack_completions
@@ -38,6 +50,7 @@ from asyncrl.util.processes import GENERATOR_PHASES, Stopwatch
 from asyncrl.wire.messages import GeneratorStats
 
 if TYPE_CHECKING:
+    from asyncrl.environments.pool import EnvironmentPool
     from asyncrl.rewards.workers import RewardPool, Scored
     from asyncrl.weights.receiver import WeightReceiver
 
@@ -70,12 +83,14 @@ class GeneratorLoop:
         *,
         index: int,
         engine: Engine,
-        rewards: RewardPool,
+        rewards: RewardPool | None,
         receiver: WeightReceiver,
         client: GeneratorClient,
         should_stop: Callable[[], bool],
         greedy_baseline: bool = False,
+        environments: EnvironmentPool | None = None,
     ) -> None:
+        """The reward of a group is that of the `rewards` or, if there are any, of the `environments`."""
         self.config = config
         self._slots = config.generator.max_running_groups * config.generator.group_size
         self._truncated_penalty = config.algorithm.truncated_penalty
@@ -86,6 +101,8 @@ class GeneratorLoop:
         self.client = client
         self.should_stop = should_stop
         self._greedy_baseline = greedy_baseline
+        self.episodes = None if environments is None else Episodes(config, environments, engine)
+        """None if a trajectory is a single completion."""
         self.stats = GeneratorStats.of()
         self._watch = Stopwatch()
         self._phases = Stopwatch((_OTHER, *GENERATOR_PHASES))
@@ -143,8 +160,15 @@ class GeneratorLoop:
             ended = self.engine.step()
             self._phases.switch("rewards")
             for completion in ended:
-                self._end(completion)
-        if self.scoring:
+                if self.episodes is None:
+                    self._end(completion)
+                else:
+                    self._act(self.episodes, completion)
+        if self.episodes is not None:
+            self._phases.switch("requests")
+            for episode in self.episodes.poll():
+                self._end_episode(episode)
+        if self.scoring and self.rewards is not None:
             self._watch.switch("writing")
             self._phases.switch("rewards")
             collected = self.rewards.collect()
@@ -172,7 +196,11 @@ class GeneratorLoop:
             for group in unfinished
             if not group.lease.evaluation
         ]
-        self.engine.abort(self._members)
+        if self.episodes is None:
+            self.engine.abort(self._members)
+        else:
+            self.engine.abort([key for key in self._members if self.episodes.in_engine(key)])
+            self.episodes.drop(self._members)
         self._members.clear()
         self.running.clear()
         self.scoring.clear()
@@ -272,8 +300,16 @@ class GeneratorLoop:
         """Numbers of groups and of evaluation prompts to ask for."""
         if self.engine.version == NO_VERSION or self._leave_s is not None:
             return 0, 0
-        evaluating = self._evaluating if self._pinned else None
-        return free_capacity(self.config, running=self.engine.num_running, evaluating=evaluating, denied=self._denied)
+        evaluating, running = self._evaluating if self._pinned else None, self.engine.num_running
+        if self.episodes is None:
+            return free_capacity(self.config, running=running, evaluating=evaluating, denied=self._denied)
+        running += self.episodes.num_unsampled
+        groups, evaluations = free_capacity(self.config, running=running, evaluating=evaluating, denied=self._denied)
+        if (free := self.episodes.num_free) is None:
+            return groups, evaluations
+        evaluations = min(evaluations, max(0, free) // self.config.eval.samples)
+        free -= evaluations * self.config.eval.samples
+        return min(groups, max(0, free) // self.config.generator.group_size), evaluations
 
     def _start(self, lease: Lease, now_s: float) -> None:
         size = self.config.eval.samples if lease.evaluation else self.config.generator.group_size
@@ -283,6 +319,9 @@ class GeneratorLoop:
         self._changed += size + greedy
         for index, key in enumerate(group.engine_keys()):
             self._members[key] = group, index
+            if self.episodes is not None:
+                self.episodes.start(group, index, key)
+                continue
             seed = group.seed(self.config.seed, index) if self.config.deterministic else None
             self.engine.add(key, lease.prompt.tokens, kind=group.sampling(index), seed=seed)
         self._evaluating += size if lease.evaluation else 0
@@ -296,12 +335,26 @@ class GeneratorLoop:
         if group.lease.evaluation:
             self._evaluating -= 1
         elif group.sampling(index) == "training":
-            self.stats.tokens += len(completion.tokens)
+            self.stats.tokens += completion.num_action_tokens
             self.stats.samples += 1
         if group.complete:
             group.complete_s = time.monotonic()
             self.scoring[group.key] = self.running.pop(group.key)
-            submit(self.rewards, group)
+            if self.rewards is None:
+                self._finish(scored_by_environment(group))
+            else:
+                submit(self.rewards, group)
+
+    def _act(self, episodes: Episodes, turn: Completion) -> None:
+        self._changed += 1
+        if turn.key in episodes:
+            episodes.act(turn)
+
+    def _end_episode(self, episode: EndedEpisode) -> None:
+        episode.group.note(episode)
+        if not episode.group.lease.evaluation and episode.group.sampling(episode.index) == "training":
+            self.stats.tokens += episode.outcome.lost_tokens
+        self._end(episode.completion)
 
     def _finish(self, scored: Scored) -> None:
         running = self.scoring.pop(scored.key)
@@ -312,13 +365,23 @@ class GeneratorLoop:
             self.client.evaluated(make_evaluated(running, scored), pack_completions(completions, limit=limit))
             return
         penalty, failed = self._truncated_penalty, self.config.replay.failed
+        if self.episodes is not None:  # a failed environment has no reward, not one of 0
+            failed = "refund"
         group = make_group(running, scored, generator=self.index, truncated_penalty=penalty, failed=failed)
         self.stats.rewards_failed += sum(map(bool, scored.errors))
         self.client.finish(group)
 
     def _num_tokens(self, group: Running) -> int:
         """Tokens of the group so far, without those of a greedy completion."""
-        counts = [(index, len(completion.tokens)) for index, completion in group.completions.items()]
+        counts = [(index, completion.num_action_tokens) for index, completion in group.completions.items()]
+        counts += [(index, outcome.lost_tokens) for index, outcome in group.outcomes.items()]
         running = [(index, key) for key, (owner, index) in self._members.items() if owner is group]
-        counts += [(index, self.engine.num_generated(key)) for index, key in running]
+        counts += [(index, self._num_running_tokens(key)) for index, key in running]
         return sum(count for index, count in counts if group.sampling(index) != "greedy")
+
+    def _num_running_tokens(self, key: str) -> int:
+        """Tokens of a member that has not ended."""
+        if self.episodes is None:
+            return self.engine.num_generated(key)
+        in_engine = self.engine.num_generated(key) if self.episodes.in_engine(key) else 0
+        return self.episodes.num_action_tokens(key) + in_engine

@@ -44,6 +44,7 @@ def run_generator(
     """
     import torch
 
+    from asyncrl.environments.pool import EnvironmentPool
     from asyncrl.rewards.reward_model import await_reward_model
     from asyncrl.rewards.workers import RewardPool
     from asyncrl.weights.receiver import WeightReceiver
@@ -51,8 +52,10 @@ def run_generator(
     with ExitStack() as stack:
         # Keep all threads on the engine's core: a thread preempted on another core could hold the GIL and stall the
         # engine.
-        rewards = RewardPool(config, tokenizer_path=config.model.path, endpoints=endpoints)
-        stack.callback(rewards.close)
+        rewards = None
+        if config.environment.name is None:
+            rewards = RewardPool(config, tokenizer_path=config.model.path, endpoints=endpoints)
+            stack.callback(rewards.close)
         on_gpu = torch.cuda.is_available()
         if not on_gpu:
             try_batch_scheduling(use_batch_scheduling)
@@ -75,6 +78,10 @@ def run_generator(
         if not on_gpu:
             try_batch_scheduling(set_time_slice)
         log.info("engine is up", generator=index)
+        environments = None
+        if config.environment.name is not None:
+            environments = EnvironmentPool(config, window_tokens=engine.window_tokens, endpoints=endpoints)
+            stack.callback(environments.close)
         if endpoints.reward_model:
             await_reward_model(endpoints, timeout_s=config.launch.start_timeout_s, should_stop=should_stop)
         # Long enough for a dead replay process to be restarted.
@@ -89,6 +96,7 @@ def run_generator(
             client=client,
             should_stop=should_stop,
             greedy_baseline=greedy_baseline,
+            environments=environments,
         ).run()
 
 

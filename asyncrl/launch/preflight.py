@@ -42,16 +42,18 @@ def run_recipes(config: Config, console: Console) -> None:
             continue
         if len(files) != 1:
             raise ConfigError(f"recipe = {config.recipe!r}: makes one file, {key} names several")
-        # The demo trains on all possible sums, so the evaluation rows are a sample of the training rows.
+        # Demos train on all rows that there can be, so the evaluation rows are a sample of the training rows.
         rows = [f"--rows={EVAL_ROWS}"] if key == "data.eval" else []
-        _make(console, "arithmetic", files[0], config.seed, *rows)
+        recipe = ["arithmetic"] if config.recipe == "demo" else ["episodes", config.recipe]
+        _make(console, recipe, files[0], config.seed, *rows)
     if not Path(config.model.path).exists():
-        _make(console, "tiny-model", config.model.path, config.seed)
+        _make(console, ["tiny-model"], config.model.path, config.seed, f"--demo={config.recipe}")
 
 
-def _make(console: Console, recipe: str, path: str, seed: int, *options: str) -> None:
+def _make(console: Console, words: Sequence[str], path: str, seed: int, *options: str) -> None:
+    recipe = " ".join(words)
     console.print(f"making {recipe} in {path} ...", highlight=False)
-    command = [sys.executable, "-m", "asyncrl.cli", "data", recipe, path, "--seed", str(seed), *options]
+    command = [sys.executable, "-m", "asyncrl.cli", "data", *words, path, "--seed", str(seed), *options]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     with process:
         try:
@@ -95,7 +97,11 @@ def check_inputs(config: Config, console: Console) -> Inputs:
     """Returns the properties that roles need. Raises ConfigError or DataError if a model, file, reward, plug-in or
     option of the config is missing or cannot be used."""
     prompt_tokens = check_model(config)
-    config, rows = check_data_and_rewards(config, console)
+    if config.environment.name is None:
+        config, rows = check_data_and_rewards(config, console)
+    else:
+        rows = check_data(config, console)
+        check_environments(config, console, prompt_tokens)
     check_engine_options(config)
     # Last, because these import torch.
     from asyncrl.launch.registry import check_parts
@@ -132,6 +138,24 @@ def check_data_and_rewards(config: Config, console: Console) -> tuple[Config, in
     config = config.model_copy(update={"eval": config.eval.model_copy(update={"rewards": own})})
     check_one_model(config)
     return config, rows
+
+
+def check_environments(config: Config, console: Console, prompt_tokens: int) -> None:
+    """Raises ConfigError unless the environments of the config can be loaded, every data source has one, and the first
+    prompt of the training data, of at most `prompt_tokens` tokens, is plain text."""
+    from asyncrl.data.parquet import count_sources
+    from asyncrl.data.prompts import TrainingRows
+    from asyncrl.environments.table import check_environment, environment_for, environment_names
+
+    assert config.environment.name is not None
+    announce_imports(console, environment_names(config.environment.name))
+    check_environment(config)
+    for source in count_sources(config, ("train", "eval")):
+        environment_for(config.environment.name, source)
+    if TrainingRows(config, limit_tokens=prompt_tokens).prompt(0).chat is not None:
+        raise ConfigError(
+            f"{config.data.train_files[0]}: the prompts are messages; with environment.name they must be plain text"
+        )
 
 
 def check_data(config: Config, console: Console) -> int:

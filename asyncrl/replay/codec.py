@@ -9,13 +9,14 @@ from dataclasses import fields
 import numpy as np
 
 from asyncrl.errors import ProtocolError
-from asyncrl.types import NO_VERSION, Group, Lease, Prompt, Trajectory
+from asyncrl.types import NO_VERSION, EpisodeOutcome, Group, Lease, Prompt, Trajectory
 from asyncrl.wire.bounds import MAX_REWARD
 from asyncrl.wire.frames import DTYPES, NAMES, Array, Block, joined, zeros
-from asyncrl.wire.messages import GroupHeader, LeaseHeader
+from asyncrl.wire.messages import EpisodeHeader, GroupHeader, LeaseHeader
 
 _SHARED = tuple(name for name in GroupHeader.__struct_fields__ if name in {field.name for field in fields(Group)})
 """Fields that a header has of its group; its others are lists with an entry for each trajectory."""
+_OUTCOME = EpisodeHeader.__struct_fields__
 _ARRAYS = ["i4", "b1", "f4", "i4"]
 """Types of tokens, action_mask, behavior_logprobs and versions."""
 
@@ -35,6 +36,7 @@ def pack_group(group: Group) -> tuple[GroupHeader, Block]:
         parts=[{name: float(value) for name, value in t.reward_parts.items()} for t in members],
         status=[t.status for t in members],
         errors=[t.error for t in members],
+        episodes=[_episode_header(t.episode) for t in members if t.episode is not None],
     )
     if isinstance(group.arrays, Block):
         return header, group.arrays
@@ -53,6 +55,8 @@ def check_group(header: GroupHeader, arrays: Sequence[Array], *, group_size: int
     for name in ("lengths", "rewards", "parts", "status", "errors"):
         if len(getattr(header, name)) != group_size:
             raise ProtocolError(f"{where}: {len(getattr(header, name))} {name}, a group has {group_size}")
+    if len(header.episodes) not in (0, group_size):
+        raise ProtocolError(f"{where}: {len(header.episodes)} episodes, a group has {group_size} or none")
     if [NAMES.get(a.dtype) for a in arrays] != _ARRAYS:
         raise ProtocolError(f"{where}: expected frames of tokens, action_mask, behavior_logprobs and versions")
     if min(header.lengths, default=0) < 1 or any(a.shape != (sum(header.lengths),) for a in arrays):
@@ -90,10 +94,19 @@ def unpack_group(header: GroupHeader, arrays: Sequence[Array]) -> Group:
             reward=header.rewards[i],
             reward_parts=header.parts[i],
             error=header.errors[i],
+            episode=_episode_of(header.episodes[i]) if header.episodes else None,
         )
         for i, span in enumerate(spans)
     ]
     return Group(trajectories=members, **{name: getattr(header, name) for name in _SHARED})
+
+
+def _episode_header(outcome: EpisodeOutcome) -> EpisodeHeader:
+    return EpisodeHeader(**{name: getattr(outcome, name) for name in _OUTCOME})
+
+
+def _episode_of(header: EpisodeHeader) -> EpisodeOutcome:
+    return EpisodeOutcome(**{name: getattr(header, name) for name in _OUTCOME})
 
 
 _OF_PROMPT = tuple(name for name in LeaseHeader.__struct_fields__ if name in {field.name for field in fields(Prompt)})

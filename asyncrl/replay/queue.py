@@ -43,7 +43,7 @@ from asyncrl.replay.expiry import LeaseExpiry
 from asyncrl.replay.journal.writer import Journal, Position
 from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.prompts.selection import warn_if_useless
-from asyncrl.replay.refunds import check_refunds, has_signal, refund_reason
+from asyncrl.replay.refunds import FAILURES, check_environment_refunds, check_refunds, has_signal, refund_reason
 from asyncrl.replay.sessions import Sessions
 from asyncrl.replay.store import Store
 from asyncrl.replay.tickets import FinishedGroup, PromptSource
@@ -198,13 +198,16 @@ class ReplayQueue:
         run_s = {"started_s": started_s, "finished_s": finished_s}
         signal = not reason and has_signal(header, group_relative=self._group_relative)
         weight = self.state.selection.weight_in_loss(held.choice)
+        episodes = [structs.asdict(episode) for episode in header.episodes]
         body = structs.asdict(header) | run_s | {"weight": weight, "refunded": reason, "signal": signal}
+        body["episodes"] = episodes
         self.store.record("group", body, arrays)
         errors = [error for error in header.errors if error]
-        if reason == "failed" or errors:
-            event = "group failed" if reason == "failed" else "rewards failed"
+        if reason in FAILURES or errors:
+            event = "group failed" if reason in FAILURES else "rewards failed"
             log.warning(event, ticket=number, row=header.row, count=len(errors), error=errors[0] if errors else "")
         check_refunds(self.config, self.ledger, self.state.unused_in_a_row)
+        check_environment_refunds(header, self.state.broken_in_a_row)
 
     def evaluated(self, result: Evaluated) -> Prompt | None:
         """Counts an evaluated prompt: the first result that arrives for it. Returns the prompt if it is the first."""

@@ -8,6 +8,11 @@ from asyncrl.errors import RunError
 from asyncrl.replay.ledger import Ledger
 from asyncrl.wire.messages import GroupHeader
 
+ENVIRONMENT_FAILURES = ("environment", "timeout", "overlong")
+FAILURES = ("failed", *ENVIRONMENT_FAILURES)
+"""The reasons of refunds of groups in which a trajectory has no reward."""
+MAX_ENVIRONMENT_REFUNDS = 16
+"""Groups in a row that may be refunded because their environment failed."""
 SAME_REWARD = 1e-6
 """A group whose rewards differ by less has no training signal where advantages compare within the group."""
 
@@ -23,7 +28,7 @@ def has_signal(header: GroupHeader, *, group_relative: bool) -> bool:
 def refund_reason(config: Config, header: GroupHeader, *, group_relative: bool) -> str:
     """The reason why a finished group is refunded; empty if it stays. `group_relative` as in `has_signal`."""
     if "failed" in header.status:
-        return "failed"
+        return _failure(header)
     if config.algorithm.truncated == "mask" and set(header.status) == {"truncated"}:
         return "truncated"
     choice = config.replay.zero_variance
@@ -41,6 +46,23 @@ def check_refunds(config: Config, ledger: Ledger, unused_in_a_row: int) -> None:
             "failed; check the reward function and the difficulty of the data, or set replay.zero_variance=train "
             "or a higher replay.max_refunds_in_a_row"
         )
+
+
+def check_environment_refunds(header: GroupHeader, broken_in_a_row: int) -> None:
+    """Raises RunError if the environments of too many groups in a row have failed."""
+    if broken_in_a_row >= MAX_ENVIRONMENT_REFUNDS:
+        error = next(error for error in header.errors if error)
+        raise RunError(
+            f"the environments of the last {broken_in_a_row} groups have failed, the last one: {error}; "
+            "`asyncrl play` plays single episodes"
+        )
+
+
+def _failure(header: GroupHeader) -> str:
+    """The reason why the first trajectory without a reward has none."""
+    ends = [one.ended for one, status in zip(header.episodes, header.status, strict=False) if status == "failed"]
+    reason = "environment" if ends[:1] == ["host"] else ends[0] if ends else "failed"
+    return reason if reason in ENVIRONMENT_FAILURES else "failed"
 
 
 def _is_equal(header: GroupHeader) -> bool:

@@ -42,6 +42,7 @@ class QueueSnapshot(Durable):
     stop_reason: str
     generators_wanted: int
     unused_in_a_row: int
+    broken_in_a_row: int
     late: dict[int, list[int]]
     committed: dict[str, float]
     coverage: Coverage

@@ -20,7 +20,7 @@ from asyncrl.util.memory import peak_memory_bytes
 from asyncrl.util.tokenizer import load_tokenizer
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.frames import Message
-from asyncrl.wire.kinds import MAX_SCORE_BYTES
+from asyncrl.wire.kinds import MAX_TEXT_HEADER_BYTES
 from asyncrl.wire.messages import Memory
 from asyncrl.wire.rpc import Connection, Reply, Server
 from asyncrl.wire.service_messages import Error, Score, Scores
@@ -140,8 +140,8 @@ class ModelServer:
             endpoints.reward_model,
             "reward model",
             {Score: self._accept},
-            max_frame_bytes=2 * MAX_SCORE_BYTES,  # so that a request slightly above the limit gets an answer
-            max_bytes=MAX_SCORE_BYTES,
+            max_frame_bytes=2 * MAX_TEXT_HEADER_BYTES,  # so that a request slightly above the limit gets an answer
+            max_bytes=MAX_TEXT_HEADER_BYTES,
             max_values=MAX_VALUES,
         )
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 import pyarrow as pa
@@ -61,6 +61,14 @@ SCHEMA = pa.schema(
 why it was not, and `staleness` is that of its oldest token in this step; null where it is not known."""
 ARRAYS = {"action_mask": pa.bool_(), "behavior_logprobs": pa.float32(), "versions": pa.int32()}
 """The other arrays of a trajectory, with their types: columns of lists that a table may lack."""
+
+
+class Part(NamedTuple):
+    """A part of a trajectory."""
+
+    tokens: list[int]
+    version: int | None
+    """The newest version that sampled a token of it; None for what an environment said."""
 
 
 class Samples:
@@ -169,6 +177,19 @@ class Samples:
         """The rows of all parts, one after another; columns that a part lacks are null in its rows."""
         tables = [SCHEMA.empty_table(), *(part.table for part in parts)]
         return cls(pa.concat_tables(tables, promote_options="default"))
+
+    def turns(self, row: int) -> list[Part]:
+        """What follows the prompt of a trajectory, in parts: what the policy said, and between that what an environment
+        did. Raises DataError if the table lacks `action_mask` or `versions`."""
+        for name in ("action_mask", "versions"):
+            if name not in self.columns:
+                raise DataError(f"samples: {name} is missing, so that turns cannot be told apart")
+        one = self.select([row])
+        start = int(one["num_prompt_tokens"][0])
+        tokens, mask, versions = (one[name][0][start:] for name in ("tokens", "action_mask", "versions"))
+        cuts = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(tokens)]
+        spans = [slice(begin, end) for begin, end in pairwise(cuts) if end > begin]
+        return [Part(tokens[own].tolist(), int(versions[own].max()) if mask[own.start] else None) for own in spans]
 
     def decode(self, decoder: Decoder, *, special_tokens: bool = False) -> Self:
         """The table with the columns "prompt" and "completion", the texts of the tokens before and after the first

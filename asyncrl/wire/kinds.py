@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, get_origin
 
 from asyncrl.wire.bounds import Body
+from asyncrl.wire.environment_messages import Turns, Wishes
 from asyncrl.wire.messages import (
     Ask,
     Begin,
@@ -98,6 +99,8 @@ BODIES: dict[str, Any] = {
     "leave": Leave,
     "score": Score,
     "scores": Scores,
+    "turns": Turns,
+    "wishes": Wishes,
     "store": StoreRequest,
     "stored": StoreReply,
     "join": Join,
@@ -138,6 +141,7 @@ ANSWERS: dict[str, str] = {
     "save": "ok",
     "restore": "ok",
     "score": "scores",
+    "turns": "wishes",
     "store": "stored",
     "lost": "ok",
     "scale": "ok",
@@ -157,7 +161,7 @@ TO_RECEIVER = frozenset({"manifest", "offer", "go", "patience", "sent", "abort",
 REQUESTS = frozenset(BODIES) - frozenset(ANSWERS.values()) - TO_RECEIVER - {"error"}
 """Kinds that are sent to a listening socket."""
 
-WITH_ARRAYS = frozenset({"leases", "finish", "evaluated", "shard", "value", "values", "train"})
+WITH_ARRAYS = frozenset({"leases", "finish", "evaluated", "shard", "value", "values", "train", "turns", "wishes"})
 """Kinds that may carry arrays."""
 
 MAX_HEADER_BYTES = 1 << 28
@@ -165,12 +169,13 @@ MAX_HEADER_BYTES = 1 << 28
 MAX_REQUEST_HEADER_BYTES = 1 << 21
 """Maximum size of a request's header. Any peer can send one, and nested lists take forty bytes of memory per byte while
 they are decoded. A thousand trajectories with ten reward parts and an error each take less than half of it."""
-MAX_SCORE_BYTES = 1 << 26
-"""The same of a request to the reward model, which has prompt and completions as text."""
+MAX_TEXT_HEADER_BYTES = 1 << 26
+"""The same of a request to the reward model, which has prompt and completions as text, and to an environment host,
+which has rows of the data."""
 
 
 def max_header_bytes(kind: str) -> int:
     """Maximum size of the header of a message of this kind."""
-    if kind == "score":
-        return MAX_SCORE_BYTES
+    if kind in ("score", "turns"):
+        return MAX_TEXT_HEADER_BYTES
     return MAX_REQUEST_HEADER_BYTES if kind in REQUESTS else MAX_HEADER_BYTES

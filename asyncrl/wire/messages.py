@@ -6,7 +6,7 @@ from typing import Annotated, Any, Generic, Literal, Self, TypeVar
 
 from msgspec import Meta
 
-from asyncrl.types import Status
+from asyncrl.types import EpisodeEnd, Status
 from asyncrl.util.processes import ACTIVITIES, GENERATOR_PHASES
 from asyncrl.wire.bounds import (
     MAX_PARTS,
@@ -124,6 +124,17 @@ class Leases(Body, Generic[T]):
     version first."""
 
 
+class EpisodeHeader(Body):
+    """Part of `GroupHeader`: the fields of `asyncrl.types.EpisodeOutcome`."""
+
+    ended: EpisodeEnd
+    turn_rewards: Items[Reward]
+    observation_tokens: Count
+    environment_s: Time
+    tries: Count
+    lost_tokens: Count
+
+
 class GroupHeader(Body):
     """A group without its arrays, which are the tokens, action_mask, behavior_logprobs and versions of all trajectories
     end to end. Sent by a generator for each finished group; answered by `Finished`. Also part of `ShardHeader`."""
@@ -146,6 +157,8 @@ class GroupHeader(Body):
     parts: Items[Annotated[dict[Name, float], Meta(max_length=MAX_PARTS)]]
     status: Items[Status]
     errors: Items[Text]
+    episodes: Items[EpisodeHeader]
+    """Of each trajectory; none without an environment."""
 
 
 class Finished(Body):

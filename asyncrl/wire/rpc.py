@@ -185,6 +185,12 @@ class Server:
         self._limits = {"max_bytes": max_bytes, "max_values": max_values}
         self._socket = bind_router(address, what, keys=endpoints.keys, max_frame_bytes=max_frame_bytes)
 
+    @property
+    def event_fd(self) -> int:
+        """A file descriptor that becomes readable when messages may wait, for an event loop. Until all of them are
+        handled, and after `send`, it does not become readable again."""
+        return self._socket.getsockopt(zmq.FD)
+
     def poll(self, timeout_s: float) -> bool:
         """True as soon as a message waits; False if none comes within the time."""
         return bool(self._socket.poll(round(timeout_s * 1000)))

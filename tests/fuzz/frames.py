@@ -11,6 +11,7 @@ from asyncrl.replay.evaluation.samples import pack_completions
 from asyncrl.types import Lease, Prompt
 from asyncrl.wire import weight_messages as weights
 from asyncrl.wire.bounds import Body
+from asyncrl.wire.environment_messages import EpisodeEnded, EpisodeStart, Said, SayNext, Turns, Wishes
 from asyncrl.wire.frames import Arrays, encode
 from asyncrl.wire.kinds import KINDS
 from asyncrl.wire.messages import (
@@ -56,6 +57,16 @@ from asyncrl.wire.service_messages import (
 )
 from tests.helpers.replay import PROMPT_TOKENS, make_group
 
+TURNS = Turns(
+    started=[EpisodeStart("0.0.0", 7, "42", "test", {"level": 1}, None, {"answer": "42"}, 5, evaluation=False)],
+    said=[Said("0.0.1", "completed")],
+    dropped=["0.0.2"],
+)
+WISHES = Wishes(
+    says=[SayNext("0.0.0", 8)],
+    ended=[EpisodeEnded("0.0.1", "failed", "timeout", 0.0, {"calls": 1.0}, [0.5], 0.25, "it took too long")],
+    stuck=1,
+)
 RUN_ID = "fuzz"
 GROUP_SIZE = 2
 STATS = GeneratorStats(
@@ -173,6 +184,7 @@ def requests(step: int = 0) -> dict[str, list[bytes]]:
         "evaluated": frames_of(evaluated_body(0, 0, step), pack_completions([[1, 2, 3]], limit=2)),
         "value": frames_of(value, rows),
         "train": frames_of(Train(0, 1), [np.ones(3, dtype=np.float32)]),
+        "turns": frames_of(TURNS, [np.ones(3, dtype=np.int32), np.ones(2, dtype=np.int32)]),
     }
 
 
@@ -201,6 +213,7 @@ def answers(seq: int = 1, *, ticket: int = 0, attempt: int = 0, step: int = 1) -
         (EvaluationResult("ended", step, METRICS), []),
         (Ok({"step": step, "generators": {"0": {"version": 1}}}), []),
         (Scores([0.5, None], ["", "it broke"]), []),
+        (WISHES, [np.ones(2, dtype=np.int32)]),
         (StoreReply(1, [b"2", None], 2, ""), []),
         *((body, []) for body in PUSHED),
         (Error("it broke"), []),

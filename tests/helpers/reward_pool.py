@@ -15,8 +15,10 @@ from asyncrl.types import Prompt
 TOKENS = ["<pad>", "<eos>", "<unk>", *"0123456789+="]
 
 
-def save_tokenizer(folder: Path) -> None:
-    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(TOKENS)}, unk_token="<unk>"))
+def save_tokenizer(folder: Path, extra: str = "") -> None:
+    """One token per character, also of `extra`."""
+    names = [*TOKENS, *extra]
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(names)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens(TOKENS[:3])

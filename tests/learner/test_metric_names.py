@@ -27,7 +27,7 @@ from asyncrl.observe.trackers import make_trackers
 from asyncrl.replay.codec import pack_group, unpack_group
 from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue
-from asyncrl.types import Lease, Prompt, Shard
+from asyncrl.types import EpisodeOutcome, Lease, Prompt, Shard
 from asyncrl.wire.messages import Committed, Evaluated, GeneratorStats
 from tests.helpers.metric_names import documented, undocumented, unwritten
 from tests.helpers.replay import EndlessPrompts, ask_queue, make_group
@@ -87,6 +87,8 @@ class QueueBatches:
             self.queue.evaluated(Evaluated(lease.ticket, lease.attempt, version, "test", samples, status, tokens=3))  # type: ignore[arg-type]
             return
         group = make_group(lease, version, rewards=rewards, completion_tokens=range(1, self.size + 1))
+        for member in group.trajectories:
+            member.episode = EpisodeOutcome("done", [1.0], 0, 0.5, 0, 0)
         self.queue.finish(*pack_group(replace(group, greedy_reward=1.0, greedy_tokens=2)))
 
     def commit(

@@ -22,7 +22,7 @@ from asyncrl.rewards.model_client import ModelClient
 from asyncrl.rewards.model_server import MAX_VALUES, REPORT_S, ModelServer, RewardModel
 from asyncrl.wire.bad_peers import MAX_BAD_MESSAGES
 from asyncrl.wire.frames import decode
-from asyncrl.wire.kinds import MAX_SCORE_BYTES
+from asyncrl.wire.kinds import MAX_TEXT_HEADER_BYTES
 from asyncrl.wire.messages import Memory
 from asyncrl.wire.sockets import bind_router, connect_dealer
 from tests.helpers.messages import raw_frames
@@ -88,14 +88,14 @@ def test_a_bad_request_is_refused_and_takes_little_memory(message: list[bytes], 
     tracemalloc.start()
     try:
         with pytest.raises(ProtocolError, match=re.escape(text)):
-            decode("run", message, max_bytes=MAX_SCORE_BYTES, max_values=MAX_VALUES)
+            decode("run", message, max_bytes=MAX_TEXT_HEADER_BYTES, max_values=MAX_VALUES)
         assert tracemalloc.get_traced_memory()[1] < 48 << 20
     finally:
         tracemalloc.stop()
 
 
 def test_a_request_that_is_too_large_is_not_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.wire.kinds.MAX_SCORE_BYTES", 100)
+    monkeypatch.setattr("asyncrl.wire.kinds.MAX_TEXT_HEADER_BYTES", 100)
     client = ModelClient(endpoints_at(tmp_path / "nobody"))
     with pytest.raises(RunError, match=r"score: a header of \d+ bytes, at most 100 can be sent; lower generator"):
         client.score("p" * 100, ["c"], 60.0)

@@ -17,7 +17,7 @@ LEVELS = [
     {"types", "util"},
     {"config", "samples"},
     {"wire", "algorithms"},
-    {"rewards", "data", "replay", "weights", "observe"},
+    {"rewards", "environments", "data", "replay", "weights", "observe"},
     {"generator", "learner", "plan"},
     {"launch"},
     {"api", "board"},

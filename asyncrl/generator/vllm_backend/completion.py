@@ -26,6 +26,14 @@ class Completion:
     """Nats, at the sampling temperature, under the weights that sampled the token."""
     versions: NDArray[np.int32]
     status: Status
+    action_mask: NDArray[np.bool_] | None = None
+    """[tokens], true where the policy sampled the token; None if it sampled all of them. Log-prob and version of the
+    others are 0 and NO_VERSION."""
+
+    @property
+    def num_action_tokens(self) -> int:
+        """Tokens sampled by the policy."""
+        return len(self.tokens) if self.action_mask is None else int(self.action_mask.sum())
 
 
 def completion_of(key: str, output: CompletionOutput) -> Completion:

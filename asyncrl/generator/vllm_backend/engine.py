@@ -46,6 +46,7 @@ from asyncrl.types import NO_VERSION
 from asyncrl.util.tokenizer import end_tokens, load_tokenizer
 
 if TYPE_CHECKING:
+    from vllm import SamplingParams
     from vllm.v1.engine import EngineCoreRequest
 
 log = structlog.get_logger()
@@ -61,6 +62,8 @@ class _Request:
     prompt: list[int]
     kind: Sampling
     seed: int | None
+    max_tokens: int | None
+    salt: int | None
 
 
 class Engine:
@@ -75,8 +78,8 @@ class Engine:
         self.version = NO_VERSION
         self._config = config
         self._requests: dict[str, _Request] = {}
-        self._last: tuple[list[int], Sampling, int, EngineCoreRequest] | None = None
-        """The last prompt, kind and version, with the request prepared from them."""
+        self._last: tuple[list[int], Sampling, int | None, int, EngineCoreRequest] | None = None
+        """The last prompt, kind, limit and salt, with the request prepared from them."""
         self._sent = sent or SentWeights(config)  # first: vLLM changes classes of transformers that it runs itself
         self._labels = VersionLabels()
         self._engine = build_engine(config, seed, self._labels)
@@ -91,7 +94,8 @@ class Engine:
             "greedy": {"temperature": 0.0},
         }
         """vLLM's sampling parameters; those that are left out exclude no token."""
-        self._params = {kind: sampling_params(config, sampling) for kind, sampling in self._sampling.items()}
+        self._limited: dict[tuple[Sampling, int | None], SamplingParams] = {}
+        """Sampling parameters by kind and maximum length."""
         self._warm_up()
         self._check_end_tokens()
         gc.collect()
@@ -101,6 +105,11 @@ class Engine:
     def prefix_caching(self) -> bool:
         """True if the engine shares the keys and values of equal prompts."""
         return bool(self._engine.vllm_config.cache_config.enable_prefix_caching)
+
+    @property
+    def window_tokens(self) -> int:
+        """The longest sequence, of prompt and completion."""
+        return self._engine.model_config.max_model_len
 
     @property
     def num_running(self) -> int:
@@ -114,56 +123,82 @@ class Engine:
         *,
         kind: Sampling = "training",
         seed: int | None = None,
+        max_tokens: int | None = None,
+        salt: int | None = None,
     ) -> None:
         """Starts a completion of `prompt` (token ids). `kind` selects the sampling: that of section `generator`, of
-        section `eval`, or greedy. `seed` is for `deterministic` runs only. Raises RunError when the prompt does not
-        fit the window."""
+        section `eval`, or greedy. `seed` is for `deterministic` runs only. `max_tokens` is at most, and by default,
+        `generator.max_new_tokens`. Cached keys and values are shared among requests of the same `salt`, by default the
+        loaded version. Raises RunError when the prompt does not fit the window."""
         if seed is not None and not self._config.deterministic:
             raise InvariantError(f"request {key}: a seed of its own works with `deterministic` only")
         if self.version == NO_VERSION:
             raise InvariantError(f"request {key}: the engine has no version yet; swap weights in first")
         if key in self._requests:
             raise InvariantError(f"request {key}: the key is in use")
-        window = self._engine.model_config.max_model_len
+        window = self.window_tokens
         if not 0 < len(prompt) < window:
             raise RunError(
                 f"request {key}: a prompt of {len(prompt)} tokens does not fit the window of {window} tokens"
             )
-        self._start(key, np.asarray(prompt).tolist(), kind, seed)
+        if max_tokens == self._config.generator.max_new_tokens:
+            max_tokens = None
+        self._start(key, np.asarray(prompt).tolist(), kind, seed, max_tokens, salt)
 
-    def _start(self, key: str, prompt: list[int], kind: Sampling, seed: int | None) -> None:
+    def _start(
+        self, key: str, prompt: list[int], kind: Sampling, seed: int | None, max_tokens: int | None, salt: int | None
+    ) -> None:
         engine = self._engine
-        request = self._prepared(prompt, kind, seed)
+        request = self._prepared(prompt, kind, seed, max_tokens, salt)
         request.request_id = key
         engine.input_processor.assign_request_id(request)
         engine.output_processor.add_request(request, None, None, 0)
         engine.engine_core.add_request(request)
-        self._requests[key] = _Request(request.request_id, prompt, kind, seed)
+        self._requests[key] = _Request(request.request_id, prompt, kind, seed, max_tokens, salt)
 
-    def _prepared(self, prompt: list[int], kind: Sampling, seed: int | None) -> EngineCoreRequest:
+    def _prepared(
+        self,
+        prompt: list[int],
+        kind: Sampling,
+        seed: int | None,
+        max_tokens: int | None = None,
+        salt: int | None = None,
+    ) -> EngineCoreRequest:
         """A request without an id. The last one is cached and copied: the members of a group differ only in their id,
         and checking and preparing a request is half of the cost of adding it."""
         from vllm.inputs.engine import tokens_input
 
-        if seed is None and self._last is not None and self._last[:3] == (prompt, kind, self.version):
-            return copy(self._last[3])
-        params = self._params[kind] if seed is None else sampling_params(self._config, self._sampling[kind], seed)
         # Salting with the version keeps a cached prompt from being reused under other weights.
-        salt = str(self.version) if self.prefix_caching else None
+        salt = self.version if salt is None else salt
+        wanted = prompt, kind, max_tokens, salt
+        if seed is None and self._last is not None and self._last[:4] == wanted:
+            return copy(self._last[4])
         engine = self._engine
+        cache_salt = str(salt) if self.prefix_caching else None
         request = engine.input_processor.process_inputs(
-            "", tokens_input(prompt, cache_salt=salt), params, supported_tasks=engine.get_supported_tasks()
+            "",
+            tokens_input(prompt, cache_salt=cache_salt),
+            self._sampling_params(kind, seed, max_tokens),
+            supported_tasks=engine.get_supported_tasks(),
         )
-        self._last = (prompt, kind, self.version, copy(request)) if seed is None else None
+        self._last = (*wanted, copy(request)) if seed is None else None
         return request
+
+    def _sampling_params(self, kind: Sampling, seed: int | None, max_tokens: int | None) -> SamplingParams:
+        if seed is None and (kind, max_tokens) in self._limited:
+            return self._limited[kind, max_tokens]
+        params = sampling_params(self._config, self._sampling[kind], seed, max_tokens)
+        if seed is None:
+            self._limited[kind, max_tokens] = params
+        return params
 
     def _warm_up(self) -> None:
         """Runs the first steps, which load code for longer than a running generator may go without a heartbeat.
         Raises RunError if a token of them does not carry the version of the step that scheduled it."""
         from vllm.inputs.engine import tokens_input
 
-        for kind, params in self._params.items():
-            params = params.clone()
+        for kind in self._sampling:
+            params = self._sampling_params(kind, None, None).clone()
             params.max_tokens = 2
             params.min_tokens = min(params.min_tokens, 2)
             params.ignore_eos = True
@@ -260,11 +295,11 @@ class Engine:
 
     def _restart_untouched(self) -> None:
         """Restarts requests that have not sampled a token yet, so that their prompt is of one version."""
-        untouched = [key for key in self._requests if self.num_generated(key) == 0]
+        untouched = [key for key, one in self._requests.items() if one.salt is None and not self.num_generated(key)]
         requests = [self._requests[key] for key in untouched]
         self.abort(untouched)
         for key, request in zip(untouched, requests, strict=True):
-            self._start(key, request.prompt, request.kind, request.seed)
+            self._start(key, request.prompt, request.kind, request.seed, request.max_tokens, request.salt)
 
     def _check_fit(self, version: int, tensors: Weights) -> None:
         given, known = {name: tuple(tensor.shape) for name, tensor in tensors}, self._sent.shapes

@@ -196,16 +196,19 @@ def _keep_weights_beside_packed() -> None:
     utils.dispatch_cpu_unquantized_gemm = pack_and_keep
 
 
-def sampling_params(config: Config, sampling: Mapping[str, float], seed: int | None = None) -> SamplingParams:
-    """The sampling of completions, by the names of vLLM's parameters, and the outputs that the engine returns."""
+def sampling_params(
+    config: Config, sampling: Mapping[str, float], seed: int | None = None, max_tokens: int | None = None
+) -> SamplingParams:
+    """The sampling of completions, by the names of vLLM's parameters, and the outputs that the engine returns.
+    `max_tokens` is by default `generator.max_new_tokens`."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     return SamplingParams(
         **cast("dict[str, Any]", sampling),
         seed=seed,
-        max_tokens=config.generator.max_new_tokens,
-        min_tokens=config.generator.min_new_tokens,
+        max_tokens=max_tokens or config.generator.max_new_tokens,
+        min_tokens=min(config.generator.min_new_tokens, max_tokens or config.generator.min_new_tokens),
         stop=config.generator.stop_texts,
         detokenize=bool(config.generator.stop_texts),
         include_stop_str_in_output=True,  # keeps the tokens of the text that stops a completion

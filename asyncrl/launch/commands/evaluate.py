@@ -1,5 +1,5 @@
 """`asyncrl eval`: evaluates the policy in a folder on the prompts of `data.eval`, in this process and its reward
-workers."""
+workers or environment hosts."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 import time
+import uuid
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +27,13 @@ from asyncrl.data.hub import fetch, is_model_name
 from asyncrl.errors import ConfigError
 from asyncrl.launch.console import EXIT_DONE, EXIT_INTERRUPTED, Interrupts
 from asyncrl.launch.endpoints import run_endpoints
-from asyncrl.launch.preflight import check_data, check_model, checked_eval_rewards, checked_rewards
+from asyncrl.launch.preflight import (
+    check_data,
+    check_environments,
+    check_model,
+    checked_eval_rewards,
+    checked_rewards,
+)
 from asyncrl.launch.resources.placement import LOOPBACK
 from asyncrl.launch.samples import PARQUET, check_samples_file
 from asyncrl.learner.checkpoint.files import MANIFEST
@@ -41,9 +48,11 @@ from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.messages import Evaluated
 
 if TYPE_CHECKING:
+    from asyncrl.environments.pool import EnvironmentPool
     from asyncrl.generator.groups import Running
+    from asyncrl.generator.vllm_backend.completion import Completion
     from asyncrl.generator.vllm_backend.engine import Engine
-    from asyncrl.rewards.workers import RewardPool
+    from asyncrl.rewards.workers import RewardPool, Scored
 
 PROGRESS_EVERY_S = 5.0
 IDLE_S = 0.005
@@ -127,6 +136,9 @@ def check_evaluation(config: Config, console: Console) -> tuple[int, Config]:
     data = config.data.model_copy(update={"train": config.data.eval_files, "eval": None, "weights": None})
     given = config.model_copy(update={"data": data})
     check_data(given, console)
+    if given.environment.name is not None:
+        check_environments(given, console, room)
+        return room, given
     checked = checked_rewards if config.eval.rewards is None else checked_eval_rewards
     rewards = checked(given, ("train",), console)
     return room, evaluation_config(config).model_copy(update={"rewards": rewards})
@@ -137,17 +149,24 @@ def evaluate_prompts(
 ) -> Evaluator:
     """Completes and scores all prompts, and returns the results; the ticket is the index of the prompt. There are fewer
     results after `should_stop()`."""
+    from asyncrl.environments.pool import EnvironmentPool
     from asyncrl.generator.vllm_backend.engine import Engine
     from asyncrl.rewards.workers import RewardPool
 
     with ExitStack() as parts:
-        endpoints = parts.enter_context(reward_model(config, should_stop)) if uses_reward_model(config) else None
-        rewards = RewardPool(config, tokenizer_path=config.model.path, endpoints=endpoints)
-        parts.callback(rewards.close)
+        rewards = environments = None
+        if config.environment.name is None:
+            endpoints = parts.enter_context(reward_model(config, should_stop)) if uses_reward_model(config) else None
+            rewards = RewardPool(config, tokenizer_path=config.model.path, endpoints=endpoints)
+            parts.callback(rewards.close)
         engine = Engine(config, seed=config.seed)
         parts.callback(engine.close)
         engine.use_own_weights(0)
-        work = Evaluator(config, engine, rewards, prompts)
+        if config.environment.name is not None:
+            alone = Endpoints(run_id=uuid.uuid4().hex, replay="", weights="", learners="")
+            environments = EnvironmentPool(config, window_tokens=engine.window_tokens, endpoints=alone)
+            parts.callback(environments.close)
+        work = Evaluator(config, engine, prompts, rewards=rewards, environments=environments)
         with progress(console, len(prompts)) as show:
             while len(work.results) < len(prompts) and not should_stop():
                 work.tick()
@@ -179,9 +198,19 @@ def reward_model(config: Config, should_stop: Callable[[], bool]) -> Iterator[En
 
 
 class Evaluator:
-    """Feeds the prompts through the engine and the reward workers."""
+    """Feeds the prompts through the engine and the reward workers or, if there are any, the environments."""
 
-    def __init__(self, config: Config, engine: Engine, rewards: RewardPool, prompts: list[Prompt]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        engine: Engine,
+        prompts: list[Prompt],
+        *,
+        rewards: RewardPool | None,
+        environments: EnvironmentPool | None = None,
+    ) -> None:
+        from asyncrl.generator.episodes import Episodes
+
         self.results: list[Evaluated] = []
         self.groups: list[Group] = []
         """The completions of each prompt, in the order of the results."""
@@ -189,42 +218,62 @@ class Evaluator:
         self._slots = max(config.generator.max_running_groups * config.generator.group_size, self._samples)
         self._engine = engine
         self._rewards = rewards
+        self._episodes = None if environments is None else Episodes(config, environments, engine)
         self._waiting = iter([Lease(index, 0, prompt, evaluation=True) for index, prompt in enumerate(prompts)])
         self._members: dict[str, tuple[Running, int]] = {}
         self._scoring: dict[Any, Running] = {}
 
     def tick(self) -> None:
         """Fills the engine, runs one step, and collects the rewards."""
-        from asyncrl.generator.groups import submit
-
         self._fill()
         if self._engine.num_running:
             for completion in self._engine.step():
-                running, index = self._members.pop(completion.key)
-                running.completions[index] = completion
-                if running.complete:
-                    self._scoring[running.key] = running
-                    submit(self._rewards, running)
+                if self._episodes is None:
+                    self._end(completion)
+                else:
+                    self._episodes.act(completion)
         else:
             time.sleep(IDLE_S)
-        self._collect()
+        for episode in self._episodes.poll() if self._episodes is not None else ():
+            episode.group.note(episode)
+            self._end(episode.completion)
+        if self._rewards is not None:
+            self._collect(self._rewards.collect())
+
+    def _end(self, completion: Completion) -> None:
+        from asyncrl.generator.groups import scored_by_environment, submit
+
+        running, index = self._members.pop(completion.key)
+        running.completions[index] = completion
+        if not running.complete:
+            return
+        self._scoring[running.key] = running
+        if self._rewards is None:
+            self._collect([scored_by_environment(running)])
+        else:
+            submit(self._rewards, running)
 
     def _fill(self) -> None:
         from asyncrl.generator.groups import Running
 
-        while self._engine.num_running + self._samples <= self._slots:
+        waiting = self._episodes.num_unsampled if self._episodes is not None else 0
+        while self._engine.num_running + waiting + self._samples <= self._slots:
             lease = next(self._waiting, None)
             if lease is None:
                 return
             running = Running(lease, self._samples, self._engine.version, time.monotonic())
             for index, key in enumerate(running.engine_keys()):
                 self._members[key] = running, index
-                self._engine.add(key, lease.prompt.tokens, kind="evaluation")
+                if self._episodes is None:
+                    self._engine.add(key, lease.prompt.tokens, kind="evaluation")
+                else:
+                    self._episodes.start(running, index, key)
+                    waiting += 1
 
-    def _collect(self) -> None:
+    def _collect(self, collected: Sequence[Scored]) -> None:
         from asyncrl.generator.groups import make_evaluated, make_group
 
-        for scored in self._rewards.collect():
+        for scored in collected:
             running = self._scoring.pop(scored.key)
             self.results.append(make_evaluated(running, scored))
             self.groups.append(make_group(running, scored, generator=0))

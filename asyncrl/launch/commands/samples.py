@@ -10,8 +10,9 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from asyncrl.config import load_config
 from asyncrl.launch.documents import RunSummary
-from asyncrl.launch.samples import Query, check_samples_file, find_group, find_samples
+from asyncrl.launch.samples import Query, check_samples_file, find_group, find_samples, run_decoder
 from asyncrl.samples import ARRAYS, Samples
 from asyncrl.util.text import printable
 
@@ -64,8 +65,11 @@ def _kinds(counts: Mapping[str, Any]) -> str:
 
 
 def show_group(run_dir: Path, ticket: int, console: Console, *, special_tokens: bool) -> None:
-    """Prints the group of a ticket: its prompt once, then every completion. Raises as `find_group` does."""
-    rows = rows_of(find_group(run_dir, ticket, special_tokens=special_tokens))
+    """Prints the group of a ticket: its prompt once, then every completion, or the turns of every episode. Raises as
+    `find_group` does."""
+    samples = find_group(run_dir, ticket, special_tokens=special_tokens)
+    rows, turns = rows_of(samples), [samples.turns(number) for number in range(len(samples))]
+    decoder = run_decoder(run_dir, load_config(run_dir / "config.yaml"))
     first = rows[0]
     step = "no step" if first["step"] is None else f"step {first['step']}"
     versions = f"versions {first['start_version']} to {first['end_version']}"
@@ -75,9 +79,16 @@ def show_group(run_dir: Path, ticket: int, console: Console, *, special_tokens: 
     _print_text(console, "prompt", first["prompt"])
     if first["ground_truth"] is not None:
         _print_text(console, "truth", first["ground_truth"])
-    for row in rows:
+    for row, parts in zip(rows, turns, strict=True):
         console.print(Text(_facts(row), style="bold"), soft_wrap=True)
-        _print_text(console, "completion", row["completion"])
+        if len(parts) < 2:
+            _print_text(console, "completion", row["completion"])
+            continue
+        texts = decoder([part.tokens for part in parts], special_tokens=special_tokens)
+        for part, text in zip(parts, texts, strict=True):
+            said = part.version is not None
+            name = f"version {part.version}" if said else "heard"
+            _print_text(console, name, text, style="green" if said else "cyan")
 
 
 def rows_of(samples: Samples) -> list[dict[str, Any]]:
@@ -118,9 +129,9 @@ def _facts(row: Mapping[str, Any]) -> str:
     return " · ".join(facts)
 
 
-def _print_text(console: Console, name: str, text: str) -> None:
+def _print_text(console: Console, name: str, text: str, *, style: str = "") -> None:
     """Prints a text under its name; further lines are indented."""
     lines = printable(text).split("\n")
     for number, line in enumerate(lines):
         head = f"  {name if not number else '':{_NAME_WIDTH - 2}}"
-        console.print(Text.assemble((head, "dim"), line), soft_wrap=True)
+        console.print(Text.assemble((head, "dim"), (line, style)), soft_wrap=True)

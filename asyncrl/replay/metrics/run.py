@@ -26,7 +26,7 @@ from asyncrl.replay.metrics.stats import (
 )
 from asyncrl.replay.prompts.selection import RowChoice
 from asyncrl.replay.tickets import TicketEntry
-from asyncrl.types import goodput_of, mean_staleness
+from asyncrl.types import EPISODE_ENDS, goodput_of, mean_staleness
 from asyncrl.util.durable import Durable
 from asyncrl.util.processes import ACTIVITIES, fractions
 from asyncrl.wire.bounds import MAX_COUNT, MAX_NUMBER
@@ -70,8 +70,19 @@ class RewardsSinceStep(Durable):
         self._count("completion/tokens", [float(tokens) for tokens in completion], weight)
         if header.greedy_reward is not None:
             self._count("reward/greedy", [header.greedy_reward], weight)
+        if header.episodes:
+            self._add_episodes(header, weight)
         truncated = [float(status == "truncated") for status in header.status]
         self._count("completion/truncated_fraction", truncated, weight)
+
+    def _add_episodes(self, header: GroupHeader, weight: float) -> None:
+        episodes = header.episodes
+        self._count("environment/turns", [float(len(one.turn_rewards)) for one in episodes], weight)
+        self._count("environment/observation_tokens", [float(one.observation_tokens) for one in episodes], weight)
+        self._count("environment/episode_s", [one.environment_s for one in episodes], weight)
+        self._count("environment/tries", [float(one.tries) for one in episodes], weight)
+        for end in EPISODE_ENDS:
+            self._count(f"environment/ended_{end}", [float(one.ended == end) for one in episodes], weight)
 
     def count_group(self, header: GroupHeader, *, signal: bool) -> None:
         """Counts any group: whether it has a training signal, and its trajectories without a reward."""

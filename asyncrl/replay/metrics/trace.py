@@ -86,7 +86,9 @@ class TraceWriter:
         train_version: int,
     ) -> None:
         """Adds a row; `completion` has the action tokens of each trajectory."""
-        prompt = [length - tokens for length, tokens in zip(header.lengths, completion, strict=True)]
+        observed = [episode.observation_tokens for episode in header.episodes] or [0] * len(completion)
+        lengths = zip(header.lengths, completion, observed, strict=True)
+        prompt = [length - tokens - seen for length, tokens, seen in lengths]
         group = [getattr(header, name) for name in ("ticket", "attempt", "generator", "row", "data_source")]
         versions = [header.start_version, header.end_version, train_version]
         times = [header.started_s, header.finished_s, taken_s, trained_s]

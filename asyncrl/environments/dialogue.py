@@ -1,0 +1,54 @@
+"""Between texts and tokens: what environments say, and what the policy said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from asyncrl.util.tokenizer import load_decoder, load_tokenizer
+
+MARK = "\n[...]\n"
+"""Stands for the middle of an observation that is too long."""
+CHARACTERS_PER_TOKEN = 32
+"""Text beyond this many characters per allowed token is cut before it is encoded, which takes time."""
+
+
+class Dialogue:
+    """Encodes observations and decodes turns with the model's tokenizer, without a template.
+
+    The text of a special token in an observation stays text: an environment cannot say a special token.
+    """
+
+    def __init__(self, tokenizer_path: str, *, trust_remote_code: bool, max_observation_tokens: int) -> None:
+        self._decode = load_decoder(tokenizer_path, trust_remote_code=trust_remote_code)
+        self._encode = _load_encoder(tokenizer_path, trust_remote_code=trust_remote_code)
+        self._max_tokens = max_observation_tokens
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of an observation; of one that is too long, those of its two ends with MARK between them."""
+        limit, ends = self._max_tokens, self._max_tokens * CHARACTERS_PER_TOKEN
+        if len(text) > 2 * ends:
+            return self._cut(self._encode(text[:ends]), self._encode(text[-ends:]))
+        tokens = self._encode(text)
+        return tokens if len(tokens) <= limit else self._cut(tokens, tokens)
+
+    def text_of(self, tokens: Sequence[int]) -> str:
+        """The text of a turn, without special tokens."""
+        return self._decode([tokens])[0]
+
+    def _cut(self, first: list[int], last: list[int]) -> list[int]:
+        mark = self._encode(MARK)[: self._max_tokens]
+        room = self._max_tokens - len(mark)
+        return [*first[: room - room // 2], *mark, *last[len(last) - room // 2 :]]
+
+
+def _load_encoder(path: str, *, trust_remote_code: bool) -> Callable[[str], list[int]]:
+    file = Path(path) / "tokenizer.json"
+    if file.is_file():
+        from tokenizers import Tokenizer
+
+        fast = Tokenizer.from_file(str(file))
+        fast.encode_special_tokens = True
+        return lambda text: fast.encode(text, add_special_tokens=False).ids
+    slow = load_tokenizer(path, trust_remote_code=trust_remote_code)
+    return lambda text: slow.encode(text, add_special_tokens=False, split_special_tokens=True)

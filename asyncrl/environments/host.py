@@ -1,0 +1,171 @@
+"""An environment host: a process that plays many episodes at once for one generator.
+
+    main thread       an event loop. Woken by messages of the generator, by environments that return, and every BEAT_S,
+                      when it sends a sign of life
+    other threads     methods that are neither async nor return at once; one for each call that waits
+
+A method that blocks the event loop blocks all episodes of the host: the generator, which then hears nothing, ends the
+host and starts another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from asyncrl.config import Options
+from asyncrl.environments.dialogue import Dialogue
+from asyncrl.environments.player import Limits, Player, Turn
+from asyncrl.environments.table import EnvironmentTable
+from asyncrl.errors import ProtocolError
+from asyncrl.util.processes import end_with_parent, pin_helper_cpus
+from asyncrl.wire.endpoints import Endpoints
+from asyncrl.wire.environment_messages import EpisodeEnded, SayNext, Turns, Wishes
+from asyncrl.wire.frames import Array, Message
+from asyncrl.wire.kinds import MAX_TEXT_HEADER_BYTES
+from asyncrl.wire.rpc import Reply, Server
+
+BEAT_S = 1.0
+"""Interval of signs of life."""
+MAX_THREADS = 1024
+"""Calls that may wait at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostSpec:
+    """The settings of a host."""
+
+    names: str | dict[str, str]
+    options: dict[str, Options]
+    tokenizer_path: str
+    trust_remote_code: bool
+    limits: Limits
+    max_observation_tokens: int
+    endpoints: Endpoints
+    address: str
+    """The address at which it listens."""
+
+
+def run_host(parent: int, spec: HostSpec) -> None:
+    """Makes this process a host, which ends with `parent`. Raises ConfigError if the environments cannot be loaded."""
+    end_with_parent(parent)
+    pin_helper_cpus()
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"):
+        os.environ[name] = "1"
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    asyncio.run(Host(spec).serve())
+
+
+class Host:
+    """Plays the episodes of one generator."""
+
+    def __init__(self, spec: HostSpec) -> None:
+        """Loads environments and tokenizer. Raises ConfigError."""
+        self._spec = spec
+        self._table = EnvironmentTable(spec.names, spec.options)
+        self._dialogue = Dialogue(
+            spec.tokenizer_path,
+            trust_remote_code=spec.trust_remote_code,
+            max_observation_tokens=spec.max_observation_tokens,
+        )
+        self._threads = ThreadPoolExecutor(MAX_THREADS, "environment")
+        self._server = Server(
+            spec.endpoints,
+            spec.address,
+            "environment host",
+            {Turns: self._handle},
+            max_bytes=MAX_TEXT_HEADER_BYTES,
+        )
+        self._generator = b""
+        self._players: dict[str, Player] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._stuck: list[Player] = []
+        """Players of ended episodes that may have calls which have not returned."""
+        self._says: list[tuple[SayNext, Array]] = []
+        self._ended: list[EpisodeEnded] = []
+        self._flush_due = False
+        self._failure: BaseException | None = None
+
+    async def serve(self) -> None:
+        """Serves until the process ends."""
+        asyncio.get_running_loop().add_reader(self._server.event_fd, self._receive)
+        self._receive()
+        while self._failure is None:
+            await asyncio.sleep(BEAT_S)
+            if self._generator:
+                self._flush_soon()
+        raise self._failure
+
+    def _receive(self) -> None:
+        """Handles all messages that wait. The event of the socket only says that there may be some."""
+        while self._server.handle_next() is not None:
+            pass
+
+    def _handle(self, message: Message) -> Reply | None:
+        body: Turns = message.body
+        if len(message.arrays) != len(body.started) + len(body.said):
+            raise ProtocolError(
+                f"{len(body.started)} episodes and {len(body.said)} turns with {len(message.arrays)} arrays"
+            )
+        self._generator = message.peer
+        arrays = iter(message.arrays)
+        for start in body.started:
+            player = Player(
+                start=start,
+                prompt=next(arrays).tolist(),
+                named=self._table.of(start.data_source),
+                dialogue=self._dialogue,
+                limits=self._spec.limits,
+                threads=self._threads,
+                say=self._say,
+            )
+            self._players[start.episode] = player
+            self._tasks[start.episode] = task = asyncio.ensure_future(self._play(player))
+            task.add_done_callback(self._note_failure)
+        for said in body.said:
+            tokens = next(arrays).tolist()
+            if said.episode in self._players:
+                self._players[said.episode].said.put_nowait(Turn(tokens, said.status))
+        for episode in body.dropped:
+            if episode in self._tasks:
+                self._tasks[episode].cancel()
+        return None
+
+    async def _play(self, player: Player) -> None:
+        episode = player.start.episode
+        try:
+            ended = await player.play()
+            self._ended.append(ended)  # another list than before the wait
+            self._flush_soon()
+        finally:
+            del self._players[episode], self._tasks[episode]
+            if player.stuck:
+                self._stuck.append(player)
+
+    def _note_failure(self, task: asyncio.Task[None]) -> None:
+        """Keeps an error that is not the user's, which `serve` raises."""
+        if not task.cancelled() and task.exception() is not None:
+            self._failure = task.exception()
+
+    def _say(self, player: Player, tokens: Sequence[int], max_tokens: int) -> None:
+        self._says.append((SayNext(player.start.episode, max_tokens), np.asarray(tokens, dtype=np.int32)))
+        self._flush_soon()
+
+    def _flush_soon(self) -> None:
+        """Sends one message for all that happens before the event loop is idle."""
+        if not self._flush_due:
+            self._flush_due = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flush_due = False
+        self._stuck = [player for player in self._stuck if player.stuck]
+        says, ended, self._says, self._ended = self._says, self._ended, [], []
+        body = Wishes([say for say, _ in says], ended, sum(player.stuck for player in self._stuck))
+        self._server.send(self._generator, 0, Reply(body, [tokens for _, tokens in says]))
+        self._receive()  # sending may use up the event that says that a message has come

@@ -1,0 +1,241 @@
+"""The generator's side of its environment hosts."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import structlog
+from numpy.typing import NDArray
+
+from asyncrl.config import Config
+from asyncrl.environments.host import HostSpec, run_host
+from asyncrl.environments.player import Limits
+from asyncrl.errors import RunError
+from asyncrl.types import Prompt
+from asyncrl.wire.endpoints import Endpoints
+from asyncrl.wire.environment_messages import EpisodeEnded, EpisodeStart, Said, Turns, TurnStatus, Wishes
+from asyncrl.wire.rpc import Connection
+from asyncrl.wire.socket_folder import socket_folder
+
+log = structlog.get_logger()
+
+START_S = 60.0
+"""Deadline for a host to start and load its environments."""
+SILENCE_S = 5.0
+"""A host that is silent for `environment.step_timeout_s` and this time is stuck."""
+MAX_STUCK = 8
+"""Calls in threads of a host that do not return, after which it is replaced."""
+MAX_FAILED_STARTS = 3
+"""Starts in a row of a host that never answered, after which the run cannot continue."""
+CLOSE_S = 3.0
+"""Deadline for a host to end."""
+
+
+class NextTurn(NamedTuple):
+    """A wish of an episode: the policy's next turn, behind what the environment says."""
+
+    episode: str
+    observation: NDArray[np.int32]
+    max_tokens: int
+
+
+@dataclass(slots=True)
+class _Host:
+    """One host process, and what is to be sent to it."""
+
+    number: int
+    process: BaseProcess
+    connection: Connection
+    address: Path
+    started_s: float
+    heard_s: float = 0.0
+    """Time of the last message; 0 before the first."""
+    stuck: int = 0
+    """Its calls that do not return, as it last said."""
+    live: set[str] = field(default_factory=set[str])
+    """Its episodes."""
+    started: list[EpisodeStart] = field(default_factory=list[EpisodeStart])
+    prompts: list[NDArray[np.int32]] = field(default_factory=list[NDArray[np.int32]])
+    said: list[Said] = field(default_factory=list[Said])
+    tokens: list[NDArray[np.int32]] = field(default_factory=list[NDArray[np.int32]])
+    dropped: list[str] = field(default_factory=list[str])
+
+    def flush(self) -> None:
+        """Sends what has come together, in one message."""
+        if self.started or self.said or self.dropped:
+            self.connection.send(Turns(self.started, self.said, self.dropped), [*self.prompts, *self.tokens])
+            self.started, self.prompts, self.said, self.tokens, self.dropped = [], [], [], [], []
+
+
+class EnvironmentPool:
+    """`environment.hosts` processes that play the episodes of one generator. Not thread-safe; no method waits.
+
+    A host that dies, or does not answer in time, is started again; its episodes end as failed, by "host".
+    """
+
+    def __init__(self, config: Config, *, window_tokens: int, endpoints: Endpoints) -> None:
+        """`window_tokens` is the engine's window: prompt, turns and observations together."""
+        self._config = config
+        settings = config.environment
+        assert settings.name is not None
+        self._stack = ExitStack()
+        self._folder = self._stack.enter_context(socket_folder())
+        self._starts = self._failed_starts = 0
+        self._spec = HostSpec(
+            names=settings.name,
+            options=settings.options,
+            tokenizer_path=config.model.path,
+            trust_remote_code=config.model.trust_remote_code,
+            limits=Limits(
+                window_tokens=window_tokens,
+                max_new_tokens=config.generator.max_new_tokens,
+                max_turns=settings.max_turns,
+                timeout_s=settings.timeout_s,
+                step_timeout_s=settings.step_timeout_s,
+            ),
+            max_observation_tokens=settings.max_observation_tokens,
+            endpoints=endpoints,
+            address="",
+        )
+        self._hosts = [self._start_host(number) for number in range(settings.hosts)]
+        self._owner: dict[str, _Host] = {}
+
+    @property
+    def num_live(self) -> int:
+        """Episodes in progress."""
+        return len(self._owner)
+
+    def start(self, episode: str, prompt: Prompt, *, seed: int, evaluation: bool) -> None:
+        """Starts an episode, with the fewest others in its host. `seed` is that of its task."""
+        host = min(self._hosts, key=lambda one: len(one.live))
+        self._owner[episode] = host
+        host.live.add(episode)
+        host.prompts.append(np.asarray(prompt.tokens, dtype=np.int32))
+        host.started.append(
+            EpisodeStart(
+                episode=episode,
+                row=prompt.row,
+                ground_truth=prompt.ground_truth,
+                data_source=prompt.data_source,
+                extra_info=prompt.extra_info,
+                chat=prompt.chat,
+                columns=prompt.columns,
+                seed=seed,
+                evaluation=evaluation,
+            )
+        )
+
+    def said(self, episode: str, tokens: Sequence[int] | NDArray[np.int32], status: TurnStatus) -> None:
+        """Passes on the policy's turn."""
+        host = self._owner[episode]
+        host.said.append(Said(episode, status))
+        host.tokens.append(np.asarray(tokens, dtype=np.int32))
+
+    def drop(self, episodes: Iterable[str]) -> None:
+        """Ends episodes without a result."""
+        for episode in episodes:
+            host = self._owner.pop(episode, None)
+            if host is not None:
+                host.live.discard(episode)
+                host.dropped.append(episode)
+
+    def poll(self) -> list[NextTurn | EpisodeEnded]:
+        """Sends what has come together, and returns the wishes that have arrived. Replaces hosts that have died or are
+        stuck. Raises RunError if a host cannot be started."""
+        wishes: list[NextTurn | EpisodeEnded] = []
+        for host in list(self._hosts):
+            host.flush()
+            while (message := host.connection.receive(0.0)) is not None:
+                host.connection.check(message)
+                self._failed_starts, host.heard_s, host.stuck = 0, time.monotonic(), message.body.stuck
+                wishes += self._read(host, message.body, message.arrays)
+            if problem := self._problem(host):
+                wishes += self._replace(host, problem)
+        return wishes
+
+    def close(self) -> None:
+        """Ends the hosts; their episodes are lost."""
+        for host in self._hosts:
+            _end(host)
+        self._hosts = []
+        self._owner.clear()
+        self._stack.close()
+
+    def _read(self, host: _Host, body: Wishes, arrays: Sequence[NDArray[np.int32]]) -> list[NextTurn | EpisodeEnded]:
+        says = [
+            NextTurn(say.episode, tokens, say.max_tokens)
+            for say, tokens in zip(body.says, arrays, strict=True)
+            if say.episode in host.live
+        ]
+        ended = [one for one in body.ended if one.episode in host.live]
+        for one in ended:
+            self._forget(host, one.episode)
+        return [*says, *ended]
+
+    def _problem(self, host: _Host) -> str:
+        """Why the host must be replaced; empty if it need not be."""
+        if not host.process.is_alive():
+            return f"its process ended with exit code {host.process.exitcode}"
+        if host.stuck >= MAX_STUCK:
+            return f"{host.stuck} calls in its threads do not return"
+        silent_s = time.monotonic() - (host.heard_s or host.started_s)
+        limit_s = self._config.environment.step_timeout_s + SILENCE_S if host.heard_s else START_S
+        if silent_s > limit_s:
+            return f"it has not answered for {limit_s:g} s: does a method that is async, or `returns_at_once`, wait?"
+        return ""
+
+    def _replace(self, host: _Host, problem: str) -> list[NextTurn | EpisodeEnded]:
+        """Starts another process in place of the host. Returns the ends of its episodes."""
+        log.error("environment host replaced", host=host.number, episodes=len(host.live), reason=problem)
+        _end(host)
+        self._failed_starts += not host.heard_s
+        if self._failed_starts == MAX_FAILED_STARTS:
+            raise RunError(
+                f"environment host {host.number} could not be started {MAX_FAILED_STARTS} times: {problem}; its log is "
+                "that of this generator"
+            )
+        self._hosts[self._hosts.index(host)] = self._start_host(host.number)
+        ends = [_lost(episode, problem) for episode in sorted(host.live)]
+        for one in ends:
+            self._forget(host, one.episode)
+        return list(ends)
+
+    def _forget(self, host: _Host, episode: str) -> None:
+        host.live.discard(episode)
+        self._owner.pop(episode, None)
+
+    def _start_host(self, number: int) -> _Host:
+        self._starts += 1
+        address = self._folder / f"host-{self._starts}"
+        spec = replace(self._spec, address=f"ipc://{address}")
+        # spawn: a fork of a process with an engine would share its locks and device state.
+        context = multiprocessing.get_context("spawn")
+        process = context.Process(target=run_host, args=(os.getpid(), spec), name=f"environments-{number}", daemon=True)
+        process.start()
+        connection = Connection(spec.endpoints, spec.address, f"environment host {number}", strict=True)
+        connection.send(Turns([], [], []))  # to which it answers as soon as it is up
+        return _Host(number, process, connection, address, time.monotonic())
+
+
+def _end(host: _Host) -> None:
+    host.connection.close()
+    host.process.terminate()
+    host.process.join(CLOSE_S)
+    if host.process.is_alive():
+        host.process.kill()
+        host.process.join(CLOSE_S)
+    host.address.unlink(missing_ok=True)
+
+
+def _lost(episode: str, problem: str) -> EpisodeEnded:
+    error = f"its environment host was replaced: {problem}"
+    return EpisodeEnded(episode, "failed", "host", 0.0, {}, [], 0.0, error)

@@ -1,0 +1,176 @@
+"""`asyncrl play`: plays episodes of an environment in this process and prints them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from rich.console import Console
+from rich.text import Text
+
+from asyncrl.config import Config
+from asyncrl.environments.dialogue import Dialogue
+from asyncrl.environments.player import Limits, Player, Turn, play_alone
+from asyncrl.environments.table import EnvironmentTable
+from asyncrl.errors import ConfigError
+from asyncrl.launch.commands.evaluate import quiet_logs
+from asyncrl.launch.console import EXIT_DONE, EXIT_FAILED
+from asyncrl.launch.preflight import check_data, check_environments, check_model, run_recipes
+from asyncrl.types import Prompt
+from asyncrl.util.tokenizer import end_tokens
+from asyncrl.wire.environment_messages import EpisodeEnded, EpisodeStart
+
+if TYPE_CHECKING:
+    from asyncrl.generator.vllm_backend.engine import Engine
+
+Speaker = Callable[[list[int], int], Turn]
+"""Returns the policy's turn behind the tokens, of at most this many tokens."""
+
+
+class Line(NamedTuple):
+    """A part of an episode."""
+
+    tokens: list[int]
+    said: bool
+    """True for what the policy said."""
+
+
+def play(config: Config, console: Console, *, rows: int, say: list[str], typed: bool) -> int:
+    """Plays the first `rows` rows of the training data, and returns the exit code: EXIT_FAILED if an environment has
+    failed. The policy is the model in `model.path`; or says the texts `say`, one in each turn; or what is `typed`.
+
+    Raises ConfigError when config, model or data cannot be used, and if there is no environment.
+    """
+    if config.environment.name is None:
+        raise ConfigError("environment.name: required, but not set; give one as environment.name=file.py:Class")
+    if say and typed:
+        raise ConfigError("--say and --typed: both give the policy's turns; use one of them")
+    run_recipes(config, console)
+    prompt_tokens = check_model(config)
+    check_data(config, console)
+    check_environments(config, console, prompt_tokens)
+    from asyncrl.data.prompts import TrainingRows
+
+    prompts = TrainingRows(config, limit_tokens=prompt_tokens)
+    window = prompt_tokens + config.generator.max_new_tokens
+    dialogue = _dialogue(config)
+    speaker, close = _speaker(config, dialogue, say, typed)
+    failed = 0
+    try:
+        for row in range(rows):
+            ended = _play(config, prompts.prompt(row), dialogue, speaker, window, console)
+            failed += ended.status == "failed"
+    finally:
+        close()
+    return EXIT_FAILED if failed else EXIT_DONE
+
+
+def _dialogue(config: Config) -> Dialogue:
+    return Dialogue(
+        config.model.path,
+        trust_remote_code=config.model.trust_remote_code,
+        max_observation_tokens=config.environment.max_observation_tokens,
+    )
+
+
+def _play(
+    config: Config, prompt: Prompt, dialogue: Dialogue, speaker: Speaker, window: int, console: Console
+) -> EpisodeEnded:
+    settings = config.environment
+    assert settings.name is not None
+    lines = [Line(prompt.tokens.tolist(), said=False)]
+
+    def say(player: Player, observation: list[int], max_tokens: int) -> None:
+        if observation:
+            lines.append(Line(observation, said=False))
+        turn = speaker([token for line in lines for token in line.tokens], max_tokens)
+        lines.append(Line(list(turn.tokens), said=True))
+        player.said.put_nowait(turn)
+
+    player = Player(
+        start=_start(config, prompt),
+        prompt=prompt.tokens.tolist(),
+        named=EnvironmentTable(settings.name, settings.options).of(prompt.data_source),
+        dialogue=dialogue,
+        limits=Limits(
+            window_tokens=window,
+            max_new_tokens=config.generator.max_new_tokens,
+            max_turns=settings.max_turns,
+            timeout_s=settings.timeout_s,
+            step_timeout_s=settings.step_timeout_s,
+        ),
+        threads=ThreadPoolExecutor(1),
+        say=say,
+    )
+    ended = play_alone(player)
+    _print(console, prompt, lines, dialogue, ended)
+    return ended
+
+
+def _start(config: Config, prompt: Prompt) -> EpisodeStart:
+    return EpisodeStart(
+        episode=f"row {prompt.row}",
+        row=prompt.row,
+        ground_truth=prompt.ground_truth,
+        data_source=prompt.data_source,
+        extra_info=prompt.extra_info,
+        chat=prompt.chat,
+        columns=prompt.columns,
+        seed=int(np.random.SeedSequence([config.seed, 0, prompt.row]).generate_state(1)[0]),
+        evaluation=False,
+    )
+
+
+def _print(console: Console, prompt: Prompt, lines: list[Line], dialogue: Dialogue, ended: EpisodeEnded) -> None:
+    console.print(Text(f"row {prompt.row}, data source {prompt.data_source}", style="bold"))
+    rewards = iter(ended.turn_rewards)
+    for line in lines:
+        text = dialogue.text_of(line.tokens)
+        reward = next(rewards, None) if line.said else None
+        shown = Text(f"{'policy' if line.said else 'environment':>12}  ", style="dim")
+        shown.append(text, style="bold green" if line.said else "cyan")
+        shown.append(f"   {len(line.tokens)} tokens" + ("" if reward is None else f", reward {reward:g}"), style="dim")
+        console.print(shown, soft_wrap=True)
+    parts = "".join(f", {name} {value:g}" for name, value in sorted(ended.parts.items()))
+    result = f"error: {ended.error}" if ended.error else f"reward {ended.reward:g}{parts}"
+    console.print(Text(f"{ended.status} ({ended.ended}): {result}\n", style="red" if ended.error else ""))
+
+
+def _speaker(config: Config, dialogue: Dialogue, say: list[str], typed: bool) -> tuple[Speaker, Callable[[], None]]:
+    """Returns the policy, and what ends it."""
+    ends = end_tokens(config.model.path, trust_remote_code=config.model.trust_remote_code)[:1]
+    if typed:
+        return lambda tokens, _: _typed(dialogue, tokens, ends), lambda: None
+    if say:
+        texts = iter(say * config.environment.max_turns)
+        return lambda _, limit: _of_text(dialogue, next(texts), ends, limit), lambda: None
+    from asyncrl.generator.vllm_backend.engine import Engine
+
+    quiet_logs()
+    engine = Engine(config, seed=config.seed)
+    engine.use_own_weights(0)
+    return lambda tokens, limit: _sampled(engine, tokens, limit), engine.close
+
+
+def _typed(dialogue: Dialogue, tokens: list[int], ends: list[int]) -> Turn:
+    sys.stdout.write(f"{dialogue.text_of(tokens)}\n> ")
+    sys.stdout.flush()
+    line = sys.stdin.readline()
+    if not line:
+        raise ConfigError("--typed: the input has ended before the episode")
+    return Turn([*dialogue.encode(line.rstrip("\n")), *ends], "completed")
+
+
+def _of_text(dialogue: Dialogue, text: str, ends: list[int], limit: int) -> Turn:
+    tokens = [*dialogue.encode(text), *ends]
+    return Turn(tokens[:limit], "completed" if len(tokens) <= limit else "truncated")
+
+
+def _sampled(engine: Engine, tokens: list[int], limit: int) -> Turn:
+    engine.add("turn", tokens, max_tokens=limit)
+    while True:
+        for completion in engine.step():
+            return Turn(completion.tokens, "truncated" if completion.status == "truncated" else "completed")

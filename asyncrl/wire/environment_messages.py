@@ -1,0 +1,83 @@
+"""The messages between a generator and its environment hosts. Tokens are arrays of the message.
+
+    generator -> host    turns     episodes that start, what the policy said, episodes that are dropped
+    host -> generator    wishes    what environments say, episodes that ended; empty as a sign of life
+
+The host deals in text, the generator in tokens. It keeps the arrays that are trained: a host never sees log-probs and
+versions.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
+
+from asyncrl.types import EpisodeEnd
+from asyncrl.wire.bounds import MAX_PARTS, Body, Document, Index, Items, Name, Number, Reward, Text, Time
+
+TurnStatus = Literal["completed", "truncated"]
+EpisodeStatus = Literal["completed", "truncated", "failed"]
+Parts = Annotated[dict[Name, float], Meta(max_length=MAX_PARTS)]
+
+
+class EpisodeStart(Body):
+    """Part of `Turns`: an episode that starts. Its prompt's tokens are an array of the message."""
+
+    episode: Name
+    row: Number
+    ground_truth: Document
+    data_source: Name
+    extra_info: dict[str, Any]
+    chat: list[dict[str, Any]] | None
+    columns: dict[str, Any]
+    seed: Number
+    evaluation: bool
+
+
+class Said(Body):
+    """Part of `Turns`: the policy's turn, whose tokens are an array of the message."""
+
+    episode: Name
+    status: TurnStatus
+
+
+class Turns(Body):
+    """Sent by a generator to a host. Its arrays are the tokens of `started`, then those of `said`."""
+
+    started: Items[EpisodeStart]
+    said: Items[Said]
+    dropped: Items[Name]
+
+
+class SayNext(Body):
+    """Part of `Wishes`: the policy's next turn is to be sampled, of at most `max_tokens` tokens, behind what the
+    environment says, which is an array of the message."""
+
+    episode: Name
+    max_tokens: Annotated[int, Meta(ge=1)]
+
+
+class EpisodeEnded(Body):
+    """Part of `Wishes`: an episode is over."""
+
+    episode: Name
+    status: EpisodeStatus
+    ended: EpisodeEnd
+    reward: Reward
+    parts: Parts
+    turn_rewards: Items[Reward]
+    """Reward of each turn, in order."""
+    environment_s: Time
+    """Time in the environment's methods."""
+    error: Text
+    """Why it failed; empty otherwise."""
+
+
+class Wishes(Body):
+    """Sent by a host to its generator, also as a sign of life."""
+
+    says: Items[SayNext]
+    ended: Items[EpisodeEnded]
+    stuck: Index
+    """Calls of the user's methods that did not return in time, and occupy a thread each."""

@@ -1,0 +1,296 @@
+"""Episodes in a real engine: what is trained is what the engine got and sampled, token by token."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from generator_fakes import FakeClient, FakeReceiver, lease, lease_reply
+from generator_model import small_config, weights_of
+from transformers import Qwen2ForCausalLM
+
+from asyncrl.environments.pool import NextTurn
+from asyncrl.generator.loop import GeneratorLoop
+from asyncrl.generator.vllm_backend.engine import Engine
+from asyncrl.replay.codec import pack_group
+from asyncrl.replay.refunds import refund_reason
+from asyncrl.types import Group, Prompt
+from asyncrl.wire.environment_messages import EpisodeEnded
+
+MakeEngine = Callable[..., Engine]
+OBSERVATION = [9, 10, 11]
+TURNS = 3
+
+
+@dataclass
+class FakePool:
+    """Says OBSERVATION after each turn, and ends an episode after TURNS; before that it ends it as `fails` says, by the
+    number of tries and turns."""
+
+    fails: Callable[[str, int, int], EpisodeEnded | None] = lambda episode, tries, turns: None
+    wishes: deque[Any] = field(default_factory=deque)
+    turns: dict[str, int] = field(default_factory=dict)
+    tries: dict[str, int] = field(default_factory=dict)
+    seeds: dict[str, int] = field(default_factory=dict)
+    dropped: list[str] = field(default_factory=list)
+    delay: int = 0
+    """Polls before a wish comes."""
+    said_tokens: list[tuple[str, list[int], str]] = field(default_factory=list)
+
+    def start(self, episode: str, prompt: Prompt, *, seed: int, evaluation: bool) -> None:
+        self.tries[episode] = self.tries.get(episode, -1) + 1
+        self.turns[episode], self.seeds[episode] = 0, seed
+        self._next(episode, [])
+
+    def said(self, episode: str, tokens: Sequence[int], status: str) -> None:
+        self.said_tokens.append((episode, list(tokens), status))
+        self.turns[episode] += 1
+        self._next(episode, OBSERVATION)
+
+    def _next(self, episode: str, observation: list[int]) -> None:
+        turns = self.turns[episode]
+        end = self.fails(episode, self.tries[episode], turns)
+        if end is None and turns == TURNS:
+            end = EpisodeEnded(episode, "completed", "done", 1.5, {"a": 1.0}, [0.5] * TURNS, 0.25, "")
+        wish = end or NextTurn(episode, np.array(observation, dtype=np.int32), 6)
+        self.wishes.append((self.delay, wish))
+
+    def drop(self, episodes: Iterable[str]) -> None:
+        self.dropped += list(episodes)
+
+    def poll(self) -> list[Any]:
+        due = [wish for delay, wish in self.wishes if delay == 0]
+        self.wishes = deque((delay - 1, wish) for delay, wish in self.wishes if delay > 0)
+        return due
+
+    def close(self) -> None: ...
+
+
+def failed(episode: str, ended: Any = "environment") -> EpisodeEnded:
+    return EpisodeEnded(episode, "failed", ended, 0.0, {}, [], 0.1, f"it was {ended}")
+
+
+@dataclass
+class Recording:
+    """An engine that remembers the prompt of every request, and what it sampled."""
+
+    engine: Engine
+    prompts: dict[str, list[list[int]]] = field(default_factory=dict)
+    sampled: dict[str, list[Any]] = field(default_factory=dict)
+
+    def add(self, key: str, prompt: Sequence[int], **options: Any) -> None:
+        self.prompts.setdefault(key, []).append(list(np.asarray(prompt).tolist()))
+        self.engine.add(key, prompt, **options)
+
+    def step(self) -> list[Any]:
+        ended = self.engine.step()
+        for completion in ended:
+            self.sampled.setdefault(completion.key, []).append(completion)
+        return ended
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+
+def make_loop(
+    model_path: str, engine: Any, pool: FakePool, receiver: FakeReceiver, *, groups: int = 2, **overrides: object
+) -> tuple[GeneratorLoop, FakeClient]:
+    left = deque(range(groups))
+
+    def answer(version: int, wanted: int) -> Any:
+        leases = [lease(left.popleft()) for _ in range(min(wanted, len(left)))]
+        return lease_reply(leases, False, "")
+
+    config = small_config(model_path, **{"environment.name": "guess", **overrides})
+    client = FakeClient(answer)
+    loop = GeneratorLoop(
+        config, index=0, engine=engine, rewards=None, receiver=receiver, client=client, should_stop=lambda: False,
+        environments=pool,  # type: ignore[arg-type]
+    )  # fmt: skip
+    return loop, client
+
+
+def finish(loop: GeneratorLoop, client: FakeClient, groups: int, each: Callable[[], None] = lambda: None) -> None:
+    loop._await_weights()
+    for _ in range(2000):
+        if len(client.groups) == groups:
+            return
+        loop.tick()
+        each()
+    raise AssertionError(f"{len(client.groups)} of {groups} groups are finished")
+
+
+def hf_logprobs(policy: Qwen2ForCausalLM, tokens: np.ndarray) -> np.ndarray:
+    ids = torch.from_numpy(tokens.astype(np.int64))[None]
+    logprobs = policy(ids).logits.float().log_softmax(-1)[0, :-1]
+    return logprobs.gather(1, ids[0, 1:, None])[:, 0].numpy()
+
+
+def test_what_is_trained_is_what_the_engine_got_and_sampled(
+    model_path: str, make_engine: MakeEngine, policies: list[Qwen2ForCausalLM]
+) -> None:
+    engine, pool = Recording(make_engine()), FakePool(delay=2)
+    receiver = FakeReceiver(deque([(0, weights_of(policies[0]))]))
+    loop, client = make_loop(model_path, engine, pool, receiver, groups=3)
+    finish(loop, client, 3)
+    turns = 0
+    for group in client.groups:
+        group.trajectories[0].check()
+        for index, member in enumerate(group.trajectories):
+            key = f"{group.ticket}.0.{index}"
+            assert len(engine.prompts[key]) == len(engine.sampled[key]) == TURNS
+            for prompt, completion in zip(engine.prompts[key], engine.sampled[key], strict=True):
+                turns += 1
+                own = slice(len(prompt), len(prompt) + len(completion.tokens))
+                assert member.tokens[: len(prompt)].tolist() == prompt
+                assert member.tokens[own].tolist() == completion.tokens and member.action_mask[own].all()
+                assert np.array_equal(member.behavior_logprobs[own], completion.logprobs)
+            assert member.num_action_tokens == sum(len(one.tokens) for one in engine.sampled[key])
+            assert len(member.tokens) == 3 + member.num_action_tokens + (TURNS - 1) * len(OBSERVATION)
+            expected = hf_logprobs(policies[0], member.tokens)[member.action_mask[1:]]
+            assert np.abs(member.behavior_logprobs[member.action_mask] - expected).max() < 1e-4
+            outcome = member.episode
+            assert outcome is not None and (outcome.ended, outcome.tries) == ("done", 0)
+            assert outcome.observation_tokens == (TURNS - 1) * len(OBSERVATION)
+            assert (member.reward, member.reward_parts, outcome.turn_rewards) == (1.5, {"a": 1.0}, [0.5] * TURNS)
+        header, arrays = pack_group(group)
+        assert len(header.episodes) == 2 and arrays[0].size == sum(header.lengths)
+    assert turns == 3 * 2 * TURNS and loop.stats.samples == 6
+    assert loop.stats.tokens == sum(group.num_action_tokens for group in client.groups)
+    assert len({pool.seeds[f"0.0.{index}"] for index in range(2)}) == 1, "members of a group have the same task"
+    assert len(set(pool.seeds.values())) == 3
+
+
+def test_a_swap_between_two_turns_changes_the_versions_of_the_later_ones(
+    model_path: str, make_engine: MakeEngine, policies: list[Qwen2ForCausalLM]
+) -> None:
+    engine, pool = Recording(make_engine()), FakePool(delay=3)
+    receiver = FakeReceiver(deque([(0, weights_of(policies[0]))]))
+    loop, client = make_loop(model_path, engine, pool, receiver, groups=1)
+
+    def swap_after_the_first_turns() -> None:
+        if len(pool.said_tokens) == 2 and not receiver.acknowledged[1:] and not receiver.versions:
+            receiver.versions.append((1, weights_of(policies[1])))
+
+    finish(loop, client, 1, swap_after_the_first_turns)
+    (group,) = client.groups
+    assert (group.start_version, group.end_version) == (0, 1)
+    for index, member in enumerate(group.trajectories):
+        completions = engine.sampled[f"0.0.{index}"]
+        assert [set(one.versions.tolist()) for one in completions] == [{0}, {1}, {1}]
+        assert member.versions[member.action_mask].tolist() == [v for one in completions for v in one.versions.tolist()]
+        assert member.oldest_version == 0
+
+
+def test_a_failed_episode_is_tried_again_and_its_tokens_are_counted(
+    model_path: str, make_engine: MakeEngine, policies: list[Qwen2ForCausalLM]
+) -> None:
+    def fails(episode: str, tries: int, turns: int) -> EpisodeEnded | None:
+        return failed(episode) if episode == "0.0.1" and tries == 0 and turns == 2 else None
+
+    engine, pool = Recording(make_engine()), FakePool(fails)
+    receiver = FakeReceiver(deque([(0, weights_of(policies[0]))]))
+    loop, client = make_loop(model_path, engine, pool, receiver, groups=1)
+    finish(loop, client, 1)
+    (group,) = client.groups
+    first, second = (member.episode for member in group.trajectories)
+    lost = sum(len(one.tokens) for one in engine.sampled["0.0.1"][:2])
+    assert first is not None and (first.tries, first.lost_tokens) == (0, 0)
+    assert second is not None and (second.tries, second.lost_tokens) == (1, lost)
+    assert loop.stats.tokens == group.num_action_tokens + lost
+    assert all(member.status == "completed" for member in group.trajectories)
+
+
+@pytest.mark.parametrize(
+    ("ended", "tries", "reason"), [("timeout", 1, "timeout"), ("overlong", 0, "overlong"), ("host", 4, "environment")]
+)
+def test_an_episode_that_fails_again_refunds_its_group(
+    model_path: str,
+    make_engine: MakeEngine,
+    policies: list[Qwen2ForCausalLM],
+    ended: str,
+    tries: int,
+    reason: str,
+) -> None:
+    def fails(episode: str, tries: int, turns: int) -> EpisodeEnded | None:
+        return failed(episode, ended) if episode == "0.0.0" and turns == (0 if ended == "overlong" else 1) else None
+
+    pool = FakePool(fails)
+    receiver = FakeReceiver(deque([(0, weights_of(policies[0]))]))
+    loop, client = make_loop(model_path, make_engine(), pool, receiver, groups=1)
+    finish(loop, client, 1)
+    (group,) = client.groups
+    bad, good = group.trajectories
+    assert (bad.status, bad.error, good.status) == ("failed", f"it was {ended}", "completed")
+    assert bad.episode is not None and bad.episode.tries == tries
+    header, _ = pack_group(group)
+    assert refund_reason(loop.config, header, group_relative=True) == reason
+
+
+def test_slots_are_free_while_episodes_wait_for_their_environment(
+    model_path: str, make_engine: MakeEngine, policies: list[Qwen2ForCausalLM]
+) -> None:
+    for limit, live in ((None, 20), (6, 6)):
+        pool = FakePool(delay=10**6)
+        pool.start = lambda episode, prompt, seed, evaluation, pool=pool: (
+            FakePool.start(  # type: ignore[method-assign]
+                pool, episode, prompt, seed=seed, evaluation=evaluation
+            )
+            or pool.wishes.append((0, pool.wishes.pop()[1]))
+        )
+        receiver = FakeReceiver(deque([(0, weights_of(policies[0]))]))
+        settings = {} if limit is None else {"environment.max_episodes": limit}
+        loop, _ = make_loop(model_path, make_engine(), pool, receiver, groups=10, **settings)
+        loop._await_weights()
+        for _ in range(400):
+            loop.tick()
+        assert loop.engine.num_running == 0 and len(pool.said_tokens) == live, limit
+        loop.release()
+        assert len(pool.dropped) == live
+
+
+def test_released_leases_report_the_tokens_of_all_turns(
+    model_path: str, make_engine: MakeEngine, policies: list[Qwen2ForCausalLM]
+) -> None:
+    engine, pool = Recording(make_engine()), FakePool()
+    receiver = FakeReceiver(deque([(0, weights_of(policies[0]))]))
+    loop, client = make_loop(model_path, engine, pool, receiver, groups=1)
+    loop._await_weights()
+    while len(pool.said_tokens) < 3:
+        loop.tick()
+    running = sum(engine.num_generated(key) for key in list(engine._requests))
+    loop.release()
+    ((ticket, attempt, tokens),) = client.released
+    assert (ticket, attempt) == (0, 0)
+    assert tokens == sum(len(said) for _, said, _ in pool.said_tokens) + running
+    assert sorted(pool.dropped) == ["0.0.0", "0.0.1"] and engine.num_running == 0
+
+
+def test_deterministic_turns_have_seeds_of_their_own(
+    model_path: str, make_engine: MakeEngine, policies: list[Qwen2ForCausalLM]
+) -> None:
+    def run(groups: int) -> list[Group]:
+        pool, receiver = FakePool(), FakeReceiver(deque([(0, weights_of(policies[0]))]))
+        settings = {"deterministic": True, "replay.max_staleness": 0}
+        loop, client = make_loop(
+            model_path,
+            make_engine(deterministic=True, replay__max_staleness=0),
+            pool,
+            receiver,
+            groups=groups,
+            **settings,
+        )
+        finish(loop, client, groups)
+        return sorted(client.groups, key=lambda group: group.ticket)
+
+    alone, both = run(1), run(2)
+    for one, other in zip(alone[0].trajectories, both[0].trajectories, strict=True):
+        assert np.array_equal(one.tokens, other.tokens)
+        assert np.array_equal(one.behavior_logprobs, other.behavior_logprobs)
+    assert copy.copy(both[0].trajectories[0].tokens.tolist()) != both[0].trajectories[1].tokens.tolist()

@@ -1,0 +1,107 @@
+"""Groups of episodes in the replay queue: their wire form, their accounts, and failures of environments."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from msgspec import structs
+
+from asyncrl.errors import ProtocolError, RunError
+from asyncrl.replay.codec import check_group, pack_group, unpack_group
+from asyncrl.replay.metrics.trace import TraceWriter
+from asyncrl.replay.queue import ReplayQueue
+from asyncrl.types import EpisodeEnd, EpisodeOutcome, Group, Lease
+from tests.helpers.replay import EndlessPrompts, ask_queue, make_group, small_config
+
+
+def outcome(ended: EpisodeEnd = "done", *, lost_tokens: int = 0, tries: int = 0) -> EpisodeOutcome:
+    return EpisodeOutcome(
+        ended=ended,
+        turn_rewards=[0.25, 0.75],
+        observation_tokens=1,
+        environment_s=0.5,
+        tries=tries,
+        lost_tokens=lost_tokens,
+    )
+
+
+def make_episodes(lease: Lease, **options: object) -> Group:
+    """A group of two episodes of two turns, with a token of the environment between them; the second lost 7 tokens in a
+    failed try."""
+    group = make_group(lease, 0, completion_tokens=(4, 5))
+    for member, one in zip(group.trajectories, (outcome(), outcome(lost_tokens=7, tries=1)), strict=True):
+        member.action_mask[5], member.behavior_logprobs[5], member.versions[5] = False, 0.0, -1
+        member.episode = one
+    return replace(group, **options)  # type: ignore[arg-type]
+
+
+def make_queue(tmp_path: Path, **overrides: object) -> ReplayQueue:
+    config = small_config(environment__name="guess", **overrides)
+    return ReplayQueue(config, EndlessPrompts(), TraceWriter(tmp_path / "trace.parquet"))
+
+
+def test_episodes_cross_the_wire(tmp_path: Path) -> None:
+    lease = ask_queue(make_queue(tmp_path), 0, 0, 1)[0][0]
+    group = make_episodes(lease)
+    header, arrays = pack_group(group)
+    back = unpack_group(header, arrays)
+    assert [member.episode for member in back.trajectories] == [member.episode for member in group.trajectories]
+    short = structs.replace(header, episodes=header.episodes[:1])
+    with pytest.raises(ProtocolError, match="1 episodes, a group has 2 or none"):
+        check_group(short, arrays, group_size=2)
+
+
+def test_tokens_of_failed_tries_are_in_the_ledger_and_observations_are_no_action_tokens(tmp_path: Path) -> None:
+    queue = make_queue(tmp_path)
+    for lease in ask_queue(queue, 0, 0, 2)[0]:
+        queue.finish(*pack_group(make_episodes(lease)))
+    assert queue.take(0, 1)[0] == "shard"
+    metrics = queue.commit(1, {"learner/wait_s": 0.0}).metrics
+    ledger = queue.ledger
+    ledger.check()
+    assert ledger.trained.tokens == 2 * (3 + 4) and ledger.returned_tokens == 2 * 7
+    assert ledger.generated.tokens == ledger.trained.tokens + ledger.returned_tokens
+    assert metrics["environment/turns"] == 2.0 and metrics["environment/tries"] == 0.5
+    assert metrics["environment/ended_done"] == 1.0 and metrics["environment/ended_window"] == 0.0
+    assert metrics["environment/observation_tokens"] == 1.0 and metrics["environment/episode_s"] == 0.5
+    queue.close()
+    trace = pq.read_table(tmp_path / "trace.parquet")
+    assert trace.column("prompt_tokens").to_pylist() == [[3, 3]] * 2
+    assert trace.column("completion_tokens").to_pylist() == [[3, 4]] * 2
+
+
+def fail(group: Group, ended: EpisodeEnd) -> Group:
+    member = group.trajectories[1]
+    member.status, member.error, member.episode = "failed", f"Odd.step: {ended}", outcome(ended)
+    return group
+
+
+@pytest.mark.parametrize(
+    ("ended", "reason"),
+    [("environment", "environment"), ("timeout", "timeout"), ("overlong", "overlong"), ("host", "environment")],
+)
+def test_a_group_with_a_failed_episode_is_refunded_by_its_reason(
+    tmp_path: Path, ended: EpisodeEnd, reason: str
+) -> None:
+    queue = make_queue(tmp_path)
+    lease = ask_queue(queue, 0, 0, 1)[0][0]
+    queue.finish(*pack_group(fail(make_episodes(lease), ended)))
+    assert {name: amount.groups for name, amount in queue.ledger.refunded.items()} == {reason: 1}
+    assert "reward/mean" not in queue.state.measure.rewards_since_step.table()
+
+
+def test_environments_that_always_fail_end_the_run_and_one_that_works_in_between_does_not(tmp_path: Path) -> None:
+    queue = make_queue(tmp_path)
+    for _ in range(15):
+        lease = ask_queue(queue, 0, 0, 1)[0][0]
+        queue.finish(*pack_group(fail(make_episodes(lease), "environment")))
+    queue.finish(*pack_group(make_episodes(ask_queue(queue, 0, 0, 1)[0][0])))
+    for _ in range(15):
+        lease = ask_queue(queue, 0, 0, 1)[0][0]
+        queue.finish(*pack_group(fail(make_episodes(lease), "timeout")))
+    lease = ask_queue(queue, 0, 0, 1)[0][0]
+    with pytest.raises(RunError, match=r"the environments of the last 16 groups have failed, .* Odd\.step: overlong; "):
+        queue.finish(*pack_group(fail(make_episodes(lease), "overlong")))

@@ -1,0 +1,99 @@
+"""Runs with an environment: complete launches with real hosts, some of whose episodes fail, and their evaluation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from asyncrl.data.demo_episodes import make_demo_rows
+from asyncrl.replay.journal.history import JournalBatches
+from tests.helpers.runs import SMALL, Launched
+
+FRAGILE = """
+import os
+from asyncrl.environments import Environment, Step
+
+class Fragile(Environment):
+    def reset(self):
+        self.turns = self.random.choice((1, 2, 3))
+        self.dice = __import__("random").Random()
+
+    def step(self, action):
+        if self.dice.random() < 0.05:
+            raise OSError("the tool is gone")
+        if self.dice.random() < 0.002:
+            os._exit(9)
+        odd = sum(map(ord, action.text)) % 2
+        return Step(">", reward=float(odd), done=action.turn == self.turns, parts={"odd": odd})
+
+    async def reward(self):
+        return {"score": 0.5, "asked": 1.0}
+"""
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> list[str]:
+    make_demo_rows("guess", tmp_path / "guess.parquet")
+    (tmp_path / "fragile.py").write_text(FRAGILE)
+    return [f"data.train={tmp_path / 'guess.parquet'}", f"environment.name={tmp_path / 'fragile.py'}:Fragile"]
+
+
+def test_a_run_with_failing_environments_loses_nothing(
+    launch: Callable[..., Launched], asyncrl: Callable[..., str], settings: list[str], tmp_path: Path
+) -> None:
+    """Every finished group is trained once or refunded with its reason; the journal has exact episodes."""
+    run = launch(
+        "--steps", "12", *SMALL, *settings, "journal.retention=all", f"data.eval={tmp_path / 'guess.parquet'}",
+        "environment.hosts=2",
+    )  # fmt: skip
+    code, output = run.end(timeout_s=200)
+    assert code == 0, output
+    summary = json.loads((run.run_dir / "summary.json").read_text())
+    assert summary["status"] == "finished"
+    assert "add up" in asyncrl("ledger", str(run.run_dir))
+    rows = run.rows()
+    assert [row["step"] for row in rows] == list(range(1, 13))
+    assert rows[-1]["environment/turns"] > 1.0 and rows[-1]["reward_part/asked"] == 1.0
+    assert any(row["environment/tries"] > 0 for row in rows)
+    assert {name for name in rows[-1] if name.startswith("eval/")} >= {"eval/reward"}
+    trace = pq.read_table(run.run_dir / "trace.parquet").to_pylist()
+    assert {row["outcome"] for row in trace} <= {"trained", "zero_variance", "environment", "in_flight"}
+    batches = JournalBatches(run.run_dir / "journal", 0)
+    for step in range(1, 13):
+        shard = batches.take(step)
+        assert shard is not None
+        for group in shard.groups:
+            turns = {len(member.episode.turn_rewards) for member in group.trajectories if member.episode is not None}
+            assert len(turns) == 1, "the members of a group have the same task"
+            for member in group.trajectories:
+                member.check()
+                assert member.episode is not None and member.status == "completed"
+                assert member.reward == pytest.approx(0.5 + sum(member.episode.turn_rewards))
+                runs = (member.action_mask[1:] & ~member.action_mask[:-1]).sum()
+                assert runs == len(member.episode.turn_rewards)
+    out = tmp_path / "results.json"
+    asyncrl("eval", "--config", str(run.run_dir / "config.yaml"), f"--out={out}", timeout_s=150.0)
+    assert len(json.loads(out.read_text())["prompts"]) == 20
+
+
+def test_environments_that_never_work_end_the_run_with_their_error(
+    launch: Callable[..., Launched], settings: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "broken.py").write_text(FRAGILE.replace("0.05", "2.0"))
+    run = launch("--steps", "5", *SMALL, *settings, f"environment.name={tmp_path / 'broken.py'}:Fragile")
+    code, output = run.end(timeout_s=150)
+    assert code == 1
+    assert "the environments of the last 16 groups have failed" in output and "OSError: the tool is gone" in output
+
+
+def test_play_prints_turns_rewards_and_errors(asyncrl: Callable[..., str], settings: list[str], tmp_path: Path) -> None:
+    guess = [settings[0], "environment.name=guess", "model.path=demo/model"]
+    shown = asyncrl("play", "--config", "guess", *guess, "--rows", "1", "--say", "10", "--say", "25")
+    assert "policy  10" in shown and "environment  ?=" in shown
+    assert "truncated (max_turns): reward 0" in shown or "completed (done): reward 1" in shown
+    by_model = asyncrl("play", "--config", "guess", *guess, "--rows", "2")
+    assert by_model.count("row ") == 2 and "policy" in by_model
