@@ -189,7 +189,7 @@ class Server:
     def event_fd(self) -> int:
         """A file descriptor that becomes readable when messages may wait, for an event loop. Until all of them are
         handled, and after `send`, it does not become readable again."""
-        return self._socket.getsockopt(zmq.FD)
+        return int(self._socket.getsockopt(zmq.FD))
 
     def poll(self, timeout_s: float) -> bool:
         """True as soon as a message waits; False if none comes within the time."""

@@ -54,12 +54,13 @@ def test_a_run_with_failing_environments_loses_nothing(
     assert code == 0, output
     summary = json.loads((run.run_dir / "summary.json").read_text())
     assert summary["status"] == "finished"
-    assert "add up" in asyncrl("ledger", str(run.run_dir))
-    rows = run.rows()
+    asyncrl("ledger", str(run.run_dir))  # exit code 0: everything adds up
+    rows = [row for row in run.rows() if "learner/tokens" in row]
+    evaluated = {name for row in run.rows() for name in row if name.startswith("eval/")}
     assert [row["step"] for row in rows] == list(range(1, 13))
     assert rows[-1]["environment/turns"] > 1.0 and rows[-1]["reward_part/asked"] == 1.0
     assert any(row["environment/tries"] > 0 for row in rows)
-    assert {name for name in rows[-1] if name.startswith("eval/")} >= {"eval/reward"}
+    assert "eval/reward" in evaluated
     trace = pq.read_table(run.run_dir / "trace.parquet").to_pylist()
     assert {row["outcome"] for row in trace} <= {"trained", "zero_variance", "environment", "in_flight"}
     batches = JournalBatches(run.run_dir / "journal", 0)
@@ -71,7 +72,7 @@ def test_a_run_with_failing_environments_loses_nothing(
             assert len(turns) == 1, "the members of a group have the same task"
             for member in group.trajectories:
                 member.check()
-                assert member.episode is not None and member.status == "completed"
+                assert member.episode is not None and member.status in ("completed", "truncated")
                 assert member.reward == pytest.approx(0.5 + sum(member.episode.turn_rewards))
                 runs = (member.action_mask[1:] & ~member.action_mask[:-1]).sum()
                 assert runs == len(member.episode.turn_rewards)

@@ -138,7 +138,7 @@ def check_evaluation(config: Config, console: Console) -> tuple[int, Config]:
     check_data(given, console)
     if given.environment.name is not None:
         check_environments(given, console, room)
-        return room, given
+        return room, config
     checked = checked_rewards if config.eval.rewards is None else checked_eval_rewards
     rewards = checked(given, ("train",), console)
     return room, evaluation_config(config).model_copy(update={"rewards": rewards})
