@@ -11,7 +11,6 @@ host and starts another one.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from asyncrl.environments.dialogue import Dialogue
 from asyncrl.environments.player import Limits, Player, Turn
 from asyncrl.environments.table import EnvironmentTable
 from asyncrl.errors import ProtocolError
-from asyncrl.util.processes import end_with_parent, pin_helper_cpus
+from asyncrl.util.processes import become_helper
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.environment_messages import EpisodeEnded, SayNext, Turns, Wishes
 from asyncrl.wire.frames import Array, Message
@@ -53,11 +52,7 @@ class HostSpec:
 
 def run_host(parent: int, spec: HostSpec) -> None:
     """Makes this process a host, which ends with `parent`. Raises ConfigError if the environments cannot be loaded."""
-    end_with_parent(parent)
-    pin_helper_cpus()
-    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"):
-        os.environ[name] = "1"
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    become_helper(parent)
     asyncio.run(Host(spec).serve())
 
 

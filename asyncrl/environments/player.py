@@ -16,11 +16,12 @@ from dataclasses import dataclass, field
 
 import structlog
 
+from asyncrl.config import Config
 from asyncrl.environments.calling import Caller, EpisodeFailedError, to_reward, to_step, to_text
 from asyncrl.environments.dialogue import Dialogue
 from asyncrl.environments.environment import Action, Environment, Task
 from asyncrl.environments.table import Named
-from asyncrl.types import EpisodeEnd
+from asyncrl.types import EpisodeEnd, Prompt
 from asyncrl.wire.environment_messages import EpisodeEnded, EpisodeStart, EpisodeStatus, TurnStatus
 
 log = structlog.get_logger()
@@ -38,6 +39,33 @@ class Limits:
     """Of an environment that has no limit of its own."""
     timeout_s: float
     step_timeout_s: float
+
+    @classmethod
+    def of(cls, config: Config, *, window_tokens: int) -> Limits:
+        """The limits of the run's episodes in an engine with this window."""
+        settings = config.environment
+        return cls(
+            window_tokens=window_tokens,
+            max_new_tokens=config.generator.max_new_tokens,
+            max_turns=settings.max_turns,
+            timeout_s=settings.timeout_s,
+            step_timeout_s=settings.step_timeout_s,
+        )
+
+
+def start_of(episode: str, prompt: Prompt, *, seed: int, evaluation: bool) -> EpisodeStart:
+    """The start of an episode about the prompt; `seed` is that of its task."""
+    return EpisodeStart(
+        episode=episode,
+        row=prompt.row,
+        ground_truth=prompt.ground_truth,
+        data_source=prompt.data_source,
+        extra_info=prompt.extra_info,
+        chat=prompt.chat,
+        columns=prompt.columns,
+        seed=seed,
+        evaluation=evaluation,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from asyncrl.config import Config
 from asyncrl.environments.host import HostSpec, run_host
-from asyncrl.environments.player import Limits
+from asyncrl.environments.player import Limits, start_of
 from asyncrl.errors import RunError
 from asyncrl.types import Prompt
 from asyncrl.wire.endpoints import Endpoints
@@ -95,13 +95,7 @@ class EnvironmentPool:
             options=settings.options,
             tokenizer_path=config.model.path,
             trust_remote_code=config.model.trust_remote_code,
-            limits=Limits(
-                window_tokens=window_tokens,
-                max_new_tokens=config.generator.max_new_tokens,
-                max_turns=settings.max_turns,
-                timeout_s=settings.timeout_s,
-                step_timeout_s=settings.step_timeout_s,
-            ),
+            limits=Limits.of(config, window_tokens=window_tokens),
             max_observation_tokens=settings.max_observation_tokens,
             endpoints=endpoints,
             address="",
@@ -120,19 +114,7 @@ class EnvironmentPool:
         self._owner[episode] = host
         host.live.add(episode)
         host.prompts.append(np.asarray(prompt.tokens, dtype=np.int32))
-        host.started.append(
-            EpisodeStart(
-                episode=episode,
-                row=prompt.row,
-                ground_truth=prompt.ground_truth,
-                data_source=prompt.data_source,
-                extra_info=prompt.extra_info,
-                chat=prompt.chat,
-                columns=prompt.columns,
-                seed=seed,
-                evaluation=evaluation,
-            )
-        )
+        host.started.append(start_of(episode, prompt, seed=seed, evaluation=evaluation))
 
     def said(self, episode: str, tokens: Sequence[int] | NDArray[np.int32], status: TurnStatus) -> None:
         """Passes on the policy's turn."""

@@ -38,6 +38,7 @@ from asyncrl.wire.messages import Evaluated, ReleasedEvaluation
 PARTS = frozenset({"rules", "position", "ledger", "measure", "selection", "evaluation", "staleness_controller", "held"})
 """Fields of a snapshot that are restored by other means than setting an attribute."""
 FREE_BYTES = 32 << 20
+"""Memory of trained groups that is freed at once."""
 MAX_LATE = 1024
 """Trained and refunded tickets whose outstanding attempts are remembered; the oldest is forgotten first."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.rewards import reward_model
 from asyncrl.rewards.calling import CompletedGroup, Message, Score
 from asyncrl.rewards.table import RewardTable
-from asyncrl.util.processes import end_with_parent, pin_helper_cpus
+from asyncrl.util.processes import become_helper
 from asyncrl.util.redaction import redact
 from asyncrl.util.tokenizer import Decoder, load_decoder
 from asyncrl.wire.endpoints import Endpoints
@@ -66,11 +65,7 @@ def start_worker(parent: int, spec: WorkerSpec) -> None:
     Never raises: when a function cannot be loaded, every group gets that error.
     """
     global _scorer
-    end_with_parent(parent)
-    pin_helper_cpus()
-    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"):
-        os.environ[name] = "1"
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    become_helper(parent)
     try:
         decode = load_decoder(spec.tokenizer_path, trust_remote_code=spec.trust_remote_code)
         reward_model.connect(spec.endpoints)

@@ -86,6 +86,15 @@ def tune_gc() -> None:
     gc.set_threshold(NEW_OBJECTS)
 
 
+def become_helper(parent: int) -> None:
+    """Makes this process a helper of a role: it ends with `parent`, uses the helpers' cores, and one thread."""
+    end_with_parent(parent)
+    pin_helper_cpus()
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"):
+        os.environ[name] = "1"
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
 def pin_helper_cpus() -> None:
     """Moves this process to the cores that the launcher assigns to the helpers of its role, if any."""
     cpus = os.environ.get("ASYNCRL_HELPER_CPUS")

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from asyncrl.config import Config
 from asyncrl.environments.dialogue import Dialogue
-from asyncrl.environments.player import Limits, Player, Turn, play_alone
+from asyncrl.environments.player import Limits, Player, Turn, play_alone, start_of
 from asyncrl.environments.table import EnvironmentTable
 from asyncrl.errors import ConfigError
 from asyncrl.launch.commands.evaluate import quiet_logs
@@ -21,7 +21,7 @@ from asyncrl.launch.console import EXIT_DONE, EXIT_FAILED
 from asyncrl.launch.preflight import check_data, check_environments, check_model, run_recipes
 from asyncrl.types import Prompt
 from asyncrl.util.tokenizer import end_tokens
-from asyncrl.wire.environment_messages import EpisodeEnded, EpisodeStart
+from asyncrl.wire.environment_messages import EpisodeEnded
 
 if TYPE_CHECKING:
     from asyncrl.generator.vllm_backend.engine import Engine
@@ -90,38 +90,19 @@ def _play(
         lines.append(Line(list(turn.tokens), said=True))
         player.said.put_nowait(turn)
 
+    seed = int(np.random.SeedSequence([config.seed, 0, prompt.row]).generate_state(1)[0])
     player = Player(
-        start=_start(config, prompt),
+        start=start_of(f"row {prompt.row}", prompt, seed=seed, evaluation=False),
         prompt=prompt.tokens.tolist(),
         named=EnvironmentTable(settings.name, settings.options).of(prompt.data_source),
         dialogue=dialogue,
-        limits=Limits(
-            window_tokens=window,
-            max_new_tokens=config.generator.max_new_tokens,
-            max_turns=settings.max_turns,
-            timeout_s=settings.timeout_s,
-            step_timeout_s=settings.step_timeout_s,
-        ),
+        limits=Limits.of(config, window_tokens=window),
         threads=ThreadPoolExecutor(1),
         say=say,
     )
     ended = play_alone(player)
     _print(console, prompt, lines, dialogue, ended)
     return ended
-
-
-def _start(config: Config, prompt: Prompt) -> EpisodeStart:
-    return EpisodeStart(
-        episode=f"row {prompt.row}",
-        row=prompt.row,
-        ground_truth=prompt.ground_truth,
-        data_source=prompt.data_source,
-        extra_info=prompt.extra_info,
-        chat=prompt.chat,
-        columns=prompt.columns,
-        seed=int(np.random.SeedSequence([config.seed, 0, prompt.row]).generate_state(1)[0]),
-        evaluation=False,
-    )
 
 
 def _print(console: Console, prompt: Prompt, lines: list[Line], dialogue: Dialogue, ended: EpisodeEnded) -> None:
