@@ -68,7 +68,8 @@ def show_group(run_dir: Path, ticket: int, console: Console, *, special_tokens: 
     """Prints the group of a ticket: its prompt once, then every completion, or the turns of every episode. Raises as
     `find_group` does."""
     samples = find_group(run_dir, ticket, special_tokens=special_tokens)
-    rows, turns = rows_of(samples), [samples.turns(number) for number in range(len(samples))]
+    has_arrays = all(name in samples.columns for name in ARRAYS)
+    rows, turns = rows_of(samples), [samples.turns(number) if has_arrays else [] for number in range(len(samples))]
     decoder = run_decoder(run_dir, load_config(run_dir / "config.yaml"))
     first = rows[0]
     step = "no step" if first["step"] is None else f"step {first['step']}"
