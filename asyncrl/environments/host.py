@@ -45,6 +45,7 @@ class HostSpec:
     trust_remote_code: bool
     limits: Limits
     max_observation_tokens: int
+    tool_format: str
     endpoints: Endpoints
     address: str
     """The address at which it listens."""
@@ -67,6 +68,7 @@ class Host:
             spec.tokenizer_path,
             trust_remote_code=spec.trust_remote_code,
             max_observation_tokens=spec.max_observation_tokens,
+            tool_format=spec.tool_format,
         )
         self._threads = ThreadPoolExecutor(MAX_THREADS, "environment")
         self._server = Server(
