@@ -36,6 +36,11 @@ class EnvironmentTable:
         self._options = {name: dict(options.get(name, {})) for name in known}
         self._classes = {name: load_environment(name, self._options[name]) for name in known}
 
+    @property
+    def tools(self) -> dict[str, Sequence[Schema]]:
+        """The tools of each environment."""
+        return {name: list(kind.tools) for name, kind in self._classes.items()}
+
     def of(self, data_source: str) -> Named:
         """The environment of a data source."""
         name = environment_for(self._names, data_source)
@@ -51,11 +56,6 @@ class Named(NamedTuple):
     def max_turns(self, default: int) -> int:
         """The maximum number of turns of an episode."""
         return default if self.kind.max_turns is None else self.kind.max_turns
-
-    @property
-    def tools(self) -> Sequence[Schema]:
-        """The tools of the class."""
-        return list(self.kind.tools)
 
     def make(self, task: Task) -> Environment:
         """A new environment for the task."""
@@ -114,10 +114,10 @@ def environment_for(names: str | dict[str, str], data_source: str) -> str:
     return name
 
 
-def check_environment(config: Config) -> None:
+def check_environment(config: Config) -> EnvironmentTable:
     """Loads every environment that the config names, with its options. Raises ConfigError."""
-    if config.environment.name is not None:
-        EnvironmentTable(config.environment.name, config.environment.options)
+    assert config.environment.name is not None
+    return EnvironmentTable(config.environment.name, config.environment.options)
 
 
 def _check_parameters(what: str, method: str, function: Any, wanted: int) -> None:

@@ -223,8 +223,9 @@ def _schema(where: str, function: Any, parameters: list[str], way_out: str) -> S
 @contextmanager
 def _without_torch() -> Iterator[None]:
     """Keeps transformers from importing torch, only to ask whether a hint is a tensor. A host has no use for it."""
-    from transformers.utils import chat_template_utils
+    from transformers.utils import chat_template_utils as module
 
+    chat_template_utils: Any = module
     available = chat_template_utils.is_torch_available
     chat_template_utils.is_torch_available = lambda: False
     try:

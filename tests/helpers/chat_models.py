@@ -81,7 +81,7 @@ MISTRAL = """\
 {{- bos_token }}
 {%- for message in messages %}
     {%- if message.role == 'user' %}
-        {%- if tools and loop.index0 == 0 %}{{- '[AVAILABLE_TOOLS]' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}{%- endif %}
+        {%- if tools and loop.first %}{{- '[AVAILABLE_TOOLS]' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}{%- endif %}
         {{- '[INST]' + message.content + '[/INST]' }}
     {%- elif message.tool_calls %}
         {{- '[TOOL_CALLS][' }}
@@ -100,6 +100,7 @@ MISTRAL = """\
 {%- endfor %}
 """
 """Has no generation prompt, checks the ids of calls, and refuses other roles."""
+MISTRAL_TOKENS = ["INST", "/INST", "TOOL_CALLS", "TOOL_RESULTS", "/TOOL_RESULTS", "AVAILABLE_TOOLS", "/AVAILABLE_TOOLS"]
 FAMILIES: dict[str, tuple[str, Sequence[str], str, str]] = {
     "qwen": (QWEN, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], "<|endoftext|>", "<|im_end|>"),
     "llama": (
@@ -110,8 +111,7 @@ FAMILIES: dict[str, tuple[str, Sequence[str], str, str]] = {
     ),
     "mistral": (
         MISTRAL,
-        ["<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"]
-        + ["[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"],
+        ["<s>", "</s>", *(f"[{name}]" for name in MISTRAL_TOKENS)],
         "<s>",
         "</s>",
     ),
@@ -119,7 +119,9 @@ FAMILIES: dict[str, tuple[str, Sequence[str], str, str]] = {
 """Template, special tokens, and which of them begin a text and end a turn."""
 TAGS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
 """Tokens of the first family that are not special."""
-SPLIT = r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"""
+SPLIT = (
+    r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"""
+)
 CORPUS = [
     "The calculator says that the value of the expression is twelve. What is the price of the item?",
     '{"name": "evaluate", "arguments": {"expression": "12 * 34"}}\n{"type": "function"}\n=\n==\n:\n\n',
@@ -130,8 +132,8 @@ CORPUS = [
 def save_chat_model(
     folder: Path, family: str = "qwen", *, template: str | None = None, stop: str | None = None, vocabulary: int = 420
 ) -> None:
-    """Writes tokenizer and config of a model without weights. `stop` is its end-of-sequence token, by default that which
-    ends a turn."""
+    """Writes tokenizer and config of a model without weights. `stop` is its end-of-sequence token, by default that
+    which ends a turn."""
     own, special, begin, end = FAMILIES[family]
     save_tokenizer(folder, special, TAGS if family == "qwen" else [], vocabulary)
     settings = {

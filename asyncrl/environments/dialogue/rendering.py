@@ -45,6 +45,7 @@ class Rendering:
         self._unsafe = {"assistant": _any_of(set(special) - {THINK, END_THINK})}
         self._guard_pattern = re.compile(f"{secret}x[0-9]+x")
         self._name_pattern = re.compile(f"<{secret}-[0-9]+>")
+        self._encoder: Any
         self._encoder, self._own_ids = _encoder(settings, self._names, special, tokenizer_path)
 
     @property
@@ -158,4 +159,5 @@ def _encoder(
         raise ConfigError(
             f"model.path = {path!r}: its special tokens cannot be kept apart from text: {error}"
         ) from None
-    return encoder, {encoder.token_to_id(name): special[text] for text, name in names.items()}
+    own: dict[Any, int] = {encoder.token_to_id(name): special[text] for text, name in names.items()}
+    return encoder, own
