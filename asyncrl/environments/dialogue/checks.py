@@ -66,7 +66,7 @@ def _check_tools(dialogue: ChatDialogue, name: str, tools: Sequence[Schema]) -> 
     shown = dialogue.rendering.render([USER], [{"type": "function", "function": function}], generate=True)
     if SENTINEL not in shown:
         raise ConfigError(
-            f"environment.name: {name} has tools, which the chat template of the model does not show; use a model whose "
+            f"environment.name: {name} has tools, which the model's chat template does not show; use a model whose "
             "template takes tools, or an environment that describes them in its prompts and reads calls itself"
         )
     answer: Message = {"role": "tool", "tool_call_id": "call00000", "name": SENTINEL, "content": "1"}
@@ -89,8 +89,8 @@ def _compared_with_tools(dialogue: ChatDialogue, tools: Sequence[Schema]) -> str
     rendering = dialogue.rendering
     arguments = '{"value": 1}' if dialogue.has_text_arguments else {"value": 1}
     function = {"name": SENTINEL, "arguments": arguments}
-    call = {"role": "assistant", "content": "", "tool_calls": [{"id": "call00000", "type": "function"}]}
-    call["tool_calls"] = [{"id": "call00000", "type": "function", "function": function}]
+    calls = [{"id": "call00000", "type": "function", "function": function}]
+    call: Message = {"role": "assistant", "content": "", "tool_calls": calls}
     answer: Message = {"role": "tool", "tool_call_id": "call00000", "name": SENTINEL, "content": "1"}
     whole = rendering.plain(rendering.render([USER, call, answer], tools, generate=True))
     begin = rendering.plain(rendering.render([USER], tools, generate=True))
