@@ -144,7 +144,9 @@ def save_chat_model(
         "chat_template": template or own,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    config: dict[str, Any] = {"model_type": "llama", "max_position_embeddings": 4096}
+    ids = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab()
+    config: dict[str, Any] = {"model_type": "llama", "max_position_embeddings": 4096, "vocab_size": len(ids)}
+    config |= {"bos_token_id": ids[begin], "eos_token_id": ids[stop or end]}
     (folder / "config.json").write_text(json.dumps(config))
 
 

@@ -51,7 +51,7 @@ def _check_stops(config: Config, dialogue: ChatDialogue, has_tools: bool) -> Non
         text = texts[token]
         if any(stop in text for stop in config.generator.stop_texts):
             continue
-        known = ", ".join(f"{texts.get(stop, '')} ({stop})" for stop in stops) or "none"
+        known = ", ".join(f"{texts.get(stop, '')} ({stop})".strip() for stop in stops) or "none"
         raise ConfigError(
             f"model.path = {config.model.path!r}: its chat template ends a turn with {text} ({token}), but the engine "
             f"stops at {known}; set generator.stop='{text}', or add {token} to eos_token_id in generation_config.json"

@@ -72,8 +72,8 @@ class Rendering:
 
     def encode(self, framed: str) -> list[int]:
         """The tokens of a text in which special tokens have names."""
-        own = self._own_ids
-        return [own.get(token, token) for token in self._encoder.encode(framed, add_special_tokens=False).ids]
+        tokens: list[int] = self._encoder.encode(framed, add_special_tokens=False).ids
+        return [self._own_ids.get(token, token) for token in tokens]
 
     def name_of(self, token: int) -> str:
         """The name of a special token."""
