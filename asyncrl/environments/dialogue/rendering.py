@@ -12,7 +12,8 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, cast
 
@@ -86,6 +87,16 @@ class Rendering:
     def plain(self, framed: str) -> str:
         """The text as the template wrote it."""
         return self._name_pattern.sub(lambda match: self._texts[match[0]], framed)
+
+    def unnamed(self, framed: str) -> str:
+        """The text without the special tokens of the template."""
+        return self._name_pattern.sub("", framed)
+
+    def framed(self, tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> str:
+        """The text of tokens, in which special tokens have names."""
+        names = {token: self._names[text] for text, token in self.special_tokens.items()}
+        runs = [(is_special, list(run)) for is_special, run in groupby(tokens, key=names.__contains__)]
+        return "".join("".join(map(names.__getitem__, run)) if is_special else decode(run) for is_special, run in runs)
 
     def without_special(self, text: str) -> str:
         """A text of the policy without special tokens, but for the tags of reasoning and calls."""
