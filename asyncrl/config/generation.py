@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
@@ -95,6 +95,9 @@ class EnvironmentConfig(Section):
     """Turns of the policy after which an episode is truncated, unless its environment has a number of its own."""
     max_observation_tokens: int = Field(default=2048, ge=1)
     """Longer observations keep their two ends."""
+    tool_format: Literal["auto", "hermes", "qwen3_coder", "json", "none"] = "auto"
+    """How the model writes calls of tools. Auto is the response template of its tokenizer or, if it has none, the form
+    in which its chat template shows earlier calls."""
     timeout_s: float = Field(default=300.0, gt=0.0)
     """Time limit of an episode."""
     step_timeout_s: float = Field(default=60.0, gt=0.0)

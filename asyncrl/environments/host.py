@@ -51,6 +51,7 @@ class HostSpec:
     trust_remote_code: bool
     limits: Limits
     max_observation_tokens: int
+    tool_format: str
     endpoints: Endpoints
     address: str
     """The address at which it listens."""
@@ -73,6 +74,7 @@ class Host:
             spec.tokenizer_path,
             trust_remote_code=spec.trust_remote_code,
             max_observation_tokens=spec.max_observation_tokens,
+            tool_format=spec.tool_format,
         )
         self._threads = ThreadPoolExecutor(MAX_THREADS, "environment")
         self._server = Server(
@@ -143,7 +145,7 @@ class Host:
         if isinstance(found, Named):
             return Player(start, prompt, found, dialogue, limits, self._threads, self._say)
         task = task_of(start, dialogue.text_of(prompt))
-        return ProgramPlayer(start, task, found, dialogue, limits, self._gateway, self._say)
+        return ProgramPlayer(start, task, found, dialogue.chat, limits, self._gateway, self._say)
 
     async def _play(self, player: Player | ProgramPlayer) -> None:
         episode = player.start.episode

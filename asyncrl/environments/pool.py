@@ -102,6 +102,7 @@ class EnvironmentPool:
             trust_remote_code=config.model.trust_remote_code,
             limits=Limits.of(config, window_tokens=window_tokens),
             max_observation_tokens=settings.max_observation_tokens,
+            tool_format=settings.tool_format,
             endpoints=endpoints,
             address="",
         )

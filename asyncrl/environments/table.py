@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from asyncrl.config import Config, Options, check_options, did_you_mean
-from asyncrl.environments.environment import Environment, Task
+from asyncrl.environments.environment import Environment, Schema, Task
 from asyncrl.errors import ConfigError
 from asyncrl.util.user_code import resolve
 
@@ -59,6 +60,11 @@ class Named(NamedTuple):
         """The maximum number of turns of an episode."""
         return default if self.kind.max_turns is None else self.kind.max_turns
 
+    @property
+    def tools(self) -> Sequence[Schema]:
+        """The tools of the class."""
+        return list(self.kind.tools)
+
     def make(self, task: Task) -> Environment:
         """A new environment for the task."""
         return self.kind(task, **self.options)
@@ -79,7 +85,22 @@ def load_environment(name: str, options: Options, *, python: str | None = None) 
         wanted = 2 if method == "step" else 1
         _check_parameters(f"{key} = {name!r}", method, getattr(found, method), wanted)
     check_options(f"environment.options.{name}", name, found, options, hidden=())
+    try:
+        tools: Any = found.tools  # those of a ToolEnvironment are made here
+    except ConfigError as error:
+        raise ConfigError(f"{key} = {name!r}: {error}") from None
+    for tool in tools:
+        if not _is_schema(tool):
+            raise ConfigError(
+                f'{key} = {name!r}: tools has {tool!r}, which is not {{"type": "function", "function": {{"name": ..., '
+                '"parameters": ...}}'
+            )
     return Named(found, options)
+
+
+def _is_schema(tool: Any) -> bool:
+    function: Any = tool.get("function") if isinstance(tool, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
 def find_environment(name: str) -> Any:

@@ -11,12 +11,13 @@ from __future__ import annotations
 import hmac
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 import structlog
 from aiohttp import web
 
+from asyncrl.environments.dialogue import TextDialogue
 from asyncrl.environments.gateway import answers
 from asyncrl.environments.gateway.errors import EpisodeOverError, GatewayError, WrongKeyError
 from asyncrl.environments.gateway.requests import chat_request, read_body, sampling_of, text_request
@@ -31,12 +32,6 @@ CLOSE_S = 1.0
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class Texts(Protocol):
-    """The part of a Dialogue that the gateway uses."""
-
-    def text_of(self, tokens: Sequence[int]) -> str: ...
-
-
 class Access(NamedTuple):
     """The way to an episode, for its program."""
 
@@ -47,7 +42,7 @@ class Access(NamedTuple):
 class Gateway:
     """The HTTP server of an environment host; `start` opens its port."""
 
-    def __init__(self, dialogue: Texts) -> None:
+    def __init__(self, dialogue: TextDialogue) -> None:
         self._dialogue = dialogue
         self._sessions: dict[str, tuple[Session, str]] = {}
         """The session and the key of each episode in progress."""

@@ -7,9 +7,10 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-from asyncrl.environments.environment import Message
+from asyncrl.environments.dialogue import DialogueError, TextDialogue
+from asyncrl.environments.environment import Message, ToolCall
 from asyncrl.environments.gateway.errors import (
     BadRequestError,
     EpisodeOverError,
@@ -20,18 +21,6 @@ from asyncrl.environments.gateway.errors import (
 from asyncrl.environments.gateway.messages import Canonical, canonical, to_message
 from asyncrl.environments.player import Limits, Turn
 from asyncrl.wire.environment_messages import SayNext
-
-
-class Rendering(Protocol):
-    """The part of a Dialogue that sessions use."""
-
-    def begin(self, messages: Sequence[Message], tools: Sequence[Any]) -> list[int]: ...
-
-    def follow(
-        self, said: Sequence[Message], tools: Sequence[Any], *, closed: bool, calls: Sequence[Any]
-    ) -> list[int]: ...
-
-    def parse(self, tokens: Sequence[int], tools: Sequence[Any]) -> Message: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +58,8 @@ class _End:
     num_messages: int
     num_tokens: int
     closed: bool
-    """True if the turn ended with a stop token."""
+    """True if the turn ended with a token that ends turns."""
+    calls: tuple[ToolCall, ...]
 
 
 @dataclass(slots=True)
@@ -115,7 +105,7 @@ class Session:
     """
 
     def __init__(
-        self, episode: str, dialogue: Rendering, limits: Limits, say: Callable[[SayNext, list[int]], None]
+        self, episode: str, dialogue: TextDialogue, limits: Limits, say: Callable[[SayNext, list[int]], None]
     ) -> None:
         self.episode = episode
         self._dialogue, self._limits, self._say = dialogue, limits, say
@@ -125,6 +115,7 @@ class Session:
         self._asked: dict[str, asyncio.Future[Answer]] = {}
         """The last request of each digest."""
         self._read: set[int] = set()
+        self._num_calls = 0
         self._over = False
         self.num_turns = 0
         """Turns that were asked for."""
@@ -152,16 +143,18 @@ class Session:
         if not self._pending:
             self.sampling_s += time.monotonic() - self._since_s
         request, conversation = pending.request, pending.conversation
-        message = self._dialogue.parse(turn.tokens, request.tools)
+        read = self._dialogue.read(turn.tokens, request.tools, first_call=self._num_calls)
+        self._num_calls += len(read.calls)
         prompt = tuple(conversation.tokens)
         conversation.tokens += turn.tokens
-        conversation.messages = (*request.messages, canonical({**message, "role": "assistant"}))
-        closed = turn.status != "truncated"
-        conversation.ends.append(_End(len(conversation.messages), len(conversation.tokens), closed))
+        conversation.messages = (*request.messages, canonical(read.message))
+        closed = self._dialogue.closes(turn.tokens)
+        conversation.ends.append(_End(len(conversation.messages), len(conversation.tokens), closed, read.calls))
         conversation.turns.append(pending.number)
         conversation.busy = False
         if not pending.answer.cancelled():
-            answer = Answer(pending.number, message, prompt, tuple(turn.tokens), truncated=not closed)
+            cut = turn.status == "truncated"
+            answer = Answer(pending.number, read.message, prompt, tuple(turn.tokens), truncated=cut)
             pending.answer.set_result(answer)
 
     def delivered(self, answer: Answer) -> None:
@@ -226,8 +219,7 @@ class Session:
         said = [to_message(one) for one in request.messages[end.num_messages :]]
         if not _continues(said):
             return 0, 0, self._begin(request), new
-        calls = conversation.messages[end.num_messages - 1].calls
-        tokens = self._dialogue.follow(said, request.tools, closed=end.closed, calls=calls)
+        tokens = _rendered(self._dialogue.follow, said, request.tools, closed=end.closed, calls=end.calls)
         if turns == len(conversation.ends) and not conversation.busy:
             return conversation.number, end.num_tokens, tokens, conversation
         new.messages, new.tokens = conversation.messages[: end.num_messages], conversation.tokens[: end.num_tokens]
@@ -236,7 +228,15 @@ class Session:
     def _begin(self, request: Request) -> list[int]:
         if not request.messages:
             raise BadRequestError("messages: empty, a request needs at least one")
-        return self._dialogue.begin([to_message(one) for one in request.messages], request.tools)
+        return _rendered(self._dialogue.begin, [to_message(one) for one in request.messages], request.tools)
+
+
+def _rendered(render: Callable[..., list[int]], *arguments: Any, **options: Any) -> list[int]:
+    """The tokens of messages. Raises BadRequestError if the chat template refuses them."""
+    try:
+        return render(*arguments, **options)
+    except DialogueError as error:
+        raise BadRequestError(str(error)) from None
 
 
 def _continues(said: Sequence[Message]) -> bool:

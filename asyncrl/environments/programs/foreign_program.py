@@ -20,6 +20,8 @@ from asyncrl.errors import ConfigError
 log = structlog.get_logger()
 
 SCRIPT = Path(__file__).with_name("foreign.py")
+CLOSE_S = 3.0
+"""Deadline for a process to end."""
 START_S = 120.0
 """Deadline for the interpreter to import the program."""
 MAX_LINE_BYTES = 64 << 20
@@ -72,9 +74,8 @@ class ForeignProgram:
     async def close(self) -> None:
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
-            await self._process.wait()
-        if self._reader is not None:
-            self._reader.cancel()
+        if self._reader is not None:  # to the end of its pipe, which is then closed
+            await asyncio.wait({self._reader}, timeout=CLOSE_S)
 
     async def _started(self) -> asyncio.subprocess.Process:
         """The process, which is started unless it runs. Raises ProgramLostError."""

@@ -9,10 +9,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from asyncrl.environments.calling import EpisodeFailedError, to_reward
+from asyncrl.environments.dialogue import TextDialogue
 from asyncrl.environments.environment import Task
 from asyncrl.environments.gateway.errors import TurnsUsedError
 from asyncrl.environments.gateway.server import Gateway
-from asyncrl.environments.gateway.session import Rendering, Session
+from asyncrl.environments.gateway.session import Session
 from asyncrl.environments.player import Limits, Turn
 from asyncrl.environments.programs.program import Program, ProgramError, ProgramLostError
 from asyncrl.types import EpisodeEnd
@@ -27,7 +28,7 @@ class ProgramPlayer:
     start: EpisodeStart
     task: Task
     program: Program
-    dialogue: Rendering
+    dialogue: TextDialogue
     limits: Limits
     gateway: Gateway
     say: Callable[[ProgramPlayer, SayNext, list[int]], None]

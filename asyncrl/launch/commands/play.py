@@ -56,7 +56,7 @@ def play(config: Config, console: Console, *, rows: int, say: list[str], typed: 
 
     prompts = TrainingRows(config, limit_tokens=prompt_tokens)
     window = prompt_tokens + config.generator.max_new_tokens
-    dialogue = _dialogue(config)
+    dialogue = Dialogue.of(config)
     speaker, close = _speaker(config, dialogue, say, typed)
     failed = 0
     try:
@@ -66,14 +66,6 @@ def play(config: Config, console: Console, *, rows: int, say: list[str], typed: 
     finally:
         close()
     return EXIT_FAILED if failed else EXIT_DONE
-
-
-def _dialogue(config: Config) -> Dialogue:
-    return Dialogue(
-        config.model.path,
-        trust_remote_code=config.model.trust_remote_code,
-        max_observation_tokens=config.environment.max_observation_tokens,
-    )
 
 
 def _play(
