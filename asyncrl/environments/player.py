@@ -72,6 +72,20 @@ def start_of(episode: str, prompt: Prompt, *, seed: int, evaluation: bool) -> Ep
     )
 
 
+def task_of(start: EpisodeStart, prompt: str) -> Task:
+    """The task of an episode; `prompt` is its text, unless it has messages."""
+    return Task(
+        prompt=prompt if start.chat is None else start.chat,
+        ground_truth=start.ground_truth,
+        data_source=start.data_source,
+        extra_info=start.extra_info,
+        columns=start.columns,
+        row=start.row,
+        seed=start.seed,
+        evaluation=start.evaluation,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Turn:
     """What the policy said."""
@@ -142,7 +156,8 @@ class Player:
         try:
             if self.start.chat is not None:
                 self.words = self.dialogue.chat
-            made: Environment = await caller("__init__", named.make, self._task(), at_once=named.kind.returns_at_once)
+            task = task_of(self.start, self.dialogue.text_of(self.prompt))
+            made: Environment = await caller("__init__", named.make, task, at_once=named.kind.returns_at_once)
             environment = made
             if isinstance(made, ToolEnvironment):
                 made.in_thread = caller.in_thread
@@ -212,7 +227,7 @@ class Player:
         """Returns the policy's turn behind the observation."""
         max_tokens = min(self.limits.max_new_tokens, self._room(observation))
         keep, self.num_tokens = self.num_tokens, self.num_tokens + len(observation)
-        self.say(self, SayNext(self.start.episode, 0, 0, keep, max_tokens), observation)
+        self.say(self, SayNext(self.start.episode, 0, 0, keep, max_tokens, []), observation)
         turn = await self.said.get()
         self.num_tokens += len(turn.tokens)
         return turn
@@ -220,19 +235,6 @@ class Player:
     def _room(self, observation: Sequence[int]) -> int:
         """Tokens of the window that are left behind the observation."""
         return self.limits.window_tokens - self.num_tokens - len(observation)
-
-    def _task(self) -> Task:
-        start = self.start
-        return Task(
-            prompt=self.dialogue.text_of(self.prompt) if start.chat is None else start.chat,
-            ground_truth=start.ground_truth,
-            data_source=start.data_source,
-            extra_info=start.extra_info,
-            columns=start.columns,
-            row=start.row,
-            seed=start.seed,
-            evaluation=start.evaluation,
-        )
 
     async def _call(self, environment: Environment, method: str, *arguments: object) -> object:
         function = getattr(environment, method)

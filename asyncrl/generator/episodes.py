@@ -145,6 +145,7 @@ class Episodes:
             seed=seed,
             max_tokens=wish.max_tokens,
             salt=group.start_version if has_sampled else None,
+            stop=wish.stop,
         )
 
     def _branch(self, one: _Episode, wish: NextTurn) -> Branch:

@@ -15,7 +15,7 @@ from asyncrl.config import Config
 from asyncrl.environments.dialogue import Dialogue
 from asyncrl.environments.dialogue.display import Display, Shown
 from asyncrl.environments.player import Limits, Player, Turn, play_alone, start_of
-from asyncrl.environments.table import EnvironmentTable
+from asyncrl.environments.table import EnvironmentTable, Named
 from asyncrl.errors import ConfigError
 from asyncrl.launch.commands.evaluate import quiet_logs
 from asyncrl.launch.console import EXIT_DONE, EXIT_FAILED
@@ -75,6 +75,9 @@ def _play(
 ) -> EpisodeEnded:
     settings = config.environment
     assert settings.name is not None
+    named = EnvironmentTable(settings.name, settings.options, python=settings.python).of(prompt.data_source)
+    if not isinstance(named, Named):
+        raise ConfigError(f"environment.name = {settings.name!r}: agent programs cannot be played by `asyncrl play`")
     lines = [Line(prompt.tokens.tolist(), said=False)]
 
     def say(player: Player, wish: SayNext, observation: list[int]) -> None:
@@ -90,7 +93,7 @@ def _play(
     player = Player(
         start=start_of(f"row {prompt.row}", prompt, seed=seed, evaluation=False),
         prompt=prompt.tokens.tolist(),
-        named=EnvironmentTable(settings.name, settings.options).of(prompt.data_source),
+        named=named,
         dialogue=dialogue,
         limits=Limits.of(config, window_tokens=window),
         threads=ThreadPoolExecutor(1),
