@@ -140,6 +140,8 @@ class Player:
             text = f"{self.num_tokens + len(observation)} tokens before the first turn, the window has "
             raise EpisodeFailedError("overlong", f"{name}: {text}{self.limits.window_tokens}")
         for number in range(self.named.max_turns(self.limits.max_turns)):
+            if number and not observation:
+                raise EpisodeFailedError("environment", f"{name}.step said nothing, and the episode is not done")
             turn = await self._sample(observation)
             cut = turn.status == "truncated"
             action = Action(dialogue.text_of(turn.tokens), number, truncated=cut)

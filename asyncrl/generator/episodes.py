@@ -204,4 +204,4 @@ class Episodes:
             lost_tokens=one.lost_tokens,
         )
         completion = one.sequence.to_completion(key, ended.status)
-        return EndedEpisode(one.group, one.index, completion, outcome, ended)
+        return EndedEpisode(one.group, one.index, [completion], [outcome], ended)
