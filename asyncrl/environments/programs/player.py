@@ -107,7 +107,7 @@ class ProgramPlayer:
             raise EpisodeFailedError("environment", f"{name} ended without a reward: it returned and posted none")
         reward, parts = (0.0, {}) if given is None else to_reward(name, given)
         if refused is None:
-            return reward, parts, "completed", "done"
+            return reward, parts, "truncated" if self.session.was_cut else "completed", "done"
         return reward, parts, "truncated", "max_turns" if isinstance(refused, TurnsUsedError) else "window"
 
     def _close(self) -> list[int]:
