@@ -61,7 +61,7 @@ def chat_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=512, initializer_range=0.2, tie_word_embeddings=True,
+        num_key_value_heads=1, max_position_embeddings=512, initializer_range=0.1, tie_word_embeddings=True,
         eos_token_id=tokenizer.eos_token_id, bos_token_id=None,
     )  # fmt: skip
     Qwen2ForCausalLM(config).save_pretrained(folder)
