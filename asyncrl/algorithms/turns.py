@@ -28,7 +28,7 @@ def turn_grpo(
     """Returns to go of the turns, standardized within the group at the same turn: advantages [N].
 
     The return of turn k is G_k = r_k + gamma G_{k+1}, discounted by turns and not by tokens, arXiv:2507.11948. It is
-    compared, as in `grpo`, with those of the group's members that have a turn k; if no other has it, the advantage is 0.
+    compared, as in `grpo`, with those of the members that have a turn k; if no other has one, the advantage is 0.
     `outcome` times the GRPO advantage of the rewards [M] is added to every turn of a member, arXiv:2505.11821. With the
     reward in the last turn, gamma 1, outcome 0 and equal numbers of turns this is `grpo`.
     """
