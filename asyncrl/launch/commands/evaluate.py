@@ -34,7 +34,6 @@ from asyncrl.launch.preflight import (
     checked_eval_rewards,
     checked_rewards,
 )
-from asyncrl.launch.resources.placement import LOOPBACK
 from asyncrl.launch.samples import PARQUET, check_samples_file
 from asyncrl.learner.checkpoint.files import MANIFEST
 from asyncrl.replay.evaluation.scores import PromptScore, pass_ks, score_table
@@ -44,7 +43,7 @@ from asyncrl.samples import Samples
 from asyncrl.types import Group, Lease, Prompt
 from asyncrl.util.files import check_writable, read_json, replace_file
 from asyncrl.util.tokenizer import load_decoder
-from asyncrl.wire.endpoints import Endpoints
+from asyncrl.wire.endpoints import LOOPBACK, Endpoints
 from asyncrl.wire.messages import Evaluated
 
 if TYPE_CHECKING:

@@ -14,14 +14,14 @@ from rich.text import Text
 from asyncrl.config import Config
 from asyncrl.environments.dialogue import Dialogue
 from asyncrl.environments.player import Limits, Player, Turn, play_alone, start_of
-from asyncrl.environments.table import EnvironmentTable
+from asyncrl.environments.table import EnvironmentTable, Named
 from asyncrl.errors import ConfigError
 from asyncrl.launch.commands.evaluate import quiet_logs
 from asyncrl.launch.console import EXIT_DONE, EXIT_FAILED
 from asyncrl.launch.preflight import check_data, check_environments, check_model, run_recipes
 from asyncrl.types import Prompt
 from asyncrl.util.tokenizer import end_tokens
-from asyncrl.wire.environment_messages import EpisodeEnded
+from asyncrl.wire.environment_messages import EpisodeEnded, SayNext
 
 if TYPE_CHECKING:
     from asyncrl.generator.vllm_backend.engine import Engine
@@ -56,7 +56,7 @@ def play(config: Config, console: Console, *, rows: int, say: list[str], typed: 
 
     prompts = TrainingRows(config, limit_tokens=prompt_tokens)
     window = prompt_tokens + config.generator.max_new_tokens
-    dialogue = _dialogue(config)
+    dialogue = Dialogue.of(config)
     speaker, close = _speaker(config, dialogue, say, typed)
     failed = 0
     try:
@@ -68,33 +68,28 @@ def play(config: Config, console: Console, *, rows: int, say: list[str], typed: 
     return EXIT_FAILED if failed else EXIT_DONE
 
 
-def _dialogue(config: Config) -> Dialogue:
-    return Dialogue(
-        config.model.path,
-        trust_remote_code=config.model.trust_remote_code,
-        max_observation_tokens=config.environment.max_observation_tokens,
-    )
-
-
 def _play(
     config: Config, prompt: Prompt, dialogue: Dialogue, speaker: Speaker, window: int, console: Console
 ) -> EpisodeEnded:
     settings = config.environment
     assert settings.name is not None
+    named = EnvironmentTable(settings.name, settings.options, python=settings.python).of(prompt.data_source)
+    if not isinstance(named, Named):
+        raise ConfigError(f"environment.name = {settings.name!r}: agent programs cannot be played by `asyncrl play`")
     lines = [Line(prompt.tokens.tolist(), said=False)]
 
-    def say(player: Player, observation: list[int], max_tokens: int) -> None:
+    def say(player: Player, wish: SayNext, observation: list[int]) -> None:
         if observation:
             lines.append(Line(observation, said=False))
-        turn = speaker([token for line in lines for token in line.tokens], max_tokens)
+        turn = speaker([token for line in lines for token in line.tokens], wish.max_tokens)
         lines.append(Line(list(turn.tokens), said=True))
-        player.said.put_nowait(turn)
+        player.hear(wish.branch, turn)
 
     seed = int(np.random.SeedSequence([config.seed, 0, prompt.row]).generate_state(1)[0])
     player = Player(
         start=start_of(f"row {prompt.row}", prompt, seed=seed, evaluation=False),
         prompt=prompt.tokens.tolist(),
-        named=EnvironmentTable(settings.name, settings.options).of(prompt.data_source),
+        named=named,
         dialogue=dialogue,
         limits=Limits.of(config, window_tokens=window),
         threads=ThreadPoolExecutor(1),

@@ -1,10 +1,13 @@
-"""Between texts and tokens: what environments say, and what the policy said."""
+"""Dialogues without a template: an observation is its text, and a turn ends with a stop token."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from asyncrl.environments.dialogue.formats import Read
+from asyncrl.environments.environment import Message, Schema, ToolCall
+from asyncrl.errors import AsyncrlError
 from asyncrl.util.tokenizer import load_decoder, load_tokenizer
 
 MARK = "\n[...]\n"
@@ -13,16 +16,47 @@ CHARACTERS_PER_TOKEN = 32
 """Text beyond this many characters per allowed token is cut before it is encoded, which takes time."""
 
 
-class Dialogue:
+class DialogueError(AsyncrlError, ValueError):
+    """Messages that cannot become tokens."""
+
+
+class TextDialogue:
     """Encodes observations and decodes turns with the model's tokenizer, without a template.
 
     The text of a special token in an observation stays text: an environment cannot say a special token.
     """
 
+    is_chat = False
+    """True if prompts are messages."""
+
     def __init__(self, tokenizer_path: str, *, trust_remote_code: bool, max_observation_tokens: int) -> None:
         self._decode = load_decoder(tokenizer_path, trust_remote_code=trust_remote_code)
         self._encode = _load_encoder(tokenizer_path, trust_remote_code=trust_remote_code)
         self._max_tokens = max_observation_tokens
+
+    def begin(self, messages: Sequence[Message], tools: Sequence[Schema]) -> list[int]:
+        """The tokens up to the policy's first turn. Without a template those of the contents; tools are not shown."""
+        return [token for message in messages for token in self.encode(message["content"])]
+
+    def follow(
+        self, said: Sequence[Message], tools: Sequence[Schema], *, closed: bool, calls: Sequence[ToolCall] = ()
+    ) -> list[int]:
+        """The tokens between a turn and the next one. `closed` is true if the turn ended with a token that ends turns,
+        `calls` are its calls. Raises DialogueError for messages that cannot be appended."""
+        return self.begin(said, tools)
+
+    def closes(self, tokens: Sequence[int]) -> bool:
+        """True if the turn ended with a token that ends turns."""
+        return True
+
+    def parse(self, tokens: Sequence[int], tools: Sequence[Schema]) -> Message:
+        """The turn as a message."""
+        return self.read(tokens, tools).message
+
+    def read(self, tokens: Sequence[int], tools: Sequence[Schema], *, first_call: int = 0) -> Read:
+        """The turn as a message, with its calls, which are numbered from `first_call`. Without a template it has
+        none."""
+        return Read({"role": "assistant", "content": self.text_of(tokens)}, (), ())
 
     def encode(self, text: str) -> list[int]:
         """The tokens of an observation; of one that is too long, those of its two ends with MARK between them."""

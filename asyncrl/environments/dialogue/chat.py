@@ -1,0 +1,285 @@
+"""Dialogues under a model's chat template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from asyncrl.environments.dialogue import formats
+from asyncrl.environments.dialogue.formats import Read
+from asyncrl.environments.dialogue.plain import CHARACTERS_PER_TOKEN, MARK, DialogueError, TextDialogue
+from asyncrl.environments.dialogue.rendering import Rendering, roles_of
+from asyncrl.environments.environment import Message, Schema, ToolCall
+
+ANCHOR = "Zq7anchor7qZ"
+"""The content of the turn behind which `follow` looks."""
+DUMMY: Message = {"role": "user", "content": "Zq7dummy7qZ"}
+MAX_FRAMES = 256
+UNKNOWN = "\ufffd"
+"""Stands for the bytes of a character that was cut."""
+PROBES = (
+    "7",
+    "a",
+    '{"a": [1, "b"]}',
+    "[1, 2]",
+    "two\nlines, <b>&amp;</b> \"quoted\" and 'single'",
+    "ünïcode ✓",
+    "-1.5",
+)
+"""Contents with which a frame is compared with the rendering of the template."""
+
+
+class Ends(NamedTuple):
+    """The special tokens that end turns."""
+
+    history: int
+    """Of an earlier turn in a rendering."""
+    last: int
+    """Of the last turn in a rendering, which the policy is to sample."""
+    call: int | None
+    """The same of a turn with calls; None if the template has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """What follows a turn, in pieces between which contents are put."""
+
+    pieces: list[str]
+
+    def fill(self, contents: Sequence[str]) -> str:
+        texts = [self.pieces[0]]
+        for content, piece in zip(contents, self.pieces[1:], strict=True):
+            texts += [content, piece]
+        return "".join(texts)
+
+
+class ChatDialogue(TextDialogue):
+    """Renders messages with the model's chat template, and reads turns.
+
+    A turn of the policy is never rendered: `follow` renders a conversation whose turn is a dummy, and returns what
+    comes behind the end of that turn.
+    """
+
+    is_chat = True
+
+    def __init__(
+        self,
+        tokenizer_path: str,
+        *,
+        trust_remote_code: bool,
+        max_observation_tokens: int,
+        tool_format: str = "auto",
+    ) -> None:
+        """Raises ConfigError if the model has no chat template, and DialogueError for a template that cannot be
+        used."""
+        super().__init__(
+            tokenizer_path, trust_remote_code=trust_remote_code, max_observation_tokens=max_observation_tokens
+        )
+        self.rendering = Rendering(tokenizer_path, trust_remote_code=trust_remote_code)
+        self._tool_format = tool_format
+        self._text_arguments = False
+        self.ends = self._find_ends()
+        self._end_tokens = frozenset(token for token in self.ends if token is not None)
+        self.generation_prompt = self._find_generation_prompt()
+        opened, closed = (self.generation_prompt.rfind(mark) for mark in (formats.THINK, formats.END_THINK))
+        self._opens_reasoning = opened > closed
+        self._frames: dict[str, _Frame | None] = {}
+        self.framed = frozenset(role for role in ("user", "tool", "system") if self._frames_agree(role))
+        """The roles whose contents the template copies unchanged."""
+
+    def begin(self, messages: Sequence[Message], tools: Sequence[Schema]) -> list[int]:
+        return self.rendering.encode(self.rendering.render(messages, tools, generate=True))
+
+    def follow(
+        self, said: Sequence[Message], tools: Sequence[Schema], *, closed: bool, calls: Sequence[ToolCall] = ()
+    ) -> list[int]:
+        said = [{**message, "content": self._shortened(message["content"])} for message in said]
+        text = self.rendering.name_of(self.ends.history) + self.suffix(said, tools, calls)
+        tokens = self.rendering.encode(text)
+        return tokens[1:] if closed else tokens
+
+    def closes(self, tokens: Sequence[int]) -> bool:
+        return bool(tokens) and tokens[-1] in self._end_tokens
+
+    def read(self, tokens: Sequence[int], tools: Sequence[Schema], *, first_call: int = 0) -> Read:
+        text = self._decode([tokens[:-1] if self.closes(tokens) else tokens], special_tokens=True)[0]
+        return self._read(text, tools, first_call)
+
+    def suffix(self, said: Sequence[Message], tools: Sequence[Schema], calls: Sequence[ToolCall] = ()) -> str:
+        """The text that `follow` encodes, with the names of special tokens. Raises DialogueError."""
+        check_appendable(said)
+        contents = [message["content"] for message in said]
+        if not all(
+            message["role"] in self.framed and _is_plain(message["content"]) for message in said
+        ) or not isinstance(contents[0], str):
+            return self._rendered(said, tools, calls)
+        key = json.dumps([[{**message, "content": ""} for message in said], tools, [call.name for call in calls]])
+        if key not in self._frames:
+            if len(self._frames) >= MAX_FRAMES:
+                self._frames.clear()
+            self._frames[key] = self._frame(said, tools, calls)
+        frame = self._frames[key]
+        return self._rendered(said, tools, calls) if frame is None else frame.fill(contents)
+
+    def _rendered(self, said: Sequence[Message], tools: Sequence[Schema], calls: Sequence[ToolCall]) -> str:
+        """The text behind the dummy turn in a rendering."""
+        names = {call.id: call.name for call in calls}
+        answered = [message for message in said if message["role"] == "tool"]
+        made = [_dummy_call(message, names, text=self._text_arguments) for message in answered]
+        try:
+            text = self.rendering.render([DUMMY, _turn(made), *said], tools, generate=True)
+        except DialogueError:
+            if len(made) < 2:
+                raise
+            text = self.rendering.render([DUMMY, _turn(made[-1:]), *said], tools, generate=True)  # one call at a time
+        return self._behind_turn(text, said)
+
+    def _behind_turn(self, text: str, said: Sequence[Message]) -> str:
+        anchor = text.rfind(ANCHOR)
+        for token, position in self.rendering.special_in(text):
+            if position > anchor >= 0 and token in self._end_tokens:
+                return text[position + len(self.rendering.name_of(token)) :]
+        raise DialogueError(
+            f"the chat template does not end the assistant's turn before {roles_of(said)} with one of "
+            f"{sorted(self._end_tokens)}"
+        )
+
+    def _frame(self, said: Sequence[Message], tools: Sequence[Schema], calls: Sequence[ToolCall]) -> _Frame | None:
+        """The frame of messages like these; None if the template does not show each content once, in order."""
+        marks = [f"Zq7mark{number}7qZ" for number in range(len(said))]
+        marked = [{**message, "content": mark} for message, mark in zip(said, marks, strict=True)]
+        rest, pieces = self._rendered(marked, tools, calls), list[str]()
+        for mark in marks:
+            if rest.count(mark) != 1:
+                return None
+            piece, _, rest = rest.partition(mark)
+            pieces.append(piece)
+        return _Frame([*pieces, rest])
+
+    def _frames_agree(self, role: str) -> bool:
+        """True if frames of a role are what the template renders, for the contents of PROBES."""
+        message: Message = {"role": role, "content": ""}
+        if role == "tool":
+            message |= {"tool_call_id": "call00000", "name": "probe"}
+        try:
+            frame = self._frame([message], (), ())
+            return frame is not None and all(
+                frame.fill([content]) == self._rendered([{**message, "content": content}], (), ()) for content in PROBES
+            )
+        except DialogueError:
+            return False
+
+    def _find_ends(self) -> Ends:
+        first: Message = {"role": "assistant", "content": ANCHOR}
+        text = self.rendering.render([DUMMY, first, {"role": "user", "content": "Zq7next7qZ"}], (), generate=True)
+        behind = [token for token, position in self.rendering.special_in(text) if position > text.find(ANCHOR)]
+        last = self._last_special(self.rendering.render([DUMMY, first], (), generate=False))
+        if not behind or last is None:
+            raise DialogueError("the chat template ends the assistant's turn with no special token")
+        call: int | None = None
+        for self._text_arguments in (False, True):
+            made = _dummy_call({"tool_call_id": "call00000", "name": "probe"}, {}, text=self._text_arguments)
+            try:
+                text = self.rendering.render([DUMMY, _turn([made])], (), generate=False)
+            except DialogueError:
+                continue
+            call = self._last_special(text)
+            break
+        return Ends(behind[0], last, call)
+
+    def _last_special(self, text: str) -> int | None:
+        """The last special token behind the turn."""
+        found = [token for token, position in self.rendering.special_in(text) if position > text.rfind(ANCHOR)]
+        return found[-1] if found else None
+
+    def _find_generation_prompt(self) -> str:
+        with_prompt, without = (self.rendering.render([DUMMY], (), generate=generate) for generate in (True, False))
+        return self.rendering.plain(with_prompt.removeprefix(without)) if with_prompt.startswith(without) else ""
+
+    def _shortened(self, content: Any) -> Any:
+        """A content that is too long, with MARK between its two ends."""
+        if not isinstance(content, str) or len(content.encode()) <= self._max_tokens:
+            return content
+        ends = self._max_tokens * CHARACTERS_PER_TOKEN
+        short = len(content) <= 2 * ends
+        tokens = self._encode(content) if short else [*self._encode(content[:ends]), *self._encode(content[-ends:])]
+        room = self._max_tokens - len(self._encode(MARK))
+        if short and len(tokens) <= self._max_tokens:
+            return content
+        if room < 2:
+            return MARK.strip()
+        first, last = tokens[: room - room // 2], tokens[len(tokens) - room // 2 :]
+        texts = self._decode([first, last], special_tokens=True)
+        return f"{texts[0].rstrip(UNKNOWN)}{MARK}{texts[1].lstrip(UNKNOWN)}"
+
+    def _read(self, text: str, tools: Sequence[Schema], first_call: int) -> Read:
+        template = self.rendering.response_template
+        if template is not None and self._tool_format == "auto":
+            return self._read_by_template(template, text, tools, first_call)
+        spoken = self.rendering.without_special(text)
+        reasoning, rest = formats.split_reasoning(spoken, opened=self._opens_reasoning)
+        written = self._format(tools)(rest, tools)
+        return self._made(written, reasoning, first_call)
+
+    def _format(self, tools: Sequence[Schema]) -> formats.Format:
+        if not tools:
+            return formats.no_calls
+        if self._tool_format == "auto":
+            return formats.format_of(self.rendering.template(tools))
+        return formats.FORMATS[self._tool_format]
+
+    def _read_by_template(self, template: Any, text: str, tools: Sequence[Schema], first_call: int) -> Read:
+        """The turn as the tokenizer's response template describes it."""
+        from transformers.utils.chat_parsing import parse_response
+
+        end = self.rendering.plain(self.rendering.name_of(self.ends.last))
+        try:
+            found = parse_response(f"{text}{end}", template, prefix=self.generation_prompt, tools=list(tools) or None)
+            written = formats.of_message(found if tools else {**found, "tool_calls": []})
+        except (ValueError, KeyError, TypeError) as error:
+            reasoning, rest = formats.split_reasoning(text, opened=self._opens_reasoning)
+            return self._made(formats.Written(rest, (), [f"the turn is not valid: {error}"]), reasoning, first_call)
+        return self._made(written, str(found.get("reasoning_content") or found.get("thinking") or ""), first_call)
+
+    def _made(self, written: formats.Written, reasoning: str, first_call: int) -> Read:
+        calls = tuple(
+            ToolCall(name, arguments, own or f"call{number:05d}")
+            for number, (name, arguments, own) in enumerate(written.calls, first_call)
+        )
+        content = self.rendering.without_special(written.content)
+        return Read(formats.to_message(content, reasoning, calls), calls, tuple(written.problems))
+
+
+def check_appendable(said: Sequence[Message]) -> None:
+    """Raises DialogueError unless the messages can come behind a turn: those of tools, then at most one of the user or
+    the system."""
+    others = [message["role"] for message in said if message["role"] != "tool"]
+    good = len(others) <= 1 and all(role in ("user", "system") for role in others)
+    if not said or not good or (others and said[-1]["role"] == "tool"):
+        raise DialogueError(
+            f"{roles_of(said)} cannot be appended to a conversation: behind a turn come messages of tools and then at "
+            "most one of the user or the system"
+        )
+
+
+def _is_plain(content: Any) -> bool:
+    """True for a content that a template which trims does not change."""
+    return isinstance(content, str) and bool(content) and content == content.strip()
+
+
+def _turn(calls: Sequence[dict[str, Any]]) -> Message:
+    return {"role": "assistant", "content": ANCHOR, **({"tool_calls": list(calls)} if calls else {})}
+
+
+def _dummy_call(answer: Message, names: dict[str, str], *, text: bool) -> dict[str, Any]:
+    """A call to which the message is the answer. Its arguments are those of no tool."""
+    own = answer.get("tool_call_id", "")
+    name = answer.get("name") or names.get(own) or "tool"
+    arguments = {"value": ANCHOR}
+    return {
+        "id": own,
+        "type": "function",
+        "function": {"name": name, "arguments": json.dumps(arguments) if text else arguments},
+    }
