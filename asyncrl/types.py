@@ -178,6 +178,11 @@ class Trajectory:
     parts, status and error. None: the only row of its member."""
 
     @property
+    def num_tokens(self) -> int:
+        """All tokens."""
+        return len(self.tokens)
+
+    @property
     def num_action_tokens(self) -> int:
         """Tokens sampled by the policy."""
         return int(self.action_mask.sum())
