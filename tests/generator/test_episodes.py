@@ -119,9 +119,16 @@ def make_loop(
     return loop, client
 
 
-def finish(loop: GeneratorLoop, client: FakeClient, groups: int, each: Callable[[], None] = lambda: None) -> None:
+def finish(
+    loop: GeneratorLoop,
+    client: FakeClient,
+    groups: int,
+    each: Callable[[], None] = lambda: None,
+    *,
+    ticks: int = 2000,
+) -> None:
     loop._await_weights()
-    for _ in range(2000):
+    for _ in range(ticks):
         if len(client.groups) == groups:
             return
         loop.tick()
@@ -305,19 +312,17 @@ def test_a_rewritten_conversation_is_a_row_of_its_own_and_what_nobody_read_is_lo
     """Turn 0 in branch 0; turn 1 behind a rewritten prompt; turn 2 behind the first, in two branches; turn 3 unread."""
 
     class Rewriting(FakePool):
-        said_to: dict[str, list[tuple[int, int]]] = {}
-
         def start(self, episode: str, prompt: Prompt, *, seed: int, evaluation: bool) -> None:
-            self.said_to[episode] = []
+            self.lengths[episode] = self.turns[episode] = 0
             self._ask(episode, [], len(prompt.tokens), 0, 0)
 
         def _ask(self, episode: str, said: list[int], keep: int, branch: int, source: int) -> None:
             self.wishes.append((0, NextTurn(episode, np.array(said, dtype=np.int32), 6, keep, branch, source)))
 
         def said(self, episode: str, tokens: Sequence[int], status: str, *, branch: int) -> None:
-            self.said_to[episode].append((branch, len(tokens)))
-            first = 3 + self.said_to[episode][0][1]
-            match len(self.said_to[episode]):
+            self.turns[episode] += 1
+            first = self.lengths[episode] = self.lengths[episode] or 3 + len(tokens)
+            match self.turns[episode]:
                 case 1:
                     self._ask(episode, [5, 6], 0, 1, 0)
                 case 2:
