@@ -8,6 +8,7 @@ The engine's prompt of a turn is the list of tokens that is trained; what was sa
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
+SLOW_WAIT_S = 0.1
+"""A turn after which the generator waits longer for the environment counts as slow."""
 MAX_HOST_LOSSES = 3
 """Tries of an episode whose host died that do not count as retries."""
 
@@ -92,6 +95,25 @@ class _Episode:
     host_losses: int = 0
     lost_tokens: int = 0
     in_engine: bool = False
+    waits_since_s: float = 0.0
+    """Time at which the environment was asked last."""
+    reset_s: float = 0.0
+    """This and the next two as in `EpisodeOutcome`."""
+    wait_s: float = 0.0
+    slow_turns: int = 0
+
+    def asked(self) -> None:
+        """The environment was asked for the next turn."""
+        self.waits_since_s = time.monotonic()
+
+    def answered(self) -> None:
+        """It has answered."""
+        waited_s = time.monotonic() - self.waits_since_s
+        if not self.sequence.turns:
+            self.reset_s += waited_s
+            return
+        self.wait_s += waited_s
+        self.slow_turns += waited_s > SLOW_WAIT_S
 
 
 class Episodes:
@@ -109,6 +131,16 @@ class Episodes:
     def num_unsampled(self) -> int:
         """Episodes whose first turn has not arrived in the engine."""
         return sum(not one.sequence.turns and not one.in_engine for one in self._live.values())
+
+    @property
+    def num_live(self) -> int:
+        """Episodes in progress."""
+        return len(self._live)
+
+    @property
+    def num_waiting(self) -> int:
+        """Episodes that wait for their environments."""
+        return sum(not one.in_engine for one in self._live.values())
 
     @property
     def num_free(self) -> int | None:
@@ -133,6 +165,7 @@ class Episodes:
         one.sequence.act(completion)
         status = "truncated" if completion.status == "truncated" else "completed"
         self._pool.said(completion.key, completion.tokens, status)
+        one.asked()
 
     def poll(self) -> list[EndedEpisode]:
         """Adds the next turns to the engine, and returns the members that are complete."""
@@ -141,6 +174,8 @@ class Episodes:
             if wish.episode not in self._live:
                 continue
             one = self._live[wish.episode]
+            if not one.in_engine:
+                one.answered()
             if isinstance(wish, tuple):
                 self._add(wish.episode, one, one.sequence.observe(wish.observation.tolist()), wish.max_tokens)
             elif not self._tried_again(one, wish):
@@ -157,9 +192,10 @@ class Episodes:
         return self._live[key].in_engine
 
     def _play(self, key: str) -> None:
-        group = self._live[key].group
-        lease = group.lease
+        one = self._live[key]
+        group, lease = one.group, one.group.lease
         self._pool.start(key, lease.prompt, seed=group.task_seed(self._config.seed), evaluation=lease.evaluation)
+        one.asked()
 
     def _add(self, key: str, one: _Episode, tokens: list[int], max_tokens: int) -> None:
         group, turn = one.group, len(one.sequence.turns)
@@ -202,6 +238,9 @@ class Episodes:
             environment_s=ended.environment_s,
             tries=one.tries + one.host_losses,
             lost_tokens=one.lost_tokens,
+            reset_s=one.reset_s,
+            wait_s=one.wait_s,
+            slow_turns=one.slow_turns,
         )
         completion = one.sequence.to_completion(key, ended.status)
         return EndedEpisode(one.group, one.index, completion, outcome, ended)

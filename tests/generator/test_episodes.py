@@ -6,6 +6,8 @@ import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from generator_model import small_config, weights_of
 from transformers import Qwen2ForCausalLM
 
 from asyncrl.environments.pool import NextTurn
+from asyncrl.generator import episodes
 from asyncrl.generator.loop import GeneratorLoop
 from asyncrl.generator.vllm_backend.engine import Engine
 from asyncrl.replay.codec import pack_group
@@ -253,6 +256,47 @@ def test_slots_are_free_while_episodes_wait_for_their_environment(
         assert loop.engine.num_running == 0 and len(pool.said_tokens) == live, limit
         loop.release()
         assert len(pool.dropped) == live
+
+
+@pytest.mark.parametrize(("delay", "waits_s", "slow"), [(0, 0.05, 0), (3, 0.2, 3)])
+def test_the_time_that_episodes_wait_for_their_environment_is_counted(
+    model_path: str,
+    make_engine: MakeEngine,
+    policies: list[Qwen2ForCausalLM],
+    monkeypatch: pytest.MonkeyPatch,
+    delay: int,
+    waits_s: float,
+    slow: int,
+) -> None:
+    """A poll of the environments takes 50 ms of the clock that episodes see."""
+    pool, clock = FakePool(delay=delay), count(1)
+    polls = [0]
+    poll = pool.poll
+
+    def count_poll() -> list[Any]:
+        polls[0] = next(clock)
+        return poll()
+
+    pool.poll = count_poll  # type: ignore[method-assign]
+    monkeypatch.setattr(episodes, "time", SimpleNamespace(monotonic=lambda: polls[0] * 0.05))
+    receiver = FakeReceiver(deque([(0, weights_of(policies[0]))]))
+    loop, client = make_loop(model_path, make_engine(), pool, receiver, groups=1)
+    live, waiting = set[int](), set[int]()
+
+    def look() -> None:
+        assert loop.episodes is not None
+        live.add(loop.episodes.num_live)
+        waiting.add(loop.episodes.num_waiting)
+
+    finish(loop, client, 1, look)
+    for member in client.groups[0].trajectories:
+        outcome = member.episode
+        assert outcome is not None and outcome.slow_turns == slow
+        assert (outcome.reset_s, outcome.wait_s) == pytest.approx((waits_s, TURNS * waits_s))
+    assert max(live) == 2 and min(live) == 0 and waiting >= ({0, 2} if delay else {0})
+    seconds = loop._watch.seconds()
+    assert (seconds["environments"] > 0) == (delay > 0), seconds
+    assert {stats.live_episodes for _, _, stats in client.asks} >= {0, 2}
 
 
 def test_released_leases_report_the_tokens_of_all_turns(

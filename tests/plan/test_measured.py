@@ -89,24 +89,29 @@ def test_the_last_row_of_a_ticket_counts(tmp_path: Path) -> None:
     assert row["outcome"] == "failed"
 
 
-def test_a_trace_without_signals_is_read_as_one_in_which_they_are_unknown(tmp_path: Path) -> None:
+@pytest.mark.parametrize("former", FORMER)
+def test_in_a_trace_of_a_former_version_what_it_lacks_is_unknown(tmp_path: Path, former: pa.Schema) -> None:
     folder = make_run(tmp_path / "r")
     file = folder / "trace.parquet"
-    table = pq.read_table(file)
-    pq.write_table(table.drop_columns("signal"), file)
+    table = pq.read_table(file).select(former.names)
+    pq.write_table(table, file)
     assert read_trace(folder).schema == SCHEMA
-    assert read_trace(folder).column("signal").null_count == len(table)
-    assert TraceTail(folder, rows=10).read().column("signal").null_count > 0
-    with pa.OSFile(str(folder / "trace.arrow"), "wb") as log, pa.ipc.new_stream(log, FORMER) as stream:
-        stream.write_table(table.slice(0, 20).drop_columns("signal").cast(FORMER))
+    unknown = 0 if "signal" in former.names else len(table)
+    assert read_trace(folder).column("signal").null_count == unknown
+    assert set(map(tuple, read_trace(folder).column("wait_s").to_pylist())) == {()}
+    assert read_trace(folder).column("reward_s").null_count == len(table)
+    assert (TraceTail(folder, rows=10).read().column("signal").null_count > 0) == (unknown > 0)
+    with pa.OSFile(str(folder / "trace.arrow"), "wb") as log, pa.ipc.new_stream(log, former) as stream:
+        stream.write_table(table.slice(0, 20).cast(former))
     file.unlink()
     assert TraceTail(folder, rows=10).read().schema == read_trace(folder).schema == SCHEMA
+    assert read_run(folder).workload.lengths.group_size == 2
 
 
 @pytest.mark.parametrize(
     ("columns", "says"),
     [
-        ([*[*SCHEMA][:-2], SCHEMA.field("signal")], "column rewards is missing"),
+        ([one for one in SCHEMA if one.name != "rewards"], "column rewards is missing"),
         ([*SCHEMA, pa.field("more", pa.int32())], "column more is unknown"),
         ([SCHEMA.field(0).with_type(pa.string()), *[*SCHEMA][1:]], "column ticket is string and not int64"),
         ([*SCHEMA][::-1], "its columns are in another order"),
