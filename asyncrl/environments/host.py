@@ -125,7 +125,7 @@ class Host:
         for said in body.said:
             tokens = next(arrays).tolist()
             if said.episode in self._players:
-                self._players[said.episode].said.put_nowait(Turn(tokens, said.status))
+                self._players[said.episode].hear(said.branch, Turn(tokens, said.status))
         for episode in body.dropped:
             if episode in self._tasks:
                 self._tasks[episode].cancel()
@@ -147,8 +147,8 @@ class Host:
         if not task.cancelled() and task.exception() is not None:
             self._failure = task.exception()
 
-    def _say(self, player: Player, tokens: Sequence[int], max_tokens: int) -> None:
-        self._says.append((SayNext(player.start.episode, max_tokens), np.asarray(tokens, dtype=np.int32)))
+    def _say(self, player: Player, wish: SayNext, tokens: Sequence[int]) -> None:
+        self._says.append((wish, np.asarray(tokens, dtype=np.int32)))
         self._flush_soon()
 
     def _flush_soon(self) -> None:

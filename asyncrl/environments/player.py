@@ -22,7 +22,7 @@ from asyncrl.environments.dialogue import Dialogue
 from asyncrl.environments.environment import Action, Environment, Task
 from asyncrl.environments.table import Named
 from asyncrl.types import EpisodeEnd, Prompt
-from asyncrl.wire.environment_messages import EpisodeEnded, EpisodeStart, EpisodeStatus, TurnStatus
+from asyncrl.wire.environment_messages import EpisodeEnded, EpisodeStart, EpisodeStatus, SayNext, TurnStatus
 
 log = structlog.get_logger()
 
@@ -84,7 +84,7 @@ def play_alone(player: Player) -> EpisodeEnded:
 
 @dataclass
 class Player:
-    """One episode. `say(player, tokens, max_tokens)` asks the policy for a turn behind the tokens."""
+    """One episode. `say` asks the policy for a turn behind these tokens, which `hear` receives."""
 
     start: EpisodeStart
     prompt: Sequence[int]
@@ -92,9 +92,8 @@ class Player:
     dialogue: Dialogue
     limits: Limits
     threads: Executor
-    say: Callable[[Player, list[int], int], None]
+    say: Callable[[Player, SayNext, list[int]], None]
     said: asyncio.Queue[Turn] = field(default_factory=asyncio.Queue[Turn])
-    """Receives the policy's turn after each `say`."""
     num_tokens: int = 0
     """Length of the sequence so far."""
     turn_rewards: list[float] = field(default_factory=list[float])
@@ -110,6 +109,10 @@ class Player:
     def stuck(self) -> int:
         """Number of calls that did not return in time, and still run."""
         return len(self.caller.stuck)
+
+    def hear(self, branch: int, turn: Turn) -> None:
+        """Receives the policy's turn after a `say`."""
+        self.said.put_nowait(turn)
 
     async def play(self) -> EpisodeEnded:
         """Plays the episode to its end, which is returned; a failed one is an end, too."""
@@ -156,8 +159,8 @@ class Player:
     async def _sample(self, observation: list[int]) -> Turn:
         """Returns the policy's turn behind the observation."""
         max_tokens = min(self.limits.max_new_tokens, self._room(observation))
-        self.num_tokens += len(observation)
-        self.say(self, observation, max_tokens)
+        keep, self.num_tokens = self.num_tokens, self.num_tokens + len(observation)
+        self.say(self, SayNext(self.start.episode, 0, 0, keep, max_tokens), observation)
         turn = await self.said.get()
         self.num_tokens += len(turn.tokens)
         return turn
@@ -198,6 +201,7 @@ class Player:
             reward=reward,
             parts=dict(self.parts),
             turn_rewards=list(self.turn_rewards),
+            unused=[],
             environment_s=self.caller.environment_s,
             error=error,
         )

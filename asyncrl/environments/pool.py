@@ -41,11 +41,14 @@ CLOSE_S = 3.0
 
 
 class NextTurn(NamedTuple):
-    """A wish of an episode: the policy's next turn, behind what the environment says."""
+    """A wish of an episode: the policy's next turn in a branch, behind what the environment says (`SayNext`)."""
 
     episode: str
     observation: NDArray[np.int32]
     max_tokens: int
+    keep: int
+    branch: int = 0
+    source: int = 0
 
 
 @dataclass(slots=True)
@@ -116,10 +119,12 @@ class EnvironmentPool:
         host.prompts.append(np.asarray(prompt.tokens, dtype=np.int32))
         host.started.append(start_of(episode, prompt, seed=seed, evaluation=evaluation))
 
-    def said(self, episode: str, tokens: Sequence[int] | NDArray[np.int32], status: TurnStatus) -> None:
+    def said(
+        self, episode: str, tokens: Sequence[int] | NDArray[np.int32], status: TurnStatus, *, branch: int = 0
+    ) -> None:
         """Passes on the policy's turn."""
         host = self._owner[episode]
-        host.said.append(Said(episode, status))
+        host.said.append(Said(episode, branch, status))
         host.tokens.append(np.asarray(tokens, dtype=np.int32))
 
     def drop(self, episodes: Iterable[str]) -> None:
@@ -154,7 +159,7 @@ class EnvironmentPool:
 
     def _read(self, host: _Host, body: Wishes, arrays: Sequence[NDArray[np.int32]]) -> list[NextTurn | EpisodeEnded]:
         says = [
-            NextTurn(say.episode, tokens, say.max_tokens)
+            NextTurn(say.episode, tokens, say.max_tokens, say.keep, say.branch, say.source)
             for say, tokens in zip(body.says, arrays, strict=True)
             if say.episode in host.live
         ]
@@ -220,4 +225,4 @@ def _end(host: _Host) -> None:
 
 def _lost(episode: str, problem: str) -> EpisodeEnded:
     error = f"its environment host was replaced: {problem}"
-    return EpisodeEnded(episode, "failed", "host", 0.0, {}, [], 0.0, error)
+    return EpisodeEnded(episode, "failed", "host", 0.0, {}, [], [], 0.0, error)

@@ -13,18 +13,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import numpy as np
 import structlog
-from numpy.typing import NDArray
 
 from asyncrl.config import Config
+from asyncrl.errors import InvariantError
+from asyncrl.generator.branch import Branch
 from asyncrl.generator.groups import EndedEpisode, Running
 from asyncrl.generator.vllm_backend.completion import Completion
 from asyncrl.generator.vllm_backend.engine import Engine
-from asyncrl.types import NO_VERSION, EpisodeOutcome
+from asyncrl.types import EpisodeOutcome
 
 if TYPE_CHECKING:
-    from asyncrl.environments.pool import EnvironmentPool
+    from asyncrl.environments.pool import EnvironmentPool, NextTurn
     from asyncrl.wire.environment_messages import EpisodeEnded
 
 log = structlog.get_logger()
@@ -36,65 +36,19 @@ MAX_HOST_LOSSES = 3
 
 
 @dataclass(slots=True)
-class Sequence:
-    """What the policy saw and said in an episode, append-only."""
-
-    prompt: NDArray[np.int32]
-    tokens: list[int] = field(init=False)
-    """The prompt, the turns and the observations."""
-    turns: list[tuple[int, Completion]] = field(default_factory=list[tuple[int, Completion]])
-    """Each turn with the number of tokens before it."""
-
-    def __post_init__(self) -> None:
-        self.tokens = self.prompt.tolist()
-
-    def observe(self, tokens: Iterable[int]) -> list[int]:
-        """Appends what the environment says. Returns all tokens, behind which the next turn is sampled."""
-        self.tokens.extend(tokens)
-        return self.tokens
-
-    def act(self, turn: Completion) -> None:
-        """Appends a turn of the policy, which was sampled behind these tokens."""
-        self.turns.append((len(self.tokens), turn))
-        self.tokens.extend(turn.tokens)
-
-    @property
-    def num_action_tokens(self) -> int:
-        """Tokens sampled by the policy."""
-        return sum(len(turn.tokens) for _, turn in self.turns)
-
-    @property
-    def num_observation_tokens(self) -> int:
-        """Tokens of the environment between the first and the last turn."""
-        if not self.turns:
-            return 0
-        (first, _), (last, turn) = self.turns[0], self.turns[-1]
-        return last + len(turn.tokens) - first - self.num_action_tokens
-
-    def to_completion(self, key: str, status: str) -> Completion:
-        """Everything behind the prompt up to the last turn, as one completion; what the environment said is masked."""
-        start = len(self.prompt)
-        end = self.turns[-1][0] + len(self.turns[-1][1].tokens) if self.turns else len(self.tokens)
-        length = end - start
-        mask, logprobs = np.zeros(length, dtype=np.bool_), np.zeros(length, dtype=np.float32)
-        versions = np.full(length, NO_VERSION, dtype=np.int32)
-        for begin, turn in self.turns:
-            own = slice(begin - start, begin - start + len(turn.tokens))
-            mask[own], logprobs[own], versions[own] = True, turn.logprobs, turn.versions
-        return Completion(key, self.tokens[start:end], logprobs, versions, status, mask)  # type: ignore[arg-type]
-
-
-@dataclass(slots=True)
 class _Episode:
+    """A member's episode. Its branches are by number; all but the first come from a conversation that was rewritten."""
+
     group: Running
     index: int
     """Of the member in the group."""
-    sequence: Sequence
+    branches: dict[int, Branch] = field(default_factory=dict[int, Branch])
+    num_turns: int = 0
+    """Turns that were asked for."""
     tries: int = 0
     """Failed tries that count."""
     host_losses: int = 0
     lost_tokens: int = 0
-    in_engine: bool = False
     waits_since_s: float = 0.0
     """Time at which the environment was asked last."""
     reset_s: float = 0.0
@@ -103,34 +57,51 @@ class _Episode:
     slow_turns: int = 0
 
     def asked(self) -> None:
-        """The environment was asked for the next turn."""
-        self.waits_since_s = time.monotonic()
+        """The environment was asked for what comes next."""
+        if self.waits:
+            self.waits_since_s = time.monotonic()
 
     def answered(self) -> None:
         """It has answered."""
+        if not self.waits:
+            return
         waited_s = time.monotonic() - self.waits_since_s
-        if not self.sequence.turns:
+        if not self.has_sampled:
             self.reset_s += waited_s
             return
         self.wait_s += waited_s
         self.slow_turns += waited_s > SLOW_WAIT_S
 
+    @property
+    def num_action_tokens(self) -> int:
+        """Tokens of the turns that have ended."""
+        return sum(branch.num_action_tokens for branch in self.branches.values())
+
+    @property
+    def has_sampled(self) -> bool:
+        """True if a turn has ended."""
+        return any(branch.turns for branch in self.branches.values())
+
+    @property
+    def waits(self) -> bool:
+        """True if none of its turns is in the engine."""
+        return not any(branch.in_engine for branch in self.branches.values())
+
 
 class Episodes:
-    """The episodes of one generator in progress, by the engine's keys. No method waits."""
+    """The episodes of one generator in progress, by the engine's keys of their group's members. No method waits."""
 
     def __init__(self, config: Config, pool: EnvironmentPool, engine: Engine) -> None:
         self._config = config
         self._pool, self._engine = pool, engine
         self._live: dict[str, _Episode] = {}
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._live
+        self._turns: dict[str, tuple[str, int]] = {}
+        """The episode and the branch of each turn in the engine, by the engine's key of the turn."""
 
     @property
     def num_unsampled(self) -> int:
         """Episodes whose first turn has not arrived in the engine."""
-        return sum(not one.sequence.turns and not one.in_engine for one in self._live.values())
+        return sum(not one.num_turns for one in self._live.values())
 
     @property
     def num_live(self) -> int:
@@ -140,7 +111,7 @@ class Episodes:
     @property
     def num_waiting(self) -> int:
         """Episodes that wait for their environments."""
-        return sum(not one.in_engine for one in self._live.values())
+        return sum(one.waits for one in self._live.values())
 
     @property
     def num_free(self) -> int | None:
@@ -149,23 +120,25 @@ class Episodes:
         return None if limit is None else limit - len(self._live)
 
     def num_action_tokens(self, key: str) -> int:
-        """Tokens sampled so far in the turns that have ended, and in failed tries."""
+        """Tokens sampled so far: in turns that have ended, in those that are being sampled, and in failed tries."""
         one = self._live[key]
-        return one.lost_tokens + one.sequence.num_action_tokens
+        running = sum(self._engine.num_generated(turn) for turn in self._turns_of(key))
+        return one.lost_tokens + one.num_action_tokens + running
 
     def start(self, group: Running, index: int, key: str) -> None:
         """Starts the episode of a member of the group."""
-        self._live[key] = _Episode(group, index, Sequence(group.lease.prompt.tokens))
+        self._live[key] = _Episode(group, index)
         self._play(key)
 
     def act(self, completion: Completion) -> None:
         """Passes on a turn of the policy."""
-        one = self._live[completion.key]
-        one.in_engine = False
-        one.sequence.act(completion)
+        key, number = self._turns.pop(completion.key)
+        branch = self._live[key].branches[number]
+        branch.in_engine = False
+        branch.act(completion)
         status = "truncated" if completion.status == "truncated" else "completed"
-        self._pool.said(completion.key, completion.tokens, status)
-        one.asked()
+        self._pool.said(key, completion.tokens, status, branch=number)
+        self._live[key].asked()
 
     def poll(self) -> list[EndedEpisode]:
         """Adds the next turns to the engine, and returns the members that are complete."""
@@ -174,22 +147,20 @@ class Episodes:
             if wish.episode not in self._live:
                 continue
             one = self._live[wish.episode]
-            if not one.in_engine:
-                one.answered()
+            one.answered()
             if isinstance(wish, tuple):
-                self._add(wish.episode, one, one.sequence.observe(wish.observation.tolist()), wish.max_tokens)
+                self._add(one, wish)
             elif not self._tried_again(one, wish):
                 ended.append(self._end(one, wish))
         return ended
 
     def drop(self, keys: Iterable[str]) -> None:
-        """Ends episodes without a result; their turns in the engine are the caller's to abort."""
-        dropped = [key for key in keys if self._live.pop(key, None) is not None]
-        self._pool.drop(dropped)
-
-    def in_engine(self, key: str) -> bool:
-        """True if a turn of the episode is being sampled."""
-        return self._live[key].in_engine
+        """Ends episodes without a result."""
+        keys = list(keys)
+        for key in keys:
+            self._abort(key)
+            del self._live[key]
+        self._pool.drop(keys)
 
     def _play(self, key: str) -> None:
         one = self._live[key]
@@ -197,15 +168,53 @@ class Episodes:
         self._pool.start(key, lease.prompt, seed=group.task_seed(self._config.seed), evaluation=lease.evaluation)
         one.asked()
 
-    def _add(self, key: str, one: _Episode, tokens: list[int], max_tokens: int) -> None:
-        group, turn = one.group, len(one.sequence.turns)
+    def _add(self, one: _Episode, wish: NextTurn) -> None:
+        """Adds a turn to the engine. Raises InvariantError if its host sees another sequence than this process."""
+        group, has_sampled = one.group, one.has_sampled
+        branch = self._branch(one, wish)
+        branch.observe(wish.observation.tolist())
+        branch.numbers.append(one.num_turns)
+        one.num_turns += 1
+        branch.in_engine = True
         seed = None
         if self._config.deterministic:
-            seed = group.seed(self._config.seed, one.index, turn)
-        one.in_engine = True
-        kind = group.sampling(one.index)
-        salt = group.start_version if turn else None
-        self._engine.add(key, tokens, kind=kind, seed=seed, max_tokens=max_tokens, salt=salt)
+            seed = group.seed(self._config.seed, one.index, len(branch.turns), wish.branch)
+        turn = f"{wish.episode}/{wish.branch}" if wish.branch else wish.episode
+        self._turns[turn] = wish.episode, wish.branch
+        self._engine.add(
+            turn,
+            branch.tokens,
+            kind=group.sampling(one.index),
+            seed=seed,
+            max_tokens=wish.max_tokens,
+            salt=group.start_version if has_sampled else None,
+        )
+
+    def _branch(self, one: _Episode, wish: NextTurn) -> Branch:
+        """The branch of the wish, which is made when it is named for the first time."""
+        branch = one.branches.get(wish.branch)
+        if branch is None:
+            prompt = one.group.lease.prompt.tokens
+            source = one.branches[wish.source] if wish.branch else Branch(prompt.tolist())
+            branch = one.branches[wish.branch] = source.fork(wish.keep)
+            branch.has_row_prompt = wish.keep >= len(prompt) and (source.has_row_prompt or not wish.branch)
+        if branch.in_engine or len(branch.tokens) != wish.keep:
+            where = f"episode {wish.episode}, branch {wish.branch}"
+            raise InvariantError(f"{where}: {len(branch.tokens)} tokens, its host says {wish.keep}")
+        return branch
+
+    def _turns_of(self, key: str) -> list[str]:
+        """The engine's keys of the turns of an episode that are being sampled."""
+        return [turn for turn, (episode, _) in self._turns.items() if episode == key]
+
+    def _abort(self, key: str) -> int:
+        """Aborts the turns that are being sampled. Returns the number of their tokens."""
+        turns = self._turns_of(key)
+        tokens = sum(self._engine.num_generated(turn) for turn in turns)
+        self._engine.abort(turns)
+        for turn in turns:
+            del self._turns[turn]
+        return tokens
 
     def _tried_again(self, one: _Episode, ended: EpisodeEnded) -> bool:
         """Starts the episode again if it failed and may be tried again. Returns True if it did."""
@@ -218,23 +227,24 @@ class Episodes:
         else:
             return False
         log.warning("episode tried again", episode=ended.episode, reason=ended.error)
-        if one.in_engine:
-            self._engine.abort([ended.episode])
-            one.in_engine = False
-        one.lost_tokens += one.sequence.num_action_tokens
-        one.sequence = Sequence(one.sequence.prompt)
+        one.lost_tokens += self._abort(ended.episode) + one.num_action_tokens
+        one.branches, one.num_turns = {}, 0
         self._play(ended.episode)
         return True
 
     def _end(self, one: _Episode, ended: EpisodeEnded) -> EndedEpisode:
         key = ended.episode
-        if one.in_engine:  # its host died
-            self._engine.abort([key])
+        one.lost_tokens += self._abort(key)
+        for branch in one.branches.values():
+            del branch.numbers[len(branch.turns) :]
+            while branch.numbers and branch.numbers[-1] in ended.unused:
+                one.lost_tokens += branch.drop_last_turn()
         del self._live[key]
+        branch = one.branches.get(0) or Branch(one.group.lease.prompt.tokens.tolist(), has_row_prompt=True)
         outcome = EpisodeOutcome(
             ended=ended.ended,
             turn_rewards=ended.turn_rewards,
-            observation_tokens=one.sequence.num_observation_tokens,
+            observation_tokens=branch.num_observation_tokens,
             environment_s=ended.environment_s,
             tries=one.tries + one.host_losses,
             lost_tokens=one.lost_tokens,
@@ -242,5 +252,5 @@ class Episodes:
             wait_s=one.wait_s,
             slow_turns=one.slow_turns,
         )
-        completion = one.sequence.to_completion(key, ended.status)
+        completion = branch.to_completion(key, ended.status, len(one.group.lease.prompt.tokens))
         return EndedEpisode(one.group, one.index, completion, outcome, ended)

@@ -88,11 +88,12 @@ class Running:
             return "evaluation"
         return "greedy" if self.greedy and index == self.size - 1 else "training"
 
-    def seed(self, seed: int, index: int, turn: int = 0) -> int:
-        """The seed of the completion with this index in a run with this seed, or of a turn of its episode; the same in
-        every attempt."""
+    def seed(self, seed: int, index: int, turn: int = 0, branch: int = 0) -> int:
+        """The seed of the completion with this index in a run with this seed, or of a turn in a branch of its episode;
+        the same in every attempt."""
         words = [seed, int(self.lease.evaluation), self.lease.ticket, index]
-        return int(np.random.SeedSequence([*words, turn] if turn else words).generate_state(1)[0])
+        words += [turn, branch] if branch else [turn] if turn else []
+        return int(np.random.SeedSequence(words).generate_state(1)[0])
 
     def task_seed(self, seed: int) -> int:
         """The seed of the environments of the group."""
@@ -218,15 +219,15 @@ def make_evaluated(running: Running, scored: Scored) -> Evaluated:
 def _trajectories(prompt: Prompt, completions: Sequence[Completion]) -> tuple[list[Trajectory], Block]:
     """The trajectories, prompt and completion, and the arrays of the complete group, of which theirs are views. They
     lie in one frame, which is sent as it is."""
-    start = len(prompt.tokens)
-    ends = np.cumsum([start + len(completion.tokens) for completion in completions]).tolist()
+    prompts = [prompt.tokens if completion.prompt is None else completion.prompt for completion in completions]
+    ends = np.cumsum([len(own) + len(one.tokens) for own, one in zip(prompts, completions, strict=True)]).tolist()
     block = group_block(ends[-1])
     tokens, action_mask, behavior_logprobs, versions = block
     group = Trajectory(tokens, action_mask, behavior_logprobs, versions, "completed")
     trajectories: list[Trajectory] = []
-    for completion, begin, end in zip(completions, [0, *ends], ends, strict=False):
-        first = begin + start
-        group.tokens[begin:first], group.tokens[first:end] = prompt.tokens, completion.tokens
+    for completion, own_prompt, begin, end in zip(completions, prompts, [0, *ends], ends, strict=False):
+        first = begin + len(own_prompt)
+        group.tokens[begin:first], group.tokens[first:end] = own_prompt, completion.tokens
         group.action_mask[first:end] = True if completion.action_mask is None else completion.action_mask
         group.behavior_logprobs[first:end] = completion.logprobs
         group.versions[begin:first], group.versions[first:end] = NO_VERSION, completion.versions

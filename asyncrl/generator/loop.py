@@ -164,7 +164,8 @@ class GeneratorLoop:
                 if self.episodes is None:
                     self._end(completion)
                 else:
-                    self._act(self.episodes, completion)
+                    self._changed += 1
+                    self.episodes.act(completion)
         if self.episodes is not None:
             self._phases.switch("requests")
             for episode in self.episodes.poll():
@@ -200,7 +201,6 @@ class GeneratorLoop:
         if self.episodes is None:
             self.engine.abort(self._members)
         else:
-            self.engine.abort([key for key in self._members if self.episodes.in_engine(key)])
             self.episodes.drop(self._members)
         self._members.clear()
         self.running.clear()
@@ -351,11 +351,6 @@ class GeneratorLoop:
             else:
                 submit(self.rewards, group)
 
-    def _act(self, episodes: Episodes, turn: Completion) -> None:
-        self._changed += 1
-        if turn.key in episodes:
-            episodes.act(turn)
-
     def _end_episode(self, episode: EndedEpisode) -> None:
         episode.group.note(episode)
         if not episode.group.lease.evaluation and episode.group.sampling(episode.index) == "training":
@@ -382,12 +377,6 @@ class GeneratorLoop:
         counts = [(index, completion.num_action_tokens) for index, completion in group.completions.items()]
         counts += [(index, outcome.lost_tokens) for index, outcome in group.outcomes.items()]
         running = [(index, key) for key, (owner, index) in self._members.items() if owner is group]
-        counts += [(index, self._num_running_tokens(key)) for index, key in running]
+        tokens_of = self.engine.num_generated if self.episodes is None else self.episodes.num_action_tokens
+        counts += [(index, tokens_of(key)) for index, key in running]
         return sum(count for index, count in counts if group.sampling(index) != "greedy")
-
-    def _num_running_tokens(self, key: str) -> int:
-        """Tokens of a member that has not ended."""
-        if self.episodes is None:
-            return self.engine.num_generated(key)
-        in_engine = self.engine.num_generated(key) if self.episodes.in_engine(key) else 0
-        return self.episodes.num_action_tokens(key) + in_engine

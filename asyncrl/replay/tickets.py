@@ -101,12 +101,15 @@ class TicketEntry(HeldTicket, kw_only=True):
 
     def check_prompt(self, header: GroupHeader, tokens: Array) -> None:
         """Raises ProtocolError unless the group belongs to this prompt: same row, same data source, and the prompt's
-        tokens at the start of every trajectory. `tokens` are those of all trajectories end to end."""
+        tokens at the start of every trajectory, which an environment may replace. `tokens` are those of all
+        trajectories end to end."""
         prompt, where = self.prompt, f"ticket {header.ticket}"
         if header.row != prompt.row:
             raise ProtocolError(f"{where} is for row {prompt.row}, not {header.row}")
         if header.data_source != prompt.data_source:
             raise ProtocolError(f"{where} is for data source {prompt.data_source!r}, not {header.data_source!r}")
+        if header.episodes:
+            return
         expected, size, begin = np.asarray(prompt.tokens, dtype=np.int32).tobytes(), len(prompt.tokens), 0
         for number, length in enumerate(header.lengths):
             if tokens[begin : begin + min(size, length)].tobytes() != expected:

@@ -36,9 +36,10 @@ class EpisodeStart(Body):
 
 
 class Said(Body):
-    """Part of `Turns`: the policy's turn, whose tokens are an array of the message."""
+    """Part of `Turns`: the policy's turn in a branch, whose tokens are an array of the message."""
 
     episode: Name
+    branch: Index
     status: TurnStatus
 
 
@@ -51,10 +52,18 @@ class Turns(Body):
 
 
 class SayNext(Body):
-    """Part of `Wishes`: the policy's next turn is to be sampled, of at most `max_tokens` tokens, behind what the
-    environment says, which is an array of the message."""
+    """Part of `Wishes`: the policy's next turn is to be sampled, behind what the environment says, which is an array of
+    the message.
+
+    A branch is one sequence of tokens; an episode has several if its conversation was rewritten, and those are numbered
+    from 0. A branch that is named for the first time begins with the first `keep` tokens of the branch `source`, and
+    branch 0 with those of the row's prompt. Of others `keep` is their length.
+    """
 
     episode: Name
+    branch: Index
+    source: Index
+    keep: Number
     max_tokens: Annotated[int, Meta(ge=1)]
 
 
@@ -67,7 +76,10 @@ class EpisodeEnded(Body):
     reward: Reward
     parts: Parts
     turn_rewards: Items[Reward]
-    """Reward of each turn, in order."""
+    """Reward of each turn, in the order in which they were asked for; none if the reward is only one of the complete
+    episode."""
+    unused: Items[Index]
+    """Numbers of the turns, in the same order, that nobody has read. Each is the last of its branch."""
     environment_s: Time
     """Time in the environment's methods."""
     error: Text

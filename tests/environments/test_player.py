@@ -17,7 +17,7 @@ from asyncrl.environments.builtin.guess import GuessNumber
 from asyncrl.environments.dialogue import MARK, Dialogue
 from asyncrl.environments.player import Limits, Player, Turn, play_alone
 from asyncrl.environments.table import Named
-from asyncrl.wire.environment_messages import EpisodeEnded, EpisodeStart
+from asyncrl.wire.environment_messages import EpisodeEnded, EpisodeStart, SayNext
 from tests.helpers.reward_pool import TOKENS, save_tokenizer, tokens
 
 EXTRA = "?<>.[]*"
@@ -40,11 +40,11 @@ class Policy:
     limits: list[int] = field(default_factory=list)
     truncated: bool = False
 
-    def say(self, player: Player, observation: list[int], max_tokens: int) -> None:
+    def say(self, player: Player, wish: SayNext, observation: list[int]) -> None:
         self.read.append(self.dialogue.text_of(observation))
-        self.limits.append(max_tokens)
-        said = encoded(next(self.texts))[:max_tokens]
-        player.said.put_nowait(Turn(said, "truncated" if self.truncated else "completed"))
+        self.limits.append(wish.max_tokens)
+        said = encoded(next(self.texts))[: wish.max_tokens]
+        player.hear(wish.branch, Turn(said, "truncated" if self.truncated else "completed"))
 
 
 def encoded(text: str) -> list[int]:

@@ -59,12 +59,12 @@ from tests.helpers.replay import PROMPT_TOKENS, make_group
 
 TURNS = Turns(
     started=[EpisodeStart("0.0.0", 7, "42", "test", {"level": 1}, None, {"answer": "42"}, 5, evaluation=False)],
-    said=[Said("0.0.1", "completed")],
+    said=[Said("0.0.1", 0, "completed")],
     dropped=["0.0.2"],
 )
 WISHES = Wishes(
-    says=[SayNext("0.0.0", 8)],
-    ended=[EpisodeEnded("0.0.1", "failed", "timeout", 0.0, {"calls": 1.0}, [0.5], 0.25, "it took too long")],
+    says=[SayNext("0.0.0", 1, 0, 12, 8)],
+    ended=[EpisodeEnded("0.0.1", "failed", "timeout", 0.0, {"calls": 1.0}, [0.5], [0], 0.25, "it took too long")],
     stuck=1,
 )
 RUN_ID = "fuzz"

@@ -41,6 +41,7 @@ class FakePool:
     turns: dict[str, int] = field(default_factory=dict)
     tries: dict[str, int] = field(default_factory=dict)
     seeds: dict[str, int] = field(default_factory=dict)
+    lengths: dict[str, int] = field(default_factory=dict)
     dropped: list[str] = field(default_factory=list)
     delay: int = 0
     """Polls before a wish comes."""
@@ -48,20 +49,22 @@ class FakePool:
 
     def start(self, episode: str, prompt: Prompt, *, seed: int, evaluation: bool) -> None:
         self.tries[episode] = self.tries.get(episode, -1) + 1
-        self.turns[episode], self.seeds[episode] = 0, seed
+        self.turns[episode], self.seeds[episode], self.lengths[episode] = 0, seed, len(prompt.tokens)
         self._next(episode, [])
 
-    def said(self, episode: str, tokens: Sequence[int], status: str) -> None:
+    def said(self, episode: str, tokens: Sequence[int], status: str, *, branch: int) -> None:
         self.said_tokens.append((episode, list(tokens), status))
         self.turns[episode] += 1
+        self.lengths[episode] += len(tokens)
         self._next(episode, OBSERVATION)
 
     def _next(self, episode: str, observation: list[int]) -> None:
         turns = self.turns[episode]
         end = self.fails(episode, self.tries[episode], turns)
         if end is None and turns == TURNS:
-            end = EpisodeEnded(episode, "completed", "done", 1.5, {"a": 1.0}, [0.5] * TURNS, 0.25, "")
-        wish = end or NextTurn(episode, np.array(observation, dtype=np.int32), 6)
+            end = EpisodeEnded(episode, "completed", "done", 1.5, {"a": 1.0}, [0.5] * TURNS, [], 0.25, "")
+        wish = end or NextTurn(episode, np.array(observation, dtype=np.int32), 6, self.lengths[episode])
+        self.lengths[episode] += len(observation)
         self.wishes.append((self.delay, wish))
 
     def drop(self, episodes: Iterable[str]) -> None:
@@ -76,7 +79,7 @@ class FakePool:
 
 
 def failed(episode: str, ended: Any = "environment") -> EpisodeEnded:
-    return EpisodeEnded(episode, "failed", ended, 0.0, {}, [], 0.1, f"it was {ended}")
+    return EpisodeEnded(episode, "failed", ended, 0.0, {}, [], [], 0.1, f"it was {ended}")
 
 
 @dataclass

@@ -21,7 +21,7 @@ from asyncrl.launch.console import EXIT_DONE, EXIT_FAILED
 from asyncrl.launch.preflight import check_data, check_environments, check_model, run_recipes
 from asyncrl.types import Prompt
 from asyncrl.util.tokenizer import end_tokens
-from asyncrl.wire.environment_messages import EpisodeEnded
+from asyncrl.wire.environment_messages import EpisodeEnded, SayNext
 
 if TYPE_CHECKING:
     from asyncrl.generator.vllm_backend.engine import Engine
@@ -83,12 +83,12 @@ def _play(
     assert settings.name is not None
     lines = [Line(prompt.tokens.tolist(), said=False)]
 
-    def say(player: Player, observation: list[int], max_tokens: int) -> None:
+    def say(player: Player, wish: SayNext, observation: list[int]) -> None:
         if observation:
             lines.append(Line(observation, said=False))
-        turn = speaker([token for line in lines for token in line.tokens], max_tokens)
+        turn = speaker([token for line in lines for token in line.tokens], wish.max_tokens)
         lines.append(Line(list(turn.tokens), said=True))
-        player.said.put_nowait(turn)
+        player.hear(wish.branch, turn)
 
     seed = int(np.random.SeedSequence([config.seed, 0, prompt.row]).generate_state(1)[0])
     player = Player(
