@@ -188,6 +188,7 @@ class Episodes:
             seed=seed,
             max_tokens=wish.max_tokens,
             salt=group.start_version if has_sampled else None,
+            priority=group.lease.ticket,
         )
 
     def _branch(self, one: _Episode, wish: NextTurn) -> Branch:
