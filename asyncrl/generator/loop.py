@@ -164,7 +164,7 @@ class GeneratorLoop:
                 if self.episodes is None:
                     self._end(completion)
                 else:
-                    self._changed += 1
+                    self._changed += 2  # the turn has started, too
                     self.episodes.act(completion)
         if self.episodes is not None:
             self._phases.switch("requests")
@@ -322,7 +322,7 @@ class GeneratorLoop:
         greedy = self._greedy_baseline and not lease.evaluation
         group = Running(lease, size + greedy, self.engine.version, now_s, greedy)
         self.running[group.key] = group
-        self._changed += size + greedy
+        self._changed += size + greedy if self.episodes is None else 0
         for index, key in enumerate(group.engine_keys()):
             self._members[key] = group, index
             if self.episodes is not None:
@@ -337,7 +337,7 @@ class GeneratorLoop:
     def _end(self, completion: Completion) -> None:
         group, index = self._members.pop(completion.key)
         group.completions[index] = completion
-        self._changed += 1
+        self._changed += 1 if self.episodes is None else 0
         if group.lease.evaluation:
             self._evaluating -= 1
         elif group.sampling(index) == "training":

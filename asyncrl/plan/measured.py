@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from asyncrl.config import Config, load_config
 from asyncrl.errors import DataError
 from asyncrl.observe.document import read_metrics
+from asyncrl.plan.episodes import Episodes
 from asyncrl.plan.tail import TraceTail, read_metrics_tail
 from asyncrl.plan.trace import read_trace, signal_of, solved_fraction
 from asyncrl.plan.workload import TURNS, EngineCost, LearnerCost, Lengths, Setup, SyncCost, Workload, slowdown
@@ -22,6 +23,8 @@ from asyncrl.types import goodput_of
 from asyncrl.util.files import read_json
 from asyncrl.util.processes import GENERATOR_PHASES
 
+REFUNDED = ("failed", "truncated", "environment", "timeout", "overlong")
+"""Outcomes of groups that were refunded for another reason than equal rewards."""
 MAX_GROUPS = 16384
 """Number of groups whose lengths are kept."""
 MIN_STEPS = 3
@@ -40,6 +43,8 @@ class Measured:
     setup: Setup
     tokens_per_s: float
     generator_idle: float
+    environments: float
+    """Fraction of the generators' time in which all episodes waited for their environments."""
     learner_idle: float
     staleness: list[int]
     """Trained action tokens by staleness, in learner steps."""
@@ -90,6 +95,14 @@ class RecentRun:
         each = self._generators_per_device
         workload = _workload(self._config, trace, rows, steps, slowdown(each, TURNS), TURNS)
         return workload, _setup(self._config, len(rows), each)
+
+    def timed_out_fraction(self) -> float:
+        """Returns the fraction of the newest groups that were refunded because an environment took too long."""
+        try:
+            outcomes = self._trace.read().column("outcome").to_pylist()
+        except DataError:
+            return 0.0
+        return outcomes.count("timeout") / max(len(outcomes), 1)
 
     def solved_fraction(self) -> float | None:
         """Returns `asyncrl.plan.trace.solved_fraction` of the newest groups; None if there are none."""
@@ -167,6 +180,7 @@ def _measure(
         setup=_setup(config, len(rows), each),
         tokens_per_s=last["throughput/trained_tokens_per_s"],
         generator_idle=last["generator/idle_fraction"],
+        environments=last.get("generator/environments_fraction", 0.0),
         learner_idle=waited_s / last["time/elapsed_s"],
         staleness=summary.get("staleness", {}).get("histogram", []),
         goodput=goodput_of(last),
@@ -207,6 +221,7 @@ def _setup(config: Config, steps: int, generators_per_device: int) -> Setup:
         generators_per_device=generators_per_device,
         # Where the advantage leaves every group a signal, no choice makes a difference.
         zero_variance="refund" if config.replay.zero_variance == "auto" else config.replay.zero_variance,
+        max_episodes=config.environment.max_episodes,
     )
 
 
@@ -222,8 +237,21 @@ def _lengths(trace: pa.Table, config: Config) -> Lengths:
     complete = trace.filter(np.diff(offsets) == group_size)
     completions = complete.column("completion_tokens").combine_chunks().values.to_numpy().reshape(-1, group_size)
     prompts = complete.column("prompt_tokens").combine_chunks().values.to_numpy().reshape(-1, group_size)[:, 0]
-    failed = np.isin(complete.column("outcome").to_pylist(), ("failed", "truncated"))
-    return Lengths(np.maximum(completions, 1), prompts, _signal(complete, config), failed)
+    failed = np.isin(complete.column("outcome").to_pylist(), REFUNDED)
+    signal, episodes = _signal(complete, config), _episodes(complete, group_size)
+    return Lengths(np.maximum(completions, 1), prompts, signal, failed, episodes)
+
+
+def _episodes(complete: pa.Table, group_size: int) -> Episodes | None:
+    """Returns the turns and waits of complete groups; None if they were not played in an environment."""
+    lists = [complete.column(name).combine_chunks() for name in ("turns", "wait_s", "slow_turns")]
+    turns, wait_s, slow_turns = (one.values.to_numpy() for one in lists)
+    if len(turns) != len(complete) * group_size:
+        return None
+    shape = -1, group_size
+    return Episodes(
+        np.maximum(turns, 1).reshape(shape), wait_s.astype(np.float64).reshape(shape), slow_turns.reshape(shape)
+    )
 
 
 def _learner_cost(rows: list[dict[str, float]], steps: dict[int, _Step], learners: int) -> LearnerCost:

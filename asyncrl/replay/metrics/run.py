@@ -240,6 +240,11 @@ class RunMetrics(RunSums, kw_only=True):
         return fractions(self.generator_s)["waiting"]
 
     @property
+    def generator_environments(self) -> float:
+        """Fraction of it in which all their episodes waited for their environments."""
+        return fractions(self.generator_s)["environments"]
+
+    @property
     def generator_s(self) -> dict[str, float]:
         """Seconds of all generators together, by activity."""
         return {name: sum(getattr(g, f"{name}_s") for g in self.generators.values()) for name in GENERATOR_ACTIVITIES}
@@ -285,7 +290,7 @@ class RunMetrics(RunSums, kw_only=True):
             "staleness_max": len(self.histogram) - 1 if self.histogram else 0,
             "tokens_per_s": tokens / span_s,
             "generator_idle": self.generator_idle,
-            "generator_environments": fractions(self.generator_s)["environments"],
+            "generator_environments": self.generator_environments,
             "learner_idle": self.learner_idle,
             "generators": {
                 str(index): {
@@ -328,7 +333,11 @@ class RunMetrics(RunSums, kw_only=True):
                 **self.breakdown.staleness,
                 "histogram": self.histogram,
             },
-            "idle": {"generator": self.generator_idle, "learner": self.learner_idle},
+            "idle": {
+                "generator": self.generator_idle,
+                "environments": self.generator_environments,
+                "learner": self.learner_idle,
+            },
             **({"goodput": goodput} if (goodput := goodput_of(self.last_metrics)) else {}),
             "rates": self._rates(ledger.trained.tokens, ledger.trained.trajectories, self.training_s),
             "peak_memory_bytes": peaks_bytes(self.reported) | self.learner_use.peaks_bytes,
