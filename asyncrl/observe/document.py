@@ -19,10 +19,11 @@ import numpy as np
 from asyncrl.observe.charts import CHARTS
 from asyncrl.observe.curves import LATEST_STEPS, OF_STEP, Curves
 from asyncrl.observe.destinations import METRICS_FILE
+from asyncrl.observe.group_time import group_times
 from asyncrl.observe.timeline import timeline
 from asyncrl.samples import Samples
 from asyncrl.samples.book import CHOSEN
-from asyncrl.types import GOODPUT_FACTORS, STALENESS_BUCKETS, STALENESS_METRICS, goodput_of
+from asyncrl.types import EPISODE_ENDS, GOODPUT_FACTORS, STALENESS_BUCKETS, STALENESS_METRICS, goodput_of
 from asyncrl.util.redaction import redact
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ def run_document(
         "tiles": _tiles(curves, summary),
         "histogram": summary.get("staleness", {}).get("histogram", []),
         "time": _time(summary.get("time", {})),
+        "group_times": [] if trace is None else group_times(trace),
         "timeline": None if trace is None else timeline(trace, latest=summary.get("status") == RUNNING),
         "samples": _samples(samples),
         "staleness": _staleness(curves.latest),
@@ -134,15 +136,37 @@ def _tiles(curves: Curves, summary: Mapping[str, Any]) -> list[dict[str, Any]]:
         parts = {"parts": _parts(goodput)}
         tiles.append(_tile("How much counts?", f"{goodput['total']:.0%}", note, "goodput/total") | parts)
     if "idle" in summary:
-        idle = summary["idle"]
+        idle = {role: fraction for role, fraction in summary["idle"].items() if role != "environments" or fraction}
         role = max(idle, key=lambda name: idle[name])
         others = ", ".join(f"{name} {idle[name]:.0%}" for name in idle if name != role)
         note = f"of its time; {others}; below, the learner's seconds of waiting by step"
-        tiles.append(_tile("What holds it back?", f"{role} waits {idle[role]:.0%}", note, "learner/wait_s"))
+        what = f"environments {idle[role]:.0%}" if role == "environments" else f"{role} waits {idle[role]:.0%}"
+        tiles.append(_tile("What holds it back?", what, note, "learner/wait_s"))
     if "mean" in summary.get("staleness", {}):
         staleness = summary["staleness"]
         note = f"steps of staleness, mean of tokens; the oldest {staleness['max']}, limit {staleness['limit']}"
         tiles.append(_tile("How off-policy?", f"{staleness['mean']:.2f}", note, "staleness/mean"))
+    return tiles + _environment_tiles(curves.latest[-1] if curves.latest else {})
+
+
+def _environment_tiles(metrics: Mapping[str, float]) -> list[dict[str, Any]]:
+    """How long episodes are, how long they wait, and how they end, in the last step; none without an environment."""
+    if "environment/turns" not in metrics:
+        return []
+    turns, waits = (
+        metrics["environment/turns"],
+        [metrics.get(f"environment/wait_s/{name}", 0.0) for name in ("p50", "p95")],
+    )
+    note = (
+        f"turns of an episode, mean of the last step; {metrics['environment/observation_tokens']:.1f} tokens observed"
+    )
+    tiles = [_tile("How long are episodes?", f"{turns:.2f}", note, "environment/turns")]
+    note = f"wait of an episode for its environment, median; 95 % wait at most {waits[1]:.2g} s"
+    tiles.append(_tile("How slow is the environment?", f"{waits[0]:.2g} s", note, "environment/wait_s/p50"))
+    ends = {end: metrics.get(f"environment/ended_{end}", 0.0) for end in EPISODE_ENDS}
+    failed = sum(value for name, value in metrics.items() if name.startswith("environment/failed/"))
+    note = ", ".join(f"{end} {fraction:.0%}" for end, fraction in ends.items()) + f"; {failed:.0%} of all failed"
+    tiles.append(_tile("How do episodes end?", f"done {ends['done']:.0%}", note, "environment/ended_done"))
     return tiles
 
 

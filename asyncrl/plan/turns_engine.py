@@ -79,7 +79,7 @@ class TurnsEngine:
     @property
     def tokens(self) -> float:
         """Number of tokens generated for unfinished groups."""
-        return self._clock * len(self._running) - self._sum_starts + self._ended_tokens
+        return max(self._clock * len(self._running) - self._sum_starts, 0.0) + self._ended_tokens
 
     @property
     def next_s(self) -> float:

@@ -190,18 +190,21 @@ def judge(
     """Returns the verdict on a run, from its measured workload and setup, the idle fractions of its two sides, and that
     of the generators' time in which all episodes waited for their environments."""
     now = predict(workload, setup).tokens_per_s
-    waits = remedy_of(workload, setup, now)
-    others = [*_alternatives(setup), *([] if waits is None else [("environment", waits.change, waits.setup)])]
-    changes = [Change(bound, text, predict(workload, other).tokens_per_s / now - 1) for bound, text, other in others]
-    changes.sort(key=lambda change: change.gain, reverse=True)
+    waits, others = remedy_of(workload, setup, now), _alternatives(setup)
+    if waits is not None and all(other != waits.setup for _, _, other in others):
+        others.append(("environment", waits.change, waits.setup))
+    found = [
+        (Change(bound, text, predict(workload, other).tokens_per_s / now - 1), other) for bound, text, other in others
+    ]
+    changes = sorted((change for change, _ in found), key=lambda change: change.gain, reverse=True)
+    idle = _idle(generator_idle, learner_idle, environments)
+    if waits is not None and (gain := next(one.gain for one, other in found if other == waits.setup)) >= MIN_GAIN:
+        sentence = f"environment-bound: {idle}; {waits.sentence}, about {gain:+.0%} (simulated)"
+        return Verdict("environment", sentence, changes)
     best = changes[0]
     free = next((change for change in changes if change.bound == "staleness"), best)
     if free.gain >= ABOUT_AS_MUCH * best.gain:
         best = free
-    idle = _idle(generator_idle, learner_idle, environments)
-    if waits is not None and (gain := next(one.gain for one in changes if one.text == waits.change)) >= MIN_GAIN:
-        sentence = f"environment-bound: {idle}; {waits.sentence}, about {gain:+.0%} (simulated)"
-        return Verdict("environment", sentence, changes)
     if best.gain < MIN_GAIN:
         return Verdict("balanced", f"balanced: {idle}; no single change would gain 3 % (simulated)", changes)
     waits = {
