@@ -123,8 +123,9 @@ def groups_needed(workload: Workload, setup: Setup) -> float:
 
 def remedy_of(workload: Workload, setup: Setup, tokens_per_s: float) -> Remedy | None:
     """Returns what would fill the engines of a run that trains `tokens_per_s` in the simulation: more episodes at once,
-    or a higher staleness limit. None if environments that answer at once would not make it faster by APART, or if
-    neither limit is too low."""
+    or a higher staleness limit, by `groups_needed`. The limit is one higher if that gains APART more: a group is in
+    progress until its last episode has ended. None if environments that answer at once would not make it faster by
+    APART, or if neither limit is too low."""
     episodes = workload.lengths.episodes
     if episodes is None or not episodes.wait_s.any():
         return None
@@ -138,6 +139,9 @@ def remedy_of(workload: Workload, setup: Setup, tokens_per_s: float) -> Remedy |
     if setup.max_episodes is not None and setup.max_episodes < most:
         other = replace(other, max_episodes=most)
         changes.append(f"environment.max_episodes = {most}")
+    next_limit = replace(other, max_staleness=limit + 1)
+    if predict(workload, next_limit).tokens_per_s > (1 + APART) * predict(workload, other).tokens_per_s:
+        other, limit = next_limit, limit + 1
     if limit > setup.max_staleness:
         changes.append(f"replay.max_staleness = {limit}")
     if not changes:

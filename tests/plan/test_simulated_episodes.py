@@ -142,10 +142,13 @@ def test_the_verdict_names_the_limit_that_fills_engines_which_wait_for_environme
     assert bottleneck_of(found) == "staleness"
     says = verdict(found, workload)
     assert says.startswith("environment-bound: generators idle 0% of the time, in environments "), says
-    assert "(median 1 s on 20% of turns); replay.max_staleness = 2 would fill them, about +" in says
+    assert "(median 1 s on 20% of turns); replay.max_staleness = 3 would fill them, about +" in says
     changes = judge(workload, found.setup, generator_idle=0.0, learner_idle=0.8, environments=0.2).changes
     assert [change.text for change in changes].count("max_staleness 1 -> 2") == 1
-    assert "replay.max_staleness = 2" not in [change.text for change in changes], "it is the same change"
+    assert "replay.max_staleness = 3" in [change.text for change in changes]
+    near = judge(workload, setup(max_staleness=2), generator_idle=0.0, learner_idle=0.8, environments=0.1)
+    assert "replay.max_staleness = 3 would fill them" in near.sentence
+    assert "replay.max_staleness = 3" not in [change.text for change in near.changes], "it is the same change"
     assert "environment" not in verdict(predict(job(played()), setup(max_staleness=1)), job(played()))
     capped = predict(workload, setup(max_staleness=4, max_episodes=64))
     assert "; environment.max_episodes = 392 would fill them" in verdict(capped, workload)
