@@ -19,11 +19,12 @@ import numpy as np
 from asyncrl.observe.charts import CHARTS
 from asyncrl.observe.curves import LATEST_STEPS, OF_STEP, Curves
 from asyncrl.observe.destinations import METRICS_FILE
+from asyncrl.observe.environment_tiles import environment_tiles
 from asyncrl.observe.group_time import group_times
 from asyncrl.observe.timeline import timeline
 from asyncrl.samples import Samples
 from asyncrl.samples.book import CHOSEN
-from asyncrl.types import EPISODE_ENDS, GOODPUT_FACTORS, STALENESS_BUCKETS, STALENESS_METRICS, goodput_of
+from asyncrl.types import GOODPUT_FACTORS, STALENESS_BUCKETS, STALENESS_METRICS, goodput_of
 from asyncrl.util.redaction import redact
 
 if TYPE_CHECKING:
@@ -146,28 +147,7 @@ def _tiles(curves: Curves, summary: Mapping[str, Any]) -> list[dict[str, Any]]:
         staleness = summary["staleness"]
         note = f"steps of staleness, mean of tokens; the oldest {staleness['max']}, limit {staleness['limit']}"
         tiles.append(_tile("How off-policy?", f"{staleness['mean']:.2f}", note, "staleness/mean"))
-    return tiles + _environment_tiles(curves.latest[-1] if curves.latest else {})
-
-
-def _environment_tiles(metrics: Mapping[str, float]) -> list[dict[str, Any]]:
-    """How long episodes are, how long they wait, and how they end, in the last step; none without an environment."""
-    if "environment/turns" not in metrics:
-        return []
-    turns, waits = (
-        metrics["environment/turns"],
-        [metrics.get(f"environment/wait_s/{name}", 0.0) for name in ("p50", "p95")],
-    )
-    note = (
-        f"turns of an episode, mean of the last step; {metrics['environment/observation_tokens']:.1f} tokens observed"
-    )
-    tiles = [_tile("How long are episodes?", f"{turns:.2f}", note, "environment/turns")]
-    note = f"wait of an episode for its environment, median; 95 % wait at most {waits[1]:.2g} s"
-    tiles.append(_tile("How slow is the environment?", f"{waits[0]:.2g} s", note, "environment/wait_s/p50"))
-    ends = {end: metrics.get(f"environment/ended_{end}", 0.0) for end in EPISODE_ENDS}
-    failed = sum(value for name, value in metrics.items() if name.startswith("environment/failed/"))
-    note = ", ".join(f"{end} {fraction:.0%}" for end, fraction in ends.items()) + f"; {failed:.0%} of all failed"
-    tiles.append(_tile("How do episodes end?", f"done {ends['done']:.0%}", note, "environment/ended_done"))
-    return tiles
+    return [*tiles, *(_tile(*one) for one in environment_tiles(curves.latest[-1] if curves.latest else {}))]
 
 
 def _parts(goodput: Mapping[str, float]) -> list[list[Any]]:

@@ -1,4 +1,4 @@
-"""Where the time of a group goes, from its lease to the commit of the step that trains it."""
+"""The time of a group in each state, from its lease to the commit of the step that trains it."""
 
 from __future__ import annotations
 

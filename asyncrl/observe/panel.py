@@ -233,7 +233,7 @@ def _waiting(status: dict[str, Any], verdict: str) -> list[Line]:
 
 
 def _episodes(metrics: dict[str, float]) -> str:
-    """What the episodes of the last step did; empty without an environment."""
+    """The line about the episodes of the last step; empty without an environment."""
     if "environment/live_episodes" not in metrics:
         return ""
     live, waiting = (metrics[f"environment/{name}_episodes"] for name in ("live", "waiting"))

@@ -1,4 +1,4 @@
-"""What the simulator knows of episodes: their turns, and how long they wait for their environments."""
+"""The turns of simulated episodes, and how long they wait for their environments."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Episodes:
 
 def turns_of(tokens: int, turns: int, wait_s: float, slow_turns: int, dice: np.random.Generator) -> list[Turn]:
     """Returns an episode of this many tokens, divided evenly among its turns. The waits are after `slow_turns` of the
-    turns that another follows, as far as there are so many."""
+    turns that another follows, or of all if those are too few."""
     turns = min(turns, tokens)
     each, more = divmod(tokens, turns)
     followed = range(turns - 1 if 0 < slow_turns < turns else turns)

@@ -102,7 +102,7 @@ def limits(highest: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """What would fill engines whose episodes wait for their environments."""
+    """Limits that would fill engines whose episodes wait for their environments."""
 
     change: str
     setup: Setup

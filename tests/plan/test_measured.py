@@ -10,8 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from asyncrl.config import load_config
 from asyncrl.errors import DataError
-from asyncrl.plan.measured import read_run
+from asyncrl.plan.measured import RecentRun, read_run
 from asyncrl.plan.tail import TraceTail
 from asyncrl.plan.trace import FORMER, read_trace
 from asyncrl.plan.workload import slowdown
@@ -150,6 +151,30 @@ def test_a_run_without_the_costs_of_generation_is_refused(tmp_path: Path) -> Non
     file.write_text(file.read_text().replace("generator/request_s", "generator/other_s"))
     with pytest.raises(DataError, match="has no generator/request_s: the generators had not measured it yet; let"):
         read_run(folder)
+
+
+def test_turns_and_waits_are_those_of_the_trace(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "r")
+    assert read_run(folder).workload.lengths.episodes is None
+    config = folder / "config.yaml"
+    config.write_text(config.read_text().replace("  max_episodes: null", "  max_episodes: 6").replace(
+        "environment:\n  name: null", "environment:\n  name: guess"))  # fmt: skip
+    table = pq.read_table(folder / "trace.parquet")
+    rows = table.to_pylist()
+    for number, row in enumerate(rows):
+        row |= {"turns": [3, 0], "wait_s": [0.5 * number, 0.0], "slow_turns": [min(number, 2), 0]}
+        row["outcome"] = "timeout" if number % 10 == 4 else row["outcome"]
+    pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), folder / "trace.parquet")
+    run = read_run(folder)
+    episodes = run.workload.lengths.episodes
+    assert episodes is not None and run.setup.max_episodes == 6
+    assert episodes.turns[:2].tolist() == [[3, 1], [3, 1]], "a failed episode of no turns has had its prompt"
+    assert episodes.wait_s[:3].tolist() == [[0.0, 0.0], [0.5, 0.0], [1.0, 0.0]]
+    assert episodes.slow_turns[:3, 0].tolist() == [0, 1, 2]
+    assert run.workload.lengths.failed.sum() == sum(row["outcome"] == "timeout" for row in rows)
+    assert run.environments == 0.0, "not in the metrics of this run"
+    recent = RecentRun(load_config(config).model_copy(update={"runs_dir": str(tmp_path)}), generators_per_device=1)
+    assert recent.timed_out_fraction() == pytest.approx(0.1)
 
 
 def test_steps_of_one_size_count_by_tokens(tmp_path: Path) -> None:

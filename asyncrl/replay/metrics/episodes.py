@@ -65,7 +65,7 @@ def episode_failures(episodes: Sequence[EpisodeHeader]) -> dict[str, list[float]
 
 
 def episode_states(generators: Collection[GeneratorState]) -> dict[str, float]:
-    """What the episodes of the generators that are up do now, and the fraction of the time of all generators in which
+    """Numbers of episodes in the generators that are up, and the fraction of the time of all generators in which
     all their episodes waited."""
     seconds = {name: sum(g.seconds[name] for g in generators) for name in GENERATOR_ACTIVITIES}
     up = [g for g in generators if g.last_heartbeat_s is not None]
