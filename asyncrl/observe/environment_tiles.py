@@ -8,7 +8,7 @@ from asyncrl.types import EPISODE_ENDS
 
 
 def environment_tiles(metrics: Mapping[str, float]) -> Iterator[tuple[str, str, str, str]]:
-    """The title, value, note and metric of each tile, from the metrics of the last step; none without an environment."""
+    """The title, value, note and metric of each tile, by the metrics of the last step; none without an environment."""
     if "environment/turns" not in metrics:
         return
     note = (

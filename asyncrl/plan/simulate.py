@@ -142,7 +142,8 @@ class _Simulation:
             self._schedule(generator)
 
     def _unplayed(self, engine: Engine) -> int:
-        """Groups of which the generator may play the episodes in addition to those in progress; no more than it ever wants."""
+        """Groups of which the generator may play the episodes in addition to those in progress, at most as many as it
+        wants at all."""
         if self._setup.max_episodes is None or not isinstance(engine, TurnsEngine):
             return self._wanted
         return (self._setup.max_episodes - engine.num_episodes) // self._setup.group_size
