@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
@@ -81,9 +81,12 @@ class EnvironmentConfig(Section):
 
     name: str | dict[str, str] | None = None
     """A built-in environment, or your own as `module:Class` or `file.py:Class`; or a mapping of these by data source,
-    with "default" for the others. Without one a trajectory is a single completion."""
+    with "default" for the others; or an agent program that speaks the OpenAI API, as `agent:file.py:function` or
+    `agent:COMMAND`. Without one a trajectory is a single completion."""
     options: dict[str, Options] = Field(default={})
     """Options (keyword-only arguments) of environments, by their names in `environment.name`."""
+    python: str | None = None
+    """Interpreter of agent programs, as `venv/bin/python`, for those whose packages do not fit asyncrl's."""
     hosts: int = Field(default=1, ge=1)
     """Processes per generator in which environments run."""
     max_episodes: int | None = Field(default=None, ge=1)
@@ -92,8 +95,11 @@ class EnvironmentConfig(Section):
     """Turns of the policy after which an episode is truncated, unless its environment has a number of its own."""
     max_observation_tokens: int = Field(default=2048, ge=1)
     """Longer observations keep their two ends."""
+    tool_format: Literal["auto", "hermes", "qwen3_coder", "json", "none"] = "auto"
+    """How the model writes calls of tools. Auto is the response template of its tokenizer or, if it has none, the form
+    in which its chat template shows earlier calls."""
     timeout_s: float = Field(default=300.0, gt=0.0)
-    """Time limit of an episode, without that in which the policy samples."""
+    """Time limit of an episode."""
     step_timeout_s: float = Field(default=60.0, gt=0.0)
     """Time limit of one call of an environment."""
     retries: int = Field(default=1, ge=0)

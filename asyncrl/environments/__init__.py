@@ -1,5 +1,6 @@
 """Environments: episodes of several turns between the policy and a program."""
 
-from asyncrl.environments.environment import Action, Environment, Say, Step, Task
+from asyncrl.environments.environment import Action, Environment, Message, Say, Step, Task, ToolCall
+from asyncrl.environments.tools import ToolEnvironment, ToolError
 
-__all__ = ["Action", "Environment", "Say", "Step", "Task"]
+__all__ = ["Action", "Environment", "Message", "Say", "Step", "Task", "ToolCall", "ToolEnvironment", "ToolError"]

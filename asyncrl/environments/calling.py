@@ -8,9 +8,9 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
-from typing import Any
+from typing import Any, cast
 
-from asyncrl.environments.environment import Step
+from asyncrl.environments.environment import Message, Step
 from asyncrl.errors import AsyncrlError
 from asyncrl.types import EpisodeEnd
 from asyncrl.util.redaction import describe, redact
@@ -39,6 +39,8 @@ class Caller:
         self._threads = threads
         self._step_timeout_s, self._timeout_s = step_timeout_s, timeout_s
         self._began_s = time.monotonic()
+        self._in_threads: set[asyncio.Future[Any]] = set()
+        """Calls of tools in threads that have not returned."""
 
     async def __call__(self, method: str, function: Callable[..., Any], *arguments: Any, at_once: bool) -> Any:
         """Returns the result of a method. A function that is not async runs in a thread unless it returns `at_once`.
@@ -67,8 +69,7 @@ class Caller:
             future = asyncio.get_running_loop().run_in_executor(self._threads, _guarded, function, arguments)
             done, _ = await asyncio.wait({future}, timeout=timeout_s)
             if not done:
-                self.stuck.append(future)
-                future.add_done_callback(self._returned)
+                self._note_stuck(future)
                 raise TimeoutError
             result = future.result()
         if not inspect.isawaitable(result):
@@ -77,8 +78,21 @@ class Caller:
         done, _ = await asyncio.wait({task}, timeout=timeout_s)
         if not done:
             task.cancel()  # not awaited: the user's code may ignore it
+            for future in self._in_threads:
+                self._note_stuck(future)
             raise TimeoutError
         return task.result()
+
+    async def in_thread(self, function: Callable[[], Any]) -> Any:
+        """Returns the result of a function that is called in a thread, from a method that is being awaited."""
+        future = asyncio.get_running_loop().run_in_executor(self._threads, function)
+        self._in_threads.add(future)
+        future.add_done_callback(self._in_threads.discard)
+        return await asyncio.shield(future)
+
+    def _note_stuck(self, future: asyncio.Future[Any]) -> None:
+        self.stuck.append(future)
+        future.add_done_callback(self._returned)
 
     def _returned(self, future: asyncio.Future[Any]) -> None:
         self.stuck.remove(future)
@@ -106,8 +120,8 @@ async def _awaited(result: Any) -> Any:
 
 def to_step(name: str, value: Any) -> Step:
     """The Step that a `step` returned. Raises EpisodeFailedError if it is none."""
-    if value is None or isinstance(value, str):
-        value = Step(value)
+    if value is None or isinstance(value, str | dict | list):
+        value = Step(cast("Any", value))
     if not isinstance(value, Step):
         raise EpisodeFailedError("environment", f"{name}.step returned {shown(value)}, which is no Step and no text")
     if not value.done and not value.observation:
@@ -117,17 +131,43 @@ def to_step(name: str, value: Any) -> Step:
     return value
 
 
-def to_text(name: str, method: str, said: Any) -> str:
-    """The text that an environment said. Raises EpisodeFailedError if it is none."""
-    if said is None:
-        return ""
-    if not isinstance(said, str):
-        raise EpisodeFailedError("environment", f"{name}.{method} said {shown(said)}, which is no text")
+def to_messages(name: str, method: str, said: Any, *, is_chat: bool) -> list[Message]:
+    """What an environment said, as messages; a text is one of the user. Raises EpisodeFailedError if it is neither, and
+    for messages that are not said under a chat template."""
+    if said is None or said == "":
+        return []
+    if isinstance(said, str):
+        return [{"role": "user", "content": _checked_text(name, method, said)}]
+    where, what = f"{name}.{method}", "no text and no messages" if is_chat else "no text"
+    if not isinstance(said, dict | list):
+        raise EpisodeFailedError("environment", f"{where} said {shown(said)}, which is {what}")
+    if not is_chat:
+        text = (
+            "the row's prompt is plain text, without roles; give prompts as messages, or set data.string_prompts=user"
+        )
+        raise EpisodeFailedError("environment", f"{where} said {shown(said)}, but {text}")
+    messages = cast("list[Any]", said if isinstance(said, list) else [said])
+    return [_checked_message(name, method, message) for message in messages]
+
+
+def _checked_message(name: str, method: str, message: Any) -> Message:
+    if not isinstance(message, dict):
+        raise EpisodeFailedError("environment", f"{name}.{method} said {shown(message)}, which is no message")
+    checked = cast("Message", message)
+    role, content = checked.get("role"), checked.get("content")
+    if not isinstance(role, str) or not isinstance(content, str):
+        text = f'{name}.{method} said {shown(checked)}: "role" and "content" must be texts'
+        raise EpisodeFailedError("environment", text)
+    _checked_text(name, method, content)
+    return checked
+
+
+def _checked_text(name: str, method: str, text: str) -> str:
     try:
-        said.encode()
+        text.encode()
     except UnicodeEncodeError as error:
         raise EpisodeFailedError("environment", f"{name}.{method} said what is no valid text: {error}") from None
-    return said
+    return text
 
 
 def to_reward(name: str, value: Any) -> tuple[float, dict[str, float]]:

@@ -18,15 +18,19 @@ This module imports the standard library only.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 Message = dict[str, Any]
-"""One message of a chat: "role", "content"."""
+"""One message of a chat, in the form of the OpenAI API: "role" and "content"; of a tool also "tool_call_id" and "name";
+of the policy also "reasoning_content" and "tool_calls"."""
 
-Say = str
-"""What an environment says to the policy: plain text."""
+Say = str | Message | list[Message] | None
+"""What an environment says to the policy. With a chat template a text is a message of the user."""
+
+Schema = dict[str, Any]
+"""What the policy reads about a tool: {"type": "function", "function": {"name", "description", "parameters"}}."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,22 +52,38 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool by the policy."""
+
+    name: str
+    arguments: dict[str, Any]
+    id: str
+    """The "tool_call_id" of its answer."""
+
+
+@dataclass(frozen=True, slots=True)
 class Action:
     """What the policy said in one turn."""
 
     text: str
-    """Without special tokens."""
+    """All of it, without special tokens."""
     turn: int
     """Number of the turn, from 0."""
     truncated: bool = False
     """True if the turn was cut at the token limit."""
+    message: Message = field(default_factory=dict[str, Any])
+    """The turn as a message: "content" is what is neither reasoning nor a call."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """The calls of the turn, in order."""
+    problems: tuple[str, ...] = ()
+    """Why text that looks like a call is none. It stays in the content."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """The answer to an action."""
 
-    observation: Say | None = None
+    observation: Say = None
     """What the policy reads before its next turn. Not needed when the episode is done."""
     reward: float = 0.0
     """Reward of this turn; the reward of an episode is the sum over its turns and `Environment.reward`."""
@@ -83,6 +103,8 @@ class Environment:
     """Turns after which the episode is cut; None for `environment.max_turns`."""
     returns_at_once: ClassVar[bool] = False
     """True if no method ever waits: they are then called without a thread of their own, which is much cheaper."""
+    tools: Sequence[Schema] = ()
+    """The tools that the chat template shows to the policy; `ToolEnvironment` makes them from its methods."""
 
     def __init__(self, task: Task) -> None:
         """A subclass may have options: keyword-only arguments, set by `environment.options`."""
@@ -91,7 +113,8 @@ class Environment:
         """The same draws for all members of a group."""
 
     def reset(self) -> Any:
-        """Prepares the episode. Returns what is said behind the prompt before the first turn; None for nothing."""
+        """Prepares the episode. Returns what is said behind the prompt before the first turn, as a Say; None for
+        nothing."""
 
     def step(self, action: Action) -> Any:
         """Returns the answer to the action: a Step, or only its observation."""

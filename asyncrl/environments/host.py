@@ -11,6 +11,8 @@ host and starts another one.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import signal
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,12 +21,14 @@ import numpy as np
 
 from asyncrl.config import Options
 from asyncrl.environments.dialogue import Dialogue
+from asyncrl.environments.gateway.server import Gateway
 from asyncrl.environments.player import Limits, Player, Turn
-from asyncrl.environments.table import EnvironmentTable
+from asyncrl.environments.programs.player import ProgramPlayer
+from asyncrl.environments.table import EnvironmentTable, Named
 from asyncrl.errors import ProtocolError
 from asyncrl.util.processes import become_helper
 from asyncrl.wire.endpoints import Endpoints
-from asyncrl.wire.environment_messages import EpisodeEnded, SayNext, Turns, Wishes
+from asyncrl.wire.environment_messages import EpisodeEnded, EpisodeStart, SayNext, Turns, Wishes
 from asyncrl.wire.frames import Array, Message
 from asyncrl.wire.kinds import MAX_TEXT_HEADER_BYTES
 from asyncrl.wire.rpc import Reply, Server
@@ -41,10 +45,13 @@ class HostSpec:
 
     names: str | dict[str, str]
     options: dict[str, Options]
+    python: str | None
+    """The interpreter of agent programs; None for this one."""
     tokenizer_path: str
     trust_remote_code: bool
     limits: Limits
     max_observation_tokens: int
+    tool_format: str
     endpoints: Endpoints
     address: str
     """The address at which it listens."""
@@ -62,11 +69,12 @@ class Host:
     def __init__(self, spec: HostSpec) -> None:
         """Loads environments and tokenizer. Raises ConfigError."""
         self._spec = spec
-        self._table = EnvironmentTable(spec.names, spec.options)
+        self._table = EnvironmentTable(spec.names, spec.options, python=spec.python)
         self._dialogue = Dialogue(
             spec.tokenizer_path,
             trust_remote_code=spec.trust_remote_code,
             max_observation_tokens=spec.max_observation_tokens,
+            tool_format=spec.tool_format,
         )
         self._threads = ThreadPoolExecutor(MAX_THREADS, "environment")
         self._server = Server(
@@ -77,9 +85,10 @@ class Host:
             max_bytes=MAX_TEXT_HEADER_BYTES,
         )
         self._generator = b""
-        self._players: dict[str, Player] = {}
+        self._gateway = Gateway(self._dialogue)
+        self._players: dict[str, Player | ProgramPlayer] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._stuck: list[Player] = []
+        self._stuck: list[Player | ProgramPlayer] = []
         """Players of ended episodes that may have calls which have not returned."""
         self._says: list[tuple[SayNext, Array]] = []
         self._ended: list[EpisodeEnded] = []
@@ -88,13 +97,22 @@ class Host:
 
     async def serve(self) -> None:
         """Serves until the process ends."""
-        asyncio.get_running_loop().add_reader(self._server.event_fd, self._receive)
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        loop.set_default_executor(self._threads)
+        loop.add_signal_handler(signal.SIGTERM, ended.set)
+        if self._table.programs:
+            await self._gateway.start()
+        loop.add_reader(self._server.event_fd, self._receive)
         self._receive()
-        while self._failure is None:
-            await asyncio.sleep(BEAT_S)
+        while self._failure is None and not ended.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(ended.wait(), BEAT_S)
             if self._generator:
                 self._flush_soon()
-        raise self._failure
+        for program in self._table.programs:
+            await program.close()
+        if self._failure is not None:
+            raise self._failure
 
     def _receive(self) -> None:
         """Handles all messages that wait. The event of the socket only says that there may be some."""
@@ -110,16 +128,7 @@ class Host:
         self._generator = message.peer
         arrays = iter(message.arrays)
         for start in body.started:
-            player = Player(
-                start=start,
-                prompt=next(arrays).tolist(),
-                named=self._table.of(start.data_source),
-                dialogue=self._dialogue,
-                limits=self._spec.limits,
-                threads=self._threads,
-                say=self._say,
-            )
-            self._players[start.episode] = player
+            self._players[start.episode] = player = self._player(start, next(arrays).tolist())
             self._tasks[start.episode] = task = asyncio.ensure_future(self._play(player))
             task.add_done_callback(self._note_failure)
         for said in body.said:
@@ -131,7 +140,13 @@ class Host:
                 self._tasks[episode].cancel()
         return None
 
-    async def _play(self, player: Player) -> None:
+    def _player(self, start: EpisodeStart, prompt: list[int]) -> Player | ProgramPlayer:
+        found, dialogue, limits = self._table.of(start.data_source), self._dialogue, self._spec.limits
+        if isinstance(found, Named):
+            return Player(start, prompt, found, dialogue, limits, self._threads, self._say)
+        return ProgramPlayer(start, prompt, found, dialogue.chat, limits, self._gateway, self._say)
+
+    async def _play(self, player: Player | ProgramPlayer) -> None:
         episode = player.start.episode
         try:
             ended = await player.play()
@@ -147,7 +162,7 @@ class Host:
         if not task.cancelled() and task.exception() is not None:
             self._failure = task.exception()
 
-    def _say(self, player: Player, wish: SayNext, tokens: Sequence[int]) -> None:
+    def _say(self, player: Player | ProgramPlayer, wish: SayNext, tokens: Sequence[int]) -> None:
         self._says.append((wish, np.asarray(tokens, dtype=np.int32)))
         self._flush_soon()
 

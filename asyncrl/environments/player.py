@@ -2,6 +2,8 @@
 
     reset -> [sample a turn -> step] repeated -> reward -> close
 
+A row whose prompt is messages is played under the model's chat template, one whose prompt is text without.
+
 An episode ends when a step says that it is done, after `max_turns`, or when the next turn does not fit the window; the
 last two are "truncated", and so is an episode whose last turn was cut. All of these have the environment's reward.
 """
@@ -17,10 +19,12 @@ from dataclasses import dataclass, field
 import structlog
 
 from asyncrl.config import Config
-from asyncrl.environments.calling import Caller, EpisodeFailedError, to_reward, to_step, to_text
-from asyncrl.environments.dialogue import Dialogue
-from asyncrl.environments.environment import Action, Environment, Task
+from asyncrl.environments.calling import Caller, EpisodeFailedError, to_messages, to_reward, to_step
+from asyncrl.environments.dialogue import Dialogue, DialogueError, TextDialogue
+from asyncrl.environments.environment import Action, Environment, Message, Schema, Task
 from asyncrl.environments.table import Named
+from asyncrl.environments.tools import ToolEnvironment
+from asyncrl.errors import ConfigError
 from asyncrl.types import EpisodeEnd, Prompt
 from asyncrl.wire.environment_messages import EpisodeEnded, EpisodeStart, EpisodeStatus, SayNext, TurnStatus
 
@@ -68,6 +72,20 @@ def start_of(episode: str, prompt: Prompt, *, seed: int, evaluation: bool) -> Ep
     )
 
 
+def task_of(start: EpisodeStart, prompt: str) -> Task:
+    """The task of an episode; `prompt` is its text, unless it has messages."""
+    return Task(
+        prompt=prompt if start.chat is None else start.chat,
+        ground_truth=start.ground_truth,
+        data_source=start.data_source,
+        extra_info=start.extra_info,
+        columns=start.columns,
+        row=start.row,
+        seed=start.seed,
+        evaluation=start.evaluation,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Turn:
     """What the policy said."""
@@ -80,6 +98,18 @@ def play_alone(player: Player) -> EpisodeEnded:
     """Plays an episode in this thread, which has no event loop. Calls that ignore their end are left behind."""
     loop = asyncio.new_event_loop()
     return loop.run_until_complete(player.play())
+
+
+def joined(chat: Sequence[Message], said: Sequence[Message], *, is_text: bool) -> list[Message]:
+    """The messages of a row, and what `reset` says: a text behind that of the last message if this is the user's,
+    otherwise messages behind all."""
+    last = chat[-1] if chat else {}
+    content = last.get("content")
+    if not is_text or last.get("role") != "user" or not isinstance(content, str | list):
+        return [*chat, *said]
+    text: str = said[0]["content"]
+    more = f"{content}{text}" if isinstance(content, str) else [*content, {"type": "text", "text": text}]
+    return [*chat[:-1], {**last, "content": more}]
 
 
 @dataclass
@@ -98,10 +128,15 @@ class Player:
     """Length of the sequence so far."""
     turn_rewards: list[float] = field(default_factory=list[float])
     parts: Counter[str] = field(default_factory=Counter[str])
+    num_calls: int = 0
+    """Calls of tools so far."""
     caller: Caller = field(init=False)
+    words: TextDialogue = field(init=False)
+    """The dialogue that fits the row's prompt."""
 
     def __post_init__(self) -> None:
         self.num_tokens = len(self.prompt)
+        self.words = self.dialogue
         times = {"step_timeout_s": self.limits.step_timeout_s, "timeout_s": self.limits.timeout_s}
         self.caller = Caller(self.named.kind.__name__, self.threads, **times)
 
@@ -120,9 +155,12 @@ class Player:
         caller, named = self.caller, self.named
         try:
             if self.start.chat is not None:
-                raise EpisodeFailedError("environment", f"row {self.start.row}: the prompt is no plain text")
-            made: Environment = await caller("__init__", named.make, self._task(), at_once=named.kind.returns_at_once)
+                self.words = self.dialogue.chat
+            task = task_of(self.start, self.dialogue.text_of(self.prompt))
+            made: Environment = await caller("__init__", named.make, task, at_once=named.kind.returns_at_once)
             environment = made
+            if isinstance(made, ToolEnvironment):
+                made.in_thread = caller.in_thread
             ended, status = await self._turns(made)
             given = await self._call(made, "reward")
             score, parts = to_reward(self.caller.name, given)
@@ -130,37 +168,68 @@ class Player:
             return self._end(status, ended, reward=sum(self.turn_rewards) + score)
         except EpisodeFailedError as error:
             return self._end("failed", error.ended, error=str(error))
+        except (ConfigError, DialogueError) as error:  # of the chat template
+            return self._end("failed", "environment", error=f"{caller.name}: {error}")
         finally:
             if environment is not None:
                 await self._close(environment)
 
     async def _turns(self, environment: Environment) -> tuple[EpisodeEnd, EpisodeStatus]:
-        name, dialogue = self.caller.name, self.dialogue
-        observation = dialogue.encode(to_text(name, "reset", await self._call(environment, "reset")))
-        if not self.num_tokens + len(observation):
+        name, words, tools = self.caller.name, self.words, list(environment.tools)
+        observation, keep = self._opening(await self._call(environment, "reset"), tools)
+        if not keep + len(observation):
             raise EpisodeFailedError("environment", f"{name}.reset said nothing, and the row has no prompt")
+        self.num_tokens = keep
         if self._room(observation) < 1:
-            text = f"{self.num_tokens + len(observation)} tokens before the first turn, the window has "
+            text = f"{keep + len(observation)} tokens before the first turn, the window has "
             raise EpisodeFailedError("overlong", f"{name}: {text}{self.limits.window_tokens}")
         for number in range(self.named.max_turns(self.limits.max_turns)):
+            if number and not observation:
+                raise EpisodeFailedError("environment", f"{name}.step said nothing, and the episode is not done")
             turn = await self._sample(observation)
-            cut = turn.status == "truncated"
-            action = Action(dialogue.text_of(turn.tokens), number, truncated=cut)
+            action = self._action(turn, number, tools)
             step = to_step(name, await self._call(environment, "step", action))
             self.turn_rewards.append(float(step.reward))
             self.parts.update({key: float(part) for key, part in step.parts.items()})
             if step.done:
                 return "done", turn.status
-            observation = dialogue.encode(to_text(name, "step", step.observation))
+            said = to_messages(name, "step", step.observation, is_chat=words.is_chat)
+            closed = words.closes(turn.tokens)
+            observation = words.follow(said, tools, closed=closed, calls=action.tool_calls)
             if self._room(observation) < 1:
                 return "window", "truncated"
         return "max_turns", "truncated"
+
+    def _opening(self, said: object, tools: Sequence[Schema]) -> tuple[list[int], int]:
+        """What comes before the first turn, behind the number of tokens that are kept of the row's prompt."""
+        messages = to_messages(self.caller.name, "reset", said, is_chat=self.words.is_chat)
+        chat = self.start.chat
+        if chat is None and tools:
+            text = "has tools, which a chat template shows, but the row's prompt is plain text"
+            raise EpisodeFailedError("environment", f"{self.caller.name} {text}; set data.string_prompts=user")
+        if chat is None:
+            return self.words.begin(messages, tools), len(self.prompt)
+        if not messages and not tools:
+            return [], len(self.prompt)
+        return self.words.begin(joined(chat, messages, is_text=isinstance(said, str)), tools), 0
+
+    def _action(self, turn: Turn, number: int, tools: Sequence[Schema]) -> Action:
+        read = self.words.read(turn.tokens, tools, first_call=self.num_calls)
+        self.num_calls += len(read.calls)
+        return Action(
+            text=self.words.text_of(turn.tokens),
+            turn=number,
+            truncated=turn.status == "truncated",
+            message=read.message,
+            tool_calls=read.calls,
+            problems=read.problems,
+        )
 
     async def _sample(self, observation: list[int]) -> Turn:
         """Returns the policy's turn behind the observation."""
         max_tokens = min(self.limits.max_new_tokens, self._room(observation))
         keep, self.num_tokens = self.num_tokens, self.num_tokens + len(observation)
-        self.say(self, SayNext(self.start.episode, 0, 0, keep, max_tokens), observation)
+        self.say(self, SayNext(self.start.episode, 0, 0, keep, max_tokens, []), observation)
         turn = await self.said.get()
         self.num_tokens += len(turn.tokens)
         return turn
@@ -168,19 +237,6 @@ class Player:
     def _room(self, observation: Sequence[int]) -> int:
         """Tokens of the window that are left behind the observation."""
         return self.limits.window_tokens - self.num_tokens - len(observation)
-
-    def _task(self) -> Task:
-        start = self.start
-        return Task(
-            prompt=self.dialogue.text_of(self.prompt) if start.chat is None else start.chat,
-            ground_truth=start.ground_truth,
-            data_source=start.data_source,
-            extra_info=start.extra_info,
-            columns=start.columns,
-            row=start.row,
-            seed=start.seed,
-            evaluation=start.evaluation,
-        )
 
     async def _call(self, environment: Environment, method: str, *arguments: object) -> object:
         function = getattr(environment, method)

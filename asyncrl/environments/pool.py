@@ -49,6 +49,7 @@ class NextTurn(NamedTuple):
     keep: int
     branch: int = 0
     source: int = 0
+    stop: Sequence[str] = ()
 
 
 @dataclass(slots=True)
@@ -96,10 +97,12 @@ class EnvironmentPool:
         self._spec = HostSpec(
             names=settings.name,
             options=settings.options,
+            python=settings.python,
             tokenizer_path=config.model.path,
             trust_remote_code=config.model.trust_remote_code,
             limits=Limits.of(config, window_tokens=window_tokens),
             max_observation_tokens=settings.max_observation_tokens,
+            tool_format=settings.tool_format,
             endpoints=endpoints,
             address="",
         )
@@ -159,7 +162,7 @@ class EnvironmentPool:
 
     def _read(self, host: _Host, body: Wishes, arrays: Sequence[NDArray[np.int32]]) -> list[NextTurn | EpisodeEnded]:
         says = [
-            NextTurn(say.episode, tokens, say.max_tokens, say.keep, say.branch, say.source)
+            NextTurn(say.episode, tokens, say.max_tokens, say.keep, say.branch, say.source, say.stop)
             for say, tokens in zip(body.says, arrays, strict=True)
             if say.episode in host.live
         ]

@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from asyncrl.config import Config, Options, check_options, did_you_mean
-from asyncrl.environments.environment import Environment, Task
+from asyncrl.environments.environment import Environment, Schema, Task
 from asyncrl.errors import ConfigError
 from asyncrl.util.user_code import resolve
+
+if TYPE_CHECKING:
+    from asyncrl.environments.programs.program import Program
 
 ENVIRONMENTS: dict[str, str] = {
     "calculator": "asyncrl.environments.builtin.calculator:Calculator",
     "guess": "asyncrl.environments.builtin.guess:GuessNumber",
 }
 """Module and class of each built-in environment, imported when it is used."""
+SCHEMES: dict[str, str] = {"agent": "asyncrl.environments.programs.load:load_agent"}
+"""Module and function that load what is named `SCHEME:REST`."""
 METHODS = ("reset", "step", "reward", "close")
 
 
 class EnvironmentTable:
     """One environment for all data, or one for each data source ("default" for the others)."""
 
-    def __init__(self, names: str | dict[str, str], options: dict[str, Options]) -> None:
-        """Loads every named class. Raises ConfigError for a name that is not found, what is no environment, and
-        options that it does not have."""
+    def __init__(self, names: str | dict[str, str], options: dict[str, Options], *, python: str | None = None) -> None:
+        """Loads every named environment; `python` is the interpreter of agent programs, by default this one. Raises
+        ConfigError for a name that is not found, what is no environment, and options that it does not have."""
         self._names = names
         known = environment_names(names)
         for name in options:
@@ -32,13 +38,21 @@ class EnvironmentTable:
                     f"environment.options.{name}: environment.name does not use {name}{did_you_mean(name, known)} (it "
                     f"uses {', '.join(known)})"
                 )
-        self._options = {name: dict(options.get(name, {})) for name in known}
-        self._classes = {name: load_environment(name, self._options[name]) for name in known}
+        self._found = {name: load_environment(name, dict(options.get(name, {})), python=python) for name in known}
 
-    def of(self, data_source: str) -> Named:
+    def of(self, data_source: str) -> Named | Program:
         """The environment of a data source."""
-        name = environment_for(self._names, data_source)
-        return Named(self._classes[name], self._options[name])
+        return self._found[environment_for(self._names, data_source)]
+
+    @property
+    def programs(self) -> list[Program]:
+        """The agent programs among the environments."""
+        return [found for found in self._found.values() if not isinstance(found, Named)]
+
+    @property
+    def tools(self) -> dict[str, Sequence[Schema]]:
+        """The tools of each environment. Those of agent programs are not known."""
+        return {name: list(found.kind.tools) for name, found in self._found.items() if isinstance(found, Named)}
 
 
 class Named(NamedTuple):
@@ -56,8 +70,12 @@ class Named(NamedTuple):
         return self.kind(task, **self.options)
 
 
-def load_environment(name: str, options: Options) -> type[Environment]:
-    """Returns the class of this name in ENVIRONMENTS, or the user's own. Raises ConfigError."""
+def load_environment(name: str, options: Options, *, python: str | None = None) -> Named | Program:
+    """Returns the class of this name in ENVIRONMENTS, or the user's own; or the program of a scheme. Raises
+    ConfigError."""
+    scheme, _, rest = name.partition(":")
+    if scheme in SCHEMES:
+        return resolve("environment.name", SCHEMES[scheme], {})(rest, options, python)
     key, found = "environment.name", find_environment(name)
     if not (inspect.isclass(found) and issubclass(found, Environment)):
         raise ConfigError(f"{key} = {name!r}: is no class derived from asyncrl.environments.Environment")
@@ -67,7 +85,22 @@ def load_environment(name: str, options: Options) -> type[Environment]:
         wanted = 2 if method == "step" else 1
         _check_parameters(f"{key} = {name!r}", method, getattr(found, method), wanted)
     check_options(f"environment.options.{name}", name, found, options, hidden=())
-    return found
+    try:
+        tools: Any = found.tools  # those of a ToolEnvironment are made here
+    except ConfigError as error:
+        raise ConfigError(f"{key} = {name!r}: {error}") from None
+    for tool in tools:
+        if not _is_schema(tool):
+            raise ConfigError(
+                f'{key} = {name!r}: tools has {tool!r}, which is not {{"type": "function", "function": {{"name": ..., '
+                '"parameters": ...}}'
+            )
+    return Named(found, options)
+
+
+def _is_schema(tool: Any) -> bool:
+    function: Any = tool.get("function") if isinstance(tool, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
 def find_environment(name: str) -> Any:
@@ -93,10 +126,15 @@ def environment_for(names: str | dict[str, str], data_source: str) -> str:
     return name
 
 
-def check_environment(config: Config) -> None:
-    """Loads every environment that the config names, with its options. Raises ConfigError."""
-    if config.environment.name is not None:
-        EnvironmentTable(config.environment.name, config.environment.options)
+def check_environment(config: Config) -> EnvironmentTable:
+    """Loads every environment that the config names, with its options, and the programs in their interpreter. Raises
+    ConfigError."""
+    settings = config.environment
+    assert settings.name is not None
+    table = EnvironmentTable(settings.name, settings.options, python=settings.python)
+    for program in table.programs:
+        program.check()
+    return table
 
 
 def _check_parameters(what: str, method: str, function: Any, wanted: int) -> None:

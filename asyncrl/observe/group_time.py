@@ -29,7 +29,8 @@ def group_times(trace: pa.Table) -> list[dict[str, Any]]:
     started_s, finished_s, taken_s, trained_s, reward_s = (
         trained.column(name).to_numpy() for name in ("started_s", "finished_s", "taken_s", "trained_s", "reward_s")
     )
-    environment_s = _list_means(trained, "reset_s") + _list_means(trained, "wait_s")
+    waited_s = list_sums(trained, "reset_s") + list_sums(trained, "wait_s")
+    environment_s = waited_s / np.maximum(num_members(trained), 1)
     parts_s = {
         "engine": np.maximum(finished_s - started_s - reward_s - environment_s, 0.0),
         "environment": environment_s,
@@ -53,11 +54,14 @@ def _row(name: str, parts_s: dict[str, NDArray[np.float64]], of: NDArray[np.bool
     return {"role": name, "seconds": total_s, "activities": shares}
 
 
-def _list_means(table: pa.Table, column: str) -> NDArray[np.float64]:
-    """Mean of the list in each row; 0 for an empty one."""
+def list_sums(table: pa.Table, column: str) -> NDArray[np.float64]:
+    """Sum of the list in each row."""
     lists = table.column(column).combine_chunks()
+    ends = np.concatenate([[0.0], np.cumsum(lists.values.to_numpy().astype(np.float64))])
     offsets = lists.offsets.to_numpy()
-    values = lists.values.to_numpy().astype(np.float64)
-    ends = np.concatenate([[0.0], np.cumsum(values)])
-    counts = np.diff(offsets)
-    return (ends[offsets[1:]] - ends[offsets[:-1]]) / np.maximum(counts, 1)
+    return ends[offsets[1:]] - ends[offsets[:-1]]
+
+
+def num_members(table: pa.Table) -> NDArray[np.int64]:
+    """Number of the members of the group in each row."""
+    return np.array([members[-1] + 1 if members else 0 for members in table.column("members").to_pylist()])

@@ -25,6 +25,7 @@ from asyncrl.util.processes import GENERATOR_PHASES
 
 REFUNDED = ("failed", "truncated", "environment", "timeout", "overlong")
 """Outcomes of groups that were refunded for another reason than equal rewards."""
+OF_TURNS = ("turns", "wait_s", "slow_turns")
 MAX_GROUPS = 16384
 """Number of groups whose lengths are kept."""
 MIN_STEPS = 3
@@ -233,25 +234,45 @@ def _lengths(trace: pa.Table, config: Config) -> Lengths:
     """Returns the lengths of at most MAX_GROUPS complete groups, evenly spaced in the trace."""
     group_size = config.generator.group_size
     trace = trace.take(np.arange(0, len(trace), -(-len(trace) // MAX_GROUPS)))
-    offsets = trace.column("completion_tokens").combine_chunks().offsets.to_numpy()
-    complete = trace.filter(np.diff(offsets) == group_size)
-    completions = complete.column("completion_tokens").combine_chunks().values.to_numpy().reshape(-1, group_size)
-    prompts = complete.column("prompt_tokens").combine_chunks().values.to_numpy().reshape(-1, group_size)[:, 0]
+    members, num_members = _members(trace)
+    complete = trace.filter(num_members == group_size)
+    members = members[np.repeat(num_members == group_size, _rows(trace))]
+    sums = {name: _by_member(complete, name, members, group_size) for name in ("completion_tokens", *OF_TURNS)}
+    prompts = complete.column("prompt_tokens").combine_chunks()
+    completions = np.maximum(sums["completion_tokens"], 1).astype(np.int32)
+    episodes = None
+    if sums["turns"].any():
+        turns, wait_s, slow_turns = (sums[name] for name in OF_TURNS)
+        episodes = Episodes(np.maximum(turns, 1).astype(np.int32), wait_s, slow_turns.astype(np.int32))
     failed = np.isin(complete.column("outcome").to_pylist(), REFUNDED)
-    signal, episodes = _signal(complete, config), _episodes(complete, group_size)
-    return Lengths(np.maximum(completions, 1), prompts, signal, failed, episodes)
+    first = prompts.values.to_numpy()[prompts.offsets.to_numpy()[:-1]]
+    return Lengths(completions, first, _signal(complete, config), failed, episodes)
 
 
-def _episodes(complete: pa.Table, group_size: int) -> Episodes | None:
-    """Returns the turns and waits of complete groups; None if they were not played in an environment."""
-    lists = [complete.column(name).combine_chunks() for name in ("turns", "wait_s", "slow_turns")]
-    turns, wait_s, slow_turns = (one.values.to_numpy() for one in lists)
-    if len(turns) != len(complete) * group_size:
-        return None
-    shape = -1, group_size
-    return Episodes(
-        np.maximum(turns, 1).reshape(shape), wait_s.astype(np.float64).reshape(shape), slow_turns.reshape(shape)
-    )
+def _rows(trace: pa.Table) -> NDArray[np.int64]:
+    """Returns the number of trajectories of each group."""
+    return np.diff(trace.column("completion_tokens").combine_chunks().offsets.to_numpy())
+
+
+def _members(trace: pa.Table) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Returns the member of its group that each trajectory is of, and the number of members of each group. In the trace
+    of a former version each trajectory is a member."""
+    rows = _rows(trace)
+    ends = np.cumsum(rows)
+    members = trace.column("members").combine_chunks().values.to_numpy()
+    if not len(members):
+        return np.arange(rows.sum()) - np.repeat(ends - rows, rows), rows
+    return members, np.where(rows > 0, members[ends - 1] + 1, 0)
+
+
+def _by_member(trace: pa.Table, column: str, members: NDArray[np.int64], group_size: int) -> NDArray[np.float64]:
+    """Returns the sums of a list over the trajectories of each member, [groups, group_size]; 0 if it is empty."""
+    values, rows = trace.column(column).combine_chunks().values.to_numpy(), _rows(trace)
+    if len(values) != len(members):
+        return np.zeros((len(trace), group_size))
+    places = np.repeat(np.arange(len(trace)), rows) * group_size + members
+    sums = np.bincount(places, weights=values, minlength=len(trace) * group_size)
+    return sums.astype(np.float64).reshape(-1, group_size)
 
 
 def _learner_cost(rows: list[dict[str, float]], steps: dict[int, _Step], learners: int) -> LearnerCost:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+LOOPBACK = "127.0.0.1"
+
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
@@ -17,7 +19,7 @@ class Endpoints:
     """ZeroMQ address of the channel on which learner rank 0 announces weights."""
     learners: str
     """ZeroMQ address of the store through which the learner ranks rendezvous; rank 0 serves it."""
-    host: str = "127.0.0.1"
+    host: str = LOOPBACK
     """Address that gloo and NCCL listen on, and ZeroMQ unless it uses unix sockets."""
     reward_model: str = ""
     """ZeroMQ address of the reward model's process; empty without a reward model."""

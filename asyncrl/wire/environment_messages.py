@@ -16,6 +16,8 @@ from msgspec import Meta
 from asyncrl.types import EpisodeEnd
 from asyncrl.wire.bounds import MAX_PARTS, Body, Document, Index, Items, Name, Number, Reward, Text, Time
 
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 200
 TurnStatus = Literal["completed", "truncated"]
 EpisodeStatus = Literal["completed", "truncated", "failed"]
 Parts = Annotated[dict[Name, float], Meta(max_length=MAX_PARTS)]
@@ -65,6 +67,10 @@ class SayNext(Body):
     source: Index
     keep: Number
     max_tokens: Annotated[int, Meta(ge=1)]
+    stop: Annotated[
+        list[Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]], Meta(max_length=MAX_STOPS)
+    ]
+    """Texts that end the turn, beside those of `generator.stop`."""
 
 
 class EpisodeEnded(Body):

@@ -63,7 +63,7 @@ TURNS = Turns(
     dropped=["0.0.2"],
 )
 WISHES = Wishes(
-    says=[SayNext("0.0.0", 1, 0, 12, 8)],
+    says=[SayNext("0.0.0", 1, 0, 12, 8, ["."])],
     ended=[EpisodeEnded("0.0.1", "failed", "timeout", 0.0, {"calls": 1.0}, [0.5], [0], 0.25, "it took too long")],
     stuck=1,
 )

@@ -68,7 +68,8 @@ def _row(ticket: int, completion: list[int], trained: bool, step: int, taken_s: 
         "train_version": step - 1 if trained else -1, "started_s": taken_s - 0.5, "finished_s": taken_s - 0.1,
         "taken_s": taken_s if trained else float("nan"), "trained_s": now_s if trained else float("nan"),
         "prompt_tokens": [PROMPT_TOKENS] * len(completion), "completion_tokens": completion,
-        "rewards": [0.0] * len(completion), "signal": trained, "reward_s": REWARD_S, "turns": [],
+        "rewards": [0.0] * len(completion), "signal": trained, "reward_s": REWARD_S,
+        "members": list(range(len(completion))), "turns": [],
         **{name: [] for name in OF_EPISODE},
     }  # fmt: skip
 

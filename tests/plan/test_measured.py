@@ -173,6 +173,15 @@ def test_turns_and_waits_are_those_of_the_trace(tmp_path: Path) -> None:
     assert episodes.slow_turns[:3, 0].tolist() == [0, 1, 2]
     assert run.workload.lengths.failed.sum() == sum(row["outcome"] == "timeout" for row in rows)
     assert run.environments == 0.0, "not in the metrics of this run"
+    lengths = run.workload.lengths.completions
+    rows[0] |= {"members": [0, 0, 1], "turns": [2, 1, 3], "wait_s": [1.5, 0.0, 0.5], "slow_turns": [1, 0, 0]}
+    rows[0] |= {"completion_tokens": [5, 6, 7], "prompt_tokens": [3, 9, 3], "rewards": [1.0, 1.0, 0.0]}
+    pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), folder / "trace.parquet")
+    branched = read_run(folder).workload.lengths
+    assert branched.episodes is not None
+    assert branched.completions[0].tolist() == [11, 7] and branched.prompts[0] == 3
+    assert branched.episodes.turns[0].tolist() == [3, 3] and branched.episodes.wait_s[0].tolist() == [1.5, 0.5]
+    assert branched.completions[1:].tolist() == lengths[1:].tolist(), "the rows of a member count as one"
     recent = RecentRun(load_config(config).model_copy(update={"runs_dir": str(tmp_path)}), generators_per_device=1)
     assert recent.timed_out_fraction() == pytest.approx(0.1)
 

@@ -54,7 +54,7 @@ def test_episodes_cross_the_wire(tmp_path: Path) -> None:
     back = unpack_group(header, arrays)
     assert [member.episode for member in back.trajectories] == [member.episode for member in group.trajectories]
     short = structs.replace(header, episodes=header.episodes[:1])
-    with pytest.raises(ProtocolError, match="1 episodes, a group has 2 or none"):
+    with pytest.raises(ProtocolError, match="1 episodes for 2 trajectories, there is one for each or none"):
         check_group(short, arrays, group_size=2)
 
 
@@ -77,7 +77,7 @@ def test_tokens_of_failed_tries_are_in_the_ledger_and_observations_are_no_action
     assert trace.column("completion_tokens").to_pylist() == [[3, 4]] * 2
     expected = {
         "turns": [2, 2], "observation_tokens": [1, 1], "environment_s": [0.5, 0.5], "reset_s": [0.125, 0.125],
-        "wait_s": [0.0, 2.0], "slow_turns": [0, 1], "lost_tokens": [0, 7], "reward_s": 0.25,
+        "wait_s": [0.0, 2.0], "slow_turns": [0, 1], "lost_tokens": [0, 7], "reward_s": 0.25, "members": [0, 1],
     }  # fmt: skip
     for name, values in expected.items():
         assert trace.column(name).to_pylist() == [values] * 2, name

@@ -263,7 +263,7 @@ def test_damaged_frames_never_do_worse_than_a_protocol_error(
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda header, arrays: header.rewards.pop(), "1 rewards, a group has 2"),
+        (lambda header, arrays: header.rewards.pop(), "1 rewards for 2 trajectories"),
         (lambda header, arrays: setattr(header, "lengths", [1, 1]), "lengths do not add up"),
         (lambda header, arrays: setattr(header, "start_version", 4), "older than the version the group started at"),
         (lambda header, arrays: setattr(header, "rewards", [0.0, float("nan")]), "reward nan is not finite"),

@@ -20,7 +20,7 @@ from asyncrl.launch.console import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, Int
 from asyncrl.launch.endpoints import run_endpoints
 from asyncrl.launch.local import LocalLauncher, find_launcher
 from asyncrl.launch.preflight import check_model
-from asyncrl.launch.resources.placement import LOOPBACK, place_roles
+from asyncrl.launch.resources.placement import place_roles
 from asyncrl.launch.run_dir import changes, refuse_changes
 from asyncrl.launch.worker import EXIT_CONFIG, RoleSpec
 from asyncrl.observe.document import OF_STEP, read_metrics
@@ -28,7 +28,7 @@ from asyncrl.observe.logs import configure_logs
 from asyncrl.rewards.reward_model import uses_reward_model
 from asyncrl.samples import Samples
 from asyncrl.util.files import next_free_path
-from asyncrl.wire.endpoints import Endpoints
+from asyncrl.wire.endpoints import LOOPBACK, Endpoints
 
 CHUNK_BYTES = 16 << 20
 

@@ -17,8 +17,8 @@ from asyncrl.config.sections import LAST_PORT
 from asyncrl.errors import ConfigError
 from asyncrl.generator.vllm_backend.setup import GPU_FRACTION
 from asyncrl.launch.resources.gpus import Gpu, visible_gpus
+from asyncrl.wire.endpoints import LOOPBACK
 
-LOOPBACK = "127.0.0.1"
 OWN_PORTS = range(20000, 32000)
 """Range to search for free ports, below the ports that Linux assigns to outgoing connections (32768 and up)."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from itertools import accumulate
 
 from msgspec import field
@@ -11,7 +11,7 @@ from asyncrl.replay.metrics.stats import GeneratorState
 from asyncrl.types import EPISODE_ENDS, EpisodeEnd
 from asyncrl.util.durable import Durable
 from asyncrl.util.processes import GENERATOR_ACTIVITIES, fractions
-from asyncrl.wire.messages import EpisodeHeader
+from asyncrl.wire.messages import GroupHeader
 
 EPISODE_FAILURES: tuple[EpisodeEnd, ...] = ("environment", "timeout", "overlong", "host")
 """The ends of a failed episode."""
@@ -44,12 +44,15 @@ class Quantiles(Durable):
         return found
 
 
-def episode_values(episodes: Sequence[EpisodeHeader]) -> dict[str, list[float]]:
-    """A value of each episode with a reward, by the metric that is their mean."""
+def episode_values(header: GroupHeader) -> dict[str, list[float]]:
+    """A value of each episode of a group with rewards, by the metric that is their mean."""
+    turns = header.sums_of_members([len(one.turn_rewards) for one in header.episodes])
+    observed = header.sums_of_members([one.observation_tokens for one in header.episodes])
+    episodes = header.of_members(header.episodes)
     ends = {f"environment/ended_{end}": [float(one.ended == end) for one in episodes] for end in EPISODE_ENDS}
     return {
-        "environment/turns": [float(len(one.turn_rewards)) for one in episodes],
-        "environment/observation_tokens": [float(one.observation_tokens) for one in episodes],
+        "environment/turns": [float(count) for count in turns],
+        "environment/observation_tokens": [float(tokens) for tokens in observed],
         "environment/episode_s": [one.environment_s for one in episodes],
         "environment/reset_s": [one.reset_s for one in episodes],
         "environment/tries": [float(one.tries) for one in episodes],
@@ -57,10 +60,11 @@ def episode_values(episodes: Sequence[EpisodeHeader]) -> dict[str, list[float]]:
     }
 
 
-def episode_failures(episodes: Sequence[EpisodeHeader]) -> dict[str, list[float]]:
+def episode_failures(header: GroupHeader) -> dict[str, list[float]]:
     """`environment/failed/END` of each episode, 1 if it failed by this end; empty without episodes."""
-    if not episodes:
+    if not header.episodes:
         return {}
+    episodes = header.of_members(header.episodes)
     return {f"environment/failed/{end}": [float(one.ended == end) for one in episodes] for end in EPISODE_FAILURES}
 
 

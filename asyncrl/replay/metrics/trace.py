@@ -44,6 +44,7 @@ SCHEMA = pa.schema(
         ("rewards", pa.list_(pa.float32())),
         ("signal", pa.bool_()),
         ("reward_s", pa.float64()),
+        ("members", pa.list_(pa.int32())),
         ("turns", pa.list_(pa.int32())),
         ("observation_tokens", pa.list_(pa.int32())),
         ("environment_s", pa.list_(pa.float32())),
@@ -54,7 +55,8 @@ SCHEMA = pa.schema(
     ]
 )
 """Times in seconds of the run, NaN if not reached; train_version is -1 for untrained groups; the lists have
-one entry for each trajectory, the last seven none without an environment; `prompt_tokens` are those before the first
+one entry for each trajectory, the last seven none without an environment, and
+`members` says which member of the group it is of; `prompt_tokens` are those before the first
 action token; `signal` is that of `has_signal`; `reward_s` are the seconds before finished_s in which the group was
 scored."""
 OF_EPISODE = ("observation_tokens", "environment_s", "reset_s", "wait_s", "slow_turns", "lost_tokens")
@@ -106,7 +108,7 @@ class TraceWriter:
         times = [header.started_s, header.finished_s, taken_s, trained_s]
         turns = [len(episode.turn_rewards) for episode in header.episodes]
         episodes = [[getattr(episode, name) for episode in header.episodes] for name in OF_EPISODE]
-        ended = [prompt, completion, header.rewards, signal, header.reward_s, turns, *episodes]
+        ended = [prompt, completion, header.rewards, signal, header.reward_s, header.members, turns, *episodes]
         self._rows.append([*group, outcome, *versions, *times, *ended])
         if len(self._rows) >= ROWS_PER_WRITE or time.monotonic() - self._flushed_s > FLUSH_S:
             self.flush()

@@ -1,0 +1,244 @@
+"""Dialogues under a model's chat template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from asyncrl.environments.dialogue import formats
+from asyncrl.environments.dialogue.formats import Read
+from asyncrl.environments.dialogue.plain import CHARACTERS_PER_TOKEN, MARK, Coders, DialogueError, TextDialogue
+from asyncrl.environments.dialogue.rendering import Rendering, roles_of
+from asyncrl.environments.dialogue.turns import ANCHOR, DUMMY, SECRET, Ends, Turns, dummy_call, dummy_turn
+from asyncrl.environments.environment import Message, Schema, ToolCall
+
+MAX_FRAMES = 256
+UNKNOWN = "\ufffd"
+"""Stands for the bytes of a character that was cut."""
+PROBES = (
+    "7",
+    "a",
+    '{"a": [1, "b"]}',
+    "[1, 2]",
+    "two\nlines, <b>&amp;</b> \"quoted\" and 'single'",
+    "ünïcode ✓",
+    "-1.5",
+)
+"""Contents with which a frame is compared with the rendering of the template."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """What follows a turn, in pieces between which contents are put."""
+
+    pieces: list[str]
+
+    def fill(self, contents: Sequence[str]) -> str:
+        texts = [self.pieces[0]]
+        for content, piece in zip(contents, self.pieces[1:], strict=True):
+            texts += [content, piece]
+        return "".join(texts)
+
+
+class ChatDialogue(TextDialogue):
+    """Renders messages with the model's chat template, and reads turns.
+
+    A turn of the policy is never rendered: `follow` renders a conversation whose turn is a dummy, and returns what
+    comes behind the end of that turn.
+    """
+
+    is_chat = True
+
+    def __init__(
+        self,
+        tokenizer_path: str,
+        *,
+        trust_remote_code: bool,
+        max_observation_tokens: int,
+        tool_format: str = "auto",
+        coders: Coders | None = None,
+    ) -> None:
+        """`coders` are those of the tokenizer if they are loaded already. Raises ConfigError if the model has no chat
+        template, and DialogueError for a template that cannot be used."""
+        super().__init__(
+            tokenizer_path,
+            trust_remote_code=trust_remote_code,
+            max_observation_tokens=max_observation_tokens,
+            coders=coders,
+        )
+        self.rendering = Rendering(tokenizer_path, trust_remote_code=trust_remote_code)
+        self._tool_format = tool_format
+        self.turns = Turns.of(self.rendering)
+        self._end_tokens = frozenset(token for token in self.ends if token is not None)
+        self.generation_prompt = self.rendering.plain(self.turns.prompt)
+        """What the template writes before a turn."""
+        opened, closed = (self.generation_prompt.rfind(mark) for mark in (formats.THINK, formats.END_THINK))
+        self._opens_reasoning = opened > closed
+        self._frames: dict[str, _Frame | None] = {}
+        self.framed = frozenset(role for role in ("user", "tool", "system") if self._frames_agree(role))
+        """The roles whose contents the template copies unchanged."""
+
+    @property
+    def ends(self) -> Ends:
+        """The special tokens that end turns."""
+        return self.turns.ends
+
+    def begin(self, messages: Sequence[Message], tools: Sequence[Schema]) -> list[int]:
+        return self.rendering.encode(self.rendering.render(messages, tools, generate=True))
+
+    def follow(
+        self, said: Sequence[Message], tools: Sequence[Schema], *, closed: bool, calls: Sequence[ToolCall] = ()
+    ) -> list[int]:
+        said = [{**message, "content": self._shortened(message["content"])} for message in said]
+        text = self.rendering.name_of(self.ends.history) + self.suffix(said, tools, calls)
+        tokens = self.rendering.encode(text)
+        return tokens[1:] if closed else tokens
+
+    def closes(self, tokens: Sequence[int]) -> bool:
+        return bool(tokens) and tokens[-1] in self._end_tokens
+
+    def read(self, tokens: Sequence[int], tools: Sequence[Schema], *, first_call: int = 0) -> Read:
+        text = self.decode(tokens[:-1] if self.closes(tokens) else tokens)
+        return self._read(text, tools, first_call)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of the tokens, with special tokens."""
+        return self.coders.decode([tokens], special_tokens=True)[0]
+
+    def suffix(self, said: Sequence[Message], tools: Sequence[Schema], calls: Sequence[ToolCall] = ()) -> str:
+        """The text that `follow` encodes, with the names of special tokens. Raises DialogueError."""
+        check_appendable(said)
+        contents = [message["content"] for message in said]
+        if not all(
+            message["role"] in self.framed and _is_plain(message["content"]) for message in said
+        ) or not isinstance(contents[0], str):
+            return self._rendered(said, tools, calls)
+        key = json.dumps([[{**message, "content": ""} for message in said], tools, [call.name for call in calls]])
+        if key not in self._frames:
+            if len(self._frames) >= MAX_FRAMES:
+                self._frames.clear()
+            self._frames[key] = self._frame(said, tools, calls)
+        frame = self._frames[key]
+        return self._rendered(said, tools, calls) if frame is None else frame.fill(contents)
+
+    def _rendered(self, said: Sequence[Message], tools: Sequence[Schema], calls: Sequence[ToolCall]) -> str:
+        """The text behind the dummy turn in a rendering."""
+        names = {call.id: call.name for call in calls}
+        answered = [message for message in said if message["role"] == "tool"]
+        made = [dummy_call(message, names, is_text=self.turns.has_text_arguments) for message in answered]
+        try:
+            text = self.rendering.render([DUMMY, dummy_turn(made), *said], tools, generate=True)
+        except DialogueError:
+            if len(made) < 2:
+                raise
+            text = self.rendering.render(
+                [DUMMY, dummy_turn(made[-1:]), *said], tools, generate=True
+            )  # one call at a time
+        return self._behind_turn(text, said)
+
+    def _behind_turn(self, text: str, said: Sequence[Message]) -> str:
+        anchor = text.rfind(ANCHOR)
+        for token, position in self.rendering.special_in(text):
+            if position > anchor >= 0 and token in self._end_tokens:
+                return text[position + len(self.rendering.name_of(token)) :]
+        raise DialogueError(
+            f"the chat template does not end the assistant's turn before {roles_of(said)} with one of "
+            f"{sorted(self._end_tokens)}"
+        )
+
+    def _frame(self, said: Sequence[Message], tools: Sequence[Schema], calls: Sequence[ToolCall]) -> _Frame | None:
+        """The frame of messages like these; None if the template does not show each content once, in order."""
+        marks = [f"Zm{SECRET}m{number}mZ" for number in range(len(said))]
+        marked = [{**message, "content": mark} for message, mark in zip(said, marks, strict=True)]
+        rest, pieces = self._rendered(marked, tools, calls), list[str]()
+        for mark in marks:
+            if rest.count(mark) != 1:
+                return None
+            piece, _, rest = rest.partition(mark)
+            pieces.append(piece)
+        return _Frame([*pieces, rest])
+
+    def _frames_agree(self, role: str) -> bool:
+        """True if frames of a role are what the template renders, for the contents of PROBES."""
+        message: Message = {"role": role, "content": ""}
+        if role == "tool":
+            message |= {"tool_call_id": "call00000", "name": "probe"}
+        try:
+            frame = self._frame([message], (), ())
+            return frame is not None and all(
+                frame.fill([content]) == self._rendered([{**message, "content": content}], (), ()) for content in PROBES
+            )
+        except DialogueError:
+            return False
+
+    def _shortened(self, content: Any) -> Any:
+        """A content that is too long, with MARK between its two ends."""
+        if not isinstance(content, str) or len(content.encode()) <= self._max_tokens:
+            return content
+        encode, ends = self.coders.encode, self._max_tokens * CHARACTERS_PER_TOKEN
+        if len(content) > 2 * ends:
+            first, last = encode(content[:ends]), encode(content[-ends:])
+        else:
+            first = last = encode(content)
+            if len(first) <= self._max_tokens:
+                return content
+        room = max(0, self._max_tokens - len(encode(MARK)))
+        parts = [first[: room - room // 2], last[len(last) - room // 2 :]]
+        texts = self.coders.decode(parts, special_tokens=True)
+        return f"{texts[0].rstrip(UNKNOWN)}{MARK}{texts[1].lstrip(UNKNOWN)}"
+
+    def _read(self, text: str, tools: Sequence[Schema], first_call: int) -> Read:
+        template = self.rendering.response_template
+        if template is not None and self._tool_format == "auto":
+            return self._read_by_template(template, text, tools, first_call)
+        spoken = self.rendering.without_special(text)
+        reasoning, rest = formats.split_reasoning(spoken, opened=self._opens_reasoning)
+        written = self._format(tools)(rest, tools)
+        return self._made(written, reasoning, first_call)
+
+    def _format(self, tools: Sequence[Schema]) -> formats.Format:
+        if not tools:
+            return formats.no_calls
+        if self._tool_format == "auto":
+            return formats.format_of(self.rendering.template(tools))
+        return formats.FORMATS[self._tool_format]
+
+    def _read_by_template(self, template: Any, text: str, tools: Sequence[Schema], first_call: int) -> Read:
+        """The turn as the tokenizer's response template describes it."""
+        from transformers.utils.chat_parsing import parse_response
+
+        end = self.rendering.plain(self.rendering.name_of(self.ends.last))
+        try:
+            found = parse_response(f"{text}{end}", template, prefix=self.generation_prompt, tools=list(tools) or None)
+            written = formats.of_message(found if tools else {**found, "tool_calls": []})
+        except Exception as error:  # a template is a program, which may raise anything
+            reasoning, rest = formats.split_reasoning(text, opened=self._opens_reasoning)
+            return self._made(formats.Written(rest, (), [f"the turn is not valid: {error}"]), reasoning, first_call)
+        return self._made(written, str(found.get("reasoning_content") or found.get("thinking") or ""), first_call)
+
+    def _made(self, written: formats.Written, reasoning: str, first_call: int) -> Read:
+        calls = tuple(
+            ToolCall(name, arguments, own if own and self.turns.ids.fullmatch(own) else f"call{number:05d}")
+            for number, (name, arguments, own) in enumerate(written.calls, first_call)
+        )
+        content = self.rendering.without_special(written.content)
+        return Read(formats.to_message(content, reasoning, calls), calls, tuple(written.problems))
+
+
+def check_appendable(said: Sequence[Message]) -> None:
+    """Raises DialogueError unless the messages can come behind a turn: those of tools, then at most one of the user or
+    the system."""
+    others = [message["role"] for message in said if message["role"] != "tool"]
+    good = len(others) <= 1 and all(role in ("user", "system") for role in others)
+    if not said or not good or (others and said[-1]["role"] == "tool"):
+        raise DialogueError(
+            f"{roles_of(said)} cannot be appended to a conversation: behind a turn come messages of tools and then at "
+            "most one of the user or the system"
+        )
+
+
+def _is_plain(content: Any) -> bool:
+    """True for a content that a template which trims does not change."""
+    return isinstance(content, str) and bool(content) and content == content.strip()

@@ -1,0 +1,249 @@
+"""The conversations of one episode: which of them a request continues, and the turns that the policy says in them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncrl.environments.dialogue import DialogueError, TextDialogue
+from asyncrl.environments.environment import Message, ToolCall
+from asyncrl.environments.gateway.errors import (
+    BadRequestError,
+    EpisodeOverError,
+    GatewayError,
+    TurnsUsedError,
+    WindowFullError,
+)
+from asyncrl.environments.gateway.messages import Canonical, canonical, to_message
+from asyncrl.environments.player import Limits, Turn
+from asyncrl.wire.environment_messages import SayNext
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request for a turn."""
+
+    messages: tuple[Canonical, ...]
+    tools: tuple[Any, ...] = ()
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    tokens: tuple[int, ...] | None = None
+    """The prompt as tokens, in place of messages."""
+    digest: str = ""
+    """Equal for requests of which one may repeat the other."""
+    is_retry: bool = False
+    """True if it repeats the last request of this digest, should there be one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A turn of the policy."""
+
+    number: int
+    """Number of the turn in the episode."""
+    message: Message
+    prompt_tokens: tuple[int, ...]
+    tokens: tuple[int, ...]
+    truncated: bool
+
+
+@dataclass(slots=True)
+class _End:
+    """The end of a turn in a conversation."""
+
+    num_messages: int
+    num_tokens: int
+    closed: bool
+    """True if the turn ended with a token that ends turns."""
+    calls: tuple[ToolCall, ...]
+
+
+@dataclass(slots=True)
+class _Conversation:
+    """The messages and the tokens of one branch, up to its last turn."""
+
+    number: int
+    tools: str
+    messages: tuple[Canonical, ...] = ()
+    tokens: list[int] = field(default_factory=list[int])
+    ends: list[_End] = field(default_factory=list[_End])
+    turns: list[int] = field(default_factory=list[int])
+    """Numbers of its turns."""
+    busy: bool = False
+    """True while a turn is sampled."""
+
+    def common_turns(self, messages: Sequence[Canonical]) -> int:
+        """Number of its turns that the messages begin with."""
+        equal = 0
+        for own, given in zip(self.messages, messages, strict=False):
+            if not given.is_echo_of(own):
+                break
+            equal += 1
+        return sum(end.num_messages <= equal for end in self.ends)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A turn that is being sampled."""
+
+    request: Request
+    conversation: _Conversation
+    number: int
+    answer: asyncio.Future[Answer]
+
+
+class Session:
+    """The conversations of one episode.
+
+    A request whose messages continue what the policy said in a conversation continues its branch; a request that begins
+    like an earlier part of it makes a branch from there, and any other a branch of its own. What the policy said is
+    recognised, never rendered: its tokens stay those that were sampled.
+    """
+
+    def __init__(
+        self, episode: str, dialogue: TextDialogue, limits: Limits, say: Callable[[SayNext, list[int]], None]
+    ) -> None:
+        self.episode = episode
+        self._dialogue, self._limits, self._say = dialogue, limits, say
+        self._conversations: list[_Conversation] = []
+        self._pending: dict[int, _Pending] = {}
+        """By branch."""
+        self._asked: dict[str, asyncio.Future[Answer]] = {}
+        """The last request of each digest."""
+        self._read: set[int] = set()
+        self._num_calls = 0
+        self._over = False
+        self.num_turns = 0
+        """Turns that were asked for."""
+        self.was_cut = False
+        """True if the last turn was cut at the token limit."""
+        self.refused: GatewayError | None = None
+        """Why the last request was not served, if it was for the window or the number of turns."""
+        self.sampling_s = 0.0
+        """Time in which at least one turn was sampled."""
+        self._since_s = 0.0
+        self.posted: Any = None
+        """The reward that the program posted."""
+
+    async def complete(self, request: Request) -> Answer:
+        """Returns the policy's turn. Raises BadRequestError, EpisodeOverError, TurnsUsedError and WindowFullError."""
+        if self._over:
+            raise EpisodeOverError(f"episode {self.episode} is over")
+        if request.is_retry and request.digest in self._asked:
+            return await asyncio.shield(self._asked[request.digest])
+        answer = self._asked[request.digest] = self._ask(request)
+        return await asyncio.shield(answer)  # it outlives a client that does not wait
+
+    def hear(self, branch: int, turn: Turn) -> None:
+        """Receives a turn."""
+        if (pending := self._pending.pop(branch, None)) is None:
+            return
+        if not self._pending:
+            self.sampling_s += time.monotonic() - self._since_s
+        request, conversation = pending.request, pending.conversation
+        read = self._dialogue.read(turn.tokens, request.tools, first_call=self._num_calls)
+        self._num_calls += len(read.calls)
+        prompt = tuple(conversation.tokens)
+        conversation.tokens += turn.tokens
+        conversation.messages = (*request.messages, canonical(read.message))
+        closed = self._dialogue.closes(turn.tokens)
+        conversation.ends.append(_End(len(conversation.messages), len(conversation.tokens), closed, read.calls))
+        conversation.turns.append(pending.number)
+        conversation.busy = False
+        self.was_cut = turn.status == "truncated"
+        if not pending.answer.cancelled():
+            answer = Answer(pending.number, read.message, prompt, tuple(turn.tokens), truncated=self.was_cut)
+            pending.answer.set_result(answer)
+
+    def delivered(self, answer: Answer) -> None:
+        """Notes that the client has the answer."""
+        self._read.add(answer.number)
+
+    def close(self) -> list[int]:
+        """Ends the session. Returns the turns that nobody has read, each the last of its branch."""
+        self._over = True
+        for pending in self._pending.values():
+            if not pending.answer.done():
+                pending.answer.set_exception(EpisodeOverError(f"episode {self.episode} is over"))
+                pending.answer.exception()  # nobody may wait for it
+        lasts = [one.turns[-1] for one in self._conversations if one.turns]
+        return sorted(number for number in lasts if number not in self._read)
+
+    def _ask(self, request: Request) -> asyncio.Future[Answer]:
+        """Asks the policy for a turn."""
+        limits = self._limits
+        if self.num_turns >= limits.max_turns:
+            self.refused = TurnsUsedError(f"episode {self.episode} has had environment.max_turns = {limits.max_turns}")
+            raise self.refused
+        source, keep, tokens, conversation = self._place(request)
+        room = limits.window_tokens - keep - len(tokens)
+        if room < 1:
+            self.refused = WindowFullError(
+                f"This model's maximum context length is {limits.window_tokens} tokens, the messages have "
+                f"{keep + len(tokens)} tokens. Please reduce the length of the messages."
+            )
+            raise self.refused
+        if not keep and not tokens:
+            raise BadRequestError("the prompt is empty")
+        self.refused = None
+        if conversation.number == len(self._conversations):
+            self._conversations.append(conversation)
+        conversation.tokens += tokens
+        conversation.busy = True
+        number, self.num_turns = self.num_turns, self.num_turns + 1
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        if not self._pending:
+            self._since_s = time.monotonic()
+        self._pending[conversation.number] = _Pending(request, conversation, number, answer)
+        max_tokens = min(room, limits.max_new_tokens, request.max_tokens or room)
+        wish = SayNext(self.episode, conversation.number, source, keep, max_tokens, list(request.stop))
+        self._say(wish, tokens)
+        return answer
+
+    def _place(self, request: Request) -> tuple[int, int, list[int], _Conversation]:
+        """Returns the branch that the request continues, the number of its tokens that stay, the tokens that follow,
+        and the conversation, which is a new one unless it continues the complete branch."""
+        tools = json.dumps(request.tools, sort_keys=True)
+        new = _Conversation(len(self._conversations), tools)
+        if request.tokens is not None:
+            return 0, 0, list(request.tokens), new
+        known = [one for one in self._conversations if one.tools == tools]
+        common = [one.common_turns(request.messages) for one in known]
+        if not any(common):
+            return 0, 0, self._begin(request), new
+        best = max(range(len(known)), key=lambda number: (common[number], not known[number].busy))
+        conversation, turns = known[best], common[best]
+        end = conversation.ends[turns - 1]
+        said = [to_message(one) for one in request.messages[end.num_messages :]]
+        if not _continues(said):
+            return 0, 0, self._begin(request), new
+        tokens = _rendered(self._dialogue.follow, said, request.tools, closed=end.closed, calls=end.calls)
+        if turns == len(conversation.ends) and not conversation.busy:
+            return conversation.number, end.num_tokens, tokens, conversation
+        new.messages, new.tokens = conversation.messages[: end.num_messages], conversation.tokens[: end.num_tokens]
+        return conversation.number, end.num_tokens, tokens, new
+
+    def _begin(self, request: Request) -> list[int]:
+        if not request.messages:
+            raise BadRequestError("messages: empty, a request needs at least one")
+        return _rendered(self._dialogue.begin, [to_message(one) for one in request.messages], request.tools)
+
+
+def _rendered(render: Callable[..., list[int]], *arguments: Any, **options: Any) -> list[int]:
+    """The tokens of messages. Raises BadRequestError if the chat template refuses them."""
+    try:
+        return render(*arguments, **options)
+    except DialogueError as error:
+        raise BadRequestError(str(error)) from None
+
+
+def _continues(said: Sequence[Message]) -> bool:
+    """True if the messages may follow a turn: those of tools, then at most one of a user or the system."""
+    roles = [message["role"] for message in said]
+    while roles and roles[0] == "tool":
+        roles.pop(0)
+    return bool(said) and (not roles or (len(roles) == 1 and roles[0] in ("user", "system")))

@@ -1,0 +1,145 @@
+"""What runs an agent program, in the host's process or in one of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import json
+import os
+import signal
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from typing import Any, Protocol
+
+from asyncrl.config import Options
+from asyncrl.environments.gateway.answers import MODEL
+from asyncrl.environments.gateway.server import Access
+
+MAX_OUTPUT_BYTES = 16 << 20
+"""Of a command's standard output; what comes before is dropped."""
+MAX_ERROR_CHARACTERS = 400
+
+
+class ProgramError(Exception):
+    """The program has failed, or ended without a result that is a reward."""
+
+
+class ProgramLostError(Exception):
+    """The process in which programs run has died."""
+
+
+class Program(Protocol):
+    """An agent program, which runs once for each episode."""
+
+    name: str
+
+    def check(self) -> None:
+        """Raises ConfigError if it cannot be started."""
+        ...
+
+    async def run(self, task: Mapping[str, Any], access: Access, *, stuck: list[asyncio.Future[Any]]) -> Any:
+        """Returns the reward of an episode: a number, a dict with "score" and named parts, or None if it was posted.
+        A call in a thread that still runs when this is cancelled is appended to `stuck`. Raises ProgramError and
+        ProgramLostError, and what a function of the user raises."""
+        ...
+
+    async def close(self) -> None:
+        """Ends its processes."""
+        ...
+
+
+class FunctionProgram:
+    """A function `run(task, *, base_url, api_key)` in the host's process, or a class with such a method, of which an
+    instance is made for each episode. It may be async; otherwise it runs in a thread. It may take `model` and its
+    options, too."""
+
+    def __init__(self, name: str, function: Callable[..., Any], options: Options) -> None:
+        self.name = name
+        self._function, self._options = function, options
+
+    def check(self) -> None: ...
+
+    async def run(self, task: Mapping[str, Any], access: Access, *, stuck: list[asyncio.Future[Any]]) -> Any:
+        function, options = self._function, dict(self._options)
+        if isinstance(function, type):
+            function, options = function(**options).run, {}
+        known = {"base_url": access.base_url, "api_key": access.api_key, "model": MODEL} | options
+        called = partial(function, dict(task), **accepted(function, known))
+        if asyncio.iscoroutinefunction(function):
+            return await called()
+        future = asyncio.get_running_loop().run_in_executor(None, called)
+        try:
+            result = await asyncio.shield(future)
+        except asyncio.CancelledError:
+            stuck.append(future)
+            future.add_done_callback(partial(_returned, stuck))
+            raise
+        return await result if isinstance(result, Awaitable) else result
+
+    async def close(self) -> None: ...
+
+
+class CommandProgram:
+    """A command, started for each episode, with `OPENAI_BASE_URL` and `OPENAI_API_KEY` in its environment and the task
+    as JSON at its standard input. Its reward is the last line of its output as JSON, or what it posted."""
+
+    def __init__(self, name: str, options: Options) -> None:
+        self.name = f"agent:{name}"
+        self._command, self._options = name, options
+        self._running: set[int] = set()
+        """The process groups of episodes in progress."""
+
+    def check(self) -> None: ...
+
+    async def run(self, task: Mapping[str, Any], access: Access, *, stuck: list[asyncio.Future[Any]]) -> Any:
+        own = {"OPENAI_BASE_URL": access.base_url, "OPENAI_API_KEY": access.api_key, "OPENAI_MODEL": MODEL}
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_shell(
+            self._command, stdin=pipe, stdout=pipe, stderr=pipe, env=os.environ | own, start_new_session=True
+        )
+        self._running.add(process.pid)
+        given = json.dumps({**task, "options": dict(self._options)}).encode()
+        try:
+            output, errors = await process.communicate(given)
+        finally:
+            self._end(process.pid)
+        if process.returncode:
+            text = errors.decode(errors="replace").strip()[-MAX_ERROR_CHARACTERS:]
+            raise ProgramError(f"exit code {process.returncode}: {text}")
+        return _last_json(output[-MAX_OUTPUT_BYTES:].decode(errors="replace"))
+
+    async def close(self) -> None:
+        for group in list(self._running):
+            self._end(group)
+
+    def _end(self, group: int) -> None:
+        """Ends the command, with all that it has started."""
+        self._running.discard(group)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
+
+
+def _returned(stuck: list[asyncio.Future[Any]], future: asyncio.Future[Any]) -> None:
+    stuck.remove(future)
+    if not future.cancelled():
+        future.exception()  # it comes too late
+
+
+def accepted(function: Callable[..., Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that the function has parameters for."""
+    parameters = inspect.signature(function).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return dict(known)
+    return {name: value for name, value in known.items() if name in parameters}
+
+
+def _last_json(output: str) -> Any:
+    """The value in the last line that is not empty; None if there is none. Raises ProgramError if it is no JSON."""
+    lines = [line for line in output.splitlines() if line.strip()]
+    if not lines:
+        return None
+    try:
+        return json.loads(lines[-1])
+    except ValueError:
+        raise ProgramError(f"the last line of its output is no reward: {lines[-1][:MAX_ERROR_CHARACTERS]!r}") from None

@@ -1,0 +1,208 @@
+"""Agent programs: functions, commands and other interpreters, and what their episodes come to."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from asyncrl.config import Options
+from asyncrl.environments.gateway.server import Gateway
+from asyncrl.environments.player import Limits, Turn
+from asyncrl.environments.programs import foreign_program
+from asyncrl.environments.programs.foreign_program import ForeignProgram
+from asyncrl.environments.programs.load import load_agent
+from asyncrl.environments.programs.player import ProgramPlayer
+from asyncrl.environments.programs.program import CommandProgram, FunctionProgram
+from asyncrl.errors import ConfigError
+from asyncrl.wire.environment_messages import EpisodeEnded, EpisodeStart, SayNext
+from tests.helpers.dialogues import CharacterDialogue, turn
+
+START = EpisodeStart("0.0.0", 7, "42", "test", {}, None, {}, 5, False)
+PROMPT = list(map(ord, "hello"))
+PROGRAM = '''
+import json, sys, time, urllib.request, os
+
+def ask(base_url, api_key, text, **more):
+    """The policy's answer."""
+    body = {"model": "policy", "messages": [{"role": "user", "content": text}], **more}
+    headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
+    request = urllib.request.Request(f"{base_url}/chat/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=20) as answer:
+        return json.load(answer)["choices"][0]["message"]["content"]
+
+def run(task, *, base_url, api_key, scale=1.0):
+    said = ask(base_url, api_key, task["prompt"])
+    print("this is no reward")
+    return {"score": scale * (said == task["ground_truth"]), "length": len(said)}
+
+async def later(task, *, base_url, api_key):
+    import asyncio
+    return await asyncio.to_thread(lambda: float(ask(base_url, api_key, "x") == "42"))
+
+class Agent:
+    def __init__(self, scale=1.0):
+        self.scale = scale
+    def run(self, task, **access):
+        return self.scale * float(ask(access["base_url"], access["api_key"], "x") == "42")
+
+def fails(task, base_url, api_key):
+    ask(base_url, api_key, "x")
+    raise KeyError("no such tool")
+
+def silent(task, base_url, api_key):
+    return 1.0
+
+def nothing(task, base_url, api_key):
+    ask(base_url, api_key, "x")
+
+def long(task, base_url, api_key):
+    for length in (10, 1000):
+        ask(base_url, api_key, "x" * length)
+
+def endless(task, base_url, api_key):
+    while True:
+        ask(base_url, api_key, "x")
+
+def hangs(task, base_url, api_key):
+    ask(base_url, api_key, "x")
+    time.sleep(3.0)
+
+def dies(task, base_url, api_key):
+    os._exit(7)
+
+if __name__ == "__main__":
+    task = json.load(sys.stdin)
+    access = {"base_url": os.environ["OPENAI_BASE_URL"], "api_key": os.environ["OPENAI_API_KEY"]}
+    print("thinking")
+    print(json.dumps(run(task, **access)))
+'''
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "agent.py").write_text(PROGRAM)
+    return "agent.py"
+
+
+def play(name: str, *, python: str | None = None, times: int = 1, timeout_s: float = 20.0, **options: Any) -> Any:
+    """The ends of episodes of a program at once; the policy says 42."""
+
+    async def run() -> list[EpisodeEnded]:
+        agent, dialogue = load_agent(name, options, python), CharacterDialogue()
+        gateway = Gateway(dialogue)
+        await gateway.start()
+
+        def say(player: ProgramPlayer, wish: SayNext, tokens: list[int]) -> None:
+            asyncio.get_running_loop().call_later(0.01, player.hear, wish.branch, Turn(turn("42"), "completed"))
+
+        limits = Limits(400, 50, 5, timeout_s, timeout_s)
+        players = [
+            ProgramPlayer(
+                EpisodeStart(f"0.0.{n}", 7, "42", "test", {}, None, {}, 5, False),
+                PROMPT, agent, dialogue, limits, gateway, say,
+            )
+            for n in range(times)
+        ]  # fmt: skip
+        try:
+            return await asyncio.gather(*(player.play() for player in players))
+        finally:
+            await agent.close()
+            await gateway.close()
+
+    before = set(psutil.Process().children(recursive=True))
+    ended = asyncio.run(run())
+    assert set(psutil.Process().children(recursive=True)) <= before
+    return ended if times > 1 else ended[0]
+
+
+@pytest.mark.parametrize("python", [None, sys.executable])
+@pytest.mark.parametrize(("function", "parts"), [("run", {"length": 2.0}), ("later", {}), ("Agent", {})])
+def test_functions_and_classes_run_here_and_in_another_interpreter(
+    program: str, python: str | None, function: str, parts: dict[str, float]
+) -> None:
+    ended = play(f"{program}:{function}", python=python)
+    assert (ended.status, ended.ended, ended.reward, ended.error) == ("completed", "done", 1.0, "")
+    assert (ended.parts, ended.turn_rewards, ended.unused) == (parts, [], [])
+
+
+@pytest.mark.parametrize("python", [None, sys.executable])
+def test_options_reach_the_program_and_many_episodes_run_at_once(program: str, python: str | None) -> None:
+    ended = play(f"{program}:run", python=python, times=50, scale=0.5)
+    assert {one.reward for one in ended} == {0.5}
+    assert len({one.episode for one in ended}) == 50
+
+
+def test_a_command_reads_its_task_and_prints_its_reward(program: str) -> None:
+    ended = play(f"{sys.executable} {program}")
+    assert (ended.status, ended.reward, ended.parts) == ("completed", 1.0, {"length": 2.0})
+
+
+@pytest.mark.parametrize("python", [None, sys.executable])
+@pytest.mark.parametrize(
+    ("function", "status", "end", "error"),
+    [
+        ("fails", "failed", "environment", "failed: KeyError: 'no such tool'"),
+        ("silent", "failed", "environment", "ended without a request for a turn of the policy"),
+        ("nothing", "failed", "environment", "ended without a reward: it returned and posted none"),
+        ("long", "truncated", "window", ""),
+        ("endless", "truncated", "max_turns", ""),
+    ],
+)
+def test_ends_of_programs(program: str, python: str | None, function: str, status: str, end: str, error: str) -> None:
+    ended = play(f"{program}:{function}", python=python)
+    assert (ended.status, ended.ended) == (status, end)
+    assert error in ended.error
+
+
+def test_a_program_that_hangs_is_out_of_time(program: str) -> None:
+    before = threading.active_count()
+    ended = play(f"{program}:hangs", timeout_s=0.5)
+    assert (ended.status, ended.ended) == ("failed", "timeout") and "environment.timeout_s = 0.5 s" in ended.error
+    ended = play(f"{program}:hangs", python=sys.executable, timeout_s=2.0)
+    assert (ended.status, ended.ended) == ("failed", "timeout")
+    ended = play(f"sleep 60; {sys.executable} {program}", timeout_s=0.5)
+    assert (ended.status, ended.ended) == ("failed", "timeout")
+    assert threading.active_count() <= before + 1
+
+
+def test_a_process_that_dies_loses_its_episodes(program: str) -> None:
+    ended = play(f"{program}:dies", python=sys.executable)
+    assert (ended.status, ended.ended) == ("failed", "host")
+    assert "ended with exit code 7" in ended.error
+    ended = play("exit 3")
+    assert (ended.status, ended.ended) == ("failed", "environment") and "exit code 3" in ended.error
+    ended = play("echo hello")
+    assert "the last line of its output is no reward: 'hello'" in ended.error
+
+
+def test_programs_that_cannot_start_are_named(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cases: list[tuple[str, str, str]] = [
+        ("nothere/python", "agent.py:run", "environment.python = 'nothere/python': cannot be started (No such file"),
+        (sys.executable, "agent.py:walk", "has no attribute 'walk'"),
+        (sys.executable, "other.py:run", "there is no file other.py"),
+        ("/bin/echo", "agent.py:run", "/bin/echo cannot load it"),
+    ]
+    for python, name, message in cases:
+        with pytest.raises(ConfigError) as refused:
+            load_agent(name, {}, python).check()
+        assert message in str(refused.value)
+    Path("slow.py").write_text("import time\ntime.sleep(60)\n")
+    monkeypatch.setattr(foreign_program, "START_S", 0.5)
+    with pytest.raises(ConfigError, match=r"has not loaded it within 0.5 s"):
+        load_agent("slow.py:run", {}, sys.executable).check()
+    with pytest.raises(ConfigError, match="has no 'walk'"):
+        load_agent("agent.py:walk", {}, None)
+
+
+def test_names_are_told_apart() -> None:
+    options: Options = {}
+    assert isinstance(load_agent("json:loads", options, None), FunctionProgram)
+    assert isinstance(load_agent("json:loads", options, sys.executable), ForeignProgram)
+    assert isinstance(load_agent("node agent.js", options, None), CommandProgram)

@@ -1,0 +1,55 @@
+"""A dialogue with one token for each character and a frame for each role, for tests of what uses dialogues."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from asyncrl.environments.dialogue import TextDialogue
+from asyncrl.environments.dialogue.formats import Read, to_message
+from asyncrl.environments.environment import ToolCall
+
+END = 0
+ROLES = {"system": 1, "user": 2, "assistant": 3, "tool": 4}
+
+
+class CharacterDialogue(TextDialogue):
+    """Renders each message as the token of its role, its characters and END. A turn `!NAME {JSON}` is a tool call."""
+
+    is_chat = True
+
+    def __init__(self) -> None: ...
+
+    def begin(self, messages: Sequence[dict[str, Any]], tools: Sequence[Any]) -> list[int]:
+        return [5] * len(tools) + self._render(messages)
+
+    def follow(self, said: Sequence[dict[str, Any]], tools: Sequence[Any], *, closed: bool, calls: Any) -> list[int]:
+        return ([] if closed else [END]) + self._render(said)
+
+    def closes(self, tokens: Sequence[int]) -> bool:
+        return tokens[-1] == END
+
+    def read(self, tokens: Sequence[int], tools: Sequence[Any], *, first_call: int = 0) -> Read:
+        text = self.text_of(tokens)
+        if not text.startswith("!"):
+            return Read(to_message(text, "", ()), (), ())
+        name, _, arguments = text[1:].partition(" ")
+        calls = (ToolCall(name, json.loads(arguments), f"call_{first_call + 1}"),)
+        return Read(to_message("", "", calls), calls, ())
+
+    def text_of(self, tokens: Sequence[int]) -> str:
+        return "".join(chr(token) for token in tokens if token > 31)
+
+    def _render(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        tokens: list[int] = []
+        for message in messages:
+            calls = [call["function"] for call in message.get("tool_calls", [])]
+            text = message["content"] + "".join(f"!{call['name']} {json.dumps(call['arguments'])}" for call in calls)
+            tokens += [ROLES[message["role"]], *map(ord, text), END]
+        return [*tokens, ROLES["assistant"]]
+
+
+def turn(text: str) -> list[int]:
+    """The tokens of a turn that ended."""
+    return [*map(ord, text), END]
