@@ -20,7 +20,8 @@ from transformers.utils.chat_template_utils import get_json_schema
 
 from asyncrl.environments import Action, Environment, Message, Step
 from asyncrl.environments.dialogue import Dialogue
-from asyncrl.environments.player import Limits, Player, Turn, play_alone
+from asyncrl.environments.episode import Limits, Turn
+from asyncrl.environments.player import Player, play_alone
 from asyncrl.environments.table import Named, load_environment
 from asyncrl.environments.tools import ToolError, tools_of
 from asyncrl.errors import ConfigError
