@@ -79,7 +79,7 @@ class ChatDialogue(TextDialogue):
         )
         self.rendering = Rendering(tokenizer_path, trust_remote_code=trust_remote_code)
         self._tool_format = tool_format
-        self._text_arguments = False
+        self.has_text_arguments = False
         self.ends = self._find_ends()
         self._end_tokens = frozenset(token for token in self.ends if token is not None)
         self.generation_prompt = self._find_generation_prompt()
@@ -104,8 +104,12 @@ class ChatDialogue(TextDialogue):
         return bool(tokens) and tokens[-1] in self._end_tokens
 
     def read(self, tokens: Sequence[int], tools: Sequence[Schema], *, first_call: int = 0) -> Read:
-        text = self._decode([tokens[:-1] if self.closes(tokens) else tokens], special_tokens=True)[0]
+        text = self.decode(tokens[:-1] if self.closes(tokens) else tokens)
         return self._read(text, tools, first_call)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of the tokens, with special tokens."""
+        return self._decode([tokens], special_tokens=True)[0]
 
     def suffix(self, said: Sequence[Message], tools: Sequence[Schema], calls: Sequence[ToolCall] = ()) -> str:
         """The text that `follow` encodes, with the names of special tokens. Raises DialogueError."""
@@ -127,7 +131,7 @@ class ChatDialogue(TextDialogue):
         """The text behind the dummy turn in a rendering."""
         names = {call.id: call.name for call in calls}
         answered = [message for message in said if message["role"] == "tool"]
-        made = [_dummy_call(message, names, text=self._text_arguments) for message in answered]
+        made = [_dummy_call(message, names, text=self.has_text_arguments) for message in answered]
         try:
             text = self.rendering.render([DUMMY, _turn(made), *said], tools, generate=True)
         except DialogueError:
@@ -179,8 +183,8 @@ class ChatDialogue(TextDialogue):
         if not behind or last is None:
             raise DialogueError("the chat template ends the assistant's turn with no special token")
         call: int | None = None
-        for self._text_arguments in (False, True):
-            made = _dummy_call({"tool_call_id": "call00000", "name": "probe"}, {}, text=self._text_arguments)
+        for self.has_text_arguments in (False, True):
+            made = _dummy_call({"tool_call_id": "call00000", "name": "probe"}, {}, text=self.has_text_arguments)
             try:
                 text = self.rendering.render([DUMMY, _turn([made])], (), generate=False)
             except DialogueError:

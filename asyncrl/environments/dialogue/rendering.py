@@ -45,6 +45,7 @@ class Rendering:
         self._unsafe = {"assistant": _any_of(set(special) - {THINK, END_THINK})}
         self._guard_pattern = re.compile(f"{secret}x[0-9]+x")
         self._name_pattern = re.compile(f"<{secret}-[0-9]+>")
+        self._encoder: Any
         self._encoder, self._own_ids = _encoder(settings, self._names, special, tokenizer_path)
 
     @property
@@ -71,8 +72,8 @@ class Rendering:
 
     def encode(self, framed: str) -> list[int]:
         """The tokens of a text in which special tokens have names."""
-        own = self._own_ids
-        return [own.get(token, token) for token in self._encoder.encode(framed, add_special_tokens=False).ids]
+        tokens: list[int] = self._encoder.encode(framed, add_special_tokens=False).ids
+        return [self._own_ids.get(token, token) for token in tokens]
 
     def name_of(self, token: int) -> str:
         """The name of a special token."""
@@ -158,4 +159,5 @@ def _encoder(
         raise ConfigError(
             f"model.path = {path!r}: its special tokens cannot be kept apart from text: {error}"
         ) from None
-    return encoder, {encoder.token_to_id(name): special[text] for text, name in names.items()}
+    own: dict[Any, int] = {encoder.token_to_id(name): special[text] for text, name in names.items()}
+    return encoder, own

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from asyncrl.config import Config
 from asyncrl.environments.dialogue import Dialogue
+from asyncrl.environments.dialogue.display import Display, Shown
 from asyncrl.environments.player import Limits, Player, Turn, play_alone, start_of
 from asyncrl.environments.table import EnvironmentTable, Named
 from asyncrl.errors import ConfigError
@@ -20,6 +21,7 @@ from asyncrl.launch.commands.evaluate import quiet_logs
 from asyncrl.launch.console import EXIT_DONE, EXIT_FAILED
 from asyncrl.launch.preflight import check_data, check_environments, check_model, run_recipes
 from asyncrl.types import Prompt
+from asyncrl.util.text import printable
 from asyncrl.util.tokenizer import end_tokens
 from asyncrl.wire.environment_messages import EpisodeEnded, SayNext
 
@@ -57,7 +59,7 @@ def play(config: Config, console: Console, *, rows: int, say: list[str], typed: 
     prompts = TrainingRows(config, limit_tokens=prompt_tokens)
     window = prompt_tokens + config.generator.max_new_tokens
     dialogue = Dialogue.of(config)
-    speaker, close = _speaker(config, dialogue, say, typed)
+    speaker, close = _speaker(config, dialogue, _ends(config, prompts.prompt(0), dialogue), say, typed)
     failed = 0
     try:
         for row in range(rows):
@@ -79,6 +81,8 @@ def _play(
     lines = [Line(prompt.tokens.tolist(), said=False)]
 
     def say(player: Player, wish: SayNext, observation: list[int]) -> None:
+        if not wish.keep:  # another prompt than that of the row
+            lines.clear()
         if observation:
             lines.append(Line(observation, said=False))
         turn = speaker([token for line in lines for token in line.tokens], wish.max_tokens)
@@ -102,22 +106,46 @@ def _play(
 
 def _print(console: Console, prompt: Prompt, lines: list[Line], dialogue: Dialogue, ended: EpisodeEnded) -> None:
     console.print(Text(f"row {prompt.row}, data source {prompt.data_source}", style="bold"))
+    display = None if prompt.chat is None else Display(dialogue.chat)
     rewards = iter(ended.turn_rewards)
     for line in lines:
-        text = dialogue.text_of(line.tokens)
-        reward = next(rewards, None) if line.said else None
-        shown = Text(f"{'policy' if line.said else 'environment':>12}  ", style="dim")
-        shown.append(text, style="bold green" if line.said else "cyan")
-        shown.append(f"   {len(line.tokens)} tokens" + ("" if reward is None else f", reward {reward:g}"), style="dim")
-        console.print(shown, soft_wrap=True)
+        for number, (name, text) in enumerate(shown := _shown(line, dialogue, display)):
+            content = Text(f"{name:>12}  ", style="dim")
+            content.append(printable(text), style=_style(name, line.said))
+            if number == len(shown) - 1:
+                reward = next(rewards, None) if line.said else None
+                end = "" if reward is None else f", reward {reward:g}"
+                content.append(f"   {len(line.tokens)} tokens{end}", style="dim")
+            console.print(content, soft_wrap=True)
     parts = "".join(f", {name} {value:g}" for name, value in sorted(ended.parts.items()))
     result = f"error: {ended.error}" if ended.error else f"reward {ended.reward:g}{parts}"
     console.print(Text(f"{ended.status} ({ended.ended}): {result}\n", style="red" if ended.error else ""))
 
 
-def _speaker(config: Config, dialogue: Dialogue, say: list[str], typed: bool) -> tuple[Speaker, Callable[[], None]]:
+def _shown(line: Line, dialogue: Dialogue, display: Display | None) -> list[Shown]:
+    """The messages of a part of the episode; at least one."""
+    if display is None:
+        return [Shown("policy" if line.said else "environment", dialogue.text_of(line.tokens))]
+    return (display.said if line.said else display.heard)(line.tokens) or [Shown("environment", "")]
+
+
+def _style(name: str, said: bool) -> str:
+    if not said:
+        return "cyan"
+    return {"reasoning": "green", "calls": "bold magenta"}.get(name, "bold green")
+
+
+def _ends(config: Config, prompt: Prompt, dialogue: Dialogue) -> list[int]:
+    """What ends a given turn: the token with which the chat template ends one, or one at which the engine stops."""
+    if prompt.chat is not None:
+        return [dialogue.chat.ends.last]
+    return end_tokens(config.model.path, trust_remote_code=config.model.trust_remote_code)[:1]
+
+
+def _speaker(
+    config: Config, dialogue: Dialogue, ends: list[int], say: list[str], typed: bool
+) -> tuple[Speaker, Callable[[], None]]:
     """Returns the policy, and what ends it."""
-    ends = end_tokens(config.model.path, trust_remote_code=config.model.trust_remote_code)[:1]
     if typed:
         return lambda tokens, _: _typed(dialogue, tokens, ends), lambda: None
     if say:
