@@ -22,9 +22,10 @@ import numpy as np
 from asyncrl.config import Options
 from asyncrl.environments.dialogue import Dialogue
 from asyncrl.environments.gateway.server import Gateway
+from asyncrl.environments.named import Named
 from asyncrl.environments.player import Limits, Player, Turn, task_of
 from asyncrl.environments.programs.player import ProgramPlayer
-from asyncrl.environments.table import EnvironmentTable, Named
+from asyncrl.environments.table import EnvironmentTable
 from asyncrl.errors import ProtocolError
 from asyncrl.util.processes import become_helper
 from asyncrl.wire.endpoints import Endpoints

@@ -22,7 +22,7 @@ from asyncrl.config import Config
 from asyncrl.environments.calling import Caller, EpisodeFailedError, to_messages, to_reward, to_step
 from asyncrl.environments.dialogue import Dialogue, DialogueError, TextDialogue
 from asyncrl.environments.environment import Action, Environment, Message, Schema, Task
-from asyncrl.environments.table import Named
+from asyncrl.environments.named import Named
 from asyncrl.environments.tools import ToolEnvironment
 from asyncrl.errors import ConfigError
 from asyncrl.types import EpisodeEnd, Prompt

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import json
+import asyncio
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from asyncrl.config import Options
 from asyncrl.environments.dialogue import Dialogue
-from asyncrl.environments.environment import Message
+from asyncrl.environments.environment import Action, Task, ToolCall
 from asyncrl.environments.named import Named
-from asyncrl.environments.player import Limits, Player, Turn, play_alone
 from asyncrl.environments.table import load_environment
 from asyncrl.errors import ConfigError
-from asyncrl.wire.environment_messages import EpisodeEnded, EpisodeStart, SayNext
 from tests.helpers import adapters
 from tests.helpers.chat_models import save_chat_model
 from tests.helpers.kernel import why_not_confined
-
-ASK: list[Message] = [{"role": "user", "content": "Go."}]
+from tests.helpers.played import ASK, Played, call
 
 
 @pytest.fixture(scope="module")
@@ -49,43 +46,8 @@ def write(folder: Path, name: str, text: str) -> str:
     return str(folder / name)
 
 
-class Played:
-    """An episode, with what the policy read before each of its turns."""
-
-    def __init__(self, dialogue: Dialogue, named: Named, said: list[str], start: dict[str, Any]) -> None:
-        self.read: list[str] = []
-        self._dialogue, self._said = dialogue, iter(said)
-        values = {"truth": "7", "extra": {}, "chat": ASK, "columns": {}} | start
-        self._chat = values["chat"]
-        words = dialogue if self._chat is None else dialogue.chat
-        prompt = dialogue.encode("Go.") if self._chat is None else words.begin(self._chat, [])
-        threads = ThreadPoolExecutor(4)
-        player = Player(
-            start=EpisodeStart(
-                "0.0.0", 7, values["truth"], "test", values["extra"], self._chat, values["columns"], 5, False
-            ),
-            prompt=prompt,
-            named=named,
-            dialogue=dialogue,
-            limits=Limits(4000, 500, 5, 60.0, 50.0),
-            threads=threads,
-            say=self._say,
-        )
-        self.ended: EpisodeEnded = play_alone(player)
-        threads.shutdown(wait=False, cancel_futures=True)
-
-    def _say(self, player: Player, wish: SayNext, observation: list[int]) -> None:
-        chat = self._dialogue.chat
-        self.read.append(chat.decode(observation))
-        player.hear(wish.branch, Turn([*chat.rendering.encode(next(self._said)), chat.ends.last], "completed"))
-
-
 def play(dialogue: Dialogue, name: str, *said: str, options: Options | None = None, **start: Any) -> Played:
     return Played(dialogue, load_environment(name, options or {}), list(said), start)  # type: ignore[arg-type]
-
-
-def call(name: str, **arguments: Any) -> str:
-    return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
 
 
 def refused(name: str, text: str, **options: Any) -> None:
@@ -176,21 +138,44 @@ def test_skyrl_gym_is_played_as_by_its_generator(dialogue: Dialogue, tmp_path: P
 
 def test_tools_of_an_mcp_server_are_called(dialogue: Dialogue, tmp_path: Path) -> None:
     name = f"mcp:{sys.executable} {write(tmp_path, 'server.py', adapters.MCP)}"
+    named = load_environment(name, {})
+    assert isinstance(named, Named)
     said = [call("add", first=3, second=4), call("add", first="x") + call("fail", why="so"), call("count"), "7"]
-    played = play(dialogue, name, *said)
+    played = Played(dialogue, named, said, {})
     assert played.ended.error == "" and played.ended.reward == 1.0
     assert '"name": "add", "description": "Adds two numbers."' in played.read[0]
     assert "<tool_response>\n7\n</tool_response>" in played.read[1]
     assert "Error: Error executing tool add" in played.read[2] and "Error: Error executing tool fail" in played.read[2]
     assert "\n1 in " in played.read[3]
     assert played.ended.parts["calls_failed/add"] == 1.0 and played.ended.parts["calls/add"] == 2.0
-    own = play(dialogue, name, call("count"), "8", options={"per_episode": True})
-    assert own.ended.reward == 0.0 and "\n0 in " in own.read[1]
-    died = play(dialogue, name, call("die"), "7")
+    died = Played(dialogue, named, [call("die"), "7"], {"truth": ""})
     assert (died.ended.status, died.ended.ended) == ("failed", "environment")
-    assert "die raised RuntimeError: the server has ended (Connection closed)" in died.ended.error
-    assert play(dialogue, name, "7").ended.reward == 1.0
-    assert "has no ground truth to compare the answer with" in play(dialogue, name, "7", truth="").ended.error
+    assert "the server has ended (Connection closed)" in died.ended.error
+    asyncio.run(asyncio.wait_for(servers(named, tmp_path), 60.0))
+
+
+async def servers(named: Named, tmp_path: Path) -> None:
+    """Episodes share a server until it has ended; one of its own ends with its episode."""
+
+    async def counted(environment: Any) -> str:
+        action = Action("", 0, tool_calls=(ToolCall("count", {}, "0"),))
+        return (await environment.step(action)).observation[0]["content"]
+
+    task = Task("p", "7", "test", {}, {}, 0, 1)
+    first, second = (named.make(task) for _ in range(2))
+    await asyncio.gather(first.reset(), second.reset())
+    assert await counted(first) == await counted(second)
+    own = named._replace(options={"per_episode": True}).make(task)
+    await own.reset()
+    process = int((await counted(own)).split()[-1])
+    assert str(process) not in await counted(first)
+    await own.close()
+    assert not psutil.pid_exists(process)
+    with pytest.raises(RuntimeError, match="the server has ended"):
+        await second.step(Action("", 0, tool_calls=(ToolCall("die", {}, "0"),)))
+    third = named.make(task)
+    await third.reset()
+    assert "0 in " in await counted(third)
 
 
 def test_an_mcp_server_that_cannot_be_used_is_refused(tmp_path: Path) -> None:

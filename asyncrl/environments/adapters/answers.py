@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from asyncrl.environments.environment import Task
+from asyncrl.environments.programs.program import accepted
 from asyncrl.errors import ConfigError
 from asyncrl.util.redaction import describe
 from asyncrl.util.user_code import resolve_function
@@ -48,9 +49,8 @@ def load_reward(name: str | None) -> AnswerReward:
     if name is None:
         return exact
     function = own_function("reward", name)
-    parameters = inspect.signature(function).parameters
-    if "solution_str" in parameters:
-        return lambda task, answer: function(**_accepted(parameters, task, answer))
+    if "solution_str" in inspect.signature(function).parameters:
+        return lambda task, answer: function(**accepted(function, _columns(task, answer)))
     try:
         inspect.signature(function).bind(None, None)
     except TypeError:
@@ -61,12 +61,10 @@ def load_reward(name: str | None) -> AnswerReward:
     return function
 
 
-def _accepted(parameters: Any, task: Task, answer: str) -> dict[str, Any]:
-    given = {
+def _columns(task: Task, answer: str) -> dict[str, Any]:
+    return {
         "data_source": task.data_source,
         "solution_str": answer,
         "ground_truth": task.ground_truth,
         "extra_info": dict(task.extra_info),
     }
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    return {key: value for key, value in given.items() if takes_any or key in parameters}

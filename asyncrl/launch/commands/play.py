@@ -14,8 +14,9 @@ from rich.text import Text
 from asyncrl.config import Config
 from asyncrl.environments.dialogue import Dialogue
 from asyncrl.environments.dialogue.display import Display, Shown
+from asyncrl.environments.named import Named
 from asyncrl.environments.player import Limits, Player, Turn, play_alone, start_of
-from asyncrl.environments.table import EnvironmentTable, Named
+from asyncrl.environments.table import EnvironmentTable
 from asyncrl.errors import ConfigError
 from asyncrl.launch.commands.evaluate import quiet_logs
 from asyncrl.launch.console import EXIT_DONE, EXIT_FAILED
