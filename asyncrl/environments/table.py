@@ -67,7 +67,7 @@ def load_environment(name: str, options: Options, *, python: str | None = None) 
     """Returns the class of this name in ENVIRONMENTS, or the user's own; or what a scheme loads. Raises ConfigError."""
     scheme, _, rest = name.partition(":")
     if scheme in SCHEMES:
-        return resolve("environment.name", SCHEMES[scheme], {})(rest, options, python)
+        return find_loader(scheme)(rest, options, python)
     key, found = "environment.name", find_environment(name)
     if not (inspect.isclass(found) and issubclass(found, Environment)):
         raise ConfigError(f"{key} = {name!r}: is no class derived from asyncrl.environments.Environment")
@@ -77,6 +77,11 @@ def load_environment(name: str, options: Options, *, python: str | None = None) 
 def find_environment(name: str) -> Any:
     """Returns what has this name in ENVIRONMENTS, or the user's own. Raises ConfigError."""
     return resolve("environment.name", name, ENVIRONMENTS)
+
+
+def find_loader(scheme: str) -> Any:
+    """Returns the function that loads what is named with the scheme."""
+    return resolve("environment.name", SCHEMES[scheme], {})
 
 
 def environment_names(names: str | dict[str, str]) -> list[str]:

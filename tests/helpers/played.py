@@ -15,7 +15,7 @@ from asyncrl.environments.player import Limits, Player, Turn, play_alone
 from asyncrl.wire.environment_messages import EpisodeEnded, EpisodeStart, SayNext
 from tests.helpers.chat_models import save_chat_model
 
-FIT_STEPS = 80
+FIT_STEPS = 150
 ASK: list[Message] = [{"role": "user", "content": "Go."}]
 
 

@@ -70,41 +70,42 @@ def train(launch: Callable[..., Launched], tmp_path: Path, monkeypatch: pytest.M
     return run
 
 
-def total(rows: list[dict[str, float]], name: str) -> float:
-    return sum(row.get(f"reward_part/{name}", 0.0) for row in rows)
+def most(rows: list[dict[str, float]], name: str) -> float:
+    """The largest value; a step without scored groups has none."""
+    return max(row.get(name, 0.0) for row in rows)
 
 
 def test_a_class_of_trl_is_trained(train: Train, tmp_path: Path) -> None:
     (tmp_path / "counter.py").write_text(adapters.TRL)
     scripts = [[call("increment", step=step), "done"] for step in (1, 2, 3, 4)]
     rows = train(f"trl:{tmp_path / 'counter.py'}:CounterEnv", scripts=scripts)
-    assert total(rows, "calls/increment") > 5.0 and max(row["environment/turns"] for row in rows) > 1.0
+    assert most(rows, "reward_part/calls/increment") > 0.5 and most(rows, "environment/turns") > 1.5
 
 
 def test_an_environment_of_gymnasium_is_trained(train: Train, tmp_path: Path) -> None:
-    (tmp_path / "lake.py").write_text("def act(text):\n    return sum(map(ord, text)) % 4\n")
-    options = {"is_slippery": False, "act": f"{tmp_path / 'lake.py'}:act"}
-    rows = train("gymnasium:FrozenLake-v1", "replay.zero_variance=drop", options=options, package="gymnasium")
-    assert max(row["environment/turns"] for row in rows) > 2.0
+    (tmp_path / "taxi.py").write_text("def act(text):\n    return sum(map(ord, text)) % 6\n")
+    options = {"act": f"{tmp_path / 'taxi.py'}:act"}
+    rows = train("gymnasium:Taxi-v4", "environment.max_turns=5", options=options, package="gymnasium")
+    assert most(rows, "environment/turns") == 5.0
 
 
 def test_an_environment_of_skyrl_gym_is_trained(train: Train, tmp_path: Path) -> None:
     (tmp_path / "echo.py").write_text(adapters.SKYRL)
     rows = train(f"skyrl:{tmp_path / 'echo.py'}:Echo", options={"scale": 0.5, "max_turns": 3}, package="skyrl")
-    assert total(rows, "turns") == pytest.approx(3.0 * STEPS)
+    assert most(rows, "reward_part/turns") == 3.0
 
 
 def test_tools_of_an_mcp_server_are_trained(train: Train, tmp_path: Path) -> None:
     (tmp_path / "server.py").write_text(adapters.MCP)
     scripts = [[call("add", first=3, second=4), answer] for answer in ("7", "8")]
     rows = train(f"mcp:{sys.executable} {tmp_path / 'server.py'}", scripts=scripts)
-    assert total(rows, "calls/add") > 5.0
+    assert most(rows, "reward_part/calls/add") > 0.5
 
 
 @pytest.mark.skipif(bool(why_not_confined()), reason=why_not_confined())
 def test_programs_in_the_sandbox_are_trained(train: Train) -> None:
     rows = train("python", scripts=[[call("run", program="print(3+4)"), answer] for answer in ("7", "8")])
-    assert total(rows, "calls/run") > 5.0
+    assert most(rows, "reward_part/calls/run") > 0.5
 
 
 def test_tools_of_verl_are_trained(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,4 +116,4 @@ def test_tools_of_verl_are_trained(train: Train, tmp_path: Path, monkeypatch: py
     extra = {"tools_kwargs": {"book": {"create_kwargs": {"truth": 4}}}}
     scripts = [[call("book", amount=amount), "7"] for amount in (3, 4)]
     rows = train(f"verl:{tmp_path / 'tools.yaml'}", scripts=scripts, package="verl", extra=extra)
-    assert total(rows, "calls/book") > 5.0
+    assert most(rows, "reward_part/calls/book") > 0.5
