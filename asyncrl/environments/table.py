@@ -53,14 +53,14 @@ class EnvironmentTable:
         return self._found[environment_for(self._names, data_source)]
 
     @property
-    def tools(self) -> dict[str, Sequence[Schema]]:
-        """The tools of each environment that is no program."""
-        return {name: list(found.kind.tools) for name, found in self._found.items() if isinstance(found, Named)}
-
-    @property
     def programs(self) -> list[Program]:
         """The agent programs among the environments."""
         return [found for found in self._found.values() if not isinstance(found, Named)]
+
+    @property
+    def tools(self) -> dict[str, Sequence[Schema]]:
+        """The tools of each environment. Those of agent programs are not known."""
+        return {name: list(found.kind.tools) for name, found in self._found.items() if isinstance(found, Named)}
 
 
 def load_environment(name: str, options: Options, *, python: str | None = None) -> Named | Program:

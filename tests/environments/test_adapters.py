@@ -46,7 +46,7 @@ def write(folder: Path, name: str, text: str) -> str:
     return str(folder / name)
 
 
-def play(dialogue: Dialogue, name: str, *said: str, options: Options | None = None, **start: Any) -> Played:
+def play(dialogue: Dialogue, name: str, *said: str, options: dict[str, Any] | None = None, **start: Any) -> Played:
     return Played(dialogue, load_environment(name, options or {}), list(said), start)  # type: ignore[arg-type]
 
 

@@ -119,10 +119,9 @@ def test_play_shows_roles_and_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     code = play(make(tmp_path), Console(file=output, width=10_000), rows=1, say=say, typed=False)
     text = output.getvalue()
     assert code == 0 and "completed (done): reward 1" in text, text
-    found = re.findall(
+    shown = re.findall(
         r"^ *(system|user|reasoning|assistant|calls|tool)  (.*?)(?:   \d+ tokens.*)?$", text, re.MULTILINE
     )
-    shown = [(name, content) for name, content in found]
     assert [name for name, _ in shown] == ["system", "user", "reasoning", "assistant", "calls", "tool", "assistant"]
     assert shown[1:] == [
         ("user", "What is 12*34?"),
@@ -143,8 +142,11 @@ def test_messages_are_found_in_tokens(tmp_path: Path, family: str) -> None:
     begin = chat.begin([*system, {"role": "user", "content": "Hello"}], [])
     assert display.heard(begin)[-1] == Shown("user", "Hello") and display.is_chat(begin)
     assert not system or display.heard(begin)[0] == Shown("system", "You help.")
-    answers = [{"role": "tool", "tool_call_id": f"call0000{n}", "name": "f", "content": f"{n}7"} for n in range(2)]
+    answers = [
+        {"role": "tool", "tool_call_id": f"call0000{n}", "name": "f", "content": f"{n}7<|im_end|></s>"}
+        for n in range(2)
+    ]
     heard = display.heard(chat.follow(answers, [], closed=True))
-    assert [one.role for one in heard] == ["tool", "tool"] and "17" in heard[1].text
+    assert [one.role for one in heard] == ["tool", "tool"] and "17<|im_end|></s>" in heard[1].text
     assert not display.is_chat(chat.rendering.encode("Hello"))
     assert display.said([]) == [Shown("assistant", "")]

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import tool_environments
 from tool_environments import AtOnce, Calculator
-from transformers.utils import get_json_schema
+from transformers.utils.chat_template_utils import get_json_schema
 
 from asyncrl.environments import Action, Environment, Message, Step
 from asyncrl.environments.dialogue import Dialogue

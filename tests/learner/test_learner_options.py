@@ -203,7 +203,7 @@ def test_functions_of_the_working_directory(where: str, tmp_path: Path, monkeypa
 
 def test_the_inputs_of_an_advantage_are_in_its_signature() -> None:
     relative = {name for name, advantage in ADVANTAGES.items() if is_group_relative(advantage)}
-    assert set(ADVANTAGES) - relative == {"gae", "vtrace", "reinforce_plus_plus", "remax"}
+    assert set(ADVANTAGES) - relative == {"gae", "vtrace", "reinforce_plus_plus", "remax", "turn_grpo", "progress"}
     assert [name for name, advantage in ADVANTAGES.items() if needs_greedy_baseline(advantage)] == ["remax"]
 
 

@@ -21,8 +21,8 @@ SHOWN_CHARACTERS = 60
 
 
 def check_chat(config: Config, prompt: Prompt, tools: Mapping[str, Sequence[Schema]]) -> list[str]:
-    """Returns what the user should know about the chat template of the run's model. `prompt` is one with messages,
-    `tools` are those of each environment.
+    """Returns what the user should know about the chat template of the run's model. `prompt` is the first, `tools` are
+    those of each environment.
 
     Raises ConfigError if the template cannot be used: it refuses a second turn or does not end one, the engine does not
     stop where it ends one, or it does not show tools.
@@ -87,7 +87,7 @@ def _compared(dialogue: ChatDialogue, tools: Sequence[Schema]) -> str:
 def _compared_with_tools(dialogue: ChatDialogue, tools: Sequence[Schema]) -> str:
     """The same for the answer to a call. What the policy writes to call a tool is its own."""
     rendering = dialogue.rendering
-    arguments = '{"value": 1}' if dialogue.has_text_arguments else {"value": 1}
+    arguments = '{"value": 1}' if dialogue.turns.has_text_arguments else {"value": 1}
     function = {"name": SENTINEL, "arguments": arguments}
     calls = [{"id": "call00000", "type": "function", "function": function}]
     call: Message = {"role": "assistant", "content": "", "tool_calls": calls}
@@ -129,8 +129,7 @@ def _reasoning(dialogue: ChatDialogue) -> str:
 
 def _first_prompt(dialogue: ChatDialogue, prompt: Prompt) -> str:
     """A text if the messages of a prompt have other tokens than the prompt."""
-    assert prompt.chat is not None
-    if dialogue.begin(prompt.chat, ()) == prompt.tokens.tolist():
+    if prompt.chat is None or dialogue.begin(prompt.chat, ()) == prompt.tokens.tolist():
         return ""
     return (
         f"row {prompt.row}: with an environment its prompt has other tokens than without; it is cut at the limit of "

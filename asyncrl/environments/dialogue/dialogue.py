@@ -44,4 +44,5 @@ class Dialogue(TextDialogue):
             trust_remote_code=self._trust_remote_code,
             max_observation_tokens=self._max_tokens,
             tool_format=self._tool_format,
+            coders=self.coders,
         )

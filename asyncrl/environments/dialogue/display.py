@@ -30,7 +30,7 @@ class Display:
         self._dialogue = dialogue
         self._openers: dict[str, str] = {}
         self._closers: set[str] = set()
-        self._note(dialogue.generation_prompt, "assistant")
+        self._note(dialogue.turns.prompt, "assistant")
         self._find("user", [{"role": "user"}])
         tools = [{"role": "tool", "tool_call_id": f"call0000{number}", "name": "tool"} for number in range(2)]
         self._find("tool", tools[:1])
@@ -64,10 +64,10 @@ class Display:
         return [part for part in parts if part.text] or [Shown("assistant", "")]
 
     def _text(self, tokens: Sequence[int]) -> str:
-        return self._dialogue.decode(tokens)
+        return self._dialogue.rendering.framed(tokens, self._dialogue.decode)
 
     def _content(self, part: str) -> str:
-        text = self._dialogue.rendering.without_special(part).strip()
+        text = self._dialogue.rendering.unnamed(part).strip()
         for closer in self._closers:
             text = text.removesuffix(closer).strip()
         return text
@@ -85,7 +85,7 @@ class Display:
         except DialogueError:  # the template has no such role
             return
         before, _, behind = text.partition(MARKS[0 if messages is None else len(messages) - 1])
-        self._note(rendering.plain(before.rpartition(MARKS[0])[2]), role)
+        self._note(before.rpartition(MARKS[0])[2], role)
         special = rendering.special_in(behind)
         if closer := behind[: special[0][1] if special else len(behind)].strip():
             self._closers.add(closer)

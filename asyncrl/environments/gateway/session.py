@@ -119,6 +119,8 @@ class Session:
         self._over = False
         self.num_turns = 0
         """Turns that were asked for."""
+        self.was_cut = False
+        """True if the last turn was cut at the token limit."""
         self.refused: GatewayError | None = None
         """Why the last request was not served, if it was for the window or the number of turns."""
         self.sampling_s = 0.0
@@ -152,9 +154,9 @@ class Session:
         conversation.ends.append(_End(len(conversation.messages), len(conversation.tokens), closed, read.calls))
         conversation.turns.append(pending.number)
         conversation.busy = False
+        self.was_cut = turn.status == "truncated"
         if not pending.answer.cancelled():
-            cut = turn.status == "truncated"
-            answer = Answer(pending.number, read.message, prompt, tuple(turn.tokens), truncated=cut)
+            answer = Answer(pending.number, read.message, prompt, tuple(turn.tokens), truncated=self.was_cut)
             pending.answer.set_result(answer)
 
     def delivered(self, answer: Answer) -> None:
