@@ -151,11 +151,24 @@ def test_tools_of_an_mcp_server_are_called(dialogue: Dialogue, tmp_path: Path) -
     died = Played(dialogue, named, [call("die"), "7"], {"truth": ""})
     assert (died.ended.status, died.ended.ended) == ("failed", "environment")
     assert "the server has ended (Connection closed)" in died.ended.error
-    asyncio.run(asyncio.wait_for(servers(named, tmp_path), 60.0))
+    assert not children(named)
 
 
-async def servers(named: Named, tmp_path: Path) -> None:
-    """Episodes share a server until it has ended; one of its own ends with its episode."""
+@pytest.mark.slow
+def test_episodes_share_a_server_until_it_has_ended(tmp_path: Path) -> None:
+    named = load_environment(f"mcp:{sys.executable} {write(tmp_path, 'server.py', adapters.MCP)}", {})
+    assert isinstance(named, Named)
+    asyncio.run(asyncio.wait_for(servers(named), 60.0))
+    assert not children(named)
+
+
+def children(named: Named) -> list[int]:
+    """Processes of servers that this one has started."""
+    command = vars(named.kind)["target"].split()[-1]
+    return [process.pid for process in psutil.Process().children(recursive=True) if command in process.cmdline()]
+
+
+async def servers(named: Named) -> None:
 
     async def counted(environment: Any) -> str:
         action = Action("", 0, tool_calls=(ToolCall("count", {}, "0"),))
