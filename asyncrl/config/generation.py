@@ -80,9 +80,10 @@ class EnvironmentConfig(Section):
     """The environment of episodes with several turns."""
 
     name: str | dict[str, str] | None = None
-    """A built-in environment, or your own as `module:Class` or `file.py:Class`; or a mapping of these by data source,
-    with "default" for the others; or an agent program that speaks the OpenAI API, as `agent:file.py:function` or
-    `agent:COMMAND`. Without one a trajectory is a single completion."""
+    """A built-in environment, or your own as `module:Class` or `file.py:Class`; one of another project, as
+    `trl:file.py:Class`, `gymnasium:ID`, `skyrl:NAME`, `verl:TOOLS.yaml`, or `mcp:COMMAND` for the tools of a server; or
+    an agent program that speaks the OpenAI API, as `agent:file.py:function` or `agent:COMMAND`; or a mapping of these
+    by data source, with "default" for the others. Without one a trajectory is a single completion."""
     options: dict[str, Options] = Field(default={})
     """Options (keyword-only arguments) of environments, by their names in `environment.name`."""
     python: str | None = None

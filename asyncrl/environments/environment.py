@@ -112,6 +112,11 @@ class Environment:
         self.random = random.Random(task.seed)
         """The same draws for all members of a group."""
 
+    @classmethod
+    def check_setup(cls, **options: Any) -> None:
+        """Raises `asyncrl.errors.ConfigError` if no episode can be played with these options. Called when a run starts,
+        and in each process that plays episodes."""
+
     def reset(self) -> Any:
         """Prepares the episode. Returns what is said behind the prompt before the first turn, as a Say; None for
         nothing."""

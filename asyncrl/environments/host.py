@@ -23,9 +23,10 @@ from asyncrl.config import Options
 from asyncrl.environments.dialogue import Dialogue
 from asyncrl.environments.episode import Limits, Turn
 from asyncrl.environments.gateway.server import Gateway
+from asyncrl.environments.named import Named
 from asyncrl.environments.player import Player
 from asyncrl.environments.programs.player import ProgramPlayer
-from asyncrl.environments.table import EnvironmentTable, Named
+from asyncrl.environments.table import EnvironmentTable
 from asyncrl.errors import ProtocolError
 from asyncrl.util.processes import become_helper
 from asyncrl.wire.endpoints import Endpoints

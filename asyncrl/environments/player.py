@@ -22,7 +22,7 @@ from asyncrl.environments.calling import Caller, EpisodeFailedError, to_messages
 from asyncrl.environments.dialogue import Dialogue, DialogueError, TextDialogue
 from asyncrl.environments.environment import Action, Environment, Message, Schema
 from asyncrl.environments.episode import Limits, Turn, task_of
-from asyncrl.environments.table import Named
+from asyncrl.environments.named import Named
 from asyncrl.environments.tools import ToolEnvironment
 from asyncrl.errors import ConfigError
 from asyncrl.types import EpisodeEnd
@@ -30,11 +30,20 @@ from asyncrl.wire.environment_messages import EpisodeEnded, EpisodeStart, Episod
 
 log = structlog.get_logger()
 
+CLOSE_S = 3.0
+"""Deadline for what an episode has left running."""
+
 
 def play_alone(player: Player) -> EpisodeEnded:
-    """Plays an episode in this thread, which has no event loop. Calls that ignore their end are left behind."""
+    """Plays an episode in this thread, which has no event loop. What it has left running is ended; calls that ignore
+    their end are left behind."""
     loop = asyncio.new_event_loop()
-    return loop.run_until_complete(player.play())
+    ended = loop.run_until_complete(player.play())
+    if running := asyncio.all_tasks(loop):
+        for task in running:
+            task.cancel()
+        loop.run_until_complete(asyncio.wait(running, timeout=CLOSE_S))
+    return ended
 
 
 def joined(chat: Sequence[Message], said: Sequence[Message], *, is_text: bool) -> list[Message]:

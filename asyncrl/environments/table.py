@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from asyncrl.config import Config, Options, check_options, did_you_mean
-from asyncrl.environments.environment import Environment, Schema, Task
+from asyncrl.config import Config, Options, did_you_mean
+from asyncrl.environments.environment import Environment, Schema
+from asyncrl.environments.named import Named, checked
 from asyncrl.errors import ConfigError
 from asyncrl.util.user_code import resolve
 
@@ -17,11 +18,18 @@ if TYPE_CHECKING:
 ENVIRONMENTS: dict[str, str] = {
     "calculator": "asyncrl.environments.builtin.calculator:Calculator",
     "guess": "asyncrl.environments.builtin.guess:GuessNumber",
+    "python": "asyncrl.environments.builtin.python_tool:Python",
 }
 """Module and class of each built-in environment, imported when it is used."""
-SCHEMES: dict[str, str] = {"agent": "asyncrl.environments.programs.load:load_agent"}
-"""Module and function that load what is named `SCHEME:REST`."""
-METHODS = ("reset", "step", "reward", "close")
+SCHEMES: dict[str, str] = {
+    "agent": "asyncrl.environments.programs.load:load_agent",
+    "gymnasium": "asyncrl.environments.adapters.gymnasium:load_gymnasium",
+    "mcp": "asyncrl.environments.adapters.mcp:load_mcp",
+    "skyrl": "asyncrl.environments.adapters.skyrl:load_skyrl",
+    "trl": "asyncrl.environments.adapters.trl:load_trl",
+    "verl": "asyncrl.environments.adapters.verl:load_verl",
+}
+"""Module and function that load what is named `SCHEME:REST`, from REST, options and `environment.python`."""
 
 
 class EnvironmentTable:
@@ -55,57 +63,25 @@ class EnvironmentTable:
         return {name: list(found.kind.tools) for name, found in self._found.items() if isinstance(found, Named)}
 
 
-class Named(NamedTuple):
-    """An environment with its options."""
-
-    kind: type[Environment]
-    options: Options
-
-    def max_turns(self, default: int) -> int:
-        """The maximum number of turns of an episode."""
-        return default if self.kind.max_turns is None else self.kind.max_turns
-
-    def make(self, task: Task) -> Environment:
-        """A new environment for the task."""
-        return self.kind(task, **self.options)
-
-
 def load_environment(name: str, options: Options, *, python: str | None = None) -> Named | Program:
-    """Returns the class of this name in ENVIRONMENTS, or the user's own; or the program of a scheme. Raises
-    ConfigError."""
+    """Returns the class of this name in ENVIRONMENTS, or the user's own; or what a scheme loads. Raises ConfigError."""
     scheme, _, rest = name.partition(":")
     if scheme in SCHEMES:
-        return resolve("environment.name", SCHEMES[scheme], {})(rest, options, python)
+        return find_loader(scheme)(rest, options, python)
     key, found = "environment.name", find_environment(name)
     if not (inspect.isclass(found) and issubclass(found, Environment)):
         raise ConfigError(f"{key} = {name!r}: is no class derived from asyncrl.environments.Environment")
-    if found.step is Environment.step:
-        raise ConfigError(f"{key} = {name!r}: has no method step(self, action)")
-    for method in METHODS:
-        wanted = 2 if method == "step" else 1
-        _check_parameters(f"{key} = {name!r}", method, getattr(found, method), wanted)
-    check_options(f"environment.options.{name}", name, found, options, hidden=())
-    try:
-        tools: Any = found.tools  # those of a ToolEnvironment are made here
-    except ConfigError as error:
-        raise ConfigError(f"{key} = {name!r}: {error}") from None
-    for tool in tools:
-        if not _is_schema(tool):
-            raise ConfigError(
-                f'{key} = {name!r}: tools has {tool!r}, which is not {{"type": "function", "function": {{"name": ..., '
-                '"parameters": ...}}'
-            )
-    return Named(found, options)
-
-
-def _is_schema(tool: Any) -> bool:
-    function: Any = tool.get("function") if isinstance(tool, dict) else None
-    return isinstance(function, dict) and isinstance(function.get("name"), str)
+    return checked(name, found, options)
 
 
 def find_environment(name: str) -> Any:
     """Returns what has this name in ENVIRONMENTS, or the user's own. Raises ConfigError."""
     return resolve("environment.name", name, ENVIRONMENTS)
+
+
+def find_loader(scheme: str) -> Any:
+    """Returns the function that loads what is named with the scheme."""
+    return resolve("environment.name", SCHEMES[scheme], {})
 
 
 def environment_names(names: str | dict[str, str]) -> list[str]:
@@ -135,11 +111,3 @@ def check_environment(config: Config) -> EnvironmentTable:
     for program in table.programs:
         program.check()
     return table
-
-
-def _check_parameters(what: str, method: str, function: Any, wanted: int) -> None:
-    try:
-        inspect.signature(function).bind(*[None] * wanted)
-    except TypeError:
-        arguments = "self, action" if wanted == 2 else "self"
-        raise ConfigError(f"{what}: {method}{inspect.signature(function)} must take ({arguments})") from None

@@ -20,11 +20,11 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar, get_type_hints
+from typing import Any, get_type_hints
 
 from asyncrl.environments.environment import Action, Environment, Message, Schema, Step, Task, ToolCall
 from asyncrl.errors import ConfigError
@@ -47,15 +47,17 @@ class Tool:
     name: str
     schema: Schema
     is_async: bool
-    readers: Mapping[str, Any]
-    """Checks the value of each argument, by its name."""
-    needed: frozenset[str]
+    readers: Mapping[str, Any] | None = None
+    """Checks the value of each argument, by its name; None if the tool does so itself."""
+    needed: frozenset[str] = frozenset()
     """Arguments without a default."""
 
     def read(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments in the types of the method. Raises ToolError for those that it does not take."""
         from pydantic import ValidationError
 
+        if self.readers is None:
+            return dict(arguments)
         for name in arguments:
             if name not in self.readers:
                 raise ToolError(f"{self.name} has no argument {name!r}; it has {', '.join(self.readers) or 'none'}")
@@ -86,7 +88,7 @@ class ToolEnvironment(Environment):
     reads. Parts of the reward: the numbers of calls, `calls/TOOL`, and of those without a result, `calls_failed/TOOL`.
     """
 
-    tools: ClassVar[Any] = _Schemas()
+    tools: Any = _Schemas()
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)
@@ -95,15 +97,24 @@ class ToolEnvironment(Environment):
         self.in_thread: Callable[[Callable[[], Any]], Awaitable[Any]] = asyncio.to_thread
         """Calls a function in a thread."""
 
+    def _tools(self) -> Mapping[str, Tool]:
+        """The tools of the episode, by name."""
+        return tools_of(type(self))
+
+    def _method(self, name: str) -> Callable[..., Any]:
+        """What is called for a tool."""
+        return getattr(self, name)
+
     async def step(self, action: Action) -> Step:
         """Makes the calls of a turn. The answer to each is a message of the role "tool"."""
-        parts = {f"{count}/{name}": 0.0 for name in (*tools_of(type(self)), UNKNOWN) for count in COUNTS}
+        tools = self._tools()
+        parts = {f"{count}/{name}": 0.0 for name in (*tools, UNKNOWN) for count in COUNTS}
         if not action.tool_calls and not action.problems:
             self.answer = action.message["content"]
             return Step(done=True, parts=parts)
         answers = await self._answers(action.tool_calls)
         for call, (_, failed) in zip(action.tool_calls, answers, strict=True):
-            name = call.name if call.name in tools_of(type(self)) else UNKNOWN
+            name = call.name if call.name in tools else UNKNOWN
             parts[f"calls/{name}"] += 1.0
             parts[f"calls_failed/{name}"] += failed
         said = [_answer(call.name, call.id, text) for call, (text, _) in zip(action.tool_calls, answers, strict=True)]
@@ -115,7 +126,7 @@ class ToolEnvironment(Environment):
 
     async def _answers(self, calls: tuple[ToolCall, ...]) -> list[tuple[str, bool]]:
         """The answer to each call, and true if it failed."""
-        tools, running = tools_of(type(self)), list[asyncio.Future[tuple[str, bool]]]()
+        tools, running = self._tools(), list[asyncio.Future[tuple[str, bool]]]()
         try:
             for call in calls:
                 tool = tools.get(call.name)
@@ -132,8 +143,8 @@ class ToolEnvironment(Environment):
     async def _call(self, tool: Tool | None, call: ToolCall) -> tuple[str, bool]:
         try:
             if tool is None:
-                raise ToolError(f"there is no tool {call.name!r}; there are {', '.join(tools_of(type(self)))}")
-            arguments, method = tool.read(call.arguments), getattr(self, call.name)
+                raise ToolError(f"there is no tool {call.name!r}; there are {', '.join(self._tools())}")
+            arguments, method = tool.read(call.arguments), self._method(call.name)
             if tool.is_async:
                 result = await method(**arguments)
             elif self.returns_at_once:
@@ -152,7 +163,7 @@ class ToolEnvironment(Environment):
 COUNTS = ("calls", "calls_failed")
 METHODS = frozenset(dir(ToolEnvironment))
 """What every environment has, and is no tool."""
-ATTRIBUTES = ("answer", "in_thread", "random", "task")
+ATTRIBUTES = ("answer", "check_setup", "in_thread", "random", "task")
 
 
 @cache
@@ -162,8 +173,13 @@ def tools_of(kind: type[ToolEnvironment]) -> Mapping[str, Tool]:
         if inspect.isfunction(getattr(kind, name, None)):
             raise ConfigError(f"{kind.__name__}.{name}: is an attribute of every ToolEnvironment; rename the tool")
     names = [name for name in dir(kind) if not name.startswith("_") and name not in METHODS]
-    functions = {name: getattr(kind, name) for name in names}
-    tools = {name: _tool(kind, name, function) for name, function in functions.items() if _is_method(function)}
+    return make_tools(kind, [name for name in names if _is_method(getattr(kind, name))])
+
+
+def make_tools(kind: type, names: Sequence[str]) -> Mapping[str, Tool]:
+    """The tools that are the methods of these names of a class. Raises ConfigError for a method that cannot be one, and
+    if there is none."""
+    tools = {name: _tool(kind, name, getattr(kind, name)) for name in names}
     if not 0 < len(tools) <= MAX_TOOLS:
         raise ConfigError(
             f"{kind.__name__}: has {len(tools)} tools, which are its public methods; at least 1 and at most "
@@ -176,7 +192,7 @@ def _is_method(value: Any) -> bool:
     return inspect.isfunction(value) or inspect.ismethod(value)
 
 
-def _tool(kind: type[ToolEnvironment], name: str, function: Any) -> Tool:
+def _tool(kind: type, name: str, function: Any) -> Tool:
     from pydantic import PydanticSchemaGenerationError, TypeAdapter
 
     where, way_out = f"{kind.__name__}.{name}", "; a method that is no tool begins with an underscore"

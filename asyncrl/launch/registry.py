@@ -21,7 +21,7 @@ def tables() -> dict[str, Mapping[str, Any]]:
     from asyncrl.algorithms.advantages import ADVANTAGES
     from asyncrl.algorithms.losses import LOSSES
     from asyncrl.data.custom import SEAMS
-    from asyncrl.environments.table import ENVIRONMENTS, find_environment
+    from asyncrl.environments.table import ENVIRONMENTS, SCHEMES, find_environment, find_loader
     from asyncrl.launch.local import LAUNCHERS
     from asyncrl.observe.trackers import TRACKERS
     from asyncrl.rewards.load import REWARDS, load_reward
@@ -29,7 +29,8 @@ def tables() -> dict[str, Mapping[str, Any]]:
 
     return {
         "rewards": {name: load_reward(name).function for name in REWARDS},
-        "environment.name": {name: find_environment(name) for name in ENVIRONMENTS},
+        "environment.name": {name: find_environment(name) for name in ENVIRONMENTS}
+        | {f"{scheme}:": find_loader(scheme) for scheme in SCHEMES},
         "data.custom": SEAMS,
         "algorithm.advantage": ADVANTAGES,
         "algorithm.loss": LOSSES,

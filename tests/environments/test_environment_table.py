@@ -61,7 +61,7 @@ def test_the_draws_of_an_environment_are_those_of_its_task() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "error"),
     [
-        ("gess", {}, r"environment\.name = 'gess': not one of calculator, guess; did you mean guess\?"),
+        ("gess", {}, r"environment\.name = 'gess': not one of calculator, guess, python; did you mean guess\?"),
         ("{file}:Mien", {}, r"has no 'Mien'; did you mean Mine\?"),
         ("{file}:Other", {}, r"is no class derived from asyncrl\.environments\.Environment"),
         ("{file}:NoStep", {}, r"has no method step\(self, action\)"),

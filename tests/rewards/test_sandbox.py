@@ -19,9 +19,9 @@ import pytest
 import structlog
 
 from asyncrl.errors import ConfigError, RunError
-from asyncrl.rewards.sandbox import confine
-from asyncrl.rewards.sandbox import run as sandbox
-from asyncrl.rewards.sandbox.run import Limits, ProgramOutcome, check_sandbox, run_program
+from asyncrl.sandbox import confine
+from asyncrl.sandbox import run as sandbox
+from asyncrl.sandbox.run import Limits, ProgramOutcome, check_sandbox, run_program
 from tests.helpers.kernel import why_not_confined
 
 WHY_NOT = why_not_confined()
@@ -328,9 +328,7 @@ def test_output_and_folder_are_bounded_and_the_folder_is_removed(tmp_path: Path,
 
 
 def test_a_program_ends_with_its_worker(tmp_path: Path) -> None:
-    worker = (
-        "from asyncrl.rewards.sandbox.run import *\nrun_program('while 1: pass', limits=Limits(60.0), within_s=60.0)"
-    )
+    worker = "from asyncrl.sandbox.run import *\nrun_program('while 1: pass', limits=Limits(60.0), within_s=60.0)"
     env = {**os.environ, "TMPDIR": str(tmp_path)}
     with subprocess.Popen([sys.executable, "-c", worker], cwd=Path(__file__).parents[2], env=env) as parent:
         programs = []
@@ -395,7 +393,7 @@ def test_nothing_runs_where_the_kernel_does_not_confine(monkeypatch: pytest.Monk
         run(f"open({str(mark)!r}, 'w')")
     assert not mark.exists()
     with pytest.raises(ConfigError, match="rewards: the code reward cannot be used here: the kernel does not confine"):
-        check_sandbox()
+        check_sandbox("rewards: the code reward")
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[2] / "asyncrl"
 
 LEVELS = [
     {"errors"},
-    {"types", "util"},
+    {"types", "util", "sandbox"},
     {"config", "samples"},
     {"wire", "algorithms"},
     {"rewards", "environments", "data", "replay", "weights", "observe"},

@@ -13,8 +13,8 @@ from typing import Any
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.rewards.calling import text_of
-from asyncrl.rewards.sandbox.inside import plain
-from asyncrl.rewards.sandbox.run import Limits, check_sandbox, run_program
+from asyncrl.sandbox.inside import plain
+from asyncrl.sandbox.run import Limits, check_sandbox, run_program
 
 FORMS = (
     '{"inputs": [...], "outputs": [...]} with "fn_name" or without, {"assert_case": ["assert ...", ...]}, '
@@ -90,7 +90,7 @@ def check_code(config: Config) -> None:
             f"reward_options.code.memory_bytes = {memory_bytes!r}: must be at least {MIN_MEMORY_BYTES}, "
             "which the interpreter needs"
         )
-    check_sandbox()
+    check_sandbox("rewards: the code reward")
 
 
 def extract_program(text: str) -> str:

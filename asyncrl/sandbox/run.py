@@ -28,7 +28,7 @@ from typing import IO, Any, Literal
 import structlog
 
 from asyncrl.errors import ConfigError, RunError
-from asyncrl.rewards.sandbox.inside import READY
+from asyncrl.sandbox.inside import READY
 
 log = structlog.get_logger()
 
@@ -99,17 +99,17 @@ def run_program(
         return ProgramOutcome(ended, process.returncode, output.read(limits.file_bytes), values)
 
 
-def check_sandbox() -> None:
-    """Raises ConfigError when this machine cannot confine a program."""
+def check_sandbox(what: str) -> None:
+    """Raises ConfigError, about `what` needs it, when this machine cannot confine a program."""
     if sys.platform != "linux":
-        raise ConfigError(f"rewards: the code reward needs Linux to confine programs, this is {sys.platform}")
+        raise ConfigError(f"{what} needs Linux to confine programs, this is {sys.platform}")
     try:
         outcome = run_program("print(6 * 7)", limits=Limits(time_s=30.0), within_s=30.0)
     except RunError as error:
-        raise ConfigError(f"rewards: the code reward cannot be used here: {error}") from None
+        raise ConfigError(f"{what} cannot be used here: {error}") from None
     if outcome.output.strip() != b"42":
         raise ConfigError(
-            f"rewards: the code reward cannot be used here: a program that prints 42 in the sandbox {outcome.ended} "
+            f"{what} cannot be used here: a program that prints 42 in the sandbox {outcome.ended} "
             f"(exit code {outcome.exit_code}) with the output {outcome.output!r}"
         )
 
