@@ -19,7 +19,10 @@ ENVIRONMENTS: dict[str, str] = {
     "guess": "asyncrl.environments.builtin.guess:GuessNumber",
 }
 """Module and class of each built-in environment, imported when it is used."""
-SCHEMES: dict[str, str] = {"agent": "asyncrl.environments.programs.load:load_agent"}
+SCHEMES: dict[str, str] = {
+    "agent": "asyncrl.environments.programs.load:load_agent",
+    "verifiers": "asyncrl.environments.programs.load:load_verifiers",
+}
 """Module and function that load what is named `SCHEME:REST`."""
 METHODS = ("reset", "step", "reward", "close")
 

@@ -77,7 +77,8 @@ class ProgramPlayer:
         )
 
     async def _result(self, access: Any) -> Any:
-        """What the program returned; None if it gave up because of a limit. Raises EpisodeFailedError."""
+        """What the program returned; if it gave up because of a limit, the reward that it has. Raises
+        EpisodeFailedError."""
         name, timeout_s = self.program.name, self.limits.timeout_s
         try:
             run = self.program.run(asdict(self.task), access, stuck=self.stuck_calls)
@@ -88,9 +89,11 @@ class ProgramPlayer:
         except ProgramLostError as error:
             raise EpisodeFailedError("host", f"{name}: {error}") from None
         except ProgramError as error:
-            return self._gave_up(str(error))
+            self._gave_up(str(error))
+            return error.result
         except Exception as error:  # the user's code: fails its episode, never the host
-            return self._gave_up(describe(error))
+            self._gave_up(describe(error))
+            return None
 
     def _gave_up(self, problem: str) -> None:
         """Raises EpisodeFailedError unless the last request was refused for a limit."""
@@ -107,7 +110,7 @@ class ProgramPlayer:
             raise EpisodeFailedError("environment", f"{name} ended without a reward: it returned and posted none")
         reward, parts = (0.0, {}) if given is None else to_reward(name, given)
         if refused is None:
-            return reward, parts, "completed", "done"
+            return reward, parts, "truncated" if self.session.last_cut else "completed", "done"
         return reward, parts, "truncated", "max_turns" if isinstance(refused, TurnsUsedError) else "window"
 
     def _close(self) -> list[int]:

@@ -22,7 +22,12 @@ MAX_ERROR_CHARACTERS = 400
 
 
 class ProgramError(Exception):
-    """The program has failed, or ended without a result that is a reward."""
+    """The program has failed, or ended without a result that is a reward. `result` is the reward that it has
+    nevertheless, which counts if it failed because a limit was reached."""
+
+    def __init__(self, text: str, result: Any = None) -> None:
+        super().__init__(text)
+        self.result = result
 
 
 class ProgramLostError(Exception):
