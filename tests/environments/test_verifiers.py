@@ -168,7 +168,7 @@ def test_limits_end_a_taskset_as_truncated(tasksets: str) -> None:
         ("nothing-here", {}, "there is no environment 'nothing-here': no module nothing_here. Install its package"),
         ("sums", {}, "'sums' is an environment of a taskset, which verifiers 0.3.1 does not load; name an interpreter"),
         ("tool-game", {"key": True}, "it asks for a key: Missing required environment variable(s): SOME_API_KEY. Set"),
-        ("tool-game", {"group": True}, "its reward functions best compare the rollouts of a group"),
+        ("tool-game", {"group": True}, "its rubric compares the rollouts of a group"),
         ("tool-game", {"keys": True}, "unexpected keyword argument 'keys'"),
     ],
 )
@@ -187,7 +187,7 @@ def test_environments_that_cannot_be_loaded_say_why(
         ("number-game", {}, "'number-game' is an environment with load_environment, which verifiers 0.4.0 does not"),
         ("sums", {"agent": {"harness": {"id": "bash"}}}, "harness 'bash' of agent runs programs that the policy writes"),
         ("sums", {"agent": {"harness": {"id": "null"}}}, "harness 'null' of agent needs uv"),
-        ("sums", {"id": "user-sim"}, "its agents assistant, user have no endpoint of their own, but one is trained"),
+        ("sums", {"id": "user-sim"}, "2 of its agents have no endpoint of their own (assistant, user), but one"),
         ("sums", {"taskset": {"sizes": 3}}, "sizes"),
     ],
 )

@@ -123,10 +123,9 @@ class Classic:
         self._environment = verifiers.load_environment(name, **options)
         for one in (self._environment, *getattr(self._environment, "env_map", {}).values()):
             if one.requires_group_rollouts:
-                functions = ", ".join(function.__name__ for function in one.rubric._get_group_reward_funcs())
                 raise refused(
-                    f"its reward functions {functions} compare the rollouts of a group, but asyncrl scores each rollout "
-                    "when it ends; give it functions of one rollout"
+                    "its rubric compares the rollouts of a group, but asyncrl scores each rollout when it ends; give it "
+                    "reward functions of one rollout"
                 )
         self._http = None
 
@@ -174,41 +173,24 @@ class Tasks:
         from verifiers import v1
 
         given = {**options, "taskset": {**options.get("taskset", {}), "id": name}}
-        config = v1.env_config_type(name, given.get("id", ""))
-        self._roles = _roles(config.model_fields, v1.AgentConfig)
-        harnesses = v1.resolve_env_config(given).agent_harnesses()
-        for role in self._roles:
-            given[role] = self._with_runtime(v1, role, given.get(role, {}), config, harnesses[role], refused)
-        self._environment = v1.load_environment(v1.resolve_env_config(given))
-        own = [role for role in self._roles if getattr(self._environment.config, role).client is None]
+        kind = v1.env_config_type(name, given.get("id", ""))
+        config = v1.resolve_env_config(given)
+        roles = [role for role, field in kind.model_fields.items() if isinstance(field.default, v1.AgentConfig)]
+        own = [role for role in roles if getattr(config, role).client is None]
         if len(own) != 1:
             raise refused(
-                f"its agents {', '.join(own) or 'none'} have no endpoint of their own, but one is trained; give the "
-                f"others a client and a model, as {own[-1] if own else self._roles[0]}.client.base_url"
+                f"{len(own)} of its agents have no endpoint of their own ({', '.join(own)}), but one is trained; give the "
+                f"others a model and a client, as {roles[-1]}.client.base_url"
             )
+        harnesses = config.agent_harnesses()
+        for role in roles:
+            settings = _with_runtime(v1, role, given.get(role, {}), kind.model_fields[role].default, harnesses[role])
+            if isinstance(settings, str):
+                raise refused(f"harness {harnesses[role].id!r} of {role} {settings}")
+            given[role] = settings
+        self._environment = v1.load_environment(v1.resolve_env_config(given))
         self._task = type(self._environment.taskset).task_type()
         self._keys = itertools.count()
-
-    def _with_runtime(self, v1, role, given, config, harness, refused):
-        """The settings of an agent, which by default runs on this machine if it cannot do harm there."""
-        declared = config.model_fields[role].default
-        kind = v1.import_harness(harness.id)
-        found = [one for one in map(vars(kind).get, kind.__all__) if isinstance(one, type) and issubclass(one, v1.Harness)]
-        runs_code = any(one.EXECUTES_CODE or one.NEEDS_CONTAINER for one in found)
-        where = given.get("runtime", {}).get("type")
-        if where is None and "runtime" not in declared.model_fields_set:
-            if runs_code:
-                raise refused(
-                    f"harness {harness.id!r} of {role} runs programs that the policy writes. Say where, as "
-                    f"{role}.runtime.type=docker, or choose another harness by {role}.harness.id"
-                )
-            where, given = "subprocess", {**given, "runtime": {"type": "subprocess"}}
-        if where == "subprocess" and kind.__name__.startswith("verifiers.") and shutil.which("uv") is None:
-            raise refused(
-                f"harness {harness.id!r} of {role} needs uv, which is not installed; install uv in this interpreter, "
-                f"or choose another harness by {role}.harness.id"
-            )
-        return given
 
     @contextlib.asynccontextmanager
     async def running(self):
@@ -261,8 +243,23 @@ class Tasks:
         return _scored(own[0].reward, {**own[0].metrics, **parts})
 
 
-def _roles(fields, kind):
-    return [name for name, field in fields.items() if isinstance(field.default, kind)]
+def _with_runtime(v1, role, given, declared, harness):
+    """Returns the settings of an agent, which by default runs on this machine if it cannot do harm there; or a text that
+    says what is missing."""
+    module = v1.import_harness(harness.id)
+    kinds = [getattr(module, name) for name in module.__all__]
+    found = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, v1.Harness)]
+    where = given.get("runtime", {}).get("type")
+    if where is None and "runtime" not in declared.model_fields_set:
+        if any(kind.EXECUTES_CODE or kind.NEEDS_CONTAINER for kind in found):
+            return (
+                f"runs programs that the policy writes. Say where, as {role}.runtime.type=docker, or choose another harness "
+                f"by {role}.harness.id"
+            )
+        where, given = "subprocess", {**given, "runtime": {"type": "subprocess"}}
+    if where == "subprocess" and module.__name__.startswith("verifiers.") and shutil.which("uv") is None:
+        return f"needs uv, which is not installed; install uv in this interpreter, or choose another by {role}.harness.id"
+    return given
 
 
 def _json(row):
