@@ -136,13 +136,15 @@ EPISODE_ENDS: tuple[EpisodeEnd, ...] = ("done", "max_turns", "window")
 
 @dataclass(frozen=True, slots=True)
 class EpisodeOutcome:
-    """What became of the episode of a trajectory with several turns."""
+    """What became of the episode of a trajectory with several turns. If the episode has several rows, the times, tries
+    and lost tokens are those of its first row, and 0 in the others."""
 
     ended: EpisodeEnd
     turn_rewards: list[float]
-    """Reward of each turn, in order; their sum and that of the complete episode are the trajectory's reward."""
+    """Reward of each turn of the row, in order. The sum over the rows of an episode, and the reward of the complete
+    episode, are the trajectory's reward."""
     observation_tokens: int
-    """Tokens of the environment after the first action token."""
+    """Tokens of the environment in the row after its first action token."""
     environment_s: float
     """Time in the environment's methods."""
     tries: int
@@ -153,7 +155,8 @@ class EpisodeOutcome:
 
 @dataclass(slots=True)
 class Trajectory:
-    """One completion, or one episode of several turns, with everything that training needs."""
+    """One completion, or one episode of several turns, with everything that training needs. An episode whose
+    conversation was rewritten has several: one for each sequence of tokens, its rows."""
 
     tokens: NDArray[np.int32]
     """[T]"""
@@ -170,6 +173,9 @@ class Trajectory:
     """Why no reward could be computed; the reward is 0 then, or the status is "failed". Empty otherwise."""
     episode: EpisodeOutcome | None = None
     """None without an environment."""
+    member: int | None = None
+    """Number of the episode in its group, if it may have several rows; these are adjacent and have the same reward,
+    parts, status and error. None: the only row of its member."""
 
     @property
     def num_action_tokens(self) -> int:
@@ -188,6 +194,11 @@ class Trajectory:
         versions = self.versions[self.action_mask]
         return int(versions.min()) if len(versions) else NO_VERSION
 
+    @property
+    def num_turns(self) -> int:
+        """Turns of the policy: runs of action tokens."""
+        return int(self.action_mask[:1].sum()) + int((self.action_mask[1:] > self.action_mask[:-1]).sum())
+
     def check(self) -> None:
         """Raises InvariantError if the arrays are inconsistent."""
         length = len(self.tokens)
@@ -202,7 +213,7 @@ class Trajectory:
 
 @dataclass(slots=True)
 class Group:
-    """All trajectories of one lease."""
+    """All trajectories of one lease: those of its members, which are completions or episodes."""
 
     ticket: int
     attempt: int
@@ -213,6 +224,7 @@ class Group:
     """The version the generator had loaded when the group started."""
     end_version: int
     trajectories: list[Trajectory]
+    """The rows of the members, in the order of the members."""
     started_s: float = 0.0
     """Seconds on the machine's monotonic clock, as `finished_s`."""
     finished_s: float = 0.0
@@ -226,9 +238,26 @@ class Group:
     None if they lie apart."""
 
     @property
+    def members(self) -> list[int]:
+        """The member of each trajectory, counted from 0 without gaps."""
+        number, before, found = -1, None, list[int]()
+        for trajectory in self.trajectories:
+            number += trajectory.member is None or trajectory.member != before
+            before = trajectory.member
+            found.append(number)
+        return found
+
+    @property
+    def firsts(self) -> list[Trajectory]:
+        """The first row of each member."""
+        members = self.members
+        pairs = zip(self.trajectories, members, [-1, *members], strict=False)
+        return [row for row, member, before in pairs if member != before]
+
+    @property
     def rewards(self) -> NDArray[np.float64]:
-        """[group size]"""
-        return np.array([t.reward for t in self.trajectories], dtype=np.float64)
+        """[members]"""
+        return np.array([row.reward for row in self.firsts], dtype=np.float64)
 
     @property
     def num_action_tokens(self) -> int:

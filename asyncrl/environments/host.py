@@ -22,7 +22,7 @@ import numpy as np
 from asyncrl.config import Options
 from asyncrl.environments.dialogue import Dialogue
 from asyncrl.environments.gateway.server import Gateway
-from asyncrl.environments.player import Limits, Player, Turn, task_of
+from asyncrl.environments.player import Limits, Player, Turn
 from asyncrl.environments.programs.player import ProgramPlayer
 from asyncrl.environments.table import EnvironmentTable, Named
 from asyncrl.errors import ProtocolError
@@ -144,8 +144,7 @@ class Host:
         found, dialogue, limits = self._table.of(start.data_source), self._dialogue, self._spec.limits
         if isinstance(found, Named):
             return Player(start, prompt, found, dialogue, limits, self._threads, self._say)
-        task = task_of(start, dialogue.text_of(prompt))
-        return ProgramPlayer(start, task, found, dialogue.chat, limits, self._gateway, self._say)
+        return ProgramPlayer(start, prompt, found, dialogue.chat, limits, self._gateway, self._say)
 
     async def _play(self, player: Player | ProgramPlayer) -> None:
         episode = player.start.episode

@@ -184,6 +184,8 @@ class Player:
             text = f"{keep + len(observation)} tokens before the first turn, the window has "
             raise EpisodeFailedError("overlong", f"{name}: {text}{self.limits.window_tokens}")
         for number in range(self.named.max_turns(self.limits.max_turns)):
+            if number and not observation:
+                raise EpisodeFailedError("environment", f"{name}.step said nothing, and the episode is not done")
             turn = await self._sample(observation)
             action = self._action(turn, number, tools)
             step = to_step(name, await self._call(environment, "step", action))

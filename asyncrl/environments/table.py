@@ -52,6 +52,11 @@ class EnvironmentTable:
         """The agent programs among the environments."""
         return [found for found in self._found.values() if not isinstance(found, Named)]
 
+    @property
+    def tools(self) -> dict[str, Sequence[Schema]]:
+        """The tools of each environment. Those of agent programs are not known."""
+        return {name: list(found.kind.tools) for name, found in self._found.items() if isinstance(found, Named)}
+
 
 class Named(NamedTuple):
     """An environment with its options."""
@@ -62,11 +67,6 @@ class Named(NamedTuple):
     def max_turns(self, default: int) -> int:
         """The maximum number of turns of an episode."""
         return default if self.kind.max_turns is None else self.kind.max_turns
-
-    @property
-    def tools(self) -> Sequence[Schema]:
-        """The tools of the class."""
-        return list(self.kind.tools)
 
     def make(self, task: Task) -> Environment:
         """A new environment for the task."""
@@ -129,13 +129,15 @@ def environment_for(names: str | dict[str, str], data_source: str) -> str:
     return name
 
 
-def check_environment(config: Config) -> None:
+def check_environment(config: Config) -> EnvironmentTable:
     """Loads every environment that the config names, with its options, and the programs in their interpreter. Raises
     ConfigError."""
     settings = config.environment
-    if settings.name is not None:
-        for program in EnvironmentTable(settings.name, settings.options, python=settings.python).programs:
-            program.check()
+    assert settings.name is not None
+    table = EnvironmentTable(settings.name, settings.options, python=settings.python)
+    for program in table.programs:
+        program.check()
+    return table
 
 
 def _check_parameters(what: str, method: str, function: Any, wanted: int) -> None:

@@ -28,6 +28,7 @@ from typing import Any, ClassVar, get_type_hints
 
 from asyncrl.environments.environment import Action, Environment, Message, Schema, Step, Task, ToolCall
 from asyncrl.errors import ConfigError
+from asyncrl.util.redaction import describe
 
 MAX_TOOLS = 100
 UNKNOWN = "unknown"
@@ -144,31 +145,35 @@ class ToolEnvironment(Environment):
             return _text_of(call.name, result), False
         except ToolError as error:
             return f"Error: {error}", True
-        except SystemExit as error:  # in a task of its own it would end the event loop
-            raise RuntimeError(f"{call.name} raised SystemExit: {error}") from error
+        except (Exception, SystemExit) as error:  # the latter would end the event loop
+            raise RuntimeError(f"{call.name} raised {describe(error)}") from error
 
 
 COUNTS = ("calls", "calls_failed")
 METHODS = frozenset(dir(ToolEnvironment))
 """What every environment has, and is no tool."""
-ATTRIBUTES = ("answer", "in_thread", "random", "task", "max_turns", "returns_at_once", "tools")
+ATTRIBUTES = ("answer", "in_thread", "random", "task")
 
 
 @cache
 def tools_of(kind: type[ToolEnvironment]) -> Mapping[str, Tool]:
     """The tools of a class, by name. Raises ConfigError for a method that cannot be one, and if there is none."""
     for name in ATTRIBUTES:
-        if inspect.isroutine(inspect.getattr_static(kind, name, None)):
+        if inspect.isfunction(getattr(kind, name, None)):
             raise ConfigError(f"{kind.__name__}.{name}: is an attribute of every ToolEnvironment; rename the tool")
     names = [name for name in dir(kind) if not name.startswith("_") and name not in METHODS]
     functions = {name: getattr(kind, name) for name in names}
-    tools = {name: _tool(kind, name, function) for name, function in functions.items() if inspect.isroutine(function)}
+    tools = {name: _tool(kind, name, function) for name, function in functions.items() if _is_method(function)}
     if not 0 < len(tools) <= MAX_TOOLS:
         raise ConfigError(
             f"{kind.__name__}: has {len(tools)} tools, which are its public methods; at least 1 and at most "
             f"{MAX_TOOLS}; a method that is no tool begins with an underscore"
         )
     return tools
+
+
+def _is_method(value: Any) -> bool:
+    return inspect.isfunction(value) or inspect.ismethod(value)
 
 
 def _tool(kind: type[ToolEnvironment], name: str, function: Any) -> Tool:
@@ -223,8 +228,9 @@ def _schema(where: str, function: Any, parameters: list[str], way_out: str) -> S
 @contextmanager
 def _without_torch() -> Iterator[None]:
     """Keeps transformers from importing torch, only to ask whether a hint is a tensor. A host has no use for it."""
-    from transformers.utils import chat_template_utils
+    from transformers.utils import chat_template_utils as module
 
+    chat_template_utils: Any = module
     available = chat_template_utils.is_torch_available
     chat_template_utils.is_torch_available = lambda: False
     try:

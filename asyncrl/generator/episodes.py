@@ -145,6 +145,7 @@ class Episodes:
             seed=seed,
             max_tokens=wish.max_tokens,
             salt=group.start_version if has_sampled else None,
+            stop=wish.stop,
         )
 
     def _branch(self, one: _Episode, wish: NextTurn) -> Branch:
@@ -190,21 +191,28 @@ class Episodes:
         return True
 
     def _end(self, one: _Episode, ended: EpisodeEnded) -> EndedEpisode:
-        key = ended.episode
+        """Removes the episode. Each of its branches in which the policy has said something is a row."""
+        key, prompt = ended.episode, one.group.lease.prompt.tokens
         one.lost_tokens += self._abort(key)
         for branch in one.branches.values():
             del branch.numbers[len(branch.turns) :]
             while branch.numbers and branch.numbers[-1] in ended.unused:
                 one.lost_tokens += branch.drop_last_turn()
         del self._live[key]
-        branch = one.branches.get(0) or Branch(one.group.lease.prompt.tokens.tolist(), has_row_prompt=True)
-        outcome = EpisodeOutcome(
+        branches = [one.branches[number] for number in sorted(one.branches) if one.branches[number].turns]
+        branches = branches or [Branch(prompt.tolist(), has_row_prompt=True)]
+        outcomes = [self._outcome(one, ended, branch, is_first=branch is branches[0]) for branch in branches]
+        rows = [branch.to_completion(key, ended.status, len(prompt)) for branch in branches]
+        return EndedEpisode(one.group, one.index, rows, outcomes, ended)
+
+    def _outcome(self, one: _Episode, ended: EpisodeEnded, branch: Branch, *, is_first: bool) -> EpisodeOutcome:
+        """The outcome of a row; what is of the complete episode is with the first one."""
+        rewards = ended.turn_rewards or [0.0] * one.num_turns
+        return EpisodeOutcome(
             ended=ended.ended,
-            turn_rewards=ended.turn_rewards,
+            turn_rewards=[rewards[number] for number in branch.numbers if number < len(rewards)],
             observation_tokens=branch.num_observation_tokens,
-            environment_s=ended.environment_s,
-            tries=one.tries + one.host_losses,
-            lost_tokens=one.lost_tokens,
+            environment_s=ended.environment_s if is_first else 0.0,
+            tries=one.tries + one.host_losses if is_first else 0,
+            lost_tokens=one.lost_tokens if is_first else 0,
         )
-        completion = branch.to_completion(key, ended.status, len(one.group.lease.prompt.tokens))
-        return EndedEpisode(one.group, one.index, completion, outcome, ended)

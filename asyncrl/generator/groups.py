@@ -62,14 +62,14 @@ class Running:
     started_s: float
     greedy: bool = False
     """True if the last completion is greedy; only its reward is used."""
-    completions: dict[int, Completion] = field(default_factory=dict[int, Completion])
-    """The ended completions, by index in the group."""
-    outcomes: dict[int, EpisodeOutcome] = field(default_factory=dict[int, EpisodeOutcome])
+    completions: dict[int, list[Completion]] = field(default_factory=dict[int, list[Completion]])
+    """The members that have ended, by index in the group: one completion, or of an episode each of its rows."""
+    outcomes: dict[int, list[EpisodeOutcome]] = field(default_factory=dict[int, list[EpisodeOutcome]])
     """The same of their episodes; empty without an environment."""
     ends: dict[int, EpisodeEnded] = field(default_factory=dict[int, EpisodeEnded])
-    """The same of what their environments returned."""
+    """What their environments returned, by index in the group."""
     complete_s: float = 0.0
-    """Time at which the last completion ended."""
+    """Time at which the last member ended."""
 
     @property
     def key(self) -> Hashable:
@@ -100,18 +100,23 @@ class Running:
         return int(np.random.SeedSequence([seed, int(self.lease.evaluation), self.lease.ticket]).generate_state(1)[0])
 
     def note(self, episode: EndedEpisode) -> None:
-        """Keeps what became of a member's episode; its completion is the caller's to add."""
-        self.outcomes[episode.index], self.ends[episode.index] = episode.outcome, episode.ended
+        """Keeps what became of a member's episode; its rows are the caller's to add."""
+        self.outcomes[episode.index], self.ends[episode.index] = episode.outcomes, episode.ended
 
     @property
     def complete(self) -> bool:
-        """True if all completions have ended."""
+        """True if all members have ended."""
         return len(self.completions) == self.size
 
     @property
-    def members(self) -> list[Completion]:
-        """The completions in the order of the group, once it is complete."""
+    def members(self) -> list[list[Completion]]:
+        """The rows of each member in the order of the group, once it is complete."""
         return [self.completions[index] for index in range(self.size)]
+
+    @property
+    def firsts(self) -> list[Completion]:
+        """The first row of each member, once the group is complete; without an environment it is the only one."""
+        return [self.completions[index][0] for index in range(self.size)]
 
 
 class EndedEpisode(NamedTuple):
@@ -119,15 +124,17 @@ class EndedEpisode(NamedTuple):
 
     group: Running
     index: int
-    completion: Completion
-    outcome: EpisodeOutcome
+    rows: list[Completion]
+    """One for each sequence of tokens; a conversation that was rewritten has several."""
+    outcomes: list[EpisodeOutcome]
+    """Of each row."""
     ended: EpisodeEnded
 
 
 def submit(rewards: RewardPool, running: Running) -> None:
     """Submits the completions of a lease to the reward workers; the rewards come back under its key."""
-    tokens = [member.tokens for member in running.members]
-    statuses = [member.status for member in running.members]
+    tokens = [completion.tokens for completion in running.firsts]
+    statuses = [completion.status for completion in running.firsts]
     rewards.submit(running.key, tokens, running.lease.prompt, statuses, evaluation=running.lease.evaluation)
 
 
@@ -150,21 +157,26 @@ def make_group(
 ) -> Group:
     """The group of a complete lease with its rewards.
 
-    `truncated_penalty` is subtracted from the rewards of completions cut at the token limit. A completion without a
-    reward gets 0 or, with `failed="refund"` or when no completion of the group has a reward, the status "failed".
+    `truncated_penalty` is subtracted from the rewards of members cut at the token limit. A member without a reward gets
+    0 or, with `failed="refund"` or when no member of the group has a reward, the status "failed". All rows of a member
+    get its reward.
     """
     lease = running.lease
     count = running.size - running.greedy
-    members = running.members
-    trajectories, arrays = _trajectories(lease.prompt, members[:count])
+    members = running.members[:count]
+    completions = [completion for rows in members for completion in rows]
+    trajectories, arrays = _trajectories(lease.prompt, completions)
     greedy_error = scored.errors[-1] if running.greedy else ""
     errors = [error or (greedy_error if failed == "refund" else "") for error in scored.errors[:count]]
     refunded = failed == "refund" or all(errors)
-    verdicts = zip(trajectories, scored.rewards[:count], scored.parts[:count], errors, strict=True)
-    for index, (trajectory, reward, parts, error) in enumerate(verdicts):
-        trajectory.error, trajectory.episode = error, running.outcomes.get(index)
+    places = [(index, row) for index, rows in enumerate(members) for row in range(len(rows))]
+    for (index, row), trajectory in zip(places, trajectories, strict=True):
+        error = trajectory.error = errors[index]
+        trajectory.member = index
+        if index in running.outcomes:
+            trajectory.episode = running.outcomes[index][row]
         if not error:
-            trajectory.reward, trajectory.reward_parts = reward, parts
+            trajectory.reward, trajectory.reward_parts = scored.rewards[index], scored.parts[index]
         elif refunded:
             trajectory.status = "failed"
         if trajectory.status == "truncated" and truncated_penalty:
@@ -177,12 +189,12 @@ def make_group(
         row=lease.prompt.row,
         data_source=lease.prompt.data_source,
         start_version=running.start_version,
-        end_version=max(int(completion.versions.max(initial=running.start_version)) for completion in members[:count]),
+        end_version=max(int(completion.versions.max(initial=running.start_version)) for completion in completions),
         trajectories=trajectories,
         started_s=running.started_s,
         finished_s=time.monotonic(),
         greedy_reward=_greedy_reward(scored, failed) if running.greedy else None,
-        greedy_tokens=members[-1].num_action_tokens if running.greedy else 0,
+        greedy_tokens=sum(row.num_action_tokens for row in running.completions[count]) if running.greedy else 0,
         arrays=arrays,
     )
 
@@ -195,8 +207,9 @@ def _greedy_reward(scored: Scored, failed: Literal["zero", "refund"]) -> float |
 
 def make_evaluated(running: Running, scored: Scored) -> Evaluated:
     """The result of an evaluation lease. Raises InvariantError when its tokens are not all of one version."""
-    lease, version, members = running.lease, running.start_version, running.members
-    for completion in members:
+    lease, version = running.lease, running.start_version
+    completions = [completion for rows in running.members for completion in rows]
+    for completion in completions:
         sampled = slice(None) if completion.action_mask is None else completion.action_mask
         if np.any(completion.versions[sampled] != version):
             raise InvariantError(
@@ -210,8 +223,8 @@ def make_evaluated(running: Running, scored: Scored) -> Evaluated:
         version=version,
         data_source=lease.prompt.data_source,
         rewards=[0.0 if bad else reward for bad, reward in zip(failed, scored.rewards, strict=True)],
-        status=["failed" if bad else member.status for bad, member in zip(failed, members, strict=True)],
-        tokens=sum(member.num_action_tokens for member in members),
+        status=["failed" if bad else first.status for bad, first in zip(failed, running.firsts, strict=True)],
+        tokens=sum(completion.num_action_tokens for completion in completions),
     )
 
 

@@ -161,7 +161,7 @@ class GeneratorLoop:
             self._phases.switch("rewards")
             for completion in ended:
                 if self.episodes is None:
-                    self._end(completion)
+                    self._end([completion])
                 else:
                     self._changed += 1
                     self.episodes.act(completion)
@@ -328,14 +328,14 @@ class GeneratorLoop:
 
     # --- completions and rewards
 
-    def _end(self, completion: Completion) -> None:
-        group, index = self._members.pop(completion.key)
-        group.completions[index] = completion
+    def _end(self, rows: list[Completion]) -> None:
+        group, index = self._members.pop(rows[0].key)
+        group.completions[index] = rows
         self._changed += 1
         if group.lease.evaluation:
             self._evaluating -= 1
         elif group.sampling(index) == "training":
-            self.stats.tokens += completion.num_action_tokens
+            self.stats.tokens += sum(completion.num_action_tokens for completion in rows)
             self.stats.samples += 1
         if group.complete:
             group.complete_s = time.monotonic()
@@ -348,15 +348,15 @@ class GeneratorLoop:
     def _end_episode(self, episode: EndedEpisode) -> None:
         episode.group.note(episode)
         if not episode.group.lease.evaluation and episode.group.sampling(episode.index) == "training":
-            self.stats.tokens += episode.outcome.lost_tokens
-        self._end(episode.completion)
+            self.stats.tokens += sum(outcome.lost_tokens for outcome in episode.outcomes)
+        self._end(episode.rows)
 
     def _finish(self, scored: Scored) -> None:
         running = self.scoring.pop(scored.key)
         self._costs.scored(time.monotonic() - running.complete_s)
         if running.lease.evaluation:
             limit = self.config.generator.group_size if self.config.observe.samples else 0
-            completions = [completion.tokens for completion in running.members]
+            completions = [completion.tokens for completion in running.firsts]
             self.client.evaluated(make_evaluated(running, scored), pack_completions(completions, limit=limit))
             return
         penalty, failed = self._truncated_penalty, self.config.replay.failed
@@ -368,8 +368,8 @@ class GeneratorLoop:
 
     def _num_tokens(self, group: Running) -> int:
         """Tokens of the group so far, without those of a greedy completion."""
-        counts = [(index, completion.num_action_tokens) for index, completion in group.completions.items()]
-        counts += [(index, outcome.lost_tokens) for index, outcome in group.outcomes.items()]
+        counts = [(index, row.num_action_tokens) for index, rows in group.completions.items() for row in rows]
+        counts += [(index, one.lost_tokens) for index, outcomes in group.outcomes.items() for one in outcomes]
         running = [(index, key) for key, (owner, index) in self._members.items() if owner is group]
         tokens_of = self.engine.num_generated if self.episodes is None else self.episodes.num_action_tokens
         counts += [(index, tokens_of(key)) for index, key in running]

@@ -142,20 +142,29 @@ def check_data_and_rewards(config: Config, console: Console) -> tuple[Config, in
 
 def check_environments(config: Config, console: Console, prompt_tokens: int) -> None:
     """Raises ConfigError unless the environments of the config can be loaded, every data source has one, and the first
-    prompt of the training data, of at most `prompt_tokens` tokens, is plain text."""
+    prompt of the training data, of at most `prompt_tokens` tokens, is one that they can be played with: messages under
+    a chat template that can be used, or plain text if they have no tools. Agent programs need a template, too. Prints
+    what is to be known about it."""
     from asyncrl.data.parquet import count_sources
     from asyncrl.data.prompts import TrainingRows
+    from asyncrl.environments.dialogue.checks import check_chat
     from asyncrl.environments.table import check_environment, environment_for, environment_names
 
     assert config.environment.name is not None
     announce_imports(console, environment_names(config.environment.name))
-    check_environment(config)
+    table = check_environment(config)
     for source in count_sources(config, ("train", "eval")):
         environment_for(config.environment.name, source)
-    if TrainingRows(config, limit_tokens=prompt_tokens).prompt(0).chat is not None:
-        raise ConfigError(
-            f"{config.data.train_files[0]}: the prompts are messages; with environment.name they must be plain text"
-        )
+    prompt = TrainingRows(config, limit_tokens=prompt_tokens).prompt(0)
+    if prompt.chat is not None or table.programs:
+        for note in check_chat(config, prompt, table.tools):
+            console.print(f"warning: {note}", highlight=False, markup=False, soft_wrap=True)
+    for name, tools in table.tools.items():
+        if tools and prompt.chat is None:
+            raise ConfigError(
+                f"environment.name: {name} has tools, which a chat template shows, but the prompts of "
+                f"{config.data.train_files[0]} are plain text; give messages, or set data.string_prompts=user"
+            )
 
 
 def check_data(config: Config, console: Console) -> int:

@@ -171,9 +171,14 @@ def find_group(run_dir: Path, ticket: int, *, special_tokens: bool = False) -> S
 
 def run_decoder(run_dir: Path, config: Config) -> Decoder:
     """The decoder of a run's tokenizer. Raises ConfigError if neither the run nor `model.path` has one."""
+    return load_decoder(tokenizer_folder(run_dir, config), trust_remote_code=config.model.trust_remote_code)
+
+
+def tokenizer_folder(run_dir: Path, config: Config) -> str:
+    """The folder of a run's tokenizer. Raises ConfigError if neither the run nor `model.path` has one."""
     for folder in (Path(config.model.path), run_dir / "model"):
         if (folder / "tokenizer.json").is_file() or (folder / "tokenizer_config.json").is_file():
-            return load_decoder(str(folder), trust_remote_code=config.model.trust_remote_code)
+            return str(folder)
     raise ConfigError(
         f"{run_dir}: its tokenizer is gone, it was in model.path = {config.model.path!r}; put it back, or copy it to "
         f"{run_dir / 'model'}"

@@ -113,6 +113,8 @@ def run_replay_role(config: Config, spec: RoleSpec, should_stop: Callable[[], bo
     queue = ReplayQueue(config, prompts, trace, evaluated, journal, run_id, checkpoint, group_relative=grouped)
     prompts.start()  # while generators start
     tokens = config.generator.group_size * (spec.prompt_tokens + config.generator.max_new_tokens)
+    if config.environment.name is not None:  # an episode may have several rows
+        tokens = None
     tune_gc()
     eval_samples = EvalSamples(run_dir) if config.observe.samples else None
     run_replay(queue, spec.endpoints, should_stop, max_group_tokens=tokens, eval_samples=eval_samples)

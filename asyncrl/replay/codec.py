@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import fields
+from itertools import pairwise
 
 import numpy as np
 
@@ -16,7 +18,9 @@ from asyncrl.wire.messages import EpisodeHeader, GroupHeader, LeaseHeader
 
 _SHARED = tuple(name for name in GroupHeader.__struct_fields__ if name in {field.name for field in fields(Group)})
 """Fields that a header has of its group; its others are lists with an entry for each trajectory."""
+_LISTS = tuple(name for name in GroupHeader.__struct_fields__ if name not in (*_SHARED, "members"))
 _OUTCOME = EpisodeHeader.__struct_fields__
+MAX_ROWS_PER_MEMBER = 1024
 _ARRAYS = ["i4", "b1", "f4", "i4"]
 """Types of tokens, action_mask, behavior_logprobs and versions."""
 
@@ -28,23 +32,24 @@ def group_block(num_tokens: int) -> Block:
 
 def pack_group(group: Group) -> tuple[GroupHeader, Block]:
     """Header part and arrays of a group, in one frame. Arrays that lie in one are not copied."""
-    members = group.trajectories
+    rows = group.trajectories
     header = GroupHeader(
         **{name: getattr(group, name) for name in _SHARED},
-        lengths=[len(t.tokens) for t in members],
-        rewards=[float(t.reward) for t in members],
-        parts=[{name: float(value) for name, value in t.reward_parts.items()} for t in members],
-        status=[t.status for t in members],
-        errors=[t.error for t in members],
-        episodes=[_episode_header(t.episode) for t in members if t.episode is not None],
+        members=group.members,
+        lengths=[len(t.tokens) for t in rows],
+        rewards=[float(t.reward) for t in rows],
+        parts=[{name: float(value) for name, value in t.reward_parts.items()} for t in rows],
+        status=[t.status for t in rows],
+        errors=[t.error for t in rows],
+        episodes=[_episode_header(t.episode) for t in rows if t.episode is not None],
     )
     if isinstance(group.arrays, Block):
         return header, group.arrays
     columns = (
-        [t.tokens for t in members],
-        [t.action_mask for t in members],
-        [t.behavior_logprobs for t in members],
-        [t.versions for t in members],
+        [t.tokens for t in rows],
+        [t.action_mask for t in rows],
+        [t.behavior_logprobs for t in rows],
+        [t.versions for t in rows],
     )
     return header, joined(columns)
 
@@ -52,11 +57,7 @@ def pack_group(group: Group) -> tuple[GroupHeader, Block]:
 def check_group(header: GroupHeader, arrays: Sequence[Array], *, group_size: int) -> None:
     """Raises ProtocolError unless header and arrays describe a complete, consistent group of `group_size` members."""
     where = f"group of ticket {header.ticket}"
-    for name in ("lengths", "rewards", "parts", "status", "errors"):
-        if len(getattr(header, name)) != group_size:
-            raise ProtocolError(f"{where}: {len(getattr(header, name))} {name}, a group has {group_size}")
-    if len(header.episodes) not in (0, group_size):
-        raise ProtocolError(f"{where}: {len(header.episodes)} episodes, a group has {group_size} or none")
+    _check_members(header, where, group_size)
     if [NAMES.get(a.dtype) for a in arrays] != _ARRAYS:
         raise ProtocolError(f"{where}: expected frames of tokens, action_mask, behavior_logprobs and versions")
     if min(header.lengths, default=0) < 1 or any(a.shape != (sum(header.lengths),) for a in arrays):
@@ -76,15 +77,68 @@ def check_group(header: GroupHeader, arrays: Sequence[Array], *, group_size: int
     for reward in (*header.rewards, *(value for parts in header.parts for value in parts.values())):
         if math.isfinite(reward) and abs(reward) > MAX_REWARD:
             raise ProtocolError(f"{where}: reward {reward} is not between -{MAX_REWARD:g} and {MAX_REWARD:g}")
+    if header.episodes:
+        _check_turns(header, mask, where)
+
+
+def _check_members(header: GroupHeader, where: str, group_size: int) -> None:
+    """Raises ProtocolError unless every member has rows, and what is the member's is the same on all of them."""
+    members, rows = header.members, len(header.members)
+    steps = [after - before for before, after in pairwise([-1, *members])]
+    if not members or steps[0] != 1 or not set(steps) <= {0, 1} or members[-1] != group_size - 1:
+        shown = ", ".join(map(str, members[:8])) + (", ..." if rows > 8 else "")
+        raise ProtocolError(
+            f"{where}: its trajectories are of the members [{shown}]; a group has the members 0 to {group_size - 1} in "
+            "this order, each with one or more adjacent trajectories"
+        )
+    for name in _LISTS:
+        found = len(getattr(header, name))
+        if found != rows and not (name == "episodes" and not found):
+            none = " or none" if name == "episodes" else ""
+            raise ProtocolError(f"{where}: {found} {name} for {rows} trajectories, there is one for each{none}")
+    if rows == group_size:
+        return
+    if max(Counter(members).values()) > MAX_ROWS_PER_MEMBER:
+        raise ProtocolError(f"{where}: a member has more than {MAX_ROWS_PER_MEMBER} trajectories")
+    for row in (row for row, step in enumerate(steps) if not step):
+        scored = () if header.status[row] == "failed" else ("rewards", "parts")
+        for name in ("status", "errors", *scored):
+            column = getattr(header, name)
+            if column[row] != column[row - 1]:
+                raise ProtocolError(
+                    f"{where}: member {members[row]} has the {name} {column[row - 1]} and {column[row]}; they are the "
+                    "same on all its trajectories"
+                )
+        if header.episodes:
+            own, before = header.episodes[row], header.episodes[row - 1]
+            if own.ended != before.ended or own.environment_s or own.tries or own.lost_tokens:
+                raise ProtocolError(
+                    f"{where}: trajectory {row} continues member {members[row]}: it has to have the same end, and no "
+                    "time, tries and lost tokens of its own"
+                )
+
+
+def _check_turns(header: GroupHeader, mask: Array, where: str) -> None:
+    """Raises ProtocolError unless every turn of the episodes that have a reward has one, too."""
+    ends = np.cumsum(header.lengths)
+    begins = mask.copy()
+    begins[1:] &= ~mask[:-1]
+    begins[ends[:-1]] |= mask[ends[:-1]]
+    turns = np.add.reduceat(begins, np.append(0, ends[:-1]), dtype=np.int64).tolist()
+    for row, (count, episode) in enumerate(zip(turns, header.episodes, strict=True)):
+        if header.status[row] != "failed" and len(episode.turn_rewards) != count:
+            raise ProtocolError(
+                f"{where}: trajectory {row} has {count} turns and {len(episode.turn_rewards)} rewards of turns"
+            )
 
 
 def unpack_group(header: GroupHeader, arrays: Sequence[Array]) -> Group:
     """The inverse of `pack_group`; arrays are views. Raises ProtocolError if they do not form a group."""
-    check_group(header, arrays, group_size=len(header.lengths))
+    check_group(header, arrays, group_size=header.num_members)
     tokens, mask, logprobs, versions = arrays
     ends = np.cumsum(header.lengths).tolist()
     spans = [slice(end - length, end) for end, length in zip(ends, header.lengths, strict=True)]
-    members = [
+    rows = [
         Trajectory(
             tokens=tokens[span],
             action_mask=mask[span],
@@ -95,10 +149,11 @@ def unpack_group(header: GroupHeader, arrays: Sequence[Array]) -> Group:
             reward_parts=header.parts[i],
             error=header.errors[i],
             episode=_episode_of(header.episodes[i]) if header.episodes else None,
+            member=header.members[i],
         )
         for i, span in enumerate(spans)
     ]
-    return Group(trajectories=members, **{name: getattr(header, name) for name in _SHARED})
+    return Group(trajectories=rows, **{name: getattr(header, name) for name in _SHARED})
 
 
 def _episode_header(outcome: EpisodeOutcome) -> EpisodeHeader:

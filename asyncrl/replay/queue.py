@@ -202,7 +202,7 @@ class ReplayQueue:
         body = structs.asdict(header) | run_s | {"weight": weight, "refunded": reason, "signal": signal}
         body["episodes"] = episodes
         self.store.record("group", body, arrays)
-        errors = [error for error in header.errors if error]
+        errors = [error for error in header.of_members(header.errors) if error]
         if reason in FAILURES or errors:
             event = "group failed" if reason in FAILURES else "rewards failed"
             log.warning(event, ticket=number, row=header.row, count=len(errors), error=errors[0] if errors else "")

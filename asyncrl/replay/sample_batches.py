@@ -17,8 +17,8 @@ from asyncrl.wire.messages import Committed
 class SampleBatches:
     """Replaces `LearnerClient` when the samples in a file are trained again: its rows of one step are a batch.
 
-    A group may have fewer trajectories than were generated. The file contains a row of every step from the first to the
-    last one that is trained.
+    A group may have fewer members than were generated, and a member fewer rows. The file contains a row of every step
+    from the first to the last one that is trained.
     """
 
     def __init__(self, file: Path, rank: int, *, ranks: int) -> None:
@@ -64,7 +64,8 @@ class SampleBatches:
         self, step: int, metrics: dict[str, float], *, saving: bool = False, checkpoints: Sequence[int] = ()
     ) -> Committed:
         """Returns the answer to a commit: the mean reward of the step, and no state to save."""
-        return Committed({"reward/mean": float(self._samples["reward"][self._steps == step].mean())}, b"", False, False)
+        own = self._samples.begins_member & (self._steps == step)
+        return Committed({"reward/mean": float(self._samples["reward"][own].mean())}, b"", False, False)
 
     def evaluations(self, should_stop: Callable[[], bool]) -> Iterator[tuple[int, dict[str, float]]]:
         """Empty: there are no evaluations."""

@@ -141,7 +141,7 @@ class QueueState:
         held = self.held[number]
         held.keep(group, location)
         self.leased_by[held.generator] -= self.ledger.live[number].state is State.LEASED
-        amount = {"trajectories": len(header.lengths), "tokens": sum(held.completion)}
+        amount = {"trajectories": header.num_members, "tokens": sum(held.completion)}
         self.ledger.finish(number, **amount, start_version=header.start_version)
         unused = bool(reason) or (self.config.replay.drops and not group.signal)
         self.measure.scored(header, held.completion, held.choice, signal=held.signal)

@@ -35,6 +35,7 @@ SCHEMA = pa.schema(
         ("ticket", pa.int64()),
         ("attempt", pa.int32()),
         ("index", pa.int32()),
+        ("member", pa.int32()),
         ("row", pa.int64()),
         ("data_source", pa.string()),
         ("generator", pa.int32()),
@@ -57,7 +58,8 @@ SCHEMA = pa.schema(
     ],
     metadata={"asyncrl.samples": "1"},
 )
-"""`index` is the position of the trajectory in its group. `step` is the step that trained it, `outcome` is "trained" or
+"""`index` is the position of the trajectory in its group, and `member` the member of the group that it is a row of;
+they are the same unless an episode has several rows. `step` is the step that trained it, `outcome` is "trained" or
 why it was not, and `staleness` is that of its oldest token in this step; null where it is not known."""
 ARRAYS = {"action_mask": pa.bool_(), "behavior_logprobs": pa.float32(), "versions": pa.int32()}
 """The other arrays of a trajectory, with their types: columns of lists that a table may lack."""
@@ -86,18 +88,18 @@ class Samples:
     def of_groups(cls, groups: Iterable[Group], *, step: int | None = None, outcome: str | None = None) -> Self:
         """The trajectories of these groups, with all their arrays; `step` trained them."""
         rows: list[dict[str, Any]] = []
-        members: list[Trajectory] = []
+        trajectories: list[Trajectory] = []
         for group in groups:
             shared = {name: getattr(group, name) for name in _OF_GROUP} | {"step": step, "outcome": outcome}
-            for index, member in enumerate(group.trajectories):
-                own = {name: getattr(member, name) for name in (*_OF_TRAJECTORY, *_COUNTS)}
-                parts = {"reward_parts": list(member.reward_parts.items())}
-                staleness = None if step is None else step - 1 - min(member.oldest_version, step - 1)
-                rows.append({**shared, **own, **parts, "index": index, "staleness": staleness})
-                members.append(member)
+            for index, (number, one) in enumerate(zip(group.members, group.trajectories, strict=True)):
+                own = {name: getattr(one, name) for name in (*_OF_TRAJECTORY, *_COUNTS)}
+                parts = {"reward_parts": list(one.reward_parts.items())}
+                staleness = None if step is None else step - 1 - min(one.oldest_version, step - 1)
+                rows.append({**shared, **own, **parts, "index": index, "member": number, "staleness": staleness})
+                trajectories.append(one)
         table = pa.Table.from_pylist(rows, SCHEMA)
         for name, kind in {"tokens": pa.int32(), **ARRAYS}.items():
-            table = _put(table, name, _lists([getattr(member, name) for member in members], kind))
+            table = _put(table, name, _lists([getattr(one, name) for one in trajectories], kind))
         return cls(table)
 
     def to_groups(self) -> list[Group]:
@@ -108,13 +110,13 @@ class Samples:
                 raise DataError(f"samples: {name} is missing, so that they cannot be trained; use those of a journal")
         arrays = {name: self[name] for name in ("tokens", *ARRAYS)}
         groups: list[Group] = []
-        for number, row in enumerate(self.table.select([*_OF_GROUP, *_OF_TRAJECTORY]).to_pylist()):
+        for number, row in enumerate(self.table.select([*_OF_GROUP, "member", *_OF_TRAJECTORY]).to_pylist()):
             values: dict[str, Any] = {name: column[number] for name, column in arrays.items()}
             values |= {name: row[name] for name in _OF_TRAJECTORY} | {"reward_parts": dict(row["reward_parts"])}
-            member = Trajectory(**values)
+            trajectory = Trajectory(**values, member=row["member"])
             if not groups or (groups[-1].ticket, groups[-1].attempt) != (row["ticket"], row["attempt"]):
                 groups.append(Group(**{name: row[name] for name in _OF_GROUP}, trajectories=[]))
-            groups[-1].trajectories.append(member)
+            groups[-1].trajectories.append(trajectory)
         return groups
 
     def __len__(self) -> int:
@@ -127,6 +129,13 @@ class Samples:
         if pa.types.is_list(column.type):
             return _split(column)
         return column.to_numpy(zero_copy_only=False)
+
+    @property
+    def begins_member(self) -> NDArray[np.bool_]:
+        """[len], true for the first of the adjacent rows of each member of a group."""
+        keys = [tuple(row.values()) for row in self.table.select(["ticket", "attempt", "member"]).to_pylist()]
+        pairs = zip(keys, [None, *keys], strict=False)
+        return np.array([key[-1] is None or key != before for key, before in pairs], dtype=np.bool_)
 
     @property
     def columns(self) -> list[str]:

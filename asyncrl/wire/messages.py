@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Generic, Literal, Self, TypeVar
 
 from msgspec import Meta
@@ -125,7 +126,7 @@ class Leases(Body, Generic[T]):
 
 
 class EpisodeHeader(Body):
-    """Part of `GroupHeader`: the fields of `asyncrl.types.EpisodeOutcome`."""
+    """Part of `GroupHeader`: the fields of `asyncrl.types.EpisodeOutcome`, of one row."""
 
     ended: EpisodeEnd
     turn_rewards: Items[Reward]
@@ -137,7 +138,9 @@ class EpisodeHeader(Body):
 
 class GroupHeader(Body):
     """A group without its arrays, which are the tokens, action_mask, behavior_logprobs and versions of all trajectories
-    end to end. Sent by a generator for each finished group; answered by `Finished`. Also part of `ShardHeader`."""
+    end to end. Sent by a generator for each finished group; answered by `Finished`. Also part of `ShardHeader`.
+
+    The lists have an entry for each trajectory, of which a member of the group has one or more: its rows."""
 
     ticket: Number
     attempt: Count
@@ -152,13 +155,36 @@ class GroupHeader(Body):
     greedy_tokens: Count
     weight: Annotated[float, Meta(gt=0.0, le=MAX_WEIGHT)]
     """Weight of its losses. The queue determines it: a generator sends 1."""
+    members: Items[Index]
+    """The member that a trajectory is a row of, from 0; those of one member are adjacent."""
     lengths: Items[Count]
     rewards: Items[float]
     parts: Items[Annotated[dict[Name, float], Meta(max_length=MAX_PARTS)]]
     status: Items[Status]
     errors: Items[Text]
     episodes: Items[EpisodeHeader]
-    """Of each trajectory; none without an environment."""
+    """None without an environment."""
+
+    @property
+    def num_members(self) -> int:
+        """Members of a group that has been checked (`asyncrl.replay.codec.check_group`), as below."""
+        return self.members[-1] + 1 if self.members else 0
+
+    def of_members(self, column: Sequence[T]) -> Sequence[T]:
+        """One value for each member: that of its first row, of a column with an entry for each trajectory."""
+        if len(column) == self.num_members:
+            return column
+        pairs = zip(column, self.members, [-1, *self.members], strict=False)
+        return [value for value, member, before in pairs if member != before]
+
+    def sums_of_members(self, column: Sequence[int]) -> Sequence[int]:
+        """The sums over the rows of each member, of a column with an entry for each trajectory."""
+        if len(column) == self.num_members:
+            return column
+        sums = [0] * self.num_members
+        for value, member in zip(column, self.members, strict=True):
+            sums[member] += value
+        return sums
 
 
 class Finished(Body):

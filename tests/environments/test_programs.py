@@ -12,7 +12,6 @@ import psutil
 import pytest
 
 from asyncrl.config import Options
-from asyncrl.environments.environment import Task
 from asyncrl.environments.gateway.server import Gateway
 from asyncrl.environments.player import Limits, Turn
 from asyncrl.environments.programs import foreign_program
@@ -25,7 +24,7 @@ from asyncrl.wire.environment_messages import EpisodeEnded, EpisodeStart, SayNex
 from tests.helpers.dialogues import CharacterDialogue, turn
 
 START = EpisodeStart("0.0.0", 7, "42", "test", {}, None, {}, 5, False)
-TASK = Task("hello", "42", "test", {}, {}, 7, 5)
+PROMPT = list(map(ord, "hello"))
 PROGRAM = '''
 import json, sys, time, urllib.request, os
 
@@ -107,7 +106,7 @@ def play(name: str, *, python: str | None = None, times: int = 1, timeout_s: flo
         players = [
             ProgramPlayer(
                 EpisodeStart(f"0.0.{n}", 7, "42", "test", {}, None, {}, 5, False),
-                TASK, agent, dialogue, limits, gateway, say,
+                PROMPT, agent, dialogue, limits, gateway, say,
             )
             for n in range(times)
         ]  # fmt: skip

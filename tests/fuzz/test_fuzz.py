@@ -38,7 +38,8 @@ REASONS = [
     "no frame holds", "missing required field", "contains unknown field", r"Expected `[\w |]+`, got",
     r"Expected `\w+` [<>]=?",
     "of length", "Invalid enum value", "a header of .* are read",
-    r"\d+ \w+, a group has", "expected frames of tokens", "lengths do not add up",
+    r"\d+ \w+ for \d+ trajectories", "trajectories are of the members", "expected frames of tokens",
+    "lengths do not add up",
     "is negative", "a token has a version if and only if", "older than the version", "behavior_logprobs are not finite",
     "reward .* is not finite", "is not between",
 ]  # fmt: skip
@@ -93,7 +94,7 @@ def test_every_way_to_mutate_changes_what_is_sent() -> None:
 
 
 def test_every_reason_to_refuse_a_message_is_reached() -> None:
-    mutator, reasons = Mutator(2), Counter[str]()
+    mutator, reasons = Mutator(3), Counter[str]()
     pool = [*SOUND.values(), *[SOUND["finish"]] * 16]
     for _ in range(60_000):
         frames = mutator.mutant(pool)

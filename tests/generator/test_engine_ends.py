@@ -54,6 +54,21 @@ def test_a_stop_text_ends_a_completion_at_the_token_that_completes_it(
     assert engine.num_running == 0
 
 
+def test_a_text_of_one_request_ends_this_request_only(
+    make_engine: EngineMaker, policies: Policies, model_path: str
+) -> None:
+    free = complete(make_engine(**DETERMINISTIC), policies[0])
+    key = next(key for key, completion in free.items() if len(completion.tokens) > 4)
+    text = load_decoder(model_path)([free[key].tokens[2:4]])[0]
+    engine = make_engine(**DETERMINISTIC)
+    engine.swap(0, weights_of(policies[0]))
+    for name, stop in (("with", [text]), ("without", [])):
+        engine.add(name, PROMPTS[key], seed=100 + int(key), stop=stop)
+    ended = run_all(engine)
+    assert ended["with"].tokens == free[key].tokens[:4] and ended["with"].status == "completed"
+    assert ended["without"].tokens == free[key].tokens
+
+
 def test_a_special_token_is_a_stop_text(make_engine: EngineMaker, policies: Policies) -> None:
     engine = make_engine(**DETERMINISTIC, generator__stop="<pad>", generator__max_new_tokens=200)
     ended = [completion.tokens[-1] for completion in complete(engine, policies[0]).values()]

@@ -119,9 +119,16 @@ def make_loop(
     return loop, client
 
 
-def finish(loop: GeneratorLoop, client: FakeClient, groups: int, each: Callable[[], None] = lambda: None) -> None:
+def finish(
+    loop: GeneratorLoop,
+    client: FakeClient,
+    groups: int,
+    each: Callable[[], None] = lambda: None,
+    *,
+    ticks: int = 2000,
+) -> None:
     loop._await_weights()
-    for _ in range(2000):
+    for _ in range(ticks):
         if len(client.groups) == groups:
             return
         loop.tick()
@@ -157,7 +164,7 @@ def test_what_is_trained_is_what_the_engine_got_and_sampled(
             assert member.num_action_tokens == sum(len(one.tokens) for one in engine.sampled[key])
             assert len(member.tokens) == 3 + member.num_action_tokens + (TURNS - 1) * len(OBSERVATION)
             expected = hf_logprobs(policies[0], member.tokens)[member.action_mask[1:]]
-            assert np.abs(member.behavior_logprobs[member.action_mask] - expected).max() < 1e-4
+            assert np.abs(member.behavior_logprobs[member.action_mask] - expected).max() <= 1e-5
             outcome = member.episode
             assert outcome is not None and (outcome.ended, outcome.tries) == ("done", 0)
             assert outcome.observation_tokens == (TURNS - 1) * len(OBSERVATION)
@@ -297,3 +304,58 @@ def test_deterministic_turns_have_seeds_of_their_own(
         assert np.array_equal(one.tokens, other.tokens)
         assert np.array_equal(one.behavior_logprobs, other.behavior_logprobs)
     assert copy.copy(both[0].trajectories[0].tokens.tolist()) != both[0].trajectories[1].tokens.tolist()
+
+
+def test_a_rewritten_conversation_is_a_row_of_its_own_and_what_nobody_read_is_lost(
+    model_path: str, make_engine: MakeEngine, policies: list[Qwen2ForCausalLM]
+) -> None:
+    """Turn 0 in branch 0; turn 1 behind a rewritten prompt; turn 2 behind the first, in two branches; turn 3 unread."""
+
+    class Rewriting(FakePool):
+        def start(self, episode: str, prompt: Prompt, *, seed: int, evaluation: bool) -> None:
+            self.lengths[episode] = self.turns[episode] = 0
+            self._ask(episode, [], len(prompt.tokens), 0, 0)
+
+        def _ask(self, episode: str, said: list[int], keep: int, branch: int, source: int) -> None:
+            self.wishes.append((0, NextTurn(episode, np.array(said, dtype=np.int32), 6, keep, branch, source)))
+
+        def said(self, episode: str, tokens: Sequence[int], status: str, *, branch: int) -> None:
+            self.turns[episode] += 1
+            first = self.lengths[episode] = self.lengths[episode] or 3 + len(tokens)
+            match self.turns[episode]:
+                case 1:
+                    self._ask(episode, [5, 6], 0, 1, 0)
+                case 2:
+                    self._ask(episode, OBSERVATION, first, 0, 0)
+                    self._ask(episode, [7], first, 2, 0)
+                case 4:
+                    rewards, unused = [1.0, 2.0, 3.0, 4.0], [3]
+                    end = EpisodeEnded(episode, "completed", "done", 1.5, {}, rewards, unused, 0.25, "")
+                    self.wishes.append((0, end))
+
+    engine, pool = Recording(make_engine()), Rewriting()
+    receiver = FakeReceiver(deque([(0, weights_of(policies[0]))]))
+    loop, client = make_loop(model_path, engine, pool, receiver, groups=2)
+    finish(loop, client, 2)
+    for group in client.groups:
+        assert [row.member for row in group.trajectories] == [0, 0, 1, 1]
+        for member in range(2):
+            key = f"{group.ticket}.0.{member}"
+            rows = [row for row in group.trajectories if row.member == member]
+            first, second = engine.sampled[key]
+            (other,) = engine.sampled[f"{key}/1"]
+            (unread,) = engine.sampled[f"{key}/2"]
+            assert engine.prompts[f"{key}/2"] == [[*engine.prompts[key][0], *first.tokens, 7]]
+            assert rows[0].tokens.tolist() == [*engine.prompts[key][1], *second.tokens]
+            assert rows[1].tokens.tolist() == [5, 6, *other.tokens]
+            assert rows[1].action_mask.tolist() == [False] * 2 + [True] * len(other.tokens)
+            outcomes = [row.episode for row in rows]
+            assert [one.turn_rewards for one in outcomes if one] == [[1.0, 3.0], [2.0]]
+            assert [one.lost_tokens for one in outcomes if one] == [len(unread.tokens), 0]
+            assert [one.environment_s for one in outcomes if one] == [0.25, 0.0]
+            for row in rows:
+                expected = hf_logprobs(policies[0], row.tokens)[row.action_mask[1:]]
+                assert np.abs(row.behavior_logprobs[row.action_mask] - expected).max() <= 1e-5
+        pack_group(group)
+    lost = sum(len(one.tokens) for key, ended in engine.sampled.items() for one in ended if key.endswith("/2"))
+    assert loop.stats.tokens == sum(group.num_action_tokens for group in client.groups) + lost

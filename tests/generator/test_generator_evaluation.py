@@ -194,7 +194,7 @@ def test_stopping_gives_evaluation_prompts_back(engine: Engine, model_path: str,
 def test_tokens_of_two_versions_in_an_evaluation_are_an_error() -> None:
     running = Running(eval_lease(7), 1, 4, 0.0)
     versions = np.array([4, 5], dtype=np.int32)
-    running.completions[0] = Completion("x", [1, 2], np.zeros(2, dtype=np.float32), versions, "completed")
+    running.completions[0] = [Completion("x", [1, 2], np.zeros(2, dtype=np.float32), versions, "completed")]
     with pytest.raises(InvariantError, match=r"evaluation ticket 7 of version 4 has tokens of the versions \[4, 5\]"):
         make_evaluated(running, Scored("x", [1.0], [{}], [""]))
 
@@ -203,7 +203,7 @@ def test_a_failed_reward_is_0_and_marked() -> None:
     running = Running(eval_lease(7), 2, 4, 0.0)
     for index in range(2):
         logprobs, versions = np.zeros(1, dtype=np.float32), np.array([4], dtype=np.int32)
-        running.completions[index] = Completion("x", [1], logprobs, versions, "truncated")
+        running.completions[index] = [Completion("x", [1], logprobs, versions, "truncated")]
     result = make_evaluated(running, Scored("x", [float("nan"), 1.0], [{}, {}], ["it broke", ""]))
     assert (result.rewards, result.status, result.tokens) == ([0.0, 1.0], ["failed", "truncated"], 2)
 

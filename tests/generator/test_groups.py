@@ -12,9 +12,9 @@ from generator_fakes import lease
 from asyncrl.errors import InvariantError
 from asyncrl.generator.groups import Running, make_evaluated, make_group
 from asyncrl.generator.vllm_backend.engine import Completion
-from asyncrl.replay.codec import pack_group
+from asyncrl.replay.codec import check_group, pack_group
 from asyncrl.rewards.workers import Scored
-from asyncrl.types import Status
+from asyncrl.types import EpisodeOutcome, Status
 
 
 def completion(index: int, status: Status, version: int = 3) -> Completion:
@@ -25,14 +25,14 @@ def completion(index: int, status: Status, version: int = 3) -> Completion:
 
 
 def running() -> Running:
-    members = {0: completion(0, "completed"), 1: completion(1, "truncated")}
+    members = {0: [completion(0, "completed")], 1: [completion(1, "truncated")]}
     return Running(lease(4), 2, 3, 0.0, completions=members)
 
 
 def test_trajectories_are_the_prompt_and_a_completion_each() -> None:
     scored = Scored((4, 0), [1.0, 0.0], [{}, {}], ["", ""])
     one = running()
-    one.completions[1] = replace(completion(1, "truncated"), versions=np.array([3, 5], np.int32))
+    one.completions[1] = [replace(completion(1, "truncated"), versions=np.array([3, 5], np.int32))]
     group = make_group(one, scored, generator=0)
     first, second = group.trajectories
     assert first.tokens.tolist() == [5, 6, 7, 0] and second.tokens.tolist() == [5, 6, 7, 0, 1]
@@ -40,6 +40,26 @@ def test_trajectories_are_the_prompt_and_a_completion_each() -> None:
     assert second.behavior_logprobs.tolist() == [0.0, 0.0, 0.0, -0.5, -0.5]
     assert first.versions.tolist() == [-1, -1, -1, 3] and second.versions.tolist() == [-1, -1, -1, 3, 5]
     assert (group.end_version, first.status, second.status) == (5, "completed", "truncated")
+
+
+def test_a_member_may_have_several_rows_which_share_its_reward() -> None:
+    one = running()
+    one.completions[1] = [completion(1, "truncated"), completion(2, "truncated")]
+    outcome = EpisodeOutcome("max_turns", [1.0], 0, environment_s=1.0, tries=0, lost_tokens=0)
+    rest = replace(outcome, environment_s=0.0)
+    one.outcomes = {0: [outcome], 1: [outcome, rest]}
+    scored = Scored((4, 0), [1.0, 0.5], [{}, {"a": 0.5}], ["", ""])
+    group = make_group(one, scored, generator=0, truncated_penalty=0.25)
+    assert [(t.member, t.reward, t.status) for t in group.trajectories] == [
+        (0, 1.0, "completed"),
+        (1, 0.25, "truncated"),
+        (1, 0.25, "truncated"),
+    ]
+    assert [t.num_action_tokens for t in group.trajectories] == [1, 2, 3]
+    assert group.trajectories[2].episode == rest
+    check_group(*pack_group(group), group_size=2)
+    evaluated = make_evaluated(one, scored)
+    assert (evaluated.rewards, evaluated.status, evaluated.tokens) == ([1.0, 0.5], ["completed", "truncated"], 6)
 
 
 def test_the_frame_of_a_group_is_built_once_and_sent_as_it_is() -> None:
@@ -68,7 +88,7 @@ def test_evaluated_prompts_have_one_version() -> None:
     one = running()
     scored = Scored((4, 0), [1.0, 0.0], [{}, {}], ["", "broken"])
     assert make_evaluated(one, scored).status == ["completed", "failed"]
-    one.completions[1] = completion(1, "completed", version=4)
+    one.completions[1] = [completion(1, "completed", version=4)]
     with pytest.raises(InvariantError, match=r"of version 3 has tokens of the versions \[4\]"):
         make_evaluated(one, scored)
 

@@ -71,7 +71,8 @@ LLAMA = """\
     {%- elif message.role == 'tool' %}
         {{- '<|start_header_id|>ipython<|end_header_id|>\\n\\n' + (message.content | tojson) + '<|eot_id|>' }}
     {%- else %}
-        {{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' + (message.content | trim) + '<|eot_id|>' }}
+        {{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' }}
+        {{- (message.content | trim) + '<|eot_id|>' }}
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}
@@ -81,7 +82,7 @@ MISTRAL = """\
 {{- bos_token }}
 {%- for message in messages %}
     {%- if message.role == 'user' %}
-        {%- if tools and loop.index0 == 0 %}{{- '[AVAILABLE_TOOLS]' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}{%- endif %}
+        {%- if tools and loop.first %}{{- '[AVAILABLE_TOOLS]' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}{%- endif %}
         {{- '[INST]' + message.content + '[/INST]' }}
     {%- elif message.tool_calls %}
         {{- '[TOOL_CALLS][' }}
@@ -100,6 +101,7 @@ MISTRAL = """\
 {%- endfor %}
 """
 """Has no generation prompt, checks the ids of calls, and refuses other roles."""
+MISTRAL_TOKENS = ["INST", "/INST", "TOOL_CALLS", "TOOL_RESULTS", "/TOOL_RESULTS", "AVAILABLE_TOOLS", "/AVAILABLE_TOOLS"]
 FAMILIES: dict[str, tuple[str, Sequence[str], str, str]] = {
     "qwen": (QWEN, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], "<|endoftext|>", "<|im_end|>"),
     "llama": (
@@ -110,8 +112,7 @@ FAMILIES: dict[str, tuple[str, Sequence[str], str, str]] = {
     ),
     "mistral": (
         MISTRAL,
-        ["<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"]
-        + ["[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"],
+        ["<s>", "</s>", *(f"[{name}]" for name in MISTRAL_TOKENS)],
         "<s>",
         "</s>",
     ),
@@ -132,8 +133,8 @@ CORPUS = [
 def save_chat_model(
     folder: Path, family: str = "qwen", *, template: str | None = None, stop: str | None = None, vocabulary: int = 420
 ) -> None:
-    """Writes tokenizer and config of a model without weights. `stop` is its end-of-sequence token, by default that which
-    ends a turn."""
+    """Writes tokenizer and config of a model without weights. `stop` is its end-of-sequence token, by default that
+    which ends a turn."""
     own, special, begin, end = FAMILIES[family]
     save_tokenizer(folder, special, TAGS if family == "qwen" else [], vocabulary)
     settings = {
@@ -143,7 +144,9 @@ def save_chat_model(
         "chat_template": template or own,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    config: dict[str, Any] = {"model_type": "llama", "max_position_embeddings": 4096}
+    ids = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab()
+    config: dict[str, Any] = {"model_type": "llama", "max_position_embeddings": 4096, "vocab_size": len(ids)}
+    config |= {"bos_token_id": ids[begin], "eos_token_id": ids[stop or end]}
     (folder / "config.json").write_text(json.dumps(config))
 
 

@@ -79,7 +79,7 @@ async def _play(
     await gateway.start()
     try:
         players = [
-            ProgramPlayer(_start(number, task), task, program, dialogue, limits, gateway, say)
+            ProgramPlayer(_start(number, task), [], program, dialogue, limits, gateway, say)
             for number, task in enumerate(tasks)
         ]
         for one, ended in zip(played, await asyncio.gather(*(player.play() for player in players)), strict=True):
@@ -91,6 +91,8 @@ async def _play(
 
 
 def _start(number: int, task: Task) -> EpisodeStart:
+    chat = task.prompt if isinstance(task.prompt, list) else [{"role": "user", "content": task.prompt}]
+    extra_info, columns = dict(task.extra_info), dict(task.columns)
     return EpisodeStart(
-        str(number), task.row, task.ground_truth, task.data_source, dict(task.extra_info), None, {}, task.seed, False
+        str(number), task.row, task.ground_truth, task.data_source, extra_info, chat, columns, task.seed, False
     )

@@ -50,7 +50,7 @@ def test_episodes_cross_the_wire(tmp_path: Path) -> None:
     back = unpack_group(header, arrays)
     assert [member.episode for member in back.trajectories] == [member.episode for member in group.trajectories]
     short = structs.replace(header, episodes=header.episodes[:1])
-    with pytest.raises(ProtocolError, match="1 episodes, a group has 2 or none"):
+    with pytest.raises(ProtocolError, match="1 episodes for 2 trajectories, there is one for each or none"):
         check_group(short, arrays, group_size=2)
 
 

@@ -101,7 +101,7 @@ def frame_with(arrays: object, num_bytes: int) -> list[bytes]:
         ([], "empty message"),
         ([b"\xc1"], "header: MessagePack data is malformed"),
         ([b"\x01"], "header: Expected `object`, got `int`"),
-        (changed_header(v=9), "schema version 9, this process speaks 4"),
+        (changed_header(v=9), "schema version 9, this process speaks 5"),
         (changed_header(run="other"), "the message does not have the id of this run"),
         (changed_header(run="ru"), "the message does not have the id of this run"),
         (changed_header(run=["run"]), "header: run: Expected `str`, got `array`"),
@@ -263,7 +263,7 @@ def test_damaged_frames_never_do_worse_than_a_protocol_error(
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda header, arrays: header.rewards.pop(), "1 rewards, a group has 2"),
+        (lambda header, arrays: header.rewards.pop(), "1 rewards for 2 trajectories"),
         (lambda header, arrays: setattr(header, "lengths", [1, 1]), "lengths do not add up"),
         (lambda header, arrays: setattr(header, "start_version", 4), "older than the version the group started at"),
         (lambda header, arrays: setattr(header, "rewards", [0.0, float("nan")]), "reward nan is not finite"),

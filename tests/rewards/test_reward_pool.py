@@ -287,7 +287,7 @@ def test_what_cannot_work_is_refused_before_anything_starts(
 def test_one_completion_that_hangs_costs_its_siblings_nothing(make_pool) -> None:
     completions = [tokens(text) for text in ("4", "0", "5", "6")]
     members = {
-        index: Completion(str(index), one, np.zeros(len(one), np.float32), np.zeros(len(one), np.int32), "completed")
+        index: [Completion(str(index), one, np.zeros(len(one), np.float32), np.zeros(len(one), np.int32), "completed")]
         for index, one in enumerate(completions)
     }
     group = Running(Lease(3, 0, prompt()), 4, 0, 0.0, completions=members)

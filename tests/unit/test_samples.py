@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,16 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         reward=draw(st.floats(-1e30, 1e30)),
         reward_parts=draw(st.dictionaries(st.text(max_size=3), st.floats(-10, 10), max_size=2)),
         error=draw(st.text(max_size=5)),
+        member=0,
     )
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> list[Trajectory]:
+    """Of one or more members, with one or more rows each."""
+    made = draw(st.lists(trajectories(), min_size=1, max_size=3))
+    numbers = accumulate(draw(st.lists(st.integers(0, 1), min_size=len(made) - 1, max_size=len(made) - 1)), initial=0)
+    return [replace(one, member=number) for one, number in zip(made, numbers, strict=True)]
 
 
 @st.composite
@@ -48,7 +58,7 @@ def groups(draw: st.DrawFn) -> list[Group]:
             data_source=draw(st.text(max_size=5)),
             start_version=draw(st.integers(0, 99)),
             end_version=draw(st.integers(0, 99)),
-            trajectories=draw(st.lists(trajectories(), min_size=1, max_size=3)),
+            trajectories=draw(rows()),
             started_s=draw(st.floats(0, 1e9)),
             finished_s=draw(st.floats(0, 1e9)),
             greedy_reward=draw(st.none() | st.floats(-9, 9)),

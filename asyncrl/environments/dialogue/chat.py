@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from asyncrl.environments.dialogue import formats
 from asyncrl.environments.dialogue.formats import Read
-from asyncrl.environments.dialogue.plain import CHARACTERS_PER_TOKEN, MARK, DialogueError, TextDialogue
+from asyncrl.environments.dialogue.plain import CHARACTERS_PER_TOKEN, MARK, Coders, DialogueError, TextDialogue
 from asyncrl.environments.dialogue.rendering import Rendering, roles_of
 from asyncrl.environments.environment import Message, Schema, ToolCall
 
@@ -71,18 +71,24 @@ class ChatDialogue(TextDialogue):
         trust_remote_code: bool,
         max_observation_tokens: int,
         tool_format: str = "auto",
+        coders: Coders | None = None,
     ) -> None:
-        """Raises ConfigError if the model has no chat template, and DialogueError for a template that cannot be
-        used."""
+        """`coders` are those of the tokenizer if they are loaded already. Raises ConfigError if the model has no chat
+        template, and DialogueError for a template that cannot be used."""
         super().__init__(
-            tokenizer_path, trust_remote_code=trust_remote_code, max_observation_tokens=max_observation_tokens
+            tokenizer_path,
+            trust_remote_code=trust_remote_code,
+            max_observation_tokens=max_observation_tokens,
+            coders=coders,
         )
         self.rendering = Rendering(tokenizer_path, trust_remote_code=trust_remote_code)
         self._tool_format = tool_format
-        self._text_arguments = False
+        self.has_text_arguments = False
         self.ends = self._find_ends()
         self._end_tokens = frozenset(token for token in self.ends if token is not None)
-        self.generation_prompt = self._find_generation_prompt()
+        self.framed_prompt = self._find_generation_prompt()
+        """What the template writes before a turn, with the names of special tokens."""
+        self.generation_prompt = self.rendering.plain(self.framed_prompt)
         opened, closed = (self.generation_prompt.rfind(mark) for mark in (formats.THINK, formats.END_THINK))
         self._opens_reasoning = opened > closed
         self._frames: dict[str, _Frame | None] = {}
@@ -104,8 +110,12 @@ class ChatDialogue(TextDialogue):
         return bool(tokens) and tokens[-1] in self._end_tokens
 
     def read(self, tokens: Sequence[int], tools: Sequence[Schema], *, first_call: int = 0) -> Read:
-        text = self._decode([tokens[:-1] if self.closes(tokens) else tokens], special_tokens=True)[0]
+        text = self.decode(tokens[:-1] if self.closes(tokens) else tokens)
         return self._read(text, tools, first_call)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of the tokens, with special tokens."""
+        return self.coders.decode([tokens], special_tokens=True)[0]
 
     def suffix(self, said: Sequence[Message], tools: Sequence[Schema], calls: Sequence[ToolCall] = ()) -> str:
         """The text that `follow` encodes, with the names of special tokens. Raises DialogueError."""
@@ -127,7 +137,7 @@ class ChatDialogue(TextDialogue):
         """The text behind the dummy turn in a rendering."""
         names = {call.id: call.name for call in calls}
         answered = [message for message in said if message["role"] == "tool"]
-        made = [_dummy_call(message, names, text=self._text_arguments) for message in answered]
+        made = [_dummy_call(message, names, text=self.has_text_arguments) for message in answered]
         try:
             text = self.rendering.render([DUMMY, _turn(made), *said], tools, generate=True)
         except DialogueError:
@@ -179,8 +189,8 @@ class ChatDialogue(TextDialogue):
         if not behind or last is None:
             raise DialogueError("the chat template ends the assistant's turn with no special token")
         call: int | None = None
-        for self._text_arguments in (False, True):
-            made = _dummy_call({"tool_call_id": "call00000", "name": "probe"}, {}, text=self._text_arguments)
+        for self.has_text_arguments in (False, True):
+            made = _dummy_call({"tool_call_id": "call00000", "name": "probe"}, {}, text=self.has_text_arguments)
             try:
                 text = self.rendering.render([DUMMY, _turn([made])], (), generate=False)
             except DialogueError:
@@ -196,22 +206,22 @@ class ChatDialogue(TextDialogue):
 
     def _find_generation_prompt(self) -> str:
         with_prompt, without = (self.rendering.render([DUMMY], (), generate=generate) for generate in (True, False))
-        return self.rendering.plain(with_prompt.removeprefix(without)) if with_prompt.startswith(without) else ""
+        return with_prompt.removeprefix(without) if with_prompt.startswith(without) else ""
 
     def _shortened(self, content: Any) -> Any:
         """A content that is too long, with MARK between its two ends."""
         if not isinstance(content, str) or len(content.encode()) <= self._max_tokens:
             return content
-        ends = self._max_tokens * CHARACTERS_PER_TOKEN
-        short = len(content) <= 2 * ends
-        tokens = self._encode(content) if short else [*self._encode(content[:ends]), *self._encode(content[-ends:])]
-        room = self._max_tokens - len(self._encode(MARK))
-        if short and len(tokens) <= self._max_tokens:
-            return content
-        if room < 2:
-            return MARK.strip()
-        first, last = tokens[: room - room // 2], tokens[len(tokens) - room // 2 :]
-        texts = self._decode([first, last], special_tokens=True)
+        encode, ends = self.coders.encode, self._max_tokens * CHARACTERS_PER_TOKEN
+        if len(content) > 2 * ends:
+            first, last = encode(content[:ends]), encode(content[-ends:])
+        else:
+            first = last = encode(content)
+            if len(first) <= self._max_tokens:
+                return content
+        room = max(0, self._max_tokens - len(encode(MARK)))
+        parts = [first[: room - room // 2], last[len(last) - room // 2 :]]
+        texts = self.coders.decode(parts, special_tokens=True)
         return f"{texts[0].rstrip(UNKNOWN)}{MARK}{texts[1].lstrip(UNKNOWN)}"
 
     def _read(self, text: str, tools: Sequence[Schema], first_call: int) -> Read:

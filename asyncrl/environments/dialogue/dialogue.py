@@ -27,10 +27,10 @@ class Dialogue(TextDialogue):
         self._path, self._trust_remote_code, self._tool_format = tokenizer_path, trust_remote_code, tool_format
 
     @classmethod
-    def of(cls, config: Config) -> Dialogue:
-        """The dialogue of a run."""
+    def of(cls, config: Config, *, folder: str | None = None) -> Dialogue:
+        """The dialogue of a run, with the tokenizer in the folder, by default in `model.path`."""
         return cls(
-            config.model.path,
+            folder or config.model.path,
             trust_remote_code=config.model.trust_remote_code,
             max_observation_tokens=config.environment.max_observation_tokens,
             tool_format=config.environment.tool_format,
@@ -44,4 +44,5 @@ class Dialogue(TextDialogue):
             trust_remote_code=self._trust_remote_code,
             max_observation_tokens=self._max_tokens,
             tool_format=self._tool_format,
+            coders=self.coders,
         )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from asyncrl.environments.dialogue.formats import Read
 from asyncrl.environments.environment import Message, Schema, ToolCall
 from asyncrl.errors import AsyncrlError
-from asyncrl.util.tokenizer import load_decoder, load_tokenizer
+from asyncrl.util.tokenizer import Decoder, load_decoder, load_tokenizer
 
 MARK = "\n[...]\n"
 """Stands for the middle of an observation that is too long."""
@@ -20,6 +21,14 @@ class DialogueError(AsyncrlError, ValueError):
     """Messages that cannot become tokens."""
 
 
+class Coders(NamedTuple):
+    """A model's tokenizer."""
+
+    decode: Decoder
+    encode: Callable[[str], list[int]]
+    """The tokens of a text, in which special tokens are text."""
+
+
 class TextDialogue:
     """Encodes observations and decodes turns with the model's tokenizer, without a template.
 
@@ -29,9 +38,19 @@ class TextDialogue:
     is_chat = False
     """True if prompts are messages."""
 
-    def __init__(self, tokenizer_path: str, *, trust_remote_code: bool, max_observation_tokens: int) -> None:
-        self._decode = load_decoder(tokenizer_path, trust_remote_code=trust_remote_code)
-        self._encode = _load_encoder(tokenizer_path, trust_remote_code=trust_remote_code)
+    def __init__(
+        self,
+        tokenizer_path: str,
+        *,
+        trust_remote_code: bool,
+        max_observation_tokens: int,
+        coders: Coders | None = None,
+    ) -> None:
+        """`coders` are those of the tokenizer if they are loaded already."""
+        self.coders = coders or Coders(
+            load_decoder(tokenizer_path, trust_remote_code=trust_remote_code),
+            _load_encoder(tokenizer_path, trust_remote_code=trust_remote_code),
+        )
         self._max_tokens = max_observation_tokens
 
     def begin(self, messages: Sequence[Message], tools: Sequence[Schema]) -> list[int]:
@@ -62,16 +81,16 @@ class TextDialogue:
         """The tokens of an observation; of one that is too long, those of its two ends with MARK between them."""
         limit, ends = self._max_tokens, self._max_tokens * CHARACTERS_PER_TOKEN
         if len(text) > 2 * ends:
-            return self._cut(self._encode(text[:ends]), self._encode(text[-ends:]))
-        tokens = self._encode(text)
+            return self._cut(self.coders.encode(text[:ends]), self.coders.encode(text[-ends:]))
+        tokens = self.coders.encode(text)
         return tokens if len(tokens) <= limit else self._cut(tokens, tokens)
 
     def text_of(self, tokens: Sequence[int]) -> str:
         """The text of a turn, without special tokens."""
-        return self._decode([tokens])[0]
+        return self.coders.decode([tokens])[0]
 
     def _cut(self, first: list[int], last: list[int]) -> list[int]:
-        mark = self._encode(MARK)[: self._max_tokens]
+        mark = self.coders.encode(MARK)[: self._max_tokens]
         room = self._max_tokens - len(mark)
         return [*first[: room - room // 2], *mark, *last[len(last) - room // 2 :]]
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, cast
 
@@ -45,6 +46,7 @@ class Rendering:
         self._unsafe = {"assistant": _any_of(set(special) - {THINK, END_THINK})}
         self._guard_pattern = re.compile(f"{secret}x[0-9]+x")
         self._name_pattern = re.compile(f"<{secret}-[0-9]+>")
+        self._encoder: Any
         self._encoder, self._own_ids = _encoder(settings, self._names, special, tokenizer_path)
 
     @property
@@ -71,8 +73,8 @@ class Rendering:
 
     def encode(self, framed: str) -> list[int]:
         """The tokens of a text in which special tokens have names."""
-        own = self._own_ids
-        return [own.get(token, token) for token in self._encoder.encode(framed, add_special_tokens=False).ids]
+        tokens: list[int] = self._encoder.encode(framed, add_special_tokens=False).ids
+        return [self._own_ids.get(token, token) for token in tokens]
 
     def name_of(self, token: int) -> str:
         """The name of a special token."""
@@ -85,6 +87,16 @@ class Rendering:
     def plain(self, framed: str) -> str:
         """The text as the template wrote it."""
         return self._name_pattern.sub(lambda match: self._texts[match[0]], framed)
+
+    def unnamed(self, framed: str) -> str:
+        """The text without the special tokens of the template."""
+        return self._name_pattern.sub("", framed)
+
+    def framed(self, tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> str:
+        """The text of tokens, in which special tokens have names."""
+        names = {token: self._names[text] for text, token in self.special_tokens.items()}
+        runs = [(is_special, list(run)) for is_special, run in groupby(tokens, key=names.__contains__)]
+        return "".join("".join(map(names.__getitem__, run)) if is_special else decode(run) for is_special, run in runs)
 
     def without_special(self, text: str) -> str:
         """A text of the policy without special tokens, but for the tags of reasoning and calls."""
@@ -158,4 +170,5 @@ def _encoder(
         raise ConfigError(
             f"model.path = {path!r}: its special tokens cannot be kept apart from text: {error}"
         ) from None
-    return encoder, {encoder.token_to_id(name): special[text] for text, name in names.items()}
+    own: dict[Any, int] = {encoder.token_to_id(name): special[text] for text, name in names.items()}
+    return encoder, own

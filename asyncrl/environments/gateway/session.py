@@ -119,10 +119,10 @@ class Session:
         self._over = False
         self.num_turns = 0
         """Turns that were asked for."""
+        self.was_cut = False
+        """True if the last turn was cut at the token limit."""
         self.refused: GatewayError | None = None
         """Why the last request was not served, if it was for the window or the number of turns."""
-        self.last_cut = False
-        """True if the last turn was cut at its token limit."""
         self.sampling_s = 0.0
         """Time in which at least one turn was sampled."""
         self._since_s = 0.0
@@ -154,9 +154,9 @@ class Session:
         conversation.ends.append(_End(len(conversation.messages), len(conversation.tokens), closed, read.calls))
         conversation.turns.append(pending.number)
         conversation.busy = False
-        self.last_cut = turn.status == "truncated"
+        self.was_cut = turn.status == "truncated"
         if not pending.answer.cancelled():
-            answer = Answer(pending.number, read.message, prompt, tuple(turn.tokens), truncated=self.last_cut)
+            answer = Answer(pending.number, read.message, prompt, tuple(turn.tokens), truncated=self.was_cut)
             pending.answer.set_result(answer)
 
     def delivered(self, answer: Answer) -> None:

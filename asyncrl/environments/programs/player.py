@@ -4,21 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from asyncrl.environments.calling import EpisodeFailedError, to_reward
 from asyncrl.environments.dialogue import TextDialogue
-from asyncrl.environments.environment import Task
 from asyncrl.environments.gateway.errors import TurnsUsedError
 from asyncrl.environments.gateway.server import Gateway
 from asyncrl.environments.gateway.session import Session
-from asyncrl.environments.player import Limits, Turn
+from asyncrl.environments.player import Limits, Turn, task_of
 from asyncrl.environments.programs.program import Program, ProgramError, ProgramLostError
 from asyncrl.types import EpisodeEnd
 from asyncrl.util.redaction import describe
 from asyncrl.wire.environment_messages import EpisodeEnded, EpisodeStart, EpisodeStatus, SayNext
+
+
+async def play_program(
+    start: EpisodeStart,
+    prompt: Sequence[int],
+    program: Program,
+    dialogue: TextDialogue,
+    limits: Limits,
+    say: Callable[[ProgramPlayer, SayNext, list[int]], None],
+) -> EpisodeEnded:
+    """Plays one episode, with a gateway of its own."""
+    gateway = Gateway(dialogue)
+    await gateway.start()
+    try:
+        return await ProgramPlayer(start, prompt, program, dialogue, limits, gateway, say).play()
+    finally:
+        await program.close()
+        await gateway.close()
 
 
 @dataclass
@@ -26,7 +43,7 @@ class ProgramPlayer:
     """One episode of a program. `say` asks the policy for a turn, which `hear` receives."""
 
     start: EpisodeStart
-    task: Task
+    prompt: Sequence[int]
     program: Program
     dialogue: TextDialogue
     limits: Limits
@@ -80,8 +97,9 @@ class ProgramPlayer:
         """What the program returned; if it gave up because of a limit, the reward that it has. Raises
         EpisodeFailedError."""
         name, timeout_s = self.program.name, self.limits.timeout_s
+        task = task_of(self.start, self.dialogue.text_of(self.prompt))
         try:
-            run = self.program.run(asdict(self.task), access, stuck=self.stuck_calls)
+            run = self.program.run(asdict(task), access, stuck=self.stuck_calls)
             return await asyncio.wait_for(run, timeout_s)
         except TimeoutError:
             text = f"{name} took longer than environment.timeout_s = {timeout_s:g} s"
@@ -110,7 +128,7 @@ class ProgramPlayer:
             raise EpisodeFailedError("environment", f"{name} ended without a reward: it returned and posted none")
         reward, parts = (0.0, {}) if given is None else to_reward(name, given)
         if refused is None:
-            return reward, parts, "truncated" if self.session.last_cut else "completed", "done"
+            return reward, parts, "truncated" if self.session.was_cut else "completed", "done"
         return reward, parts, "truncated", "max_turns" if isinstance(refused, TurnsUsedError) else "window"
 
     def _close(self) -> list[int]:

@@ -55,6 +55,10 @@ Sampling = Literal["training", "evaluation", "greedy"]
 """How a completion is sampled."""
 
 
+MAX_CACHED = 4096
+"""Sampling parameters that are kept for later requests."""
+
+
 @dataclass(slots=True)
 class _Request:
     id: str
@@ -64,6 +68,7 @@ class _Request:
     seed: int | None
     max_tokens: int | None
     salt: int | None
+    stop: tuple[str, ...]
 
 
 class Engine:
@@ -78,15 +83,14 @@ class Engine:
         self.version = NO_VERSION
         self._config = config
         self._requests: dict[str, _Request] = {}
-        self._last: tuple[list[int], Sampling, int | None, int, EngineCoreRequest] | None = None
-        """The last prompt, kind, limit and salt, with the request prepared from them."""
+        self._last: tuple[list[int], Sampling, int | None, int, tuple[str, ...], EngineCoreRequest] | None = None
+        """The last prompt, kind, limit, salt and texts, with the request prepared from them."""
         self._sent = sent or SentWeights(config)  # first: vLLM changes classes of transformers that it runs itself
         self._labels = VersionLabels()
         self._engine = build_engine(config, seed, self._labels)
+        self._has_tokenizer = False
         if config.generator.stop_texts:
-            # The texts are those that rewards see: vLLM may load another class of tokenizer.
-            own = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
-            self._engine.output_processor.tokenizer = own
+            self._load_tokenizer()
         self._sampling: dict[Sampling, dict[str, float]] = {
             # Of the full distribution: log-probs of a cut one would bias importance ratios.
             "training": {"temperature": config.generator.temperature},
@@ -94,7 +98,7 @@ class Engine:
             "greedy": {"temperature": 0.0},
         }
         """vLLM's sampling parameters; those that are left out exclude no token."""
-        self._limited: dict[tuple[Sampling, int | None], SamplingParams] = {}
+        self._limited: dict[tuple[Sampling, int | None, tuple[str, ...]], SamplingParams] = {}
         """Sampling parameters by kind and maximum length."""
         self._warm_up()
         self._check_end_tokens()
@@ -125,11 +129,13 @@ class Engine:
         seed: int | None = None,
         max_tokens: int | None = None,
         salt: int | None = None,
+        stop: Sequence[str] = (),
     ) -> None:
         """Starts a completion of `prompt` (token ids). `kind` selects the sampling: that of section `generator`, of
         section `eval`, or greedy. `seed` is for `deterministic` runs only. `max_tokens` is at most, and by default,
-        `generator.max_new_tokens`. Cached keys and values are shared among requests of the same `salt`, by default the
-        loaded version. Raises RunError when the prompt does not fit the window."""
+        `generator.max_new_tokens`; `stop` are texts that end it beside those of `generator.stop`. Cached keys and
+        values are shared among requests of the same `salt`, by default the loaded version. Raises RunError when the
+        prompt does not fit the window."""
         if seed is not None and not self._config.deterministic:
             raise InvariantError(f"request {key}: a seed of its own works with `deterministic` only")
         if self.version == NO_VERSION:
@@ -143,18 +149,36 @@ class Engine:
             )
         if max_tokens == self._config.generator.max_new_tokens:
             max_tokens = None
-        self._start(key, np.asarray(prompt).tolist(), kind, seed, max_tokens, salt)
+        self._start(key, np.asarray(prompt).tolist(), kind, seed, max_tokens, salt, tuple(stop))
 
     def _start(
-        self, key: str, prompt: list[int], kind: Sampling, seed: int | None, max_tokens: int | None, salt: int | None
+        self,
+        key: str,
+        prompt: list[int],
+        kind: Sampling,
+        seed: int | None,
+        max_tokens: int | None,
+        salt: int | None,
+        stop: tuple[str, ...],
     ) -> None:
         engine = self._engine
-        request = self._prepared(prompt, kind, seed, max_tokens, salt)
+        if stop:
+            self._load_tokenizer()
+        request = self._prepared(prompt, kind, seed, max_tokens, salt, stop)
         request.request_id = key
         engine.input_processor.assign_request_id(request)
         engine.output_processor.add_request(request, None, None, 0)
         engine.engine_core.add_request(request)
-        self._requests[key] = _Request(request.request_id, prompt, kind, seed, max_tokens, salt)
+        self._requests[key] = _Request(request.request_id, prompt, kind, seed, max_tokens, salt, stop)
+
+    def _load_tokenizer(self) -> None:
+        """Loads what turns tokens into the texts that stop completions, unless it is loaded. They are those that
+        rewards see: vLLM may load another class of tokenizer."""
+        if self._has_tokenizer:
+            return
+        self._has_tokenizer = True
+        own = load_tokenizer(self._config.model.path, trust_remote_code=self._config.model.trust_remote_code)
+        self._engine.output_processor.tokenizer = own
 
     def _prepared(
         self,
@@ -163,6 +187,7 @@ class Engine:
         seed: int | None,
         max_tokens: int | None = None,
         salt: int | None = None,
+        stop: tuple[str, ...] = (),
     ) -> EngineCoreRequest:
         """A request without an id. The last one is cached and copied: the members of a group differ only in their id,
         and checking and preparing a request is half of the cost of adding it."""
@@ -170,26 +195,28 @@ class Engine:
 
         # Salting with the version keeps a cached prompt from being reused under other weights.
         salt = self.version if salt is None else salt
-        wanted = prompt, kind, max_tokens, salt
-        if seed is None and self._last is not None and self._last[:4] == wanted:
-            return copy(self._last[4])
+        wanted = prompt, kind, max_tokens, salt, stop
+        if seed is None and self._last is not None and self._last[:5] == wanted:
+            return copy(self._last[5])
         engine = self._engine
         cache_salt = str(salt) if self.prefix_caching else None
         request = engine.input_processor.process_inputs(
             "",
             tokens_input(prompt, cache_salt=cache_salt),
-            self._sampling_params(kind, seed, max_tokens),
+            self._sampling_params(kind, seed, max_tokens, stop),
             supported_tasks=engine.get_supported_tasks(),
         )
         self._last = (*wanted, copy(request)) if seed is None else None
         return request
 
-    def _sampling_params(self, kind: Sampling, seed: int | None, max_tokens: int | None) -> SamplingParams:
-        if seed is None and (kind, max_tokens) in self._limited:
-            return self._limited[kind, max_tokens]
-        params = sampling_params(self._config, self._sampling[kind], seed, max_tokens)
-        if seed is None:
-            self._limited[kind, max_tokens] = params
+    def _sampling_params(
+        self, kind: Sampling, seed: int | None, max_tokens: int | None, stop: tuple[str, ...] = ()
+    ) -> SamplingParams:
+        if seed is None and (kind, max_tokens, stop) in self._limited:
+            return self._limited[kind, max_tokens, stop]
+        params = sampling_params(self._config, self._sampling[kind], seed, max_tokens, stop)
+        if seed is None and len(self._limited) < MAX_CACHED:
+            self._limited[kind, max_tokens, stop] = params
         return params
 
     def _warm_up(self) -> None:
@@ -299,7 +326,7 @@ class Engine:
         requests = [self._requests[key] for key in untouched]
         self.abort(untouched)
         for key, request in zip(untouched, requests, strict=True):
-            self._start(key, request.prompt, request.kind, request.seed, request.max_tokens, request.salt)
+            self._start(key, request.prompt, request.kind, request.seed, request.max_tokens, request.salt, request.stop)
 
     def _check_fit(self, version: int, tensors: Weights) -> None:
         given, known = {name: tuple(tensor.shape) for name, tensor in tensors}, self._sent.shapes

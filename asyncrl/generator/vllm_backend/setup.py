@@ -7,7 +7,7 @@ import importlib.util
 import inspect
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -197,10 +197,14 @@ def _keep_weights_beside_packed() -> None:
 
 
 def sampling_params(
-    config: Config, sampling: Mapping[str, float], seed: int | None = None, max_tokens: int | None = None
+    config: Config,
+    sampling: Mapping[str, float],
+    seed: int | None = None,
+    max_tokens: int | None = None,
+    stop: Sequence[str] = (),
 ) -> SamplingParams:
     """The sampling of completions, by the names of vLLM's parameters, and the outputs that the engine returns.
-    `max_tokens` is by default `generator.max_new_tokens`."""
+    `max_tokens` is by default `generator.max_new_tokens`; `stop` are texts beside those of `generator.stop`."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -209,8 +213,8 @@ def sampling_params(
         seed=seed,
         max_tokens=max_tokens or config.generator.max_new_tokens,
         min_tokens=min(config.generator.min_new_tokens, max_tokens or config.generator.min_new_tokens),
-        stop=config.generator.stop_texts,
-        detokenize=bool(config.generator.stop_texts),
+        stop=[*config.generator.stop_texts, *stop],
+        detokenize=bool(config.generator.stop_texts or stop),
         include_stop_str_in_output=True,  # keeps the tokens of the text that stops a completion
         skip_special_tokens=False,
         logprobs=0,

@@ -228,22 +228,22 @@ class Evaluator:
         if self._engine.num_running:
             for completion in self._engine.step():
                 if self._episodes is None:
-                    self._end(completion)
+                    self._end([completion])
                 else:
                     self._episodes.act(completion)
         else:
             time.sleep(IDLE_S)
         for episode in self._episodes.poll() if self._episodes is not None else ():
             episode.group.note(episode)
-            self._end(episode.completion)
+            self._end(episode.rows)
         if self._rewards is not None:
             self._collect(self._rewards.collect())
 
-    def _end(self, completion: Completion) -> None:
+    def _end(self, rows: list[Completion]) -> None:
         from asyncrl.generator.groups import scored_by_environment, submit
 
-        running, index = self._members.pop(completion.key)
-        running.completions[index] = completion
+        running, index = self._members.pop(rows[0].key)
+        running.completions[index] = rows
         if not running.complete:
             return
         self._scoring[running.key] = running

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,13 +14,16 @@ from rich.text import Text
 
 from asyncrl.config import Config
 from asyncrl.environments.dialogue import Dialogue
+from asyncrl.environments.dialogue.display import Display, Shown
 from asyncrl.environments.player import Limits, Player, Turn, play_alone, start_of
+from asyncrl.environments.programs.player import ProgramPlayer, play_program
 from asyncrl.environments.table import EnvironmentTable, Named
 from asyncrl.errors import ConfigError
 from asyncrl.launch.commands.evaluate import quiet_logs
 from asyncrl.launch.console import EXIT_DONE, EXIT_FAILED
 from asyncrl.launch.preflight import check_data, check_environments, check_model, run_recipes
 from asyncrl.types import Prompt
+from asyncrl.util.text import printable
 from asyncrl.util.tokenizer import end_tokens
 from asyncrl.wire.environment_messages import EpisodeEnded, SayNext
 
@@ -36,6 +40,33 @@ class Line(NamedTuple):
     tokens: list[int]
     said: bool
     """True for what the policy said."""
+    branch: int = 0
+
+
+class Transcript:
+    """The parts of an episode, and the tokens of its branches."""
+
+    def __init__(self, prompt: Prompt, speaker: Speaker) -> None:
+        tokens = prompt.tokens.tolist()
+        self.lines = [Line(tokens, said=False)]
+        self._speaker, self._prompt = speaker, tokens
+        self._branches: dict[int, list[int]] = {}
+
+    def say(self, player: Player | ProgramPlayer, wish: SayNext, observation: list[int]) -> None:
+        """Lets the policy say its turn behind the observation."""
+        if wish.branch not in self._branches:
+            source = self._branches[wish.source] if wish.branch else self._prompt
+            self._branches[wish.branch] = source[: wish.keep]
+        if not wish.keep and not wish.branch:  # another prompt than that of the row
+            self.lines.clear()
+        tokens = self._branches[wish.branch]
+        tokens += observation
+        if observation:
+            self.lines.append(Line(observation, False, wish.branch))
+        turn = self._speaker(tokens, wish.max_tokens)
+        tokens += turn.tokens
+        self.lines.append(Line(list(turn.tokens), True, wish.branch))
+        player.hear(wish.branch, turn)
 
 
 def play(config: Config, console: Console, *, rows: int, say: list[str], typed: bool) -> int:
@@ -57,7 +88,7 @@ def play(config: Config, console: Console, *, rows: int, say: list[str], typed: 
     prompts = TrainingRows(config, limit_tokens=prompt_tokens)
     window = prompt_tokens + config.generator.max_new_tokens
     dialogue = Dialogue.of(config)
-    speaker, close = _speaker(config, dialogue, say, typed)
+    speaker, close = _speaker(config, dialogue, _ends(config, prompts.prompt(0), dialogue), say, typed)
     failed = 0
     try:
         for row in range(rows):
@@ -73,51 +104,66 @@ def _play(
 ) -> EpisodeEnded:
     settings = config.environment
     assert settings.name is not None
-    named = EnvironmentTable(settings.name, settings.options, python=settings.python).of(prompt.data_source)
-    if not isinstance(named, Named):
-        raise ConfigError(f"environment.name = {settings.name!r}: agent programs cannot be played by `asyncrl play`")
-    lines = [Line(prompt.tokens.tolist(), said=False)]
-
-    def say(player: Player, wish: SayNext, observation: list[int]) -> None:
-        if observation:
-            lines.append(Line(observation, said=False))
-        turn = speaker([token for line in lines for token in line.tokens], wish.max_tokens)
-        lines.append(Line(list(turn.tokens), said=True))
-        player.hear(wish.branch, turn)
-
+    found = EnvironmentTable(settings.name, settings.options, python=settings.python).of(prompt.data_source)
     seed = int(np.random.SeedSequence([config.seed, 0, prompt.row]).generate_state(1)[0])
-    player = Player(
-        start=start_of(f"row {prompt.row}", prompt, seed=seed, evaluation=False),
-        prompt=prompt.tokens.tolist(),
-        named=named,
-        dialogue=dialogue,
-        limits=Limits.of(config, window_tokens=window),
-        threads=ThreadPoolExecutor(1),
-        say=say,
-    )
-    ended = play_alone(player)
-    _print(console, prompt, lines, dialogue, ended)
+    start = start_of(f"row-{prompt.row}", prompt, seed=seed, evaluation=False)
+    limits, transcript = Limits.of(config, window_tokens=window), Transcript(prompt, speaker)
+    if isinstance(found, Named):
+        threads = ThreadPoolExecutor(1)
+        player = Player(start, prompt.tokens.tolist(), found, dialogue, limits, threads, transcript.say)
+        ended = play_alone(player)
+    else:
+        ended = asyncio.run(play_program(start, prompt.tokens.tolist(), found, dialogue.chat, limits, transcript.say))
+    is_chat = prompt.chat is not None or not isinstance(found, Named)
+    _print(console, prompt, transcript.lines, dialogue, ended, is_chat=is_chat)
     return ended
 
 
-def _print(console: Console, prompt: Prompt, lines: list[Line], dialogue: Dialogue, ended: EpisodeEnded) -> None:
+def _print(
+    console: Console, prompt: Prompt, lines: list[Line], dialogue: Dialogue, ended: EpisodeEnded, *, is_chat: bool
+) -> None:
     console.print(Text(f"row {prompt.row}, data source {prompt.data_source}", style="bold"))
+    display = Display(dialogue.chat) if is_chat else None
     rewards = iter(ended.turn_rewards)
     for line in lines:
-        text = dialogue.text_of(line.tokens)
-        reward = next(rewards, None) if line.said else None
-        shown = Text(f"{'policy' if line.said else 'environment':>12}  ", style="dim")
-        shown.append(text, style="bold green" if line.said else "cyan")
-        shown.append(f"   {len(line.tokens)} tokens" + ("" if reward is None else f", reward {reward:g}"), style="dim")
-        console.print(shown, soft_wrap=True)
+        for number, (name, text) in enumerate(shown := _shown(line, dialogue, display)):
+            content = Text(f"{name:>12}  ", style="dim")
+            content.append(printable(text), style=_style(name, line.said))
+            if number == len(shown) - 1:
+                reward = next(rewards, None) if line.said else None
+                end = f", branch {line.branch}" if line.branch else ""
+                end += "" if reward is None else f", reward {reward:g}"
+                content.append(f"   {len(line.tokens)} tokens{end}", style="dim")
+            console.print(content, soft_wrap=True)
     parts = "".join(f", {name} {value:g}" for name, value in sorted(ended.parts.items()))
     result = f"error: {ended.error}" if ended.error else f"reward {ended.reward:g}{parts}"
     console.print(Text(f"{ended.status} ({ended.ended}): {result}\n", style="red" if ended.error else ""))
 
 
-def _speaker(config: Config, dialogue: Dialogue, say: list[str], typed: bool) -> tuple[Speaker, Callable[[], None]]:
+def _shown(line: Line, dialogue: Dialogue, display: Display | None) -> list[Shown]:
+    """The messages of a part of the episode; at least one."""
+    if display is None:
+        return [Shown("policy" if line.said else "environment", dialogue.text_of(line.tokens))]
+    return (display.said if line.said else display.heard)(line.tokens) or [Shown("environment", "")]
+
+
+def _style(name: str, said: bool) -> str:
+    if not said:
+        return "cyan"
+    return {"reasoning": "green", "calls": "bold magenta"}.get(name, "bold green")
+
+
+def _ends(config: Config, prompt: Prompt, dialogue: Dialogue) -> list[int]:
+    """What ends a given turn: the token with which the chat template ends one, or one at which the engine stops."""
+    if prompt.chat is not None:
+        return [dialogue.chat.ends.last]
+    return end_tokens(config.model.path, trust_remote_code=config.model.trust_remote_code)[:1]
+
+
+def _speaker(
+    config: Config, dialogue: Dialogue, ends: list[int], say: list[str], typed: bool
+) -> tuple[Speaker, Callable[[], None]]:
     """Returns the policy, and what ends it."""
-    ends = end_tokens(config.model.path, trust_remote_code=config.model.trust_remote_code)[:1]
     if typed:
         return lambda tokens, _: _typed(dialogue, tokens, ends), lambda: None
     if say:

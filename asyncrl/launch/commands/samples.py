@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,13 @@ from rich.console import Console
 from rich.text import Text
 
 from asyncrl.config import load_config
+from asyncrl.environments.dialogue import Dialogue, DialogueError
+from asyncrl.environments.dialogue.display import Display
+from asyncrl.errors import ConfigError
 from asyncrl.launch.documents import RunSummary
-from asyncrl.launch.samples import Query, check_samples_file, find_group, find_samples, run_decoder
+from asyncrl.launch.samples import Query, check_samples_file, find_group, find_samples, run_decoder, tokenizer_folder
 from asyncrl.samples import ARRAYS, Samples
+from asyncrl.samples.table import Part
 from asyncrl.util.text import printable
 
 _NAME_WIDTH = 14
@@ -77,18 +81,57 @@ def show_group(run_dir: Path, ticket: int, console: Console, *, special_tokens: 
     facts = [f"ticket {ticket}", f"attempt {first['attempt']}", first["outcome"], step, f"row {first['row']}"]
     facts += [first["data_source"], f"generator {first['generator']}", versions]
     console.print(Text(" · ".join(map(printable, facts)), style="bold"), soft_wrap=True)
-    _print_text(console, "prompt", first["prompt"])
+    display = None if special_tokens else _display(run_dir, samples)
+    _print_prompt(console, samples, display)
     if first["ground_truth"] is not None:
         _print_text(console, "truth", first["ground_truth"])
     for row, parts in zip(rows, turns, strict=True):
         console.print(Text(_facts(row), style="bold"), soft_wrap=True)
-        if len(parts) < 2:
+        if not parts or (len(parts) < 2 and display is None):
             _print_text(console, "completion", row["completion"])
+            continue
+        if display is not None:
+            _print_conversation(console, parts, display)
             continue
         texts = decoder([part.tokens for part in parts], special_tokens=special_tokens)
         for part, text in zip(parts, texts, strict=True):
             said = part.version is not None
             name = f"version {part.version}" if said else "heard"
+            _print_text(console, name, text, style="green" if said else "cyan")
+
+
+def _display(run_dir: Path, samples: Samples) -> Display | None:
+    """What shows the messages of the group; None if it has no conversations under a chat template."""
+    config = load_config(run_dir / "config.yaml")
+    if config.environment.name is None:
+        return None
+    folder = tokenizer_folder(run_dir, config)
+    try:
+        display = Display(Dialogue.of(config, folder=folder).chat)
+    except (ConfigError, DialogueError):  # the model has no chat template
+        return None
+    return display if display.is_chat(_prompt_tokens(samples)) else None
+
+
+def _prompt_tokens(samples: Samples) -> list[int]:
+    """The tokens before the first turn of the first trajectory."""
+    return samples["tokens"][0][: int(samples["num_prompt_tokens"][0])].tolist()
+
+
+def _print_prompt(console: Console, samples: Samples, display: Display | None) -> None:
+    if display is None:
+        _print_text(console, "prompt", samples.table["prompt"][0].as_py())
+        return
+    for role, text in display.heard(_prompt_tokens(samples)):
+        _print_text(console, role or "prompt", text)
+
+
+def _print_conversation(console: Console, parts: Sequence[Part], display: Display) -> None:
+    """Prints the turns of an episode, each under its role, and of the policy's the newest version in it."""
+    for part in parts:
+        said = part.version is not None
+        for role, text in display.said(part.tokens) if said else display.heard(part.tokens):
+            name = f"version {part.version}" if role == "assistant" else role
             _print_text(console, name, text, style="green" if said else "cyan")
 
 

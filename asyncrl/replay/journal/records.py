@@ -22,7 +22,7 @@ FRAMES = {
 FRAME_BYTES = sum(dtype.itemsize for dtype in FRAMES.values())
 """Bytes of one token in all frames."""
 STORED = {name: np.dtype("u1") if dtype.kind == "b" else dtype for name, dtype in FRAMES.items()}
-FORMAT = 6
+FORMAT = 7
 """The number of the format of journals, and of the queue's part of checkpoints."""
 SCHEMA = pa.schema(
     [

@@ -43,8 +43,8 @@ COSTS = ("generator/step_base_s", "generator/step_sequence_s", "generator/reques
 
 
 class RewardsSinceStep(Durable):
-    """Means over the trajectories scored since the last step: rewards, their parts, lengths. They do not depend on the
-    order in which groups arrive, and with `data.selection` are weighted so that they are those of all rows."""
+    """Means over the members of groups scored since the last step: rewards, their parts, lengths. They do not depend on
+    the order in which groups arrive, and with `data.selection` are weighted so that they are those of all rows."""
 
     means: dict[str, ExactMean] = field(default_factory=dict[str, ExactMean])
     of_rows: ExactMean = field(default_factory=ExactMean)
@@ -60,34 +60,36 @@ class RewardsSinceStep(Durable):
 
     def add(self, header: GroupHeader, completion: Sequence[int], choice: RowChoice) -> None:
         """Counts a scored group; `completion` has the action tokens of each trajectory."""
-        weight = choice.weight
-        self._count("reward/mean", header.rewards, weight)
+        weight, rewards, all_parts = choice.weight, header.of_members(header.rewards), header.of_members(header.parts)
+        self._count("reward/mean", rewards, weight)
         self.of_rows.add([choice.mean])
-        self.changes.add([sum(header.rewards) / len(header.rewards) - choice.expected], weight)
-        self._count(f"reward/{header.data_source}", header.rewards, weight)
-        for name in {name for parts in header.parts for name in parts}:
-            self._count(f"reward_part/{name}", [parts[name] for parts in header.parts if name in parts], weight)
-        self._count("completion/tokens", [float(tokens) for tokens in completion], weight)
+        self.changes.add([sum(rewards) / len(rewards) - choice.expected], weight)
+        self._count(f"reward/{header.data_source}", rewards, weight)
+        for name in {name for parts in all_parts for name in parts}:
+            self._count(f"reward_part/{name}", [parts[name] for parts in all_parts if name in parts], weight)
+        self._count("completion/tokens", [float(tokens) for tokens in header.sums_of_members(completion)], weight)
         if header.greedy_reward is not None:
             self._count("reward/greedy", [header.greedy_reward], weight)
         if header.episodes:
             self._add_episodes(header, weight)
-        truncated = [float(status == "truncated") for status in header.status]
+        truncated = [float(status == "truncated") for status in header.of_members(header.status)]
         self._count("completion/truncated_fraction", truncated, weight)
 
     def _add_episodes(self, header: GroupHeader, weight: float) -> None:
-        episodes = header.episodes
-        self._count("environment/turns", [float(len(one.turn_rewards)) for one in episodes], weight)
-        self._count("environment/observation_tokens", [float(one.observation_tokens) for one in episodes], weight)
+        turns = header.sums_of_members([len(one.turn_rewards) for one in header.episodes])
+        observed = header.sums_of_members([one.observation_tokens for one in header.episodes])
+        self._count("environment/turns", [float(count) for count in turns], weight)
+        self._count("environment/observation_tokens", [float(tokens) for tokens in observed], weight)
+        episodes = header.of_members(header.episodes)
         self._count("environment/episode_s", [one.environment_s for one in episodes], weight)
         self._count("environment/tries", [float(one.tries) for one in episodes], weight)
         for end in EPISODE_ENDS:
             self._count(f"environment/ended_{end}", [float(one.ended == end) for one in episodes], weight)
 
     def count_group(self, header: GroupHeader, *, signal: bool) -> None:
-        """Counts any group: whether it has a training signal, and its trajectories without a reward."""
+        """Counts any group: whether it has a training signal, and its members without a reward."""
         self._count("reward/signal_fraction", [float(signal)])
-        self._count("reward/failed_fraction", [float(bool(error)) for error in header.errors])
+        self._count("reward/failed_fraction", [float(bool(error)) for error in header.of_members(header.errors)])
 
     def table(self) -> dict[str, float]:
         """The means, by name."""
@@ -188,7 +190,10 @@ class RunMetrics(RunSums, kw_only=True):
             "generator/busy_s": sum(seconds for name, seconds in generator_s.items() if name != "waiting"),
             "generator/tokens": float(sum(g.tokens for g in self.generators.values())),
         }
-        tokens, samples = trained.tokens + tokens, trained.trajectories + sum(len(held.completion) for held in groups)
+        tokens, samples = (
+            trained.tokens + tokens,
+            trained.trajectories + sum(held.finished.num_members for held in groups),
+        )
         own |= {f"throughput/{name}": rate for name, rate in self._rates(tokens, samples, elapsed_s).items()}
         own |= {f"{role}/peak_memory_bytes": float(peak) for role, peak in peaks_bytes(self.reported).items()}
         settings, goodput = self.config.generator, self._goodput_after(groups, now_s, generators)

@@ -167,16 +167,16 @@ class RunningMoments(Durable):
 
 
 class OutcomeStats(Durable):
-    """Completion tokens and rewards of the trajectories with one outcome."""
+    """Completion tokens and rewards of the members of groups with one outcome."""
 
     tokens: RunningMoments = field(default_factory=RunningMoments)
     rewards: RunningMoments = field(default_factory=RunningMoments)
-    """Rewards of the trajectories that have one."""
+    """Rewards of the members that have one."""
 
     def add(self, header: GroupHeader, completion: Sequence[int]) -> None:
         """`completion` has the action tokens of each trajectory."""
-        self.tokens.add(completion)
-        pairs = zip(header.rewards, header.errors, strict=True)
+        self.tokens.add(header.sums_of_members(completion))
+        pairs = zip(header.of_members(header.rewards), header.of_members(header.errors), strict=True)
         self.rewards.add([reward for reward, error in pairs if not error])
 
     def summary(self) -> dict[str, float]:

@@ -52,7 +52,7 @@ class RowOutcome(Durable):
     @classmethod
     def of(cls, header: GroupHeader) -> RowOutcome:
         """The outcome of a group that has all its rewards."""
-        rewards = header.rewards
+        rewards = header.of_members(header.rewards)
         mean, ends = sum(rewards) / len(rewards), (min(rewards), max(rewards))
         return cls(header.ticket, header.row, header.data_source, mean, *ends)
 

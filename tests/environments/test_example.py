@@ -1,0 +1,47 @@
+"""The example of docs/environments.md: its tools, called in an episode."""
+
+from __future__ import annotations
+
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from asyncrl.environments.dialogue import Dialogue
+from asyncrl.environments.player import Limits, Player, Turn, play_alone
+from asyncrl.environments.table import Named, load_environment
+from asyncrl.wire.environment_messages import EpisodeStart, SayNext
+from tests.helpers.chat_models import save_chat_model
+
+PAGE = Path(__file__).parents[2] / "docs" / "environments.md"
+CALL = '<tool_call>{{"name": "price", "arguments": {{"item": "{item}", "count": "3"}}}}</tool_call>'
+
+
+def test_the_example_with_tools(tmp_path: Path) -> None:
+    (code,) = re.findall(r"^```python\n(# shop\.py\n.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    (tmp_path / "shop.py").write_text(code)
+    save_chat_model(tmp_path)
+    dialogue = Dialogue(str(tmp_path), trust_remote_code=False, max_observation_tokens=100)
+    texts, read = [CALL.format(item="pear"), CALL.format(item="apple"), "1.5"], list[str]()
+
+    def say(player: Player, wish: SayNext, observation: list[int]) -> None:
+        read.append(dialogue.chat.decode(observation))
+        said = [*dialogue.chat.rendering.encode(texts.pop(0)), dialogue.chat.ends.last]
+        player.hear(wish.branch, Turn(said, "completed"))
+
+    chat = [{"role": "user", "content": "What do 3 apples cost?"}]
+    prices = {"prices": {"apple": 0.5, "plum": 0.25}}
+    named = load_environment(f"{tmp_path / 'shop.py'}:Shop", {})
+    assert isinstance(named, Named)
+    player = Player(
+        start=EpisodeStart("0.0.0", 0, "1.5", "shop", prices, chat, {}, 0, False),
+        prompt=dialogue.chat.begin(chat, []),
+        named=named,
+        dialogue=dialogue,
+        limits=Limits(2000, 200, 9, 10.0, 5.0),
+        threads=ThreadPoolExecutor(1),
+        say=say,
+    )
+    ended = play_alone(player)
+    assert (ended.error, ended.reward, ended.parts["calls/price"], ended.parts["calls_failed/price"]) == ("", 1.0, 2, 1)
+    assert '"name": "price"' in read[0] and "Error: there is no pear; there are apple, plum" in read[1]
+    assert "\n1.5\n" in read[2]

@@ -1,0 +1,137 @@
+"""Dialogues under a chat template with real hosts and a real engine: an environment and an agent program with the same
+task are trained on the same arrays, in which no turn was encoded again."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from generator_fakes import FakeClient, FakeReceiver, lease_reply
+from generator_model import small_config
+from test_episodes import Recording, finish, hf_logprobs
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from asyncrl.environments.dialogue import ChatDialogue
+from asyncrl.environments.pool import EnvironmentPool
+from asyncrl.generator.loop import GeneratorLoop
+from asyncrl.generator.vllm_backend.engine import Engine
+from asyncrl.types import Group, Lease, Prompt
+from asyncrl.util.tokenizer import load_tokenizer
+from asyncrl.wire.endpoints import Endpoints
+from tests.helpers.chat_models import save_chat_model
+
+GROUPS, TURNS = 8, 3
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is the price of item 12?"}]
+ENVIRONMENT = """
+from asyncrl.environments import Environment, Step
+
+class Echo(Environment):
+    def step(self, action):
+        said = f"{len(action.message['content'])} <|im_end|> {action.turn}"
+        return Step(said, reward=0.5, done=action.turn == 2)
+"""
+AGENT = """
+import json, urllib.request
+
+def run(task, *, base_url, api_key):
+    messages = list(task["prompt"])
+    for turn in range(3):
+        body = json.dumps({"model": "policy", "messages": messages}).encode()
+        headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
+        request = urllib.request.Request(f"{base_url}/chat/completions", body, headers)
+        with urllib.request.urlopen(request, timeout=60) as response:
+            answer = json.load(response)["choices"][0]["message"]
+        said = f"{len(answer['content'] or '')} <|im_end|> {turn}"
+        messages += [answer, {"role": "user", "content": said}]
+    return 1.5
+"""
+
+
+@pytest.fixture(scope="module")
+def chat_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("chat-model")
+    save_chat_model(folder)
+    tokenizer = load_tokenizer(str(folder))
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=512, initializer_range=0.1, tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id, bos_token_id=None,
+    )  # fmt: skip
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def chat_engine(chat_path: str) -> Iterator[Engine]:
+    set_num_threads = torch.set_num_threads
+    engine = Engine(small_config(chat_path, deterministic=True, replay__max_staleness=0), seed=1)
+    engine.use_own_weights(0)
+    yield engine
+    engine.close()
+    torch.set_num_threads = set_num_threads  # the engine replaced it
+
+
+def run(chat_path: str, engine: Engine, name: str, **settings: object) -> tuple[list[Group], Recording]:
+    """The groups of a generator whose episodes are played by real hosts."""
+    recording = Recording(engine)
+    config = small_config(
+        chat_path, deterministic=True, replay__max_staleness=0, environment__name=name,
+        **{f"environment__{key}": value for key, value in settings.items()},
+    )  # fmt: skip
+    dialogue = ChatDialogue(chat_path, trust_remote_code=False, max_observation_tokens=100)
+    tokens = np.array(dialogue.begin(MESSAGES, ()), dtype=np.int32)
+    left = deque(Lease(n, 0, Prompt(n, tokens, "12", "test", chat=MESSAGES)) for n in range(GROUPS))
+
+    def answer(version: int, wanted: int) -> Any:
+        return lease_reply([left.popleft() for _ in range(min(wanted, len(left)))], False, "")
+
+    client, endpoints = FakeClient(answer), Endpoints("run", "ipc://none", "ipc://none", "ipc://none")
+    pool = EnvironmentPool(config, window_tokens=engine.window_tokens, endpoints=endpoints)
+    loop = GeneratorLoop(
+        config, index=0, engine=recording, rewards=None, receiver=FakeReceiver(deque()), client=client,  # type: ignore[arg-type]
+        should_stop=lambda: False, environments=pool,
+    )  # fmt: skip
+    try:
+        finish(loop, client, GROUPS, lambda: time.sleep(0.001), ticks=60_000)
+    finally:
+        pool.close()
+    return sorted(client.groups, key=lambda group: group.ticket), recording
+
+
+def test_an_agent_program_is_trained_on_the_arrays_of_the_environment_with_its_task(
+    chat_path: str, chat_engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "echo.py").write_text(ENVIRONMENT)
+    (tmp_path / "agent.py").write_text(AGENT)
+    native, recorded = run(chat_path, chat_engine, "echo.py:Echo")
+    by_agent, _ = run(chat_path, chat_engine, "agent:agent.py:run")
+    policy = Qwen2ForCausalLM.from_pretrained(chat_path, dtype=torch.float32).eval().requires_grad_(False)
+    tokenizer = load_tokenizer(chat_path)
+    turns = drifted = ended = 0
+    for group, other in zip(native, by_agent, strict=True):
+        assert [row.member for row in group.trajectories] == [row.member for row in other.trajectories] == [0, 1]
+        for member, same in zip(group.trajectories, other.trajectories, strict=True):
+            for name in ("tokens", "action_mask", "behavior_logprobs", "versions"):
+                assert np.array_equal(getattr(member, name), getattr(same, name)), name
+            assert (member.reward, member.status) == (same.reward, same.status)
+            key = f"{group.ticket}.0.{member.member}"
+            assert len(recorded.prompts[key]) == len(recorded.sampled[key]) == TURNS
+            for prompt, completion in zip(recorded.prompts[key], recorded.sampled[key], strict=True):
+                assert member.tokens[: len(prompt)].tolist() == prompt
+                own = slice(len(prompt), len(prompt) + len(completion.tokens))
+                assert member.tokens[own].tolist() == completion.tokens and member.action_mask[own].all()
+                again = tokenizer.encode(tokenizer.decode(completion.tokens), add_special_tokens=False)
+                turns, drifted = turns + 1, drifted + (again != completion.tokens)
+                ended += completion.status == "completed"
+            expected = hf_logprobs(policy, member.tokens)[member.action_mask[1:]]
+            assert np.abs(member.behavior_logprobs[member.action_mask] - expected).max() <= 1e-5
+    assert turns == GROUPS * 2 * TURNS and 0 < ended < turns
+    assert drifted > 0.01 * turns, "the tokenizer must be one that encodes texts in another way than they were sampled"
