@@ -9,6 +9,7 @@ POST /e/EPISODE/v1/reward               {"reward": 1.0, "parts": {...}}, for pro
 from __future__ import annotations
 
 import hmac
+import os
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
@@ -52,7 +53,10 @@ class Gateway:
         """Sampling parameters that were ignored, and named in the log."""
 
     async def start(self) -> None:
-        """Listens at a free port of the loopback interface. Raises OSError."""
+        """Listens at a free port of the loopback interface, to which clients in this process and in those that it starts
+        go without a proxy. Raises OSError."""
+        for name in ("NO_PROXY", "no_proxy"):
+            os.environ[name] = ",".join(filter(None, (os.environ.get(name), LOOPBACK)))
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors])
         routes = {"chat/completions": self._chat, "completions": self._complete, "reward": self._reward}
         app.router.add_get("/e/{episode}/v1/models", self._models)
