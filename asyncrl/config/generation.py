@@ -84,7 +84,7 @@ class EnvironmentConfig(Section):
     with "default" for the others; or an agent program that speaks the OpenAI API, as `agent:file.py:function` or
     `agent:COMMAND`; or an environment of the verifiers library, as `verifiers:ID`. Without one a trajectory is a single
     completion."""
-    options: dict[str, Options] = Field(default={})
+    options: dict[str, dict[str, Any]] = Field(default={})
     """Options (keyword-only arguments) of environments, by their names in `environment.name`."""
     python: str | None = None
     """Interpreter of agent programs and of the verifiers library, as `venv/bin/python`, for packages that do not fit

@@ -12,8 +12,9 @@ import aiohttp
 import openai
 import pytest
 
+from asyncrl.environments.gateway.access import Access
 from asyncrl.environments.gateway.errors import EpisodeOverError
-from asyncrl.environments.gateway.server import Access, Gateway
+from asyncrl.environments.gateway.server import Gateway
 from asyncrl.environments.gateway.session import Session
 from asyncrl.environments.player import Limits, Turn
 from asyncrl.wire.environment_messages import SayNext

@@ -185,7 +185,11 @@ def test_environments_that_cannot_be_loaded_say_why(
     [
         ("nothing-here", {}, "there is no environment 'nothing-here'"),
         ("number-game", {}, "'number-game' is an environment with load_environment, which verifiers 0.4.0 does not"),
-        ("sums", {"agent": {"harness": {"id": "bash"}}}, "harness 'bash' of agent runs programs that the policy writes"),
+        (
+            "sums",
+            {"agent": {"harness": {"id": "bash"}}},
+            "harness 'bash' of agent runs programs that the policy writes",
+        ),
         ("sums", {"agent": {"harness": {"id": "null"}}}, "harness 'null' of agent needs uv"),
         ("sums", {"id": "user-sim"}, "2 of its agents have no endpoint of their own (assistant, user), but one"),
         ("sums", {"taskset": {"sizes": 3}}, "sizes"),

@@ -41,8 +41,8 @@ def play_program(
     options: Options | None = None,
     limits: Limits | None = None,
 ) -> list[Played]:
-    """Plays an episode of each task at once. `policy` returns what it says in an episode and a turn; a text that ends in ~
-    is cut there."""
+    """Plays an episode of each task at once. `policy` returns what it says in an episode and a turn; a text that ends
+    in ~ is cut there."""
     return asyncio.run(_play(name, tasks, policy, python, options or {}, limits or Limits(2000, 200, 8, 60.0, 60.0)))
 
 

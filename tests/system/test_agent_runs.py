@@ -73,7 +73,7 @@ def number_game(talk: Conversation, truth: str, turns: Iterator[list[int]]) -> t
     talk.begin()
     for number in range(4):
         text = str(talk.hear(next(turns))["content"]).strip()
-        if text.isdecimal() and int(text) == int(truth) or number == 3:
+        if number == 3 or (text.isdecimal() and int(text) == int(truth)):
             break
         answer = ("lower" if int(truth) < int(text) else "higher") if text.isdecimal() else "a number"
         talk.say({"role": "user", "content": answer})
@@ -98,9 +98,10 @@ def calculator(talk: Conversation, truth: str, turns: Iterator[list[int]]) -> tu
         if not message.get("tool_calls") or made == 3:
             break
         answers = [
-            {"role": "tool", "tool_call_id": call["id"], "content": agent.multiply(json.dumps(call["function"]["arguments"]))}
+            {"role": "tool", "tool_call_id": call["id"], "content": agent.multiply(json.dumps(arguments))}
             for call in message["tool_calls"]
-        ]  # fmt: skip
+            if (arguments := call["function"]["arguments"]) is not None
+        ]
         made += len(answers)
         talk.say(*answers)
     right = float(str(message["content"]).strip() == truth)

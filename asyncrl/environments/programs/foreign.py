@@ -72,6 +72,7 @@ class Agent:
 def module_of(path, name):
     """Returns the module of a file, executed."""
     spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None  # always so for a .py file
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)
@@ -81,7 +82,9 @@ def module_of(path, name):
 def load_verifiers(name, options):
     """Returns the program of a verifiers environment."""
     sys.path.insert(0, os.getcwd())
-    return module_of(os.path.join(HERE, "foreign_verifiers.py"), "asyncrl_foreign_verifiers").load(name, options, Refused)
+    return module_of(os.path.join(HERE, "foreign_verifiers.py"), "asyncrl_foreign_verifiers").load(
+        name, options, Refused
+    )
 
 
 LOADERS = {"agent": Agent, "verifiers": load_verifiers}
@@ -188,7 +191,9 @@ def main():
     """Loads the program, says so, and serves."""
     spec = json.loads(sys.argv[1])
     lines, write = take_pipes()
-    sys.path[:] = [path for path in sys.path if os.path.abspath(path or ".") != HERE]  # modules of programs are no user's
+    sys.path[:] = [
+        path for path in sys.path if os.path.abspath(path or ".") != HERE
+    ]  # modules of programs are no user's
     os.environ["PATH"] = os.path.dirname(sys.executable) + os.pathsep + os.environ.get("PATH", "")
     try:
         program = LOADERS[spec["kind"]](spec["name"], spec["options"])

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import structlog
 
 from asyncrl.config import Options
-from asyncrl.environments.gateway.server import Access
+from asyncrl.environments.gateway.access import Access
 from asyncrl.environments.programs.program import ProgramError, ProgramLostError
 from asyncrl.errors import ConfigError
 
@@ -150,7 +150,10 @@ def read_rows(name: str, options: Options, *, python: str, split: str, limit: in
     check_interpreter(python)
     wish = {"kind": "verifiers", "name": name, "options": dict(options), "rows": {"split": split, "limit": limit}}
     with subprocess.Popen(
-        [python, str(SCRIPT), json.dumps(wish)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True
+        [python, str(SCRIPT), json.dumps(wish)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
     ) as process:
         assert process.stdout is not None
         try:
@@ -167,9 +170,7 @@ def read_rows(name: str, options: Options, *, python: str, split: str, limit: in
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[bytes]:
-    return subprocess.run(
-        command, input=b"", capture_output=True, timeout=START_S, check=False, start_new_session=True
-    )
+    return subprocess.run(command, input=b"", capture_output=True, timeout=START_S, check=False, start_new_session=True)
 
 
 async def _send(process: asyncio.subprocess.Process, message: Mapping[str, Any]) -> None:

@@ -87,7 +87,7 @@ def _row_of(task):
     row = task["extra_info"].get("verifiers")
     if not isinstance(row, str):
         raise RolloutFailed(
-            "the row has no extra_info.verifiers, the row of the environment; make the data with `asyncrl data verifiers`"
+            "the row has no extra_info.verifiers, the row of the environment; make the data with asyncrl data verifiers"
         )
     return json.loads(row)
 
@@ -118,21 +118,21 @@ class Classic:
     """An environment of `load_environment`."""
 
     def __init__(self, name, options, refused):
-        import verifiers
+        import verifiers  # pyright: ignore[reportMissingImports]
 
         self._environment = verifiers.load_environment(name, **options)
         for one in (self._environment, *getattr(self._environment, "env_map", {}).values()):
             if one.requires_group_rollouts:
                 raise refused(
-                    "its rubric compares the rollouts of a group, but asyncrl scores each rollout when it ends; give it "
-                    "reward functions of one rollout"
+                    "its rubric compares the rollouts of a group, but asyncrl scores each rollout when it ends; give "
+                    "it reward functions of one rollout"
                 )
         self._http = None
 
     @contextlib.asynccontextmanager
     async def running(self):
         """Holds the HTTP client of all episodes."""
-        import httpx
+        import httpx  # pyright: ignore[reportMissingImports]
 
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         async with httpx.AsyncClient(limits=limits, timeout=TIMEOUT_S, trust_env=False) as self._http:
@@ -155,10 +155,10 @@ class Classic:
 
     async def play(self, task, base_url, api_key):
         """Returns the reward of a rollout."""
-        import openai
-        from verifiers.clients import OpenAIChatCompletionsClient
+        import openai  # pyright: ignore[reportMissingImports]
+        from verifiers.clients import OpenAIChatCompletionsClient  # pyright: ignore[reportMissingImports]
 
-        client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=self._http)
+        client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=self._http)  # pyright: ignore[reportArgumentType]
         output = await self._environment.run_rollout(_row_of(task), OpenAIChatCompletionsClient(client), "policy", {})
         result, error = _scored(output["reward"], output["metrics"] or {}), output["error"]
         if error is not None and error["error"] not in POLICY_ERRORS:
@@ -170,7 +170,7 @@ class Tasks:
     """A taskset, with the harness that plays it."""
 
     def __init__(self, name, options, refused):
-        from verifiers import v1
+        from verifiers import v1  # pyright: ignore[reportMissingImports]
 
         given = {**options, "taskset": {**options.get("taskset", {}), "id": name}}
         kind = v1.env_config_type(name, given.get("id", ""))
@@ -179,8 +179,8 @@ class Tasks:
         own = [role for role in roles if getattr(config, role).client is None]
         if len(own) != 1:
             raise refused(
-                f"{len(own)} of its agents have no endpoint of their own ({', '.join(own)}), but one is trained; give the "
-                f"others a model and a client, as {roles[-1]}.client.base_url"
+                f"{len(own)} of its agents have no endpoint of their own ({', '.join(own)}), but one is trained; give "
+                f"the others a model and a client, as {roles[-1]}.client.base_url"
             )
         harnesses = config.agent_harnesses()
         for role in roles:
@@ -218,7 +218,7 @@ class Tasks:
 
     async def play(self, task, base_url, api_key):
         """Returns the reward of a rollout."""
-        from verifiers import v1
+        from verifiers import v1  # pyright: ignore[reportMissingImports]
 
         environment = self._environment
         data = self._task.data_type().model_validate(_row_of(task))
@@ -228,7 +228,7 @@ class Tasks:
         try:
             client = v1.EvalClientConfig(base_url=base_url, api_key_var=variable)
             context = v1.ModelContext(model="policy", client=client, sampling=v1.SamplingConfig())
-            slot, = environment.slots(self._task(data, environment.config.taskset.task))
+            (slot,) = environment.slots(self._task(data, environment.config.taskset.task))
             episode = await environment.run_slot(slot, context)
         finally:
             del os.environ[variable]
@@ -244,8 +244,8 @@ class Tasks:
 
 
 def _with_runtime(v1, role, given, declared, harness):
-    """Returns the settings of an agent, which by default runs on this machine if it cannot do harm there; or a text that
-    says what is missing."""
+    """Returns the settings of an agent, which by default runs on this machine if it cannot do harm there; or a text
+    that says what is missing."""
     module = v1.import_harness(harness.id)
     kinds = [getattr(module, name) for name in module.__all__]
     found = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, v1.Harness)]
@@ -253,12 +253,14 @@ def _with_runtime(v1, role, given, declared, harness):
     if where is None and "runtime" not in declared.model_fields_set:
         if any(kind.EXECUTES_CODE or kind.NEEDS_CONTAINER for kind in found):
             return (
-                f"runs programs that the policy writes. Say where, as {role}.runtime.type=docker, or choose another harness "
-                f"by {role}.harness.id"
+                f"runs programs that the policy writes. Say where, as {role}.runtime.type=docker, or choose another "
+                f"harness by {role}.harness.id"
             )
         where, given = "subprocess", {**given, "runtime": {"type": "subprocess"}}
     if where == "subprocess" and module.__name__.startswith("verifiers.") and shutil.which("uv") is None:
-        return f"needs uv, which is not installed; install uv in this interpreter, or choose another by {role}.harness.id"
+        return (
+            f"needs uv, which is not installed; install uv in this interpreter, or choose another by {role}.harness.id"
+        )
     return given
 
 

@@ -38,8 +38,8 @@ def verifiers_python(name: str, python: str | None) -> str:
         raise ConfigError("environment.name = 'verifiers:': names no environment; it is verifiers:ID")
     if python is None and importlib.util.find_spec("verifiers") is None:
         raise ConfigError(
-            f"verifiers:{name}: this interpreter has no package verifiers, whose requirements do not fit asyncrl's. Make "
-            "one that has it (python3.11 -m venv vf; vf/bin/pip install verifiers==0.3.1, and the package of the "
+            f"verifiers:{name}: this interpreter has no package verifiers, whose requirements do not fit asyncrl's. "
+            "Make one that has it (python3.11 -m venv vf; vf/bin/pip install verifiers==0.3.1, and the package of the "
             "environment), and name it: environment.python=vf/bin/python"
         )
     return python or sys.executable

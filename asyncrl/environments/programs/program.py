@@ -13,8 +13,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from asyncrl.config import Options
-from asyncrl.environments.gateway.answers import MODEL
-from asyncrl.environments.gateway.server import Access
+from asyncrl.environments.gateway.access import MODEL, Access
 
 MAX_OUTPUT_BYTES = 16 << 20
 """Of a command's standard output; what comes before is dropped."""
