@@ -29,6 +29,7 @@ ROWS = (
     "logits_memory",
     "overlap",
     "generator",
+    "gateway",
     "goodput",
     "end_to_end",
     "selection",

@@ -16,7 +16,7 @@ from asyncrl.environments.environment import Task
 from asyncrl.environments.player import Limits
 from asyncrl.environments.programs.load import load_verifiers
 from asyncrl.errors import ConfigError
-from asyncrl.launch.commands.verifiers_rows import make_verifiers_rows
+from tests.helpers.cli import asyncrl
 from tests.helpers.doc_files import write_doc_files
 from tests.helpers.programs import Played, play_program
 from tests.helpers.verifiers_python import verifiers_python
@@ -87,8 +87,9 @@ def tasksets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 @cache
 def tasks_of(name: str, python: str, options: str = "{}") -> list[Task]:
     """The tasks of the rows that `asyncrl data verifiers` writes."""
-    out = Path(f"{name}.parquet")
-    make_verifiers_rows(name, out, python=python, split="train", limit=None, options=json.loads(options))
+    out, given = Path(f"{name}.parquet"), [f"{key}={json.dumps(value)}" for key, value in json.loads(options).items()]
+    code, output = asyncrl("data", "verifiers", "--env", name, "--python", python, "--out", str(out), *given)
+    assert code == 0 and "rows written" in output, output
     return [
         Task(row["prompt"], row["reward_model"]["ground_truth"], name, row["extra_info"], {}, number, 5)
         for number, row in enumerate(pq.read_table(out).to_pylist())
