@@ -41,7 +41,7 @@ ROWS = [("6 * 7 =", "42"), ("2 * 3 =", "6")]
 
 @dataclass
 class Conversation:
-    """What a program says to the turns of the policy, and which tokens that makes."""
+    """The conversation of a program with the policy, and its tokens."""
 
     dialogue: ChatDialogue
     messages: list[Message]

@@ -17,7 +17,7 @@ CLASSIC, TASKSETS = "0.3.1", "0.4.0"
 POLICY_ERRORS = ("EmptyModelResponseError", "ToolParseError")
 """Errors of a rollout for what the policy said: the rubric scores it."""
 TIMEOUT_S = 600.0
-"""Of a request; the client then repeats it, and waits for the same turn."""
+"""Time limit of a request. The client then repeats it, and waits for the same turn."""
 
 
 class RolloutFailed(Exception):
@@ -213,7 +213,7 @@ class Tasks:
             yield {
                 "prompt": [*system, *_messages(prompt)],
                 "ground_truth": "" if answer is None else answer,
-                "row": data.model_dump_json(exclude_unset=True),
+                "row": data.model_dump_json(),
             }
 
     async def play(self, task, base_url, api_key):

@@ -94,7 +94,7 @@ class ProgramPlayer:
         )
 
     async def _result(self, access: Any) -> Any:
-        """What the program returned; if it gave up because of a limit, the reward that it has. Raises
+        """The reward that the program returned or, if it gave up because of a limit, that it has. Raises
         EpisodeFailedError."""
         name, timeout_s = self.program.name, self.limits.timeout_s
         task = task_of(self.start, self.dialogue.text_of(self.prompt))
