@@ -1,8 +1,10 @@
 """Advantages computed from rewards. They carry no gradient; results keep the dtype and device of the rewards.
 
 An advantage function declares its inputs as positional parameters, chosen from: rewards, values, seq, group, lengths,
-log_ratios, greedy_rewards. A function with the parameter `group` or `greedy_rewards` receives one reward per
-sequence [S]; any other function receives one reward per token [N]. A function with the parameter `values` returns the
+log_ratios, greedy_rewards, turn, turn_rewards. A function with the parameter `group` or `greedy_rewards` receives one
+reward per sequence [S]; any other function receives one reward per token [N]. An episode is one sequence, also if its
+tokens are those of several rows; with an environment the rewards of tokens are those of turns, on their last tokens.
+`turn` and `turn_rewards` are explained in `turns`. A function with the parameter `values` returns the
 pair (advantages [N], returns [N]), where the returns are the critic's regression targets. Keyword-only arguments are
 options, except `reduce` and `bootstrap`, which the caller passes. A user-defined advantage in `my_advantages.py`:
 
@@ -27,6 +29,7 @@ from torch import Tensor
 
 from asyncrl.algorithms.group_advantages import dr_grpo, group_sizes, grpo, maxrl, opo, remax, rloo
 from asyncrl.algorithms.segments import at_most, backward_recurrence, following, safe_exp, sequence_ends
+from asyncrl.algorithms.turns import progress, turn_grpo
 
 __all__ = [
     "ADVANTAGES",
@@ -35,10 +38,12 @@ __all__ = [
     "grpo",
     "maxrl",
     "opo",
+    "progress",
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
     "remax",
     "rloo",
+    "turn_grpo",
     "vtrace",
     "vtrace_advantages",
     "whiten",
@@ -163,5 +168,7 @@ ADVANTAGES: dict[str, Callable[..., Any]] = {
     "remax": remax,
     "reinforce_plus_plus": reinforce_plus_plus,
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+    "turn_grpo": turn_grpo,
+    "progress": progress,
 }
 """Advantage functions by config name."""

@@ -39,6 +39,7 @@ def aggregate(
     max_length: int | None = None,
     num_tokens: int | None = None,
     num_sequences: int | None = None,
+    lengths: Tensor | None = None,
 ) -> Tensor:
     """The scalar loss of token losses [N] of complete sequences `seq` [N]. Differentiable; 0 when N = 0.
 
@@ -50,7 +51,8 @@ def aggregate(
       (arXiv:2503.20783).
 
     `num_tokens` and `num_sequences` count the complete optimizer step, over all micro-batches and ranks, so that the
-    losses of the parts add up; None counts the passed tokens or sequences.
+    losses of the parts add up; None counts the passed tokens or sequences. Episodes with several rows count as one
+    sequence, of which `seq` has parts: then `lengths` [N] is the number of tokens of each token's episode.
     Raises ValueError for an unknown mode, or if seq-mean-token-sum-norm lacks `max_length`.
     """
     tokens = max(token_loss.numel() if num_tokens is None else num_tokens, 1)
@@ -67,6 +69,8 @@ def aggregate(
                 raise ValueError("mode = 'seq-mean-token-sum-norm' needs max_length, a constant of the run")
             return token_loss.sum() / (sequences * max_length)
         case "seq-mean-token-mean":
+            if lengths is not None:
+                return (token_loss / lengths).sum() / sequences
             return segment_mean(token_loss, seq, num_segments(seq)).sum() / sequences
     raise ValueError(f"mode = {mode!r}: not an aggregation")
 

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from asyncrl.algorithms.advantages import whiten
 from asyncrl.algorithms.kl import kl_estimate
-from asyncrl.algorithms.segments import segment_sum
+from asyncrl.algorithms.segments import segment_sum, sequence_ends
 from asyncrl.errors import InvariantError
 from asyncrl.learner.algorithm import Algorithm
 from asyncrl.learner.batch import Batch, MicroBatch
 from asyncrl.learner.distributed import Ranks
+from asyncrl.learner.turns import with_remainder
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,8 @@ class Estimates:
     ref_logprobs: Tensor | None
     weights: Tensor | None = None
     """Weights of the losses; None if all are 1."""
+    lengths: Tensor | None = None
+    """Number of action tokens of each token's member; None if all members have one row."""
     bound: Tensor | None = None
     """The bound of a loss in `losses.BOUNDS`, solved over the batch of all ranks."""
     kl: float | None = None
@@ -55,8 +58,17 @@ class Estimates:
             proximal_logprobs=part(self.proximal_logprobs),
             ref_logprobs=part(self.ref_logprobs),
             weights=part(self.weights),
+            lengths=part(self.lengths),
             bound=self.bound,
         )
+
+
+_GIVEN = {
+    "greedy_rewards": "the reward of its greedy completion",
+    "turn": "turns: it is of no environment",
+    "turn_rewards": "the rewards of turns: it is of no environment",
+}
+"""Terms that a group may lack, in words."""
 
 
 def estimate(algorithm: Algorithm, batch: Batch, scores: Scores, ranks: Ranks, *, kl_coef: float) -> Estimates:
@@ -73,17 +85,17 @@ def estimate(algorithm: Algorithm, batch: Batch, scores: Scores, ranks: Ranks, *
     terms = _terms(algorithm, batch, scores, penalty)
     result = algorithm.advantage(reduce=ranks.sum, **terms)
     advantages, returns = result if isinstance(result, tuple) else (result, None)
-    if not algorithm.per_token:
-        advantages = advantages[batch.seq]
+    advantages = _in_batch(batch, advantages) if algorithm.per_token else advantages[batch.member_of_token]
     if algorithm.whiten:
         advantages = whiten(advantages, reduce=ranks.sum)
     advantages = advantages.float()
     return Estimates(
         advantages=advantages,
-        returns=None if returns is None else returns.float(),
+        returns=None if returns is None else _in_batch(batch, returns).float(),
         proximal_logprobs=scores.proximal_logprobs,
         ref_logprobs=scores.ref_logprobs,
-        weights=None if batch.weights is None else batch.weights[batch.seq],
+        weights=None if batch.weights is None else batch.weights[batch.member_of_token],
+        lengths=None if batch.order is None else batch.lengths[batch.member_of_token].float(),
         bound=_bound(algorithm, batch, scores, advantages, ranks),
         kl=None if kl is None else _mean(kl, ranks),
     )
@@ -97,30 +109,52 @@ def _bound(algorithm: Algorithm, batch: Batch, scores: Scores, advantages: Tenso
 
 
 def _terms(algorithm: Algorithm, batch: Batch, scores: Scores, penalty: Tensor | None) -> dict[str, Tensor]:
-    """Returns the inputs available to the advantage function, by parameter name."""
-    seq = batch.seq
-    rewards = batch.rewards.clone()
-    if algorithm.per_sequence:
+    """Returns the inputs available to the advantage function, by parameter name: those of tokens by member."""
+    seq = _by_member(batch, batch.member_of_token)
+    terms = {"seq": seq, "group": batch.group, "lengths": batch.lengths.double()}
+    turn_rewards = None
+    if batch.turn is not None and batch.turn_rewards is not None:
+        turn_rewards, terms["turn"] = with_remainder(batch.turn_rewards, batch.rewards), _by_member(batch, batch.turn)
+        terms["turn_rewards"] = turn_rewards
         if penalty is not None:
-            rewards[: batch.num_sequences] -= segment_sum(penalty, seq, batch.num_sequences)
+            of_tokens = _by_member(batch, penalty)
+            terms["turn_rewards"] = turn_rewards.index_put((seq, terms["turn"]), -of_tokens, accumulate=True)
+    if algorithm.per_sequence:
+        terms["rewards"] = batch.rewards.clone()
+        if penalty is not None:
+            terms["rewards"] -= segment_sum(penalty, batch.member_of_token, len(batch.rewards))
     else:
+        ends = sequence_ends(seq) if turn_rewards is None else sequence_ends(seq) | sequence_ends(terms["turn"])
         token_rewards = torch.zeros(len(seq), dtype=torch.float64)
-        last = torch.cumsum(torch.bincount(seq, minlength=batch.num_sequences), dim=0) - 1
-        token_rewards[last] = rewards[: batch.num_sequences]
-        rewards = token_rewards if penalty is None else token_rewards - penalty
-    terms = {"rewards": rewards, "seq": seq, "group": batch.group, "lengths": batch.lengths.double()}
+        if turn_rewards is None:
+            token_rewards[ends] = batch.rewards[seq[ends]]
+        else:
+            token_rewards[ends] = turn_rewards[seq[ends], terms["turn"][ends]]
+        terms["rewards"] = token_rewards if penalty is None else token_rewards - _by_member(batch, penalty)
     if batch.greedy_rewards is not None:
         terms["greedy_rewards"] = batch.greedy_rewards
-    elif "greedy_rewards" in algorithm.needs:
-        raise InvariantError("a group reached the learner without the reward of its greedy completion")
     if scores.values is not None:
-        terms["values"] = scores.values.double()
+        terms["values"] = _by_member(batch, scores.values.double())
     if scores.after is not None and len(scores.after):
-        terms["bootstrap"] = torch.zeros(batch.num_sequences, dtype=torch.float64)
-        terms["bootstrap"][batch.ended] = scores.after.double()
+        terms["bootstrap"] = torch.zeros(batch.num_trained, dtype=torch.float64)
+        terms["bootstrap"][batch.member[batch.ended]] = scores.after.double()
     if scores.proximal_logprobs is not None:
-        terms["log_ratios"] = (scores.proximal_logprobs - batch.behavior_logprobs).double()
+        log_ratios = (scores.proximal_logprobs - batch.behavior_logprobs).double()
+        terms["log_ratios"] = _by_member(batch, log_ratios)
+    for name, what in _GIVEN.items():
+        if name in algorithm.needs and name not in terms:
+            raise InvariantError(f"a group reached the learner without {what}")
     return terms
+
+
+def _by_member(batch: Batch, column: Tensor) -> Tensor:
+    """A column of action tokens in the order of the members."""
+    return column if batch.order is None else column[batch.order]
+
+
+def _in_batch(batch: Batch, column: Tensor) -> Tensor:
+    """The inverse of `_by_member`."""
+    return column if batch.order is None else torch.empty_like(column).index_copy(0, batch.order, column)
 
 
 def _mean(x: Tensor, ranks: Ranks) -> float:

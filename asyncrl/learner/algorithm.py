@@ -21,10 +21,12 @@ from asyncrl.util.user_code import resolve_function
 
 TERMS = [field.name for field in fields(PolicyTerms)] + ["old_logprobs"]
 """Allowed positional parameters of a loss."""
-ADVANTAGE_TERMS = ["rewards", "values", "seq", "group", "lengths", "log_ratios", "greedy_rewards"]
-"""Allowed positional parameters of an advantage. With `group` or `greedy_rewards` it receives rewards per trajectory,
-otherwise per action token. With `values` it returns advantages and returns, otherwise advantages only. With `seq` the
-results are per action token, otherwise per trajectory."""
+BY_TURN = ["turn", "turn_rewards"]
+"""Parameters of an advantage that only batches of an environment have."""
+ADVANTAGE_TERMS = ["rewards", "values", "seq", "group", "lengths", "log_ratios", "greedy_rewards", *BY_TURN]
+"""Allowed positional parameters of an advantage. With `group` or `greedy_rewards` it receives rewards per member of a
+group, otherwise per action token. With `values` it returns advantages and returns, otherwise advantages only. With
+`seq` the results are per action token, otherwise per member."""
 CORRECTION = "correction"
 """Keyword of a loss that takes the options of `importance_weights` in `algorithm.correction`."""
 BOUND = "bound"
@@ -44,7 +46,7 @@ class Algorithm:
     advantage: Callable[..., Any]
     """Returns advantages, or advantages and returns, from named terms; takes `reduce` and `bootstrap`."""
     per_sequence: bool
-    """True if the advantage takes rewards of trajectories."""
+    """True if the advantage takes rewards of members."""
     per_token: bool
     """True if the advantage function returns advantages of action tokens."""
     needs: frozenset[str]
@@ -130,14 +132,20 @@ def _accepted(function: Callable[..., Any], options: Options) -> Options:
 
 
 def is_group_relative(advantage: Callable[..., Any]) -> bool:
-    """True if the advantage depends only on rewards within the group, so that it is 0 if these rewards are equal."""
+    """True if the advantage depends only on rewards within the group, so that it is 0 if these rewards are equal. One
+    by turn is not, since members with equal rewards may have got them in different turns."""
     terms = _positional(advantage)
-    return "group" in terms and "values" not in terms and "greedy_rewards" not in terms
+    return "group" in terms and not {"values", "greedy_rewards", "turn_rewards"} & set(terms)
 
 
 def needs_greedy_baseline(advantage: Callable[..., Any]) -> bool:
     """True if the advantage needs the reward of a greedy completion of every prompt."""
     return "greedy_rewards" in _positional(advantage)
+
+
+def needs_turns(advantage: Callable[..., Any]) -> bool:
+    """True if the advantage reads turns or their rewards, which only batches of an environment have."""
+    return bool(set(BY_TURN) & set(_positional(advantage)))
 
 
 def _positional(function: Callable[..., Any]) -> list[str]:
@@ -185,6 +193,11 @@ def _check_terms(key: str, name: str, function: Callable[..., Any], known: list[
 
 def _check_roles(config: Config, asked: list[str]) -> None:
     settings = config.algorithm
+    if config.environment.name is None and (by_turn := [name for name in asked if name in BY_TURN]):
+        raise ConfigError(
+            f"algorithm.advantage = {settings.advantage!r} takes {by_turn[0]}, which only episodes have: set "
+            "environment.name, or use an advantage without it, such as grpo"
+        )
     if "group" in asked and config.generator.group_size < 2:
         raise ConfigError(
             f"generator.group_size = {config.generator.group_size}: algorithm.advantage = {settings.advantage!r} "

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from asyncrl.errors import InvariantError
 from asyncrl.learner.model.packed_attention import Integers, Layout, find_firsts, make_layout
+from asyncrl.learner.packing import pack_groups
+from asyncrl.learner.turns import turns_of
 from asyncrl.types import Group, Trajectory
 
 Name = tuple[int, int]
@@ -47,6 +49,8 @@ class MicroBatch:
     """[N], the place of each action token in the rank's batch; None if they are consecutive, from `start` on."""
     ends: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     """int64 [C], positions of the last tokens of sequences for which the critic also values the state after the end."""
+    members: Integers = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    """[S], the member of which each sequence is a row, by its number in the rank's batch."""
 
     @property
     def ended(self) -> Tensor:
@@ -71,24 +75,30 @@ class MicroBatch:
 class Batch:
     """One rank's part of a step. The N action tokens and S sequences are in the order of the micro-batches.
 
-    The groups have A trajectories, all with a reward. The first S of them are the packed sequences; the others are not
-    trained.
+    The groups have M members, all with a reward. A sequence is a row of one of them; without episodes of several rows
+    it is the only one. Members are numbered by their first sequence; the last of them have none and are not trained.
     """
 
     minibatches: list[list[MicroBatch]]
     """Micro-batches of each optimizer update."""
     rewards: Tensor
-    """float64 [A]"""
+    """float64 [M]"""
     group: Tensor
-    """int64 [A], group of each trajectory."""
+    """int64 [M], group of each member."""
     lengths: Tensor
-    """int64 [A], number of action tokens."""
+    """int64 [M], number of action tokens, of all rows."""
     prompt_tokens: Tensor
-    """int64 [A], number of tokens before the first action token."""
+    """int64 [M], number of tokens of the first row before its first action token."""
     weights: Tensor | None = None
-    """float32 [A], weights of the losses; None if all are 1."""
+    """float32 [M], weights of the losses; None if all are 1."""
     greedy_rewards: Tensor | None = None
-    """float64 [A], reward of the greedy completion of each trajectory's prompt; None unless all groups have one."""
+    """float64 [M], reward of the greedy completion of each member's prompt; None unless all groups have one."""
+    turn: Tensor | None = None
+    """int64 [N], the turn of each action token, counted from 0 through the rows of its member; None without
+    environments."""
+    turn_rewards: Tensor | None = None
+    """float64 [M, T], what environments gave for the turns of each member, NaN after its last turn; None without
+    environments. The rest of a member's reward is not in it."""
 
     @property
     def micro_batches(self) -> list[MicroBatch]:
@@ -103,6 +113,33 @@ class Batch:
             parts.append(micro.seq + sequences)
             sequences += len(micro.names)
         return torch.cat([torch.empty(0, dtype=torch.int64), *parts])
+
+    @cached_property
+    def member(self) -> Tensor:
+        """int64 [S], the member that each sequence is a row of."""
+        parts = [torch.from_numpy(micro.members) for micro in self.micro_batches]
+        return torch.cat([torch.empty(0, dtype=torch.int64), *parts])
+
+    @cached_property
+    def member_of_token(self) -> Tensor:
+        """int64 [N], the member of each action token."""
+        return self.member[self.seq]
+
+    @property
+    def num_trained(self) -> int:
+        """Members that have sequences."""
+        return int(self.member.max()) + 1 if len(self.member) else 0
+
+    @cached_property
+    def order(self) -> Tensor | None:
+        """int64 [N], the action tokens in the order of the members, and of the rows in a member, which may lie in
+        different micro-batches. None if they are in this order."""
+        if self.num_trained == self.num_sequences:
+            return None
+        row = np.array([row for micro in self.micro_batches for _, row in micro.names], dtype=np.int64)
+        places = np.empty(len(row), dtype=np.int64)
+        places[np.lexsort((row, self.member.numpy()))] = np.arange(len(row))
+        return torch.from_numpy(places)[self.seq].argsort(stable=True)
 
     @property
     def ended(self) -> Tensor:
@@ -139,6 +176,8 @@ class Rows:
     names: list[Name]
     ended: NDArray[np.bool_]
     """True for a trajectory for which the critic also values the state after the last token."""
+    members: Integers
+    """The member of each trajectory, by its number in the rank's batch."""
 
 
 def check_staleness(groups: Sequence[Group], *, version: int, max_staleness: int) -> None:
@@ -172,72 +211,93 @@ def make_batch(
 ) -> Batch:
     """Returns the batch with all trajectories that have action tokens packed. Mini-batches consist of complete groups.
 
-    With `skip_truncated`, trajectories truncated at the token limit are not packed, but keep their rewards. With
+    With `skip_truncated`, members truncated at the token limit are not packed, but keep their rewards. With
     `bootstrap_truncated`, the critic also values the state after their last token.
-    Raises InvariantError for a trajectory without a reward, or whose first token is an action.
+    Raises InvariantError for a trajectory without a reward, or whose first token is an action, or an episode that has
+    not one reward for each turn.
     """
     named = [((group.ticket, n), trajectory) for group in groups for n, trajectory in enumerate(group.trajectories)]
     for name, trajectory in named:
         _check(name, trajectory)
-    sizes = torch.tensor([len(group.trajectories) for group in groups], dtype=torch.int64)
-    owner = torch.arange(len(groups)).repeat_interleave(sizes)
-    lengths = [trajectory.num_action_tokens for _, trajectory in named]
-    trained = np.array(
-        [
-            length > 0 and not (skip_truncated and trajectory.status == "truncated")
-            for length, (_, trajectory) in zip(lengths, named, strict=True)
-        ],
-        dtype=np.bool_,
+    trajectories = [trajectory for _, trajectory in named]
+    owner = np.repeat(np.arange(len(groups)), np.array([len(group.trajectories) for group in groups], dtype=np.int64))
+    begins = [step for group in groups for step in np.diff(group.members, prepend=-1)]
+    members = np.cumsum(begins, dtype=np.int64) - 1
+    lengths, actions = (
+        np.array([getattr(row, name) for row in trajectories], dtype=np.int64)
+        for name in ("num_tokens", "num_action_tokens")
     )
-    parts: list[list[MicroBatch]] = []
-    members: list[Integers] = []
-    start = 0
+    skipped = [skip_truncated and row.status == "truncated" for row in trajectories]
+    trained = (actions > 0) & ~np.array(skipped, dtype=np.bool_)
+    planned: list[list[Integers]] = []
     for number in range(minibatches):
-        chosen = np.flatnonzero(trained & (owner.numpy() % minibatches == number))
-        rows = _concatenate([named[i] for i in chosen.tolist()], bootstrap_truncated)
-        parts.append([])
-        for packed in pack_groups(rows.lengths, owner.numpy()[chosen], tokens_per_microbatch):
-            parts[-1].append(make_micro_batch(rows, packed, start))
-            members.append(chosen[packed])
-            start += len(parts[-1][-1].targets)
+        chosen = np.flatnonzero(trained & (owner % minibatches == number))
+        parts = pack_groups(lengths[chosen], owner[chosen], tokens_per_microbatch, members[chosen])
+        planned.append([chosen[part] for part in parts])
+    packed = np.concatenate([np.empty(0, np.int64), *(part for parts in planned for part in parts)])
+    members, heads = _renumber(members, np.concatenate([packed, np.flatnonzero(~trained)]))
+    firsts, group = [trajectories[row] for row in heads.tolist()], torch.from_numpy(owner[heads])
     weights = torch.tensor([group.weight for group in groups])
-    baselines = [group.greedy_reward for group in groups]
-    known = [baseline for baseline in baselines if baseline is not None]
-    order = torch.from_numpy(np.concatenate([*members, np.flatnonzero(~trained)]))
+    known = [group.greedy_reward for group in groups if group.greedy_reward is not None]
+    turn, turn_rewards = turns_of(trajectories, members, packed)
     return Batch(
-        minibatches=parts,
-        rewards=torch.tensor([trajectory.reward for _, trajectory in named], dtype=torch.float64)[order],
-        group=owner[order],
-        lengths=torch.tensor(lengths, dtype=torch.int64)[order],
-        prompt_tokens=torch.tensor([one.num_prompt_tokens for _, one in named], dtype=torch.int64)[order],
-        weights=None if (weights == 1.0).all() else weights[owner][order],
-        greedy_rewards=torch.tensor(known, dtype=torch.float64)[owner][order] if len(known) == len(groups) else None,
+        minibatches=_make_micro_batches(_concatenate(named, members, actions, bootstrap_truncated), planned),
+        rewards=torch.tensor([first.reward for first in firsts], dtype=torch.float64),
+        group=group,
+        lengths=torch.from_numpy(np.bincount(members, weights=actions).astype(np.int64)),
+        prompt_tokens=torch.tensor([first.num_prompt_tokens for first in firsts], dtype=torch.int64),
+        weights=None if (weights == 1.0).all() else weights[group],
+        greedy_rewards=torch.tensor(known, dtype=torch.float64)[group] if len(known) == len(groups) else None,
+        turn=turn,
+        turn_rewards=turn_rewards,
     )
 
 
-def make_micro_batch(rows: Rows, members: Integers, start: int) -> MicroBatch:
-    """Returns the micro-batch of the trajectories `members` of the rows."""
-    lengths = rows.lengths[members]
+def _make_micro_batches(rows: Rows, planned: Sequence[Sequence[Integers]]) -> list[list[MicroBatch]]:
+    made: list[list[MicroBatch]] = []
+    start = 0
+    for parts in planned:
+        made.append([])
+        for chosen in parts:
+            made[-1].append(make_micro_batch(rows, chosen, start))
+            start += len(made[-1][-1].targets)
+    return made
+
+
+def _renumber(members: Integers, order: Integers) -> tuple[Integers, Integers]:
+    """Returns the member of each row with the members numbered as they appear in this order of the rows, and the first
+    row of each member. `members` numbers them from 0 in the order of the rows."""
+    _, appears = np.unique(members[order], return_index=True)
+    by_number = np.argsort(appears)
+    numbers = np.empty_like(by_number)
+    numbers[by_number] = np.arange(len(by_number))
+    return numbers[members], np.flatnonzero(np.diff(members, prepend=-1))[by_number]
+
+
+def make_micro_batch(rows: Rows, chosen: Integers, start: int) -> MicroBatch:
+    """Returns the micro-batch of the `chosen` trajectories of the rows, in ascending order."""
+    lengths, members = rows.lengths[chosen], rows.members[chosen]
     positions = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    source = positions + np.repeat(rows.starts[members], lengths)
+    source = positions + np.repeat(rows.starts[chosen], lengths)
     input_ids = rows.tokens[source].astype(np.int64)
     actions = np.flatnonzero(rows.action_mask[source])
-    chosen = source[actions]
-    seq = np.repeat(np.arange(len(members)), lengths)[actions]
-    names = [rows.names[i] for i in members.tolist()]
+    trained = source[actions]
+    seq = np.repeat(np.arange(len(chosen)), lengths)[actions]
+    names = [rows.names[i] for i in chosen.tolist()]
     tickets = np.array([ticket for ticket, _ in names])
     return MicroBatch(
         input_ids=torch.from_numpy(input_ids),
         position_ids=torch.from_numpy(positions),
-        layout=make_layout(lengths, find_firsts(input_ids, lengths, tickets)),
+        layout=make_layout(lengths, find_firsts(input_ids, lengths, tickets, members)),
         logit_index=torch.from_numpy(actions - 1),
         targets=torch.from_numpy(input_ids[actions]),
-        behavior_logprobs=torch.from_numpy(rows.behavior_logprobs[chosen]),
-        versions=torch.from_numpy(rows.versions[chosen].astype(np.int64)),
+        behavior_logprobs=torch.from_numpy(rows.behavior_logprobs[trained]),
+        versions=torch.from_numpy(rows.versions[trained].astype(np.int64)),
         seq=torch.from_numpy(seq),
         names=names,
         start=start,
-        ends=torch.from_numpy((np.cumsum(lengths) - 1)[rows.ended[members]]),
+        ends=torch.from_numpy((np.cumsum(lengths) - 1)[rows.ended[chosen]]),
+        members=members,
     )
 
 
@@ -249,35 +309,16 @@ def empty_micro_batch() -> MicroBatch:
     return MicroBatch(zero, zero, make_layout(np.ones(1, np.int64)), none, none, numbers, none, none, [])
 
 
-def pack_groups(lengths: Integers, groups: Integers, capacity: int) -> list[Integers]:
-    """Returns the sequence numbers of each micro-batch of at most `capacity` tokens. Groups stay together if they fit,
-    so that their common tokens are computed once."""
-    chunks = [
-        members[chosen]
-        for members in (np.flatnonzero(groups == group) for group in np.unique(groups))
-        for chosen in pack(lengths[members], capacity)
-    ]
-    sizes = np.array([lengths[chunk].sum() for chunk in chunks], dtype=np.int64)
-    return [np.sort(np.concatenate([chunks[i] for i in chosen])) for chosen in pack(sizes, capacity)]
-
-
-def pack(lengths: Integers, capacity: int) -> list[Integers]:
-    """Returns the item numbers of each bin by first-fit decreasing; an item longer than `capacity` gets its own bin."""
-    free: list[int] = []
-    members: list[list[int]] = []
-    for number in np.argsort(-lengths, kind="stable").tolist():
-        length = int(lengths[number])
-        place = next((i for i, space in enumerate(free) if length <= space), len(free))
-        if place == len(free):
-            free.append(capacity)
-            members.append([])
-        free[place] -= length
-        members[place].append(number)
-    return [np.sort(np.array(chosen, dtype=np.int64)) for chosen in members]
-
-
-def _concatenate(named: Sequence[tuple[Name, Trajectory]], bootstrap_truncated: bool) -> Rows:
+def _concatenate(
+    named: Sequence[tuple[Name, Trajectory]], members: Integers, actions: Integers, bootstrap_truncated: bool
+) -> Rows:
     trajectories = [trajectory for _, trajectory in named]
+    last = {member: row for row, member in enumerate(members.tolist()) if actions[row]}
+    truncated = [bootstrap_truncated and t.status == "truncated" for t in trajectories]
+    ends = [
+        cut and last.get(member) == row
+        for row, (cut, member) in enumerate(zip(truncated, members.tolist(), strict=True))
+    ]
     lengths = np.array([len(t.tokens) for t in trajectories], dtype=np.int64)
     return Rows(
         tokens=_join([t.tokens for t in trajectories], np.int32),
@@ -287,7 +328,8 @@ def _concatenate(named: Sequence[tuple[Name, Trajectory]], bootstrap_truncated: 
         starts=np.cumsum(lengths) - lengths,
         lengths=lengths,
         names=[name for name, _ in named],
-        ended=np.array([bootstrap_truncated and t.status == "truncated" for t in trajectories], dtype=np.bool_),
+        ended=np.array(ends, dtype=np.bool_),
+        members=members,
     )
 
 

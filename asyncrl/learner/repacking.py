@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncrl.learner.batch import Batch, MicroBatch, Rows, make_micro_batch, pack_groups
+from asyncrl.learner.batch import Batch, MicroBatch, Rows, make_micro_batch
 from asyncrl.learner.model.packed_attention import Integers
+from asyncrl.learner.packing import pack_groups
 
 
 def repack(
@@ -32,7 +33,7 @@ def repack(
     parts: list[list[MicroBatch]] = []
     for number in range(minibatches):
         chosen = np.flatnonzero(np.isin(tickets, order[number::minibatches]))
-        packed = pack_groups(rows.lengths[chosen], tickets[chosen], tokens_per_microbatch)
+        packed = pack_groups(rows.lengths[chosen], tickets[chosen], tokens_per_microbatch, rows.members[chosen])
         parts.append([_micro_batch(rows, chosen[members], firsts, counts) for members in packed])
     return parts
 
@@ -66,6 +67,7 @@ def _rows_of(batch: Batch) -> Rows:
         lengths=torch.diff(starts, append=torch.tensor([len(tokens)])).numpy(),
         names=[name for micro in micro_batches for name in micro.names],
         ended=ended.numpy(),
+        members=batch.member.numpy(),
     )
 
 

@@ -3,7 +3,9 @@ policy."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -80,7 +82,8 @@ def token_losses(
         token_loss, masked = token_loss * kept, masked | (kept == 0)
     if estimates.weights is not None:
         token_loss = token_loss * estimates.weights
-    loss = policy_loss = algorithm.aggregate(token_loss, micro.seq, **counts)
+    aggregate = partial(algorithm.aggregate, seq=micro.seq, lengths=estimates.lengths, **counts)
+    loss = policy_loss = aggregate(token_loss)
     kl_loss = torch.zeros_like(policy_loss)
     (policy_gradient,) = torch.autograd.grad(token_loss.sum(), leaf, retain_graph=True)
     if settings.kl_loss_coef:
@@ -90,12 +93,10 @@ def token_losses(
         weights = algorithm.weights(logprobs - micro.behavior_logprobs, micro.seq)
         if estimates.weights is not None:
             weights = weights * estimates.weights
-        kl_loss = algorithm.aggregate(weights * kl, micro.seq, **counts)
+        kl_loss = aggregate(weights * kl)
         loss = policy_loss + settings.kl_loss_coef * kl_loss
     (gradient,) = torch.autograd.grad(loss, leaf)
-    bonus, entropy_gradient = _entropy_bonus(
-        algorithm, settings.entropy_coef, micro, entropies, estimates.weights, counts
-    )
+    bonus, entropy_gradient = _entropy_bonus(aggregate, settings.entropy_coef, entropies, estimates.weights)
     inputs = torch.stack([terms.proximal_logprobs, terms.behavior_logprobs, terms.advantages])
     # Losses clamp log ratios, which would hide a non-finite input.
     gradient = gradient.masked_fill(~inputs.isfinite().all(dim=0), torch.nan)
@@ -104,12 +105,7 @@ def token_losses(
 
 
 def _entropy_bonus(
-    algorithm: Algorithm,
-    coef: float,
-    micro: MicroBatch,
-    entropies: Tensor,
-    weights: Tensor | None,
-    counts: dict[str, int],
+    aggregate: Callable[[Tensor], Tensor], coef: float, entropies: Tensor, weights: Tensor | None
 ) -> tuple[Tensor | float, Tensor | None]:
     """Returns the bonus that is subtracted from the loss, and the loss's gradient with respect to the entropies [N].
     Entropies are exact for every state, so no importance weights apply; only the states are those of stale tokens."""
@@ -117,7 +113,7 @@ def _entropy_bonus(
         return 0.0, None
     leaf = entropies.detach().requires_grad_()
     weighted = leaf if weights is None else leaf * weights
-    bonus = coef * algorithm.aggregate(weighted, micro.seq, **counts)
+    bonus = coef * aggregate(weighted)
     (gradient,) = torch.autograd.grad(bonus, leaf)
     return bonus.detach(), -gradient
 

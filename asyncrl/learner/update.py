@@ -69,7 +69,7 @@ class Minibatch:
     num_tokens: int
     """Action tokens of all ranks."""
     num_sequences: int
-    """Sequences of all ranks."""
+    """Sequences of all ranks; the rows of a member count as one."""
 
     @property
     def counts(self) -> dict[str, int]:
@@ -111,7 +111,7 @@ def sync_microbatches(
 
     All ranks call it. Raises RunError if a mini-batch has no action token on any rank, unless it `may_be_empty`.
     """
-    own = [(sum(len(m.targets) for m in p), sum(len(m.names) for m in p), len(p)) for p in minibatches]
+    own = [(sum(len(m.targets) for m in p), _count_members(p), len(p)) for p in minibatches]
     table = ranks.gather(torch.tensor(own))
     synced: list[Minibatch] = []
     for number, parts in enumerate(minibatches):
@@ -122,6 +122,10 @@ def sync_microbatches(
         missing = int(table[:, number, 2].max()) - len(parts)
         synced.append(Minibatch(parts + [empty_micro_batch()] * missing, num_tokens, num_sequences))
     return synced
+
+
+def _count_members(micro_batches: Sequence[MicroBatch]) -> int:
+    return len({member for micro in micro_batches for member in micro.members.tolist()})
 
 
 def skip_if_not_finite(

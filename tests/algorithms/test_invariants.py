@@ -24,7 +24,7 @@ from asyncrl.algorithms.kl import kl_estimate
 from asyncrl.algorithms.losses import LOSSES, PolicyTerms, aggregate, m2po_bound, value_loss
 
 TERMS = ["logprobs", "proximal_logprobs", "behavior_logprobs", "old_logprobs", "advantages", "seq"]
-INPUTS = ["rewards", "values", "seq", "group", "lengths", "log_ratios", "greedy_rewards"]
+INPUTS = ["rewards", "values", "seq", "group", "lengths", "log_ratios", "greedy_rewards", "turn", "turn_rewards"]
 
 
 def positional(function: Any) -> list[str]:
@@ -110,7 +110,16 @@ def columns_of(batch: Batch, dtype: torch.dtype = torch.float64) -> dict[str, Te
     sums = torch.zeros(int(seq.max()) + 1, dtype=dtype).index_add(0, seq, result["rewards"])
     numbers = torch.arange(len(sums))
     of_sequences = {"sequence_rewards": sums, "greedy_rewards": sums / 2 + 1, "group": numbers // 2}
-    return result | of_sequences | {"seq": seq, "lengths": torch.bincount(seq)}
+    return result | of_sequences | {"seq": seq, "lengths": torch.bincount(seq)} | turns_of(seq, result["rewards"])
+
+
+def turns_of(seq: Tensor, rewards: Tensor) -> dict[str, Tensor]:
+    """Every token a turn of its own, with a reward that is a multiple of 1/8."""
+    lengths = torch.bincount(seq)
+    turn = torch.arange(len(seq)) - (lengths.cumsum(0) - lengths)[seq]
+    table = torch.full((len(lengths), int(lengths.max())), torch.nan, dtype=rewards.dtype)
+    table[seq, turn] = (8 * rewards).round() / 8
+    return {"turn": turn, "turn_rewards": table}
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
@@ -123,6 +132,7 @@ def test_advantages_do_not_depend_on_the_order_of_sequences(name: str, batch: Ba
     moved = {key: plain[key][index] for key in ("rewards", "values", "log_ratios")}
     moved |= {key: plain[key][order] for key in ("sequence_rewards", "greedy_rewards", "group", "lengths")}
     moved["seq"] = torch.arange(len(order)).repeat_interleave(moved["lengths"])
+    moved |= {"turn": plain["turn"][index], "turn_rewards": plain["turn_rewards"][order]}
     torch.testing.assert_close(estimate(name, moved), estimate(name, plain)[index], atol=1e-6, rtol=1e-6)
 
 
@@ -157,7 +167,7 @@ def test_a_reward_affects_no_other_sequence(batch: Batch, number: int) -> None:
 def test_an_empty_micro_batch_works_everywhere(dtype: torch.dtype) -> None:
     none, index = torch.zeros(0, dtype=dtype), torch.zeros(0, dtype=torch.int64)
     columns = dict.fromkeys(["rewards", "values", "log_ratios", "sequence_rewards", "greedy_rewards"], none)
-    columns |= dict.fromkeys(["seq", "group", "lengths"], index)
+    columns |= dict.fromkeys(["seq", "group", "lengths", "turn"], index) | {"turn_rewards": none.reshape(0, 0)}
     for name in ADVANTAGES:
         assert estimate(name, columns).shape == (0,) and estimate(name, columns).dtype is dtype
     for name in LOSSES:

@@ -16,10 +16,11 @@ from worlds import make_groups, make_trajectory
 
 from asyncrl.algorithms.advantages import grpo
 from asyncrl.errors import ConfigError, InvariantError
-from asyncrl.learner.batch import check_staleness, empty_micro_batch, make_batch, pack, pack_groups
+from asyncrl.learner.batch import check_staleness, empty_micro_batch, make_batch
 from asyncrl.learner.model import deepspeed_import
 from asyncrl.learner.model import packed_attention as packed_attention_module
 from asyncrl.learner.model.packed_attention import find_firsts, make_layout, packed_attention
+from asyncrl.learner.packing import pack, pack_groups
 from asyncrl.types import Group
 from tests.helpers.examples import examples
 

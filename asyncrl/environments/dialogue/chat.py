@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from asyncrl.environments.dialogue import formats
 from asyncrl.environments.dialogue.formats import Read
 from asyncrl.environments.dialogue.plain import CHARACTERS_PER_TOKEN, MARK, Coders, DialogueError, TextDialogue
 from asyncrl.environments.dialogue.rendering import Rendering, roles_of
+from asyncrl.environments.dialogue.turns import ANCHOR, DUMMY, SECRET, Ends, Turns, dummy_call, dummy_turn
 from asyncrl.environments.environment import Message, Schema, ToolCall
 
-ANCHOR = "Zq7anchor7qZ"
-"""The content of the turn behind which `follow` looks."""
-DUMMY: Message = {"role": "user", "content": "Zq7dummy7qZ"}
 MAX_FRAMES = 256
 UNKNOWN = "\ufffd"
 """Stands for the bytes of a character that was cut."""
@@ -29,17 +27,6 @@ PROBES = (
     "-1.5",
 )
 """Contents with which a frame is compared with the rendering of the template."""
-
-
-class Ends(NamedTuple):
-    """The special tokens that end turns."""
-
-    history: int
-    """Of an earlier turn in a rendering."""
-    last: int
-    """Of the last turn in a rendering, which the policy is to sample."""
-    call: int | None
-    """The same of a turn with calls; None if the template has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,17 +70,20 @@ class ChatDialogue(TextDialogue):
         )
         self.rendering = Rendering(tokenizer_path, trust_remote_code=trust_remote_code)
         self._tool_format = tool_format
-        self.has_text_arguments = False
-        self.ends = self._find_ends()
+        self.turns = Turns.of(self.rendering)
         self._end_tokens = frozenset(token for token in self.ends if token is not None)
-        self.framed_prompt = self._find_generation_prompt()
-        """What the template writes before a turn, with the names of special tokens."""
-        self.generation_prompt = self.rendering.plain(self.framed_prompt)
+        self.generation_prompt = self.rendering.plain(self.turns.prompt)
+        """What the template writes before a turn."""
         opened, closed = (self.generation_prompt.rfind(mark) for mark in (formats.THINK, formats.END_THINK))
         self._opens_reasoning = opened > closed
         self._frames: dict[str, _Frame | None] = {}
         self.framed = frozenset(role for role in ("user", "tool", "system") if self._frames_agree(role))
         """The roles whose contents the template copies unchanged."""
+
+    @property
+    def ends(self) -> Ends:
+        """The special tokens that end turns."""
+        return self.turns.ends
 
     def begin(self, messages: Sequence[Message], tools: Sequence[Schema]) -> list[int]:
         return self.rendering.encode(self.rendering.render(messages, tools, generate=True))
@@ -137,13 +127,15 @@ class ChatDialogue(TextDialogue):
         """The text behind the dummy turn in a rendering."""
         names = {call.id: call.name for call in calls}
         answered = [message for message in said if message["role"] == "tool"]
-        made = [_dummy_call(message, names, text=self.has_text_arguments) for message in answered]
+        made = [dummy_call(message, names, is_text=self.turns.has_text_arguments) for message in answered]
         try:
-            text = self.rendering.render([DUMMY, _turn(made), *said], tools, generate=True)
+            text = self.rendering.render([DUMMY, dummy_turn(made), *said], tools, generate=True)
         except DialogueError:
             if len(made) < 2:
                 raise
-            text = self.rendering.render([DUMMY, _turn(made[-1:]), *said], tools, generate=True)  # one call at a time
+            text = self.rendering.render(
+                [DUMMY, dummy_turn(made[-1:]), *said], tools, generate=True
+            )  # one call at a time
         return self._behind_turn(text, said)
 
     def _behind_turn(self, text: str, said: Sequence[Message]) -> str:
@@ -158,7 +150,7 @@ class ChatDialogue(TextDialogue):
 
     def _frame(self, said: Sequence[Message], tools: Sequence[Schema], calls: Sequence[ToolCall]) -> _Frame | None:
         """The frame of messages like these; None if the template does not show each content once, in order."""
-        marks = [f"Zq7mark{number}7qZ" for number in range(len(said))]
+        marks = [f"Zm{SECRET}m{number}mZ" for number in range(len(said))]
         marked = [{**message, "content": mark} for message, mark in zip(said, marks, strict=True)]
         rest, pieces = self._rendered(marked, tools, calls), list[str]()
         for mark in marks:
@@ -180,33 +172,6 @@ class ChatDialogue(TextDialogue):
             )
         except DialogueError:
             return False
-
-    def _find_ends(self) -> Ends:
-        first: Message = {"role": "assistant", "content": ANCHOR}
-        text = self.rendering.render([DUMMY, first, {"role": "user", "content": "Zq7next7qZ"}], (), generate=True)
-        behind = [token for token, position in self.rendering.special_in(text) if position > text.find(ANCHOR)]
-        last = self._last_special(self.rendering.render([DUMMY, first], (), generate=False))
-        if not behind or last is None:
-            raise DialogueError("the chat template ends the assistant's turn with no special token")
-        call: int | None = None
-        for self.has_text_arguments in (False, True):
-            made = _dummy_call({"tool_call_id": "call00000", "name": "probe"}, {}, text=self.has_text_arguments)
-            try:
-                text = self.rendering.render([DUMMY, _turn([made])], (), generate=False)
-            except DialogueError:
-                continue
-            call = self._last_special(text)
-            break
-        return Ends(behind[0], last, call)
-
-    def _last_special(self, text: str) -> int | None:
-        """The last special token behind the turn."""
-        found = [token for token, position in self.rendering.special_in(text) if position > text.rfind(ANCHOR)]
-        return found[-1] if found else None
-
-    def _find_generation_prompt(self) -> str:
-        with_prompt, without = (self.rendering.render([DUMMY], (), generate=generate) for generate in (True, False))
-        return with_prompt.removeprefix(without) if with_prompt.startswith(without) else ""
 
     def _shortened(self, content: Any) -> Any:
         """A content that is too long, with MARK between its two ends."""
@@ -248,14 +213,14 @@ class ChatDialogue(TextDialogue):
         try:
             found = parse_response(f"{text}{end}", template, prefix=self.generation_prompt, tools=list(tools) or None)
             written = formats.of_message(found if tools else {**found, "tool_calls": []})
-        except (ValueError, KeyError, TypeError) as error:
+        except Exception as error:  # a template is a program, which may raise anything
             reasoning, rest = formats.split_reasoning(text, opened=self._opens_reasoning)
             return self._made(formats.Written(rest, (), [f"the turn is not valid: {error}"]), reasoning, first_call)
         return self._made(written, str(found.get("reasoning_content") or found.get("thinking") or ""), first_call)
 
     def _made(self, written: formats.Written, reasoning: str, first_call: int) -> Read:
         calls = tuple(
-            ToolCall(name, arguments, own or f"call{number:05d}")
+            ToolCall(name, arguments, own if own and self.turns.ids.fullmatch(own) else f"call{number:05d}")
             for number, (name, arguments, own) in enumerate(written.calls, first_call)
         )
         content = self.rendering.without_special(written.content)
@@ -277,19 +242,3 @@ def check_appendable(said: Sequence[Message]) -> None:
 def _is_plain(content: Any) -> bool:
     """True for a content that a template which trims does not change."""
     return isinstance(content, str) and bool(content) and content == content.strip()
-
-
-def _turn(calls: Sequence[dict[str, Any]]) -> Message:
-    return {"role": "assistant", "content": ANCHOR, **({"tool_calls": list(calls)} if calls else {})}
-
-
-def _dummy_call(answer: Message, names: dict[str, str], *, text: bool) -> dict[str, Any]:
-    """A call to which the message is the answer. Its arguments are those of no tool."""
-    own = answer.get("tool_call_id", "")
-    name = answer.get("name") or names.get(own) or "tool"
-    arguments = {"value": ANCHOR}
-    return {
-        "id": own,
-        "type": "function",
-        "function": {"name": name, "arguments": json.dumps(arguments) if text else arguments},
-    }

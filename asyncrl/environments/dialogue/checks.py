@@ -87,7 +87,7 @@ def _compared(dialogue: ChatDialogue, tools: Sequence[Schema]) -> str:
 def _compared_with_tools(dialogue: ChatDialogue, tools: Sequence[Schema]) -> str:
     """The same for the answer to a call. What the policy writes to call a tool is its own."""
     rendering = dialogue.rendering
-    arguments = '{"value": 1}' if dialogue.has_text_arguments else {"value": 1}
+    arguments = '{"value": 1}' if dialogue.turns.has_text_arguments else {"value": 1}
     function = {"name": SENTINEL, "arguments": arguments}
     calls = [{"id": "call00000", "type": "function", "function": function}]
     call: Message = {"role": "assistant", "content": "", "tool_calls": calls}

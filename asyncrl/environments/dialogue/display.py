@@ -30,7 +30,7 @@ class Display:
         self._dialogue = dialogue
         self._openers: dict[str, str] = {}
         self._closers: set[str] = set()
-        self._note(dialogue.framed_prompt, "assistant")
+        self._note(dialogue.turns.prompt, "assistant")
         self._find("user", [{"role": "user"}])
         tools = [{"role": "tool", "tool_call_id": f"call0000{number}", "name": "tool"} for number in range(2)]
         self._find("tool", tools[:1])

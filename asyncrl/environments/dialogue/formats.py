@@ -153,12 +153,12 @@ def _of_xml(body: str, types: Mapping[str, Mapping[str, Any]]) -> tuple[str, dic
     if match is None:
         raise ValueError("it is not <function=NAME>...</function>")
     name = match[1].strip()
+    if match[2].count("<parameter=") != match[2].count("</parameter>"):
+        raise ValueError("a <parameter=NAME> has no end")
     arguments = {
         key.strip(): _typed(value.removeprefix("\n").removesuffix("\n"), types.get(name, {}).get(key.strip()))
         for key, value in PARAMETER.findall(match[2])
     }
-    if "<parameter=" in PARAMETER.sub("", match[2]):
-        raise ValueError("a <parameter=NAME> has no end")
     return name, arguments, None
 
 

@@ -43,7 +43,7 @@ class Rendering:
         self._guarded = {guard: text for text, guard in self._guards.items()}
         self._special = _any_of(special)
         self._unspoken = _any_of(set(special) - TAGS)
-        self._unsafe = {"assistant": _any_of(set(special) - {THINK, END_THINK})}
+        self._spoken = _any_of(set(special) - {THINK, END_THINK})
         self._guard_pattern = re.compile(f"{secret}x[0-9]+x")
         self._name_pattern = re.compile(f"<{secret}-[0-9]+>")
         self._encoder: Any
@@ -106,16 +106,22 @@ class Rendering:
         return list(self._name_pattern.finditer(framed))
 
     def _guard(self, message: Message) -> Message:
-        content, pattern = message.get("content"), self._unsafe.get(message.get("role", ""), self._special)
-        if isinstance(content, str):
-            return {**message, "content": pattern.sub(self._to_guard, content)}
-        if not isinstance(content, list):
-            return message
-        parts = [
-            {**part, "text": pattern.sub(self._to_guard, part["text"])} if isinstance(part.get("text"), str) else part
-            for part in cast("list[dict[str, Any]]", content)
-        ]
-        return {**message, "content": parts}
+        """The message, whose texts contain no special tokens; the policy's keep the tags of reasoning."""
+        own, pattern = {"role", "type"}, self._special
+        if message.get("role") == "assistant":
+            pattern = self._spoken
+
+        def guarded(value: Any) -> Any:
+            if isinstance(value, str):
+                return pattern.sub(self._to_guard, value)
+            if isinstance(value, list):
+                return [guarded(item) for item in cast("list[Any]", value)]
+            if not isinstance(value, dict):
+                return value
+            items = cast("dict[str, Any]", value).items()
+            return {guarded(key): item if key in own else guarded(item) for key, item in items}
+
+        return guarded(message)
 
     def _to_guard(self, match: re.Match[str]) -> str:
         return self._guards[match[0]]

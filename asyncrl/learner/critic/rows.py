@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import numpy as np
 import torch
 
@@ -51,7 +53,8 @@ def unpack_rows(message: Message) -> list[list[MicroBatch]]:
     """Returns the micro-batches of each mini-batch from a request that passed `check_rows`; fields that a critic does
     not need are zero."""
     rows = zip(_rows(message.arrays), message.body.names, strict=True)
-    micro_batches = iter([_unpack(row, names) for row, names in rows])
+    starts = accumulate((len(names) for names in message.body.names), initial=0)
+    micro_batches = iter([_unpack(row, names, start) for (row, names), start in zip(rows, starts, strict=False)])
     return [[next(micro_batches) for _ in range(count)] for count in message.body.minibatches]
 
 
@@ -77,7 +80,8 @@ def _check_row(row: list[Array], sequences: int, vocabulary: int, where: str) ->
         raise ProtocolError(f"{where}: valued positions must ascend from 0 and be less than its {size} tokens")
 
 
-def _unpack(row: list[Array], names: list[tuple[int, int]]) -> MicroBatch:
+def _unpack(row: list[Array], names: list[tuple[int, int]], start: int) -> MicroBatch:
+    """Every sequence counts as a member, from `start` on: the critic's losses are means over tokens."""
     input_ids, lengths, valued = (array.astype(np.int64) for array in row)
     ends = np.cumsum(lengths)
     is_last = np.isin(valued, ends - 1)
@@ -95,4 +99,5 @@ def _unpack(row: list[Array], names: list[tuple[int, int]]) -> MicroBatch:
         seq=torch.from_numpy(np.searchsorted(ends, logit_index, side="right")),
         names=names,
         ends=torch.from_numpy(valued[is_last]),
+        members=np.arange(start, start + len(names)),
     )

@@ -90,19 +90,30 @@ def make_layout(lengths: Integers, firsts: Integers | None = None) -> Layout:
     return Layout(tensors[0], tensors[1], buckets, tensors[2], int(lengths.max(initial=0)))
 
 
-def find_firsts(tokens: Integers, lengths: Integers, groups: Integers) -> Integers:
+def find_firsts(tokens: Integers, lengths: Integers, groups: Integers, members: Integers | None = None) -> Integers:
     """Returns, for each token of a packed row, the first position in the row of the same token after the same prefix:
-    the token's own position, or one in the first sequence of its group. The sequences [S] of a group are adjacent."""
+    the token's own position, or one in the first sequence of its group, or in the first of its member of the group,
+    whichever has more tokens in common with it. The sequences [S] of a group are adjacent, and those of a member."""
+    firsts, common = _shared(tokens, lengths, groups)
+    if members is None or len(np.unique(members)) == len(members):
+        return firsts
+    of_member, more = _shared(tokens, lengths, members)
+    return np.where(np.repeat(more > common, lengths), firsts[of_member], firsts)
+
+
+def _shared(tokens: Integers, lengths: Integers, owners: Integers) -> tuple[Integers, Integers]:
+    """Returns for each token its position, or that in the first of the adjacent sequences of its owner where it comes
+    after the same prefix; and for each sequence how many tokens it has in common with this first one."""
     starts = np.cumsum(lengths) - lengths
     here = np.arange(len(tokens))
     seq = np.repeat(np.arange(len(lengths)), lengths)
     positions = here - starts[seq]
-    begins = np.append(True, groups[1:] != groups[:-1])
+    begins = np.append(True, owners[1:] != owners[:-1])
     leader = np.flatnonzero(begins)[np.cumsum(begins) - 1][seq]
     first = starts[leader] + np.minimum(positions, lengths[leader] - 1)
     same = (tokens[first] == tokens) & (positions < lengths[leader])
     common = np.minimum.reduceat(np.where(same, len(tokens), positions), starts)
-    return np.where(positions < common[seq], first, here)
+    return np.where(positions < common[seq], first, here), common
 
 
 def packed_attention(
