@@ -30,6 +30,7 @@ ROWS = (
     "overlap",
     "environments",
     "generator",
+    "gateway",
     "goodput",
     "end_to_end",
     "selection",

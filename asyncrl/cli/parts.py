@@ -11,6 +11,7 @@ from rich.console import Console
 from asyncrl.cli.app import OVERRIDES, app
 from asyncrl.config import parse_override
 from asyncrl.data.convert import CONVERTERS, convert, describe_skipped
+from asyncrl.errors import ConfigError
 
 data = typer.Typer(help="Make datasets and small models.", no_args_is_help=True)
 app.add_typer(data, name="data")
@@ -73,6 +74,30 @@ def tiny_model(
     from asyncrl.data.tiny_model import make_tiny_model
 
     make_tiny_model(out, demo=demo, seed=seed)
+
+
+@data.command()
+def verifiers(
+    env: Annotated[str, typer.Option(help="Id of the environment, as in environment.name=verifiers:ID.")],
+    out: Annotated[Path, typer.Option(help="Parquet file to write.")],
+    options: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[NAME=VALUE]...", help="Options of the environment, those of environment.options."),
+    ] = None,
+    python: Annotated[
+        str | None, typer.Option(help="Interpreter that has the library and the environment; this one when not set.")
+    ] = None,
+    split: Annotated[str, typer.Option(help="Rows to write: train or eval.")] = "train",
+    rows: Annotated[int | None, typer.Option(min=1, help="Only the first N rows; all when not set.")] = None,
+) -> None:
+    """Write the rows of a verifiers environment."""
+    from asyncrl.launch.commands.verifiers_rows import make_verifiers_rows
+
+    if split not in ("train", "eval"):
+        raise ConfigError(f"--split {split!r}: not one of train, eval")
+    given = dict(parse_override(text) for text in options or [])
+    written = make_verifiers_rows(env, out, python=python, split=split, limit=rows, options=given)
+    print(f"{out}: {written} rows written")
 
 
 def _add_converter(name: str) -> None:

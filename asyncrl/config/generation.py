@@ -81,13 +81,14 @@ class EnvironmentConfig(Section):
 
     name: str | dict[str, str] | None = None
     """A built-in environment, or your own as `module:Class` or `file.py:Class`; one of another project, as
-    `trl:file.py:Class`, `gymnasium:ID`, `skyrl:NAME`, `verl:TOOLS.yaml`, or `mcp:COMMAND` for the tools of a server; or
-    an agent program that speaks the OpenAI API, as `agent:file.py:function` or `agent:COMMAND`; or a mapping of these
-    by data source, with "default" for the others. Without one a trajectory is a single completion."""
-    options: dict[str, Options] = Field(default={})
+    `trl:file.py:Class`, `gymnasium:ID`, `skyrl:NAME`, `verl:TOOLS.yaml`, `verifiers:ID`, or `mcp:COMMAND` for the tools
+    of a server; or an agent program that speaks the OpenAI API, as `agent:file.py:function` or `agent:COMMAND`; or a
+    mapping of these by data source, with "default" for the others. Without one a trajectory is a single completion."""
+    options: dict[str, dict[str, Any]] = Field(default={})
     """Options (keyword-only arguments) of environments, by their names in `environment.name`."""
     python: str | None = None
-    """Interpreter of agent programs, as `venv/bin/python`, for those whose packages do not fit asyncrl's."""
+    """Interpreter of agent programs and of the verifiers library, as `venv/bin/python`, for packages that do not fit
+    asyncrl's."""
     hosts: int = Field(default=1, ge=1)
     """Processes per generator in which environments run."""
     max_episodes: int | None = Field(default=None, ge=1)

@@ -27,6 +27,7 @@ SCHEMES: dict[str, str] = {
     "mcp": "asyncrl.environments.adapters.mcp:load_mcp",
     "skyrl": "asyncrl.environments.adapters.skyrl:load_skyrl",
     "trl": "asyncrl.environments.adapters.trl:load_trl",
+    "verifiers": "asyncrl.environments.programs.load:load_verifiers",
     "verl": "asyncrl.environments.adapters.verl:load_verl",
 }
 """Module and function that load what is named `SCHEME:REST`, from REST, options and `environment.python`."""

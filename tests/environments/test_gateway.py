@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,8 +13,9 @@ import openai
 import pytest
 
 from asyncrl.environments.episode import Limits, Turn
+from asyncrl.environments.gateway.access import Access
 from asyncrl.environments.gateway.errors import EpisodeOverError
-from asyncrl.environments.gateway.server import Access, Gateway
+from asyncrl.environments.gateway.server import Gateway
 from asyncrl.environments.gateway.session import Session
 from asyncrl.wire.environment_messages import SayNext
 from tests.helpers.dialogues import CharacterDialogue, turn
@@ -230,6 +232,20 @@ def test_keys_ends_and_turns_are_checked() -> None:
 
     models, policy, _ = play(agent, "one", turns=1)
     assert models == ["policy"] and policy.session.posted == {"score": 0.5, "a": 1.0}
+
+
+def test_clients_reach_the_gateway_without_the_proxy_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.setenv(name, "example.org")
+
+    async def agent(client: openai.AsyncOpenAI, access: Access) -> Any:
+        async with client.with_options(max_retries=0) as direct:
+            return await ask(direct, [USER])
+
+    answer, _, _ = play(agent, "one")
+    assert answer.message.content == "one" and os.environ["no_proxy"].startswith("example.org,")
 
 
 def test_a_session_that_is_over_refuses_and_ends_who_waits() -> None:

@@ -76,6 +76,13 @@ def hangs(task, base_url, api_key):
 def dies(task, base_url, api_key):
     os._exit(7)
 
+def curious(task, base_url, api_key):
+    """Runs a program that reads its standard input, and looks for modules of others."""
+    import importlib.util, subprocess
+    ask(base_url, api_key, "x")
+    read = subprocess.run([sys.executable, "-c", "import sys; print(len(sys.stdin.read()))"], capture_output=True)
+    return {"score": float(read.stdout), "found": float(importlib.util.find_spec("foreign_program") is not None)}
+
 if __name__ == "__main__":
     task = json.load(sys.stdin)
     access = {"base_url": os.environ["OPENAI_BASE_URL"], "api_key": os.environ["OPENAI_API_KEY"]}
@@ -139,6 +146,11 @@ def test_options_reach_the_program_and_many_episodes_run_at_once(program: str, p
     assert len({one.episode for one in ended}) == 50
 
 
+def test_programs_see_nothing_of_what_runs_them(program: str) -> None:
+    ended = play(f"{program}:curious", python=sys.executable)
+    assert (ended.error, ended.reward, ended.parts) == ("", 0.0, {"found": 0.0})
+
+
 def test_a_command_reads_its_task_and_prints_its_reward(program: str) -> None:
     ended = play(f"{sys.executable} {program}")
     assert (ended.status, ended.reward, ended.parts) == ("completed", 1.0, {"length": 2.0})
@@ -187,8 +199,11 @@ def test_programs_that_cannot_start_are_named(program: str, monkeypatch: pytest.
         ("nothere/python", "agent.py:run", "environment.python = 'nothere/python': cannot be started (No such file"),
         (sys.executable, "agent.py:walk", "has no attribute 'walk'"),
         (sys.executable, "other.py:run", "there is no file other.py"),
-        ("/bin/echo", "agent.py:run", "/bin/echo cannot load it"),
+        ("/bin/echo", "agent.py:run", "environment.python = '/bin/echo': is no Python interpreter"),
+        ("./python2", "agent.py:run", "environment.python = './python2': is Python 2.7; 3.9 or later is needed"),
     ]
+    Path("python2").write_text("#!/bin/sh\nprintf 'python 2.7'\n")
+    Path("python2").chmod(0o755)
     for python, name, message in cases:
         with pytest.raises(ConfigError) as refused:
             load_agent(name, {}, python).check()

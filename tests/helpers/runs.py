@@ -130,9 +130,9 @@ def _runs(pid: int) -> bool:
 
 
 def start_launch(folder: Path, run: str, *arguments: str, preloaded: ForkServer | None) -> Launched:
-    """`asyncrl launch` on the demo in `folder`, or on with a run there, with plain output. Forked from a preloaded
-    process, or a process of its own."""
-    how = [] if "--resume" in arguments else ["--config", "demo"]
+    """`asyncrl launch` in `folder`, on the demo unless a config is named, or on with a run there, with plain output.
+    Forked from a preloaded process, or a process of its own."""
+    how = [] if {"--resume", "--config"} & set(arguments) else ["--config", "demo"]
     command = ["launch", *how, "--run", run, *arguments]
     if preloaded is not None:
         return Launched(folder, run, Command(preloaded, folder, command))

@@ -8,10 +8,9 @@ from typing import Any
 
 import msgspec
 
+from asyncrl.environments.gateway.access import MODEL
 from asyncrl.environments.gateway.messages import to_answer
 from asyncrl.environments.gateway.session import Answer
-
-MODEL = "policy"
 
 
 def models() -> dict[str, Any]:

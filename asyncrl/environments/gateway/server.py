@@ -9,9 +9,9 @@ POST /e/EPISODE/v1/reward               {"reward": 1.0, "parts": {...}}, for pro
 from __future__ import annotations
 
 import hmac
+import os
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
-from typing import NamedTuple
 
 import msgspec
 import structlog
@@ -19,6 +19,7 @@ from aiohttp import web
 
 from asyncrl.environments.dialogue import TextDialogue
 from asyncrl.environments.gateway import answers
+from asyncrl.environments.gateway.access import MODEL, Access
 from asyncrl.environments.gateway.errors import EpisodeOverError, GatewayError, WrongKeyError
 from asyncrl.environments.gateway.requests import chat_request, read_body, sampling_of, text_request
 from asyncrl.environments.gateway.session import Answer, Session
@@ -30,13 +31,6 @@ MAX_BODY_BYTES = 64 << 20
 CLOSE_S = 1.0
 """Time for responses in progress when the gateway closes."""
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-class Access(NamedTuple):
-    """The way to an episode, for its program."""
-
-    base_url: str
-    api_key: str
 
 
 class Gateway:
@@ -52,7 +46,10 @@ class Gateway:
         """Sampling parameters that were ignored, and named in the log."""
 
     async def start(self) -> None:
-        """Listens at a free port of the loopback interface. Raises OSError."""
+        """Listens at a free port of the loopback interface, to which clients in this process and its children go
+        without a proxy. Raises OSError."""
+        for name in ("NO_PROXY", "no_proxy"):
+            os.environ[name] = ",".join(filter(None, (os.environ.get(name), LOOPBACK)))
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors])
         routes = {"chat/completions": self._chat, "completions": self._complete, "reward": self._reward}
         app.router.add_get("/e/{episode}/v1/models", self._models)
@@ -99,7 +96,7 @@ class Gateway:
         body = read_body(content)
         self._note(sampling_of(body))
         answer = await session.complete(chat_request(body, content, request.headers))
-        model = str(body.get("model") or answers.MODEL)
+        model = str(body.get("model") or MODEL)
         if body.get("stream"):
             options = body.get("stream_options") or {}
             events = answers.chat_chunks(
@@ -119,7 +116,7 @@ class Gateway:
         body = read_body(content)
         self._note(sampling_of(body))
         answer = await session.complete(text_request(body, content, request.headers))
-        model, text = str(body.get("model") or answers.MODEL), self._dialogue.text_of(answer.tokens)
+        model, text = str(body.get("model") or MODEL), self._dialogue.text_of(answer.tokens)
         response = _json(answers.text_completion(session.episode, answer, text, model=model))
         return await _delivered(session, answer, response, request)
 

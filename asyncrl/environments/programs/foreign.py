@@ -5,44 +5,58 @@ Started as `PYTHON foreign.py SPEC`, with SPEC as JSON: {"kind", "name", "option
     this process -> host    {"ready": true} or {"error": TEXT}, once
     host -> this process    {"run": ID, "task": {...}, "base_url": URL, "api_key": KEY}
                             {"cancel": ID}
-    this process -> host    {"run": ID, "result": REWARD} or {"run": ID, "error": TEXT}
+    this process -> host    {"run": ID, "result": REWARD} or {"run": ID, "error": TEXT, "result": REWARD or null}
 
-It ends when its standard input does. What programs print goes to standard error.
+With {"rows": {"split", "limit"}} in SPEC it prints {"row": {...}} for each row of the environment, {"rows": NUMBER} at
+last, and ends. Otherwise it ends when its standard input does. What programs print goes to standard error.
 """
 
 import asyncio
+import contextlib
 import importlib
 import importlib.util
 import inspect
 import json
 import os
+import signal
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+HERE = os.path.dirname(os.path.abspath(__file__))
 MAX_ERROR_CHARACTERS = 2000
 MAX_THREADS = 1024
+CLOSE_S = 10.0
+"""Time for programs to release what they hold when the host has ended."""
 
 
-def load_agent(name, options):
-    """Returns the coroutine function that plays an episode with the function `name`, as `file.py:run`."""
-    where, _, attribute = name.rpartition(":")
-    if where.endswith(".py"):
-        folder = os.path.dirname(os.path.abspath(where))
-        sys.path.insert(0, folder)
-        spec = importlib.util.spec_from_file_location(os.path.splitext(os.path.basename(where))[0], where)
-        if spec is None or spec.loader is None or not os.path.isfile(where):
-            raise ImportError(f"there is no file {where}")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
-    else:
-        sys.path.insert(0, os.getcwd())
-        module = importlib.import_module(where)
-    found = getattr(module, attribute)
+class Refused(Exception):
+    """A program that cannot be loaded. The text says why, and the way out."""
 
-    async def play(task, base_url, api_key):
-        function, own = found, dict(options)
+
+class Agent:
+    """A function that plays an episode, as `file.py:run`."""
+
+    def __init__(self, name, options):
+        where, _, attribute = name.rpartition(":")
+        if where.endswith(".py"):
+            if not os.path.isfile(where):
+                raise Refused(f"there is no file {where}")
+            sys.path.insert(0, os.path.dirname(os.path.abspath(where)))
+            module = module_of(where, os.path.splitext(os.path.basename(where))[0])
+        else:
+            sys.path.insert(0, os.getcwd())
+            module = importlib.import_module(where)
+        self._found, self._options = getattr(module, attribute), options
+
+    @contextlib.asynccontextmanager
+    async def running(self):
+        """Holds what its episodes share."""
+        yield
+
+    async def play(self, task, base_url, api_key):
+        """Returns the reward of an episode."""
+        function, own = self._found, dict(self._options)
         if isinstance(function, type):
             function, own = function(**own).run, {}
         known = {"base_url": base_url, "api_key": api_key, "model": "policy", **own}
@@ -54,10 +68,26 @@ def load_agent(name, options):
         result = await asyncio.get_running_loop().run_in_executor(None, lambda: function(task, **known))
         return await result if inspect.isawaitable(result) else result
 
-    return play
+
+def module_of(path, name):
+    """Returns the module of a file, executed."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None  # always so for a .py file
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
 
 
-LOADERS = {"agent": load_agent}
+def load_verifiers(name, options):
+    """Returns the program of a verifiers environment."""
+    sys.path.insert(0, os.getcwd())
+    return module_of(os.path.join(HERE, "foreign_verifiers.py"), "asyncrl_foreign_verifiers").load(
+        name, options, Refused
+    )
+
+
+LOADERS = {"agent": Agent, "verifiers": load_verifiers}
 
 
 class Host:
@@ -76,6 +106,13 @@ class Host:
             return
         self._tasks[message["run"]] = asyncio.ensure_future(self._run(message))
 
+    async def end(self):
+        """Cancels all episodes, and waits for them."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
     async def _run(self, message):
         number = message["run"]
         try:
@@ -84,34 +121,61 @@ class Host:
         except asyncio.CancelledError:
             raise
         except (Exception, SystemExit) as error:  # the user's code: fails its episode, never the process
-            answer = json.dumps({"run": number, "error": describe(error)})
+            answer = json.dumps({"run": number, "error": describe(error), "result": getattr(error, "result", None)})
         self._tasks.pop(number, None)
         self._write(answer)
 
 
 def describe(error):
     """Returns type and text of an exception."""
-    return f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARACTERS]
+    text = str(error) if isinstance(error, Refused) else f"{type(error).__name__}: {error}"
+    return text[:MAX_ERROR_CHARACTERS]
 
 
-async def serve(play, lines, write):
-    """Serves until standard input ends."""
-    host, loop = Host(play, write), asyncio.get_running_loop()
+async def serve(program, lines, write):
+    """Serves until standard input ends; then the process does."""
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
     loop.set_default_executor(ThreadPoolExecutor(MAX_THREADS))
 
-    def read():
+    def read(host):
         for line in lines:
             loop.call_soon_threadsafe(host.handle, json.loads(line))
-        os._exit(0)  # whatever programs are doing
+        loop.call_soon_threadsafe(ended.set)
+        threading.Event().wait(CLOSE_S)
+        end_now()
 
-    threading.Thread(target=read, daemon=True).start()
-    await asyncio.Event().wait()
+    async with program.running():
+        host = Host(program.play, write)
+        write(json.dumps({"ready": True}))
+        threading.Thread(target=read, args=(host,), daemon=True).start()
+        await ended.wait()
+        await host.end()
+    end_now()  # threads may still run
 
 
-def main():
-    """Loads the program, says so, and serves."""
-    spec = json.loads(sys.argv[1])
+def end_now():
+    """Ends the process with all of its group, whatever programs are doing."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(0)
+
+
+def print_rows(program, wish, write):
+    """Prints the rows of an environment."""
+    number = 0
+    for row in program.rows(wish["split"], wish["limit"]):
+        write(json.dumps({"row": row}))
+        number += 1
+    write(json.dumps({"rows": number}))
+
+
+def take_pipes():
+    """Returns the lines of standard input, and a function that writes one to standard output. Programs, and what they
+    start, get neither."""
+    lines = os.fdopen(os.dup(0), encoding="utf-8")
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
     os.dup2(2, 1)
     lock = threading.Lock()
 
@@ -120,13 +184,26 @@ def main():
             out.write(line + "\n")
             out.flush()
 
+    return lines, write
+
+
+def main():
+    """Loads the program, says so, and serves."""
+    spec = json.loads(sys.argv[1])
+    lines, write = take_pipes()
+    sys.path[:] = [
+        path for path in sys.path if os.path.abspath(path or ".") != HERE
+    ]  # modules of programs are no user's
+    os.environ["PATH"] = os.path.dirname(sys.executable) + os.pathsep + os.environ.get("PATH", "")
     try:
-        play = LOADERS[spec["kind"]](spec["name"], spec["options"])
+        program = LOADERS[spec["kind"]](spec["name"], spec["options"])
+        if "rows" in spec:
+            print_rows(program, spec["rows"], write)
+            end_now()
+        else:
+            asyncio.run(serve(program, lines, write))
     except (Exception, SystemExit) as error:
         write(json.dumps({"error": describe(error)}))
-        return
-    write(json.dumps({"ready": True}))
-    asyncio.run(serve(play, sys.stdin, write))
 
 
 if __name__ == "__main__":

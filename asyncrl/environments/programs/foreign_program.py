@@ -5,26 +5,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
+import re
+import signal
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import structlog
 
 from asyncrl.config import Options
-from asyncrl.environments.gateway.server import Access
+from asyncrl.environments.gateway.access import Access
 from asyncrl.environments.programs.program import ProgramError, ProgramLostError
 from asyncrl.errors import ConfigError
 
 log = structlog.get_logger()
 
 SCRIPT = Path(__file__).with_name("foreign.py")
-CLOSE_S = 3.0
-"""Deadline for a process to end."""
+CLOSE_S = 2.0
+"""Time for a process to release what its episodes hold, and to end."""
 START_S = 120.0
 """Deadline for the interpreter to import the program."""
 MAX_LINE_BYTES = 64 << 20
+OLDEST = (3, 9)
+"""The oldest Python that runs SCRIPT."""
 Kind = Literal["agent", "verifiers"]
 
 
@@ -41,16 +46,14 @@ class ForeignProgram:
         self._reader: asyncio.Task[None] | None = None
         self._runs: dict[int, asyncio.Future[Any]] = {}
         self._number = 0
+        self._closed = False
 
     def check(self) -> None:
         """Raises ConfigError if the interpreter cannot be started or cannot load the program."""
+        check_interpreter(self._python)
         what = f"environment.name = {self.name!r}"
         try:
-            done = subprocess.run(
-                [self._python, str(SCRIPT), self._spec], input=b"", capture_output=True, timeout=START_S, check=False
-            )
-        except OSError as error:
-            raise ConfigError(f"environment.python = {self._python!r}: cannot be started ({error.strerror})") from None
+            done = _run([self._python, str(SCRIPT), self._spec])
         except subprocess.TimeoutExpired:
             raise ConfigError(f"{what}: {self._python} has not loaded it within {START_S:g} s") from None
         if problem := _problem(done.stdout, done.stderr):
@@ -72,10 +75,16 @@ class ForeignProgram:
                     await _send(process, {"cancel": number})
 
     async def close(self) -> None:
-        if self._process is not None and self._process.returncode is None:
-            self._process.kill()
-        if self._reader is not None:  # to the end of its pipe, which is then closed
-            await asyncio.wait({self._reader}, timeout=CLOSE_S)
+        self._closed = True
+        if self._process is None or self._reader is None:
+            return
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        await asyncio.wait({self._reader}, timeout=CLOSE_S)
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)  # with what its episodes have started
+            await asyncio.wait({self._reader}, timeout=CLOSE_S)  # to the end of its pipe, which is then closed
 
     async def _started(self) -> asyncio.subprocess.Process:
         """The process, which is started unless it runs. Raises ProgramLostError."""
@@ -84,8 +93,9 @@ class ForeignProgram:
                 return self._process
             pipe = asyncio.subprocess.PIPE
             process = await asyncio.create_subprocess_exec(
-                self._python, str(SCRIPT), self._spec, stdin=pipe, stdout=pipe, limit=MAX_LINE_BYTES
-            )
+                self._python, str(SCRIPT), self._spec, stdin=pipe, stdout=pipe, limit=MAX_LINE_BYTES,
+                start_new_session=True,
+            )  # fmt: skip
             assert process.stdout is not None
             try:
                 line = await asyncio.wait_for(process.stdout.readline(), START_S)
@@ -107,14 +117,60 @@ class ForeignProgram:
             if future is None or future.done():
                 continue
             if "error" in answer:
-                future.set_exception(ProgramError(answer["error"]))
+                future.set_exception(ProgramError(answer["error"], answer.get("result")))
             else:
                 future.set_result(answer["result"])
         code = await process.wait()
-        log.warning("process of agent programs ended", program=self.name, exit_code=code, episodes=len(self._runs))
+        if not self._closed:
+            log.warning("process of agent programs ended", program=self.name, exit_code=code, episodes=len(self._runs))
         for future in self._runs.values():
             if not future.done():
                 future.set_exception(ProgramLostError(f"the process of the programs ended with exit code {code}"))
+
+
+def check_interpreter(python: str) -> None:
+    """Raises ConfigError unless it is an interpreter that runs programs."""
+    what = f"environment.python = {python!r}"
+    try:
+        done = _run([python, "-c", "import sys; sys.stdout.write('python %d.%d' % sys.version_info[:2])"])
+    except OSError as error:
+        raise ConfigError(f"{what}: cannot be started ({error.strerror})") from None
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"{what}: has not started within {START_S:g} s") from None
+    version = re.fullmatch(rb"python (\d+)\.(\d+)", done.stdout)
+    if version is None:
+        raise ConfigError(f"{what}: is no Python interpreter")
+    if (int(version[1]), int(version[2])) < OLDEST:
+        raise ConfigError(f"{what}: is Python {int(version[1])}.{int(version[2])}; 3.9 or later is needed")
+
+
+def read_rows(name: str, options: Options, *, python: str, split: str, limit: int | None) -> Iterator[dict[str, Any]]:
+    """Returns the rows of a verifiers environment: "prompt", "ground_truth", and "row", its own row as JSON. Raises
+    ConfigError."""
+    check_interpreter(python)
+    wish = {"kind": "verifiers", "name": name, "options": dict(options), "rows": {"split": split, "limit": limit}}
+    with subprocess.Popen(
+        [python, str(SCRIPT), json.dumps(wish)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                answer = json.loads(line)
+                if "error" in answer:
+                    raise ConfigError(f"verifiers:{name}: {python} cannot make its rows: {answer['error']}")
+                if "rows" in answer:
+                    return
+                yield answer["row"]
+            raise ConfigError(f"verifiers:{name}: {python} ended before the last row")
+        finally:
+            process.kill()
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(command, input=b"", capture_output=True, timeout=START_S, check=False, start_new_session=True)
 
 
 async def _send(process: asyncio.subprocess.Process, message: Mapping[str, Any]) -> None:

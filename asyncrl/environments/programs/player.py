@@ -94,7 +94,8 @@ class ProgramPlayer:
         )
 
     async def _result(self, access: Any) -> Any:
-        """What the program returned; None if it gave up because of a limit. Raises EpisodeFailedError."""
+        """The reward that the program returned or, if it gave up because of a limit, that it has. Raises
+        EpisodeFailedError."""
         name, timeout_s = self.program.name, self.limits.timeout_s
         task = task_of(self.start, self.dialogue.text_of(self.prompt))
         try:
@@ -106,9 +107,11 @@ class ProgramPlayer:
         except ProgramLostError as error:
             raise EpisodeFailedError("host", f"{name}: {error}") from None
         except ProgramError as error:
-            return self._gave_up(str(error))
+            self._gave_up(str(error))
+            return error.result
         except Exception as error:  # the user's code: fails its episode, never the host
-            return self._gave_up(describe(error))
+            self._gave_up(describe(error))
+            return None
 
     def _gave_up(self, problem: str) -> None:
         """Raises EpisodeFailedError unless the last request was refused for a limit."""

@@ -13,8 +13,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from asyncrl.config import Options
-from asyncrl.environments.gateway.answers import MODEL
-from asyncrl.environments.gateway.server import Access
+from asyncrl.environments.gateway.access import MODEL, Access
 
 MAX_OUTPUT_BYTES = 16 << 20
 """Of a command's standard output; what comes before is dropped."""
@@ -22,7 +21,12 @@ MAX_ERROR_CHARACTERS = 400
 
 
 class ProgramError(Exception):
-    """The program has failed, or ended without a result that is a reward."""
+    """The program has failed, or ended without a result that is a reward. `result` is the reward that it has
+    nevertheless, which counts if it failed because a limit was reached."""
+
+    def __init__(self, text: str, result: Any = None) -> None:
+        super().__init__(text)
+        self.result = result
 
 
 class ProgramLostError(Exception):
