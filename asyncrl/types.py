@@ -151,6 +151,12 @@ class EpisodeOutcome:
     """Number of failed tries before this one."""
     lost_tokens: int
     """Action tokens of the failed tries."""
+    reset_s: float = 0.0
+    """Time in which the generator waited for the first turn. This and the next two are sums over all tries."""
+    wait_s: float = 0.0
+    """Time in which it waited after turns, for the next turn or the end."""
+    slow_turns: int = 0
+    """Turns after which it waited longer than a tenth of a second."""
 
 
 @dataclass(slots=True)
@@ -233,6 +239,8 @@ class Group:
     started_s: float = 0.0
     """Seconds on the machine's monotonic clock, as `finished_s`."""
     finished_s: float = 0.0
+    reward_s: float = 0.0
+    """Seconds of these from the last token to the rewards."""
     greedy_reward: float | None = None
     """Reward of the prompt's greedy completion, for advantages that use it as their baseline."""
     greedy_tokens: int = 0

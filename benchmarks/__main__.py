@@ -28,6 +28,7 @@ ROWS = (
     "learner",
     "logits_memory",
     "overlap",
+    "environments",
     "generator",
     "goodput",
     "end_to_end",

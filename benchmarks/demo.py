@@ -44,12 +44,12 @@ def prepare_cold() -> str:
 
 
 @contextmanager
-def launched(run: str, overrides: list[str]) -> Iterator[subprocess.Popen[bytes]]:
-    """Runs `asyncrl launch` of the demo with these overrides and `OVERRIDES`, and stops it when the context ends. The
+def launched(run: str, overrides: list[str], *, config: str = "demo") -> Iterator[subprocess.Popen[bytes]]:
+    """Runs `asyncrl launch` of the config with these overrides and `OVERRIDES`, and stops it when the context ends. The
     folder of an earlier run of the name is deleted."""
     shutil.rmtree(Path("runs") / run, ignore_errors=True)
     settings = [*overrides, *OVERRIDES]
-    command = [sys.executable, "-m", "asyncrl.cli", "launch", "--config", "demo", "--run", run, *settings]
+    command = [sys.executable, "-m", "asyncrl.cli", "launch", "--config", config, "--run", run, *settings]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         try:
             yield process

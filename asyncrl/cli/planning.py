@@ -28,12 +28,18 @@ def simulate(
     zero_variance: Annotated[
         str | None, typer.Option(help="Groups without signal: refund, train or drop; refund, or that of the run.")
     ] = None,
+    max_episodes: Annotated[int | None, typer.Option(help="Episodes that a generator plays at once.")] = None,
     turns: Annotated[
         float | None, typer.Option(min=1, help="Time of an engine step then, beyond their number; 1.1.")
     ] = None,
     mean_tokens: Annotated[float | None, typer.Option(help="Without --from: mean length of a completion.")] = None,
     sigma: Annotated[float | None, typer.Option(help="Spread of the logarithm of the lengths; 1.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Longest completion; 8 times the mean.")] = None,
+    episode_turns: Annotated[int | None, typer.Option(help="Turns among which they are divided; 1.")] = None,
+    turn_wait_s: Annotated[float | None, typer.Option(help="Wait of an episode after a turn; 0.")] = None,
+    turn_wait_share: Annotated[
+        float | None, typer.Option(help="Part of the turns that another follows, after which it waits; 1.")
+    ] = None,
     prompt_tokens: Annotated[int | None, typer.Option(help="Length of a prompt; 0.")] = None,
     refunded_fraction: Annotated[float | None, typer.Option(help="Groups without signal; 0.")] = None,
     engine_base_ms: Annotated[float | None, typer.Option(help="Of an engine step, whatever runs.")] = None,
@@ -53,14 +59,15 @@ def simulate(
         "generators": generators, "learners": learners, "max_staleness": max_staleness,
         "groups_per_step": groups_per_step, "group_size": group_size, "max_running_groups": max_running_groups,
         "max_new_tokens": max_new_tokens, "steps": steps, "generators_per_device": generators_per_device,
-        "zero_variance": zero_variance,
+        "zero_variance": zero_variance, "max_episodes": max_episodes,
     }  # fmt: skip
     numbers = {
         "mean_tokens": mean_tokens, "sigma": sigma, "max_tokens": max_tokens, "prompt_tokens": prompt_tokens,
         "refunded_fraction": refunded_fraction, "engine_base_ms": engine_base_ms,
         "engine_sequence_us": engine_sequence_us, "engine_request_ms": engine_request_ms,
         "learner_base_s": learner_base_s, "learner_token_us": learner_token_us, "broadcast_s": broadcast_s,
-        "swap_ms": swap_ms, "reward_s": reward_s,
+        "swap_ms": swap_ms, "reward_s": reward_s, "episode_turns": episode_turns, "turn_wait_s": turn_wait_s,
+        "turn_wait_share": turn_wait_share,
     }  # fmt: skip
     given: dict[str, float] = {name: float(value) for name, value in numbers.items() if value is not None}
     changed = {name: value for name, value in changes.items() if value is not None}

@@ -21,9 +21,10 @@ import numpy as np
 
 from asyncrl.config import Options
 from asyncrl.environments.dialogue import Dialogue
+from asyncrl.environments.episode import Limits, Turn
 from asyncrl.environments.gateway.server import Gateway
 from asyncrl.environments.named import Named
-from asyncrl.environments.player import Limits, Player, Turn
+from asyncrl.environments.player import Player
 from asyncrl.environments.programs.player import ProgramPlayer
 from asyncrl.environments.table import EnvironmentTable
 from asyncrl.errors import ProtocolError

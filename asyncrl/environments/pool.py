@@ -17,8 +17,8 @@ import structlog
 from numpy.typing import NDArray
 
 from asyncrl.config import Config
+from asyncrl.environments.episode import Limits, start_of
 from asyncrl.environments.host import HostSpec, run_host
-from asyncrl.environments.player import Limits, start_of
 from asyncrl.errors import RunError
 from asyncrl.types import Prompt
 from asyncrl.wire.endpoints import Endpoints

@@ -8,6 +8,7 @@ The engine's prompt of a turn is the list of tokens that is trained; what was sa
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
+SLOW_WAIT_S = 0.1
+"""A turn after which the generator waits longer for the environment counts as slow."""
 MAX_HOST_LOSSES = 3
 """Tries of an episode whose host died that do not count as retries."""
 
@@ -46,6 +49,28 @@ class _Episode:
     """Failed tries that count."""
     host_losses: int = 0
     lost_tokens: int = 0
+    waits_since_s: float = 0.0
+    """Time at which the environment was asked last."""
+    reset_s: float = 0.0
+    """This and the next two as in `EpisodeOutcome`."""
+    wait_s: float = 0.0
+    slow_turns: int = 0
+
+    def asked(self) -> None:
+        """The environment was asked for what comes next."""
+        if self.waits:
+            self.waits_since_s = time.monotonic()
+
+    def answered(self) -> None:
+        """It has answered."""
+        if not self.waits:
+            return
+        waited_s = time.monotonic() - self.waits_since_s
+        if not self.has_sampled:
+            self.reset_s += waited_s
+            return
+        self.wait_s += waited_s
+        self.slow_turns += waited_s > SLOW_WAIT_S
 
     @property
     def num_action_tokens(self) -> int:
@@ -56,6 +81,11 @@ class _Episode:
     def has_sampled(self) -> bool:
         """True if a turn has ended."""
         return any(branch.turns for branch in self.branches.values())
+
+    @property
+    def waits(self) -> bool:
+        """True if none of its turns is in the engine."""
+        return not any(branch.in_engine for branch in self.branches.values())
 
 
 class Episodes:
@@ -72,6 +102,16 @@ class Episodes:
     def num_unsampled(self) -> int:
         """Episodes whose first turn has not arrived in the engine."""
         return sum(not one.num_turns for one in self._live.values())
+
+    @property
+    def num_live(self) -> int:
+        """Episodes in progress."""
+        return len(self._live)
+
+    @property
+    def num_waiting(self) -> int:
+        """Episodes that wait for their environments."""
+        return sum(one.waits for one in self._live.values())
 
     @property
     def num_free(self) -> int | None:
@@ -98,6 +138,7 @@ class Episodes:
         branch.act(completion)
         status = "truncated" if completion.status == "truncated" else "completed"
         self._pool.said(key, completion.tokens, status, branch=number)
+        self._live[key].asked()
 
     def poll(self) -> list[EndedEpisode]:
         """Adds the next turns to the engine, and returns the members that are complete."""
@@ -106,6 +147,7 @@ class Episodes:
             if wish.episode not in self._live:
                 continue
             one = self._live[wish.episode]
+            one.answered()
             if isinstance(wish, tuple):
                 self._add(one, wish)
             elif not self._tried_again(one, wish):
@@ -121,9 +163,10 @@ class Episodes:
         self._pool.drop(keys)
 
     def _play(self, key: str) -> None:
-        group = self._live[key].group
-        lease = group.lease
+        one = self._live[key]
+        group, lease = one.group, one.group.lease
         self._pool.start(key, lease.prompt, seed=group.task_seed(self._config.seed), evaluation=lease.evaluation)
+        one.asked()
 
     def _add(self, one: _Episode, wish: NextTurn) -> None:
         """Adds a turn to the engine. Raises InvariantError if its host sees another sequence than this process."""
@@ -146,6 +189,7 @@ class Episodes:
             max_tokens=wish.max_tokens,
             salt=group.start_version if has_sampled else None,
             stop=wish.stop,
+            priority=group.lease.ticket,
         )
 
     def _branch(self, one: _Episode, wish: NextTurn) -> Branch:
@@ -215,4 +259,7 @@ class Episodes:
             environment_s=ended.environment_s if is_first else 0.0,
             tries=one.tries + one.host_losses if is_first else 0,
             lost_tokens=one.lost_tokens if is_first else 0,
+            reset_s=one.reset_s if is_first else 0.0,
+            wait_s=one.wait_s if is_first else 0.0,
+            slow_turns=one.slow_turns if is_first else 0,
         )

@@ -46,7 +46,7 @@ from asyncrl.replay.client import GeneratorClient, LeaseReply
 from asyncrl.replay.evaluation.samples import pack_completions
 from asyncrl.types import NO_VERSION, Lease
 from asyncrl.util.memory import peak_memory_bytes
-from asyncrl.util.processes import GENERATOR_PHASES, Stopwatch
+from asyncrl.util.processes import GENERATOR_ACTIVITIES, GENERATOR_PHASES, Stopwatch
 from asyncrl.wire.messages import GeneratorStats
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class GeneratorLoop:
         self.episodes = None if environments is None else Episodes(config, environments, engine)
         """None if a trajectory is a single completion."""
         self.stats = GeneratorStats.of()
-        self._watch = Stopwatch()
+        self._watch = Stopwatch(GENERATOR_ACTIVITIES)
         self._phases = Stopwatch((_OTHER, *GENERATOR_PHASES))
         self._costs = StepCosts()
         self._changed = 0
@@ -151,7 +151,8 @@ class GeneratorLoop:
         busy = self.engine.num_running > 0
         self._watch.switch("syncing")
         self._swap_staged()
-        self._watch.switch("working" if busy else "waiting")
+        in_environments = self.episodes is not None and self.episodes.num_live > 0
+        self._watch.switch("working" if busy else "environments" if in_environments else "waiting")
         spent_s = self._exchange(0.0 if busy else _IDLE_S)
         running, began_s = self.engine.num_running, time.monotonic()
         if running:
@@ -163,7 +164,7 @@ class GeneratorLoop:
                 if self.episodes is None:
                     self._end([completion])
                 else:
-                    self._changed += 1
+                    self._changed += 2  # the turn has started, too
                     self.episodes.act(completion)
         if self.episodes is not None:
             self._phases.switch("requests")
@@ -274,6 +275,11 @@ class GeneratorLoop:
             del seconds[_OTHER]
             for name, spent_s in seconds.items():
                 setattr(self.stats, f"{name}_s", spent_s)
+            if self.episodes is not None:
+                self.stats.live_episodes, self.stats.waiting_episodes = (
+                    self.episodes.num_live,
+                    self.episodes.num_waiting,
+                )
             if renews:
                 self.stats.peak_memory_bytes = peak_memory_bytes()
             unfinished = (*self.running.values(), *self.scoring.values()) if renews else ()
@@ -316,7 +322,7 @@ class GeneratorLoop:
         greedy = self._greedy_baseline and not lease.evaluation
         group = Running(lease, size + greedy, self.engine.version, now_s, greedy)
         self.running[group.key] = group
-        self._changed += size + greedy
+        self._changed += size + greedy if self.episodes is None else 0
         for index, key in enumerate(group.engine_keys()):
             self._members[key] = group, index
             if self.episodes is not None:
@@ -331,7 +337,7 @@ class GeneratorLoop:
     def _end(self, rows: list[Completion]) -> None:
         group, index = self._members.pop(rows[0].key)
         group.completions[index] = rows
-        self._changed += 1
+        self._changed += 1 if self.episodes is None else 0
         if group.lease.evaluation:
             self._evaluating -= 1
         elif group.sampling(index) == "training":

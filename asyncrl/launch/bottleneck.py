@@ -9,7 +9,7 @@ from typing import Any
 
 from asyncrl.config import Config
 from asyncrl.launch.resources.placement import Placement
-from asyncrl.plan.levers import goodput_sentence
+from asyncrl.plan.levers import goodput_sentence, timeout_sentence
 from asyncrl.plan.measured import RecentRun
 from asyncrl.plan.verdict import verdict_of
 from asyncrl.types import goodput_of
@@ -37,7 +37,7 @@ class BottleneckMonitor:
             self._next_s = time.monotonic() + EVERY_S
             return begun.result()["bottleneck"]
         if self._begun is None and status["step"] and time.monotonic() >= self._next_s:
-            idle = status["generator_idle"], status["learner_idle"]
+            idle = status["generator_idle"], status["learner_idle"], status["generator_environments"]
             self._begun = self._thread.submit(self._judge, *idle, goodput_of(status["metrics"]))
         return ""
 
@@ -46,20 +46,32 @@ class BottleneckMonitor:
         idle = summary.get("idle")
         if idle is None:
             return {}
-        goodput = summary.get("goodput", {})
-        return self._thread.submit(self._judge, idle["generator"], idle["learner"], goodput).result()
+        fractions = idle["generator"], idle["learner"], idle["environments"]
+        return self._thread.submit(self._judge, *fractions, summary.get("goodput", {})).result()
 
-    def _judge(self, generator_idle: float, learner_idle: float, goodput: dict[str, float]) -> dict[str, Any]:
+    def _judge(
+        self, generator_idle: float, learner_idle: float, environments: float, goodput: dict[str, float]
+    ) -> dict[str, Any]:
         verdict = verdict_of(
             self._run,
             generator_idle=generator_idle,
             learner_idle=learner_idle,
             max_staleness=self._config.replay.staleness_limit,
+            environments=environments,
         )
-        solved = self._run.solved_fraction()
-        sentence = goodput_sentence(goodput, self._config, learner_idle=learner_idle, solved=solved)
+        sentences = [
+            goodput_sentence(
+                goodput,
+                self._config,
+                learner_idle=learner_idle,
+                solved=self._run.solved_fraction(),
+                environments=environments,
+            ),
+            timeout_sentence(self._config, self._run.timed_out_fraction()),
+        ]
+        more = " ".join(filter(None, sentences))
         return {
-            "bottleneck": f"{verdict.sentence}. {sentence}" if sentence else verdict.sentence,
+            "bottleneck": f"{verdict.sentence}. {more}" if more else verdict.sentence,
             "simulated_gains": {change.text: change.gain for change in verdict.changes},
             "generators_per_device": self.generators_per_device,
         }

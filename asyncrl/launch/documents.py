@@ -68,7 +68,10 @@ class RunSummary:
         if told["steps"]:
             idle = told["idle"]
             verdict = guess(
-                generator_idle=idle["generator"], learner_idle=idle["learner"], max_staleness=told["staleness"]["limit"]
+                generator_idle=idle["generator"],
+                learner_idle=idle["learner"],
+                max_staleness=told["staleness"]["limit"],
+                environments=idle["environments"],
             )
             told["bottleneck"] = verdict.sentence
         self._told = told

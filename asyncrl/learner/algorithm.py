@@ -143,6 +143,11 @@ def needs_greedy_baseline(advantage: Callable[..., Any]) -> bool:
     return "greedy_rewards" in _positional(advantage)
 
 
+def needs_turns(advantage: Callable[..., Any]) -> bool:
+    """True if the advantage reads turns or their rewards, which only batches of an environment have."""
+    return bool(set(BY_TURN) & set(_positional(advantage)))
+
+
 def _positional(function: Callable[..., Any]) -> list[str]:
     parameters = inspect.signature(function).parameters.values()
     return [parameter.name for parameter in parameters if parameter.kind is not parameter.KEYWORD_ONLY]

@@ -98,7 +98,7 @@ class Batch:
     environments."""
     turn_rewards: Tensor | None = None
     """float64 [M, T], what environments gave for the turns of each member, NaN after its last turn; None without
-    environments. What a member's reward has beside their sum is not in it."""
+    environments. The rest of a member's reward is not in it."""
 
     @property
     def micro_batches(self) -> list[MicroBatch]:
@@ -221,15 +221,14 @@ def make_batch(
         _check(name, trajectory)
     trajectories = [trajectory for _, trajectory in named]
     owner = np.repeat(np.arange(len(groups)), np.array([len(group.trajectories) for group in groups], dtype=np.int64))
-    begins = np.array([step for group in groups for step in np.diff(group.members, prepend=-1)], dtype=np.int64)
-    members = np.cumsum(begins) - 1
+    begins = [step for group in groups for step in np.diff(group.members, prepend=-1)]
+    members = np.cumsum(begins, dtype=np.int64) - 1
     lengths, actions = (
         np.array([getattr(row, name) for row in trajectories], dtype=np.int64)
         for name in ("num_tokens", "num_action_tokens")
     )
-    trained = actions > 0
-    if skip_truncated:
-        trained &= np.array([row.status != "truncated" for row in trajectories], dtype=np.bool_)
+    skipped = [skip_truncated and row.status == "truncated" for row in trajectories]
+    trained = (actions > 0) & ~np.array(skipped, dtype=np.bool_)
     planned: list[list[Integers]] = []
     for number in range(minibatches):
         chosen = np.flatnonzero(trained & (owner % minibatches == number))
@@ -237,13 +236,12 @@ def make_batch(
         planned.append([chosen[part] for part in parts])
     packed = np.concatenate([np.empty(0, np.int64), *(part for parts in planned for part in parts)])
     members, heads = _renumber(members, np.concatenate([packed, np.flatnonzero(~trained)]))
-    rows = _concatenate(named, members, actions, bootstrap_truncated)
     firsts, group = [trajectories[row] for row in heads.tolist()], torch.from_numpy(owner[heads])
     weights = torch.tensor([group.weight for group in groups])
     known = [group.greedy_reward for group in groups if group.greedy_reward is not None]
     turn, turn_rewards = turns_of(trajectories, members, packed)
     return Batch(
-        minibatches=_make_micro_batches(rows, planned),
+        minibatches=_make_micro_batches(_concatenate(named, members, actions, bootstrap_truncated), planned),
         rewards=torch.tensor([first.reward for first in firsts], dtype=torch.float64),
         group=group,
         lengths=torch.from_numpy(np.bincount(members, weights=actions).astype(np.int64)),

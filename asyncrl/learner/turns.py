@@ -40,8 +40,8 @@ def turns_of(rows: Sequence[Trajectory], members: Integers, packed: Integers) ->
 
 
 def with_remainder(turn_rewards: Tensor, rewards: Tensor) -> Tensor:
-    """The rewards of turns [M, T], NaN where there is no turn, with what a member's reward [M] has beside them added to
-    its last turn: the reward of the complete episode, and penalties. Members without a turn stay as they are."""
+    """The rewards of turns [M, T], NaN where there is no turn, with the rest of a member's reward [M] added to its last
+    turn: the reward of the complete episode, and penalties. Members without a turn stay as they are."""
     turns = turn_rewards.isfinite().sum(dim=1)
     rows = torch.arange(len(rewards))[turns > 0]
     last = turns[rows] - 1

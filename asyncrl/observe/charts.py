@@ -43,6 +43,7 @@ CHARTS: dict[str, dict[str, list[str]]] = {
             "generator/rewards_fraction",
             "generator/messages_fraction",
             "generator/idle_fraction",
+            "generator/environments_fraction",
         ],
         "Fraction of the learner devices' peak (MFU)": ["learner/mfu"],
         "Tokens per second and device": [
@@ -57,6 +58,27 @@ CHARTS: dict[str, dict[str, list[str]]] = {
             "replay/peak_memory_bytes",
         ],
         "Seconds of a group in each state": ["group/generate_s", "group/queue_s", "group/train_s"],
+    },
+    "Environment": {
+        "Turns of an episode": ["environment/turns"],
+        "Tokens that the environment says in an episode": ["environment/observation_tokens"],
+        "Seconds for which an episode waits": [
+            "environment/wait_s/p50",
+            "environment/wait_s/p95",
+            "environment/reset_s",
+        ],
+        "Ends of episodes (fraction)": [
+            "environment/ended_done",
+            "environment/ended_max_turns",
+            "environment/ended_window",
+        ],
+        "Failed episodes (fraction)": [
+            "environment/failed/environment",
+            "environment/failed/timeout",
+            "environment/failed/overlong",
+            "environment/failed/host",
+        ],
+        "Episodes in progress": ["environment/live_episodes", "environment/waiting_episodes"],
     },
     "Off-policy": {
         "Staleness of trained tokens (learner steps)": ["staleness/mean", "staleness/max", "replay/staleness_limit"],

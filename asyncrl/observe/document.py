@@ -19,6 +19,8 @@ import numpy as np
 from asyncrl.observe.charts import CHARTS
 from asyncrl.observe.curves import LATEST_STEPS, OF_STEP, Curves
 from asyncrl.observe.destinations import METRICS_FILE
+from asyncrl.observe.environment_tiles import environment_tiles
+from asyncrl.observe.group_time import group_times
 from asyncrl.observe.timeline import timeline
 from asyncrl.samples import Samples
 from asyncrl.samples.book import CHOSEN
@@ -88,6 +90,7 @@ def run_document(
         "tiles": _tiles(curves, summary),
         "histogram": summary.get("staleness", {}).get("histogram", []),
         "time": _time(summary.get("time", {})),
+        "group_times": [] if trace is None else group_times(trace),
         "timeline": None if trace is None else timeline(trace, latest=summary.get("status") == RUNNING),
         "samples": _samples(samples),
         "staleness": _staleness(curves.latest),
@@ -134,16 +137,17 @@ def _tiles(curves: Curves, summary: Mapping[str, Any]) -> list[dict[str, Any]]:
         parts = {"parts": _parts(goodput)}
         tiles.append(_tile("How much counts?", f"{goodput['total']:.0%}", note, "goodput/total") | parts)
     if "idle" in summary:
-        idle = summary["idle"]
+        idle = {role: fraction for role, fraction in summary["idle"].items() if role != "environments" or fraction}
         role = max(idle, key=lambda name: idle[name])
         others = ", ".join(f"{name} {idle[name]:.0%}" for name in idle if name != role)
         note = f"of its time; {others}; below, the learner's seconds of waiting by step"
-        tiles.append(_tile("What holds it back?", f"{role} waits {idle[role]:.0%}", note, "learner/wait_s"))
+        what = f"environments {idle[role]:.0%}" if role == "environments" else f"{role} waits {idle[role]:.0%}"
+        tiles.append(_tile("What holds it back?", what, note, "learner/wait_s"))
     if "mean" in summary.get("staleness", {}):
         staleness = summary["staleness"]
         note = f"steps of staleness, mean of tokens; the oldest {staleness['max']}, limit {staleness['limit']}"
         tiles.append(_tile("How off-policy?", f"{staleness['mean']:.2f}", note, "staleness/mean"))
-    return tiles
+    return [*tiles, *(_tile(*one) for one in environment_tiles(curves.latest[-1] if curves.latest else {}))]
 
 
 def _parts(goodput: Mapping[str, float]) -> list[list[Any]]:

@@ -102,7 +102,8 @@ class LiveView:
             f"step {status['step']:>{len(str(self._steps))}}/{self._steps}  reward {_reward(status)}  "
             f"staleness {self._staleness(status)}  "
             f"{status['tokens_per_s']:,.0f} tok/s  {_goodput(status)}"
-            f"idle: generators {status['generator_idle']:.0%}, learners {status['learner_idle']:.0%}"
+            f"idle: generators {status['generator_idle']:.0%}{_in_environments(status)}, "
+            f"learners {status['learner_idle']:.0%}"
             + (f"  eval {evaluated}" if (evaluated := evaluation_text(status)) else "")
             + "".join(f"  {note}" for note in _disturbances(status, restarts))
         )
@@ -129,6 +130,11 @@ class LiveView:
 
 def _reward(status: dict[str, Any]) -> str:
     return "-" if status["reward"] is None else f"{status['reward']:.3f}"
+
+
+def _in_environments(status: dict[str, Any]) -> str:
+    fraction = status["generator_environments"]
+    return f" (in environments {fraction:.0%})" if fraction else ""
 
 
 def _goodput(status: dict[str, Any]) -> str:

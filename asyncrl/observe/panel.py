@@ -216,15 +216,32 @@ def _goodput(metrics: dict[str, float], width: int) -> list[Line]:
 
 def _waiting(status: dict[str, Any], verdict: str) -> list[Line]:
     idle = Text()
-    for name, fraction in (("generators", status["generator_idle"]), ("learners", status["learner_idle"])):
-        idle.append("  " if idle else "").append(f"{name} wait ").append(f"{fraction:.0%} ", "bold")
-        idle.append(bar(fraction), "yellow")
+    fractions = {"generators wait": status["generator_idle"], "in environments": status["generator_environments"],
+                 "learners wait": status["learner_idle"]}  # fmt: skip
+    for name, fraction in fractions.items():
+        if fraction or name != "in environments":
+            idle.append("  " if idle else "").append(f"{name} ").append(f"{fraction:.0%} ", "bold")
+            idle.append(bar(fraction), "yellow")
     lines = [Line(idle)]
     if verdict:
         lines.append(Line(Text(verdict, style="bold")))
     if phases := _phases(status["metrics"]):
         lines.append(Line(f"a group is {phases}", is_minor=True))
+    if episodes := _episodes(status["metrics"]):
+        lines.append(Line(episodes, is_minor=True))
     return lines
+
+
+def _episodes(metrics: dict[str, float]) -> str:
+    """The line about the episodes of the last step; empty without an environment."""
+    if "environment/live_episodes" not in metrics:
+        return ""
+    live, waiting = (metrics[f"environment/{name}_episodes"] for name in ("live", "waiting"))
+    text = f"{live:,.0f} episodes in progress, {waiting:,.0f} wait for environments"
+    if "environment/turns" in metrics and "environment/wait_s/p95" in metrics:
+        p50, p95 = (metrics[f"environment/wait_s/{name}"] for name in ("p50", "p95"))
+        text += f"; {metrics['environment/turns']:.1f} turns, each episode waits {p50:.2g} s (95 %: {p95:.2g} s)"
+    return text
 
 
 def _split(metrics: dict[str, float]) -> str:
@@ -260,10 +277,15 @@ def _generators(generators: dict[str, dict[str, Any]]) -> Section:
     if not generators:
         return []
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    for title in ("generator", "version", "groups", "tokens", "waits"):
+    titles = ["generator", "version", "groups", "tokens", "waits"]
+    has_episodes = any(g["live_episodes"] or g["environments"] for g in generators.values())
+    for title in (*titles, "in environments", "episodes", "waiting") if has_episodes else titles:
         table.add_column(title, justify="left" if title == "generator" else "right")
     for index, g in generators.items():
-        table.add_row(index, str(g["version"]), str(g["leased"]), f"{g['tokens']:,}", f"{g['idle']:.0%}")
+        cells = [index, str(g["version"]), str(g["leased"]), f"{g['tokens']:,}", f"{g['idle']:.0%}"]
+        if has_episodes:
+            cells += [f"{g['environments']:.0%}", f"{g['live_episodes']:,}", f"{g['waiting_episodes']:,}"]
+        table.add_row(*cells)
     return [table]
 
 

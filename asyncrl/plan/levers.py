@@ -10,17 +10,25 @@ from asyncrl.types import GOODPUT_FACTORS
 
 GOOD = 0.95
 """Goodput above which no lever is named."""
+MANY = 0.01
+"""Fraction of groups that ran out of time, from which the limits are named."""
 MOSTLY = 0.7
 """Fraction of the groups without signal above which they count as solved, or as hopeless."""
 
 
 def goodput_sentence(
-    goodput: Mapping[str, float], config: Config, *, learner_idle: float, solved: float | None = None
+    goodput: Mapping[str, float],
+    config: Config,
+    *,
+    learner_idle: float,
+    solved: float | None = None,
+    environments: float = 0.0,
 ) -> str:
     """Returns a sentence about the goodput of a run, as `asyncrl.types.goodput_of` has it; empty if it is unknown.
 
     `learner_idle` is the fraction of the time in which the learner waits, and `solved` that of the groups without
-    signal that are solved and not hopeless; None if it is unknown.
+    signal that are solved and not hopeless; None if it is unknown. `environments` is the fraction of the generators'
+    time in which all episodes wait for their environments.
     """
     if "total" not in goodput:
         return ""
@@ -30,12 +38,23 @@ def goodput_sentence(
     factor = min(GOODPUT_FACTORS, key=lambda name: goodput[name])
     lever = {
         "engine": _engine(config),
-        "admitted": _admitted(config, learner_idle),
+        "admitted": _admitted(config, learner_idle, environments),
         "signal": _signal(config, solved),
         "trained": "the other tokens with signal are in flight or were returned; a longer run, or a lower "
         "replay.max_staleness, has fewer of them",
     }[factor]
     return f"{what}; its smallest factor is {factor}, {goodput[factor]:.0%}: {lever}."
+
+
+def timeout_sentence(config: Config, timed_out: float) -> str:
+    """Returns a sentence about the time limits of environments; empty unless they end MANY of the groups."""
+    if timed_out < MANY:
+        return ""
+    limits = f"environment.timeout_s = {config.environment.timeout_s:g} or environment.step_timeout_s = "
+    return (
+        f"{timed_out:.0%} of the groups were refunded since an environment took longer than {limits}"
+        f"{config.environment.step_timeout_s:g}; raise the limit that binds, or make the environment faster."
+    )
 
 
 def _engine(config: Config) -> str:
@@ -46,13 +65,19 @@ def _engine(config: Config) -> str:
             f"an engine has room for {places} groups and gets {admitted}; raise replay.max_staleness or "
             "replay.groups_per_step, or lower generator.max_running_groups"
         )
+    waits = "" if config.environment.name is None else "and episodes wait for their environments, "
     return (
-        "places stay free while long groups end, or weight swaps, evaluations and work between steps take time; raise "
-        "replay.max_staleness or replay.groups_per_step"
+        f"places stay free while long groups end, {waits}or weight swaps, evaluations and work between steps take "
+        "time; raise replay.max_staleness or replay.groups_per_step"
     )
 
 
-def _admitted(config: Config, learner_idle: float) -> str:
+def _admitted(config: Config, learner_idle: float, environments: float) -> str:
+    if environments > BUSY:
+        return (
+            f"in {environments:.0%} of their time generators only wait for environments; raise "
+            "replay.max_staleness, and environment.max_episodes if it is set, or make environments faster"
+        )
     if learner_idle < BUSY:
         return "generators wait for the learner, which is busy; add learners, or take fewer generators"
     limit = config.replay.staleness_limit

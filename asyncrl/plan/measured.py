@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from asyncrl.config import Config, load_config
 from asyncrl.errors import DataError
 from asyncrl.observe.document import read_metrics
+from asyncrl.plan.episodes import Episodes
 from asyncrl.plan.tail import TraceTail, read_metrics_tail
 from asyncrl.plan.trace import read_trace, signal_of, solved_fraction
 from asyncrl.plan.workload import TURNS, EngineCost, LearnerCost, Lengths, Setup, SyncCost, Workload, slowdown
@@ -22,6 +23,9 @@ from asyncrl.types import goodput_of
 from asyncrl.util.files import read_json
 from asyncrl.util.processes import GENERATOR_PHASES
 
+REFUNDED = ("failed", "truncated", "environment", "timeout", "overlong")
+"""Outcomes of groups that were refunded for another reason than equal rewards."""
+OF_TURNS = ("turns", "wait_s", "slow_turns")
 MAX_GROUPS = 16384
 """Number of groups whose lengths are kept."""
 MIN_STEPS = 3
@@ -40,6 +44,8 @@ class Measured:
     setup: Setup
     tokens_per_s: float
     generator_idle: float
+    environments: float
+    """Fraction of the generators' time in which all episodes waited for their environments."""
     learner_idle: float
     staleness: list[int]
     """Trained action tokens by staleness, in learner steps."""
@@ -90,6 +96,14 @@ class RecentRun:
         each = self._generators_per_device
         workload = _workload(self._config, trace, rows, steps, slowdown(each, TURNS), TURNS)
         return workload, _setup(self._config, len(rows), each)
+
+    def timed_out_fraction(self) -> float:
+        """Returns the fraction of the newest groups that were refunded because an environment took too long."""
+        try:
+            outcomes = self._trace.read().column("outcome").to_pylist()
+        except DataError:
+            return 0.0
+        return outcomes.count("timeout") / max(len(outcomes), 1)
 
     def solved_fraction(self) -> float | None:
         """Returns `asyncrl.plan.trace.solved_fraction` of the newest groups; None if there are none."""
@@ -167,6 +181,7 @@ def _measure(
         setup=_setup(config, len(rows), each),
         tokens_per_s=last["throughput/trained_tokens_per_s"],
         generator_idle=last["generator/idle_fraction"],
+        environments=last.get("generator/environments_fraction", 0.0),
         learner_idle=waited_s / last["time/elapsed_s"],
         staleness=summary.get("staleness", {}).get("histogram", []),
         goodput=goodput_of(last),
@@ -207,6 +222,7 @@ def _setup(config: Config, steps: int, generators_per_device: int) -> Setup:
         generators_per_device=generators_per_device,
         # Where the advantage leaves every group a signal, no choice makes a difference.
         zero_variance="refund" if config.replay.zero_variance == "auto" else config.replay.zero_variance,
+        max_episodes=config.environment.max_episodes,
     )
 
 
@@ -218,12 +234,45 @@ def _lengths(trace: pa.Table, config: Config) -> Lengths:
     """Returns the lengths of at most MAX_GROUPS complete groups, evenly spaced in the trace."""
     group_size = config.generator.group_size
     trace = trace.take(np.arange(0, len(trace), -(-len(trace) // MAX_GROUPS)))
-    offsets = trace.column("completion_tokens").combine_chunks().offsets.to_numpy()
-    complete = trace.filter(np.diff(offsets) == group_size)
-    completions = complete.column("completion_tokens").combine_chunks().values.to_numpy().reshape(-1, group_size)
-    prompts = complete.column("prompt_tokens").combine_chunks().values.to_numpy().reshape(-1, group_size)[:, 0]
-    failed = np.isin(complete.column("outcome").to_pylist(), ("failed", "truncated"))
-    return Lengths(np.maximum(completions, 1), prompts, _signal(complete, config), failed)
+    members, num_members = _members(trace)
+    complete = trace.filter(num_members == group_size)
+    members = members[np.repeat(num_members == group_size, _rows(trace))]
+    sums = {name: _by_member(complete, name, members, group_size) for name in ("completion_tokens", *OF_TURNS)}
+    prompts = complete.column("prompt_tokens").combine_chunks()
+    completions = np.maximum(sums["completion_tokens"], 1).astype(np.int32)
+    episodes = None
+    if sums["turns"].any():
+        turns, wait_s, slow_turns = (sums[name] for name in OF_TURNS)
+        episodes = Episodes(np.maximum(turns, 1).astype(np.int32), wait_s, slow_turns.astype(np.int32))
+    failed = np.isin(complete.column("outcome").to_pylist(), REFUNDED)
+    first = prompts.values.to_numpy()[prompts.offsets.to_numpy()[:-1]]
+    return Lengths(completions, first, _signal(complete, config), failed, episodes)
+
+
+def _rows(trace: pa.Table) -> NDArray[np.int64]:
+    """Returns the number of trajectories of each group."""
+    return np.diff(trace.column("completion_tokens").combine_chunks().offsets.to_numpy())
+
+
+def _members(trace: pa.Table) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Returns the member of its group that each trajectory is of, and the number of members of each group. In the trace
+    of a former version each trajectory is a member."""
+    rows = _rows(trace)
+    ends = np.cumsum(rows)
+    members = trace.column("members").combine_chunks().values.to_numpy()
+    if not len(members):
+        return np.arange(rows.sum()) - np.repeat(ends - rows, rows), rows
+    return members, np.where(rows > 0, members[ends - 1] + 1, 0)
+
+
+def _by_member(trace: pa.Table, column: str, members: NDArray[np.int64], group_size: int) -> NDArray[np.float64]:
+    """Returns the sums of a list over the trajectories of each member, [groups, group_size]; 0 if it is empty."""
+    values, rows = trace.column(column).combine_chunks().values.to_numpy(), _rows(trace)
+    if len(values) != len(members):
+        return np.zeros((len(trace), group_size))
+    places = np.repeat(np.arange(len(trace)), rows) * group_size + members
+    sums = np.bincount(places, weights=values, minlength=len(trace) * group_size)
+    return sums.astype(np.float64).reshape(-1, group_size)
 
 
 def _learner_cost(rows: list[dict[str, float]], steps: dict[int, _Step], learners: int) -> LearnerCost:

@@ -22,7 +22,9 @@ class Prediction:
     goodput: Goodput
     generated_tokens_per_s: float
     generator_idle: float
-    """Fraction of the generators' time without a running sequence."""
+    """Fraction of the generators' time without a running sequence and without an episode."""
+    environments: float
+    """Fraction of it in which all episodes waited for their environments."""
     learner_idle: float
     """Fraction of the time in which learners waited for groups or for weights to be sent."""
     staleness: list[int]

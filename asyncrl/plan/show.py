@@ -12,6 +12,7 @@ from rich.table import Table
 
 from asyncrl.errors import ConfigError
 from asyncrl.plan.choices import RECOMMENDED, Comparison, compare_choices
+from asyncrl.plan.episodes import Episodes
 from asyncrl.plan.measured import Measured, read_run
 from asyncrl.plan.prediction import Prediction
 from asyncrl.plan.simulate import simulate
@@ -29,6 +30,8 @@ RANGES = {
     "prompt_tokens": (0.0, MAX_TOKENS),
     "sigma": (0.0, 10.0),
     "refunded_fraction": (0.0, 1.0),
+    "episode_turns": (1.0, 1e4),
+    "turn_wait_share": (0.0, 1.0),
 }
 """Range of each option of a synthetic workload. Options without a range here are times of at least 0."""
 TITLES = (
@@ -68,7 +71,8 @@ def show_simulation(
         workload = replace(workload, lengths=workload.lengths.cut(max_tokens))
     setup = replace(before, **changes)
     found = simulate(workload, setup, seed=seed)
-    _print_prediction(console, found, measured if setup == before and max_tokens is None else None)
+    unchanged = measured if setup == before and max_tokens is None else None
+    _print_prediction(console, found, unchanged, has_episodes=workload.lengths.episodes is not None)
     return found
 
 
@@ -94,6 +98,8 @@ def made_up(numbers: dict[str, float], changes: dict[str, int]) -> tuple[Workloa
         prompt_tokens=round(n.get("prompt_tokens", 0)),
         refunded_fraction=n.get("refunded_fraction", 0.0),
     )
+    if any(name in n for name in ("episode_turns", "turn_wait_s", "turn_wait_share")):
+        lengths = replace(lengths, episodes=_episodes(lengths, n))
     workload = Workload(
         lengths,
         EngineCost(
@@ -106,6 +112,20 @@ def made_up(numbers: dict[str, float], changes: dict[str, int]) -> tuple[Workloa
     return workload, replace(setup, group_size=lengths.group_size)
 
 
+def _episodes(lengths: Lengths, numbers: dict[str, float]) -> Episodes:
+    """Returns the episodes of a synthetic workload. Raises ConfigError for a wait that can never come."""
+    turns = round(numbers.get("episode_turns", 1))
+    if turns == 1:
+        raise ConfigError("--episode-turns: is missing or 1: an episode waits after the turns that another follows")
+    return Episodes.of_shape(
+        lengths.completions.shape,
+        turns=turns,
+        wait_s=numbers.get("turn_wait_s", 0.0),
+        wait_share=numbers.get("turn_wait_share", 1.0),
+        seed=0,
+    )
+
+
 def check_number(name: str, value: float) -> None:
     """Raises ConfigError for an option of a synthetic workload that is out of range."""
     least, most = RANGES.get(name, (0.0, float("inf")))
@@ -114,7 +134,7 @@ def check_number(name: str, value: float) -> None:
         raise ConfigError(f"--{name.replace('_', '-')} {value:g}: must be at least {least:g}{upper}")
 
 
-def _print_prediction(console: Console, found: Prediction, measured: Measured | None) -> None:
+def _print_prediction(console: Console, found: Prediction, measured: Measured | None, *, has_episodes: bool) -> None:
     table = Table(box=None, padding=(0, 3, 0, 0), header_style="bold")
     table.add_column()
     table.add_column("simulated", justify="right")
@@ -128,6 +148,11 @@ def _print_prediction(console: Console, found: Prediction, measured: Measured | 
             for name, value in found.goodput.table().items()
         ),
         ("generators idle", ".1%", found.generator_idle, measured.generator_idle if measured else 0.0),
+        *(
+            [("generators in environments", ".1%", found.environments, measured.environments if measured else 0.0)]
+            if has_episodes
+            else []
+        ),
         ("learners idle", ".1%", found.learner_idle, measured.learner_idle if measured else 0.0),
         ("staleness, mean", ".2f", found.staleness_mean, mean_staleness(histogram)),
         ("staleness, max", ".0f", found.staleness_max, max(len(histogram) - 1, 0)),
@@ -139,7 +164,8 @@ def _print_prediction(console: Console, found: Prediction, measured: Measured | 
     table.add_row("groups in flight, mean", f"{found.groups_in_flight:,.1f}")
     table.add_row("seconds from lease to training", f"{found.life_s:.2f}")
     setup = found.setup
-    title = ", ".join(f"{name} {getattr(setup, name)}" for name in setup.__slots__ if name != "generators_per_device")
+    hidden = {"generators_per_device", *(["max_episodes"] if setup.max_episodes is None else [])}
+    title = ", ".join(f"{name} {getattr(setup, name)}" for name in setup.__slots__ if name not in hidden)
     console.print(title, highlight=False, soft_wrap=True)
     console.print(table)
     total = max(sum(found.staleness), 1)

@@ -14,13 +14,16 @@ from math import inf
 
 import numpy as np
 
+from asyncrl.plan.episodes import turns_of
 from asyncrl.plan.prediction import Prediction
 from asyncrl.plan.simulated_engine import SimulatedEngine
+from asyncrl.plan.turns_engine import TurnsEngine
 from asyncrl.plan.workload import Setup, Workload, slowdown
 from asyncrl.replay.ledger import Ledger, wanted_groups
 from asyncrl.replay.ledger_counts import State
 from asyncrl.replay.metrics.goodput import Goodput
 
+Engine = SimulatedEngine | TurnsEngine
 DRAWN_AT_ONCE = 4096
 COUNTED = 256
 """Approximate number of measurements of the tokens in flight."""
@@ -55,11 +58,13 @@ class _Simulation:
         self._refunded: list[bool] = refunded.tolist()
         self._signal_tokens = self._trained_signal_tokens = 0
         """Tokens of finished and of trained groups with signal."""
-        self._dice = np.random.default_rng(seed)
+        self._dice, self._waits = np.random.default_rng(seed), np.random.default_rng([seed, 1])
         self._drawn: list[int] = []
         self._ledger = Ledger(groups_per_step=setup.groups_per_step, max_staleness=setup.max_staleness)
         slots = setup.max_running_groups * setup.group_size
-        self._engines = [SimulatedEngine(workload.engine, slots=slots) for _ in range(setup.generators)]
+        self._episodes = lengths.episodes
+        kind = SimulatedEngine if self._episodes is None else TurnsEngine
+        self._engines = [kind(workload.engine, slots=slots) for _ in range(setup.generators)]
         self._busy = [False] * setup.generators
         self._leases = [0] * setup.generators
         """Number of unfinished leases of each generator."""
@@ -122,10 +127,10 @@ class _Simulation:
         engine, ledger, version = self._engines[generator], self._ledger, self._engines[generator].version
         engine.advance(self._now_s)
         free = self._wanted - -(-len(engine) // self._setup.group_size)
-        leased = min(free, self._limit - self._leases[generator], ledger.capacity(version))
+        leased = min(free, self._limit - self._leases[generator], ledger.capacity(version), self._unplayed(engine))
         for _ in range(leased):
             number = ledger.lease(version).number
-            engine.add(number, self._draw(number, generator))
+            self._add(engine, number, self._draw(number, generator))
         if leased > 0:
             self._leases[generator] += leased
             free, changed = free - leased, True
@@ -136,8 +141,26 @@ class _Simulation:
         if changed:
             self._schedule(generator)
 
-    def _draw(self, number: int, generator: int) -> list[int]:
-        """Draws a new group and returns its lengths."""
+    def _unplayed(self, engine: Engine) -> int:
+        """Groups of which the generator may play the episodes in addition to those in progress, at most as many as it
+        wants at all."""
+        if self._setup.max_episodes is None or not isinstance(engine, TurnsEngine):
+            return self._wanted
+        return (self._setup.max_episodes - engine.num_episodes) // self._setup.group_size
+
+    def _add(self, engine: Engine, number: int, row: int) -> None:
+        """Starts the group of this row of the workload."""
+        lengths, episodes = self._completions[row], self._episodes
+        if isinstance(engine, SimulatedEngine) or episodes is None:
+            engine.add(number, lengths)  # type: ignore[arg-type]
+            return
+        waits = zip(
+            episodes.turns[row].tolist(), episodes.wait_s[row].tolist(), episodes.slow_turns[row].tolist(), strict=True
+        )
+        engine.add(number, [turns_of(tokens, *own, self._waits) for tokens, own in zip(lengths, waits, strict=True)])
+
+    def _draw(self, number: int, generator: int) -> int:
+        """Draws a new group and returns its row of the workload."""
         if not self._drawn:
             self._drawn = self._dice.integers(len(self._completions), size=DRAWN_AT_ONCE).tolist()
         row = self._drawn.pop()
@@ -145,7 +168,7 @@ class _Simulation:
         prompt_tokens = self._prompts[row] * len(lengths)
         outcome = self._signal[row], self._refunded[row]
         self._groups[number] = _Group(generator, self._now_s, sum(lengths), prompt_tokens, *outcome)
-        return lengths
+        return row
 
     def _schedule(self, generator: int) -> None:
         engine = self._engines[generator]
@@ -181,7 +204,7 @@ class _Simulation:
                 self._push(self._now_s + self._workload.reward_s, "group", number)
             else:
                 self._finish(number)
-        elif generator in self._denied or len(engine) % self._setup.group_size:
+        elif self._setup.max_episodes is None and (generator in self._denied or len(engine) % self._setup.group_size):
             self._schedule(generator)
             return
         self._ask(generator, changed=True)
@@ -266,6 +289,7 @@ class _Simulation:
         for engine in self._engines:
             engine.advance(wall_s)
         idle_s = sum(engine.idle_s for engine in self._engines)
+        environments_s = sum(engine.environments_s for engine in self._engines)
         refunded = sum(amount.groups for amount in ledger.refunded.values())
         unfinished_s = sum(wall_s - group.leased_s for group in self._groups.values())
         return Prediction(
@@ -273,9 +297,10 @@ class _Simulation:
             wall_s=wall_s,
             tokens_per_s=ledger.trained.tokens / wall_s,
             signal_tokens_per_s=self._trained_signal_tokens / wall_s,
-            goodput=self._goodput(idle_s),
+            goodput=self._goodput(idle_s + environments_s),
             generated_tokens_per_s=(ledger.generated.tokens + self._scoring_tokens) / wall_s,
             generator_idle=idle_s / (wall_s * len(self._engines)),
+            environments=environments_s / (wall_s * len(self._engines)),
             learner_idle=self._waited_s / wall_s,
             staleness=[self._histogram[staleness] for staleness in range(max(self._histogram, default=-1) + 1)],
             tokens_in_flight=float(np.mean(self._in_flight)),
@@ -286,7 +311,7 @@ class _Simulation:
         )
 
     def _goodput(self, idle_s: float) -> Goodput:
-        """The goodput, with engines that were idle for `idle_s` in all."""
+        """The goodput, with engines in which nothing ran for `idle_s` in all."""
         setup, offered_s = self._setup, self._now_s * len(self._engines)
         slowed = slowdown(min(setup.generators_per_device, setup.generators), self._workload.turns)
         bare = self._workload.engine.bare_tokens_per_s(setup.max_running_groups * setup.group_size, self._mean_tokens)

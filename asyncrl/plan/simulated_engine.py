@@ -23,7 +23,8 @@ class SimulatedEngine:
 
     __slots__ = (
         "_begun", "_clock", "_cost", "_ended_tokens", "_expected", "_free_s", "_lasts", "_left", "_mark_clocks",
-        "_mark_versions", "_now_s", "_running", "_slots", "_sum_starts", "_waiting", "idle_s", "slowdown", "version",
+        "_mark_versions", "_now_s", "_running", "_slots", "_sum_starts", "_waiting", "environments_s", "idle_s",
+        "slowdown", "version",
     )  # fmt: skip
 
     def __init__(self, cost: EngineCost, *, slots: int) -> None:
@@ -32,6 +33,8 @@ class SimulatedEngine:
         """Factor of all durations while other engines compute on the same device."""
         self.idle_s = 0.0
         """Seconds without a running sequence."""
+        self.environments_s = 0.0
+        """Seconds in which all episodes wait for their environments; there are none."""
         self._cost, self._slots = cost, slots
         self._now_s = self._free_s = 0.0
         """Time up to which the engine is simulated; and time until which prompts or a swap block decoding."""

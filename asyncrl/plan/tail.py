@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from asyncrl.errors import DataError
-from asyncrl.plan.trace import check_schema, damaged, last_of_tickets, with_signal
+from asyncrl.plan.trace import check_schema, damaged, last_of_tickets, with_columns
 from asyncrl.replay.metrics.trace import SCHEMA
 
 METRICS_BYTES = 2 << 20
@@ -83,7 +83,7 @@ class TraceTail:
             table = self._read.get(begin)
             if table is None:
                 batch = pa.ipc.read_record_batch(pa.py_buffer(_read(file, begin, end)), self._schema)
-                table = with_signal(pa.Table.from_batches([batch]))
+                table = with_columns(pa.Table.from_batches([batch]))
             kept[begin] = table
             rows += len(table)
         self._read = kept
@@ -100,7 +100,7 @@ class TraceTail:
                     if rows < self._wanted:
                         groups.insert(0, group)
                         rows += file.metadata.row_group(group).num_rows
-                table = with_signal(file.read_row_groups(groups)) if groups else SCHEMA.empty_table()
+                table = with_columns(file.read_row_groups(groups)) if groups else SCHEMA.empty_table()
             # A copy: a slice would keep the complete row groups in memory.
             newest = np.arange(max(0, len(table) - self._wanted), len(table))
             self._former = inode, table.take(pa.array(newest))

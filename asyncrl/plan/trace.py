@@ -34,22 +34,24 @@ def last_of_tickets(table: pa.Table) -> pa.Table:
     return table.take(pa.array(np.sort(last)))
 
 
-FORMER = SCHEMA.remove(SCHEMA.get_field_index("signal"))
-"""The schema of versions that did not write the signal of a group."""
+FORMER = tuple(pa.schema(list(SCHEMA)[: SCHEMA.get_field_index(name)]) for name in ("signal", "reward_s"))
+"""The schemas of former versions, whose traces end before these columns."""
 
 
 def check_schema(path: Path, schema: pa.Schema) -> None:
-    """Raises DataError unless `schema` is the trace schema of this version, or FORMER."""
+    """Raises DataError unless `schema` is the trace schema of this version, or one of FORMER."""
     found = schema.remove_metadata()
-    if found not in (SCHEMA, FORMER):
+    if found not in (SCHEMA, *FORMER):
         raise DataError(f"{path}: not a trace of this version of asyncrl: {_differences(found)}; run the job again")
 
 
-def with_signal(table: pa.Table) -> pa.Table:
-    """Returns a table of either schema with that of this version; signals that were not written are null."""
-    if "signal" in table.column_names:
-        return table
-    return table.append_column(SCHEMA.field("signal"), pa.nulls(len(table), pa.bool_()))
+def with_columns(table: pa.Table) -> pa.Table:
+    """Returns a table of any of these schemas with that of this version. In columns that were not written, lists are
+    empty and other values null."""
+    for column in list(SCHEMA)[len(table.column_names) :]:
+        empty = pa.array([[]] * len(table), column.type) if pa.types.is_list(column.type) else None
+        table = table.append_column(column, pa.nulls(len(table), column.type) if empty is None else empty)
+    return table
 
 
 def signal_of(trace: pa.Table, *, trains_all: bool) -> NDArray[np.bool_]:
@@ -89,7 +91,7 @@ def _read(path: Path) -> pa.Table:
     except (pa.ArrowInvalid, OSError) as error:
         raise damaged(path, error) from None
     check_schema(path, table.schema)
-    return with_signal(table)
+    return with_columns(table)
 
 
 def _read_log(path: Path) -> pa.Table:

@@ -3,6 +3,7 @@ limit."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -35,7 +36,8 @@ class Candidate:
 
 def predict(workload: Workload, setup: Setup) -> Prediction:
     """Simulates the setup over a number of steps that suffices for a prediction, instead of the setup's number."""
-    steps = SEQUENCES // (setup.groups_per_step * setup.group_size)
+    turns = 1.0 if workload.lengths.episodes is None else workload.lengths.episodes.mean_turns
+    steps = round(SEQUENCES / turns) // (setup.groups_per_step * setup.group_size)
     steps = min(max(steps, MIN_STEPS + 2 * setup.max_staleness), MAX_STEPS)
     return simulate(workload, replace(setup, steps=steps))
 
@@ -69,7 +71,7 @@ def search(workload: Workload, setup: Setup, *, devices: int, max_staleness: int
 
 def bottleneck_of(prediction: Prediction) -> str:
     """Returns the bottleneck: the side that waits less, or "staleness" if both wait."""
-    generator, learner = prediction.generator_idle, prediction.learner_idle
+    generator, learner = prediction.generator_idle + prediction.environments, prediction.learner_idle
     if generator > APART and learner > 2 * APART:
         return "staleness"
     if learner > generator + APART:
@@ -98,9 +100,62 @@ def limits(highest: int) -> list[int]:
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """Limits that would fill engines whose episodes wait for their environments."""
+
+    change: str
+    setup: Setup
+    sentence: str
+
+
+def groups_needed(workload: Workload, setup: Setup) -> float:
+    """Returns the groups in progress with which the engines of all generators are full: their places, times one and
+    the ratio of the waiting after a turn to its time in a full engine."""
+    slots = setup.max_running_groups * setup.group_size
+    episodes, engine = workload.lengths.episodes, workload.engine
+    if episodes is None:
+        return float(setup.generators * setup.max_running_groups)
+    tokens = float(workload.lengths.completions.mean()) / episodes.mean_turns
+    turn_s = tokens * engine.step_s(slots) + engine.request_s * slots
+    return setup.generators * setup.max_running_groups * (1 + episodes.wait_per_turn_s / turn_s)
+
+
+def remedy_of(workload: Workload, setup: Setup, tokens_per_s: float) -> Remedy | None:
+    """Returns what would fill the engines of a run that trains `tokens_per_s` in the simulation: more episodes at once,
+    or a higher staleness limit, by `groups_needed`. The limit is one higher if that gains APART more: a group is in
+    progress until its last episode has ended. None if environments that answer at once would not make it faster by
+    APART, or if neither limit is too low."""
+    episodes = workload.lengths.episodes
+    if episodes is None or not episodes.wait_s.any():
+        return None
+    at_once = replace(workload, lengths=replace(workload.lengths, episodes=episodes.without_waits()))
+    if predict(at_once, setup).tokens_per_s < (1 + APART) * tokens_per_s:
+        return None
+    needed = groups_needed(workload, setup)
+    limit = max(math.ceil(needed / setup.groups_per_step), setup.max_staleness)
+    most = math.ceil(needed / setup.generators) * setup.group_size
+    other, changes = replace(setup, max_staleness=limit), list[str]()
+    if setup.max_episodes is not None and setup.max_episodes < most:
+        other = replace(other, max_episodes=most)
+        changes.append(f"environment.max_episodes = {most}")
+    next_limit = replace(other, max_staleness=limit + 1)
+    if predict(workload, next_limit).tokens_per_s > (1 + APART) * predict(workload, other).tokens_per_s:
+        other, limit = next_limit, limit + 1
+    if limit > setup.max_staleness:
+        changes.append(f"replay.max_staleness = {limit}")
+    if not changes:
+        return None
+    waits = f"median {episodes.slow_wait_s:.2g} s on {episodes.slow_fraction:.0%} of turns"
+    if not episodes.slow_fraction:
+        waits = f"mean {episodes.wait_per_turn_s:.2g} s after a turn"
+    change = " and ".join(changes)
+    return Remedy(change, other, f"generators wait for environments ({waits}); {change} would fill them")
+
+
 log = structlog.get_logger()
 
-Bound = Literal["generator", "learner", "staleness", "balanced"]
+Bound = Literal["generator", "learner", "staleness", "environment", "balanced"]
 
 MIN_GAIN = 0.03
 """Minimum gain for a recommendation."""
@@ -133,43 +188,65 @@ class Verdict:
     """Sorted by gain, the largest first; empty if the run could not be simulated."""
 
 
-def judge(workload: Workload, setup: Setup, *, generator_idle: float, learner_idle: float) -> Verdict:
-    """Returns the verdict on a run, from its measured workload and setup and the idle fractions of its two sides."""
+def judge(
+    workload: Workload, setup: Setup, *, generator_idle: float, learner_idle: float, environments: float = 0.0
+) -> Verdict:
+    """Returns the verdict on a run, from its measured workload and setup, the idle fractions of its two sides, and that
+    of the generators' time in which all episodes waited for their environments."""
     now = predict(workload, setup).tokens_per_s
-    others = _alternatives(setup)
-    changes = [Change(bound, text, predict(workload, other).tokens_per_s / now - 1) for bound, text, other in others]
-    changes.sort(key=lambda change: change.gain, reverse=True)
+    waits, others = remedy_of(workload, setup, now), _alternatives(setup)
+    if waits is not None and all(other != waits.setup for _, _, other in others):
+        others.append(("environment", waits.change, waits.setup))
+    found = [
+        (Change(bound, text, predict(workload, other).tokens_per_s / now - 1), other) for bound, text, other in others
+    ]
+    changes = sorted((change for change, _ in found), key=lambda change: change.gain, reverse=True)
+    idle = _idle(generator_idle, learner_idle, environments)
+    if waits is not None and (gain := next(one.gain for one, other in found if other == waits.setup)) >= MIN_GAIN:
+        sentence = f"environment-bound: {idle}; {waits.sentence}, about {gain:+.0%} (simulated)"
+        return Verdict("environment", sentence, changes)
     best = changes[0]
     free = next((change for change in changes if change.bound == "staleness"), best)
     if free.gain >= ABOUT_AS_MUCH * best.gain:
         best = free
-    idle = _idle(generator_idle, learner_idle)
     if best.gain < MIN_GAIN:
         return Verdict("balanced", f"balanced: {idle}; no single change would gain 3 % (simulated)", changes)
     waits = {
         "generator": f"the learner waited {learner_idle:.0%} of the time",
         "learner": f"generators were idle {generator_idle:.0%} of the time",
         "staleness": f"generators were idle {generator_idle:.0%} of the time, the learner waited {learner_idle:.0%}",
+        "environment": idle,
         "balanced": idle,
     }[best.bound]
     sentence = f"{best.bound}-bound: {waits}; {best.text} would gain about {best.gain:+.0%} (simulated)"
     return Verdict(best.bound, sentence, changes)
 
 
-def verdict_of(run: RecentRun, *, generator_idle: float, learner_idle: float, max_staleness: int) -> Verdict:
+def verdict_of(
+    run: RecentRun, *, generator_idle: float, learner_idle: float, max_staleness: int, environments: float = 0.0
+) -> Verdict:
     """Returns the verdict on a run, live or ended; from the idle fractions alone while its files do not suffice for a
     simulation, or no group of it has had a signal."""
     try:
         workload, setup = run.read()
     except (DataError, ConfigError) as error:
         log.info("no simulation for the verdict", error=str(error))
-        return guess(generator_idle=generator_idle, learner_idle=learner_idle, max_staleness=max_staleness)
-    return judge(workload, setup, generator_idle=generator_idle, learner_idle=learner_idle)
+        return guess(
+            generator_idle=generator_idle,
+            learner_idle=learner_idle,
+            max_staleness=max_staleness,
+            environments=environments,
+        )
+    return judge(workload, setup, generator_idle=generator_idle, learner_idle=learner_idle, environments=environments)
 
 
-def guess(*, generator_idle: float, learner_idle: float, max_staleness: int) -> Verdict:
-    """Returns the verdict from the idle fractions of both sides alone."""
-    idle = _idle(generator_idle, learner_idle)
+def guess(*, generator_idle: float, learner_idle: float, max_staleness: int, environments: float = 0.0) -> Verdict:
+    """Returns the verdict from the idle fractions of both sides alone, and that of the generators' time in which all
+    episodes waited for their environments."""
+    idle = _idle(generator_idle, learner_idle, environments)
+    if environments > max(BUSY, generator_idle) and learner_idle > BUSY:
+        text = f"a higher max_staleness than {max_staleness}, and more environment.max_episodes, may help"
+        return Verdict("environment", f"environment-bound: {idle}; {text}", [])
     ahead = max_staleness > 0 and abs(generator_idle - learner_idle) > CLEARLY
     if generator_idle < BUSY and learner_idle < BUSY:
         return Verdict("balanced", f"balanced: {idle}", [])
@@ -180,8 +257,9 @@ def guess(*, generator_idle: float, learner_idle: float, max_staleness: int) -> 
     return Verdict("staleness", f"staleness-bound: {idle}; a higher max_staleness than {max_staleness} may help", [])
 
 
-def _idle(generator_idle: float, learner_idle: float) -> str:
-    return f"generators idle {generator_idle:.0%} of the time, the learner {learner_idle:.0%}"
+def _idle(generator_idle: float, learner_idle: float, environments: float) -> str:
+    waits = f", in environments {environments:.0%}" if environments >= 0.005 else ""
+    return f"generators idle {generator_idle:.0%} of the time{waits}, the learner {learner_idle:.0%}"
 
 
 def _alternatives(setup: Setup) -> list[tuple[Bound, str, Setup]]:

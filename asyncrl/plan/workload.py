@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError
+from asyncrl.plan.episodes import Episodes
 from asyncrl.replay.metrics.goodput import bare_tokens_per_s
 
 SYNTHETIC_GROUPS = 4096
@@ -86,6 +87,8 @@ class Lengths:
     """[groups], true for groups whose training changes the policy."""
     failed: NDArray[np.bool_]
     """[groups], true for groups that are refunded for another reason than equal rewards."""
+    episodes: Episodes | None = None
+    """Turns and waits of the completions with an environment; None without one."""
 
     @classmethod
     def log_normal(
@@ -112,11 +115,13 @@ class Lengths:
         if group_size == self.group_size:
             return self
         chosen = np.random.default_rng(seed).integers(self.group_size, size=(len(self.completions), group_size))
-        return replace(self, completions=np.take_along_axis(self.completions, chosen, axis=1))
+        episodes = None if self.episodes is None else self.episodes.take(chosen)
+        return replace(self, completions=np.take_along_axis(self.completions, chosen, axis=1), episodes=episodes)
 
     def cut(self, max_tokens: int) -> Self:
-        """Returns the same groups with completions truncated to `max_tokens`."""
-        return replace(self, completions=np.minimum(self.completions, max_tokens))
+        """Returns the same groups with completions, or the turns of episodes, truncated to `max_tokens`."""
+        most = max_tokens if self.episodes is None else max_tokens * self.episodes.turns
+        return replace(self, completions=np.minimum(self.completions, most))
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,14 +165,20 @@ class Setup:
     generators_per_device: int = 1
     """Generators that share one core or GPU."""
     zero_variance: ZeroVariance = "refund"
+    max_episodes: int | None = None
+    """Limit of the episodes that a generator plays at once; None if there is none."""
 
     def __post_init__(self) -> None:
         if self.zero_variance not in CHOICES:
             raise ConfigError(f"simulate: zero_variance = {self.zero_variance}, must be one of {', '.join(CHOICES)}")
-        for name in (name for name in self.__slots__ if name != "zero_variance"):
+        for name in (name for name in self.__slots__ if name not in ("zero_variance", "max_episodes")):
             least = 0 if name == "max_staleness" else 1
             if getattr(self, name) < least:
                 raise ConfigError(f"simulate: {name} = {getattr(self, name)}, must be at least {least}")
+        if self.max_episodes is not None and self.max_episodes < self.group_size:
+            raise ConfigError(
+                f"simulate: max_episodes = {self.max_episodes}, must be at least group_size = {self.group_size}"
+            )
         if self.groups_per_step % self.learners:
             raise ConfigError(
                 f"simulate: groups_per_step = {self.groups_per_step} cannot be divided among {self.learners} learners; "

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Generic, Literal, Self, TypeVar
 from msgspec import Meta
 
 from asyncrl.types import EpisodeEnd, Status
-from asyncrl.util.processes import ACTIVITIES, GENERATOR_PHASES
+from asyncrl.util.processes import GENERATOR_ACTIVITIES, GENERATOR_PHASES
 from asyncrl.wire.bounds import (
     MAX_PARTS,
     MAX_WEIGHT,
@@ -39,10 +39,12 @@ class GeneratorStats(Body):
     samples: Number
     """Completions that these tokens are of."""
     waiting_s: Time
-    """Time without a running request. This and the next three are activities of a Stopwatch."""
+    """Time without a running request. This and the next four are activities of a Stopwatch."""
     working_s: Time
     syncing_s: Time
     writing_s: Time
+    environments_s: Time
+    """Time without a running request, in which all episodes waited for their environments."""
     engine_s: Time
     """Time of decoding steps. This and the next three are the phases of GENERATOR_PHASES."""
     requests_s: Time
@@ -57,12 +59,17 @@ class GeneratorStats(Body):
     to its rewards; empty until known."""
     peak_memory_bytes: Number
     """As `asyncrl.util.memory` measures it; 0 until known."""
+    live_episodes: Count
+    """Episodes in progress."""
+    waiting_episodes: Count
+    """Those of them that wait for their environments."""
 
     @classmethod
     def of(cls, **values: Any) -> Self:
         """The stats with these values; the others are 0 or empty."""
-        times = {f"{name}_s": 0.0 for name in (*ACTIVITIES, *GENERATOR_PHASES)}
-        counts = dict.fromkeys(("tokens", "samples", "rewards_failed", "peak_memory_bytes"), 0)
+        times = {f"{name}_s": 0.0 for name in (*GENERATOR_ACTIVITIES, *GENERATOR_PHASES)}
+        names = "tokens", "samples", "rewards_failed", "peak_memory_bytes", "live_episodes", "waiting_episodes"
+        counts = dict.fromkeys(names, 0)
         return cls(**{**counts, **times, "stall_ms": [], "costs": [], **values})
 
 
@@ -134,6 +141,9 @@ class EpisodeHeader(Body):
     environment_s: Time
     tries: Count
     lost_tokens: Count
+    reset_s: Time
+    wait_s: Time
+    slow_turns: Count
 
 
 class GroupHeader(Body):
@@ -151,6 +161,7 @@ class GroupHeader(Body):
     end_version: Version
     started_s: Time
     finished_s: Time
+    reward_s: Time
     greedy_reward: Reward | None
     greedy_tokens: Count
     weight: Annotated[float, Meta(gt=0.0, le=MAX_WEIGHT)]

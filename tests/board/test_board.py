@@ -183,7 +183,8 @@ def test_a_live_run_has_what_its_queue_tells(tmp_path: Path, monkeypatch: pytest
     counts = {"generated": 9, "trained": 6, "refunded": {}, "returned": 0, "in_flight": 3}
     ledger = {"leased": 3, "trained": 2, "refunded": {}, "in_flight": 1, "trajectories": counts, "tokens": counts}
     told = {
-        "steps": 40, "idle": {"generator": 0.01, "learner": 0.6}, "staleness": {"limit": 4, "mean": 1.0, "max": 2},
+        "steps": 40, "idle": {"generator": 0.01, "environments": 0.0, "learner": 0.6},
+        "staleness": {"limit": 4, "mean": 1.0, "max": 2},
         "ledger": ledger,
     }  # fmt: skip
     run = made_run(tmp_path / "live")

@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from asyncrl.environments.dialogue import Dialogue
-from asyncrl.environments.player import Limits, Player, Turn, play_alone
+from asyncrl.environments.episode import Limits, Turn
+from asyncrl.environments.player import Player, play_alone
 from asyncrl.environments.table import Named, load_environment
 from asyncrl.wire.environment_messages import EpisodeStart, SayNext
 from tests.helpers.chat_models import save_chat_model

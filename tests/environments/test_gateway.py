@@ -11,10 +11,10 @@ import aiohttp
 import openai
 import pytest
 
+from asyncrl.environments.episode import Limits, Turn
 from asyncrl.environments.gateway.errors import EpisodeOverError
 from asyncrl.environments.gateway.server import Access, Gateway
 from asyncrl.environments.gateway.session import Session
-from asyncrl.environments.player import Limits, Turn
 from asyncrl.wire.environment_messages import SayNext
 from tests.helpers.dialogues import CharacterDialogue, turn
 

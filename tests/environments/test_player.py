@@ -15,7 +15,8 @@ from asyncrl.environments import Environment
 from asyncrl.environments.builtin.calculator import Calculator
 from asyncrl.environments.builtin.guess import GuessNumber
 from asyncrl.environments.dialogue import MARK, Dialogue
-from asyncrl.environments.player import Limits, Player, Turn, play_alone
+from asyncrl.environments.episode import Limits, Turn
+from asyncrl.environments.player import Player, play_alone
 from asyncrl.environments.table import Named
 from asyncrl.wire.environment_messages import EpisodeEnded, EpisodeStart, SayNext
 from tests.helpers.reward_pool import TOKENS, save_tokenizer, tokens

@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from asyncrl.config import Options
+from asyncrl.environments.episode import Limits, Turn
 from asyncrl.environments.gateway.server import Gateway
-from asyncrl.environments.player import Limits, Turn
 from asyncrl.environments.programs import foreign_program
 from asyncrl.environments.programs.foreign_program import ForeignProgram
 from asyncrl.environments.programs.load import load_agent

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
@@ -19,7 +20,8 @@ from transformers.utils.chat_template_utils import get_json_schema
 
 from asyncrl.environments import Action, Environment, Message, Step
 from asyncrl.environments.dialogue import Dialogue
-from asyncrl.environments.player import Limits, Player, Turn, play_alone
+from asyncrl.environments.episode import Limits, Turn
+from asyncrl.environments.player import Player, play_alone
 from asyncrl.environments.table import Named, load_environment
 from asyncrl.environments.tools import ToolError, tools_of
 from asyncrl.errors import ConfigError
@@ -121,7 +123,8 @@ def test_what_the_policy_did_wrong_is_answered(dialogue: Dialogue) -> None:
         assert expected in policy.read[1] and ended.reward == 1.0, (text, policy.read[1])
         failed = sum(value for name, value in ended.parts.items() if name.startswith("calls_failed/"))
         assert failed == 1.0 and sum(value for name, value in ended.parts.items() if name.startswith("calls/")) == 1.0
-    assert "calls/evaluat" not in ended.parts, "the policy cannot name metrics"
+        named = {name.partition("/")[2] for name in ended.parts} - {"", "unknown"}
+        assert named == set(tools_of(Calculator)), "the policy cannot name metrics"
 
 
 def test_values_have_the_types_of_the_method(dialogue: Dialogue) -> None:
@@ -182,6 +185,18 @@ def test_any_other_error_of_a_tool_fails_the_episode(
     assert (
         f"{tool} {error}" in ended.error or "coroutine raised StopIteration" in ended.error
     ) and time.monotonic() - begun_s < 2.0
+
+
+def test_other_calls_of_a_turn_end_with_the_one_that_fails(dialogue: Dialogue) -> None:
+    seen: list[str] = []
+
+    class Watched(Calculator):
+        async def close(self) -> None:
+            await asyncio.sleep(0.05)
+            seen.extend(self.log)
+
+    ended, _, _ = play(dialogue, Watched, call("look_up", word="one", wait_s=3.0) + call("break_later", how="key"))
+    assert ended.status == "failed" and seen == ["one begins", "one is cancelled"]
 
 
 def test_a_result_that_is_no_json_fails_the_episode(dialogue: Dialogue) -> None:

@@ -41,7 +41,11 @@ class Calculator(ToolEnvironment):
             wait_s: Seconds until the answer.
         """
         self.log.append(f"{word} begins")
-        await asyncio.sleep(wait_s)
+        try:
+            await asyncio.sleep(wait_s)
+        except asyncio.CancelledError:
+            self.log.append(f"{word} is cancelled")
+            raise
         self.log.append(f"{word} ends")
         return {"word": word, "value": ["one", "two"].index(word) + 1}
 

@@ -76,6 +76,7 @@ STATS = GeneratorStats(
     working_s=1.0,
     syncing_s=0.0,
     writing_s=0.0,
+    environments_s=0.25,
     engine_s=0.75,
     requests_s=0.125,
     rewards_s=0.0,
@@ -84,6 +85,8 @@ STATS = GeneratorStats(
     rewards_failed=1,
     costs=[0.01, 1e-4, 2e-3, 0.1],
     peak_memory_bytes=1 << 30,
+    live_episodes=6,
+    waiting_episodes=4,
 )
 METRICS = {"learner/loss": 0.25, "learner/wait_s": 0.1, "weights/broadcasts": 3.0}
 

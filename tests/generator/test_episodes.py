@@ -6,6 +6,8 @@ import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from generator_model import small_config, weights_of
 from transformers import Qwen2ForCausalLM
 
 from asyncrl.environments.pool import NextTurn
+from asyncrl.generator import episodes
 from asyncrl.generator.loop import GeneratorLoop
 from asyncrl.generator.vllm_backend.engine import Engine
 from asyncrl.replay.codec import pack_group
@@ -86,9 +89,11 @@ class Recording:
     engine: Engine
     prompts: dict[str, list[list[int]]] = field(default_factory=dict)
     sampled: dict[str, list[Any]] = field(default_factory=dict)
+    priorities: list[tuple[str, int]] = field(default_factory=list)
 
     def add(self, key: str, prompt: Sequence[int], **options: Any) -> None:
         self.prompts.setdefault(key, []).append(list(np.asarray(prompt).tolist()))
+        self.priorities.append((key.partition(".")[0], options["priority"]))
         self.engine.add(key, prompt, **options)
 
     def step(self) -> list[Any]:
@@ -180,7 +185,7 @@ def test_what_is_trained_is_what_the_engine_got_and_sampled(
 def test_a_swap_between_two_turns_changes_the_versions_of_the_later_ones(
     model_path: str, make_engine: MakeEngine, policies: list[Qwen2ForCausalLM]
 ) -> None:
-    engine, pool = Recording(make_engine()), FakePool(delay=3)
+    engine, pool = Recording(make_engine()), FakePool(delay=8)
     receiver = FakeReceiver(deque([(0, weights_of(policies[0]))]))
     loop, client = make_loop(model_path, engine, pool, receiver, groups=1)
 
@@ -263,6 +268,80 @@ def test_slots_are_free_while_episodes_wait_for_their_environment(
         assert loop.engine.num_running == 0 and len(pool.said_tokens) == live, limit
         loop.release()
         assert len(pool.dropped) == live
+
+
+@pytest.mark.parametrize(("delay", "waits_s", "slow"), [(0, 0.05, 0), (3, 0.2, 3)])
+def test_the_time_that_episodes_wait_for_their_environment_is_counted(
+    model_path: str,
+    make_engine: MakeEngine,
+    policies: list[Qwen2ForCausalLM],
+    monkeypatch: pytest.MonkeyPatch,
+    delay: int,
+    waits_s: float,
+    slow: int,
+) -> None:
+    """A poll of the environments takes 50 ms of the clock that episodes see."""
+    pool, clock = FakePool(delay=delay), count(1)
+    polls = [0]
+    poll = pool.poll
+
+    def count_poll() -> list[Any]:
+        polls[0] = next(clock)
+        return poll()
+
+    pool.poll = count_poll  # type: ignore[method-assign]
+    monkeypatch.setattr(episodes, "time", SimpleNamespace(monotonic=lambda: polls[0] * 0.05))
+    receiver = FakeReceiver(deque([(0, weights_of(policies[0]))]))
+    loop, client = make_loop(model_path, make_engine(), pool, receiver, groups=1)
+    live, waiting = set[int](), set[int]()
+
+    def look() -> None:
+        assert loop.episodes is not None
+        live.add(loop.episodes.num_live)
+        waiting.add(loop.episodes.num_waiting)
+
+    finish(loop, client, 1, look)
+    for member in client.groups[0].trajectories:
+        outcome = member.episode
+        assert outcome is not None and outcome.slow_turns == slow
+        assert (outcome.reset_s, outcome.wait_s) == pytest.approx((waits_s, TURNS * waits_s))
+    assert max(live) == 2 and min(live) == 0 and waiting >= ({0, 2} if delay else {0})
+    seconds = loop._watch.seconds()
+    assert (seconds["environments"] > 0) == (delay > 0), seconds
+    assert {stats.live_episodes for _, _, stats in client.asks} >= {0, 2}
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["", "async scheduling"])
+@pytest.mark.parametrize(("environment", "first"), [("guess", "old"), (None, "young")])
+def test_the_turn_of_the_oldest_group_takes_the_first_free_place(
+    make_engine: MakeEngine, policies: list[Qwen2ForCausalLM], environment: str | None, first: str, ahead: bool
+) -> None:
+    """Without an environment the first come is the first served."""
+    engine = make_engine(environment__name=environment, generator__max_running_groups=1, ahead=ahead)
+    if engine.version < 0:
+        engine.swap(0, weights_of(policies[0]))
+    for key, priority in {"a": 5, "b": 6, "young": 9, "old": 1}.items():
+        engine.add(key, [5, 6, 7], priority=priority)
+        engine.step()  # two places are taken, so the others wait
+    assert not engine.num_generated("young") and not engine.num_generated("old")
+    began, left = list[str](), {"young", "old"}
+    for _ in range(200):
+        began += [key for key in sorted(left) if key not in engine._requests or engine.num_generated(key)]
+        left -= set(began)
+        if not engine.num_running:
+            break
+        engine.step()
+    assert began[0] == first and len(began) == 2
+
+
+def test_turns_have_the_priority_of_their_ticket(
+    model_path: str, make_engine: MakeEngine, policies: list[Qwen2ForCausalLM]
+) -> None:
+    engine, pool = Recording(make_engine(environment__name="guess")), FakePool()
+    receiver = FakeReceiver(deque([(0, weights_of(policies[0]))]))
+    loop, client = make_loop(model_path, engine, pool, receiver, groups=3)
+    finish(loop, client, 3)
+    assert set(engine.priorities) == {(str(ticket), ticket) for ticket in range(3)}
 
 
 def test_released_leases_report_the_tokens_of_all_turns(

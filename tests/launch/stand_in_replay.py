@@ -27,7 +27,10 @@ def main() -> None:
         if kind == "stop":
             stopped.touch()
         done = time.time() > until_s or stopped.exists()
-        answers = {"status": status(done), "summary": {"idle": {"generator": 0.0, "learner": 0.0}, "steps": 3}}
+        answers = {
+            "status": status(done),
+            "summary": {"idle": {"generator": 0.0, "environments": 0.0, "learner": 0.0}, "steps": 3},
+        }
         socket.send_multipart([identity.bytes, *encode(run_id, Ok(answers.get(kind, {})), seq=message.seq)])
     socket.close(linger=500)
     zmq.Context.instance().term()
@@ -53,6 +56,7 @@ def status(done: bool) -> dict[str, object]:
         "staleness_max": 0,
         "tokens_per_s": 0.0,
         "generator_idle": 0.0,
+        "generator_environments": 0.0,
         "learner_idle": 0.0,
     }
 

@@ -20,7 +20,13 @@ from tests.plan.made_runs import append_log, make_run
 
 pytestmark = pytest.mark.timeout(240)
 
-STATUS: dict[str, Any] = {"step": 5, "generator_idle": 0.2, "learner_idle": 0.01, "metrics": {}}
+STATUS: dict[str, Any] = {
+    "step": 5,
+    "generator_idle": 0.2,
+    "learner_idle": 0.01,
+    "generator_environments": 0.0,
+    "metrics": {},
+}
 STEPS = 30
 
 
@@ -72,8 +78,8 @@ def test_the_smallest_factor_of_the_goodput_follows_the_verdict(
     monkeypatch.chdir(tmp_path)
     monitor = monitor_of(make_run(Path("runs/r"), steps=STEPS))
     goodput = {"total": 0.36, "engine": 0.9, "admitted": 1.0, "signal": 0.4, "trained": 1.0}
-    without = monitor.summary({"idle": {"generator": 0.2, "learner": 0.01}})
-    found = monitor.summary({"idle": {"generator": 0.2, "learner": 0.01}, "goodput": goodput})
+    without = monitor.summary({"idle": {"generator": 0.2, "environments": 0.0, "learner": 0.01}})
+    found = monitor.summary({"idle": {"generator": 0.2, "environments": 0.0, "learner": 0.01}, "goodput": goodput})
     assert found["bottleneck"].startswith(f"{without['bottleneck']}. Goodput 36%; its smallest factor is signal, 40%: ")
     assert "(simulated)" in without["bottleneck"] and found["simulated_gains"] == without["simulated_gains"]
 

@@ -15,10 +15,12 @@ from rich.console import Console
 from safetensors.numpy import save_file
 
 from asyncrl.errors import AsyncrlError, ConfigError, RunError
+from asyncrl.launch.commands import retrain
 from asyncrl.launch.commands.retrain import first_difference, make_out, show_metrics, start, watch
 from asyncrl.launch.console import Interrupts
 from asyncrl.launch.local import LocalLauncher
 from asyncrl.launch.worker import EXIT_CONFIG, EXIT_CRASHED, EXIT_FAILED, RoleSpec
+from asyncrl.samples import Samples
 from tests.helpers.replay import loopback_endpoints, small_config
 
 
@@ -124,3 +126,14 @@ def test_a_role_that_fails_ends_the_command_with_its_kind_of_error(
             watch(launcher, config, tmp_path, Interrupts())
     finally:
         launcher.end(grace_s=0.0)
+
+
+def test_samples_have_no_rewards_of_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retrain, "check_model", lambda config: None)
+    (tmp_path / "journal").mkdir()
+    (tmp_path / "config.yaml").write_text(small_config(environment__name="guess", model__path=str(tmp_path)).to_yaml())
+    Samples.of_groups([]).save(tmp_path / "samples.parquet")
+    settings = {"algorithm.advantage": "turn_grpo"}
+    assert retrain.read_configs(tmp_path, settings, None)[1].algorithm.advantage == "turn_grpo"
+    with pytest.raises(ConfigError, match=r"'turn_grpo' reads the rewards of turns, .* without --samples"):
+        retrain.read_configs(tmp_path, settings, tmp_path / "samples.parquet")

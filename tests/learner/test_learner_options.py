@@ -16,7 +16,13 @@ from asyncrl.algorithms.losses import PolicyTerms, decoupled_ppo, ppo_clip
 from asyncrl.config import Config, LearnerConfig, load_config
 from asyncrl.config.sections import ReplayConfig
 from asyncrl.errors import ConfigError
-from asyncrl.learner.algorithm import check_algorithm, is_group_relative, make_algorithm, needs_greedy_baseline
+from asyncrl.learner.algorithm import (
+    check_algorithm,
+    is_group_relative,
+    make_algorithm,
+    needs_greedy_baseline,
+    needs_turns,
+)
 from asyncrl.learner.update import learning_rate
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
@@ -205,6 +211,7 @@ def test_the_inputs_of_an_advantage_are_in_its_signature() -> None:
     relative = {name for name, advantage in ADVANTAGES.items() if is_group_relative(advantage)}
     assert set(ADVANTAGES) - relative == {"gae", "vtrace", "reinforce_plus_plus", "remax", "turn_grpo", "progress"}
     assert [name for name, advantage in ADVANTAGES.items() if needs_greedy_baseline(advantage)] == ["remax"]
+    assert [name for name, advantage in ADVANTAGES.items() if needs_turns(advantage)] == ["turn_grpo", "progress"]
 
 
 def test_groups_are_dropped_only_where_equal_rewards_have_no_signal() -> None:

@@ -88,7 +88,7 @@ class QueueBatches:
             return
         group = make_group(lease, version, rewards=rewards, completion_tokens=range(1, self.size + 1))
         for member in group.trajectories:
-            member.episode = EpisodeOutcome("done", [1.0], 0, 0.5, 0, 0)
+            member.episode = EpisodeOutcome("done", [1.0], 0, 0.5, 0, 0, wait_s=0.5)
         self.queue.finish(*pack_group(replace(group, greedy_reward=1.0, greedy_tokens=2)))
 
     def commit(
@@ -125,6 +125,7 @@ def run_dir(
         tiny_model,
         **GAE_CONFIG | {"algorithm": {**GAE_CONFIG["algorithm"], "kl_reward_coef": 0.1, "kl_loss_coef": 0.1}},
         data={"eval": "none.parquet"},
+        environment={"name": "guess"},
         eval={"every_steps": 1},
         checkpoint={"every_steps": 1},
         observe={"peak_flops": 1e12, "profile": [2]},

@@ -13,7 +13,9 @@ from asyncrl.data.tiny_model import make_tokenizer
 from asyncrl.launch.samples import page_samples
 from asyncrl.observe.curves import MAX_POINTS, RATE_POINTS
 from asyncrl.observe.document import MAX_CHARACTERS, MAX_SAMPLES, read_metrics, run_document
+from asyncrl.observe.group_time import group_times
 from asyncrl.observe.timeline import timeline
+from asyncrl.replay.metrics.trace import SCHEMA
 from asyncrl.samples.book import append_rows, choose, evaluated_file
 from asyncrl.types import Lease, Prompt
 from tests.helpers.replay import make_group, small_config
@@ -81,7 +83,7 @@ def test_the_tiles_answer_learning_speed_bottleneck_and_staleness(tmp_path: Path
     write_rows(tmp_path, [{"step": step, "reward/mean": 0.5} for step in (1, 2)])
     summary = {
         "reward_first": 0.25, "reward_last": 0.75, "tokens_per_s": 1234.4, "wall_s": 3725.0, "steps": 2,
-        "idle": {"generator": 0.02, "learner": 0.61},
+        "idle": {"generator": 0.02, "environments": 0.0, "learner": 0.61},
         "staleness": {"mean": 1.07, "max": 3, "limit": 4, "histogram": [1]},
         "eval": [{"version": 0, "reward": 0.1}, {"version": 2, "reward": 0.9}],
     }  # fmt: skip
@@ -90,7 +92,10 @@ def test_the_tiles_answer_learning_speed_bottleneck_and_staleness(tmp_path: Path
         "0.250 → 0.750", "mean reward, first and last steps; evaluation 0.100 to 0.900",
     )  # fmt: skip
     assert tiles["How fast?"] == ("1,234", "trained tokens per second; 2 steps in 1 h 2 min")
-    assert tiles["What holds it back?"][0] == "learner waits 61%"
+    what, note = tiles["What holds it back?"]
+    assert what == "learner waits 61%" and note.startswith("of its time; generator 2%; below")
+    slow = run_document(tmp_path, summary | {"idle": {"generator": 0.02, "environments": 0.7, "learner": 0.61}})
+    assert "environments 70%" in [tile["value"] for tile in slow["tiles"]]
     assert tiles["How off-policy?"][0] == "1.07"
     assert "How much counts?" not in tiles, "unknown and not 0"
     alive = run_document(tmp_path, {"status": "running"})
@@ -111,6 +116,55 @@ def test_the_goodput_is_shown_with_what_each_factor_leaves(tmp_path: Path) -> No
     assert document["tiles"][1] == tile, "a run in progress has that of its last step"
     assert line(document, "goodput/signal") == ([1, 2], [0.5, 0.5])
     assert ["goodput.bare_tokens_per_s", 12e3] in run_document(tmp_path, {"goodput": goodput})["summary"]
+
+
+def test_the_tiles_of_an_environment_tell_turns_waits_and_ends(tmp_path: Path) -> None:
+    names = {
+        "turns": 2.5, "observation_tokens": 7.0, "wait_s/p50": 0.125, "wait_s/p95": 1.5, "reset_s": 0.1,
+        "ended_done": 0.75, "ended_max_turns": 0.25, "ended_window": 0.0, "failed/timeout": 0.125, "failed/host": 0.0,
+        "live_episodes": 9.0, "waiting_episodes": 4.0,
+    }  # fmt: skip
+    rows = [
+        {"step": step, "reward/mean": 0.5} | {f"environment/{name}": value for name, value in names.items()}
+        for step in (1, 2)
+    ]
+    write_rows(tmp_path, rows)
+    document = run_document(tmp_path, {})
+    tiles = {tile["title"]: (tile["value"], tile["note"]) for tile in document["tiles"]}
+    del tiles["Is it learning?"]
+    assert tiles == {
+        "How long are episodes?": ("2.50", "turns of an episode, mean of the last step; 7.0 tokens observed"),
+        "How slow is the environment?": (
+            "0.12 s", "wait of an episode for its environment, median; 95 % wait at most 1.5 s",
+        ),
+        "How do episodes end?": ("done 75%", "done 75%, max_turns 25%, window 0%; 12% of all failed"),
+    }  # fmt: skip
+    assert line(document, "environment/waiting_episodes") == ([1, 2], [4.0, 4.0])
+    write_rows(tmp_path, [{"step": 1, "reward/mean": 0.5}])
+    assert not any("pisode" in tile["title"] for tile in run_document(tmp_path, {})["tiles"])
+
+
+def test_the_time_of_a_group_is_divided_among_its_states(tmp_path: Path) -> None:
+    """Of 40 trained groups the last two take 10 s longer in the queue."""
+    trained = [
+        {"train_version": 0, "started_s": 1.0, "finished_s": 5.0, "taken_s": 6.0 + late, "trained_s": 8.0 + late,
+         "reward_s": 0.5, "members": [0, 0, 1], "reset_s": [0.25, 0.0, 0.75], "wait_s": [0.0, 0.0, 2.0]}
+        for late in [0.0] * 38 + [10.0] * 2
+    ]  # fmt: skip
+    refunded = trained[0] | {"train_version": -1, "trained_s": float("nan")}
+    table = pa.Table.from_pylist([*trained, refunded], schema=SCHEMA)
+    all_of_them, slowest = group_times(table)
+    assert (all_of_them["role"], all_of_them["seconds"]) == ("40 groups", 7.5)
+    parts = {name: round(7.5 * fraction, 6) for name, fraction in all_of_them["activities"]}
+    assert parts == {"engine": 2.0, "environment": 1.5, "reward": 0.5, "queue": 1.5, "learner": 2.0}
+    assert (slowest["role"], slowest["seconds"]) == ("slowest 5 %", 17.0)
+    single = [row | {"reset_s": [], "wait_s": []} for row in trained]
+    (only,) = group_times(pa.Table.from_pylist(single[:2], schema=SCHEMA))
+    assert [name for name, _ in only["activities"]] == ["engine", "reward", "queue", "learner"]
+    assert group_times(table.slice(40)) == [], "no group was trained"
+    unknown = table.set_column(SCHEMA.get_field_index("reward_s"), SCHEMA.field("reward_s"), pa.nulls(41, pa.float64()))
+    assert group_times(unknown) == []
+    assert [row["seconds"] for row in run_document(tmp_path, {}, table)["group_times"]] == [7.5, 17.0]
 
 
 def test_tables_of_staleness_ledger_gains_and_configuration(tmp_path: Path) -> None:

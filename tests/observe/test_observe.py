@@ -19,9 +19,13 @@ from tests.helpers.replay import small_config
 
 STATUS = {
     "step": 3, "reward": 0.5, "staleness_mean": 1.5, "staleness_max": 2, "tokens_per_s": 1234.0,
-    "generator_idle": 0.1, "learner_idle": 0.02, "leased": 4, "finished": 5, "trained": 6,
+    "generator_idle": 0.1, "generator_environments": 0.0, "learner_idle": 0.02,
+    "leased": 4, "finished": 5, "trained": 6,
     "refunded": {"zero_variance": 7}, "metrics": {"learner/entropy": 0.7, "learner/grad_norm": 0.3},
-    "generators": {"0": {"version": 2, "leased": 4, "tokens": 99, "idle": 0.1}},
+    "generators": {
+        "0": {"version": 2, "leased": 4, "tokens": 99, "idle": 0.1, "environments": 0.0, "live_episodes": 0,
+              "waiting_episodes": 0},
+    },
     "eval": {"prompts_done": 0, "last": None, "running": []},
     "generators_wanted": 1, "catching_up": None,
 }  # fmt: skip

@@ -43,6 +43,23 @@ def panel(width: int, height: int, *, restarts: int = 0, **status: Any) -> list[
     return recorder.file.getvalue().splitlines()  # type: ignore[attr-defined]
 
 
+def test_episodes_and_their_waits_are_shown_where_there_is_an_environment() -> None:
+    more = {
+        "environment/live_episodes": 54.0, "environment/waiting_episodes": 23.0, "environment/turns": 2.0,
+        "environment/wait_s/p50": 0.1, "environment/wait_s/p95": 1.125,
+    }  # fmt: skip
+    generator = STATUS["generators"]["0"] | {"environments": 0.19, "live_episodes": 54, "waiting_episodes": 23}
+    shown = {"metrics": METRICS | LAGS | more, "generators": {"0": generator}, "generator_environments": 0.19}
+    text = "\n".join(panel(200, 50, **shown))
+    assert "in environments 19%" in text
+    assert (
+        "54 episodes in progress, 23 wait for environments; 2.0 turns, each episode waits 0.1 s (95 %: 1.1 s)" in text
+    )
+    assert any(line.split()[-4:-1] == ["19%", "54", "23"] for line in text.splitlines())
+    without = "\n".join(panel(200, 50))
+    assert "environments" not in without and "episodes" not in without
+
+
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (200, 50), (60, 20), (120, 30)])
 def test_the_questions_are_answered_and_fit_the_terminal(width: int, height: int) -> None:
     lines = panel(width, height)

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from asyncrl.plan.workload import EngineCost, LearnerCost, SyncCost
-from asyncrl.replay.metrics.trace import SCHEMA
+from asyncrl.replay.metrics.trace import OF_EPISODE, SCHEMA
 from tests.helpers.replay import small_config
 
 ENGINE, LEARNER = EngineCost(0.01, 2e-4, 5e-3), LearnerCost(0.05, 1e-4, 0.02)
@@ -68,7 +68,9 @@ def _row(ticket: int, completion: list[int], trained: bool, step: int, taken_s: 
         "train_version": step - 1 if trained else -1, "started_s": taken_s - 0.5, "finished_s": taken_s - 0.1,
         "taken_s": taken_s if trained else float("nan"), "trained_s": now_s if trained else float("nan"),
         "prompt_tokens": [PROMPT_TOKENS] * len(completion), "completion_tokens": completion,
-        "rewards": [0.0] * len(completion), "signal": trained,
+        "rewards": [0.0] * len(completion), "signal": trained, "reward_s": REWARD_S,
+        "members": list(range(len(completion))), "turns": [],
+        **{name: [] for name in OF_EPISODE},
     }  # fmt: skip
 
 

@@ -8,19 +8,26 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from asyncrl.plan.levers import goodput_sentence
+from asyncrl.plan.levers import goodput_sentence, timeout_sentence
 from asyncrl.plan.trace import read_trace, signal_of, solved_fraction
 from tests.helpers.replay import small_config
 from tests.plan.made_runs import make_run
 
 
 def sentence(
-    solved: float | None = None, *, learner_idle: float = 0.5, config: dict[str, Any] | None = None, **factors: float
+    solved: float | None = None,
+    *,
+    learner_idle: float = 0.5,
+    environments: float = 0.0,
+    config: dict[str, Any] | None = None,
+    **factors: float,
 ) -> str:
     values = {"engine": 0.9, "admitted": 0.9, "signal": 0.9, "trained": 0.9} | factors
     total = values["engine"] * values["admitted"] * values["signal"] * values["trained"]
     settings = small_config(**config or {})
-    return goodput_sentence(values | {"total": total}, settings, learner_idle=learner_idle, solved=solved)
+    return goodput_sentence(
+        values | {"total": total}, settings, learner_idle=learner_idle, solved=solved, environments=environments
+    )
 
 
 def test_the_smallest_factor_is_named_with_its_lever() -> None:
@@ -28,12 +35,26 @@ def test_the_smallest_factor_is_named_with_its_lever() -> None:
     assert "while the learner waits too; raise replay.max_staleness above 1" in sentence(admitted=0.5)
     assert "the learner, which is busy; add learners" in sentence(admitted=0.5, learner_idle=0.02)
     assert "in flight or were returned" in sentence(trained=0.5)
+    waits = sentence(admitted=0.5, learner_idle=0.02, environments=0.4)
+    assert "in 40% of their time generators only wait for environments; raise replay.max_staleness, and" in waits
+
+
+def test_the_time_limits_of_environments_are_named_when_they_bind() -> None:
+    config = small_config(environment__name="guess", environment__timeout_s=5, environment__step_timeout_s=2)
+    assert timeout_sentence(config, 0.005) == ""
+    found = timeout_sentence(config, 0.04)
+    assert found.startswith(
+        "4% of the groups were refunded since an environment took longer than environment.timeout_s"
+    )
+    assert "= 5 or environment.step_timeout_s = 2; raise" in found
 
 
 def test_the_lever_for_the_engine_depends_on_how_many_groups_may_run() -> None:
     assert "has room for 64 groups and gets 4; raise replay.max_staleness or replay.groups" in sentence(engine=0.5)
     full = sentence(engine=0.5, config={"generator__max_running_groups": 4})
-    assert "places stay free while long groups end" in full
+    assert "places stay free while long groups end, or weight" in full
+    played = sentence(engine=0.5, config={"generator__max_running_groups": 4, "environment__name": "guess"})
+    assert "while long groups end, and episodes wait for their environments, or weight" in played
 
 
 @pytest.mark.parametrize(

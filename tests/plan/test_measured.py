@@ -10,8 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from asyncrl.config import load_config
 from asyncrl.errors import DataError
-from asyncrl.plan.measured import read_run
+from asyncrl.plan.measured import RecentRun, read_run
 from asyncrl.plan.tail import TraceTail
 from asyncrl.plan.trace import FORMER, read_trace
 from asyncrl.plan.workload import slowdown
@@ -89,24 +90,29 @@ def test_the_last_row_of_a_ticket_counts(tmp_path: Path) -> None:
     assert row["outcome"] == "failed"
 
 
-def test_a_trace_without_signals_is_read_as_one_in_which_they_are_unknown(tmp_path: Path) -> None:
+@pytest.mark.parametrize("former", FORMER)
+def test_in_a_trace_of_a_former_version_what_it_lacks_is_unknown(tmp_path: Path, former: pa.Schema) -> None:
     folder = make_run(tmp_path / "r")
     file = folder / "trace.parquet"
-    table = pq.read_table(file)
-    pq.write_table(table.drop_columns("signal"), file)
+    table = pq.read_table(file).select(former.names)
+    pq.write_table(table, file)
     assert read_trace(folder).schema == SCHEMA
-    assert read_trace(folder).column("signal").null_count == len(table)
-    assert TraceTail(folder, rows=10).read().column("signal").null_count > 0
-    with pa.OSFile(str(folder / "trace.arrow"), "wb") as log, pa.ipc.new_stream(log, FORMER) as stream:
-        stream.write_table(table.slice(0, 20).drop_columns("signal").cast(FORMER))
+    unknown = 0 if "signal" in former.names else len(table)
+    assert read_trace(folder).column("signal").null_count == unknown
+    assert set(map(tuple, read_trace(folder).column("wait_s").to_pylist())) == {()}
+    assert read_trace(folder).column("reward_s").null_count == len(table)
+    assert (TraceTail(folder, rows=10).read().column("signal").null_count > 0) == (unknown > 0)
+    with pa.OSFile(str(folder / "trace.arrow"), "wb") as log, pa.ipc.new_stream(log, former) as stream:
+        stream.write_table(table.slice(0, 20).cast(former))
     file.unlink()
     assert TraceTail(folder, rows=10).read().schema == read_trace(folder).schema == SCHEMA
+    assert read_run(folder).workload.lengths.group_size == 2
 
 
 @pytest.mark.parametrize(
     ("columns", "says"),
     [
-        ([*[*SCHEMA][:-2], SCHEMA.field("signal")], "column rewards is missing"),
+        ([one for one in SCHEMA if one.name != "rewards"], "column rewards is missing"),
         ([*SCHEMA, pa.field("more", pa.int32())], "column more is unknown"),
         ([SCHEMA.field(0).with_type(pa.string()), *[*SCHEMA][1:]], "column ticket is string and not int64"),
         ([*SCHEMA][::-1], "its columns are in another order"),
@@ -145,6 +151,39 @@ def test_a_run_without_the_costs_of_generation_is_refused(tmp_path: Path) -> Non
     file.write_text(file.read_text().replace("generator/request_s", "generator/other_s"))
     with pytest.raises(DataError, match="has no generator/request_s: the generators had not measured it yet; let"):
         read_run(folder)
+
+
+def test_turns_and_waits_are_those_of_the_trace(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "r")
+    assert read_run(folder).workload.lengths.episodes is None
+    config = folder / "config.yaml"
+    config.write_text(config.read_text().replace("  max_episodes: null", "  max_episodes: 6").replace(
+        "environment:\n  name: null", "environment:\n  name: guess"))  # fmt: skip
+    table = pq.read_table(folder / "trace.parquet")
+    rows = table.to_pylist()
+    for number, row in enumerate(rows):
+        row |= {"turns": [3, 0], "wait_s": [0.5 * number, 0.0], "slow_turns": [min(number, 2), 0]}
+        row["outcome"] = "timeout" if number % 10 == 4 else row["outcome"]
+    pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), folder / "trace.parquet")
+    run = read_run(folder)
+    episodes = run.workload.lengths.episodes
+    assert episodes is not None and run.setup.max_episodes == 6
+    assert episodes.turns[:2].tolist() == [[3, 1], [3, 1]], "a failed episode of no turns has had its prompt"
+    assert episodes.wait_s[:3].tolist() == [[0.0, 0.0], [0.5, 0.0], [1.0, 0.0]]
+    assert episodes.slow_turns[:3, 0].tolist() == [0, 1, 2]
+    assert run.workload.lengths.failed.sum() == sum(row["outcome"] == "timeout" for row in rows)
+    assert run.environments == 0.0, "not in the metrics of this run"
+    lengths = run.workload.lengths.completions
+    rows[0] |= {"members": [0, 0, 1], "turns": [2, 1, 3], "wait_s": [1.5, 0.0, 0.5], "slow_turns": [1, 0, 0]}
+    rows[0] |= {"completion_tokens": [5, 6, 7], "prompt_tokens": [3, 9, 3], "rewards": [1.0, 1.0, 0.0]}
+    pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), folder / "trace.parquet")
+    branched = read_run(folder).workload.lengths
+    assert branched.episodes is not None
+    assert branched.completions[0].tolist() == [11, 7] and branched.prompts[0] == 3
+    assert branched.episodes.turns[0].tolist() == [3, 3] and branched.episodes.wait_s[0].tolist() == [1.5, 0.5]
+    assert branched.completions[1:].tolist() == lengths[1:].tolist(), "the rows of a member count as one"
+    recent = RecentRun(load_config(config).model_copy(update={"runs_dir": str(tmp_path)}), generators_per_device=1)
+    assert recent.timed_out_fraction() == pytest.approx(0.1)
 
 
 def test_steps_of_one_size_count_by_tokens(tmp_path: Path) -> None:

@@ -14,10 +14,11 @@ from asyncrl.replay.codec import check_group, pack_group, unpack_group
 from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.types import EpisodeEnd, EpisodeOutcome, Group, Lease
+from asyncrl.wire.messages import GeneratorStats
 from tests.helpers.replay import EndlessPrompts, ask_queue, make_group, small_config
 
 
-def outcome(ended: EpisodeEnd = "done", *, lost_tokens: int = 0, tries: int = 0) -> EpisodeOutcome:
+def outcome(ended: EpisodeEnd = "done", *, lost_tokens: int = 0, tries: int = 0, wait_s: float = 0.0) -> EpisodeOutcome:
     return EpisodeOutcome(
         ended=ended,
         turn_rewards=[0.25, 0.75],
@@ -25,6 +26,9 @@ def outcome(ended: EpisodeEnd = "done", *, lost_tokens: int = 0, tries: int = 0)
         environment_s=0.5,
         tries=tries,
         lost_tokens=lost_tokens,
+        reset_s=0.125,
+        wait_s=wait_s,
+        slow_turns=int(wait_s > 0),
     )
 
 
@@ -32,10 +36,10 @@ def make_episodes(lease: Lease, **options: object) -> Group:
     """A group of two episodes of two turns, with a token of the environment between them; the second lost 7 tokens in a
     failed try."""
     group = make_group(lease, 0, completion_tokens=(4, 5))
-    for member, one in zip(group.trajectories, (outcome(), outcome(lost_tokens=7, tries=1)), strict=True):
+    for member, one in zip(group.trajectories, (outcome(), outcome(lost_tokens=7, tries=1, wait_s=2.0)), strict=True):
         member.action_mask[5], member.behavior_logprobs[5], member.versions[5] = False, 0.0, -1
         member.episode = one
-    return replace(group, **options)  # type: ignore[arg-type]
+    return replace(group, reward_s=0.25, **options)  # type: ignore[arg-type]
 
 
 def make_queue(tmp_path: Path, **overrides: object) -> ReplayQueue:
@@ -71,6 +75,36 @@ def test_tokens_of_failed_tries_are_in_the_ledger_and_observations_are_no_action
     trace = pq.read_table(tmp_path / "trace.parquet")
     assert trace.column("prompt_tokens").to_pylist() == [[3, 3]] * 2
     assert trace.column("completion_tokens").to_pylist() == [[3, 4]] * 2
+    expected = {
+        "turns": [2, 2], "observation_tokens": [1, 1], "environment_s": [0.5, 0.5], "reset_s": [0.125, 0.125],
+        "wait_s": [0.0, 2.0], "slow_turns": [0, 1], "lost_tokens": [0, 7], "reward_s": 0.25, "members": [0, 1],
+    }  # fmt: skip
+    for name, values in expected.items():
+        assert trace.column(name).to_pylist() == [values] * 2, name
+
+
+def test_a_step_reports_the_waits_and_failures_of_episodes_and_what_they_do_now(tmp_path: Path) -> None:
+    queue = make_queue(tmp_path, launch__generators=2)
+    stats = GeneratorStats.of(
+        working_s=2.0, waiting_s=1.0, environments_s=5.0, live_episodes=6, waiting_episodes=4, samples=4, tokens=16
+    )
+    (broken,) = ask_queue(queue, 1, 0, 1, stats=stats)[0]
+    queue.finish(*pack_group(fail(make_episodes(broken), "timeout")))
+    for lease in ask_queue(queue, 0, 0, 2, stats=stats)[0]:
+        queue.finish(*pack_group(make_episodes(lease)))
+    queue.lost(1)
+    assert queue.take(0, 1)[0] == "shard"
+    metrics = queue.commit(1, {"learner/wait_s": 0.0}).metrics
+    waits = (metrics["environment/wait_s/p50"], metrics["environment/wait_s/p95"], metrics["environment/reset_s"])
+    assert waits == (0.0, 2.0, 0.125)
+    assert metrics["environment/failed/timeout"] == pytest.approx(1 / 6), "of all episodes that ended"
+    assert metrics["environment/failed/host"] == 0.0
+    assert (metrics["environment/live_episodes"], metrics["environment/waiting_episodes"]) == (6.0, 4.0)
+    assert metrics["generator/environments_fraction"] == 5 / 8 and metrics["generator/idle_fraction"] == 1 / 8
+    assert metrics["generator/busy_s"] == 4.0
+    summary = queue.summary()
+    assert summary["time"]["generator"]["environments"] == 5 / 8 and "environments" not in summary["time"]["learner"]
+    queue.close()
 
 
 def fail(group: Group, ended: EpisodeEnd) -> Group:

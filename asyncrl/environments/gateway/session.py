@@ -11,6 +11,7 @@ from typing import Any
 
 from asyncrl.environments.dialogue import DialogueError, TextDialogue
 from asyncrl.environments.environment import Message, ToolCall
+from asyncrl.environments.episode import Limits, Turn
 from asyncrl.environments.gateway.errors import (
     BadRequestError,
     EpisodeOverError,
@@ -19,7 +20,6 @@ from asyncrl.environments.gateway.errors import (
     WindowFullError,
 )
 from asyncrl.environments.gateway.messages import Canonical, canonical, to_message
-from asyncrl.environments.player import Limits, Turn
 from asyncrl.wire.environment_messages import SayNext
 
 

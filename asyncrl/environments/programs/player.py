@@ -10,10 +10,10 @@ from typing import Any
 
 from asyncrl.environments.calling import EpisodeFailedError, to_reward
 from asyncrl.environments.dialogue import TextDialogue
+from asyncrl.environments.episode import Limits, Turn, task_of
 from asyncrl.environments.gateway.errors import TurnsUsedError
 from asyncrl.environments.gateway.server import Gateway
 from asyncrl.environments.gateway.session import Session
-from asyncrl.environments.player import Limits, Turn, task_of
 from asyncrl.environments.programs.program import Program, ProgramError, ProgramLostError
 from asyncrl.types import EpisodeEnd
 from asyncrl.util.redaction import describe

@@ -69,6 +69,7 @@ class _Request:
     max_tokens: int | None
     salt: int | None
     stop: tuple[str, ...]
+    priority: int
 
 
 class Engine:
@@ -130,12 +131,14 @@ class Engine:
         max_tokens: int | None = None,
         salt: int | None = None,
         stop: Sequence[str] = (),
+        priority: int = 0,
     ) -> None:
         """Starts a completion of `prompt` (token ids). `kind` selects the sampling: that of section `generator`, of
         section `eval`, or greedy. `seed` is for `deterministic` runs only. `max_tokens` is at most, and by default,
-        `generator.max_new_tokens`; `stop` are texts that end it beside those of `generator.stop`. Cached keys and
-        values are shared among requests of the same `salt`, by default the loaded version. Raises RunError when the
-        prompt does not fit the window."""
+        `generator.max_new_tokens`; `stop` are texts that end it in addition to those of `generator.stop`. Cached keys
+        and values are shared among requests of the same `salt`, by default the loaded version. With an environment the
+        waiting completion of the lowest `priority` takes the next free place. Raises RunError when the prompt does not
+        fit the window."""
         if seed is not None and not self._config.deterministic:
             raise InvariantError(f"request {key}: a seed of its own works with `deterministic` only")
         if self.version == NO_VERSION:
@@ -149,27 +152,20 @@ class Engine:
             )
         if max_tokens == self._config.generator.max_new_tokens:
             max_tokens = None
-        self._start(key, np.asarray(prompt).tolist(), kind, seed, max_tokens, salt, tuple(stop))
+        tokens = np.asarray(prompt).tolist()
+        self._start(key, _Request("", tokens, kind, seed, max_tokens, salt, tuple(stop), priority))
 
-    def _start(
-        self,
-        key: str,
-        prompt: list[int],
-        kind: Sampling,
-        seed: int | None,
-        max_tokens: int | None,
-        salt: int | None,
-        stop: tuple[str, ...],
-    ) -> None:
+    def _start(self, key: str, one: _Request) -> None:
         engine = self._engine
-        if stop:
+        if one.stop:
             self._load_tokenizer()
-        request = self._prepared(prompt, kind, seed, max_tokens, salt, stop)
-        request.request_id = key
+        request = self._prepared(one.prompt, one.kind, one.seed, one.max_tokens, one.salt, one.stop)
+        request.request_id, request.priority = key, one.priority
         engine.input_processor.assign_request_id(request)
         engine.output_processor.add_request(request, None, None, 0)
         engine.engine_core.add_request(request)
-        self._requests[key] = _Request(request.request_id, prompt, kind, seed, max_tokens, salt, stop)
+        one.id = request.request_id
+        self._requests[key] = one
 
     def _load_tokenizer(self) -> None:
         """Loads what turns tokens into the texts that stop completions, unless it is loaded. They are those that
@@ -326,7 +322,7 @@ class Engine:
         requests = [self._requests[key] for key in untouched]
         self.abort(untouched)
         for key, request in zip(untouched, requests, strict=True):
-            self._start(key, request.prompt, request.kind, request.seed, request.max_tokens, request.salt, request.stop)
+            self._start(key, request)
 
     def _check_fit(self, version: int, tensors: Weights) -> None:
         given, known = {name: tuple(tensor.shape) for name, tensor in tensors}, self._sent.shapes

@@ -15,8 +15,9 @@ from rich.text import Text
 from asyncrl.config import Config
 from asyncrl.environments.dialogue import Dialogue
 from asyncrl.environments.dialogue.display import Display, Shown
+from asyncrl.environments.episode import Limits, Turn, start_of
 from asyncrl.environments.named import Named
-from asyncrl.environments.player import Limits, Player, Turn, play_alone, start_of
+from asyncrl.environments.player import Player, play_alone
 from asyncrl.environments.programs.player import ProgramPlayer, play_program
 from asyncrl.environments.table import EnvironmentTable
 from asyncrl.errors import ConfigError

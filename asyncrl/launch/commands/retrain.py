@@ -164,10 +164,15 @@ def read_configs(run_dir: Path, settings: dict[str, Any], samples: Path | None) 
         way_out="only those of algorithm and learner (not learner.zero_stage), critic.lr, critic.warmup_steps, "
         "critic.clip and steps may change",
     )
-    from asyncrl.learner.algorithm import check_algorithm
+    from asyncrl.learner.algorithm import check_algorithm, needs_turns
 
     check_model(config)
-    check_algorithm(config)
+    advantage, _ = check_algorithm(config)
+    if samples is not None and needs_turns(advantage):
+        raise ConfigError(
+            f"algorithm.advantage = {config.algorithm.advantage!r} reads the rewards of turns, which samples do not "
+            "have; train from the journal, without --samples, or set another algorithm.advantage"
+        )
     return saved, config
 
 

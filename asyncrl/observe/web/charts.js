@@ -3,7 +3,9 @@
 
 const PALETTE = ["#2f7ed8", "#e0803a", "#2a9d5c", "#b657c9", "#d1533f", "#38a3b8", "#c9a227", "#7a7f87"];
 const BY_STALENESS = ["#2a9d5c", "#8abf4b", "#d9b22f", "#e08a3a", "#d1533f", "#9c3a6b"];
-const ACTIVITIES = { working: "#2a9d5c", waiting: "#b8bec8", syncing: "#2f7ed8", writing: "#d9b22f" };
+const ACTIVITIES = { working: "#2a9d5c", waiting: "#b8bec8", syncing: "#2f7ed8", writing: "#d9b22f",
+                     environments: "#b657c9" };
+const GROUP_PARTS = { engine: "#2a9d5c", environment: "#b657c9", reward: "#e0803a", queue: "#b8bec8", learner: "#2f7ed8" };
 const CHART_HEIGHT = 190, TILE_HEIGHT = 54, LANE_PIXELS = 6, MARKED_POINTS = 30;
 
 /** A new element with attributes, of which "on..." are listeners, and children; texts become text nodes. */
@@ -172,10 +174,18 @@ function timelineChart({ begin_s, end_s, roles, bars }) {
     plotBox, tip);
 }
 
+/** A legend and a row for each of `rows`: a bar of its parts, and what they are. */
+function timeBars(colors, rows) {
+  const isThere = ([name]) => rows.some(({ activities }) => activities.some(([own]) => own === name));
+  return [legendOf(Object.entries(colors).filter(isThere)).box, rows.map(({ role, seconds, activities }) => element("div", { class: "row" },
+    element("span", { title: `${readable(seconds)} s` }, role), element("div", {}, stackedBar(activities, colors), element("span", { class: "note" },
+      activities.filter(([, fraction]) => fraction > 0.005).map(([name, fraction]) => `${name} ${(100 * fraction).toFixed(0)} %`).join(", ")))))];
+}
+
 /** A bar in parts: `parts` are [name, fraction]. */
-function stackedBar(parts) {
+function stackedBar(parts, colors) {
   return element("div", { class: "bar" }, parts.map(([name, fraction]) => element("span", {
-    style: `width:${100 * fraction}%;background:${ACTIVITIES[name] ?? "#888"}`, title: `${name} ${(100 * fraction).toFixed(1)} %`,
+    style: `width:${100 * fraction}%;background:${colors[name] ?? "#888"}`, title: `${name} ${(100 * fraction).toFixed(1)} %`,
   })));
 }
 

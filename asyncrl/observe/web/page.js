@@ -26,10 +26,10 @@ const folded = (title, ...children) => element("details", {}, element("summary",
 
 /** The sections of a run's details, in their order: [part of the document, what is drawn of it]. */
 const DETAILS = [
-  [(run) => run.time, (time) => time.length ? section("Where the time goes",
-    legendOf(Object.entries(ACTIVITIES)).box, time.map(({ role, activities }) => element("div", { class: "row" },
-      element("span", {}, role), element("div", {}, stackedBar(activities), element("span", { class: "note" },
-        activities.filter(([, fraction]) => fraction > 0.005).map(([name, fraction]) => `${name} ${(100 * fraction).toFixed(0)} %`).join(", ")))))) : []],
+  [(run) => run.time, (time) => time.length ? section("Where the time goes", timeBars(ACTIVITIES, time)) : []],
+  [(run) => run.group_times, (times) => times.length ? section("Where the time of a group goes", element("p", { class: "note" },
+    `from its lease to the end of the step that trains it, ${times.map(({ role, seconds }) => `${readable(seconds)} s (${role})`).join(", ")}`),
+    timeBars(GROUP_PARTS, times)) : []],
   [(run) => run.timeline, (timeline) => timeline ? section("Timeline of a few steps", timelineChart(timeline)) : []],
   [(run) => run.gains, (gains) => gains.length ? section("What a change would gain, simulated", tableOf(["change", "trained tokens/s"],
     gains.map(([name, gain]) => [name, `${gain < 0 ? "" : "+"}${(100 * gain).toFixed(1)} %`]))) : []],

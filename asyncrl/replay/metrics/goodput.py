@@ -81,7 +81,7 @@ class GoodputSums(Durable):
         known = {
             "bare_tokens_per_s": mean_bare_tokens_per_s(generators, slots=slots),
             "offered_s": self.offered_s,
-            "busy_s": sum(sum(g.seconds.values()) - g.waiting_s for g in generators),
+            "busy_s": sum(g.busy_s for g in generators),
             "generated": sum(g.tokens for g in generators),
             "finished": self.finished,
         }

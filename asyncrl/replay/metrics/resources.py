@@ -10,7 +10,7 @@ from msgspec import field
 from asyncrl.replay.metrics.stats import GeneratorState, ReportedStats
 from asyncrl.util.durable import Durable
 from asyncrl.util.memory import peak_memory_bytes
-from asyncrl.util.processes import ACTIVITIES, GENERATOR_PHASES, LEARNER_PHASES, fractions
+from asyncrl.util.processes import GENERATOR_ACTIVITIES, GENERATOR_PHASES, LEARNER_PHASES, fractions
 from asyncrl.wire.bounds import MAX_NUMBER
 
 
@@ -57,7 +57,7 @@ def times(
 ) -> dict[str, dict[str, Any]]:
     """By role the fraction of its time in each activity and, as "phases", in each phase of its work; `learner_s` are
     the seconds of learner rank 0 by activity."""
-    generator_s = {name: sum(g.seconds[name] for g in generators) for name in ACTIVITIES}
+    generator_s = {name: sum(g.seconds[name] for g in generators) for name in GENERATOR_ACTIVITIES}
     found: dict[str, dict[str, Any]] = {}
     for role, seconds, phases_s in (
         ("generator", generator_s, generator_phases_s(generators)),

@@ -12,6 +12,7 @@ from msgspec import field
 from asyncrl.config import Config
 from asyncrl.replay.ledger import Ledger
 from asyncrl.replay.ledger_counts import Amount, State
+from asyncrl.replay.metrics.episodes import Quantiles, episode_failures, episode_states, episode_values
 from asyncrl.replay.metrics.goodput import GoodputSums
 from asyncrl.replay.metrics.resources import LearnerUse, generator_metrics, peaks_bytes, rates, times
 from asyncrl.replay.metrics.stats import (
@@ -26,9 +27,9 @@ from asyncrl.replay.metrics.stats import (
 )
 from asyncrl.replay.prompts.selection import RowChoice
 from asyncrl.replay.tickets import TicketEntry
-from asyncrl.types import EPISODE_ENDS, goodput_of, mean_staleness
+from asyncrl.types import goodput_of, mean_staleness
 from asyncrl.util.durable import Durable
-from asyncrl.util.processes import ACTIVITIES, fractions
+from asyncrl.util.processes import ACTIVITIES, GENERATOR_ACTIVITIES, fractions
 from asyncrl.wire.bounds import MAX_COUNT, MAX_NUMBER
 from asyncrl.wire.messages import GeneratorStats, GroupHeader
 
@@ -51,6 +52,8 @@ class RewardsSinceStep(Durable):
     """Of the groups' `RowChoice.mean`."""
     changes: ExactMean = field(default_factory=ExactMean)
     """Of the groups' rewards less those expected of their rows."""
+    wait_s: Quantiles = field(default_factory=Quantiles)
+    """Of the episodes' `wait_s`."""
 
     @property
     def all_rows(self) -> float | None:
@@ -76,25 +79,25 @@ class RewardsSinceStep(Durable):
         self._count("completion/truncated_fraction", truncated, weight)
 
     def _add_episodes(self, header: GroupHeader, weight: float) -> None:
-        turns = header.sums_of_members([len(one.turn_rewards) for one in header.episodes])
-        observed = header.sums_of_members([one.observation_tokens for one in header.episodes])
-        self._count("environment/turns", [float(count) for count in turns], weight)
-        self._count("environment/observation_tokens", [float(tokens) for tokens in observed], weight)
-        episodes = header.of_members(header.episodes)
-        self._count("environment/episode_s", [one.environment_s for one in episodes], weight)
-        self._count("environment/tries", [float(one.tries) for one in episodes], weight)
-        for end in EPISODE_ENDS:
-            self._count(f"environment/ended_{end}", [float(one.ended == end) for one in episodes], weight)
+        for name, values in episode_values(header).items():
+            self._count(name, values, weight)
+        self.wait_s.add([one.wait_s for one in header.of_members(header.episodes)], weight)
 
     def count_group(self, header: GroupHeader, *, signal: bool) -> None:
         """Counts any group: whether it has a training signal, and its members without a reward."""
         self._count("reward/signal_fraction", [float(signal)])
         self._count("reward/failed_fraction", [float(bool(error)) for error in header.of_members(header.errors)])
+        for name, values in episode_failures(header).items():
+            self._count(name, values)
 
     def table(self) -> dict[str, float]:
         """The means, by name."""
         known = {} if (all_rows := self.all_rows) is None else {"reward/all_rows": all_rows}
-        return {name: self.means[name].mean for name in sorted(self.means)} | known
+        return (
+            {name: self.means[name].mean for name in sorted(self.means)}
+            | known
+            | self.wait_s.table("environment/wait_s")
+        )
 
     def _count(self, name: str, values: Sequence[float], weight: float = 1.0) -> None:
         self.means.setdefault(name, ExactMean()).add(values, weight)
@@ -187,7 +190,7 @@ class RunMetrics(RunSums, kw_only=True):
             **{f"group/{name}_s": mean_s for name, mean_s in breakdown.phases_s.items()},
             "time/elapsed_s": elapsed_s,
             "generator/idle_fraction": fractions(generator_s)["waiting"],
-            "generator/busy_s": sum(seconds for name, seconds in generator_s.items() if name != "waiting"),
+            "generator/busy_s": sum(g.busy_s for g in self.generators.values()),
             "generator/tokens": float(sum(g.tokens for g in self.generators.values())),
         }
         tokens, samples = (
@@ -199,6 +202,8 @@ class RunMetrics(RunSums, kw_only=True):
         settings, goodput = self.config.generator, self._goodput_after(groups, now_s, generators)
         slots = settings.max_running_groups * settings.group_size
         own |= goodput.metrics(self.generators.values(), slots=slots)
+        if self.config.environment.name is not None:
+            own |= episode_states(self.generators.values())
         return scored | self._costs() | generator_metrics(self.generators.values()) | own
 
     def committed(
@@ -238,9 +243,14 @@ class RunMetrics(RunSums, kw_only=True):
         return fractions(self.generator_s)["waiting"]
 
     @property
+    def generator_environments(self) -> float:
+        """Fraction of it in which all their episodes waited for their environments."""
+        return fractions(self.generator_s)["environments"]
+
+    @property
     def generator_s(self) -> dict[str, float]:
         """Seconds of all generators together, by activity."""
-        return {name: sum(getattr(g, f"{name}_s") for g in self.generators.values()) for name in ACTIVITIES}
+        return {name: sum(getattr(g, f"{name}_s") for g in self.generators.values()) for name in GENERATOR_ACTIVITIES}
 
     @property
     def stall_ms_mean(self) -> float:
@@ -283,12 +293,16 @@ class RunMetrics(RunSums, kw_only=True):
             "staleness_max": len(self.histogram) - 1 if self.histogram else 0,
             "tokens_per_s": tokens / span_s,
             "generator_idle": self.generator_idle,
+            "generator_environments": self.generator_environments,
             "learner_idle": self.learner_idle,
             "generators": {
                 str(index): {
                     "version": g.version,
                     "tokens": g.tokens,
                     "idle": g.idle,
+                    "environments": fractions(g.seconds)["environments"],
+                    "live_episodes": g.live_episodes,
+                    "waiting_episodes": g.waiting_episodes,
                     "heard_ago_s": silent_s,
                     "session": g.session,
                 }
@@ -322,7 +336,11 @@ class RunMetrics(RunSums, kw_only=True):
                 **self.breakdown.staleness,
                 "histogram": self.histogram,
             },
-            "idle": {"generator": self.generator_idle, "learner": self.learner_idle},
+            "idle": {
+                "generator": self.generator_idle,
+                "environments": self.generator_environments,
+                "learner": self.learner_idle,
+            },
             **({"goodput": goodput} if (goodput := goodput_of(self.last_metrics)) else {}),
             "rates": self._rates(ledger.trained.tokens, ledger.trained.trajectories, self.training_s),
             "peak_memory_bytes": peaks_bytes(self.reported) | self.learner_use.peaks_bytes,

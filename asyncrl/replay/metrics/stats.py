@@ -11,7 +11,7 @@ from msgspec import field
 
 from asyncrl.types import NO_VERSION
 from asyncrl.util.durable import Durable
-from asyncrl.util.processes import ACTIVITIES, GENERATOR_PHASES, fractions
+from asyncrl.util.processes import GENERATOR_ACTIVITIES, GENERATOR_PHASES, IDLE_ACTIVITIES, fractions
 from asyncrl.wire.bounds import MAX_NUMBER
 from asyncrl.wire.frames import Array
 from asyncrl.wire.messages import GeneratorStats, GroupHeader
@@ -244,7 +244,7 @@ def count_rewards(outcomes: Iterable[OutcomeStats]) -> dict[str, int]:
     return {"scored": scored, "failed": failed, "all_zero": all_zero}
 
 
-TIMES = tuple(f"{name}_s" for name in (*ACTIVITIES, *GENERATOR_PHASES))
+TIMES = tuple(f"{name}_s" for name in (*GENERATOR_ACTIVITIES, *GENERATOR_PHASES))
 SUMS = ("tokens", "samples", *TIMES, "rewards_failed")
 
 
@@ -261,12 +261,16 @@ class GeneratorState(Durable):
     working_s: float = 0.0
     syncing_s: float = 0.0
     writing_s: float = 0.0
+    environments_s: float = 0.0
     engine_s: float = 0.0
     requests_s: float = 0.0
     rewards_s: float = 0.0
     messages_s: float = 0.0
     peak_memory_bytes: int = 0
     """The highest of all sessions."""
+    live_episodes: int = 0
+    """Of the last heartbeat, as the next."""
+    waiting_episodes: int = 0
     rewards_failed: int = 0
     before: list[int | float] = field(default_factory=lambda: [0] * len(SUMS))
     """The sums at the start of the session."""
@@ -284,6 +288,7 @@ class GeneratorState(Durable):
         for name, before in zip(SUMS, self.before, strict=True):
             setattr(self, name, min(before + getattr(stats, name), MAX_NUMBER))
         self.peak_memory_bytes = max(self.peak_memory_bytes, stats.peak_memory_bytes)
+        self.live_episodes, self.waiting_episodes = stats.live_episodes, stats.waiting_episodes
         for stall_ms in stats.stall_ms:
             self.stalls += 1
             self.stall_ms_sum += stall_ms
@@ -291,13 +296,18 @@ class GeneratorState(Durable):
 
     @property
     def idle(self) -> float:
-        """Fraction of the time without a running request."""
+        """Fraction of the time without a running request or a live episode."""
         return fractions(self.seconds)["waiting"]
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which it had something to generate."""
+        return sum(seconds for name, seconds in self.seconds.items() if name not in IDLE_ACTIVITIES)
 
     @property
     def seconds(self) -> dict[str, float]:
         """Seconds of each activity."""
-        return {name: getattr(self, f"{name}_s") for name in ACTIVITIES}
+        return {name: getattr(self, f"{name}_s") for name in GENERATOR_ACTIVITIES}
 
 
 class ReportedStats(Durable):

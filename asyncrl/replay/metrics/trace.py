@@ -43,10 +43,24 @@ SCHEMA = pa.schema(
         ("completion_tokens", pa.list_(pa.int32())),
         ("rewards", pa.list_(pa.float32())),
         ("signal", pa.bool_()),
+        ("reward_s", pa.float64()),
+        ("members", pa.list_(pa.int32())),
+        ("turns", pa.list_(pa.int32())),
+        ("observation_tokens", pa.list_(pa.int32())),
+        ("environment_s", pa.list_(pa.float32())),
+        ("reset_s", pa.list_(pa.float32())),
+        ("wait_s", pa.list_(pa.float32())),
+        ("slow_turns", pa.list_(pa.int32())),
+        ("lost_tokens", pa.list_(pa.int32())),
     ]
 )
 """Times in seconds of the run, NaN if not reached; train_version is -1 for untrained groups; the lists have
-one entry for each trajectory; `signal` is that of `has_signal`."""
+one entry for each trajectory, the last seven none without an environment, and
+`members` says which member of the group it is of; `prompt_tokens` are those before the first
+action token; `signal` is that of `has_signal`; `reward_s` are the seconds before finished_s in which the group was
+scored."""
+OF_EPISODE = ("observation_tokens", "environment_s", "reset_s", "wait_s", "slow_turns", "lost_tokens")
+"""Columns with a field of `EpisodeHeader`."""
 
 
 class TraceWriter:
@@ -92,7 +106,10 @@ class TraceWriter:
         group = [getattr(header, name) for name in ("ticket", "attempt", "generator", "row", "data_source")]
         versions = [header.start_version, header.end_version, train_version]
         times = [header.started_s, header.finished_s, taken_s, trained_s]
-        self._rows.append([*group, outcome, *versions, *times, prompt, completion, header.rewards, signal])
+        turns = [len(episode.turn_rewards) for episode in header.episodes]
+        episodes = [[getattr(episode, name) for episode in header.episodes] for name in OF_EPISODE]
+        ended = [prompt, completion, header.rewards, signal, header.reward_s, header.members, turns, *episodes]
+        self._rows.append([*group, outcome, *versions, *times, *ended])
         if len(self._rows) >= ROWS_PER_WRITE or time.monotonic() - self._flushed_s > FLUSH_S:
             self.flush()
 

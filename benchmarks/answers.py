@@ -1,0 +1,14 @@
+"""An environment of one turn, with the reward of the demo."""
+
+from __future__ import annotations
+
+from asyncrl.environments import Environment, Step
+
+
+class Answers(Environment):
+    """The policy's answer is right if it is the ground truth."""
+
+    max_turns, returns_at_once = 1, True
+
+    def step(self, action):  # type: ignore[no-untyped-def]
+        return Step(reward=float(action.text == self.task.ground_truth), done=True)
