@@ -99,7 +99,7 @@ def test_gymnasium_is_played_as_text(dialogue: Dialogue, tmp_path: Path) -> None
     file = write(
         tmp_path,
         "cart.py",
-        "def see(observation):\n    return f'at {observation[0]:.1f}'\n"
+        "def see(observation):\n    return f'at {observation[0]:.4f}'\n"
         "def act(text):\n    if text not in ('left', 'right'):\n        raise ValueError('Say left or right')\n"
         "    return int(text == 'right')\n",
     )
@@ -231,7 +231,11 @@ def test_tools_of_verl_are_called_as_by_its_loop(
     options: Options = {"functions": functions}
     extra = {"tools_kwargs": {"book": {"create_kwargs": {"truth": 4}}}}
     said = [call("book", amount=4) + call("double", value=3), call("book", amount=-1), call("later", value=1), "7"]
-    played = play(dialogue, f"verl:{file}", *said, options=options, extra=extra)
+    named = load_environment(f"verl:{file}", options)
+    assert isinstance(named, Named)
+    played = Played(dialogue, named, said, {"extra": extra})
+    ledger = vars(named.kind)["foreign"]["book"]
+    assert ledger.log == ["create", "release"] * 2 and not ledger.instances
     assert played.ended.error == "" and played.ended.turn_rewards == [0.75, 0.0, 0.0, 0.0]
     assert played.ended.reward == 1.75
     assert "booked 4" in played.read[1] and "\n6\n" in played.read[1] and "Error: no such amount" in played.read[2]

@@ -13,9 +13,8 @@ PACKAGES = {
     "gymnasium": ("gymnasium==1.4.0", "farama-notifications==0.0.6"),
     "skyrl": ("skyrl-gym==0.4.0", "func-timeout==4.3.5", "omegaconf==2.4.0", "pandas==3.1.1", "tzdata==2026.6"),
     "verl": ("verl==0.9.1", "ray==2.60.0", "tensordict==0.15.3", "pyvers==0.2.3", "omegaconf==2.4.0"),
-    "trl": ("trl==1.16.0",),
 }
-"""What the environment of each project needs beside the packages of asyncrl."""
+"""Packages that the environment of each project needs next to those of asyncrl."""
 INSTALL_S = 200.0
 
 TRL = '''

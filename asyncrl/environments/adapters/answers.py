@@ -1,4 +1,4 @@
-"""What adapters share: packages that may be missing, and rewards for the answer of an episode."""
+"""Parts of several adapters: packages that may be missing, and rewards for the answer of an episode."""
 
 from __future__ import annotations
 

@@ -38,8 +38,8 @@ def load_skyrl(rest: str, options: Options, python: str | None) -> Named:
 
 
 class SkyRLEnvironment(Environment):
-    """What the policy said stays as it was sampled, whatever `postprocessed_action` is; the part "postprocessed" of the
-    reward counts the turns in which it is something else."""
+    """Episodes keep what the policy said as it was sampled, whatever `postprocessed_action` is; the part
+    "postprocessed" of the reward counts the turns in which it is something else."""
 
     make: ClassVar[Any]
     """Returns an environment of SkyRL-Gym, from its extras."""

@@ -23,7 +23,7 @@ INSTALL = "--no-deps verl==0.9.1 ray tensordict pyvers omegaconf"
 
 def load_verl(rest: str, options: Options, python: str | None) -> Named:
     """The tools of verl, as `verl:TOOLS.yaml`, or `verl:FILE.py` for decorated functions. Options: `functions`, a file
-    of these beside the YAML; `reward`, a function `reward(task, answer)` or one in verl's form in place of comparing
+    of these next to the YAML; `reward`, a function `reward(task, answer)` or one in verl's form in place of comparing
     the answer with the ground truth."""
     name = f"verl:{rest}"
     functions = rest if rest.endswith(".py") else options.get("functions")
