@@ -125,7 +125,8 @@ def play(name: str, *, python: str | None = None, times: int = 1, timeout_s: flo
 
     before = set(psutil.Process().children(recursive=True))
     ended = asyncio.run(run())
-    assert set(psutil.Process().children(recursive=True)) <= before
+    left = [child for child in psutil.Process().children(recursive=True) if child not in before]
+    assert not psutil.wait_procs(left, timeout=5.0)[1], "what a program has started ends with its episode"
     return ended if times > 1 else ended[0]
 
 

@@ -18,6 +18,8 @@ from asyncrl.environments.gateway.access import MODEL, Access
 MAX_OUTPUT_BYTES = 16 << 20
 """Of a command's standard output; what comes before is dropped."""
 MAX_ERROR_CHARACTERS = 400
+END_S = 3.0
+"""Deadline for a killed command to end."""
 
 
 class ProgramError(Exception):
@@ -108,6 +110,7 @@ class CommandProgram:
             output, errors = await process.communicate(given)
         finally:
             self._end(process.pid)
+            await asyncio.wait({asyncio.ensure_future(process.wait())}, timeout=END_S)  # closes its pipes
         if process.returncode:
             text = errors.decode(errors="replace").strip()[-MAX_ERROR_CHARACTERS:]
             raise ProgramError(f"exit code {process.returncode}: {text}")
