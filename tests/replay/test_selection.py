@@ -16,7 +16,7 @@ import structlog
 
 from asyncrl.replay.codec import pack_group
 from asyncrl.replay.journal.writer import Journal
-from asyncrl.replay.metrics.run import RewardsSinceStep
+from asyncrl.replay.metrics.rewards import RewardsSinceStep
 from asyncrl.replay.metrics.stats import ExactMean
 from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.prompts.pass_rates import PassRates, RowOutcome
