@@ -115,9 +115,7 @@ def test_environment_hosts_and_generators_killed_at_random(
     )
 
 
-def check_group(
-    group: Group, step: int, max_staleness: int, text_of: Callable[[list[int]], str], truth: str
-) -> None:
+def check_group(group: Group, step: int, max_staleness: int, text_of: Callable[[list[int]], str], truth: str) -> None:
     """Checks that the members of a trained group are complete episodes with the rewards of what they say."""
     where = f"step {step}, ticket {group.ticket}"
     assert len(group.trajectories) == 4, where
