@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from itertools import groupby, pairwise
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pyarrow.parquet as pq
@@ -16,6 +19,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from asyncrl.data.demo_episodes import make_demo_rows
+from asyncrl.data.parquet import write_rows
 from asyncrl.launch.fork_server import ForkServer
 from asyncrl.replay.journal.history import JournalBatches
 from asyncrl.types import EPISODE_ENDS, Group, Trajectory
@@ -27,41 +31,88 @@ pytestmark = [pytest.mark.system, pytest.mark.slow, pytest.mark.timeout(1800)]
 Make = Callable[..., Chaos]
 SEED = int(os.environ.get("CHAOS_SEED", "5"))
 """Of the moments and victims of the kills."""
-MAX_TURNS = 4
 FAILS_AT = 23
-"""A turn makes the environment fail if this divides `spoken` of its text."""
+"""A turn makes an episode fail if this divides the sum of its digits' code points."""
+RULES = f"""
+def spoken(text):
+    value = sum(ord(one) for one in text if one.isdigit())
+    if value and value % {FAILS_AT} == 0:
+        raise OSError("the tool is gone")
+    return float(value % 2)
+
+def outcome(texts, truth):
+    return 0.5 * "".join(texts).count(truth[-1])
+"""
+"""Failures and rewards are functions of the row and of what the policy says."""
 SPOKEN = f"""
 import asyncio, random
 from asyncrl.environments import Environment, Step
-
+{RULES}
 class Spoken(Environment):
-    max_turns = {MAX_TURNS}
+    max_turns = 4
 
     def reset(self):
         self.dice, self.turns, self.said = random.Random(), self.random.choice((1, 2, 3)), []
 
     async def step(self, action):
         await asyncio.sleep(self.dice.choice((0.0, self.dice.uniform(0.0, 0.06))))
-        spoken = sum(map(ord, action.text))
-        if spoken and spoken % {FAILS_AT} == 0:
-            raise OSError("the tool is gone")
+        reward = spoken(action.text)
         self.said.append(action.text)
-        return Step(">" * self.turns, reward=float(spoken % 2), done=len(self.said) == self.turns)
+        return Step(">" * self.turns, reward=reward, done=len(self.said) == self.turns)
 
     async def reward(self):
         await asyncio.sleep(self.dice.uniform(0.0, 0.02))
-        return 0.5 * "".join(self.said).count(self.task.ground_truth[-1])
+        return outcome(self.said, self.task.ground_truth)
 """
-"""Its failures and rewards are functions of the row and of what the policy says."""
+PROGRAM = f"""
+import json, os, random, sys, time, urllib.request
+{RULES}
+def run(task, *, base_url, api_key):
+    messages, total = [{{"role": "user", "content": task["prompt"]}}], 0.0
+    headers = {{"Authorization": f"Bearer {{api_key}}", "Content-Type": "application/json"}}
+    for _ in range(random.Random(task["seed"]).choice((1, 2, 3))):
+        body = json.dumps({{"model": "policy", "messages": messages}}).encode()
+        request = urllib.request.Request(f"{{base_url}}/chat/completions", body, headers)
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                text = json.load(answer)["choices"][0]["message"]["content"]
+        except OSError:
+            time.sleep(900)  # as a program that tries again for ever
+        total += spoken(text)
+        messages += [{{"role": "assistant", "content": text}}, {{"role": "user", "content": ">"}}]
+    return total + outcome([one["content"] for one in messages[1::2]], task["ground_truth"])
+
+if __name__ == "__main__":
+    print(run(json.load(sys.stdin), base_url=os.environ["OPENAI_BASE_URL"], api_key=os.environ["OPENAI_API_KEY"]))
+"""
+TEMPLATE = (
+    "{% for message in messages %}{{ message.content }}"
+    "{% if message.role == 'assistant' %}{{ '<eos>' }}{% endif %}{% endfor %}"
+)
 
 
 @pytest.fixture
-def settings(tmp_path: Path) -> list[str]:
+def settings(demo_folder: Path, tmp_path: Path) -> list[str]:
+    """Of each five rows three have an environment, one a command, and one a program in another interpreter."""
     make_demo_rows("guess", tmp_path / "guess.parquet")
+    rows = pq.read_table(tmp_path / "guess.parquet").to_pylist()
+    sources = ("spoken", "spoken", "spoken", "command", "python")
+    write_rows(
+        tmp_path / "rows.parquet", [row | {"data_source": sources[n % len(sources)]} for n, row in enumerate(rows)]
+    )
     (tmp_path / "spoken.py").write_text(SPOKEN)
+    (tmp_path / "program.py").write_text(PROGRAM)
+    shutil.copytree(demo_folder / "demo" / "model", tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(tmp_path / "model")
+    program = tmp_path / "program.py"
+    names = f"spoken: {tmp_path / 'spoken.py'}:Spoken, python: 'agent:{program}:run'"
     return [
-        f"data.train={tmp_path / 'guess.parquet'}",
-        f"environment.name={tmp_path / 'spoken.py'}:Spoken",
+        f"model.path={tmp_path / 'model'}",
+        f"data.train={tmp_path / 'rows.parquet'}",
+        f"environment.name={{{names}, command: 'agent:{sys.executable} -S -E {program}'}}",
+        f"environment.python={sys.executable}",
         "environment.hosts=2",
         "environment.retries=2",
         "launch.generators=2",
@@ -96,22 +147,24 @@ def test_environment_hosts_and_generators_killed_at_random(
     ledger = Command(preloaded, demo_folder, ["ledger", str(run.run_dir)])
     output, _ = ledger.communicate(timeout=100)
     assert ledger.returncode == 0, output
-    # Of a killed generator the hosts die as well, and nobody counts them.
-    losses = sum(row["lost_tokens"] != 0 for row in losses_of(run))
-    text_of, truths = decoder(demo_folder), truths_of(tmp_path / "guess.parquet")
+    replaced = [event for event in generator_events(run) if event["event"] == "environment host replaced"]
+    lost = sum(event["episodes"] for event in replaced)
+    text_of, truths = decoder(demo_folder), truths_of(tmp_path / "rows.parquet")
     tickets: set[int] = set()
+    sources: set[str] = set()
     tries = 0
     for step, group in trained_groups(run, steps):
         assert group.ticket not in tickets, f"ticket {group.ticket} is trained twice"
         tickets.add(group.ticket)
+        sources.add(group.data_source)
         check_group(group, step, summary["staleness"]["limit"], text_of, truths[group.row])
         tries += sum(member.episode.tries for member in group.trajectories if member.episode is not None)
-    assert len(tickets) == steps * 8
-    assert tries >= kills and losses
+    assert len(tickets) == steps * 8 and sources == {"spoken", "command", "python"}
+    assert 0.7 * kills <= len(replaced) <= kills and lost > 0
     assert not any(row.get("environment/failed/host") for row in run.rows()), "an episode was not tried again"
     figure(
-        f"{kills} hosts and {generator_kills} generators killed, {tries} tries of trained episodes failed, "
-        f"{losses} groups with lost tokens, restarts {summary['restarts']}, {summary['wall_s']:.0f} s"
+        f"{kills} hosts with {lost} episodes and {generator_kills} generators killed; {tries} tries of trained "
+        f"episodes failed, restarts {summary['restarts']}, {summary['wall_s']:.0f} s"
     )
 
 
@@ -126,11 +179,11 @@ def check_group(group: Group, step: int, max_staleness: int, text_of: Callable[[
         assert member.status in ("completed", "truncated"), where
         turns = [text_of(tokens) for tokens in turns_of(member)]
         assert len(turns) == member.num_turns == len(episode.turn_rewards), where
-        spoken = [sum(map(ord, text)) for text in turns]
-        assert not any(sum_of and sum_of % FAILS_AT == 0 for sum_of in spoken), f"{where}: of a failed episode"
-        assert episode.turn_rewards == [float(sum_of % 2) for sum_of in spoken], where
-        score = 0.5 * "".join(turns).count(truth[-1])
-        assert member.reward == pytest.approx(sum(episode.turn_rewards) + score), where
+        spoken = [sum(ord(one) for one in text if one.isdigit()) for text in turns]
+        assert not any(value and value % FAILS_AT == 0 for value in spoken), f"{where}: of a failed episode"
+        rewards = [float(value % 2) for value in spoken]
+        assert episode.turn_rewards == (rewards if group.data_source == "spoken" else [0.0] * len(turns)), where
+        assert member.reward == pytest.approx(sum(rewards) + 0.5 * "".join(turns).count(truth[-1])), where
         versions = member.versions[member.action_mask].tolist()
         assert versions[0] >= group.start_version and all(a <= b for a, b in pairwise(versions)), where
         assert 0 <= step - 1 - versions[0] <= max_staleness, where
@@ -154,10 +207,9 @@ def trained_groups(run: Chaos, steps: int) -> Iterator[tuple[int, Group]]:
         yield from ((step, group) for group in shard.groups)
 
 
-def losses_of(run: Chaos) -> list[dict[str, int]]:
-    """The action tokens of failed tries of each group in the trace."""
-    rows = pq.read_table(run.run_dir / "trace.parquet").to_pylist()
-    return [{"ticket": row["ticket"], "lost_tokens": sum(row["lost_tokens"])} for row in rows]
+def generator_events(run: Chaos) -> list[dict[str, Any]]:
+    assert run.launched is not None
+    return [event for number in range(2) for event in run.launched.events(f"generator-{number}")]
 
 
 def truths_of(path: Path) -> list[str]:
