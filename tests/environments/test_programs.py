@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import signal
+import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +198,53 @@ def test_a_process_that_dies_loses_its_episodes(program: str) -> None:
     assert (ended.status, ended.ended) == ("failed", "environment") and "exit code 3" in ended.error
     ended = play("echo hello")
     assert "the last line of its output is no reward: 'hello'" in ended.error
+
+
+HOST = """
+import asyncio, sys
+from asyncrl.environments.gateway.server import Access
+from asyncrl.environments.programs.load import load_agent
+
+async def main():
+    agent = load_agent(sys.argv[1], {}, sys.argv[2] if len(sys.argv) > 2 else None)
+    runs = [asyncio.ensure_future(agent.run({}, Access("", ""), stuck=[])) for _ in range(2)]
+    await asyncio.wait(runs)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize(
+    "arguments", [("sleep 291 | sleep 292; true",), ("agent.py:hangs", sys.executable)], ids=["command", "python"]
+)
+def test_programs_end_with_a_host_that_is_killed(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    (tmp_path / "agent.py").write_text("import time\n\ndef hangs(task):\n    time.sleep(290)\n")
+    host = subprocess.Popen([sys.executable, "-c", HOST, *arguments], cwd=tmp_path)
+    try:
+        running, deadline_s = 6 if len(arguments) == 1 else 1, time.monotonic() + 20
+        while len(started := programs_in(tmp_path) - {host.pid}) < running:
+            assert time.monotonic() < deadline_s and host.poll() is None
+            time.sleep(0.05)
+    finally:
+        host.kill()
+        host.wait()
+    deadline_s = time.monotonic() + 5
+    while left := programs_in(tmp_path):
+        if time.monotonic() > deadline_s:
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)
+            pytest.fail(f"{len(left)} of {len(started)} processes run on")
+        time.sleep(0.05)
+
+
+def programs_in(folder: Path) -> set[int]:
+    """Processes that run in the folder."""
+    found: set[int] = set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.cwd() == str(folder) and process.status() != psutil.STATUS_ZOMBIE:
+                found.add(process.pid)
+    return found
 
 
 def test_programs_that_cannot_start_are_named(program: str, monkeypatch: pytest.MonkeyPatch) -> None:

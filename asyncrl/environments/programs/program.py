@@ -20,6 +20,10 @@ MAX_OUTPUT_BYTES = 16 << 20
 MAX_ERROR_CHARACTERS = 400
 END_S = 3.0
 """Deadline for a killed command to end."""
+GUARDED = """{ read -r _; kill -s KILL -- -$$; } <"/dev/fd/$1" >/dev/null 2>&1 &
+exec /bin/sh -c "$0"
+"""
+"""Runs the command $0 in the shell's process group, which is killed when the pipe $1 has no writer any more."""
 
 
 class ProgramError(Exception):
@@ -88,22 +92,29 @@ class FunctionProgram:
 
 class CommandProgram:
     """A command, started for each episode, with `OPENAI_BASE_URL` and `OPENAI_API_KEY` in its environment and the task
-    as JSON at its standard input. Its reward is the last line of its output as JSON, or what it posted."""
+    as JSON at its standard input. Its reward is the last line of its output as JSON, or what it posted. It ends, with
+    all processes of its group, when the episode ends or this process is killed."""
 
     def __init__(self, name: str, options: Options) -> None:
         self.name = f"agent:{name}"
         self._command, self._options = name, options
         self._running: set[int] = set()
         """The process groups of episodes in progress."""
+        self._pipe: tuple[int, int] | None = None
+        """A pipe whose writing end only this process has, so that commands also end when it is killed."""
 
     def check(self) -> None: ...
 
     async def run(self, task: Mapping[str, Any], access: Access, *, stuck: list[asyncio.Future[Any]]) -> Any:
         own = {"OPENAI_BASE_URL": access.base_url, "OPENAI_API_KEY": access.api_key, "OPENAI_MODEL": MODEL}
         pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_shell(
-            self._command, stdin=pipe, stdout=pipe, stderr=pipe, env=os.environ | own, start_new_session=True
-        )
+        if self._pipe is None:
+            self._pipe = os.pipe()
+        alive, _ = self._pipe
+        process = await asyncio.create_subprocess_exec(
+            "/bin/sh", "-c", GUARDED, self._command, str(alive), stdin=pipe, stdout=pipe, stderr=pipe,
+            env=os.environ | own, start_new_session=True, pass_fds=(alive,),
+        )  # fmt: skip
         self._running.add(process.pid)
         given = json.dumps({**task, "options": dict(self._options)}).encode()
         try:
@@ -119,6 +130,9 @@ class CommandProgram:
     async def close(self) -> None:
         for group in list(self._running):
             self._end(group)
+        for end in self._pipe or ():
+            os.close(end)
+        self._pipe = None
 
     def _end(self, group: int) -> None:
         """Ends the command, with all that it has started."""

@@ -1,0 +1,73 @@
+"""The means of rewards and lengths since the last step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec import field
+
+from asyncrl.replay.metrics.episodes import Quantiles, episode_failures, episode_values
+from asyncrl.replay.metrics.stats import ExactMean
+from asyncrl.replay.prompts.selection import RowChoice
+from asyncrl.util.durable import Durable
+from asyncrl.wire.messages import GroupHeader
+
+
+class RewardsSinceStep(Durable):
+    """Means over the members of groups scored since the last step: rewards, their parts, lengths. They do not depend on
+    the order in which groups arrive, and with `data.selection` are weighted so that they are those of all rows."""
+
+    means: dict[str, ExactMean] = field(default_factory=dict[str, ExactMean])
+    of_rows: ExactMean = field(default_factory=ExactMean)
+    """Of the groups' `RowChoice.mean`."""
+    changes: ExactMean = field(default_factory=ExactMean)
+    """Of the groups' rewards less those expected of their rows."""
+    wait_s: Quantiles = field(default_factory=Quantiles)
+    """Of the episodes' `wait_s`."""
+
+    @property
+    def all_rows(self) -> float | None:
+        """An estimate of the mean reward over all rows: the mean of the rows' own mean rewards, which are of former
+        policies, and those of rarely visited rows of the oldest, corrected by how groups differ from their rows."""
+        return self.of_rows.mean + self.changes.mean if self.changes.values else None
+
+    def add(self, header: GroupHeader, completion: Sequence[int], choice: RowChoice) -> None:
+        """Counts a scored group; `completion` has the action tokens of each trajectory."""
+        weight, rewards, all_parts = choice.weight, header.of_members(header.rewards), header.of_members(header.parts)
+        self._count("reward/mean", rewards, weight)
+        self.of_rows.add([choice.mean])
+        self.changes.add([sum(rewards) / len(rewards) - choice.expected], weight)
+        self._count(f"reward/{header.data_source}", rewards, weight)
+        for name in {name for parts in all_parts for name in parts}:
+            self._count(f"reward_part/{name}", [parts[name] for parts in all_parts if name in parts], weight)
+        self._count("completion/tokens", [float(tokens) for tokens in header.sums_of_members(completion)], weight)
+        if header.greedy_reward is not None:
+            self._count("reward/greedy", [header.greedy_reward], weight)
+        if header.episodes:
+            self._add_episodes(header, weight)
+        truncated = [float(status == "truncated") for status in header.of_members(header.status)]
+        self._count("completion/truncated_fraction", truncated, weight)
+
+    def _add_episodes(self, header: GroupHeader, weight: float) -> None:
+        for name, values in episode_values(header).items():
+            self._count(name, values, weight)
+        self.wait_s.add([one.wait_s for one in header.of_members(header.episodes)], weight)
+
+    def count_group(self, header: GroupHeader, *, signal: bool) -> None:
+        """Counts any group: whether it has a training signal, and its members without a reward."""
+        self._count("reward/signal_fraction", [float(signal)])
+        self._count("reward/failed_fraction", [float(bool(error)) for error in header.of_members(header.errors)])
+        for name, values in episode_failures(header).items():
+            self._count(name, values)
+
+    def table(self) -> dict[str, float]:
+        """The means, by name."""
+        known = {} if (all_rows := self.all_rows) is None else {"reward/all_rows": all_rows}
+        return (
+            {name: self.means[name].mean for name in sorted(self.means)}
+            | known
+            | self.wait_s.table("environment/wait_s")
+        )
+
+    def _count(self, name: str, values: Sequence[float], weight: float = 1.0) -> None:
+        self.means.setdefault(name, ExactMean()).add(values, weight)
