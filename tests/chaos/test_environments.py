@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.system, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 Make = Callable[..., Chaos]
 SEED = int(os.environ.get("CHAOS_SEED", "5"))
-"""Of the moments and victims of the kills."""
+"""The seed of the moments and victims of the kills."""
 FAILS_AT = 23
 """A turn makes an episode fail if this divides the sum of its digits' code points."""
 RULES = f"""
@@ -94,7 +94,8 @@ TEMPLATE = (
 
 @pytest.fixture
 def settings(demo_folder: Path, tmp_path: Path) -> list[str]:
-    """Of each five rows three have an environment, one a command, and one a program in another interpreter."""
+    """The settings of the run. Of each five rows three have an environment, one a command, and one a program in
+    another interpreter."""
     make_demo_rows("guess", tmp_path / "guess.parquet")
     rows = pq.read_table(tmp_path / "guess.parquet").to_pylist()
     sources = ("spoken", "spoken", "spoken", "command", "python")
