@@ -227,12 +227,16 @@ class ChatDialogue(TextDialogue):
         return Read(formats.to_message(content, reasoning, calls), calls, tuple(written.problems))
 
 
-def check_appendable(said: Sequence[Message]) -> None:
-    """Raises DialogueError unless the messages can come behind a turn: those of tools, then at most one of the user or
-    the system."""
+def is_appendable(said: Sequence[Message]) -> bool:
+    """True if the messages can come behind a turn: those of tools, then at most one of the user or the system."""
     others = [message["role"] for message in said if message["role"] != "tool"]
     good = len(others) <= 1 and all(role in ("user", "system") for role in others)
-    if not said or not good or (others and said[-1]["role"] == "tool"):
+    return bool(said) and good and not (others and said[-1]["role"] == "tool")
+
+
+def check_appendable(said: Sequence[Message]) -> None:
+    """Raises DialogueError unless `is_appendable`."""
+    if not is_appendable(said):
         raise DialogueError(
             f"{roles_of(said)} cannot be appended to a conversation: behind a turn come messages of tools and then at "
             "most one of the user or the system"

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.environments.dialogue import DialogueError, TextDialogue
+from asyncrl.environments.dialogue.chat import is_appendable
 from asyncrl.environments.environment import Message, ToolCall
 from asyncrl.environments.episode import Limits, Turn
 from asyncrl.environments.gateway.errors import (
@@ -219,7 +220,7 @@ class Session:
         conversation, turns = known[best], common[best]
         end = conversation.ends[turns - 1]
         said = [to_message(one) for one in request.messages[end.num_messages :]]
-        if not _continues(said):
+        if not is_appendable(said):
             return 0, 0, self._begin(request), new
         tokens = _rendered(self._dialogue.follow, said, request.tools, closed=end.closed, calls=end.calls)
         if turns == len(conversation.ends) and not conversation.busy:
@@ -239,11 +240,3 @@ def _rendered(render: Callable[..., list[int]], *arguments: Any, **options: Any)
         return render(*arguments, **options)
     except DialogueError as error:
         raise BadRequestError(str(error)) from None
-
-
-def _continues(said: Sequence[Message]) -> bool:
-    """True if the messages may follow a turn: those of tools, then at most one of a user or the system."""
-    roles = [message["role"] for message in said]
-    while roles and roles[0] == "tool":
-        roles.pop(0)
-    return bool(said) and (not roles or (len(roles) == 1 and roles[0] in ("user", "system")))
