@@ -56,6 +56,8 @@ class Answer:
 class _End:
     """The end of a turn in a conversation."""
 
+    number: int
+    """Number of the turn in the episode."""
     num_messages: int
     num_tokens: int
     closed: bool
@@ -72,8 +74,6 @@ class _Conversation:
     messages: tuple[Canonical, ...] = ()
     tokens: list[int] = field(default_factory=list[int])
     ends: list[_End] = field(default_factory=list[_End])
-    turns: list[int] = field(default_factory=list[int])
-    """Numbers of its turns."""
     busy: bool = False
     """True while a turn is sampled."""
 
@@ -152,8 +152,8 @@ class Session:
         conversation.tokens += turn.tokens
         conversation.messages = (*request.messages, canonical(read.message))
         closed = self._dialogue.closes(turn.tokens)
-        conversation.ends.append(_End(len(conversation.messages), len(conversation.tokens), closed, read.calls))
-        conversation.turns.append(pending.number)
+        num_messages, num_tokens = len(conversation.messages), len(conversation.tokens)
+        conversation.ends.append(_End(pending.number, num_messages, num_tokens, closed, read.calls))
         conversation.busy = False
         self.was_cut = turn.status == "truncated"
         if not pending.answer.cancelled():
@@ -171,7 +171,7 @@ class Session:
             if not pending.answer.done():
                 pending.answer.set_exception(EpisodeOverError(f"episode {self.episode} is over"))
                 pending.answer.exception()  # nobody may wait for it
-        lasts = [one.turns[-1] for one in self._conversations if one.turns]
+        lasts = [one.ends[-1].number for one in self._conversations if one.ends]
         return sorted(number for number in lasts if number not in self._read)
 
     def _ask(self, request: Request) -> asyncio.Future[Answer]:
