@@ -30,6 +30,7 @@ ROWS = (
     "overlap",
     "environments",
     "generator",
+    "native_turns",
     "gateway",
     "goodput",
     "end_to_end",

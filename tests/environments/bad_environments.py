@@ -78,3 +78,20 @@ class Quick(Odd):
     """The same without threads."""
 
     returns_at_once = True
+
+
+class Remembering(Environment):
+    """Keeps all that the policy says in the object, and the last thing in the class."""
+
+    max_turns = 3
+    last = ""
+
+    def reset(self) -> None:
+        self.said: list[str] = []
+
+    async def step(self, action: Action) -> Step:
+        self.said.append(action.text)
+        Remembering.last = action.text
+        await asyncio.sleep(0.001 * len(self.said))
+        is_own = self.said == [self.task.ground_truth] * len(self.said)
+        return Step(">", reward=float(is_own), done=len(self.said) == 3, parts={"changed": Remembering.last != action.text})

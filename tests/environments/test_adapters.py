@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from tests.helpers import adapters
 from tests.helpers.chat_models import save_chat_model
 from tests.helpers.kernel import why_not_confined
 from tests.helpers.played import ASK, Played, call
+from tests.helpers.sockets import await_port, free_port
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +154,24 @@ def test_tools_of_an_mcp_server_are_called(dialogue: Dialogue, tmp_path: Path) -
     assert (died.ended.status, died.ended.ended) == ("failed", "environment")
     assert "the server has ended (Connection closed)" in died.ended.error
     assert not children(named)
+
+
+def test_tools_of_an_mcp_server_at_a_url_are_called(dialogue: Dialogue, tmp_path: Path) -> None:
+    port = free_port()
+    command = [sys.executable, write(tmp_path, "server.py", adapters.MCP), str(port)]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as server:
+        try:
+            await_port(port)
+            name = f"mcp:http://127.0.0.1:{port}/mcp"
+            played = play(dialogue, name, call("add", first=3, second=4), call("fail", why="so"), "7")
+            assert played.ended.error == "" and played.ended.reward == 1.0
+            assert "<tool_response>\n7\n</tool_response>" in played.read[1]
+            assert "Error: Error executing tool fail" in played.read[2]
+            died = play(dialogue, name, call("die"), "7")
+            assert (died.ended.status, died.ended.ended) == ("failed", "environment")
+            assert "the server has ended (Connection closed)" in died.ended.error
+        finally:
+            server.kill()
 
 
 @pytest.mark.slow

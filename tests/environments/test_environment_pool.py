@@ -89,6 +89,15 @@ def test_many_episodes_at_once_each_with_its_own_environment(make: Make) -> None
     assert len({host.process.pid for host in pool._hosts}) == 2
 
 
+def test_a_thousand_episodes_at_once_see_their_own_state(make: Make) -> None:
+    pool = make("mine.py:Remembering")
+    for number in range(1000):
+        pool.start(str(number), prompt(f"{number:04d}"), seed=number, evaluation=False)
+    ended = run(pool, lambda wish: tokens(f"{int(wish.episode):04d}"), 1000)
+    assert all(one.turn_rewards == [1.0] * 3 for one in ended.values())
+    assert any(one.parts["changed"] for one in ended.values()), "no episode ran beside another one"
+
+
 def test_a_host_that_dies_is_replaced_and_its_episodes_are_lost(make: Make) -> None:
     pool = make("mine.py:Odd", step_timeout_s=10.0)
     pool.start("fatal", prompt("step kill"), seed=0, evaluation=False)

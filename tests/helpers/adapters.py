@@ -105,7 +105,7 @@ def noted(prompts, completions, environments, answer, **kwargs):
 '''
 
 MCP = '''
-import os
+import os, sys
 from mcp.server.mcpserver import MCPServer
 
 server = MCPServer("numbers")
@@ -134,7 +134,10 @@ def die() -> str:
     os._exit(3)
 
 if __name__ == "__main__":
-    server.run()
+    if sys.argv[1:]:
+        server.run("streamable-http", port=int(sys.argv[1]))
+    else:
+        server.run()
 '''
 
 SKYRL = """
