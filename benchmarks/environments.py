@@ -14,15 +14,19 @@ from benchmarks.overlap import tokens_per_s
 
 LIMITS_STEPS, QUICK_LIMITS_STEPS = (0, 1, 2, 4), (4,)
 """Values of `max_staleness`, in learner steps."""
-STEPS, QUICK_STEPS, WARM_STEPS = 60, 20, 10
+GROUPS_PER_STEP = 64
+"""Of the launches with the tool: a step then takes about as long as the tool."""
+STEPS, QUICK_STEPS, WARM_STEPS = 24, 8, 4
+DEMO_STEPS, QUICK_DEMO_STEPS = 80, 20
 LATENCY_S, LATENCY_SHARE = 1.0, 0.3
 TIMEOUT_S = 600.0
 SLOW = f"environment.options={{calculator: {{latency_s: {LATENCY_S}, latency_share: {LATENCY_SHARE}}}}}"
 
 
-def rate(run: str, config: str, overrides: list[str], *, max_staleness: int, quick: bool) -> float:
-    """Returns tokens/s of a launch after its first steps, without the last, which train what is left."""
-    steps = WARM_STEPS + (QUICK_STEPS if quick else STEPS)
+def rate(run: str, config: str, overrides: list[str], *, max_staleness: int, steps: int) -> float:
+    """Returns tokens/s of these steps of a launch, after its first ones and without the last, which train what is
+    left."""
+    steps += WARM_STEPS
     settings = [f"steps={steps + max_staleness}", f"replay.max_staleness={max_staleness}", "learner.lr=1e-9"]
     with launched(run, [*settings, *overrides], config=config) as process:
         if process.wait(TIMEOUT_S):
@@ -35,12 +39,14 @@ def measure(quick: bool) -> Iterator[Round]:
     while True:
         one: Round = {}
         for limit in QUICK_LIMITS_STEPS if quick else LIMITS_STEPS:
-            options = {"max_staleness": limit, "quick": quick}
-            fast, slow = (rate("bench-environments", "calculator", own, **options) for own in ([], [SLOW]))
+            options = {"max_staleness": limit, "steps": QUICK_STEPS if quick else STEPS}
+            large = f"replay.groups_per_step={GROUPS_PER_STEP}"
+            fast, slow = (rate("bench-environments", "calculator", [large, *own], **options) for own in ([], [SLOW]))
             one |= {f"S={limit} with latency": slow / fast, f"S={limit} tokens/s": fast}
         own = ["environment.name=benchmarks.answers:Answers"]
         alone, through = (
-            rate("bench-environments", "demo", extra, max_staleness=2, quick=quick) for extra in ([], own)
+            rate("bench-environments", "demo", extra, max_staleness=2, steps=QUICK_DEMO_STEPS if quick else DEMO_STEPS)
+            for extra in ([], own)
         )
         yield one | {"one turn through an environment": through / alone, "demo tokens/s": alone}
 

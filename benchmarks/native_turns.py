@@ -45,6 +45,10 @@ class InstantEngine:
         self._logprobs = np.zeros(TURN_TOKENS, dtype=np.float32)
         self._versions = np.zeros(TURN_TOKENS, dtype=np.int32)
 
+    @property
+    def num_running(self) -> int:
+        return len(self._keys)
+
     def add(self, key: str, prompt: Sequence[int], **options: Any) -> None:
         self._keys.append(key)
 

@@ -28,7 +28,7 @@ from asyncrl.environments.player import Player
 from asyncrl.environments.programs.player import ProgramPlayer
 from asyncrl.environments.table import EnvironmentTable
 from asyncrl.errors import ProtocolError
-from asyncrl.util.processes import become_helper
+from asyncrl.util.processes import become_helper, tune_gc
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.environment_messages import EpisodeEnded, EpisodeStart, SayNext, Turns, Wishes
 from asyncrl.wire.frames import Array, Message
@@ -37,6 +37,8 @@ from asyncrl.wire.rpc import Reply, Server
 
 BEAT_S = 1.0
 """Interval of signs of life."""
+MAX_SAYS = 32
+"""Turns that are asked for in one message, so that the first ones do not wait for what many episodes do at once."""
 MAX_THREADS = 1024
 """Calls that may wait at once."""
 
@@ -62,7 +64,9 @@ class HostSpec:
 def run_host(parent: int, spec: HostSpec) -> None:
     """Makes this process a host, which ends with `parent`. Raises ConfigError if the environments cannot be loaded."""
     become_helper(parent)
-    asyncio.run(Host(spec).serve())
+    host = Host(spec)
+    tune_gc()
+    asyncio.run(host.serve())
 
 
 class Host:
@@ -166,10 +170,12 @@ class Host:
 
     def _say(self, player: Player | ProgramPlayer, wish: SayNext, tokens: Sequence[int]) -> None:
         self._says.append((wish, np.asarray(tokens, dtype=np.int32)))
+        if len(self._says) >= MAX_SAYS:
+            self._flush()
         self._flush_soon()
 
     def _flush_soon(self) -> None:
-        """Sends one message for all that happens before the event loop is idle."""
+        """Sends what comes together before the event loop is idle in one message."""
         if not self._flush_due:
             self._flush_due = True
             asyncio.get_running_loop().call_soon(self._flush)

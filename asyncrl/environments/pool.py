@@ -138,12 +138,17 @@ class EnvironmentPool:
                 host.live.discard(episode)
                 host.dropped.append(episode)
 
+    def flush(self) -> None:
+        """Sends what has come together, in one message to each host."""
+        for host in self._hosts:
+            host.flush()
+
     def poll(self) -> list[NextTurn | EpisodeEnded]:
         """Sends what has come together, and returns the wishes that have arrived. Replaces hosts that have died or are
         stuck. Raises RunError if a host cannot be started."""
         wishes: list[NextTurn | EpisodeEnded] = []
+        self.flush()
         for host in list(self._hosts):
-            host.flush()
             while (message := host.connection.receive(0.0)) is not None:
                 host.connection.check(message)
                 self._failed_starts, host.heard_s, host.stuck = 0, time.monotonic(), message.body.stuck

@@ -31,6 +31,8 @@ log = structlog.get_logger()
 
 SLOW_WAIT_S = 0.1
 """A turn after which the generator waits longer for the environment counts as slow."""
+MEAN_POLLS = 8
+"""Polls over which first turns are averaged."""
 MAX_HOST_LOSSES = 3
 """Tries of an episode whose host died that do not count as retries."""
 
@@ -95,13 +97,16 @@ class Episodes:
         self._config = config
         self._pool, self._engine = pool, engine
         self._live: dict[str, _Episode] = {}
+        self._arrivals = 0.0
+        """Running mean of the first turns that arrive at a poll."""
         self._turns: dict[str, tuple[str, int]] = {}
         """The episode and the branch of each turn in the engine, by the engine's key of the turn."""
 
     @property
-    def num_unsampled(self) -> int:
-        """Episodes whose first turn has not arrived in the engine."""
-        return sum(not one.num_turns for one in self._live.values())
+    def num_starting(self) -> int:
+        """Episodes whose first turn has not arrived in the engine, without those that usually arrive at a poll: as many
+        places become free until they do. Negative if fewer are on their way."""
+        return sum(not one.num_turns for one in self._live.values()) - round(self._arrivals)
 
     @property
     def num_live(self) -> int:
@@ -130,6 +135,10 @@ class Episodes:
         self._live[key] = _Episode(group, index)
         self._play(key)
 
+    def flush(self) -> None:
+        """Sends what the environments are to be told, so that they answer during the engine's next step."""
+        self._pool.flush()
+
     def act(self, completion: Completion) -> None:
         """Passes on a turn of the policy."""
         key, number = self._turns.pop(completion.key)
@@ -143,15 +152,19 @@ class Episodes:
     def poll(self) -> list[EndedEpisode]:
         """Adds the next turns to the engine, and returns the members that are complete."""
         ended: list[EndedEpisode] = []
+        arrived, idle = 0, not self._engine.num_running
         for wish in self._pool.poll():
             if wish.episode not in self._live:
                 continue
             one = self._live[wish.episode]
             one.answered()
             if isinstance(wish, tuple):
+                arrived += not one.num_turns
                 self._add(one, wish)
             elif not self._tried_again(one, wish):
                 ended.append(self._end(one, wish))
+        if arrived or not idle:
+            self._arrivals += (arrived - self._arrivals) / MEAN_POLLS
         return ended
 
     def drop(self, keys: Iterable[str]) -> None:

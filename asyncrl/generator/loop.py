@@ -69,6 +69,8 @@ _OTHER = "other"
 """Time in none of GENERATOR_PHASES: waiting, and weight swaps."""
 _IDLE_S = 0.005
 """Longest wait for a reply while nothing runs; new weights and rewards are polled in between."""
+_ENVIRONMENTS_S = 0.001
+"""The same while all episodes wait for their environments."""
 
 
 class GeneratorLoop:
@@ -153,7 +155,7 @@ class GeneratorLoop:
         self._swap_staged()
         in_environments = self.episodes is not None and self.episodes.num_live > 0
         self._watch.switch("working" if busy else "environments" if in_environments else "waiting")
-        spent_s = self._exchange(0.0 if busy else _IDLE_S)
+        spent_s = self._exchange(0.0 if busy else _ENVIRONMENTS_S if in_environments else _IDLE_S)
         running, began_s = self.engine.num_running, time.monotonic()
         if running:
             self._watch.switch("working")
@@ -293,6 +295,8 @@ class GeneratorLoop:
         self._phases.switch("requests")
         for lease in reply.leases:
             self._start(lease, now_s)
+        if self.episodes is not None:
+            self.episodes.flush()
         self._phases.switch("messages")
         asked = self._asked
         if asked.version != self.engine.version:
@@ -309,7 +313,7 @@ class GeneratorLoop:
         evaluating, running = self._evaluating if self._pinned else None, self.engine.num_running
         if self.episodes is None:
             return free_capacity(self.config, running=running, evaluating=evaluating, denied=self._denied)
-        running += self.episodes.num_unsampled
+        running += self.episodes.num_starting
         groups, evaluations = free_capacity(self.config, running=running, evaluating=evaluating, denied=self._denied)
         if (free := self.episodes.num_free) is None:
             return groups, evaluations

@@ -75,6 +75,8 @@ class FakePool:
         self.wishes = deque((delay - 1, wish) for delay, wish in self.wishes if delay > 0)
         return due
 
+    def flush(self) -> None: ...
+
     def close(self) -> None: ...
 
 

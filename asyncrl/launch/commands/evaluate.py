@@ -255,7 +255,7 @@ class Evaluator:
     def _fill(self) -> None:
         from asyncrl.generator.groups import Running
 
-        waiting = self._episodes.num_unsampled if self._episodes is not None else 0
+        waiting = self._episodes.num_starting if self._episodes is not None else 0
         while self._engine.num_running + waiting + self._samples <= self._slots:
             lease = next(self._waiting, None)
             if lease is None:
