@@ -70,9 +70,9 @@ class ChatDialogue(TextDialogue):
         history: str = "keep",
         coders: Coders | None = None,
     ) -> None:
-        """`tool_format` and `history` are those of the config's environment, `coders` those of the tokenizer if they are
-        loaded already. Raises ConfigError if the model has no chat template, and DialogueError for a template that
-        cannot be used."""
+        """`tool_format` and `history` are those of the config's environment; `coders` are those of the tokenizer if
+        they are loaded already. Raises ConfigError if the model has no chat template, and DialogueError for a template
+        that cannot be used."""
         super().__init__(
             tokenizer_path,
             trust_remote_code=trust_remote_code,

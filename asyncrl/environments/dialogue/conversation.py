@@ -2,8 +2,8 @@
 
     messages -> rendering -> where each turn of the policy stands in it -> tokens
 
-A turn keeps the tokens that were sampled where the rendering shows it unchanged, as a whole or behind its reasoning. All
-else is encoded, in the parts between the ends of turns.
+A turn keeps the tokens that were sampled where the rendering shows it unchanged, as a whole or behind its reasoning.
+All else is encoded, in the parts between the ends of turns.
 """
 
 from __future__ import annotations
