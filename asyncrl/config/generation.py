@@ -100,6 +100,10 @@ class EnvironmentConfig(Section):
     tool_format: Literal["auto", "hermes", "qwen3_coder", "json", "none"] = "auto"
     """How the model writes calls of tools. Auto is the response template of its tokenizer or, if it has none, the form
     in which its chat template shows earlier calls."""
+    history: Literal["keep", "template"] = "keep"
+    """What the policy reads of earlier turns under a chat template. Keep: all that it said, one row for an episode.
+    Template: what the template renders for the messages, which may leave out reasoning; where that does not continue
+    the row, another one begins: the same tokens are trained, more are computed."""
     timeout_s: float = Field(default=300.0, gt=0.0)
     """Time limit of an episode."""
     step_timeout_s: float = Field(default=60.0, gt=0.0)

@@ -56,6 +56,7 @@ class HostSpec:
     limits: Limits
     max_observation_tokens: int
     tool_format: str
+    history: str
     endpoints: Endpoints
     address: str
     """The address at which it listens."""
@@ -81,6 +82,7 @@ class Host:
             trust_remote_code=spec.trust_remote_code,
             max_observation_tokens=spec.max_observation_tokens,
             tool_format=spec.tool_format,
+            history=spec.history,
         )
         self._threads = ThreadPoolExecutor(MAX_THREADS, "environment")
         self._server = Server(

@@ -22,6 +22,7 @@ from asyncrl.environments.calling import Caller, EpisodeFailedError, to_messages
 from asyncrl.environments.dialogue import Dialogue, DialogueError, TextDialogue
 from asyncrl.environments.environment import Action, Environment, Message, Schema
 from asyncrl.environments.episode import Limits, Turn, task_of
+from asyncrl.environments.history import KeptHistory, Place, history_of
 from asyncrl.environments.named import Named
 from asyncrl.environments.tools import ToolEnvironment
 from asyncrl.errors import ConfigError
@@ -71,7 +72,7 @@ class Player:
     say: Callable[[Player, SayNext, list[int]], None]
     said: asyncio.Queue[Turn] = field(default_factory=asyncio.Queue[Turn])
     num_tokens: int = 0
-    """Length of the sequence so far."""
+    """Length of the branch in which the policy has said its last turn."""
     turn_rewards: list[float] = field(default_factory=list[float])
     parts: Counter[str] = field(default_factory=Counter[str])
     num_calls: int = 0
@@ -122,42 +123,49 @@ class Player:
 
     async def _turns(self, environment: Environment) -> tuple[EpisodeEnd, EpisodeStatus]:
         name, words, tools = self.caller.name, self.words, list(environment.tools)
-        observation, keep = self._opening(await self._call(environment, "reset"), tools)
-        if not keep + len(observation):
+        place, history = self._opening(await self._call(environment, "reset"), tools)
+        if not place.num_tokens:
             raise EpisodeFailedError("environment", f"{name}.reset said nothing, and the row has no prompt")
-        self.num_tokens = keep
-        if self._room(observation) < 1:
-            text = f"{keep + len(observation)} tokens before the first turn, the window has "
+        if self._room(place) < 1:
+            text = f"{place.num_tokens} tokens before the first turn, the window has "
             raise EpisodeFailedError("overlong", f"{name}: {text}{self.limits.window_tokens}")
         for number in range(self.named.max_turns(self.limits.max_turns)):
-            if number and not observation:
+            if number and not place.tokens:
                 raise EpisodeFailedError("environment", f"{name}.step said nothing, and the episode is not done")
-            turn = await self._sample(observation)
+            turn = await self._sample(place)
             action = self._action(turn, number, tools)
+            history.hear(turn.tokens, action.message, action.tool_calls)
             step = to_step(name, await self._call(environment, "step", action))
             self.turn_rewards.append(float(step.reward))
             self.parts.update({key: float(part) for key, part in step.parts.items()})
             if step.done:
                 return "done", turn.status
             said = to_messages(name, "step", step.observation, is_chat=words.is_chat)
-            closed = words.closes(turn.tokens)
-            observation = words.follow(said, tools, closed=closed, calls=action.tool_calls)
-            if self._room(observation) < 1:
+            place = history.follow(said)
+            if self._room(place) < 1:
                 return "window", "truncated"
         return "max_turns", "truncated"
 
-    def _opening(self, said: object, tools: Sequence[Schema]) -> tuple[list[int], int]:
-        """What comes before the first turn, behind the number of tokens that are kept of the row's prompt."""
+    def _opening(self, said: object, tools: Sequence[Schema]) -> tuple[Place, KeptHistory]:
+        """Where the first turn is sampled, and what makes the places of the next ones."""
+        keep, tokens, messages = self._begun(said, tools)
+        history = history_of(self.words, tools, messages, [*self.prompt[:keep], *tokens])
+        return Place(0, 0, keep, tokens), history
+
+    def _begun(self, said: object, tools: Sequence[Schema]) -> tuple[int, list[int], list[Message] | None]:
+        """How many tokens are kept of the row's prompt, and those that follow; and all messages before the first turn,
+        None without a chat template."""
         messages = to_messages(self.caller.name, "reset", said, is_chat=self.words.is_chat)
         chat = self.start.chat
         if chat is None and tools:
             text = "has tools, which a chat template shows, but the row's prompt is plain text"
             raise EpisodeFailedError("environment", f"{self.caller.name} {text}; set data.string_prompts=user")
         if chat is None:
-            return self.words.begin(messages, tools), len(self.prompt)
+            return len(self.prompt), self.words.begin(messages, tools), None
         if not messages and not tools:
-            return [], len(self.prompt)
-        return self.words.begin(joined(chat, messages, is_text=isinstance(said, str)), tools), 0
+            return len(self.prompt), [], chat
+        messages = joined(chat, messages, is_text=isinstance(said, str))
+        return 0, self.words.begin(messages, tools), messages
 
     def _action(self, turn: Turn, number: int, tools: Sequence[Schema]) -> Action:
         read = self.words.read(turn.tokens, tools, first_call=self.num_calls)
@@ -171,18 +179,18 @@ class Player:
             problems=read.problems,
         )
 
-    async def _sample(self, observation: list[int]) -> Turn:
-        """Returns the policy's turn behind the observation."""
-        max_tokens = min(self.limits.max_new_tokens, self._room(observation))
-        keep, self.num_tokens = self.num_tokens, self.num_tokens + len(observation)
-        self.say(self, SayNext(self.start.episode, 0, 0, keep, max_tokens, []), observation)
+    async def _sample(self, place: Place) -> Turn:
+        """Returns the policy's turn at the place."""
+        max_tokens = min(self.limits.max_new_tokens, self._room(place))
+        wish = SayNext(self.start.episode, place.branch, place.source, place.keep, max_tokens, [])
+        self.say(self, wish, place.tokens)
         turn = await self.said.get()
-        self.num_tokens += len(turn.tokens)
+        self.num_tokens = place.num_tokens + len(turn.tokens)
         return turn
 
-    def _room(self, observation: Sequence[int]) -> int:
-        """Tokens of the window that are left behind the observation."""
-        return self.limits.window_tokens - self.num_tokens - len(observation)
+    def _room(self, place: Place) -> int:
+        """Tokens of the window that are left for a turn at the place."""
+        return self.limits.window_tokens - place.num_tokens
 
     async def _call(self, environment: Environment, method: str, *arguments: object) -> object:
         function = getattr(environment, method)

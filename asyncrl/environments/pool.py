@@ -103,6 +103,7 @@ class EnvironmentPool:
             limits=Limits.of(config, window_tokens=window_tokens),
             max_observation_tokens=settings.max_observation_tokens,
             tool_format=settings.tool_format,
+            history=settings.history,
             endpoints=endpoints,
             address="",
         )

@@ -19,10 +19,17 @@ from asyncrl.environments.dialogue.display import Display, Shown
 from asyncrl.errors import ConfigError
 from asyncrl.launch.commands.play import play
 from asyncrl.launch.preflight import check_environments
-from tests.helpers.chat_models import FAMILIES, QWEN, STRIPPING, TOOLLESS, save_chat_model
+from tests.helpers.chat_models import FAMILIES, QWEN, STRIPPING, THINKING, TOOLLESS, save_chat_model
 
 TOOLS = f"{Path(__file__).with_name('tool_environments.py')}:Calculator"
 CHAT = [{"role": "user", "content": "What is 12*34?"}]
+ASKING = """
+from asyncrl.environments import Environment, Step
+
+class Asking(Environment):
+    def step(self, action):
+        return Step("And?", done=action.turn == 1)
+"""
 CALL = '<tool_call>\n{"name": "evaluate", "arguments": {"expression": "12*34"}}\n</tool_call>'
 
 
@@ -36,7 +43,7 @@ def make(folder: Path, *, chat: list[dict[str, str]] | None = None, prompts: Any
         "model": {"path": str(folder)},
         "data": {"train": str(folder / "train.parquet"), **values.pop("data", {})},
         "generator": {"max_new_tokens": 100, **values.pop("generator", {})},
-        "environment": {"name": values.pop("name", TOOLS)},
+        "environment": {"name": values.pop("name", TOOLS), **values.pop("environment", {})},
     }
     return Config.model_validate(settings)
 
@@ -83,9 +90,12 @@ def test_tools_with_prompts_of_plain_text_are_refused(tmp_path: Path) -> None:
 
 def test_a_template_that_leaves_out_reasoning_is_named(tmp_path: Path) -> None:
     save_chat_model(tmp_path, template=STRIPPING)
-    assert "warning: chat template: it leaves out the reasoning of earlier turns; in an episode" in checked(
-        make(tmp_path, name="guess")
-    )
+    for history in ("keep", "template"):
+        text = checked(make(tmp_path, name="guess", environment={"history": history}))
+        assert "warning: chat template: it leaves out the reasoning of earlier turns." in text
+        assert "With environment.history=keep the policy continues to read it" in text
+        assert "with environment.history=template it reads what the template renders" in text
+        assert f"Set is {history}." in text
 
 
 def test_a_template_that_rewrites_what_was_read_is_named(tmp_path: Path) -> None:
@@ -131,6 +141,27 @@ def test_play_shows_roles_and_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("tool", "408"),
         ("assistant", "408"),
     ]
+
+
+def test_play_shows_where_a_branch_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.launch.commands.play.check_model", lambda config: 3000)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "asking.py").write_text(ASKING)
+    save_chat_model(tmp_path, template=THINKING)
+    output = io.StringIO()
+    config = make(tmp_path, name="asking.py:Asking", environment={"history": "template"})
+    say = ["<think>\nHm.\n</think>\n\nWell.", "Bye."]
+    code = play(config, Console(file=output, width=10_000), rows=1, say=say, typed=False)
+    lines = [re.sub(r"\d+ tokens", "N tokens", " ".join(line.split())) for line in output.getvalue().splitlines()]
+    assert code == 0 and lines[-9:-2] == [
+        "user What is 12*34? N tokens",
+        "reasoning Hm.",
+        "assistant Well. N tokens, reward 0",
+        "branch 1: the first N tokens of branch 0, and from there",
+        "assistant Well.",
+        "user And? N tokens, branch 1",
+        "assistant Bye. N tokens, branch 1, reward 0",
+    ], output.getvalue()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -46,6 +46,19 @@ QWEN = CHATML.replace("KEEPS_REASONING", "true")
 """Copies contents; the answers of tools are those of the user, in a turn for all."""
 STRIPPING = CHATML.replace("KEEPS_REASONING", "loop.last")
 """Does not show the reasoning of earlier turns."""
+LAST_USER = """\
+{%- set ns = namespace(last_user=-1) %}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}{%- set ns.last_user = loop.index0 %}{%- endif %}
+{%- endfor %}
+"""
+THINKING = LAST_USER + CHATML.replace("KEEPS_REASONING", "loop.index0 > ns.last_user")
+"""Shows the reasoning behind the last message of the user only, as Qwen3's."""
+GENERATION = "add_generation_prompt %}{{- '<|im_start|>assistant\\n"
+OPENING = THINKING.replace(GENERATION, f"{GENERATION}<think>\\n")
+"""The same, and its generation prompt opens the reasoning."""
+TEXT_ARGUMENTS = THINKING.replace("(call.function.arguments | tojson)", "call.function.arguments")
+"""The same, and the arguments of calls have to be texts."""
 TOOLLESS = """\
 {%- for message in messages %}
     {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}

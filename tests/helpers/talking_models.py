@@ -16,9 +16,9 @@ WINDOW_TOKENS = 1024
 STEPS, BATCH, CONTEXT_TOKENS = 150, 16, 160
 
 
-def save_talking_model(folder: Path, texts: Sequence[str]) -> None:
+def save_talking_model(folder: Path, texts: Sequence[str], *, template: str | None = None) -> None:
     """Writes the model. It is trained on the texts behind random tokens and the generation prompt."""
-    save_chat_model(folder)
+    save_chat_model(folder, template=template)
     dialogue = ChatDialogue(str(folder), trust_remote_code=False, max_observation_tokens=1000)
     said = [[*dialogue.rendering.encode(text), dialogue.ends.last] for text in texts]
     before = dialogue.rendering.encode(dialogue.rendering.render([{"role": "user", "content": "x"}], (), generate=True))

@@ -129,6 +129,7 @@ def test_episodes_are_counted_by_member_and_tokens_by_row(tmp_path: Path) -> Non
         "completion/tokens": 4.5,
         "reward/failed_fraction": 0.0,
         "environment/turns": 2.0,
+        "environment/branches": 1.5,
         "environment/observation_tokens": 0.5,
         "environment/episode_s": 2.0,
         "environment/tries": 0.5,

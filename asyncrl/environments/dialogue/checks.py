@@ -79,9 +79,8 @@ def _compared(dialogue: ChatDialogue, tools: Sequence[Schema]) -> str:
     whole = rendering.render([USER, TURN, NEXT], tools, generate=True)
     end = rendering.name_of(dialogue.ends.history)
     begin = rendering.render([USER], tools, generate=True)
-    return _difference(
-        rendering.plain(begin + TURN["content"] + end + dialogue.suffix([NEXT], tools)), rendering.plain(whole)
-    )
+    appended = begin + TURN["content"] + end + dialogue.suffix([NEXT], tools)
+    return _difference(dialogue, rendering.plain(appended), rendering.plain(whole))
 
 
 def _compared_with_tools(dialogue: ChatDialogue, tools: Sequence[Schema]) -> str:
@@ -96,11 +95,11 @@ def _compared_with_tools(dialogue: ChatDialogue, tools: Sequence[Schema]) -> str
     begin = rendering.plain(rendering.render([USER], tools, generate=True))
     behind = rendering.plain(dialogue.suffix([answer], tools))
     if not whole.endswith(behind):
-        return _difference(behind, whole[-len(behind) :])
-    return _difference(begin, whole[: len(begin)])
+        return _difference(dialogue, behind, whole[-len(behind) :])
+    return _difference(dialogue, begin, whole[: len(begin)])
 
 
-def _difference(appended: str, whole: str) -> str:
+def _difference(dialogue: ChatDialogue, appended: str, whole: str) -> str:
     if appended == whole:
         return ""
     place = next((at for at, (a, b) in enumerate(zip(appended, whole, strict=False)) if a != b), 0)
@@ -108,7 +107,8 @@ def _difference(appended: str, whole: str) -> str:
     first, second = appended[begin : begin + SHOWN_CHARACTERS], whole[begin : begin + SHOWN_CHARACTERS]
     return (
         f"chat template: a further turn is appended to what the policy has read, which then is not what the template "
-        f"makes of the conversation: {first!r} instead of {second!r}"
+        f"makes of the conversation: {first!r} instead of {second!r}; with environment.history=template it begins a "
+        f"row of its own. {_setting(dialogue)}"
     )
 
 
@@ -121,10 +121,17 @@ def _reasoning(dialogue: ChatDialogue) -> str:
             if reasoning in rendering.render([USER, turn, NEXT], (), generate=True):
                 return ""
             return (
-                "chat template: it leaves out the reasoning of earlier turns; in an episode the reasoning stays, since "
-                "turns are appended, so the policy continues to read it"
+                "chat template: it leaves out the reasoning of earlier turns. With environment.history=keep the policy "
+                "continues to read it in an episode, other than behind a server that renders the conversation; with "
+                "environment.history=template it reads what the template renders, and a turn before which reasoning "
+                f"is left out begins a row of its own, so that more tokens are computed. {_setting(dialogue)}"
             )
     return ""
+
+
+def _setting(dialogue: ChatDialogue) -> str:
+    """Which value of `environment.history` holds."""
+    return f"Set is {'template' if dialogue.renders_history else 'keep'}."
 
 
 def _first_prompt(dialogue: ChatDialogue, prompt: Prompt) -> str:

@@ -19,12 +19,14 @@ class Dialogue(TextDialogue):
         trust_remote_code: bool,
         max_observation_tokens: int,
         tool_format: str = "auto",
+        history: str = "keep",
     ) -> None:
-        """`tool_format` is `environment.tool_format`."""
+        """`tool_format` and `history` are those of the config's environment."""
         super().__init__(
             tokenizer_path, trust_remote_code=trust_remote_code, max_observation_tokens=max_observation_tokens
         )
-        self._path, self._trust_remote_code, self._tool_format = tokenizer_path, trust_remote_code, tool_format
+        self._path, self._trust_remote_code = tokenizer_path, trust_remote_code
+        self._tool_format, self._history = tool_format, history
 
     @classmethod
     def of(cls, config: Config, *, folder: str | None = None) -> Dialogue:
@@ -34,6 +36,7 @@ class Dialogue(TextDialogue):
             trust_remote_code=config.model.trust_remote_code,
             max_observation_tokens=config.environment.max_observation_tokens,
             tool_format=config.environment.tool_format,
+            history=config.environment.history,
         )
 
     @cached_property
@@ -44,5 +47,6 @@ class Dialogue(TextDialogue):
             trust_remote_code=self._trust_remote_code,
             max_observation_tokens=self._max_tokens,
             tool_format=self._tool_format,
+            history=self._history,
             coders=self.coders,
         )

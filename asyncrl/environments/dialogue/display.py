@@ -43,13 +43,14 @@ class Display:
         """True if the tokens are a conversation under the template."""
         return bool(self._pattern.search(self._text(tokens)))
 
-    def heard(self, tokens: Sequence[int]) -> list[Shown]:
-        """The messages that the policy read. Text in front of the first role has the role ""."""
-        text = self._text(tokens)
+    def heard(self, tokens: Sequence[int], *, before: Sequence[int] = ()) -> list[Shown]:
+        """The messages that the policy read, behind the tokens `before`, in which the first one may have begun. Text
+        in front of the first role has the role ""."""
+        text, start = self._text([*before, *tokens]), len(self._text(before))
         places = [(match.start(), match.end(), self._openers[match[0]]) for match in self._pattern.finditer(text)]
         ends = [begin for begin, _, _ in places] + [len(text)]
-        parts = [("", text[: ends[0]])]
-        parts += [(role, text[begin:end]) for (_, begin, role), end in zip(places, ends[1:], strict=True)]
+        parts = [("", text[start : ends[0]])]
+        parts += [(role, text[max(begin, start) : end]) for (_, begin, role), end in zip(places, ends[1:], strict=True)]
         shown = [Shown(role, self._content(part)) for role, part in parts]
         return [one for one in shown if one.text]
 

@@ -84,6 +84,18 @@ def dummy_call(answer: Message, names: dict[str, str], *, is_text: bool) -> dict
     }
 
 
+def with_text_arguments(message: Message) -> Message:
+    """The message, in which the arguments of calls are texts."""
+    if not message.get("tool_calls"):
+        return message
+    calls: list[dict[str, Any]] = []
+    for call in message["tool_calls"]:
+        arguments = call["function"].get("arguments")
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        calls.append({**call, "function": {**call["function"], "arguments": text}})
+    return {**message, "tool_calls": calls}
+
+
 def _last_special(rendering: Rendering, text: str) -> int | None:
     """The last special token behind the dummy turn."""
     found = [token for token, position in rendering.special_in(text) if position > text.rfind(ANCHOR)]

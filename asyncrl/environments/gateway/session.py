@@ -11,6 +11,7 @@ from typing import Any
 
 from asyncrl.environments.dialogue import DialogueError, TextDialogue
 from asyncrl.environments.dialogue.chat import is_appendable
+from asyncrl.environments.dialogue.conversation import ConversationRenderer, Spoken, note_refusal, num_common
 from asyncrl.environments.environment import Message, ToolCall
 from asyncrl.environments.episode import Limits, Turn
 from asyncrl.environments.gateway.errors import (
@@ -63,6 +64,8 @@ class _End:
     closed: bool
     """True if the turn ended with a token that ends turns."""
     calls: tuple[ToolCall, ...]
+    spoken: Spoken | None
+    """The turn, if conversations are rendered."""
 
 
 @dataclass(slots=True)
@@ -102,7 +105,8 @@ class Session:
 
     A request whose messages continue what the policy said in a conversation continues its branch; a request that begins
     like an earlier part of it makes a branch from there, and any other a branch of its own. What the policy said is
-    recognised, never rendered: its tokens stay those that were sampled.
+    recognised, never rendered: its tokens stay those that were sampled. Where conversations are rendered before each
+    turn, one that does not continue the branch makes a new one, too.
     """
 
     def __init__(
@@ -110,6 +114,7 @@ class Session:
     ) -> None:
         self.episode = episode
         self._dialogue, self._limits, self._say = dialogue, limits, say
+        self._renderer = ConversationRenderer.of(dialogue)
         self._conversations: list[_Conversation] = []
         self._pending: dict[int, _Pending] = {}
         """By branch."""
@@ -153,7 +158,8 @@ class Session:
         conversation.messages = (*request.messages, canonical(read.message))
         closed = self._dialogue.closes(turn.tokens)
         num_messages, num_tokens = len(conversation.messages), len(conversation.tokens)
-        conversation.ends.append(_End(pending.number, num_messages, num_tokens, closed, read.calls))
+        spoken = None if self._renderer is None else self._renderer.spoken(turn.tokens)
+        conversation.ends.append(_End(pending.number, num_messages, num_tokens, closed, read.calls, spoken))
         conversation.busy = False
         self.was_cut = turn.status == "truncated"
         if not pending.answer.cancelled():
@@ -172,7 +178,7 @@ class Session:
                 pending.answer.set_exception(EpisodeOverError(f"episode {self.episode} is over"))
                 pending.answer.exception()  # nobody may wait for it
         lasts = [one.ends[-1].number for one in self._conversations if one.ends]
-        return sorted(number for number in lasts if number not in self._read)
+        return sorted({number for number in lasts if number not in self._read})
 
     def _ask(self, request: Request) -> asyncio.Future[Answer]:
         """Asks the policy for a turn."""
@@ -218,23 +224,50 @@ class Session:
             return 0, 0, self._begin(request), new
         best = max(range(len(known)), key=lambda number: (common[number], not known[number].busy))
         conversation, turns = known[best], common[best]
+        if self._renderer is not None:
+            try:
+                return self._rendered(self._renderer, request, conversation, turns, new)
+            except DialogueError as error:
+                note_refusal(str(error.__cause__ or error))
         end = conversation.ends[turns - 1]
         said = [to_message(one) for one in request.messages[end.num_messages :]]
         if not is_appendable(said):
             return 0, 0, self._begin(request), new
-        tokens = _rendered(self._dialogue.follow, said, request.tools, closed=end.closed, calls=end.calls)
+        tokens = _encoded(self._dialogue.follow, said, request.tools, closed=end.closed, calls=end.calls)
         if turns == len(conversation.ends) and not conversation.busy:
             return conversation.number, end.num_tokens, tokens, conversation
         new.messages, new.tokens = conversation.messages[: end.num_messages], conversation.tokens[: end.num_tokens]
         return conversation.number, end.num_tokens, tokens, new
 
+    def _rendered(
+        self,
+        renderer: ConversationRenderer,
+        request: Request,
+        conversation: _Conversation,
+        turns: int,
+        new: _Conversation,
+    ) -> tuple[int, int, list[int], _Conversation]:
+        """The same, if the prompt is the rendering of all messages, which begin with so many turns of the conversation.
+        Raises DialogueError if the template refuses them."""
+        messages = [to_message(one) for one in request.messages]
+        ends, first = conversation.ends[:turns], conversation.ends[0].num_messages
+        messages[first:] = [one if one["role"] == "assistant" else renderer.shortened(one) for one in messages[first:]]
+        spoken = {end.num_messages - 1: end.spoken for end in ends if end.spoken is not None}
+        tokens = renderer.prompt(messages, request.tools, spoken)
+        keep = num_common(conversation.tokens, tokens)
+        if keep == len(conversation.tokens) and turns == len(conversation.ends) and not conversation.busy:
+            return conversation.number, keep, tokens[keep:], conversation
+        keep = min(keep, len(tokens) - 1)
+        new.messages, new.tokens, new.ends = conversation.messages[: ends[-1].num_messages], tokens[:keep], ends
+        return conversation.number, keep, tokens[keep:], new
+
     def _begin(self, request: Request) -> list[int]:
         if not request.messages:
             raise BadRequestError("messages: empty, a request needs at least one")
-        return _rendered(self._dialogue.begin, [to_message(one) for one in request.messages], request.tools)
+        return _encoded(self._dialogue.begin, [to_message(one) for one in request.messages], request.tools)
 
 
-def _rendered(render: Callable[..., list[int]], *arguments: Any, **options: Any) -> list[int]:
+def _encoded(render: Callable[..., list[int]], *arguments: Any, **options: Any) -> list[int]:
     """The tokens of messages. Raises BadRequestError if the chat template refuses them."""
     try:
         return render(*arguments, **options)

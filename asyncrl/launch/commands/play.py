@@ -43,6 +43,8 @@ class Line(NamedTuple):
     said: bool
     """True for what the policy said."""
     branch: int = 0
+    kept: tuple[int, list[int]] | None = None
+    """Of the first part of a branch: the branch that it continues, and the tokens that it has of that."""
 
 
 class Transcript:
@@ -56,15 +58,17 @@ class Transcript:
 
     def say(self, player: Player | ProgramPlayer, wish: SayNext, observation: list[int]) -> None:
         """Lets the policy say its turn behind the observation."""
-        if wish.branch not in self._branches:
+        is_new = wish.branch not in self._branches
+        if is_new:
             source = self._branches[wish.source] if wish.branch else self._prompt
             self._branches[wish.branch] = source[: wish.keep]
         if not wish.keep and not wish.branch:  # another prompt than that of the row
             self.lines.clear()
         tokens = self._branches[wish.branch]
-        tokens += observation
         if observation:
-            self.lines.append(Line(observation, False, wish.branch))
+            kept = (wish.source, list(tokens)) if is_new and wish.branch else None
+            self.lines.append(Line(observation, False, wish.branch, kept))
+        tokens += observation
         turn = self._speaker(tokens, wish.max_tokens)
         tokens += turn.tokens
         self.lines.append(Line(list(turn.tokens), True, wish.branch))
@@ -128,6 +132,10 @@ def _print(
     display = Display(dialogue.chat) if is_chat else None
     rewards = iter(ended.turn_rewards)
     for line in lines:
+        if line.kept is not None:
+            source, kept = line.kept
+            text = f"branch {line.branch}: the first {len(kept)} tokens of branch {source}, and from there"
+            console.print(Text(f"{'':>12}  {text}", style="dim"), soft_wrap=True)
         for number, (name, text) in enumerate(shown := _shown(line, dialogue, display)):
             content = Text(f"{name:>12}  ", style="dim")
             content.append(printable(text), style=_style(name, line.said))
@@ -146,7 +154,10 @@ def _shown(line: Line, dialogue: Dialogue, display: Display | None) -> list[Show
     """The messages of a part of the episode; at least one."""
     if display is None:
         return [Shown("policy" if line.said else "environment", dialogue.text_of(line.tokens))]
-    return (display.said if line.said else display.heard)(line.tokens) or [Shown("environment", "")]
+    if line.said:
+        return display.said(line.tokens)
+    before = [] if line.kept is None else line.kept[1]
+    return display.heard(line.tokens, before=before) or [Shown("environment", "")]
 
 
 def _style(name: str, said: bool) -> str:

@@ -47,11 +47,13 @@ class Quantiles(Durable):
 def episode_values(header: GroupHeader) -> dict[str, list[float]]:
     """A value of each episode of a group with rewards, by the metric that is their mean."""
     turns = header.sums_of_members([len(one.turn_rewards) for one in header.episodes])
+    branches = header.sums_of_members([1] * len(header.episodes))
     observed = header.sums_of_members([one.observation_tokens for one in header.episodes])
     episodes = header.of_members(header.episodes)
     ends = {f"environment/ended_{end}": [float(one.ended == end) for one in episodes] for end in EPISODE_ENDS}
     return {
         "environment/turns": [float(count) for count in turns],
+        "environment/branches": [float(count) for count in branches],
         "environment/observation_tokens": [float(tokens) for tokens in observed],
         "environment/episode_s": [one.environment_s for one in episodes],
         "environment/reset_s": [one.reset_s for one in episodes],

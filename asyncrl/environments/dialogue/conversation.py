@@ -1,0 +1,153 @@
+"""The prompt of a turn as the chat template renders the complete conversation (`environment.history: template`).
+
+    messages -> rendering -> where each turn of the policy stands in it -> tokens
+
+A turn keeps the tokens that were sampled where the rendering shows it unchanged, as a whole or behind its reasoning.
+All else is encoded, in the parts between the ends of turns.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import structlog
+
+from asyncrl.environments.dialogue import formats
+from asyncrl.environments.dialogue.chat import ChatDialogue
+from asyncrl.environments.dialogue.plain import TextDialogue
+from asyncrl.environments.dialogue.turns import SECRET
+from asyncrl.environments.environment import Message, Schema
+
+log = structlog.get_logger()
+
+MARK = f"Zr{SECRET}r{{}}rZ"
+"""Stands before what a turn of the policy says, to find it in a rendering."""
+MARKS = re.compile(MARK.format("([0-9]+)"))
+
+
+class Sampled(NamedTuple):
+    """Tokens that were sampled, with their text, in which special tokens have names."""
+
+    text: str
+    tokens: Sequence[int]
+
+
+class Spoken(NamedTuple):
+    """A turn of the policy, without the token that ends it."""
+
+    complete: Sampled
+    answer: Sampled
+    """What is behind its reasoning."""
+
+
+class ConversationRenderer:
+    """Renders the prompts of one episode. The tokens of what lies between turns are kept for the prompts that
+    follow."""
+
+    def __init__(self, dialogue: ChatDialogue) -> None:
+        self._dialogue = dialogue
+        self._encoded: dict[str, list[int]] = {}
+        self._shortened: dict[str, str] = {}
+
+    @classmethod
+    def of(cls, dialogue: TextDialogue) -> ConversationRenderer | None:
+        """A renderer for one episode; None if its turns are appended."""
+        return cls(dialogue) if isinstance(dialogue, ChatDialogue) and dialogue.renders_history else None
+
+    def begin(self, messages: Sequence[Message], tools: Sequence[Schema], tokens: Sequence[int]) -> None:
+        """Notes the tokens of the first prompt. Raises DialogueError if the template refuses it."""
+        self._encoded[self._dialogue.render(messages, tools)] = list(tokens)
+
+    def shortened(self, message: Message) -> Message:
+        """The message, whose content keeps its two ends if it is too long."""
+        content = message["content"]
+        if content not in self._shortened:
+            self._shortened[content] = self._dialogue.shortened(content)
+        return {**message, "content": self._shortened[content]}
+
+    def spoken(self, tokens: Sequence[int]) -> Spoken:
+        """The turn with these tokens."""
+        dialogue = self._dialogue
+        own = list(tokens[:-1] if dialogue.closes(tokens) else tokens)
+        plain = dialogue.rendering.plain(self._text(own))
+        _, rest = formats.split_reasoning(plain, opened=dialogue.opens_reasoning)
+        # the first token from which on the text is no longer than what is behind the reasoning
+        first = bisect_left(
+            range(len(own)), -len(rest), key=lambda number: -len(dialogue.rendering.plain(self._text(own[number:])))
+        )
+        return Spoken(Sampled(self._text(own), own), Sampled(self._text(own[first:]), own[first:]))
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Schema], turns: Mapping[int, Spoken]) -> list[int]:
+        """The tokens up to the policy's next turn. `turns` are those that the policy has said in this episode, by the
+        indices of their messages. Raises DialogueError if the template refuses the messages."""
+        text = self._dialogue.render(messages, tools)
+        tokens: list[int] = []
+        place = 0
+        for number, end in self._ends(text, messages, tools, turns):
+            own = next((one for one in turns[number] if text.endswith(one.text, place, end)), Sampled("", ()))
+            tokens += self._encode(text[place : end - len(own.text)])
+            tokens += own.tokens
+            place = end
+        return tokens + self._encode(text[place:])
+
+    def _ends(
+        self, text: str, messages: Sequence[Message], tools: Sequence[Schema], turns: Mapping[int, Spoken]
+    ) -> Iterator[tuple[int, int]]:
+        """The turns that are found in the rendering, each with the position of the token that ends it."""
+        dialogue = self._dialogue
+        marked = [
+            _marked(message, MARK.format(number)) if number in turns else message
+            for number, message in enumerate(messages)
+        ]
+        pieces = MARKS.split(dialogue.render(marked, tools))
+        if "".join(pieces[::2]) != text:  # the template looks into contents: no place is certain
+            return
+        ends = [position for token, position in dialogue.rendering.special_in(text) if token in dialogue.end_tokens]
+        begin, last = 0, -1
+        for piece, name in zip(pieces[::2], pieces[1::2], strict=False):
+            begin, number = begin + len(piece), int(name)
+            behind = bisect_left(ends, begin)
+            if number > last and behind < len(ends):
+                yield number, ends[behind]
+                last = number
+
+    def _encode(self, text: str) -> list[int]:
+        if text not in self._encoded:
+            self._encoded[text] = self._dialogue.rendering.encode(text)
+        return self._encoded[text]
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return self._dialogue.rendering.framed(tokens, self._dialogue.decode)
+
+
+@lru_cache(maxsize=64)
+def note_refusal(reason: str) -> None:
+    """Says once that the template refuses conversations for this reason, to which the next turn is then appended."""
+    log.warning("the chat template refuses a conversation; what follows is appended", reason=reason)
+
+
+def num_common(first: list[int], second: list[int]) -> int:
+    """Number of tokens with which both begin."""
+    same, differ = 0, min(len(first), len(second)) + 1
+    while differ - same > 1:  # slices are compared much faster than tokens one by one
+        middle = (same + differ) // 2
+        same, differ = (middle, differ) if first[same:middle] == second[same:middle] else (same, middle)
+    return same
+
+
+def _marked(message: Message, mark: str) -> Message:
+    """The turn with a mark before its content or, without one, its first call or its reasoning."""
+    content, calls = message["content"], message.get("tool_calls")
+    if content:
+        space = len(content) - len(content.lstrip())
+        return {**message, "content": f"{content[:space]}{mark}{content[space:]}"}
+    if calls:
+        function = {**calls[0]["function"], "name": f"{mark}{calls[0]['function']['name']}"}
+        return {**message, "tool_calls": [{**calls[0], "function": function}, *calls[1:]]}
+    if reasoning := message.get("reasoning_content"):
+        return {**message, "reasoning_content": f"{mark}{reasoning}"}
+    return message
