@@ -1,6 +1,7 @@
-"""Measures the processor time of a turn of a native environment beside the engine: in the environment host, and in the
-generator. The host is a real one; the engine answers at once and costs nothing, so that what is left of the generator is
-its episodes and their messages."""
+"""Measures the processor time of a turn of a native environment beside the engine: in the environment host, and in
+the generator. The host is a real one; the engine answers at once and costs nothing, so that what is left of the
+generator is its episodes and their messages.
+"""
 
 from __future__ import annotations
 
@@ -118,7 +119,8 @@ def measure(quick: bool) -> Iterator[Round]:
 
 
 ROW = Row(
-    what=f"processor time of a turn of a native environment, {LIVE_GROUPS * GROUP_SIZE} episodes of {TURNS} turns at once",
+    what=f"processor time of a turn of a native environment, {LIVE_GROUPS * GROUP_SIZE} episodes of {TURNS} turns at "
+    "once",
     against="0.25 ms of the host, and 60 us of the generator beside its engine",
     limits={
         "host ms a turn": Limit(0.25, at_most=True),

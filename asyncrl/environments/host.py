@@ -27,13 +27,13 @@ from asyncrl.environments.named import Named
 from asyncrl.environments.player import Player
 from asyncrl.environments.programs.player import ProgramPlayer
 from asyncrl.environments.table import EnvironmentTable
-from asyncrl.errors import ProtocolError
 from asyncrl.util.processes import become_helper, tune_gc
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.environment_messages import EpisodeEnded, EpisodeStart, SayNext, Turns, Wishes
 from asyncrl.wire.frames import Array, Message
 from asyncrl.wire.kinds import MAX_TEXT_HEADER_BYTES
 from asyncrl.wire.rpc import Reply, Server
+from asyncrl.wire.token_lists import pack_lists, unpack_lists
 
 BEAT_S = 1.0
 """Interval of signs of life."""
@@ -129,18 +129,14 @@ class Host:
 
     def _handle(self, message: Message) -> Reply | None:
         body: Turns = message.body
-        if len(message.arrays) != len(body.started) + len(body.said):
-            raise ProtocolError(
-                f"{len(body.started)} episodes and {len(body.said)} turns with {len(message.arrays)} arrays"
-            )
+        lists = iter(unpack_lists(message, len(body.started) + len(body.said)))
         self._generator = message.peer
-        arrays = iter(message.arrays)
         for start in body.started:
-            self._players[start.episode] = player = self._player(start, next(arrays).tolist())
+            self._players[start.episode] = player = self._player(start, next(lists).tolist())
             self._tasks[start.episode] = task = asyncio.ensure_future(self._play(player))
             task.add_done_callback(self._note_failure)
         for said in body.said:
-            tokens = next(arrays).tolist()
+            tokens = next(lists).tolist()
             if said.episode in self._players:
                 self._players[said.episode].hear(said.branch, Turn(tokens, said.status))
         for episode in body.dropped:
@@ -187,5 +183,5 @@ class Host:
         self._stuck = [player for player in self._stuck if player.stuck]
         says, ended, self._says, self._ended = self._says, self._ended, [], []
         body = Wishes([say for say, _ in says], ended, sum(player.stuck for player in self._stuck))
-        self._server.send(self._generator, 0, Reply(body, [tokens for _, tokens in says]))
+        self._server.send(self._generator, 0, Reply(body, pack_lists([tokens for _, tokens in says])))
         self._receive()  # sending may use up the event that says that a message has come

@@ -25,6 +25,7 @@ from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.environment_messages import EpisodeEnded, EpisodeStart, Said, Turns, TurnStatus, Wishes
 from asyncrl.wire.rpc import Connection
 from asyncrl.wire.socket_folder import socket_folder
+from asyncrl.wire.token_lists import pack_lists, unpack_lists
 
 log = structlog.get_logger()
 
@@ -76,7 +77,8 @@ class _Host:
     def flush(self) -> None:
         """Sends what has come together, in one message."""
         if self.started or self.said or self.dropped:
-            self.connection.send(Turns(self.started, self.said, self.dropped), [*self.prompts, *self.tokens])
+            turns = Turns(self.started, self.said, self.dropped)
+            self.connection.send(turns, pack_lists([*self.prompts, *self.tokens]))
             self.started, self.prompts, self.said, self.tokens, self.dropped = [], [], [], [], []
 
 
@@ -153,7 +155,7 @@ class EnvironmentPool:
             while (message := host.connection.receive(0.0)) is not None:
                 host.connection.check(message)
                 self._failed_starts, host.heard_s, host.stuck = 0, time.monotonic(), message.body.stuck
-                wishes += self._read(host, message.body, message.arrays)
+                wishes += self._read(host, message.body, unpack_lists(message, len(message.body.says)))
             if problem := self._problem(host):
                 wishes += self._replace(host, problem)
         return wishes
@@ -166,10 +168,12 @@ class EnvironmentPool:
         self._owner.clear()
         self._stack.close()
 
-    def _read(self, host: _Host, body: Wishes, arrays: Sequence[NDArray[np.int32]]) -> list[NextTurn | EpisodeEnded]:
+    def _read(
+        self, host: _Host, body: Wishes, observations: Sequence[NDArray[np.int32]]
+    ) -> list[NextTurn | EpisodeEnded]:
         says = [
             NextTurn(say.episode, tokens, say.max_tokens, say.keep, say.branch, say.source, say.stop)
-            for say, tokens in zip(body.says, arrays, strict=True)
+            for say, tokens in zip(body.says, observations, strict=True)
             if say.episode in host.live
         ]
         ended = [one for one in body.ended if one.episode in host.live]

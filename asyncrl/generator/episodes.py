@@ -90,6 +90,11 @@ class _Episode:
         return not any(branch.in_engine for branch in self.branches.values())
 
 
+def turn_key(episode: str, branch: int) -> str:
+    """The engine's key of a turn."""
+    return f"{episode}/{branch}" if branch else episode
+
+
 class Episodes:
     """The episodes of one generator in progress, by the engine's keys of their group's members. No method waits."""
 
@@ -192,7 +197,7 @@ class Episodes:
         seed = None
         if self._config.deterministic:
             seed = group.seed(self._config.seed, one.index, len(branch.turns), wish.branch)
-        turn = f"{wish.episode}/{wish.branch}" if wish.branch else wish.episode
+        turn = turn_key(wish.episode, wish.branch)
         self._turns[turn] = wish.episode, wish.branch
         self._engine.add(
             turn,
@@ -220,7 +225,7 @@ class Episodes:
 
     def _turns_of(self, key: str) -> list[str]:
         """The engine's keys of the turns of an episode that are being sampled."""
-        return [turn for turn, (episode, _) in self._turns.items() if episode == key]
+        return [turn_key(key, number) for number, branch in self._live[key].branches.items() if branch.in_engine]
 
     def _abort(self, key: str) -> int:
         """Aborts the turns that are being sampled. Returns the number of their tokens."""

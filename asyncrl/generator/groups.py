@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
@@ -49,6 +50,11 @@ def free_capacity(config: Config, *, running: int, evaluating: int | None, denie
         evaluations = max(free // samples, 0 if evaluating else 1)
     taken = running + evaluations * samples
     return max(0, wanted_groups(generator.max_running_groups) - -(-taken // generator.group_size)), evaluations
+
+
+@lru_cache(maxsize=64)
+def _task_seed(*words: int) -> int:
+    return int(np.random.SeedSequence(words).generate_state(1)[0])
 
 
 @dataclass(slots=True)
@@ -97,7 +103,7 @@ class Running:
 
     def task_seed(self, seed: int) -> int:
         """The seed of the environments of the group."""
-        return int(np.random.SeedSequence([seed, int(self.lease.evaluation), self.lease.ticket]).generate_state(1)[0])
+        return _task_seed(seed, int(self.lease.evaluation), self.lease.ticket)
 
     def note(self, episode: EndedEpisode) -> None:
         """Keeps what became of a member's episode; its rows are the caller's to add."""

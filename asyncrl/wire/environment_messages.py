@@ -1,4 +1,4 @@
-"""The messages between a generator and its environment hosts. Tokens are arrays of the message.
+"""The messages between a generator and its environment hosts. Tokens are beside the body (`token_lists.py`).
 
     generator -> host    turns     episodes that start, what the policy said, episodes that are dropped
     host -> generator    wishes    what environments say, episodes that ended; empty as a sign of life
@@ -24,7 +24,7 @@ Parts = Annotated[dict[Name, float], Meta(max_length=MAX_PARTS)]
 
 
 class EpisodeStart(Body):
-    """Part of `Turns`: an episode that starts. Its prompt's tokens are an array of the message."""
+    """Part of `Turns`: an episode that starts. Its prompt's tokens are a list of the message."""
 
     episode: Name
     row: Number
@@ -38,7 +38,7 @@ class EpisodeStart(Body):
 
 
 class Said(Body):
-    """Part of `Turns`: the policy's turn in a branch, whose tokens are an array of the message."""
+    """Part of `Turns`: the policy's turn in a branch, whose tokens are a list of the message."""
 
     episode: Name
     branch: Index
@@ -46,7 +46,7 @@ class Said(Body):
 
 
 class Turns(Body):
-    """Sent by a generator to a host. Its arrays are the tokens of `started`, then those of `said`."""
+    """Sent by a generator to a host. Its lists are the tokens of `started`, then those of `said`."""
 
     started: Items[EpisodeStart]
     said: Items[Said]
@@ -54,7 +54,7 @@ class Turns(Body):
 
 
 class SayNext(Body):
-    """Part of `Wishes`: the policy's next turn is to be sampled, behind what the environment says, which is an array of
+    """Part of `Wishes`: the policy's next turn is to be sampled, behind what the environment says, which is a list of
     the message.
 
     A branch is one sequence of tokens; an episode has several if its conversation was rewritten, and those are numbered

@@ -94,4 +94,6 @@ class Remembering(Environment):
         Remembering.last = action.text
         await asyncio.sleep(0.001 * len(self.said))
         is_own = self.said == [self.task.ground_truth] * len(self.said)
-        return Step(">", reward=float(is_own), done=len(self.said) == 3, parts={"changed": Remembering.last != action.text})
+        return Step(
+            ">", reward=float(is_own), done=len(self.said) == 3, parts={"changed": Remembering.last != action.text}
+        )

@@ -55,6 +55,7 @@ from asyncrl.wire.service_messages import (
     Value,
     Values,
 )
+from asyncrl.wire.token_lists import pack_lists
 from tests.helpers.replay import PROMPT_TOKENS, make_group
 
 TURNS = Turns(
@@ -187,7 +188,7 @@ def requests(step: int = 0) -> dict[str, list[bytes]]:
         "evaluated": frames_of(evaluated_body(0, 0, step), pack_completions([[1, 2, 3]], limit=2)),
         "value": frames_of(value, rows),
         "train": frames_of(Train(0, 1), [np.ones(3, dtype=np.float32)]),
-        "turns": frames_of(TURNS, [np.ones(3, dtype=np.int32), np.ones(2, dtype=np.int32)]),
+        "turns": frames_of(TURNS, pack_lists([np.ones(3, dtype=np.int32), np.ones(2, dtype=np.int32)])),
     }
 
 
@@ -216,7 +217,7 @@ def answers(seq: int = 1, *, ticket: int = 0, attempt: int = 0, step: int = 1) -
         (EvaluationResult("ended", step, METRICS), []),
         (Ok({"step": step, "generators": {"0": {"version": 1}}}), []),
         (Scores([0.5, None], ["", "it broke"]), []),
-        (WISHES, [np.ones(2, dtype=np.int32)]),
+        (WISHES, pack_lists([np.ones(2, dtype=np.int32)])),
         (StoreReply(1, [b"2", None], 2, ""), []),
         *((body, []) for body in PUSHED),
         (Error("it broke"), []),
