@@ -256,7 +256,7 @@ def await_some(find: Callable[[Chaos], list[int]], run: Chaos, timeout_s: float 
 def left_in(folder: Path, within_s: float = 15.0) -> list[str]:
     """Processes that still run in the folder, in which a run and all that it starts are."""
     # The launcher kills the process group of a generator and waits for the generator alone. Its hosts and Python's
-    # resource tracker, whose pipe only they hold, need processor time to end, which a busy machine gives them late.
+    # resource tracker, whose pipe only these processes hold, end a little later, on a busy machine by seconds.
     deadline_s = time.monotonic() + within_s
     while (left := list(processes_in(folder))) and time.monotonic() < deadline_s:
         time.sleep(0.1)
