@@ -136,7 +136,7 @@ EPISODE_ENDS: tuple[EpisodeEnd, ...] = ("done", "max_turns", "window")
 
 @dataclass(frozen=True, slots=True)
 class EpisodeOutcome:
-    """What became of the episode of a trajectory with several turns. If the episode has several rows, the times, tries
+    """The outcome of the episode of a trajectory with several turns. If the episode has several rows, the times, tries
     and lost tokens are those of its first row, and 0 in the others."""
 
     ended: EpisodeEnd

@@ -18,7 +18,7 @@ from asyncrl.config import Config, load_config
 from asyncrl.errors import ConfigError
 from asyncrl.generator.vllm_backend.engine import Completion, Engine
 from asyncrl.generator.vllm_backend.sent_weights import SentWeights
-from asyncrl.learner.batch import make_batch
+from asyncrl.learner.collate import make_batch
 from asyncrl.learner.model.loading import load_policy_model
 from asyncrl.learner.model.policy import PolicyNetwork
 from asyncrl.types import Group, Trajectory

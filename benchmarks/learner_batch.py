@@ -102,7 +102,7 @@ def ours(model: str, groups: int, turns: Turns) -> None:
     from asyncrl.config import Config
     from asyncrl.launch.resources.placement import reserve_ports
     from asyncrl.learner.algorithm import make_algorithm
-    from asyncrl.learner.batch import make_batch
+    from asyncrl.learner.collate import make_batch
     from asyncrl.learner.distributed import process_group
     from asyncrl.learner.trainer import Trainer
     from asyncrl.types import NO_VERSION, Group, Trajectory

@@ -76,7 +76,7 @@ class Sides:
         return _measure(step, seconds)
 
     def _generate(self) -> Batch:
-        from asyncrl.learner.batch import make_batch
+        from asyncrl.learner.collate import make_batch
 
         groups = generate(self._llm, self._config, self._prompts)
         return make_batch(groups, tokens_per_microbatch=self._config.learner.tokens_per_microbatch)

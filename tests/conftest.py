@@ -4,7 +4,7 @@ generated inputs in every run unless random ones are asked for."""
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -49,6 +49,15 @@ def demo_folder(
     from tests.helpers.demo import make_demo
 
     return make_demo(tmp_path_factory.mktemp("demo"), request.config.cache)
+
+
+@pytest.fixture
+def cleanup() -> Iterator[list[Callable[[], object]]]:
+    """Functions to call at the end, the last one first."""
+    actions: list[Callable[[], object]] = []
+    yield actions
+    for action in reversed(actions):
+        action()
 
 
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)

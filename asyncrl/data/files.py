@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute
 import pyarrow.parquet as pq
 
-from asyncrl.errors import ConfigError
+from asyncrl.errors import AsyncrlError, ConfigError
 from asyncrl.util.files import read_json
 
 # The functions of pyarrow.compute are created on import, which a type checker cannot see.
@@ -110,7 +110,8 @@ def _counted_without_nulls(file: str, dotted: str) -> bool:
 def _read_json_lines(file: str) -> pa.Table:
     # Not pyarrow.json: it converts strings that look like timestamps.
     lines = _text_of(file).split("\n")
-    rows = [_row_of(line, f"{file}, line {number}") for number, line in enumerate(lines, start=1) if line.strip()]
+    numbered = enumerate(lines, start=1)
+    rows = [json_object(line, f"{file}, line {number}", ConfigError) for number, line in numbered if line.strip()]
     return _as_table(rows, file)
 
 
@@ -184,11 +185,12 @@ def _as_table(rows: list[dict[str, Any]], file: str) -> pa.Table:
         raise ConfigError(f"{file}: a column has values of different types: {error}") from None
 
 
-def _row_of(line: str, where: str) -> dict[str, Any]:
+def json_object(text: str, where: str, kind: type[AsyncrlError]) -> dict[str, Any]:
+    """The object that a text is in JSON. Raises an error of this kind, which names the place, if it is none."""
     try:
-        row = json.loads(line)
+        found = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"{where}: not JSON: {error}") from None
-    if not isinstance(row, dict):
-        raise ConfigError(f"{where}: {type(row).__name__}; every line must be a JSON object")
-    return row
+        raise kind(f"{where}: not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise kind(f"{where}: {type(found).__name__}; it must be a JSON object")
+    return found

@@ -27,10 +27,10 @@ Message = dict[str, Any]
 of the policy also "reasoning_content" and "tool_calls"."""
 
 Say = str | Message | list[Message] | None
-"""What an environment says to the policy. With a chat template a text is a message of the user."""
+"""An observation for the policy. With a chat template a text is a message of the user."""
 
 Schema = dict[str, Any]
-"""What the policy reads about a tool: {"type": "function", "function": {"name", "description", "parameters"}}."""
+"""The description of a tool for the policy: {"type": "function", "function": {"name", "description", "parameters"}}."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """What the policy said in one turn."""
+    """One turn of the policy."""
 
     text: str
     """All of it, without special tokens."""
@@ -84,7 +84,7 @@ class Step:
     """The answer to an action."""
 
     observation: Say = None
-    """What the policy reads before its next turn. Not needed when the episode is done."""
+    """The observation before the policy's next turn. Not needed when the episode is done."""
     reward: float = 0.0
     """Reward of this turn; the reward of an episode is the sum over its turns and `Environment.reward`."""
     done: bool = False
@@ -126,8 +126,8 @@ class Environment:
         raise NotImplementedError
 
     def reward(self) -> Any:
-        """Returns the reward of the episode beside those of its steps, after its last turn: a number, or a dict with
-        "score" and named parts."""
+        """Returns the reward of the episode after its last turn, in addition to those of its steps: a number, or a dict
+        with "score" and named parts."""
         return 0.0
 
     def close(self) -> Any:

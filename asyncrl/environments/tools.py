@@ -102,7 +102,7 @@ class ToolEnvironment(Environment):
         return tools_of(type(self))
 
     def _method(self, name: str) -> Callable[..., Any]:
-        """What is called for a tool."""
+        """The method that runs a tool."""
         return getattr(self, name)
 
     async def step(self, action: Action) -> Step:
@@ -162,7 +162,7 @@ class ToolEnvironment(Environment):
 
 COUNTS = ("calls", "calls_failed")
 METHODS = frozenset(dir(ToolEnvironment))
-"""What every environment has, and is no tool."""
+"""Methods of every environment; they are no tools."""
 ATTRIBUTES = ("answer", "check_setup", "in_thread", "random", "task")
 
 

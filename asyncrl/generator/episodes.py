@@ -141,7 +141,7 @@ class Episodes:
         self._play(key)
 
     def flush(self) -> None:
-        """Sends what the environments are to be told, so that they answer during the engine's next step."""
+        """Sends what the environments are to be told."""
         self._pool.flush()
 
     def act(self, completion: Completion) -> None:

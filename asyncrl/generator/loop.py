@@ -3,10 +3,10 @@
     _await_weights     poll the replay queue until the first weights are staged
     tick, repeated:
       _swap_staged     a staged version -> engine.swap, unless an evaluation or `deterministic` pins the loaded one
-      _exchange        a reply of the replay queue -> new leases -> engine.add; ask again when there is capacity
-      engine.step      one decoding step of all sequences -> completions; a complete group -> reward workers
-      episodes.poll    what environments say -> engine.add; ended episodes -> their groups
-      rewards.collect  scored groups -> the replay queue
+      _exchange        a reply of the replay queue -> new leases -> groups.start; ask again when there is capacity
+      engine.step      one decoding step of all sequences -> groups.take; a complete group -> reward workers
+      groups.poll      what environments say -> engine.add; ended episodes -> their groups
+      groups.collect   scored groups -> the replay queue
     release            return the leases of unfinished groups
 
     waits for               woken by                                   deadline
@@ -22,7 +22,7 @@ Only the first row blocks a generator that has work: rewards, environments, weig
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import structlog
@@ -30,21 +30,12 @@ import structlog
 from asyncrl.config import Config
 from asyncrl.errors import PeerTimeoutError
 from asyncrl.generator.cost_model import StepCosts
-from asyncrl.generator.episodes import Episodes
-from asyncrl.generator.groups import (
-    Asked,
-    EndedEpisode,
-    Running,
-    free_capacity,
-    make_evaluated,
-    make_group,
-    scored_by_environment,
-    submit,
-)
-from asyncrl.generator.vllm_backend.engine import Completion, Engine
+from asyncrl.generator.group_runner import GroupRunner, Member
+from asyncrl.generator.groups import Asked, Running, make_evaluated, make_group
+from asyncrl.generator.vllm_backend.engine import Engine
 from asyncrl.replay.client import GeneratorClient, LeaseReply
 from asyncrl.replay.evaluation.samples import pack_completions
-from asyncrl.types import NO_VERSION, Lease
+from asyncrl.types import NO_VERSION
 from asyncrl.util.memory import peak_memory_bytes
 from asyncrl.util.processes import GENERATOR_ACTIVITIES, GENERATOR_PHASES, Stopwatch
 from asyncrl.wire.messages import GeneratorStats
@@ -74,10 +65,7 @@ _ENVIRONMENTS_S = 0.001
 
 
 class GeneratorLoop:
-    """All state of one generator; `run` calls `tick` until the run is over.
-
-    A group is first running (in the engine), then scoring (in the reward workers), then finished (at the client).
-    """
+    """All state of one generator; `run` calls `tick` until the run is over."""
 
     def __init__(
         self,
@@ -92,35 +80,27 @@ class GeneratorLoop:
         greedy_baseline: bool = False,
         environments: EnvironmentPool | None = None,
     ) -> None:
-        """The reward of a group is that of the `rewards` or, if there are any, of the `environments`."""
+        """Without `rewards`, the reward of a group is that of the `environments`."""
         self.config = config
         self._slots = config.generator.max_running_groups * config.generator.group_size
-        self._truncated_penalty = config.algorithm.truncated_penalty
         self.index = index
         self.engine = engine
-        self.rewards = rewards
+        self.groups = GroupRunner(
+            config, engine, rewards=rewards, environments=environments, greedy_baseline=greedy_baseline
+        )
         self.receiver = receiver
         self.client = client
         self.should_stop = should_stop
-        self._greedy_baseline = greedy_baseline
-        self.episodes = None if environments is None else Episodes(config, environments, engine)
-        """None if a trajectory is a single completion."""
         self.stats = GeneratorStats.of()
         self._watch = Stopwatch(GENERATOR_ACTIVITIES)
         self._phases = Stopwatch((_OTHER, *GENERATOR_PHASES))
         self._costs = StepCosts()
-        self._changed = 0
-        """Sequences that started or ended since the last counted step."""
+        self._counted_changes = 0
+        """`groups.num_changes` at the last counted step."""
         self._next_costs_s = 0.0
-        self.running: dict[Hashable, Running] = {}
-        self.scoring: dict[Hashable, Running] = {}
         self.done = False
-        self._members: dict[str, tuple[Running, int]] = {}
-        """Engine key -> group and index in it."""
         self._pinned = False
         """True while the loaded version is being evaluated and evaluation prompts may be left to lease."""
-        self._evaluating = 0
-        """Number of running evaluation completions."""
         self._asked = Asked()
         self._denied = False
         """True when the last reply had fewer training groups than asked for."""
@@ -146,46 +126,47 @@ class GeneratorLoop:
         """True when this generator was asked to leave and has nothing left to finish, or no time left."""
         if self._leave_s is None:
             return False
-        return not (self.running or self.scoring) or time.monotonic() > self._leave_s
+        return not self.groups.unfinished or time.monotonic() > self._leave_s
 
     def tick(self) -> None:
         """Runs one iteration of the loop: swap, exchange, engine step, rewards."""
         busy = self.engine.num_running > 0
         self._watch.switch("syncing")
         self._swap_staged()
-        in_environments = self.episodes is not None and self.episodes.num_live > 0
+        episodes = self.groups.episodes
+        in_environments = episodes is not None and episodes.num_live > 0
         self._watch.switch("working" if busy else "environments" if in_environments else "waiting")
         spent_s = self._exchange(0.0 if busy else _ENVIRONMENTS_S if in_environments else _IDLE_S)
         running, began_s = self.engine.num_running, time.monotonic()
         if running:
             self._watch.switch("working")
             self._phases.switch("engine")
-            ended = self.engine.step()
+            completions = self.engine.step()
             self._phases.switch("rewards")
-            for completion in ended:
-                if self.episodes is None:
-                    self._end([completion])
-                else:
-                    self._changed += 2  # the turn has started, too
-                    self.episodes.act(completion)
-        if self.episodes is not None:
+            self._count_ended(self.groups.take(completions))
+        if episodes is not None:
             self._phases.switch("requests")
-            for episode in self.episodes.poll():
-                self._end_episode(episode)
-        if self.scoring and self.rewards is not None:
+            self._count_ended(self.groups.poll())
+        if self.groups.scoring:
             self._watch.switch("writing")
             self._phases.switch("rewards")
-            collected = self.rewards.collect()
+            collected = self.groups.collect()
             self._phases.switch("messages")
-            for scored in collected:
-                self._finish(scored)
+            for group, scored in collected:
+                self._finish(group, scored)
         if running:
             now_s = time.monotonic()
             self._count_costs(now_s, spent_s + now_s - began_s, running)
 
+    def _count_ended(self, members: Iterable[Member]) -> None:
+        for member in members:
+            if member.group.sampling(member.index) == "training":
+                self.stats.tokens += member.num_ended_tokens
+                self.stats.samples += 1
+
     def _count_costs(self, now_s: float, seconds: float, running: int) -> None:
-        self._costs.step(seconds, running=min(running, self._slots), changed=self._changed)
-        self._changed = 0
+        changed, self._counted_changes = self.groups.num_changes - self._counted_changes, self.groups.num_changes
+        self._costs.step(seconds, running=min(running, self._slots), changed=changed)
         if now_s >= self._next_costs_s:
             costs = self._costs.solve()
             self._next_costs_s = now_s + (_COSTS_S if costs else _COSTS_S / 20)
@@ -193,21 +174,14 @@ class GeneratorLoop:
 
     def release(self) -> None:
         """Aborts unfinished groups and returns their leases, with the number of tokens that are lost."""
-        unfinished = [*self.running.values(), *self.scoring.values()]
+        unfinished = self.groups.unfinished
         evaluations = [(group.lease.ticket, group.lease.attempt) for group in unfinished if group.lease.evaluation]
         leases = [
-            (group.lease.ticket, group.lease.attempt, self._num_tokens(group))
+            (group.lease.ticket, group.lease.attempt, self.groups.num_tokens(group))
             for group in unfinished
             if not group.lease.evaluation
         ]
-        if self.episodes is None:
-            self.engine.abort(self._members)
-        else:
-            self.episodes.drop(self._members)
-        self._members.clear()
-        self.running.clear()
-        self.scoring.clear()
-        self._evaluating = 0
+        self.groups.drop()
         if unfinished:
             self.client.release(leases, evaluations=evaluations)
         log.info("generator stops", released_groups=len(leases), tokens=self.stats.tokens)
@@ -235,7 +209,8 @@ class GeneratorLoop:
         """Swaps to the staged version, unless the loaded one is being evaluated, or `deterministic` is set and
         completions run: those must be of one version."""
         self._phases.switch(_OTHER)
-        if self._pinned or self._evaluating or (self.config.deterministic and self.running):
+        groups = self.groups
+        if self._pinned or groups.num_evaluating or (self.config.deterministic and groups.running):
             self.receiver.hold()
             return
         staged = self.receiver.staged()
@@ -262,7 +237,7 @@ class GeneratorLoop:
             self._progress = reply.progress
             if reply.leave and self._leave_s is None:
                 self._leave_s = now_s + self.config.launch.stop_timeout_s
-                log.info("generator leaves", unfinished_groups=len(self.running) + len(self.scoring))
+                log.info("generator leaves", unfinished_groups=len(self.groups.unfinished))
             self._take(reply, now_s)
         if not self.client.outstanding:
             self._ask(now_s)
@@ -277,15 +252,11 @@ class GeneratorLoop:
             del seconds[_OTHER]
             for name, spent_s in seconds.items():
                 setattr(self.stats, f"{name}_s", spent_s)
-            if self.episodes is not None:
-                self.stats.live_episodes, self.stats.waiting_episodes = (
-                    self.episodes.num_live,
-                    self.episodes.num_waiting,
-                )
+            if (episodes := self.groups.episodes) is not None:
+                self.stats.live_episodes, self.stats.waiting_episodes = episodes.num_live, episodes.num_waiting
             if renews:
                 self.stats.peak_memory_bytes = peak_memory_bytes()
-            unfinished = (*self.running.values(), *self.scoring.values()) if renews else ()
-            working_on = [group.lease for group in unfinished]
+            working_on = [group.lease for group in self.groups.unfinished] if renews else []
             self.client.ask(self.engine.version, groups, self.stats, num_evaluations=evaluations, working_on=working_on)
             self.stats.stall_ms = []
             if renews:
@@ -294,9 +265,8 @@ class GeneratorLoop:
     def _take(self, reply: LeaseReply, now_s: float) -> None:
         self._phases.switch("requests")
         for lease in reply.leases:
-            self._start(lease, now_s)
-        if self.episodes is not None:
-            self.episodes.flush()
+            self.groups.start(lease)
+        self.groups.flush()
         self._phases.switch("messages")
         asked = self._asked
         if asked.version != self.engine.version:
@@ -304,83 +274,23 @@ class GeneratorLoop:
         self._pinned = self._pinned and reply.evaluations_left
         self._denied = sum(not lease.evaluation for lease in reply.leases) < asked.groups
         if len(reply.leases) < asked.groups + asked.evaluations:
-            self._next_ask_s = now_s + max(reply.pause_s, _DENIED_S if self.running else _DENIED_IDLE_S)
+            self._next_ask_s = now_s + max(reply.pause_s, _DENIED_S if self.groups.running else _DENIED_IDLE_S)
 
     def _free_capacity(self) -> tuple[int, int]:
         """Numbers of groups and of evaluation prompts to ask for."""
         if self.engine.version == NO_VERSION or self._leave_s is not None:
             return 0, 0
-        evaluating, running = self._evaluating if self._pinned else None, self.engine.num_running
-        if self.episodes is None:
-            return free_capacity(self.config, running=running, evaluating=evaluating, denied=self._denied)
-        running += self.episodes.num_starting
-        groups, evaluations = free_capacity(self.config, running=running, evaluating=evaluating, denied=self._denied)
-        if (free := self.episodes.num_free) is None:
-            return groups, evaluations
-        evaluations = min(evaluations, max(0, free) // self.config.eval.samples)
-        free -= evaluations * self.config.eval.samples
-        return min(groups, max(0, free) // self.config.generator.group_size), evaluations
+        return self.groups.free_capacity(evaluates=self._pinned, denied=self._denied)
 
-    def _start(self, lease: Lease, now_s: float) -> None:
-        size = self.config.eval.samples if lease.evaluation else self.config.generator.group_size
-        greedy = self._greedy_baseline and not lease.evaluation
-        group = Running(lease, size + greedy, self.engine.version, now_s, greedy)
-        self.running[group.key] = group
-        self._changed += size + greedy if self.episodes is None else 0
-        for index, key in enumerate(group.engine_keys()):
-            self._members[key] = group, index
-            if self.episodes is not None:
-                self.episodes.start(group, index, key)
-                continue
-            seed = group.seed(self.config.seed, index) if self.config.deterministic else None
-            self.engine.add(key, lease.prompt.tokens, kind=group.sampling(index), seed=seed)
-        self._evaluating += size if lease.evaluation else 0
-
-    # --- completions and rewards
-
-    def _end(self, rows: list[Completion]) -> None:
-        group, index = self._members.pop(rows[0].key)
-        group.completions[index] = rows
-        self._changed += 1 if self.episodes is None else 0
+    def _finish(self, group: Running, scored: Scored) -> None:
+        self._costs.scored(time.monotonic() - group.complete_s)
         if group.lease.evaluation:
-            self._evaluating -= 1
-        elif group.sampling(index) == "training":
-            self.stats.tokens += sum(completion.num_action_tokens for completion in rows)
-            self.stats.samples += 1
-        if group.complete:
-            group.complete_s = time.monotonic()
-            self.scoring[group.key] = self.running.pop(group.key)
-            if self.rewards is None:
-                self._finish(scored_by_environment(group))
-            else:
-                submit(self.rewards, group)
-
-    def _end_episode(self, episode: EndedEpisode) -> None:
-        episode.group.note(episode)
-        if not episode.group.lease.evaluation and episode.group.sampling(episode.index) == "training":
-            self.stats.tokens += sum(outcome.lost_tokens for outcome in episode.outcomes)
-        self._end(episode.rows)
-
-    def _finish(self, scored: Scored) -> None:
-        running = self.scoring.pop(scored.key)
-        self._costs.scored(time.monotonic() - running.complete_s)
-        if running.lease.evaluation:
             limit = self.config.generator.group_size if self.config.observe.samples else 0
-            completions = [completion.tokens for completion in running.firsts]
-            self.client.evaluated(make_evaluated(running, scored), pack_completions(completions, limit=limit))
+            completions = [completion.tokens for completion in group.firsts]
+            self.client.evaluated(make_evaluated(group, scored), pack_completions(completions, limit=limit))
             return
-        penalty, failed = self._truncated_penalty, self.config.replay.failed
-        if self.episodes is not None:  # a failed environment has no reward, not one of 0
-            failed = "refund"
-        group = make_group(running, scored, generator=self.index, truncated_penalty=penalty, failed=failed)
+        # A failed environment has no reward, not one of 0.
+        failed = "refund" if self.groups.episodes is not None else self.config.replay.failed
+        penalty = self.config.algorithm.truncated_penalty
         self.stats.rewards_failed += sum(map(bool, scored.errors))
-        self.client.finish(group)
-
-    def _num_tokens(self, group: Running) -> int:
-        """Tokens of the group so far, without those of a greedy completion."""
-        counts = [(index, row.num_action_tokens) for index, rows in group.completions.items() for row in rows]
-        counts += [(index, one.lost_tokens) for index, outcomes in group.outcomes.items() for one in outcomes]
-        running = [(index, key) for key, (owner, index) in self._members.items() if owner is group]
-        tokens_of = self.engine.num_generated if self.episodes is None else self.episodes.num_action_tokens
-        counts += [(index, tokens_of(key)) for index, key in running]
-        return sum(count for index, count in counts if group.sampling(index) != "greedy")
+        self.client.finish(make_group(group, scored, generator=self.index, truncated_penalty=penalty, failed=failed))

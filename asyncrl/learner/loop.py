@@ -23,73 +23,32 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Protocol
 
 import structlog
 import torch
-from torch import Tensor
 
 from asyncrl.config import Config
 from asyncrl.errors import InvariantError, PeerTimeoutError, RunError
-from asyncrl.learner.batch import Batch, check_staleness, make_batch
+from asyncrl.learner.batch import Batch
 from asyncrl.learner.checkpoint.files import Files, bytes_file
 from asyncrl.learner.checkpoint.hf_export import save_model
 from asyncrl.learner.checkpoint.manager import Checkpoints
+from asyncrl.learner.collate import collate
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.metrics.flops import device_peak, utilization
 from asyncrl.learner.metrics.profiler import StepProfiler
 from asyncrl.learner.prefetch import Prefetcher
+from asyncrl.learner.protocols import Batches, Sender, Tracker
 from asyncrl.learner.trainer import Trainer
-from asyncrl.samples import Samples
+from asyncrl.replay.metrics.run import LEARNER_TIMES
 from asyncrl.samples.book import SampleBook
 from asyncrl.types import Shard
 from asyncrl.util.processes import Stopwatch
 from asyncrl.wire.messages import Committed
-
-
-class Batches(Protocol):
-    """The source of batches; `asyncrl.replay.client.LearnerClient`. Another thread calls `take`, one step ahead."""
-
-    def begin(self, step: int) -> int: ...
-    def take(self, step: int) -> Shard | None: ...
-    def commit(
-        self, step: int, metrics: dict[str, float], *, saving: bool = False, checkpoints: Sequence[int] = ()
-    ) -> Committed: ...
-    def evaluations(self, should_stop: Callable[[], bool]) -> Iterable[tuple[int, dict[str, float]]]: ...
-    def close(self) -> None: ...
-
-
-class SyncStats(Protocol):
-    """Sums over the broadcasts so far; `asyncrl.weights.broadcast.WeightSyncStats`."""
-
-    count: int
-    broadcast_s: float
-    wait_s: float
-    dropped: int
-
-
-class Sender(Protocol):
-    """The destination of weights; `asyncrl.weights.sender.WeightSender`."""
-
-    @property
-    def stats(self) -> SyncStats: ...
-
-    def send(self, version: int, weights: Iterable[tuple[str, Tensor]], *, copy_later: bool = False) -> None: ...
-    def copied(self) -> None: ...
-    def wait(self) -> None: ...
-
-
-class Tracker(Protocol):
-    """The destination of metrics; `asyncrl.observe.trackers.Trackers`."""
-
-    def log(self, step: int, metrics: dict[str, float]) -> None: ...
-    def log_evaluation(self, step: int, metrics: dict[str, float]) -> None: ...
-    def log_samples(self, step: int, samples: Samples) -> None: ...
-
 
 log = structlog.get_logger()
 
@@ -195,13 +154,7 @@ class Learner:
             metrics = self.trainer.train(prepared.batch, step=step)
         self.watch.switch("writing")
         lap = self.watch.lap()
-        metrics |= {
-            "learner/wait_s": lap["waiting"],
-            "learner/step_s": lap["working"],
-            "learner/sync_s": lap["syncing"],
-            "learner/write_s": lap["writing"],
-            **self.trainer.phases.metrics(),
-        }
+        metrics |= {metric: lap[activity] for activity, metric in LEARNER_TIMES.items()} | self.trainer.phases.metrics()
         metrics |= utilization(metrics, ranks=self.ranks.count, peak=self.peak_flops)
         saving = self._saves(step)
         # Committed before it is sent: no generator may have a version that the replay queue does not know.
@@ -267,16 +220,9 @@ class Learner:
         """The packed batch. Raises InvariantError if the shard cannot be trained in this step."""
         if shard.step != step:
             raise InvariantError(f"step {step}: took the shard of step {shard.step}")
-        check_staleness(shard.groups, version=step - 1, max_staleness=self.config.replay.staleness_limit)
         if (excluded := self.trainer.policy.excluded) is not None:
             excluded.check(shard.groups)
-        return make_batch(
-            shard.groups,
-            tokens_per_microbatch=self.config.learner.tokens_per_microbatch,
-            minibatches=self.config.learner.packed_minibatches,
-            skip_truncated=self.config.algorithm.truncated == "mask",
-            bootstrap_truncated=self.config.algorithm.truncated == "bootstrap",
-        )
+        return collate(shard.groups, self.config, version=step - 1)
 
     def _send(self, version: int) -> None:
         """Passes the weights to the sender, which copies them in the background unless all ranks gather them. Versions

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncrl.learner.batch import Batch, MicroBatch, Rows, make_micro_batch
+from asyncrl.learner.batch import Batch, MicroBatch
+from asyncrl.learner.collate import Rows, make_micro_batch
 from asyncrl.learner.model.packed_attention import Integers
 from asyncrl.learner.packing import pack_groups
 

@@ -2,43 +2,28 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Sequence
 from math import inf
 
+from asyncrl.plan.engine_clock import EngineClock
 from asyncrl.plan.workload import EngineCost
 
-ALMOST = 1e-6
-"""Tolerance for rounding of the clock, in tokens."""
 
-
-class SimulatedEngine:
-    """An engine with continuous batching. Each step adds one token to every running sequence, so a single clock, in
-    tokens, describes the progress of all. If all slots are in use, further sequences wait for a free slot.
+class SimulatedEngine(EngineClock):
+    """An engine without environments. If all slots are in use, further sequences wait for a free slot.
 
     While sequences wait, every end of a sequence is an event. Otherwise only ends of groups are events, and the ends of
     single sequences are applied when the engine is advanced.
     """
 
     __slots__ = (
-        "_begun", "_clock", "_cost", "_ended_tokens", "_expected", "_free_s", "_lasts", "_left", "_mark_clocks",
-        "_mark_versions", "_now_s", "_running", "_slots", "_sum_starts", "_waiting", "environments_s", "idle_s",
-        "slowdown", "version",
+        "_begun", "_ended_tokens", "_expected", "_lasts", "_left", "_running", "_sum_starts", "_waiting",
     )  # fmt: skip
 
     def __init__(self, cost: EngineCost, *, slots: int) -> None:
-        self.version = 0
-        self.slowdown = 1.0
-        """Factor of all durations while other engines compute on the same device."""
-        self.idle_s = 0.0
-        """Seconds without a running sequence."""
-        self.environments_s = 0.0
-        """Seconds in which all episodes wait for their environments; there are none."""
-        self._cost, self._slots = cost, slots
-        self._now_s = self._free_s = 0.0
-        """Time up to which the engine is simulated; and time until which prompts or a swap block decoding."""
-        self._clock = 0.0
+        super().__init__(cost, slots=slots)
         self._running: list[tuple[float, float, int]] = []
         """(clock at its end, clock at its start, group) of each running sequence, sorted."""
         self._sum_starts = 0.0
@@ -55,10 +40,6 @@ class SimulatedEngine:
         """Tokens of ended members of unfinished groups."""
         self._expected = (inf, 0.0)
         """The last result of `next_s`, and the clock at that time."""
-        self._mark_clocks: list[float] = [0.0]
-        """Clock at the start of each loaded version."""
-        self._mark_versions: list[int] = [0]
-        """Version of the tokens from each of these clocks on."""
 
     def __len__(self) -> int:
         """Number of running and waiting sequences."""
@@ -158,32 +139,10 @@ class SimulatedEngine:
                     place += 1  # belongs to another group that also ends now
         begun = self._begun.pop(group)
         self._ended_tokens -= sum(sum(lengths) for _, lengths in begun)
-        return group, self._by_version(begun)
-
-    def swap(self, version: int, swap_s: float) -> None:
-        """Loads a version, which samples all later tokens."""
-        self.version = version
-        self._mark_clocks.append(self._clock)
-        self._mark_versions.append(version)
-        self._hold(swap_s)
-
-    def _by_version(self, begun: Sequence[tuple[float, Sequence[int]]]) -> dict[int, int]:
-        clocks, versions = self._mark_clocks, self._mark_versions
-        found: dict[int, int] = {}
+        by_version: dict[int, int] = {}
         for start, lengths in begun:
-            first = len(clocks) - 1 if start >= clocks[-1] else bisect_right(clocks, start) - 1
-            total, before = sum(lengths), 0
-            for index in range(first, len(clocks)):
-                sampled = total
-                if index + 1 < len(clocks):
-                    most = int(clocks[index + 1] - start + ALMOST)
-                    sampled = sum([most if most < tokens else tokens for tokens in lengths])
-                if sampled > before:
-                    found[versions[index]] = found.get(versions[index], 0) + sampled - before
-                    before = sampled
-                if sampled == total:
-                    break
-        return found
+            self._count(by_version, start, lengths)
+        return group, by_version
 
     def _begin_waiting(self) -> None:
         """Starts a waiting sequence in the free slot. If no other sequence waits, only ends of groups are events
@@ -214,6 +173,3 @@ class SimulatedEngine:
         self._sum_starts -= start
         self._ended_tokens += end - start
         return group
-
-    def _hold(self, seconds: float) -> None:
-        self._free_s = (self._free_s if self._free_s > self._now_s else self._now_s) + seconds * self.slowdown

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,8 +9,8 @@ from heapq import heappop, heappush
 from itertools import count
 from math import inf
 
+from asyncrl.plan.engine_clock import EngineClock
 from asyncrl.plan.episodes import Turn
-from asyncrl.plan.simulated_engine import ALMOST
 from asyncrl.plan.workload import EngineCost
 
 
@@ -20,7 +19,7 @@ class _Episode:
     group: int
     turns: Sequence[Turn]
     number: int = 0
-    """Of the present turn."""
+    """Number of the current turn."""
 
 
 @dataclass(slots=True)
@@ -31,24 +30,13 @@ class _Group:
     by_version: Counter[int] = field(default_factory=Counter[int])
 
 
-class TurnsEngine:
-    """An engine with continuous batching, of which every end of a turn and of a wait is an event. When more turns wait
-    for a place than there are, those of the oldest groups go first. Its members are those of `SimulatedEngine`.
+class TurnsEngine(EngineClock):
+    """An engine with environments, of which every end of a turn and of a wait is an event. When more turns wait for a
+    place than there are, those of the oldest groups go first. Its public methods are those of `SimulatedEngine`.
     """
 
     def __init__(self, cost: EngineCost, *, slots: int) -> None:
-        self.version = 0
-        self.slowdown = 1.0
-        """Factor of all durations while other engines compute on the same device."""
-        self.idle_s = 0.0
-        """Seconds without an episode."""
-        self.environments_s = 0.0
-        """Seconds in which all episodes wait for their environments."""
-        self._cost, self._slots = cost, slots
-        self._now_s = self._free_s = 0.0
-        """Time up to which the engine is simulated; and time until which prompts or a swap block decoding."""
-        self._clock = 0.0
-        """Tokens that each sequence would have sampled since the start."""
+        super().__init__(cost, slots=slots)
         self._order = count()
         self._running: list[tuple[float, int, float, _Episode]] = []
         """Heap of (clock at its end, order, clock at its start, episode) of each running turn."""
@@ -63,9 +51,6 @@ class TurnsEngine:
         """Tokens of the ended turns of unfinished groups."""
         self._ends_turn = False
         """True if the event of the last `next_s` is the end of a turn."""
-        self._mark_clocks: list[float] = [0.0]
-        """Clock at the start of each loaded version."""
-        self._mark_versions: list[int] = [0]
 
     def __len__(self) -> int:
         """Number of turns that run or have no place."""
@@ -121,20 +106,16 @@ class TurnsEngine:
         end, _, start, episode = heappop(self._running)
         self._clock = end
         self._sum_starts -= start
-        self._count(episode, start)
+        group, tokens = self._groups[episode.group], episode.turns[episode.number].tokens
+        self._count(group.by_version, start, (tokens,))
+        group.ended_tokens += tokens
+        self._ended_tokens += tokens
         self._fill()
         wait_s = episode.turns[episode.number].wait_s
         if wait_s > 0.0:
             heappush(self._waits, (self._now_s + wait_s, next(self._order), episode))
             return None
         return self._go_on(episode)
-
-    def swap(self, version: int, swap_s: float) -> None:
-        """Loads a version, which samples all later tokens."""
-        self.version = version
-        self._mark_clocks.append(self._clock)
-        self._mark_versions.append(version)
-        self._hold(swap_s)
 
     def _go_on(self, episode: _Episode) -> tuple[int, dict[int, int]] | None:
         """Starts the next turn of the episode, or ends it. Returns its group as `end_next` does."""
@@ -159,22 +140,3 @@ class TurnsEngine:
             heappush(self._running, (end, order, self._clock, episode))
             self._sum_starts += self._clock
             self._hold(self._cost.request_s)
-
-    def _count(self, episode: _Episode, start: float) -> None:
-        """Counts the tokens of a turn by the version that sampled them."""
-        clocks, versions = self._mark_clocks, self._mark_versions
-        total, before = episode.turns[episode.number].tokens, 0
-        group = self._groups[episode.group]
-        for index in range(bisect_right(clocks, start) - 1, len(clocks)):
-            last = index + 1 == len(clocks)
-            sampled = total if last else min(total, int(clocks[index + 1] - start + ALMOST))
-            if sampled > before:
-                group.by_version[versions[index]] += sampled - before
-                before = sampled
-            if sampled == total:
-                break
-        group.ended_tokens += total
-        self._ended_tokens += total
-
-    def _hold(self, seconds: float) -> None:
-        self._free_s = max(self._free_s, self._now_s) + seconds * self.slowdown

@@ -36,14 +36,15 @@ from msgspec import structs
 
 from asyncrl.config import Config
 from asyncrl.errors import ProtocolError
+from asyncrl.replay.admission import Admission
 from asyncrl.replay.batcher import Batcher
-from asyncrl.replay.codec import check_group
 from asyncrl.replay.evaluation.scores import eval_metrics
 from asyncrl.replay.expiry import LeaseExpiry
+from asyncrl.replay.intake import GroupIntake
 from asyncrl.replay.journal.writer import Journal, Position
+from asyncrl.replay.metrics.report import run_status, run_summary
 from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.prompts.selection import warn_if_useless
-from asyncrl.replay.refunds import FAILURES, check_environment_refunds, check_refunds, has_signal, refund_reason
 from asyncrl.replay.sessions import Sessions
 from asyncrl.replay.store import Store
 from asyncrl.replay.tickets import FinishedGroup, PromptSource
@@ -85,7 +86,6 @@ class ReplayQueue:
     ) -> None:
         """`group_relative` as in `has_signal`."""
         self.config = config
-        self._group_relative = group_relative
         warn_if_useless(config, prompts.num_rows)
         self.store = Store(config, prompts, trace, eval_prompts, journal, run_id, checkpoint)
         self.state, self.clock = self.store.state, self.store.clock
@@ -93,7 +93,9 @@ class ReplayQueue:
         self.held = self.state.held
         """The data of each live ticket, by its number."""
         self.sessions = Sessions(self.state)
+        self.admission = Admission(config, self.store)
         self.expiry = LeaseExpiry(config, self.store)
+        self.intake = GroupIntake(config, self.store, group_relative=group_relative)
         self.batcher = Batcher(config, self.store)
         self.write, self.close = self.store.write, self.store.close
 
@@ -106,11 +108,6 @@ class ReplayQueue:
     def synced(self) -> Position:
         """See `Store.synced`."""
         return self.store.synced
-
-    @property
-    def share(self) -> int:
-        """Maximum number of leases of one generator, so that the first to ask does not leave the others idle."""
-        return self.ledger.per_generator_limit(self.state.generators_wanted)
 
     @property
     def trained(self) -> bool:
@@ -160,7 +157,7 @@ class ReplayQueue:
         if self.leaves(generator, session):
             return [], "scale"
         evaluations = self.evaluation.next_leases(version, num_evaluations)
-        num_granted, reason = self._grant(generator, version, 0 if self.trained else num_groups)
+        num_granted, reason = self.admission.grant(generator, version, 0 if self.trained else num_groups)
         tickets = self.ledger.next_leases(num_granted)
         if evaluations or tickets:
             asked = {"generator": generator, "session": session, "number": number, "version": version, "at_s": now_s}
@@ -174,40 +171,8 @@ class ReplayQueue:
         return generator >= self.state.generators_wanted or self.sessions.is_former(session)
 
     def finish(self, header: GroupHeader, arrays: list[Array]) -> None:
-        """Keeps a finished group, or refunds it. Only the first group of a ticket that arrives is used, and a group
-        that arrives twice is counted once."""
-        check_group(header, arrays, group_size=self.config.generator.group_size)
-        newest = int(arrays[3].max())
-        if newest > self.ledger.steps:
-            raise ProtocolError(f"ticket {header.ticket} has version {newest}, the learner is at {self.ledger.steps}")
-        number, attempt, start_version = header.ticket, header.attempt, header.start_version
-        if not self.state.awaits(number, attempt):
-            self._repeated(number, attempt)
-            return
-        current = self.ledger.is_current(number, attempt)
-        if not current and not self.ledger.accepts(number, start_version):
-            self._lose(number, attempt, int(arrays[1].sum()))
-            return
-        held = self.held[number]
-        held.check_prompt(header, arrays[0])
-        leased_at = self.ledger.live[number].start_version
-        if current and start_version < leased_at:
-            raise ProtocolError(f"ticket {number} was leased at version {leased_at}, not started at {start_version}")
-        started_s, finished_s = self.clock.span(header.started_s, header.finished_s)
-        reason = refund_reason(self.config, header, group_relative=self._group_relative)
-        run_s = {"started_s": started_s, "finished_s": finished_s}
-        signal = not reason and has_signal(header, group_relative=self._group_relative)
-        weight = self.state.selection.weight_in_loss(held.choice)
-        episodes = [structs.asdict(episode) for episode in header.episodes]
-        body = structs.asdict(header) | run_s | {"weight": weight, "refunded": reason, "signal": signal}
-        body["episodes"] = episodes
-        self.store.record("group", body, arrays)
-        errors = [error for error in header.of_members(header.errors) if error]
-        if reason in FAILURES or errors:
-            event = "group failed" if reason in FAILURES else "rewards failed"
-            log.warning(event, ticket=number, row=header.row, count=len(errors), error=errors[0] if errors else "")
-        check_refunds(self.config, self.ledger, self.state.unused_in_a_row)
-        check_environment_refunds(header, self.state.broken_in_a_row)
+        """See `GroupIntake.finish`."""
+        self.intake.finish(header, arrays)
 
     def evaluated(self, result: Evaluated) -> Prompt | None:
         """Counts an evaluated prompt: the first result that arrives for it. Returns the prompt if it is the first."""
@@ -227,7 +192,7 @@ class ReplayQueue:
                 self.store.return_leases(number, attempt, tokens=tokens)
                 log.info("lease returned", ticket=number, attempt=attempt, generator=generator, tokens=tokens)
             elif self.state.awaits(number, attempt):
-                self._lose(number, attempt, tokens)
+                self.intake.lose(number, attempt, tokens)
         leased = {(ticket, attempt) for _, ticket, attempt in self.evaluation.held()}
         for lease in evaluations:
             if (lease.ticket, lease.attempt) in leased:
@@ -289,7 +254,7 @@ class ReplayQueue:
 
     def status(self) -> dict[str, Any]:
         """The state of the run for live views and the launcher."""
-        status = self.measure.status(self.ledger, self.clock.now())
+        status = run_status(self.measure, self.ledger, self.clock.now())
         for index, generator in status["generators"].items():
             generator["leased"] = self.state.leased_by[int(index)]
         return status | {
@@ -305,7 +270,7 @@ class ReplayQueue:
 
     def summary(self) -> dict[str, Any]:
         """The queue's part of the run's summary."""
-        return self.measure.summary(self.ledger) | {
+        return run_summary(self.measure, self.ledger) | {
             "duplicates": self.state.reported.duplicates,
             "skipped_rows": self.state.prompts.skipped_rows,
             "filtered_rows": self.state.prompts.filtered_rows,
@@ -315,40 +280,7 @@ class ReplayQueue:
 
     # --- inside
 
-    def _grant(self, generator: int, version: int, wanted: int) -> tuple[int, str]:
-        """Returns how many of the wanted groups the generator may start now, and the reason why not all; empty if all.
-        Above a size limit only groups that the next batch needs may start: memory and journal only shrink when a batch
-        is trained. None may start while the journal's disk is too slow."""
-        ledger, settings, state = self.ledger, self.config.replay, self.state
-        granted, reason = wanted, ""
-        if (limit := ledger.num_leasable(version)) < granted:
-            granted, reason = limit, "staleness"
-        if (limit := self.share - state.leased_by[generator]) < granted:
-            granted, reason = max(0, limit), "share"
-        if granted and self.store.disk_is_slow():
-            return 0, "disk"
-        full = "bytes" if state.held_bytes >= settings.max_bytes else "journal" if self.store.above_ceiling else ""
-        if full:
-            needed = (settings.min_staleness + 1) * settings.groups_per_step - len(ledger.live)
-            if (limit := len(ledger.returned) + max(0, needed)) < granted:
-                granted, reason = limit, full
-        return granted, reason
-
     def _give_back_all(self, leases: Sequence[Lease]) -> None:
         for lease in leases:
             self.store.return_leases(lease.ticket, lease.attempt, evaluation=lease.evaluation)
             log.info("lease of a lost session returned", ticket=lease.ticket, evaluation=lease.evaluation)
-
-    def _repeated(self, number: int, attempt: int) -> None:
-        """Counts a group that arrived before, or whose ticket or attempt was never leased."""
-        self.state.reported.duplicates += 1
-        held = self.held.get(number)
-        if held is None or attempt > held.attempt:
-            log.warning("group of an unknown ticket", ticket=number, attempt=attempt)
-
-    def _lose(self, number: int, attempt: int, tokens: int) -> None:
-        """Counts the tokens of an attempt that was finished or released too late to be used."""
-        self.store.record("lose", {"ticket": number, "attempt": attempt, "tokens": tokens})
-        log.warning(
-            "an attempt is not used: another one was used, or its tokens are too old", ticket=number, attempt=attempt
-        )

@@ -15,7 +15,6 @@ import msgspec
 from asyncrl.config import Config
 from asyncrl.errors import JournalError
 from asyncrl.replay.evaluation.book import EvalBook
-from asyncrl.replay.evaluation.scores import eval_metrics
 from asyncrl.replay.journal.reader import Location
 from asyncrl.replay.journal.records import Record
 from asyncrl.replay.journal.retention import Coverage
@@ -27,16 +26,14 @@ from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.prompts.pass_rates import PassRates
 from asyncrl.replay.prompts.selection import RowSelection
 from asyncrl.replay.refunds import ENVIRONMENT_FAILURES, FAILURES
-from asyncrl.replay.snapshot import QueueSnapshot, check_rules, rules_of
+from asyncrl.replay.snapshot import QueueSnapshot, rules_of
 from asyncrl.replay.staleness_control import StalenessController
-from asyncrl.replay.tickets import FinishedGroup, Load, PromptSource, TakenStep, TicketEntry
+from asyncrl.replay.tickets import FinishedGroup, PromptSource, TakenStep, TicketEntry
 from asyncrl.types import Prompt, PromptPosition
 from asyncrl.util.durable import of_plain, restore, to_plain
 from asyncrl.wire.frames import Array
 from asyncrl.wire.messages import Evaluated, ReleasedEvaluation
 
-PARTS = frozenset({"rules", "position", "ledger", "measure", "selection", "evaluation", "staleness_controller", "held"})
-"""Fields of a snapshot that are restored by other means than setting an attribute."""
 FREE_BYTES = 32 << 20
 """Memory of trained groups that is freed at once."""
 MAX_LATE = 1024
@@ -207,22 +204,6 @@ class QueueState:
         """The batch of this step, if it is taken and not trained yet."""
         return next((batch for batch in self.taken if batch.number == step), None)
 
-    def step_metrics(self, step: int, at_s: float) -> dict[str, float]:
-        """The queue's own metrics of the step in progress when it is committed at `at_s`, including the oldest
-        unreported evaluation result. Changes nothing."""
-        groups = [self.held[number] for number in self.ledger.taken()]
-        queue = {
-            "replay/finished_groups": float(self.ledger.num_waiting),
-            "replay/leased_groups": float(self.ledger.count(State.LEASED)),
-            "replay/held_bytes": float(self.held_bytes - sum(held.num_bytes for held in groups)),
-            "replay/staleness_limit": float(self.ledger.admission_limit),
-            "replay/refunded_groups": float(sum(a.groups for a in self.ledger.refunded.values())),
-        }
-        queue |= self.selection.metrics(left_out=self.left_out)
-        wanted = self.generators_wanted
-        measured = self.measure.step_metrics(step, groups, self.ledger.trained, at_s, generators=wanted)
-        return queue | measured | eval_metrics(self.evaluation.unreported(0) or {})
-
     def _commit(self, body: Any, _: Sequence[Array], location: Location | None) -> None:
         """Ends the step in progress: its groups are trained, and its version is evaluated if due."""
         step, metrics, at_s = body["step"], body["metrics"], body["at_s"]
@@ -307,35 +288,6 @@ class QueueState:
         """The plain form of a `QueueSnapshot` of the state, which shares nothing with it."""
         return to_plain(QueueSnapshot, self)
 
-    def load(self, stored: QueueSnapshot, *, load: Load | None, now_s: float) -> None:
-        """Restores a snapshot, with leases renewed at `now_s` and the frames of finished groups read by `load`.
-
-        Without `load` every ticket is returned, to be leased again. Raises ConfigError if the run's settings do not fit
-        the state.
-        """
-        check_rules(stored.rules, self.rules)
-        self.prompts.seek(stored.position)
-        self.ledger.load(stored.ledger)
-        restore(self.measure, stored.measure)
-        self.measure.recent.clear()
-        self.selection.load(stored.selection)
-        restore(self.evaluation, stored.evaluation)
-        self.evaluation.wake(now_s)
-        if self.staleness_controller is not None and stored.staleness_controller is not None:
-            restore(self.staleness_controller, stored.staleness_controller)
-        for name in stored.__struct_fields__:
-            if name not in PARTS:
-                setattr(self, name, getattr(stored, name))
-        self.held = {
-            number: TicketEntry.of_held(held, self.prompts.prompt(held.row), load, now_s)
-            for number, held in stored.held.items()
-        }
-        if load is None:
-            self._return_all()
-        self.held_bytes = sum(held.num_bytes for held in self.held.values())
-        leased = (t.number for t in self.ledger.live.values() if t.state is State.LEASED)
-        self.leased_by = Counter(self.held[number].generator for number in leased)
-
     def wake(self, now_s: float, *, same_launch: bool) -> None:
         """Resumes after an outage: all leases count as renewed at `now_s`.
 
@@ -347,16 +299,6 @@ class QueueState:
         self.reported.wake(now_s if same_launch else None)
         if not same_launch:
             self.stop_reason, self.generators_wanted = "", self.config.launch.generators
-
-    def _return_all(self) -> None:
-        """Returns every ticket; the data of finished groups is lost."""
-        for ticket in self.ledger.live.values():
-            if ticket.state is State.LEASED:
-                self.ledger.return_lease(ticket.number, tokens=0)
-            elif ticket.state is not State.RETURNED:
-                self.ledger.revoke(ticket.number)
-        self.taken, self.coverage = [], Coverage()
-        self.evaluation.release([ReleasedEvaluation(t, attempt) for _, t, attempt in list(self.evaluation.held())])
 
 
 APPLY: dict[str, Callable[[QueueState, Any, list[Array], Location | None], None]] = {

@@ -18,7 +18,9 @@ from asyncrl.replay.journal.records import FORMAT
 from asyncrl.replay.journal.writer import MAX_UNSYNCED_BYTES, START, Journal, Position, Record, read_journal
 from asyncrl.replay.ledger_counts import State
 from asyncrl.replay.metrics.stats import ReportedStats
+from asyncrl.replay.metrics.step import step_metrics
 from asyncrl.replay.metrics.trace import TraceWriter
+from asyncrl.replay.restore import restore_queue
 from asyncrl.replay.snapshot import Snapshot
 from asyncrl.replay.state import QueueState
 from asyncrl.replay.tickets import PromptSource
@@ -77,7 +79,7 @@ def recover(state: QueueState, journal: Journal | Loader, *, until_step: int | N
     segment, stored = found
     recovered = Recovered(stored.run_id, stored.origin_s, stored.at_s, segment)
     try:
-        state.load(stored.queue, load=journal.load, now_s=stored.at_s)
+        restore_queue(state, stored.queue, load=journal.load, now_s=stored.at_s)
         restore(state.reported, stored.reported)
         if _apply_records(state, journal, recovered, until_step):
             return recovered
@@ -119,7 +121,7 @@ def load_checkpoint(state: QueueState, data: bytes) -> float:
     Raises RunError if it cannot be read, ConfigError if the run's settings do not fit it.
     """
     stored = Snapshot.of_bytes(data)
-    state.load(stored.queue, load=None, now_s=stored.at_s)
+    restore_queue(state, stored.queue, load=None, now_s=stored.at_s)
     restore(state.reported, stored.reported)
     log.info("queue resumed from a checkpoint", step=state.ledger.steps, tickets_taken_back=len(state.ledger.live))
     return stored.at_s
@@ -190,7 +192,7 @@ class Store:
     def commit(self, step: int, metrics: dict[str, float], checkpoints: Sequence[int]) -> dict[str, float]:
         """Commits the step in progress. Segments that none of the checkpoints needs may be dropped."""
         at_s = self.clock.now()
-        own = self.state.step_metrics(step, at_s)
+        own = step_metrics(self.state, step, at_s)
         body = {
             "step": step,
             "metrics": metrics | own,

@@ -188,8 +188,8 @@ class Samples:
         return cls(pa.concat_tables(tables, promote_options="default"))
 
     def turns(self, row: int) -> list[Part]:
-        """What follows the prompt of a trajectory, in parts: what the policy said, and between that what an environment
-        did. Raises DataError if the table lacks `action_mask` or `versions`."""
+        """Returns the parts of a trajectory after its prompt: the policy's turns, and the observations between them.
+        Raises DataError if the table lacks `action_mask` or `versions`."""
         for name in ("action_mask", "versions"):
             if name not in self.columns:
                 raise DataError(f"samples: {name} is missing, so that turns cannot be told apart")

@@ -17,9 +17,9 @@ Activity = Literal["waiting", "working", "syncing", "writing"]
 ACTIVITIES: tuple[Activity, ...] = ("waiting", "working", "syncing", "writing")
 """Waiting for other roles; its own work; weight transfer or disk sync; passing on and storing results."""
 GENERATOR_ACTIVITIES = (*ACTIVITIES, "environments")
-"""Those of a generator. Environments: nothing runs in its engine, since all its episodes wait for theirs."""
+"""The activities of a generator. Environments: nothing runs in its engine, since all its episodes wait for theirs."""
 IDLE_ACTIVITIES = ("waiting", "environments")
-"""Those of them in which it has nothing to generate."""
+"""The activities in which a generator has nothing to generate."""
 GENERATOR_PHASES = ("engine", "requests", "rewards", "messages")
 """The phases of a generator's work: decoding steps; adding requests to the engine; handing completions to the reward
 workers and collecting rewards; the exchange with the replay queue."""

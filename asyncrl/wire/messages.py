@@ -62,7 +62,7 @@ class GeneratorStats(Body):
     live_episodes: Count
     """Episodes in progress."""
     waiting_episodes: Count
-    """Those of them that wait for their environments."""
+    """Episodes in progress that wait for their environments."""
 
     @classmethod
     def of(cls, **values: Any) -> Self:

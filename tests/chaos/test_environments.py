@@ -253,8 +253,10 @@ def await_some(find: Callable[[Chaos], list[int]], run: Chaos, timeout_s: float 
     return found
 
 
-def left_in(folder: Path, within_s: float = 5.0) -> list[str]:
+def left_in(folder: Path, within_s: float = 15.0) -> list[str]:
     """Processes that still run in the folder, in which a run and all that it starts are."""
+    # The launcher kills the process group of a generator and waits for the generator alone. Its hosts and Python's
+    # resource tracker, whose pipe only these processes hold, end a little later, on a busy machine by seconds.
     deadline_s = time.monotonic() + within_s
     while (left := list(processes_in(folder))) and time.monotonic() < deadline_s:
         time.sleep(0.1)
@@ -264,7 +266,8 @@ def left_in(folder: Path, within_s: float = 5.0) -> list[str]:
 def processes_in(folder: Path) -> Iterator[str]:
     for process in psutil.process_iter():
         try:
-            if process.status() != psutil.STATUS_ZOMBIE and Path(process.cwd()) == folder:
-                yield f"{process.pid}: {' '.join(process.cmdline())}"
+            status = process.status()
+            if status != psutil.STATUS_ZOMBIE and Path(process.cwd()) == folder:
+                yield f"{process.pid} ({status}, child of {process.ppid()}): {' '.join(process.cmdline())}"
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue

@@ -95,7 +95,7 @@ def test_json_lines(tmp_path: Path) -> None:
     table = PromptTable(config)
     assert [table[i]["extra_info"] for i in range(2)] == [{"date": "2020-01-01"}, {"more": [1]}]
     assert count_sources(config) == {"numbers": 2}
-    for text, message in (("{", r"data.jsonl, line 1: not JSON"), ("\n[1]", r"line 2: list; every line must be")):
+    for text, message in (("{", r"data.jsonl, line 1: not JSON"), ("\n[1]", r"line 2: list; it must be")):
         file.write_text(text)
         with pytest.raises(ConfigError, match=message):
             check_dataset(config)

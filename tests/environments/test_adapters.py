@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -183,9 +184,14 @@ def test_episodes_share_a_server_until_it_has_ended(tmp_path: Path) -> None:
 
 
 def children(named: Named) -> list[int]:
-    """Processes of servers that this one has started."""
+    """Processes of servers that this one has started and that still run."""
     command = vars(named.kind)["target"].split()[-1]
-    return [process.pid for process in psutil.Process().children(recursive=True) if command in process.cmdline()]
+    running: list[int] = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # has ended, or is a zombie
+            if command in process.cmdline():
+                running.append(process.pid)
+    return running
 
 
 async def servers(named: Named) -> None:

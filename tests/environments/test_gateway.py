@@ -59,7 +59,7 @@ class Policy:
 def play(
     agent: Callable[[openai.AsyncOpenAI, Access], Awaitable[Any]], *texts: str, delay_s: float = 0.0, turns: int = 8
 ) -> tuple[Any, Policy, list[int]]:
-    """What the agent returns, the policy, and the turns that nobody has read."""
+    """Returns the agent's result, the policy, and the turns that nobody has read."""
 
     async def run() -> tuple[Any, Policy, list[int]]:
         policy, dialogue = Policy(texts, delay_s=delay_s), CharacterDialogue()

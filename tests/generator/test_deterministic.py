@@ -121,7 +121,7 @@ def test_completions_are_of_one_version(engines: list[Engine], model_path: str, 
         should_stop=lambda: False,
     )
     loop._swap_staged()
-    while not loop.running:
+    while not loop.groups.running:
         loop.tick()
     receiver.versions.append((1, weights_of(policies[1])))
     while len(client.groups) < 2:

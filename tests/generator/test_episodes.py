@@ -19,6 +19,7 @@ from transformers import Qwen2ForCausalLM
 
 from asyncrl.environments.pool import NextTurn
 from asyncrl.generator import episodes
+from asyncrl.generator.evaluator import Evaluator
 from asyncrl.generator.loop import GeneratorLoop
 from asyncrl.generator.vllm_backend.engine import Engine
 from asyncrl.replay.codec import pack_group
@@ -272,6 +273,29 @@ def test_slots_are_free_while_episodes_wait_for_their_environment(
         assert len(pool.dropped) == live
 
 
+def test_an_evaluation_keeps_to_the_limit_of_episodes(
+    model_path: str, make_engine: MakeEngine, policies: list[Qwen2ForCausalLM]
+) -> None:
+    settings = {"environment__name": "guess", "environment__max_episodes": 5, "eval__samples": 2}
+    settings |= {"data__eval": "eval.parquet", "generator__max_running_groups": 4}
+    engine, pool, live = make_engine(**settings), FakePool(delay=2), list[int]()
+    engine.swap(0, weights_of(policies[0]))
+    prompts = [lease(number).prompt for number in range(5)]
+    work = Evaluator(
+        small_config(model_path, **settings), engine, prompts, rewards=None, environments=pool  # type: ignore[arg-type]
+    )  # fmt: skip
+    for _ in range(2000):
+        work.tick()
+        assert work._runner.episodes is not None
+        live.append(work._runner.episodes.num_live)
+        if len(work.results) == len(prompts):
+            break
+    assert 4 <= max(live) <= 5
+    assert sorted(result.ticket for result in work.results) == [0, 1, 2, 3, 4]
+    assert {tuple(result.rewards) for result in work.results} == {(1.5, 1.5)}
+    assert [group.ticket for group in work.groups] == [result.ticket for result in work.results]
+
+
 @pytest.mark.parametrize(("delay", "waits_s", "slow"), [(0, 0.05, 0), (3, 0.2, 3)])
 def test_the_time_that_episodes_wait_for_their_environment_is_counted(
     model_path: str,
@@ -298,9 +322,10 @@ def test_the_time_that_episodes_wait_for_their_environment_is_counted(
     live, waiting = set[int](), set[int]()
 
     def look() -> None:
-        assert loop.episodes is not None
-        live.add(loop.episodes.num_live)
-        waiting.add(loop.episodes.num_waiting)
+        loop._next_ask_s = 0.0  # the next tick asks again, however fast the engine is
+        assert loop.groups.episodes is not None
+        live.add(loop.groups.episodes.num_live)
+        waiting.add(loop.groups.episodes.num_waiting)
 
     finish(loop, client, 1, look)
     for member in client.groups[0].trajectories:

@@ -89,7 +89,7 @@ def test_due_version_stays_until_its_evaluation_is_done_and_training_goes_on(
     while len(client.evaluations) < 12:
         loop.tick()
         if engine.version == 0:
-            beside.append(sum(not group.lease.evaluation for group in loop.running.values()))
+            beside.append(sum(not group.lease.evaluation for group in loop.groups.running.values()))
     share = sum(groups > 0 for groups in beside) / len(beside)
     assert share > 0.5, "training waits for the evaluation"  # for a moment all groups may have ended at once
     assert any(group.start_version == 0 for group in client.groups)
@@ -103,8 +103,8 @@ def test_due_version_stays_until_its_evaluation_is_done_and_training_goes_on(
     for result in client.evaluations:
         assert (len(result.rewards), result.data_source) == (3, "test")
         assert sum(result.rewards) == result.tokens > 0
-    assert isinstance(loop.rewards, FakeRewards)
-    assert sorted(key[0] for key in loop.rewards.evaluated) == tickets
+    assert isinstance(loop.groups.rewards, FakeRewards)
+    assert sorted(key[0] for key in loop.groups.rewards.evaluated) == tickets
     assert loop.stats.tokens >= sum(group.num_action_tokens for group in client.groups)
 
 
@@ -166,13 +166,13 @@ def test_evaluation_takes_half_of_the_engine_and_all_when_training_may_not_start
         seen = 0
         for _ in range(ticks):
             loop.tick()
-            seen = max(seen, loop._evaluating)
+            seen = max(seen, loop.groups.num_evaluating)
         return seen
 
     assert 4 <= highest(40) <= 8, "at most half of 16"
     queue_of = client.answer
     client.answer = lambda version, num_groups: queue_of(version, 0)
-    while any(not group.lease.evaluation for group in loop.running.values()):
+    while any(not group.lease.evaluation for group in loop.groups.running.values()):
         loop.tick()
     assert 8 < highest(40) <= 16
 
@@ -182,8 +182,8 @@ def test_stopping_gives_evaluation_prompts_back(engine: Engine, model_path: str,
     loop._swap_staged()
     for _ in range(3):
         loop.tick()
-    evaluated = {(group.lease.ticket, 0) for group in loop.running.values() if group.lease.evaluation}
-    trained = {(group.lease.ticket, 0) for group in loop.running.values() if not group.lease.evaluation}
+    evaluated = {(group.lease.ticket, 0) for group in loop.groups.running.values() if group.lease.evaluation}
+    trained = {(group.lease.ticket, 0) for group in loop.groups.running.values() if not group.lease.evaluation}
     assert evaluated and trained
     loop.release()
     assert set(client.released_evaluations) == evaluated

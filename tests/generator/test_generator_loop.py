@@ -167,14 +167,14 @@ def test_stopping_gives_back_every_unfinished_lease(
     loop._swap_staged()
     for _ in range(6):
         loop.tick()
-    running = {key: loop._num_tokens(group) for key, group in loop.running.items()}
+    running = {key: loop.groups.num_tokens(group) for key, group in loop.groups.running.items()}
     stop = True
     loop._heartbeat_s = 0.0
     loop.run()
     finished = {(group.ticket, group.attempt) for group in client.groups}
     released = {(ticket, attempt): tokens for ticket, attempt, tokens in client.released}
     assert engine.num_running == 0
-    assert loop.running == loop.scoring == {}
+    assert loop.groups.running == loop.groups.scoring == {}
     assert len(running) >= 2
     assert running.keys() <= released.keys() | finished
     assert not finished & released.keys()
@@ -233,7 +233,6 @@ def test_a_full_generator_still_speaks_and_hears_that_the_run_is_over(
     loop, client, _ = make_loop(engine, model_path, leases, policies[:1], generator__max_running_groups=1)
     loop._swap_staged()
     loop.tick()
-    loop._room = lambda: (0, 0)
     asks = len(client.asks)
     loop.tick()
     assert len(client.asks) == asks
@@ -250,7 +249,7 @@ def test_what_runs_and_what_is_scored_is_named_every_second(
     rewards.collect = list  # type: ignore[method-assign]  # no reward ever comes
     loop._swap_staged()
     deadline_s = time.monotonic() + 20
-    while not (loop.running and loop.scoring):
+    while not (loop.groups.running and loop.groups.scoring):
         assert time.monotonic() < deadline_s
         loop.tick()
     asks = len(client.asks)
@@ -258,7 +257,8 @@ def test_what_runs_and_what_is_scored_is_named_every_second(
     while len(client.asks) == asks:
         loop.tick()
     held = {
-        (group.lease.ticket, group.lease.attempt, False) for group in (*loop.running.values(), *loop.scoring.values())
+        (group.lease.ticket, group.lease.attempt, False)
+        for group in (*loop.groups.running.values(), *loop.groups.scoring.values())
     }
     assert set(client.working_on[asks]) <= held and len(client.working_on[asks]) >= 2
     loop._next_ask_s = 0.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,12 +18,3 @@ def gpu() -> torch.device:
     if not torch.cuda.is_available():
         pytest.fail("torch finds no GPU; run this on a machine with one, with `make gpu-check`")
     return torch.device("cuda", 0)
-
-
-@pytest.fixture
-def cleanup() -> Iterator[list[Callable[[], object]]]:
-    """Functions to call at the end, the last one first."""
-    actions: list[Callable[[], object]] = []
-    yield actions
-    for action in reversed(actions):
-        action()

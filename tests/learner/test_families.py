@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from worlds import CRITIC, make_config, make_groups
 
 from asyncrl.errors import ConfigError
-from asyncrl.learner.batch import make_batch
+from asyncrl.learner.collate import make_batch
 from asyncrl.learner.critic.value_function import CriticModel
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.model.loading import load_policy_model

@@ -15,7 +15,7 @@ from worlds import make_config
 
 from asyncrl.config import Config
 from asyncrl.launch.resources.memory import HEAD_BYTES, Shape, activation_bytes
-from asyncrl.learner.batch import make_batch
+from asyncrl.learner.collate import make_batch
 from asyncrl.learner.model import logprob_head
 from asyncrl.learner.model.loading import hidden_states, load_policy_model
 from asyncrl.types import NO_VERSION, Group, Trajectory

@@ -20,8 +20,8 @@ from asyncrl.algorithms.losses import PolicyTerms
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.learner.algorithm import make_algorithm
-from asyncrl.learner.batch import make_batch
 from asyncrl.learner.checkpoint.hf_export import save_model
+from asyncrl.learner.collate import make_batch
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.model import logprob_head
 from asyncrl.learner.model.loading import load_policy_model

@@ -16,7 +16,8 @@ from asyncrl.algorithms.kl import HORIZON, AdaptiveKL, kl_estimate
 from asyncrl.errors import ConfigError, InvariantError, RunError
 from asyncrl.learner.advantage_step import Estimates, Scores, estimate
 from asyncrl.learner.algorithm import make_algorithm
-from asyncrl.learner.batch import Batch, make_batch
+from asyncrl.learner.batch import Batch
+from asyncrl.learner.collate import make_batch
 from asyncrl.learner.critic.value_function import Critic, CriticModel, ValueHead
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.token_losses import token_losses

@@ -21,7 +21,8 @@ from asyncrl.algorithms.group_advantages import dr_grpo, grpo
 from asyncrl.errors import ConfigError, InvariantError
 from asyncrl.learner.advantage_step import Estimates, Scores, estimate
 from asyncrl.learner.algorithm import check_algorithm, make_algorithm
-from asyncrl.learner.batch import Batch, MicroBatch, make_batch
+from asyncrl.learner.batch import Batch, MicroBatch
+from asyncrl.learner.collate import make_batch
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.model.packed_attention import find_firsts, make_layout
 from asyncrl.learner.packing import pack_groups
@@ -38,7 +39,7 @@ MEMBERS: list[tuple[float, list[list[tuple[int, float]]]]] = [
     (2.5, [[(2, 0.5)], [(3, 1.0), (1, 0.0)], [(2, 0.25)]]),
     (0.5, [[(1, 0.0), (1, 0.0), (1, 0.5)]]),
 ]
-"""Of each member its reward, and of each of its rows the turns: their action tokens, and what the environment gave."""
+"""The reward of each member, and the turns of each of its rows: their action tokens, and the environment's reward."""
 NOTHING = EpisodeOutcome("done", [], 0, environment_s=0.0, tries=0, lost_tokens=0)
 
 
@@ -162,7 +163,7 @@ def test_members_are_compared_and_all_their_rows_get_the_advantage() -> None:
 
 
 def plain_rewards(group: Group, member: int) -> list[float]:
-    """Of each action token of a member: what the environment gave at the end of each turn, and the rest at the end."""
+    """The reward at each action token of a member: the environment's at the end of a turn, and the rest at the last."""
     found: list[float] = []
     rows = [row for row, number in zip(group.trajectories, group.members, strict=True) if number == member]
     for row in rows:

@@ -16,7 +16,8 @@ from worlds import make_groups, make_trajectory
 
 from asyncrl.algorithms.advantages import grpo
 from asyncrl.errors import ConfigError, InvariantError
-from asyncrl.learner.batch import check_staleness, empty_micro_batch, make_batch
+from asyncrl.learner.batch import empty_micro_batch
+from asyncrl.learner.collate import check_staleness, make_batch
 from asyncrl.learner.model import deepspeed_import
 from asyncrl.learner.model import packed_attention as packed_attention_module
 from asyncrl.learner.model.packed_attention import find_firsts, make_layout, packed_attention

@@ -21,7 +21,8 @@ from torch import Tensor
 from asyncrl.config import Config
 from asyncrl.launch.fork_server import Forked, ForkServer
 from asyncrl.learner.algorithm import make_algorithm
-from asyncrl.learner.batch import Batch, make_batch
+from asyncrl.learner.batch import Batch
+from asyncrl.learner.collate import make_batch
 from asyncrl.learner.critic.value_function import Critic
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.model.engine import TrainedModel

@@ -145,7 +145,7 @@ def test_the_tiles_of_an_environment_tell_turns_waits_and_ends(tmp_path: Path) -
 
 
 def test_the_time_of_a_group_is_divided_among_its_states(tmp_path: Path) -> None:
-    """Of 40 trained groups the last two take 10 s longer in the queue."""
+    """The last two of 40 trained groups take 10 s longer in the queue."""
     trained = [
         {"train_version": 0, "started_s": 1.0, "finished_s": 5.0, "taken_s": 6.0 + late, "trained_s": 8.0 + late,
          "reward_s": 0.5, "members": [0, 0, 1], "reset_s": [0.25, 0.0, 0.75], "wait_s": [0.0, 0.0, 2.0]}

@@ -595,9 +595,9 @@ def test_a_new_session_gives_back_what_the_former_held_and_the_former_is_told_to
 
 def test_scaling_down_lets_the_last_leave_and_shares_among_the_others(tmp_path: Path) -> None:
     queue = open_queue(tmp_path, small_config(launch__generators=4))
-    assert queue.share == 1
+    assert queue.admission.share == 1
     queue.scale(2)
-    assert (queue.share, queue.leaves(1, ""), queue.leaves(2, "")) == (2, False, True)
+    assert (queue.admission.share, queue.leaves(1, ""), queue.leaves(2, "")) == (2, False, True)
     assert ask_queue(queue, 2, 0, 5) == ([], "scale")
     with pytest.raises(ProtocolError, match="scale to 0 generators"):
         queue.scale(0)

@@ -19,6 +19,7 @@ from asyncrl.replay.journal.records import FORMAT, Record
 from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.prompts.pass_rates import PassRates
 from asyncrl.replay.queue import ReplayQueue
+from asyncrl.replay.restore import restore_queue
 from asyncrl.replay.snapshot import Snapshot
 from asyncrl.replay.state import QueueState
 from asyncrl.types import Lease, PromptPosition
@@ -87,7 +88,7 @@ def test_every_field_is_saved_and_restored() -> None:
     for again in (Snapshot.of_bytes(msgspec.msgpack.encode(plain)), Snapshot.of_record(plain, "here")):
         assert again == stored
         state = make_state()
-        state.load(again.queue, load=load, now_s=1.0)
+        restore_queue(state, again.queue, load=load, now_s=1.0)
         restore(state.reported, again.reported)
         assert state.snapshot() == plain["queue"]
         assert state.reported == stored.reported
@@ -97,7 +98,7 @@ def test_every_field_is_saved_and_restored() -> None:
 
 def test_a_snapshot_shares_nothing_with_the_state() -> None:
     state = make_state()
-    state.load(make_snapshot(state).queue, load=load, now_s=1.0)
+    restore_queue(state, make_snapshot(state).queue, load=load, now_s=1.0)
     taken = state.snapshot()
     before = msgspec.msgpack.encode(taken)
     state.ledger.trained.tokens += 1

@@ -41,7 +41,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
 
 @st.composite
 def rows(draw: st.DrawFn) -> list[Trajectory]:
-    """Of one or more members, with one or more rows each."""
+    """The trajectories of one or more members, with one or more rows each."""
     made = draw(st.lists(trajectories(), min_size=1, max_size=3))
     numbers = accumulate(draw(st.lists(st.integers(0, 1), min_size=len(made) - 1, max_size=len(made) - 1)), initial=0)
     return [replace(one, member=number) for one, number in zip(made, numbers, strict=True)]

@@ -1,9 +1,8 @@
-"""An address of a store, and things to end."""
+"""An address of a store."""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -14,12 +13,3 @@ from tests.helpers.sockets import socket_address
 def address() -> str:
     """The address of one test's sender."""
     return socket_address(f"weights-{uuid.uuid4().hex[:8]}")
-
-
-@pytest.fixture
-def cleanup() -> Iterator[list[Callable[[], object]]]:
-    """Functions to call at the end, the last one first."""
-    actions: list[Callable[[], object]] = []
-    yield actions
-    for action in reversed(actions):
-        action()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gzip
-import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from asyncrl.data.files import json_object
 from asyncrl.errors import ConfigError, DataError
 
 
@@ -40,12 +40,12 @@ def read_records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     if file.suffix == ".parquet":
         yield from _parquet_records(file)
     elif file.suffix == ".json":
-        yield str(file), _record(_read_text(file), str(file))
+        yield str(file), json_object(_read_text(file), str(file), DataError)
     else:
         for number, line in enumerate(_read_text(file).split("\n"), start=1):
             if line.strip():
                 where = f"{file}, line {number}"
-                yield where, _record(line, where)
+                yield where, json_object(line, where, DataError)
 
 
 def text_field(record: dict[str, Any], name: str, where: str) -> str:
@@ -79,16 +79,6 @@ def _read_text(file: Path) -> str:
         return content.decode()
     except (gzip.BadGzipFile, EOFError, UnicodeDecodeError) as error:
         raise DataError(f"{file} cannot be read: {error}; download it again") from None
-
-
-def _record(text: str, where: str) -> dict[str, Any]:
-    try:
-        record = json.loads(text)
-    except ValueError as error:
-        raise DataError(f"{where}: not JSON: {error}") from None
-    if not isinstance(record, dict):
-        raise DataError(f"{where}: {type(record).__name__}; it must be a JSON object")
-    return record
 
 
 def _natural(file: Path) -> list[tuple[int, str]]:

@@ -9,7 +9,7 @@ from typing import Any
 from asyncrl.environments.environment import Action, Environment, Step, Task
 
 CALL = re.compile(r"\?(\d{1,9})\*(\d{1,9})")
-"""What the policy says to call the calculator."""
+"""A call of the calculator in the policy's text."""
 
 
 class Calculator(Environment):

@@ -1,4 +1,4 @@
-"""How models write calls of tools, and reasoning, in the text of a turn."""
+"""The forms in which models write calls of tools, and reasoning, in the text of a turn."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Read(NamedTuple):
 
 
 class Written(NamedTuple):
-    """What a format finds in a text."""
+    """A text, parsed by a format."""
 
     content: str
-    """What is no call, also that which looks like one."""
+    """The text outside of calls, including anything that only looks like a call."""
     calls: Sequence[tuple[str, dict[str, Any], str | None]]
     """Name, arguments, and the id where the format has one."""
     problems: Sequence[str] = ()

@@ -90,7 +90,7 @@ def _stop(body: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _check_distribution(body: Mapping[str, Any]) -> None:
-    """Raises BadRequestError for what the policy's own distribution does not give."""
+    """Raises BadRequestError for a setting that changes the policy's distribution."""
     reason = "it changes the distribution from which the policy is trained"
     if body.get("n") not in (None, 1):
         raise BadRequestError(f"n = {body['n']}: one completion for each request; send {body['n']} requests")

@@ -30,7 +30,7 @@ class Completion:
     """[tokens], true where the policy sampled the token; None if it sampled all of them. Log-prob and version of the
     others are 0 and NO_VERSION."""
     prompt: NDArray[np.int32] | None = None
-    """What it was sampled behind, if that is not the prompt of its lease."""
+    """The tokens before it, if they differ from the prompt of its lease."""
 
     @property
     def num_action_tokens(self) -> int:

@@ -207,7 +207,7 @@ def sampling_params(
     stop: Sequence[str] = (),
 ) -> SamplingParams:
     """The sampling of completions, by the names of vLLM's parameters, and the outputs that the engine returns.
-    `max_tokens` is by default `generator.max_new_tokens`; `stop` are texts beside those of `generator.stop`."""
+    `max_tokens` is by default `generator.max_new_tokens`; `stop` are texts in addition to `generator.stop`."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import structlog
@@ -40,22 +40,15 @@ from asyncrl.replay.evaluation.scores import PromptScore, pass_ks, score_table
 from asyncrl.rewards.reward_model import await_reward_model, uses_reward_model
 from asyncrl.rewards.table import evaluation_config
 from asyncrl.samples import Samples
-from asyncrl.types import Group, Lease, Prompt
+from asyncrl.types import Group, Prompt
 from asyncrl.util.files import check_writable, read_json, replace_file
 from asyncrl.util.tokenizer import load_decoder
 from asyncrl.wire.endpoints import LOOPBACK, Endpoints
-from asyncrl.wire.messages import Evaluated
 
 if TYPE_CHECKING:
-    from asyncrl.environments.pool import EnvironmentPool
-    from asyncrl.generator.groups import Running
-    from asyncrl.generator.vllm_backend.completion import Completion
-    from asyncrl.generator.vllm_backend.engine import Engine
-    from asyncrl.rewards.workers import RewardPool, Scored
+    from asyncrl.generator.evaluator import Evaluator
 
 PROGRESS_EVERY_S = 5.0
-IDLE_S = 0.005
-"""Pause while only rewards are awaited."""
 RESULTS = {"model", "settings", "metrics", "prompts"}
 """Keys that identify a file of results."""
 
@@ -149,6 +142,7 @@ def evaluate_prompts(
     """Completes and scores all prompts, and returns the results; the ticket is the index of the prompt. There are fewer
     results after `should_stop()`."""
     from asyncrl.environments.pool import EnvironmentPool
+    from asyncrl.generator.evaluator import Evaluator
     from asyncrl.generator.vllm_backend.engine import Engine
     from asyncrl.rewards.workers import RewardPool
 
@@ -194,88 +188,6 @@ def reward_model(config: Config, should_stop: Callable[[], bool]) -> Iterator[En
             yield endpoints
         finally:
             done.set()
-
-
-class Evaluator:
-    """Feeds the prompts through the engine and the reward workers or, if there are any, the environments."""
-
-    def __init__(
-        self,
-        config: Config,
-        engine: Engine,
-        prompts: list[Prompt],
-        *,
-        rewards: RewardPool | None,
-        environments: EnvironmentPool | None = None,
-    ) -> None:
-        from asyncrl.generator.episodes import Episodes
-
-        self.results: list[Evaluated] = []
-        self.groups: list[Group] = []
-        """The completions of each prompt, in the order of the results."""
-        self._samples = config.eval.samples
-        self._slots = max(config.generator.max_running_groups * config.generator.group_size, self._samples)
-        self._engine = engine
-        self._rewards = rewards
-        self._episodes = None if environments is None else Episodes(config, environments, engine)
-        self._waiting = iter([Lease(index, 0, prompt, evaluation=True) for index, prompt in enumerate(prompts)])
-        self._members: dict[str, tuple[Running, int]] = {}
-        self._scoring: dict[Any, Running] = {}
-
-    def tick(self) -> None:
-        """Fills the engine, runs one step, and collects the rewards."""
-        self._fill()
-        if self._engine.num_running:
-            for completion in self._engine.step():
-                if self._episodes is None:
-                    self._end([completion])
-                else:
-                    self._episodes.act(completion)
-        else:
-            time.sleep(IDLE_S)
-        for episode in self._episodes.poll() if self._episodes is not None else ():
-            episode.group.note(episode)
-            self._end(episode.rows)
-        if self._rewards is not None:
-            self._collect(self._rewards.collect())
-
-    def _end(self, rows: list[Completion]) -> None:
-        from asyncrl.generator.groups import scored_by_environment, submit
-
-        running, index = self._members.pop(rows[0].key)
-        running.completions[index] = rows
-        if not running.complete:
-            return
-        self._scoring[running.key] = running
-        if self._rewards is None:
-            self._collect([scored_by_environment(running)])
-        else:
-            submit(self._rewards, running)
-
-    def _fill(self) -> None:
-        from asyncrl.generator.groups import Running
-
-        waiting = self._episodes.num_starting if self._episodes is not None else 0
-        while self._engine.num_running + waiting + self._samples <= self._slots:
-            lease = next(self._waiting, None)
-            if lease is None:
-                return
-            running = Running(lease, self._samples, self._engine.version, time.monotonic())
-            for index, key in enumerate(running.engine_keys()):
-                self._members[key] = running, index
-                if self._episodes is None:
-                    self._engine.add(key, lease.prompt.tokens, kind="evaluation")
-                else:
-                    self._episodes.start(running, index, key)
-                    waiting += 1
-
-    def _collect(self, collected: Sequence[Scored]) -> None:
-        from asyncrl.generator.groups import make_evaluated, make_group
-
-        for scored in collected:
-            running = self._scoring.pop(scored.key)
-            self.results.append(make_evaluated(running, scored))
-            self.groups.append(make_group(running, scored, generator=0))
 
 
 @contextmanager

@@ -101,7 +101,7 @@ def show_group(run_dir: Path, ticket: int, console: Console, *, special_tokens: 
 
 
 def _display(run_dir: Path, samples: Samples) -> Display | None:
-    """What shows the messages of the group; None if it has no conversations under a chat template."""
+    """The display of the group's messages; None if it has no conversations under a chat template."""
     config = load_config(run_dir / "config.yaml")
     if config.environment.name is None:
         return None

@@ -15,6 +15,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch.run_dir import is_running, read_endpoints
 from asyncrl.replay.client import LauncherClient
 from asyncrl.replay.journal.reader import Loader, read_journal, segments_of
+from asyncrl.replay.metrics.report import run_summary
 from asyncrl.replay.state import QueueState
 from asyncrl.replay.store import recover
 from asyncrl.types import Prompt, PromptPosition, RowPlace
@@ -76,7 +77,7 @@ def _recover(run_dir: Path) -> dict[str, Any]:
     prompts = UnknownPrompts()
     state = QueueState(load_config(run_dir / "config.yaml"), prompts, None, [prompts.prompt(-1)] * num_eval_prompts)
     recover(state, journal)
-    return state.measure.summary(state.ledger)
+    return run_summary(state.measure, state.ledger)
 
 
 def show_ledger(run_dir: Path, console: Console) -> bool:

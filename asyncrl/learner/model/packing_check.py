@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from asyncrl.errors import AsyncrlError, ConfigError
-from asyncrl.learner.batch import MicroBatch, make_batch
+from asyncrl.learner.batch import MicroBatch
+from asyncrl.learner.collate import make_batch
 from asyncrl.learner.distributed import is_lost_rank
 from asyncrl.learner.model.loading import HOW_TO_FIX, UNFIT
 from asyncrl.learner.model.packed_attention import PACKED

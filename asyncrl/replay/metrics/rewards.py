@@ -19,11 +19,11 @@ class RewardsSinceStep(Durable):
 
     means: dict[str, ExactMean] = field(default_factory=dict[str, ExactMean])
     of_rows: ExactMean = field(default_factory=ExactMean)
-    """Of the groups' `RowChoice.mean`."""
+    """The groups' `RowChoice.mean`."""
     changes: ExactMean = field(default_factory=ExactMean)
-    """Of the groups' rewards less those expected of their rows."""
+    """The groups' rewards minus those expected of their rows."""
     wait_s: Quantiles = field(default_factory=Quantiles)
-    """Of the episodes' `wait_s`."""
+    """The episodes' `wait_s`."""
 
     @property
     def all_rows(self) -> float | None:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from msgspec import field
 
 from asyncrl.config import Config
 from asyncrl.replay.ledger import Ledger
-from asyncrl.replay.ledger_counts import Amount, State
+from asyncrl.replay.ledger_counts import Amount
 from asyncrl.replay.metrics.episodes import episode_states
 from asyncrl.replay.metrics.goodput import GoodputSums
-from asyncrl.replay.metrics.resources import LearnerUse, generator_metrics, peaks_bytes, rates, times
+from asyncrl.replay.metrics.resources import LearnerUse, generator_metrics, peaks_bytes, rates
 from asyncrl.replay.metrics.rewards import RewardsSinceStep
 from asyncrl.replay.metrics.stats import (
     DownsampledSeries,
@@ -22,12 +21,9 @@ from asyncrl.replay.metrics.stats import (
     OutcomeStats,
     ReportedStats,
     StalenessBreakdown,
-    bias_alarms,
-    count_rewards,
 )
 from asyncrl.replay.prompts.selection import RowChoice
 from asyncrl.replay.tickets import TicketEntry
-from asyncrl.types import goodput_of, mean_staleness
 from asyncrl.util.durable import Durable
 from asyncrl.util.processes import ACTIVITIES, GENERATOR_ACTIVITIES, fractions
 from asyncrl.wire.bounds import MAX_COUNT, MAX_NUMBER
@@ -137,7 +133,7 @@ class RunMetrics(RunSums, kw_only=True):
             trained.tokens + tokens,
             trained.trajectories + sum(held.finished.num_members for held in groups),
         )
-        own |= {f"throughput/{name}": rate for name, rate in self._rates(tokens, samples, elapsed_s).items()}
+        own |= {f"throughput/{name}": rate for name, rate in self.rates(tokens, samples, elapsed_s).items()}
         own |= {f"{role}/peak_memory_bytes": float(peak) for role, peak in peaks_bytes(self.reported).items()}
         settings, goodput = self.config.generator, self._goodput_after(groups, now_s, generators)
         slots = settings.max_running_groups * settings.group_size
@@ -214,90 +210,7 @@ class RunMetrics(RunSums, kw_only=True):
         """Trained tokens per second of `training_s`."""
         return ledger.trained.tokens / self.training_s if self.training_s else 0.0
 
-    def status(self, ledger: Ledger, now_s: float) -> dict[str, Any]:
-        """The metrics for live views and the launcher."""
-        tokens = sum(tokens for ended_s, tokens in self.recent if now_s - ended_s < RATE_WINDOW_S)
-        span_s = min(RATE_WINDOW_S, now_s - (now_s if self.first_lease_s is None else self.first_lease_s)) or 1.0
-        up = [
-            (index, g, now_s - g.last_heartbeat_s)
-            for index, g in sorted(self.generators.items())
-            if g.last_heartbeat_s is not None
-        ]
-        known = sorted(self.reported.learners.items())
-        learners = {rank: now_s - heard_s for rank, heard_s in known if heard_s is not None}
-        return {
-            "step": ledger.steps,
-            "reward": self.step_rewards.latest,
-            "rewards": count_rewards(self.outcomes.values()),
-            "staleness_mean": self.last_metrics.get("staleness/mean", 0.0),
-            "staleness_max": len(self.histogram) - 1 if self.histogram else 0,
-            "tokens_per_s": tokens / span_s,
-            "generator_idle": self.generator_idle,
-            "generator_environments": self.generator_environments,
-            "learner_idle": self.learner_idle,
-            "generators": {
-                str(index): {
-                    "version": g.version,
-                    "tokens": g.tokens,
-                    "idle": g.idle,
-                    "environments": fractions(g.seconds)["environments"],
-                    "live_episodes": g.live_episodes,
-                    "waiting_episodes": g.waiting_episodes,
-                    "heard_ago_s": silent_s,
-                    "session": g.session,
-                }
-                for index, g, silent_s in up
-            },
-            "learners": {str(rank): silent_s for rank, silent_s in learners.items()},
-            "heard": [f"generator-{index}" for index, _, _ in up] + [f"learner-{rank}" for rank in learners],
-            "leased": ledger.count(State.LEASED),
-            "finished": ledger.num_waiting,
-            "trained": ledger.trained.groups,
-            "refunded": {reason: amount.groups for reason, amount in ledger.refunded.items()},
-            "metrics": self.last_metrics,
-        }
-
-    def summary(self, ledger: Ledger) -> dict[str, Any]:
-        """The metrics for the run's summary."""
-        return {
-            "steps": ledger.steps,
-            "policy_version": ledger.steps,
-            "reward_first": self.step_rewards.first_tenth(),
-            "reward_last": self.step_rewards.last_tenth(),
-            "tokens_generated": ledger.generated.tokens,
-            "greedy_tokens": self.greedy_tokens,
-            "tokens_trained": ledger.trained.tokens,
-            "tokens_per_s": self.tokens_per_s(ledger),
-            "skipped_updates": self.skipped_updates,
-            "staleness": {
-                "limit": self.config.replay.staleness_limit,
-                "max": len(self.histogram) - 1 if self.histogram else 0,
-                "mean": mean_staleness(self.histogram),
-                **self.breakdown.staleness,
-                "histogram": self.histogram,
-            },
-            "idle": {
-                "generator": self.generator_idle,
-                "environments": self.generator_environments,
-                "learner": self.learner_idle,
-            },
-            **({"goodput": goodput} if (goodput := goodput_of(self.last_metrics)) else {}),
-            "rates": self._rates(ledger.trained.tokens, ledger.trained.trajectories, self.training_s),
-            "peak_memory_bytes": peaks_bytes(self.reported) | self.learner_use.peaks_bytes,
-            "time": times(self.generators.values(), self.learner_s, self.learner_use),
-            "phases_s": self.breakdown.phases_s,
-            "weight_sync": {
-                "count": self.syncs + self.syncs_before,
-                "stall_ms_mean": self.stall_ms_mean,
-                "stall_ms_max": max((g.stall_ms_max for g in self.generators.values()), default=0.0),
-            },
-            "rewards_failed": sum(g.rewards_failed for g in self.generators.values()),
-            "ledger": ledger.summary(),
-            "outcomes": {name: outcome.summary() for name, outcome in sorted(self.outcomes.items())},
-            "bias": bias_alarms(self.outcomes),
-        }
-
-    def _rates(self, tokens: int, samples: int, elapsed_s: float) -> dict[str, float]:
+    def rates(self, tokens: int, samples: int, elapsed_s: float) -> dict[str, float]:
         """The rates of a run that has trained this number of action tokens and of trajectories."""
         generators, learners = self.generators.values(), self.config.launch.learners
         return rates(generators, tokens=tokens, samples=samples, elapsed_s=elapsed_s, learners=learners)

@@ -269,7 +269,7 @@ class GeneratorState(Durable):
     peak_memory_bytes: int = 0
     """The highest of all sessions."""
     live_episodes: int = 0
-    """Of the last heartbeat, as the next."""
+    """This and the next field are from the last heartbeat."""
     waiting_episodes: int = 0
     rewards_failed: int = 0
     before: list[int | float] = field(default_factory=lambda: [0] * len(SUMS))
