@@ -35,7 +35,8 @@ SMALL = [
     "journal.retention=all",
 ]  # fmt: skip
 CALL = '<tool_call>\n{{"name": "multiply", "arguments": {{"a": {a}, "b": {b}}}}}\n</tool_call>'
-NUMBERS, PRODUCTS = ["0", "1", "2", "3", "x"], [CALL.format(a=6, b=7), CALL.format(a=2, b=3), "42", "6"]
+NUMBERS, PRODUCTS = ["0", "1", "2", "3", "x", ""], [CALL.format(a=6, b=7), CALL.format(a=2, b=3), "42", "6", ""]
+"""What the models say; an empty turn, too."""
 ROWS = [("6 * 7 =", "42"), ("2 * 3 =", "6")]
 
 
@@ -71,13 +72,17 @@ Program = Callable[[Conversation, str, Iterator[list[int]]], tuple[float, dict[s
 
 def number_game(talk: Conversation, truth: str, turns: Iterator[list[int]]) -> tuple[float, dict[str, float]]:
     talk.begin()
-    for number in range(4):
-        text = str(talk.hear(next(turns))["content"]).strip()
-        if number == 3 or (text.isdecimal() and int(text) == int(truth)):
+    text, heard = "", 0
+    while True:
+        message = talk.hear(next(turns))
+        if not message["content"] and not message.get("reasoning_content"):
+            break  # verifiers ends a rollout at a turn without content and reasoning, and scores what came before
+        text, heard = str(message["content"]).strip(), heard + 1
+        if heard == 4 or (text.isdecimal() and int(text) == int(truth)):
             break
         answer = ("lower" if int(truth) < int(text) else "higher") if text.isdecimal() else "a number"
         talk.say({"role": "user", "content": answer})
-    return float(text == truth), {"right": float(text == truth), "num_turns": number + 1}
+    return float(text == truth), {"right": float(text == truth), "num_turns": heard}
 
 
 def sums(talk: Conversation, truth: str, turns: Iterator[list[int]]) -> tuple[float, dict[str, float]]:
@@ -192,7 +197,7 @@ def test_an_environment_of_verifiers_trains_unchanged(folder: Path, train: Calla
 
 def test_a_taskset_of_verifiers_trains_with_a_harness_in_its_process(folder: Path, train: Callable[..., Path]) -> None:
     (folder / "vf4").symlink_to(Path(verifiers_python("0.4.0")).parents[1])
-    save_talking_model(folder / "model", ["0", "2", "4"])
+    save_talking_model(folder / "model", ["0", "2", "4", ""])
     options = {"taskset": {"size": 3}}
     make_verifiers_rows(
         "sums", Path("sums.parquet"), python="vf4/bin/python", split="train", limit=None, options=options
