@@ -352,7 +352,6 @@ class GeneratorLoop:
                 submit(self.rewards, group)
 
     def _end_episode(self, episode: EndedEpisode) -> None:
-        episode.group.note(episode)
         if not episode.group.lease.evaluation and episode.group.sampling(episode.index) == "training":
             self.stats.tokens += sum(outcome.lost_tokens for outcome in episode.outcomes)
         self._end(episode.rows)

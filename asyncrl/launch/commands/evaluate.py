@@ -234,7 +234,6 @@ class Evaluator:
         else:
             time.sleep(IDLE_S)
         for episode in self._episodes.poll() if self._episodes is not None else ():
-            episode.group.note(episode)
             self._end(episode.rows)
         if self._rewards is not None:
             self._collect(self._rewards.collect())
