@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from asyncrl.config import Config
 from asyncrl.environments.environment import Task
 from asyncrl.types import Prompt
-from asyncrl.wire.environment_messages import EpisodeStart, TurnStatus
+from asyncrl.wire.environment_messages import EpisodeStart, GroupPlace, TurnStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,12 @@ class Limits:
     """Of an environment that has no limit of its own."""
     timeout_s: float
     step_timeout_s: float
+    retries: int = 0
+
+    @property
+    def group_timeout_s(self) -> float:
+        """Of the wait for the other members of a group, which may be tried again."""
+        return self.timeout_s * (1 + self.retries)
 
     @classmethod
     def of(cls, config: Config, *, window_tokens: int) -> Limits:
@@ -34,10 +40,13 @@ class Limits:
             max_turns=settings.max_turns,
             timeout_s=settings.timeout_s,
             step_timeout_s=settings.step_timeout_s,
+            retries=settings.retries,
         )
 
 
-def start_of(episode: str, prompt: Prompt, *, seed: int, evaluation: bool) -> EpisodeStart:
+def start_of(
+    episode: str, prompt: Prompt, *, seed: int, evaluation: bool, place: GroupPlace | None = None
+) -> EpisodeStart:
     """The start of an episode about the prompt; `seed` is that of its task."""
     return EpisodeStart(
         episode=episode,
@@ -49,6 +58,7 @@ def start_of(episode: str, prompt: Prompt, *, seed: int, evaluation: bool) -> Ep
         columns=prompt.columns,
         seed=seed,
         evaluation=evaluation,
+        place=place,
     )
 
 

@@ -96,6 +96,8 @@ class Host:
         self._gateway = Gateway(self._dialogue)
         self._players: dict[str, Player | ProgramPlayer] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._waiting: dict[str, set[int]] = {}
+        """The members of each group that wait to be scored with the others."""
         self._stuck: list[Player | ProgramPlayer] = []
         """Players of ended episodes that may have calls which have not returned."""
         self._says: list[tuple[SayNext, Array]] = []
@@ -148,7 +150,9 @@ class Host:
         found, dialogue, limits = self._table.of(start.data_source), self._dialogue, self._spec.limits
         if isinstance(found, Named):
             return Player(start, prompt, found, dialogue, limits, self._threads, self._say)
-        return ProgramPlayer(start, prompt, found, dialogue.chat, limits, self._gateway, self._say)
+        return ProgramPlayer(
+            start, prompt, found, dialogue.chat, limits, self._gateway, self._say, waiting=self._waiting
+        )
 
     async def _play(self, player: Player | ProgramPlayer) -> None:
         episode = player.start.episode

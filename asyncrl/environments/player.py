@@ -216,4 +216,6 @@ class Player:
             unused=[],
             environment_s=self.caller.environment_s,
             error=error,
+            scored_together=False,
+            group_wait_s=0.0,
         )

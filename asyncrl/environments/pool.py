@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,7 @@ from asyncrl.environments.host import HostSpec, run_host
 from asyncrl.errors import RunError
 from asyncrl.types import Prompt
 from asyncrl.wire.endpoints import Endpoints
-from asyncrl.wire.environment_messages import EpisodeEnded, EpisodeStart, Said, Turns, TurnStatus, Wishes
+from asyncrl.wire.environment_messages import EpisodeEnded, EpisodeStart, GroupPlace, Said, Turns, TurnStatus, Wishes
 from asyncrl.wire.rpc import Connection
 from asyncrl.wire.socket_folder import socket_folder
 from asyncrl.wire.token_lists import pack_lists, unpack_lists
@@ -66,13 +67,30 @@ class _Host:
     """Time of the last message; 0 before the first."""
     stuck: int = 0
     """Its calls that do not return, as it last said."""
-    live: set[str] = field(default_factory=set[str])
-    """Its episodes."""
+    live: dict[str, str] = field(default_factory=dict[str, str])
+    """Its episodes, and the group of each."""
+    groups: Counter[str] = field(default_factory=Counter[str])
+    """Number of its episodes in each group."""
     started: list[EpisodeStart] = field(default_factory=list[EpisodeStart])
     prompts: list[NDArray[np.int32]] = field(default_factory=list[NDArray[np.int32]])
     said: list[Said] = field(default_factory=list[Said])
     tokens: list[NDArray[np.int32]] = field(default_factory=list[NDArray[np.int32]])
     dropped: list[str] = field(default_factory=list[str])
+
+    def add(self, start: EpisodeStart, prompt: NDArray[np.int32], group: str) -> None:
+        """Starts an episode of the group."""
+        self.live[start.episode] = group
+        self.groups[group] += 1
+        self.started.append(start)
+        self.prompts.append(prompt)
+
+    def forget(self, episode: str) -> None:
+        """Removes an episode, unless it is not there."""
+        group = self.live.pop(episode, None)
+        if group is not None:
+            self.groups[group] -= 1
+            if not self.groups[group]:
+                del self.groups[group]
 
     def flush(self) -> None:
         """Sends what has come together, in one message."""
@@ -117,13 +135,16 @@ class EnvironmentPool:
         """Episodes in progress."""
         return len(self._owner)
 
-    def start(self, episode: str, prompt: Prompt, *, seed: int, evaluation: bool) -> None:
-        """Starts an episode, with the fewest others in its host. `seed` is that of its task."""
-        host = min(self._hosts, key=lambda one: len(one.live))
+    def start(
+        self, episode: str, prompt: Prompt, *, seed: int, evaluation: bool, place: GroupPlace | None = None
+    ) -> None:
+        """Starts an episode, in the host of its group's other members, or in that with the fewest episodes. `seed` is
+        that of its task."""
+        group = episode if place is None else place.group
+        host = min(self._hosts, key=lambda one: (group not in one.groups, len(one.live)))
         self._owner[episode] = host
-        host.live.add(episode)
-        host.prompts.append(np.asarray(prompt.tokens, dtype=np.int32))
-        host.started.append(start_of(episode, prompt, seed=seed, evaluation=evaluation))
+        start = start_of(episode, prompt, seed=seed, evaluation=evaluation, place=place)
+        host.add(start, np.asarray(prompt.tokens, dtype=np.int32), group)
 
     def said(
         self, episode: str, tokens: Sequence[int] | NDArray[np.int32], status: TurnStatus, *, branch: int = 0
@@ -138,7 +159,7 @@ class EnvironmentPool:
         for episode in episodes:
             host = self._owner.pop(episode, None)
             if host is not None:
-                host.live.discard(episode)
+                host.forget(episode)
                 host.dropped.append(episode)
 
     def flush(self) -> None:
@@ -210,7 +231,7 @@ class EnvironmentPool:
         return list(ends)
 
     def _forget(self, host: _Host, episode: str) -> None:
-        host.live.discard(episode)
+        host.forget(episode)
         self._owner.pop(episode, None)
 
     def _start_host(self, number: int) -> _Host:
@@ -238,4 +259,4 @@ def _end(host: _Host) -> None:
 
 def _lost(episode: str, problem: str) -> EpisodeEnded:
     error = f"its environment host was replaced: {problem}"
-    return EpisodeEnded(episode, "failed", "host", 0.0, {}, [], [], 0.0, error)
+    return EpisodeEnded(episode, "failed", "host", 0.0, {}, [], [], 0.0, error, scored_together=False, group_wait_s=0.0)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import structlog
+from msgspec import structs
 
 from asyncrl.config import Config
 from asyncrl.errors import InvariantError
@@ -22,10 +23,10 @@ from asyncrl.generator.groups import EndedEpisode, Running
 from asyncrl.generator.vllm_backend.completion import Completion
 from asyncrl.generator.vllm_backend.engine import Engine
 from asyncrl.types import EpisodeOutcome
+from asyncrl.wire.environment_messages import EpisodeEnded, GroupPlace
 
 if TYPE_CHECKING:
     from asyncrl.environments.pool import EnvironmentPool, NextTurn
-    from asyncrl.wire.environment_messages import EpisodeEnded
 
 log = structlog.get_logger()
 
@@ -63,11 +64,11 @@ class _Episode:
         if self.waits:
             self.waits_since_s = time.monotonic()
 
-    def answered(self) -> None:
-        """It has answered."""
+    def answered(self, *, group_wait_s: float = 0.0) -> None:
+        """It has answered, after a time of which it has waited a part for the other members of its group."""
         if not self.waits:
             return
-        waited_s = time.monotonic() - self.waits_since_s
+        waited_s = max(0.0, time.monotonic() - self.waits_since_s - group_wait_s)
         if not self.has_sampled:
             self.reset_s += waited_s
             return
@@ -162,12 +163,16 @@ class Episodes:
             if wish.episode not in self._live:
                 continue
             one = self._live[wish.episode]
-            one.answered()
             if isinstance(wish, tuple):
+                one.answered()
                 arrived += not one.num_turns
                 self._add(one, wish)
-            elif not self._tried_again(one, wish):
+                continue
+            one.answered(group_wait_s=wish.group_wait_s)
+            if not self._tried_again(one, wish):
                 ended.append(self._end(one, wish))
+                if wish.status == "failed" and one.group.scored_together:
+                    ended += self._end_others(one, wish)
         if arrived or not idle:
             self._arrivals += (arrived - self._arrivals) / MEAN_POLLS
         return ended
@@ -183,7 +188,8 @@ class Episodes:
     def _play(self, key: str) -> None:
         one = self._live[key]
         group, lease = one.group, one.group.lease
-        self._pool.start(key, lease.prompt, seed=group.task_seed(self._config.seed), evaluation=lease.evaluation)
+        seed, place = group.task_seed(self._config.seed), GroupPlace(group.name, one.index, group.size)
+        self._pool.start(key, lease.prompt, seed=seed, evaluation=lease.evaluation, place=place)
         one.asked()
 
     def _add(self, one: _Episode, wish: NextTurn) -> None:
@@ -238,8 +244,8 @@ class Episodes:
 
     def _tried_again(self, one: _Episode, ended: EpisodeEnded) -> bool:
         """Starts the episode again if it failed and may be tried again. Returns True if it did."""
-        if ended.status != "failed" or ended.ended == "overlong":
-            return False
+        if ended.status != "failed" or ended.ended == "overlong" or one.group.scored_together:
+            return False  # once one of a group has its score, the others cannot be compared with it again
         if ended.ended == "host" and one.host_losses < MAX_HOST_LOSSES:
             one.host_losses += 1
         elif one.tries < self._config.environment.retries:
@@ -265,7 +271,17 @@ class Episodes:
         branches = branches or [Branch(prompt.tolist(), has_row_prompt=True)]
         outcomes = [self._outcome(one, ended, branch, is_first=branch is branches[0]) for branch in branches]
         rows = [branch.to_completion(key, ended.status, len(prompt)) for branch in branches]
-        return EndedEpisode(one.group, one.index, rows, outcomes, ended)
+        episode = EndedEpisode(one.group, one.index, rows, outcomes, ended)
+        one.group.note(episode)
+        return episode
+
+    def _end_others(self, failed: _Episode, end: EpisodeEnded) -> list[EndedEpisode]:
+        """Ends the other members of a group, which would be scored together with the one that has failed."""
+        others = [key for key, one in self._live.items() if one.group is failed.group]
+        self._pool.drop(others)
+        error = f"member {failed.index} of its group failed, with which it is scored: {end.error}"
+        blank = structs.replace(end, error=error, unused=[], environment_s=0.0)
+        return [self._end(self._live[key], structs.replace(blank, episode=key)) for key in others]
 
     def _outcome(self, one: _Episode, ended: EpisodeEnded, branch: Branch, *, is_first: bool) -> EpisodeOutcome:
         """The outcome of a row; what is of the complete episode is with the first one."""

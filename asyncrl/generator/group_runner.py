@@ -124,11 +124,7 @@ class GroupRunner:
 
     def poll(self) -> list[Member]:
         """Passes on what the environments say. Returns the members that have ended."""
-        members: list[Member] = []
-        for episode in self.episodes.poll() if self.episodes is not None else ():
-            episode.group.note(episode)
-            members.append(self._end(episode.rows))
-        return members
+        return [] if self.episodes is None else [self._end(episode.rows) for episode in self.episodes.poll()]
 
     def collect(self) -> list[tuple[Running, Scored]]:
         """Returns the groups that have got their rewards since the last call."""

@@ -83,10 +83,15 @@ class Running:
         own = self.lease.ticket, self.lease.attempt
         return (*own, "evaluation") if self.lease.evaluation else own
 
+    @property
+    def name(self) -> str:
+        """The unique name of the lease."""
+        kind = "evaluation." if self.lease.evaluation else ""
+        return f"{kind}{self.lease.ticket}.{self.lease.attempt}"
+
     def engine_keys(self) -> Iterator[str]:
         """The engine's key of each completion, by index in the group."""
-        kind = "evaluation." if self.lease.evaluation else ""
-        return (f"{kind}{self.lease.ticket}.{self.lease.attempt}.{index}" for index in range(self.size))
+        return (f"{self.name}.{index}" for index in range(self.size))
 
     def sampling(self, index: int) -> Sampling:
         """Returns the sampling of the completion with this index in the group."""
@@ -108,6 +113,11 @@ class Running:
     def note(self, episode: EndedEpisode) -> None:
         """Keeps what became of a member's episode; its rows are the caller's to add."""
         self.outcomes[episode.index], self.ends[episode.index] = episode.outcomes, episode.ended
+
+    @property
+    def scored_together(self) -> bool:
+        """True if a member has ended that was to be scored together with the others."""
+        return any(end.scored_together for end in self.ends.values())
 
     @property
     def complete(self) -> bool:

@@ -23,6 +23,15 @@ EpisodeStatus = Literal["completed", "truncated", "failed"]
 Parts = Annotated[dict[Name, float], Meta(max_length=MAX_PARTS)]
 
 
+class GroupPlace(Body):
+    """Part of `EpisodeStart`: the place of an episode in its group."""
+
+    group: Name
+    member: Index
+    size: Annotated[int, Meta(ge=1)]
+    """Members of the group."""
+
+
 class EpisodeStart(Body):
     """Part of `Turns`: an episode that starts. Its prompt's tokens are a list of the message."""
 
@@ -35,6 +44,8 @@ class EpisodeStart(Body):
     columns: dict[str, Any]
     seed: Number
     evaluation: bool
+    place: GroupPlace | None
+    """None for an episode that is played alone."""
 
 
 class Said(Body):
@@ -90,6 +101,10 @@ class EpisodeEnded(Body):
     """Time in the environment's methods."""
     error: Text
     """Why it failed; empty otherwise."""
+    scored_together: bool
+    """The members of its group are scored together: without it the others have no reward."""
+    group_wait_s: Time
+    """Time in which it waited for the others, to be scored with them."""
 
 
 class Wishes(Body):

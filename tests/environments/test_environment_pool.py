@@ -19,7 +19,7 @@ from asyncrl.environments.pool import EnvironmentPool, NextTurn
 from asyncrl.errors import RunError
 from asyncrl.types import Prompt
 from asyncrl.wire.endpoints import Endpoints
-from asyncrl.wire.environment_messages import EpisodeEnded
+from asyncrl.wire.environment_messages import EpisodeEnded, GroupPlace
 from tests.helpers.reward_pool import save_tokenizer, tokens
 
 EXTRA = "?<>.[]*"
@@ -96,6 +96,26 @@ def test_a_thousand_episodes_at_once_see_their_own_state(make: Make) -> None:
     ended = run(pool, lambda wish: tokens(f"{int(wish.episode):04d}"), 1000)
     assert all(one.turn_rewards == [1.0] * 3 for one in ended.values())
     assert any(one.parts["changed"] for one in ended.values()), "no episode ran beside another one"
+
+
+def test_the_members_of_a_group_are_played_by_one_host(make: Make) -> None:
+    pool = make(hosts=2)
+
+    def start(group: int, member: int) -> None:
+        place = GroupPlace(str(group), member, 3)
+        pool.start(f"{group}.{member}", prompt("07"), seed=0, evaluation=False, place=place)
+
+    for group in range(4):
+        for member in range(3):
+            start(group, member)
+    assert [sorted({one[0] for one in host.live}) for host in pool._hosts] == [["0", "2"], ["1", "3"]]
+    pool.drop(["0.0", "0.1", "2.0", "2.1", "2.2"])
+    start(1, 3)
+    assert "1.3" in pool._hosts[1].live, "a member that is tried again comes to the others, though they are many"
+    start(4, 0)
+    assert "4.0" in pool._hosts[0].live and pool._hosts[0].groups == {"0": 1, "4": 1}
+    assert run(pool, lambda wish: tokens("07"), 9).keys() >= {"0.2", "1.3", "4.0"}
+    assert not any(host.live or host.groups for host in pool._hosts)
 
 
 def test_a_host_that_dies_is_replaced_and_its_episodes_are_lost(make: Make) -> None:

@@ -70,7 +70,7 @@ def play(
     policy = Policy(iter(said), dialogue, truncated=truncated)
     threads = ThreadPoolExecutor(4)
     player = Player(
-        start=EpisodeStart("0.0.0", 7, truth, "test", {}, None, {}, 5, False),
+        start=EpisodeStart("0.0.0", 7, truth, "test", {}, None, {}, 5, False, None),
         prompt=tokens("12+07=")[:-1] if prompt is None else prompt,
         named=Named(kind, dict(options)),
         dialogue=dialogue,

@@ -28,7 +28,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.wire.environment_messages import EpisodeEnded, EpisodeStart, SayNext
 from tests.helpers.dialogues import CharacterDialogue, turn
 
-START = EpisodeStart("0.0.0", 7, "42", "test", {}, None, {}, 5, False)
+START = EpisodeStart("0.0.0", 7, "42", "test", {}, None, {}, 5, False, None)
 PROMPT = list(map(ord, "hello"))
 PROGRAM = '''
 import json, sys, time, urllib.request, os
@@ -117,7 +117,7 @@ def play(name: str, *, python: str | None = None, times: int = 1, timeout_s: flo
         limits = Limits(400, 50, 5, timeout_s, timeout_s)
         players = [
             ProgramPlayer(
-                EpisodeStart(f"0.0.{n}", 7, "42", "test", {}, None, {}, 5, False),
+                EpisodeStart(f"0.0.{n}", 7, "42", "test", {}, None, {}, 5, False, None),
                 PROMPT, agent, dialogue, limits, gateway, say,
             )
             for n in range(times)

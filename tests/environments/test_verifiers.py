@@ -16,6 +16,7 @@ from asyncrl.environments.environment import Task
 from asyncrl.environments.player import Limits
 from asyncrl.environments.programs.load import load_verifiers
 from asyncrl.errors import ConfigError
+from asyncrl.wire.environment_messages import EpisodeEnded
 from tests.helpers.cli import asyncrl
 from tests.helpers.doc_files import write_doc_files
 from tests.helpers.programs import Played, play_program
@@ -38,18 +39,14 @@ def multiply(a: int, b: int) -> int:
 def right(completion, answer, info):
     return float(completion[-1].content == answer) * info["weight"]
 
-def load_environment(stop=False, group=False, key=False):
+def load_environment(stop=False, key=False):
     if key:
         vf.ensure_keys(["SOME_API_KEY"])
     rows = [{"question": "6 * 7 =", "answer": "42", "info": {"weight": 0.5, "steps": [1, None]}}]
-    functions = [right] + ([best] if group else [])
     errors = [ValueError] if stop else []
     return vf.ToolEnv(
-        dataset=Dataset.from_list(rows), tools=[multiply], rubric=vf.Rubric(funcs=functions), stop_errors=errors
+        dataset=Dataset.from_list(rows), tools=[multiply], rubric=vf.Rubric(funcs=[right]), stop_errors=errors
     )
-
-def best(completions):
-    return [1.0 for _ in completions]
 '''
 BROKEN = """
 import verifiers as vf
@@ -63,6 +60,29 @@ def load_environment():
     environment = load()
     return Broken(dataset=environment.get_dataset(), rubric=environment.rubric, max_turns=4)
 """
+RANKED = """
+import os
+import verifiers as vf
+from number_game import NumberGame, load_environment as load, right
+
+class Ranked(NumberGame):
+    async def env_response(self, messages, state, **kwargs):
+        if messages[-1].content == "breaks":
+            raise vf.InfraError("the sandbox is gone")
+        if messages[-1].content == "kills":
+            os._exit(3)
+        return await super().env_response(messages, state, **kwargs)
+
+def shorter(completions, answers):
+    said = [sum(len(one.content) for one in completion if one.role == "assistant") for completion in completions]
+    assert len(set(answers)) == 1, "one task"
+    return [sum(other > own for other in said) for own in said]
+
+def load_environment(nan=False, both=False):
+    rubric = vf.Rubric(funcs=[right, shorter], weights=[10.0, float("nan") if nan else 1.0])
+    ranked = Ranked(dataset=load().get_dataset(), rubric=rubric, max_turns=4)
+    return vf.EnvGroup([load(), ranked], ["alone", "ranked"]) if both else ranked
+"""
 CALL = '!multiply {"a": 6, "b": 7}'
 
 
@@ -73,6 +93,7 @@ def classic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     write_doc_files("environments.md", tmp_path)
     (tmp_path / "tool_game.py").write_text(TOOLS)
     (tmp_path / "broken.py").write_text(BROKEN)
+    (tmp_path / "ranked.py").write_text(RANKED)
     return verifiers_python("0.3.1")
 
 
@@ -141,6 +162,57 @@ def test_what_the_policy_says_is_scored_and_what_the_environment_breaks_is_not(c
     assert {(one.status, one.ended, one.reward) for one in ends} == {("truncated", "window", 0.0)}
 
 
+def play_group(python: str, said: list[list[str]], *, row: int = 3, **more: Any) -> list[EpisodeEnded]:
+    """The ends of the members of a group, which say these turns."""
+    task = tasks_of(more.pop("name", "ranked"), python, json.dumps(more.get("options", {})))[row]
+    played = play_program(
+        "verifiers:ranked", [task] * len(said), lambda member, turn: said[member][turn], python=python, together=True,
+        **more,
+    )  # fmt: skip
+    return [one.ended for one in played]
+
+
+def test_the_members_of_a_group_are_scored_together(classic: str) -> None:
+    ends = play_group(classic, [["3"], ["a", "b", "3"], ["1", ""], ["x", "x", "x", "x"]])
+    assert [(one.status, one.ended, one.error) for one in ends] == [("completed", "done", "")] * 4
+    assert [one.parts["shorter"] for one in ends] == [2.0, 1.0, 2.0, 0.0], "an empty turn ends a rollout"
+    assert [one.parts["num_turns"] for one in ends] == [1.0, 3.0, 1.0, 4.0]
+    assert [one.reward for one in ends] == [12.0, 11.0, 2.0, 0.0]
+    assert all(one.scored_together for one in ends) and ends[0].group_wait_s > ends[3].group_wait_s == 0.0
+    (alone,) = play_group(classic, [["3"]])
+    assert (alone.reward, alone.parts["shorter"]) == (10.0, 0.0)
+    limits = Limits(2000, 200, 2, 60.0, 60.0)
+    ends = play_group(classic, [["0", "0"], ["3"]], limits=limits)
+    assert [(one.status, one.ended, one.reward) for one in ends] == [
+        ("truncated", "max_turns", 0.0), ("completed", "done", 11.0)
+    ]  # fmt: skip
+
+
+def test_a_member_that_fails_is_not_compared_and_is_named_by_those_that_wait(classic: str) -> None:
+    limits = Limits(2000, 200, 8, 15.0, 60.0)
+    first, broken, last = play_group(classic, [["3"], ["0", "breaks"], ["1", "3"]], limits=limits)
+    assert (broken.status, broken.ended, broken.scored_together) == ("failed", "environment", True)
+    assert "the sandbox is gone" in broken.error
+    for one in (first, last):
+        assert (one.status, one.ended, one.scored_together) == ("failed", "timeout", True)
+        assert "waited 15 s" in one.error, one.error
+    assert first.error.endswith("to be scored with them; not ended: 1"), first.error
+    ends = play_group(classic, [["3"], ["0", "kills"]], limits=limits)
+    assert {(one.status, one.ended) for one in ends} == {("failed", "host")}, (
+        "those that wait are lost with the process"
+    )
+    ends = play_group(classic, [["3"], ["1", "3"]], options={"nan": True})
+    assert {(one.status, one.ended) for one in ends} == {("failed", "environment")}
+
+
+def test_only_the_rows_whose_rubric_compares_wait(classic: str) -> None:
+    options: Options = {"both": True}
+    alone = play_group(classic, [["3"], ["0", "3"]], options=options)
+    assert [(one.reward, one.scored_together) for one in alone] == [(1.0, False)] * 2
+    together = play_group(classic, [["3"], ["0", "3"]], options=options, row=13)
+    assert [(one.reward, one.scored_together) for one in together] == [(11.0, True), (10.0, True)]
+
+
 def test_tasksets_are_played_by_a_harness_in_the_process(tasksets: str) -> None:
     played = play(
         "sums", tasksets, lambda episode, turn: str(2 * episode) if turn else "?", options={"taskset": {"size": 40}}
@@ -169,7 +241,6 @@ def test_limits_end_a_taskset_as_truncated(tasksets: str) -> None:
         ("nothing-here", {}, "there is no environment 'nothing-here': no module nothing_here. Install its package"),
         ("sums", {}, "'sums' is an environment of a taskset, which verifiers 0.3.1 does not load; name an interpreter"),
         ("tool-game", {"key": True}, "it asks for a key: Missing required environment variable(s): SOME_API_KEY. Set"),
-        ("tool-game", {"group": True}, "its rubric compares the rollouts of a group"),
         ("tool-game", {"keys": True}, "unexpected keyword argument 'keys'"),
     ],
 )

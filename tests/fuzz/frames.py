@@ -11,7 +11,7 @@ from asyncrl.replay.evaluation.samples import pack_completions
 from asyncrl.types import Lease, Prompt
 from asyncrl.wire import weight_messages as weights
 from asyncrl.wire.bounds import Body
-from asyncrl.wire.environment_messages import EpisodeEnded, EpisodeStart, Said, SayNext, Turns, Wishes
+from asyncrl.wire.environment_messages import EpisodeEnded, EpisodeStart, GroupPlace, Said, SayNext, Turns, Wishes
 from asyncrl.wire.frames import Arrays, encode
 from asyncrl.wire.kinds import KINDS
 from asyncrl.wire.messages import (
@@ -59,13 +59,17 @@ from asyncrl.wire.token_lists import pack_lists
 from tests.helpers.replay import PROMPT_TOKENS, make_group
 
 TURNS = Turns(
-    started=[EpisodeStart("0.0.0", 7, "42", "test", {"level": 1}, None, {"answer": "42"}, 5, evaluation=False)],
+    started=[
+        EpisodeStart("0.0.0", 7, "42", "test", {"level": 1}, None, {"answer": "42"}, 5, False, GroupPlace("0.0", 0, 2))
+    ],
     said=[Said("0.0.1", 0, "completed")],
     dropped=["0.0.2"],
 )
 WISHES = Wishes(
     says=[SayNext("0.0.0", 1, 0, 12, 8, ["."])],
-    ended=[EpisodeEnded("0.0.1", "failed", "timeout", 0.0, {"calls": 1.0}, [0.5], [0], 0.25, "it took too long")],
+    ended=[
+        EpisodeEnded("0.0.1", "failed", "timeout", 0.0, {"calls": 1.0}, [0.5], [0], 0.25, "it took too long", True, 0.5)
+    ],
     stuck=1,
 )
 RUN_ID = "fuzz"

@@ -35,7 +35,35 @@ SMALL = [
     "journal.retention=all",
 ]  # fmt: skip
 CALL = '<tool_call>\n{{"name": "multiply", "arguments": {{"a": {a}, "b": {b}}}}}\n</tool_call>'
-NUMBERS, PRODUCTS = ["0", "1", "2", "3", "x"], [CALL.format(a=6, b=7), CALL.format(a=2, b=3), "42", "6"]
+NUMBERS, PRODUCTS = ["0", "1", "2", "3", "x", ""], [CALL.format(a=6, b=7), CALL.format(a=2, b=3), "42", "6", ""]
+"""What the models say; an empty turn, too."""
+RANKED = '''
+import os
+import verifiers as vf
+from number_game import NumberGame, load_environment as load, right
+
+class Ranked(NumberGame):
+    """Every twelfth answer is an error, and twice its process ends."""
+
+    async def env_response(self, messages, state, **kwargs):
+        with open("answers", "a") as file:
+            file.write("x")
+        number = os.path.getsize("answers")
+        if number in (50, 150):
+            os._exit(3)
+        if number % 12 == 0:
+            raise vf.InfraError("the sandbox is gone")
+        return await super().env_response(messages, state, **kwargs)
+
+def shorter(completions):
+    """How many of the group have said more."""
+    said = [sum(len(one.content) for one in completion if one.role == "assistant") for completion in completions]
+    return [sum(other > own for other in said) for own in said]
+
+def load_environment(numbers):
+    rubric = vf.Rubric(funcs=[right, shorter], weights=[1.0, 0.5])
+    return Ranked(dataset=load(numbers).get_dataset(), rubric=rubric, max_turns=4)
+'''
 ROWS = [("6 * 7 =", "42"), ("2 * 3 =", "6")]
 
 
@@ -71,13 +99,17 @@ Program = Callable[[Conversation, str, Iterator[list[int]]], tuple[float, dict[s
 
 def number_game(talk: Conversation, truth: str, turns: Iterator[list[int]]) -> tuple[float, dict[str, float]]:
     talk.begin()
-    for number in range(4):
-        text = str(talk.hear(next(turns))["content"]).strip()
-        if number == 3 or (text.isdecimal() and int(text) == int(truth)):
+    text, heard = "", 0
+    while True:
+        message = talk.hear(next(turns))
+        if not message["content"] and not message.get("reasoning_content"):
+            break  # verifiers ends a rollout at a turn without content and reasoning, and scores what came before
+        text, heard = str(message["content"]).strip(), heard + 1
+        if heard == 4 or (text.isdecimal() and int(text) == int(truth)):
             break
         answer = ("lower" if int(truth) < int(text) else "higher") if text.isdecimal() else "a number"
         talk.say({"role": "user", "content": answer})
-    return float(text == truth), {"right": float(text == truth), "num_turns": number + 1}
+    return float(text == truth), {"right": float(text == truth), "num_turns": heard}
 
 
 def sums(talk: Conversation, truth: str, turns: Iterator[list[int]]) -> tuple[float, dict[str, float]]:
@@ -139,17 +171,21 @@ def train(folder: Path, preloaded: ForkServer) -> Iterator[Callable[..., Path]]:
         launched.kill()
 
 
-def members(run_dir: Path) -> Iterator[tuple[int, Trajectory]]:
-    """Row and trajectory of every member that was trained."""
+def groups(run_dir: Path) -> Iterator[tuple[int, list[Trajectory]]]:
+    """Row and trajectories of every group that was trained."""
     batches, trained = JournalBatches(run_dir / "journal", 0), 0
     for step in range(1, STEPS + 1):
         shard = batches.take(step)
         for group in [] if shard is None else shard.groups:
             assert len(group.trajectories) == len(group.rewards), "one branch in each episode"
-            for member in group.trajectories:
-                trained += 1
-                yield group.row, member
+            trained += 1
+            yield group.row, group.trajectories
     assert trained
+
+
+def members(run_dir: Path) -> Iterator[tuple[int, Trajectory]]:
+    """Row and trajectory of every member that was trained."""
+    return ((row, member) for row, group in groups(run_dir) for member in group)
 
 
 def turns_of(member: Trajectory) -> list[list[int]]:
@@ -157,20 +193,27 @@ def turns_of(member: Trajectory) -> list[list[int]]:
     return [member.tokens[start:end].tolist() for start, end in edges.reshape(-1, 2)]
 
 
+def replay(
+    dialogue: ChatDialogue, member: Trajectory, row: tuple[list[Message], str], program: Program
+) -> tuple[float, dict[str, float]]:
+    """Returns reward and parts of what the policy said; asserts that the tokens are those that the program makes."""
+    messages, truth = row
+    talk, left = Conversation(dialogue, messages), iter(turns_of(member))
+    reward, parts = program(talk, truth, left)
+    assert next(left, None) is None, "the program has asked for more turns"
+    assert member.tokens.tolist() == talk.tokens
+    return reward, parts
+
+
 def check(run_dir: Path, model: Path, rows: list[tuple[list[Message], str]], program: Program) -> Counter[int]:
     """Asserts that all that was trained is what the program makes of the policy's turns; returns how many episodes have
     how many turns."""
     dialogue, found = ChatDialogue(str(model), trust_remote_code=False, max_observation_tokens=2048), Counter[int]()
     for row, member in members(run_dir):
-        messages, truth = rows[row]
-        turns, talk = turns_of(member), Conversation(dialogue, messages)
-        left = iter(turns)
-        reward, parts = program(talk, truth, left)
-        assert next(left, None) is None, "the program has asked for more turns"
-        assert member.tokens.tolist() == talk.tokens
+        reward, parts = replay(dialogue, member, rows[row], program)
         assert member.reward == pytest.approx(reward)
         assert {name: member.reward_parts[name] for name in parts} == pytest.approx(parts)
-        found[len(turns)] += 1
+        found[len(turns_of(member))] += 1
     return found
 
 
@@ -190,9 +233,39 @@ def test_an_environment_of_verifiers_trains_unchanged(folder: Path, train: Calla
     assert set(lengths) == {1, 2, 3, 4}
 
 
+def test_a_rubric_of_verifiers_that_compares_a_group_sees_the_members_that_are_trained(
+    folder: Path, train: Callable[..., Path]
+) -> None:
+    """Members fail and are tried again, and twice all of them are lost."""
+    (folder / "vf").symlink_to(Path(verifiers_python("0.3.1")).parents[1])
+    (folder / "ranked.py").write_text(RANKED)
+    save_talking_model(folder / "model", NUMBERS)
+    options = {"numbers": 10}
+    make_verifiers_rows(
+        "ranked", Path("ranked.parquet"), python="vf/bin/python", split="train", limit=None, options=options
+    )
+    environment = {"name": "verifiers:ranked", "python": "vf/bin/python", "options": {"verifiers:ranked": options}}
+    settings = f"environment={json.dumps({**environment, 'retries': 3, 'hosts': 2})}"
+    run_dir = train("number_game.yaml", "data.train=ranked.parquet", settings)
+    dialogue = ChatDialogue(str(folder / "model"), trust_remote_code=False, max_observation_tokens=2048)
+    rows, ranks = verifiers_rows("ranked.parquet"), Counter[float]()
+    for row, group in groups(run_dir):
+        played = [replay(dialogue, member, rows[row], number_game) for member in group]
+        texts = [[dialogue.read(turn, ()).message["content"] for turn in turns_of(member)] for member in group]
+        said = [sum(map(len, own)) for own in texts]
+        for member, own, (right, parts) in zip(group, said, played, strict=True):
+            shorter = float(sum(other > own for other in said))
+            assert member.reward == pytest.approx(right + 0.5 * shorter)
+            assert member.reward_parts == pytest.approx({**parts, "shorter": shorter})
+            ranks[shorter] += 1
+    assert {0.0, 1.0, 2.0, 3.0} <= set(ranks)
+    metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert sum(row.get("environment/tries", 0.0) for row in metrics) > 0.0
+
+
 def test_a_taskset_of_verifiers_trains_with_a_harness_in_its_process(folder: Path, train: Callable[..., Path]) -> None:
     (folder / "vf4").symlink_to(Path(verifiers_python("0.4.0")).parents[1])
-    save_talking_model(folder / "model", ["0", "2", "4"])
+    save_talking_model(folder / "model", ["0", "2", "4", ""])
     options = {"taskset": {"size": 3}}
     make_verifiers_rows(
         "sums", Path("sums.parquet"), python="vf4/bin/python", split="train", limit=None, options=options

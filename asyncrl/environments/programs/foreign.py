@@ -3,9 +3,12 @@
 Started as `PYTHON foreign.py SPEC`, with SPEC as JSON: {"kind", "name", "options"}. Messages are lines of JSON.
 
     this process -> host    {"ready": true} or {"error": TEXT}, once
-    host -> this process    {"run": ID, "task": {...}, "base_url": URL, "api_key": KEY}
+    host -> this process    {"run": ID, "task": {...}, "base_url": URL, "api_key": KEY,
+                             "place": {"group": NAME, "member": NUMBER, "size": NUMBER} or null}
                             {"cancel": ID}
-    this process -> host    {"run": ID, "result": REWARD} or {"run": ID, "error": TEXT, "result": REWARD or null}
+    this process -> host    {"run": ID, "group": "together"} before, and {"run": ID, "group": "waits"} when it waits to
+                            be scored with the other members of its group
+                            {"run": ID, "result": REWARD} or {"run": ID, "error": TEXT, "result": REWARD or null}
 
 With {"rows": {"split", "limit"}} in SPEC it prints {"row": {...}} for each row of the environment, {"rows": NUMBER} at
 last, and ends. Otherwise it ends when its standard input does. What programs print goes to standard error.
@@ -54,7 +57,7 @@ class Agent:
         """Holds what its episodes share."""
         yield
 
-    async def play(self, task, base_url, api_key):
+    async def play(self, task, base_url, api_key, member):
         """Returns the reward of an episode."""
         function, own = self._found, dict(self._options)
         if isinstance(function, type):
@@ -90,12 +93,71 @@ def load_verifiers(name, options):
 LOADERS = {"agent": Agent, "verifiers": load_verifiers}
 
 
+class Group:
+    """The members of a group that have been played. They wait until the last one scores all of them together, in its
+    own time."""
+
+    def __init__(self, size):
+        self._size, self._is_scoring = size, False
+        self._states, self._scored = {}, {}
+
+    def __len__(self):
+        return len(self._states)
+
+    async def scored(self, member, state, score, waits):
+        """Returns when `score` has been called with the states of all members, in their order. Calls `waits` before it
+        waits for the others."""
+        self._states[member], self._scored[member] = state, asyncio.get_running_loop().create_future()
+        own = self._scored[member]
+        try:
+            while not own.done():
+                if len(self) == self._size and not self._is_scoring:
+                    await self._score(score)
+                else:
+                    waits()
+                    await own
+        finally:
+            del self._states[member], self._scored[member]
+
+    async def _score(self, score):
+        scored, self._is_scoring = dict(self._scored), True
+        try:
+            await score([state for _, state in sorted(self._states.items(), key=lambda item: item[0])])
+        finally:
+            self._is_scoring = False
+        if scored == self._scored and not any(one.cancelled() for one in scored.values()):  # nobody has left meanwhile
+            for one in scored.values():
+                one.set_result(None)
+
+
+class Member:
+    """An episode as a member of its group, for programs that score the members of a group together."""
+
+    def __init__(self, place, groups, say):
+        self._place = place or {"group": object(), "member": 0, "size": 1}
+        self._groups, self._say = groups, say
+
+    def is_scored_together(self):
+        """Says that without this episode the others of its group have no reward."""
+        self._say("together")
+
+    async def scored(self, state, score):
+        """Returns when `score` has been called with the states of all members of the group."""
+        name = self._place["group"]
+        group = self._groups.setdefault(name, Group(self._place["size"]))
+        try:
+            await group.scored(self._place["member"], state, score, lambda: self._say("waits"))
+        finally:
+            if not group:
+                self._groups.pop(name, None)
+
+
 class Host:
     """Plays the episodes that the host asks for."""
 
     def __init__(self, play, write):
         self._play, self._write = play, write
-        self._tasks = {}
+        self._tasks, self._groups = {}, {}
 
     def handle(self, message):
         """Starts or cancels an episode."""
@@ -115,8 +177,11 @@ class Host:
 
     async def _run(self, message):
         number = message["run"]
+        member = Member(
+            message["place"], self._groups, lambda what: self._write(json.dumps({"run": number, "group": what}))
+        )
         try:
-            result = await self._play(message["task"], message["base_url"], message["api_key"])
+            result = await self._play(message["task"], message["base_url"], message["api_key"], member)
             answer = json.dumps({"run": number, "result": result}, default=float)
         except asyncio.CancelledError:
             raise

@@ -10,14 +10,16 @@ import re
 import signal
 import subprocess
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import structlog
+from msgspec import structs
 
 from asyncrl.config import Options
 from asyncrl.environments.gateway.access import Access
-from asyncrl.environments.programs.program import ProgramError, ProgramLostError
+from asyncrl.environments.programs.program import Member, ProgramError, ProgramLostError
 from asyncrl.errors import ConfigError
 
 log = structlog.get_logger()
@@ -33,6 +35,23 @@ OLDEST = (3, 9)
 Kind = Literal["agent", "verifiers"]
 
 
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """An episode in the process."""
+
+    result: asyncio.Future[Any]
+    member: Member | None
+
+    def hear(self, answer: Mapping[str, Any]) -> None:
+        """Takes what the process says of it."""
+        if "error" in answer:
+            self.result.set_exception(ProgramError(answer["error"], answer.get("result")))
+        elif "result" in answer:
+            self.result.set_result(answer["result"])
+        elif self.member is not None:
+            (self.member.waits if answer["group"] == "waits" else self.member.is_scored_together)()
+
+
 class ForeignProgram:
     """A program that runs in one process of another interpreter, many episodes at once. The process is started at the
     first episode, and again when it has died."""
@@ -44,7 +63,7 @@ class ForeignProgram:
         self._lock = asyncio.Lock()
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
-        self._runs: dict[int, asyncio.Future[Any]] = {}
+        self._runs: dict[int, _Run] = {}
         self._number = 0
         self._closed = False
 
@@ -59,12 +78,15 @@ class ForeignProgram:
         if problem := _problem(done.stdout, done.stderr):
             raise ConfigError(f"{what}: {self._python} cannot load it: {problem}")
 
-    async def run(self, task: Mapping[str, Any], access: Access, *, stuck: list[asyncio.Future[Any]]) -> Any:
+    async def run(
+        self, task: Mapping[str, Any], access: Access, *, stuck: list[asyncio.Future[Any]], member: Member | None = None
+    ) -> Any:
         process = await self._started()
         number, self._number = self._number, self._number + 1
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._runs[number] = future
-        wish = {"run": number, "task": dict(task), **access._asdict()}
+        self._runs[number] = _Run(future, member)
+        place = None if member is None or member.place is None else structs.asdict(member.place)
+        wish = {"run": number, "task": dict(task), **access._asdict(), "place": place}
         try:
             await _send(process, wish)
             return await future
@@ -113,19 +135,15 @@ class ForeignProgram:
         assert process.stdout is not None
         while line := await process.stdout.readline():
             answer = json.loads(line)
-            future = self._runs.get(answer["run"])
-            if future is None or future.done():
-                continue
-            if "error" in answer:
-                future.set_exception(ProgramError(answer["error"], answer.get("result")))
-            else:
-                future.set_result(answer["result"])
+            run = self._runs.get(answer["run"])
+            if run is not None and not run.result.done():
+                run.hear(answer)
         code = await process.wait()
         if not self._closed:
             log.warning("process of agent programs ended", program=self.name, exit_code=code, episodes=len(self._runs))
-        for future in self._runs.values():
-            if not future.done():
-                future.set_exception(ProgramLostError(f"the process of the programs ended with exit code {code}"))
+        for run in self._runs.values():
+            if not run.result.done():
+                run.result.set_exception(ProgramLostError(f"the process of the programs ended with exit code {code}"))
 
 
 def check_interpreter(python: str) -> None:

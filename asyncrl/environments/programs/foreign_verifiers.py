@@ -16,6 +16,8 @@ CLASSIC, TASKSETS = "0.3.1", "0.4.0"
 """Versions of the two generations."""
 POLICY_ERRORS = ("EmptyModelResponseError", "ToolParseError")
 """Errors of a rollout for what the policy said: the rubric scores it."""
+TURNS_USED = "max_turns"
+"""Code with which the gateway refuses another turn."""
 TIMEOUT_S = 600.0
 """Time limit of a request. The client then repeats it, and waits for the same turn."""
 
@@ -56,7 +58,7 @@ def load(name, options, refused):
             f"interpreter with verifiers=={wanted}"
         )
     try:
-        return Classic(name, options, refused) if is_classic else Tasks(name, options, refused)
+        return Classic(name, options) if is_classic else Tasks(name, options, refused)
     except Exception as error:
         if type(error).__name__ != "MissingKeyError" and "api_key" not in str(error).lower():
             raise
@@ -108,6 +110,16 @@ def _text(content):
     return "".join(part["text"] for part in content)
 
 
+def _can_be_scored(error):
+    """True if a rollout ended without an error, for what the policy said, or because it has had all its turns."""
+    is_policys = error is None or type(error).__name__ in POLICY_ERRORS
+    return is_policys or any(getattr(one, "code", None) == TURNS_USED for one in _causes(error))
+
+
+def _causes(error):
+    return [] if error is None else [error, *_causes(error.__cause__)]
+
+
 def _scored(score, parts):
     """The reward with its parts; a part that is named as the score gets another name."""
     parts = {name: value for name, value in parts.items() if value is not None}
@@ -117,16 +129,10 @@ def _scored(score, parts):
 class Classic:
     """An environment of `load_environment`."""
 
-    def __init__(self, name, options, refused):
+    def __init__(self, name, options):
         import verifiers  # pyright: ignore[reportMissingImports]
 
         self._environment = verifiers.load_environment(name, **options)
-        for one in (self._environment, *getattr(self._environment, "env_map", {}).values()):
-            if one.requires_group_rollouts:
-                raise refused(
-                    "its rubric compares the rollouts of a group, but asyncrl scores each rollout when it ends; give "
-                    "it reward functions of one rollout"
-                )
         self._http = None
 
     @contextlib.asynccontextmanager
@@ -153,17 +159,37 @@ class Classic:
                 "row": _json(row),
             }
 
-    async def play(self, task, base_url, api_key):
+    async def play(self, task, base_url, api_key, member):
         """Returns the reward of a rollout."""
         import openai  # pyright: ignore[reportMissingImports]
+        from verifiers import EnvGroup  # pyright: ignore[reportMissingImports]
         from verifiers.clients import OpenAIChatCompletionsClient  # pyright: ignore[reportMissingImports]
 
         client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=self._http)  # pyright: ignore[reportArgumentType]
-        output = await self._environment.run_rollout(_row_of(task), OpenAIChatCompletionsClient(client), "policy", {})
+        client = OpenAIChatCompletionsClient(client)
+        environment, row = self._environment, _row_of(task)
+        while isinstance(environment, EnvGroup):
+            name, row, _ = environment._route_child_input(row)
+            environment = environment.get_env_for_name(name)
+        if environment.requires_group_rollouts:
+            return await self._play_member(environment, row, client, member)
+        output = await environment.run_rollout(row, client, "policy", {})
         result, error = _scored(output["reward"], output["metrics"] or {}), output["error"]
         if error is not None and error["error"] not in POLICY_ERRORS:
             raise RolloutFailed(error["error_chain_repr"], result)
         return result
+
+    async def _play_member(self, environment, row, client, member):
+        """Returns the reward of a rollout that is compared with the others of its group."""
+        member.is_scored_together()
+        state, rubric = await environment.rollout(row, client, "policy", {}), environment.rubric
+        try:
+            if not _can_be_scored(state["error"]):
+                raise RolloutFailed(" -> ".join(map(repr, _causes(state["error"]))))
+            await member.scored(state, rubric.score_group if environment.score_rollouts else rubric.dummy_score_group)
+        finally:
+            await rubric.cleanup(state)
+        return _scored(state["reward"], state["metrics"] or {})
 
 
 class Tasks:
@@ -216,7 +242,7 @@ class Tasks:
                 "row": data.model_dump_json(),
             }
 
-    async def play(self, task, base_url, api_key):
+    async def play(self, task, base_url, api_key, member):
         """Returns the reward of a rollout."""
         from verifiers import v1  # pyright: ignore[reportMissingImports]
 

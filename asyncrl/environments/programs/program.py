@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from asyncrl.config import Options
 from asyncrl.environments.gateway.access import MODEL, Access
+from asyncrl.wire.environment_messages import GroupPlace
 
 MAX_OUTPUT_BYTES = 16 << 20
 """Of a command's standard output; what comes before is dropped."""
@@ -39,6 +40,21 @@ class ProgramLostError(Exception):
     """The process in which programs run has died."""
 
 
+class Member(Protocol):
+    """An episode as a member of its group, for programs that score the members of a group together."""
+
+    place: GroupPlace | None
+    """None if it is played alone."""
+
+    def is_scored_together(self) -> None:
+        """Notes that without this episode the others of its group have no reward."""
+        ...
+
+    def waits(self) -> None:
+        """Notes that it has been played, and waits for the others."""
+        ...
+
+
 class Program(Protocol):
     """An agent program, which runs once for each episode."""
 
@@ -48,7 +64,9 @@ class Program(Protocol):
         """Raises ConfigError if it cannot be started."""
         ...
 
-    async def run(self, task: Mapping[str, Any], access: Access, *, stuck: list[asyncio.Future[Any]]) -> Any:
+    async def run(
+        self, task: Mapping[str, Any], access: Access, *, stuck: list[asyncio.Future[Any]], member: Member | None = None
+    ) -> Any:
         """Returns the reward of an episode: a number, a dict with "score" and named parts, or None if it was posted.
         A call in a thread that still runs when this is cancelled is appended to `stuck`. Raises ProgramError and
         ProgramLostError, and what a function of the user raises."""
@@ -70,7 +88,9 @@ class FunctionProgram:
 
     def check(self) -> None: ...
 
-    async def run(self, task: Mapping[str, Any], access: Access, *, stuck: list[asyncio.Future[Any]]) -> Any:
+    async def run(
+        self, task: Mapping[str, Any], access: Access, *, stuck: list[asyncio.Future[Any]], member: Member | None = None
+    ) -> Any:
         function, options = self._function, dict(self._options)
         if isinstance(function, type):
             function, options = function(**options).run, {}
@@ -105,7 +125,9 @@ class CommandProgram:
 
     def check(self) -> None: ...
 
-    async def run(self, task: Mapping[str, Any], access: Access, *, stuck: list[asyncio.Future[Any]]) -> Any:
+    async def run(
+        self, task: Mapping[str, Any], access: Access, *, stuck: list[asyncio.Future[Any]], member: Member | None = None
+    ) -> Any:
         own = {"OPENAI_BASE_URL": access.base_url, "OPENAI_API_KEY": access.api_key, "OPENAI_MODEL": MODEL}
         pipe = asyncio.subprocess.PIPE
         if self._pipe is None:
