@@ -141,7 +141,7 @@ def train(folder: Path, preloaded: ForkServer) -> Iterator[Callable[..., Path]]:
 
 def members(run_dir: Path) -> Iterator[tuple[int, Trajectory]]:
     """Row and trajectory of every member that was trained."""
-    batches, trained = JournalBatches(run_dir / "journal", 0), 0
+    batches, trained = JournalBatches(run_dir / "journal", 0, ranks=1), 0
     for step in range(1, STEPS + 1):
         shard = batches.take(step)
         for group in [] if shard is None else shard.groups:
