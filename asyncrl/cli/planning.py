@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from asyncrl.cli.app import OVERRIDES, app
+from asyncrl.errors import ConfigError
 
 FROM = typer.Option("--from", help="Folder of a run, runs/NAME, or its trace.parquet.")
 
@@ -76,12 +77,30 @@ def simulate(
 
 @app.command()
 def plan(
-    run: Annotated[Path, FROM],
-    devices: Annotated[int, typer.Option(help="GPUs, or cores, to split between generators and learners.")],
+    run: Annotated[Path | None, FROM] = None,
+    devices: Annotated[
+        int | None, typer.Option(help="GPUs, or cores, to split between generators and learners.")
+    ] = None,
     max_staleness: Annotated[int, typer.Option(help="Highest staleness limit to consider.")] = 8,
+    fleet: Annotated[
+        bool, typer.Option("--fleet", help="Without a run: by arithmetic, for the numbers below.")
+    ] = False,
+    gpus: Annotated[str, typer.Option(help="With --fleet: numbers of GPUs.")] = "8,64,512,4096",
+    model: Annotated[str, typer.Option(help="With --fleet: models, as in 7B,70B.")] = "7B",
+    mean_tokens: Annotated[float, typer.Option(help="With --fleet: mean length of a completion.")] = 8192,
 ) -> None:
     """Find the split of the devices, and the staleness limit, that would train the most tokens with signal per second,
-    and what to do with groups without signal. Exit code 2: there is none."""
+    and what to do with groups without signal. With --fleet: what a run on any number of GPUs would be, computed, not
+    measured. Exit code 2: there is none."""
+    if fleet:
+        from asyncrl.plan.fleet_tables import show_fleet
+
+        if run is not None or devices is not None:
+            raise ConfigError("--fleet: is computed without a run; leave --from and --devices out")
+        show_fleet(Console(), gpus, model, max_staleness=max_staleness, answer_tokens=mean_tokens)
+        return
+    if run is None or devices is None:
+        raise ConfigError(f"--{'from' if run is None else 'devices'}: is missing; or use --fleet, which needs no run")
     from asyncrl.plan.show import show_plan
 
     show_plan(Console(), run, devices=devices, max_staleness=max_staleness)

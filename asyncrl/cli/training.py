@@ -80,7 +80,10 @@ def retrain(
     folder: Annotated[Path, FOLDER],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Settings of algorithm, learner and critic, or steps."),
+        typer.Argument(
+            metavar="[SECTION.KEY=VALUE]...",
+            help="Settings of algorithm, learner and critic, launch.learners, or steps.",
+        ),
     ] = None,
     loss: Annotated[str | None, typer.Option(help="Policy loss, with its default options.")] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,

@@ -156,9 +156,8 @@ change, since that is the remedy for updates that are not finite. Then the steps
 trained again, have other results than before. That is sound: tokens sampled meanwhile keep the log-probs of the policy
 that sampled them, and generators of a resumed run start with the new weights."""
 ENGINE_OPTIONS = "generator.engine_options"
-FIXED_KEYS = {"launch.learners", f"{ENGINE_OPTIONS}.max_model_len"}
-"""Settings of free sections and keys that may not change: journal and checkpoints are divided by learner ranks, and the
-window decides which prompts are skipped."""
+FIXED_KEYS = {f"{ENGINE_OPTIONS}.max_model_len"}
+"""Settings of free sections and keys that may not change: the window decides which prompts are skipped."""
 
 
 def free_in_resume(key: str) -> bool:

@@ -97,8 +97,8 @@ def run_offline(
                     "complete one, or 0 for the initial model of the run"
                 )
             trainer.restore(checkpoints.path(start))
-        ranks = config.launch.learners
-        batches = SampleBatches(samples, rank, ranks=ranks) if samples else JournalBatches(run_dir / "journal", rank)
+        kind, source = (SampleBatches, samples) if samples else (JournalBatches, run_dir / "journal")
+        batches = kind(source, rank, ranks=config.launch.learners)
         parts.callback(batches.close)
         trackers = None
         if rank == 0:

@@ -34,8 +34,8 @@ from asyncrl.config import Config
 from asyncrl.learner.advantage_step import Estimates, Scores, estimate
 from asyncrl.learner.algorithm import Algorithm
 from asyncrl.learner.batch import Batch, MicroBatch
-from asyncrl.learner.checkpoint.files import Files, bytes_file, model_files, tensors_file
-from asyncrl.learner.checkpoint.zero_state import random_state, restore_random_state, restore_state
+from asyncrl.learner.checkpoint.files import Files, bytes_file, model_files, step_of, tensors_file
+from asyncrl.learner.checkpoint.zero_state import random_state, restore_random_state, restore_state, seed_random_state
 from asyncrl.learner.critic.value_function import ValueFunction
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.metrics.batch import batch_metrics
@@ -166,8 +166,10 @@ class Trainer:
         if isinstance(self.kl_control, AdaptiveKL):
             self.kl_control.coef = json.loads((folder / "trainer.json").read_text())["kl_reward_coef"]
         states = folder / "random" / f"rank-{self.ranks.rank}.safetensors"
-        if states.exists():  # the checkpoint may have been written by fewer ranks
+        if states.exists():
             restore_random_state(load_file(states))
+        else:  # the checkpoint was written by fewer ranks
+            seed_random_state(self.config.seed, step_of(folder), self.ranks.rank)
 
     def _score(self, batch: Batch, minibatches: list[Minibatch], step: int) -> Scores:
         """Returns the batch's scores by each model that the algorithm needs."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from asyncrl.config import Config
 from asyncrl.errors import ProtocolError
+from asyncrl.replay.dealing import balance, shards_for
 from asyncrl.replay.journal.reader import WAY_OUT
 from asyncrl.replay.ledger import MAX_TAKEN
 from asyncrl.replay.ledger_counts import State
@@ -47,7 +48,7 @@ class Batcher:
 
         A rank may take the batch of a step while the step before it is in progress. A repeated request for a step
         returns the same groups, also for a committed step. So all ranks get the same outcome for a step, a shard or
-        "stop".
+        "stop". A batch that an earlier launch has dealt to another number of ranks is dealt again (`shards_for`).
         """
         self._check_rank(rank)
         self.state.reported.learners[rank] = self.store.clock.now()
@@ -55,8 +56,7 @@ class Batcher:
             past = self.store.history(step)
             if not past.read(step):
                 return "wait", []
-            self._check_ranks(past.shards(step), step)
-            groups = past.groups(step, rank)
+            groups = past.groups(step, rank, ranks=self.config.launch.learners)
             self.progress += 1
             return "shard", groups
         steps, next_step = self.state.ledger.steps, self.state.ledger.next_step
@@ -70,8 +70,9 @@ class Batcher:
         if batch is None:
             return "wait", []
         self.progress += 1
-        self._check_ranks(batch.shards, step)
-        held = [self.state.held[number] for number in batch.shards[rank]]
+        costs = {number: sum(self.state.held[number].finished.lengths) for shard in batch.shards for number in shard}
+        shard = shards_for(self.config.launch.learners, batch.shards, costs)[rank]
+        held = [self.state.held[number] for number in shard]
         return "shard", [FinishedGroup(one.finished, one.arrays) for one in held]
 
     def commit(
@@ -103,13 +104,6 @@ class Batcher:
         if not 0 <= rank < self.config.launch.learners:
             raise ProtocolError(f"learner rank {rank} of {self.config.launch.learners}")
 
-    def _check_ranks(self, shards: list[list[int]], step: int) -> None:
-        if len(shards) != self.config.launch.learners:
-            raise ProtocolError(
-                f"launch.learners = {self.config.launch.learners}, but step {step} was dealt to {len(shards)} ranks; "
-                f"resume with launch.learners={len(shards)}, or {WAY_OUT}"
-            )
-
     def _compose(self, step: int) -> None:
         """Composes the batch of the step and deals it to the ranks, if enough groups are finished."""
         settings = self.config.replay
@@ -125,16 +119,3 @@ class Batcher:
         shards = [[dealt[index] for index in shard] for shard in balance(costs, self.config.launch.learners)]
         body = {"step": step, "shards": shards, "dropped": dropped, "at_s": self.store.clock.now()}
         self.store.record("take", body)
-
-
-def balance(costs: Sequence[int], parts: int) -> list[list[int]]:
-    """Deals indices into `parts` lists with nearly equal total cost (greedy, largest first). The lists have equal
-    lengths if `parts` divides `len(costs)`, and otherwise at most that many items, rounded up."""
-    size = -(-len(costs) // parts)
-    bins: list[list[int]] = [[] for _ in range(parts)]
-    sums = [0] * parts
-    for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        target = min((b for b in range(parts) if len(bins[b]) < size), key=lambda b: (sums[b], b))
-        bins[target].append(index)
-        sums[target] += costs[index]
-    return [sorted(b) for b in bins]

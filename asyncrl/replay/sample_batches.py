@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from asyncrl.errors import DataError
-from asyncrl.replay.batcher import balance
+from asyncrl.replay.dealing import balance
 from asyncrl.samples import Samples
 from asyncrl.types import Shard
 from asyncrl.wire.messages import Committed

@@ -199,7 +199,8 @@ class Store:
             "own": list(own),
             "reported": to_plain(ReportedStats, self.state.reported),
             "at_s": at_s,
-            # Recorded, since the settings of evaluations may change when the run is resumed.
+            # Recorded, since these settings may change when the run is resumed.
+            "learners": self.config.launch.learners,
             "evaluates": self.config.evaluates(step),
         }
         self.record("commit", body)

@@ -203,7 +203,7 @@ def turns_of(member: Trajectory) -> list[list[int]]:
 
 def trained_groups(run: Chaos, steps: int) -> Iterator[tuple[int, Group]]:
     """Step and group of everything that was trained, from the journal."""
-    batches = JournalBatches(run.run_dir / "journal", 0)
+    batches = JournalBatches(run.run_dir / "journal", 0, ranks=1)
     for step in range(1, steps + 1):
         shard = batches.take(step)
         assert shard is not None and len(shard.groups) == 8

@@ -20,6 +20,7 @@ from asyncrl.learner.checkpoint.zero_state import (
     random_state,
     restore_random_state,
     restore_state,
+    seed_random_state,
 )
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.model.optimizers import STEP
@@ -148,3 +149,15 @@ def test_a_rank_that_hangs_is_found_by_the_deadline_of_the_others(two: Path) -> 
     assert hung["timeout_s"] == 30.0, "the deadline passed to `process_group`"
     assert hung["error"].startswith("learner rank 0: another learner rank stopped or did not answer: ")
     assert "imed out" in hung["error"] and 1.4 < hung["waited_s"] < 15
+
+
+def test_a_rank_without_a_random_state_gets_one_of_its_own_that_is_always_the_same() -> None:
+    before = random_state()
+    try:
+        draws: list[list[float]] = []
+        for rank in (2, 3, 2):
+            seed_random_state(7, 50, rank)
+            draws.append(torch.rand(4).tolist())
+        assert draws[0] == draws[2] != draws[1]
+    finally:
+        restore_random_state(before)

@@ -10,7 +10,7 @@ from msgspec import structs
 
 from asyncrl.errors import JournalError
 from asyncrl.replay.codec import pack_group
-from asyncrl.replay.journal.history import JournalBatches
+from asyncrl.replay.journal.history import JournalBatches, trained_steps
 from asyncrl.replay.journal.writer import Journal, Record
 from asyncrl.types import Group, Lease, Prompt
 from asyncrl.wire.messages import Committed
@@ -85,7 +85,7 @@ def test_every_rank_gets_its_groups_of_every_committed_step_in_their_order(tmp_p
     folder = make(tmp_path)
     expected = {1: [[group(3), group(0)], [group(1, 1)]], 2: [[group(4)], [group(6), group(5)]]}
     for rank in (0, 1):
-        batches = JournalBatches(folder, rank)
+        batches = JournalBatches(folder, rank, ranks=2)
         assert batches.begin(0) == 2
         for step in (1, 2):
             shard = batches.take(step)
@@ -106,7 +106,7 @@ def test_every_rank_gets_its_groups_of_every_committed_step_in_their_order(tmp_p
 
 
 def test_a_learner_may_start_after_what_it_has_trained(tmp_path: Path) -> None:
-    batches = JournalBatches(make(tmp_path), 0)
+    batches = JournalBatches(make(tmp_path), 0, ranks=2)
     assert [batches.begin(step) for step in (1, 2)] == [2, 2]
     assert batches.first == 1
     with pytest.raises(JournalError, match="ends with step 2, and the learner has trained 3 steps; start from an earl"):
@@ -115,7 +115,7 @@ def test_a_learner_may_start_after_what_it_has_trained(tmp_path: Path) -> None:
 
 def test_steps_whose_segments_were_dropped_are_named(tmp_path: Path) -> None:
     drop(make(tmp_path), 1)
-    batches = JournalBatches(tmp_path, 0)
+    batches = JournalBatches(tmp_path, 0, ranks=2)
     with pytest.raises(JournalError, match=r"step 1 is not there any more, the first one there is 2; .*retention=all"):
         batches.begin(0)
     with pytest.raises(JournalError, match="step 1 is not there; it has steps 2 to 2"):
@@ -124,24 +124,34 @@ def test_steps_whose_segments_were_dropped_are_named(tmp_path: Path) -> None:
     assert batches.take(2) is not None
     drop(tmp_path, 2)
     with pytest.raises(JournalError, match=r"step 1 is not there any more, nor is any after it; .*retention=all"):
-        JournalBatches(tmp_path, 0).begin(0)
+        JournalBatches(tmp_path, 0, ranks=2).begin(0)
 
 
 def test_a_folder_without_a_journal_or_a_committed_step_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(JournalError, match="nowhere: there is no journal; give the folder of a run"):
-        JournalBatches(tmp_path / "nowhere", 0)
+        JournalBatches(tmp_path / "nowhere", 0, ranks=2)
     make(tmp_path / "none", [SEGMENTS[0]])
     with pytest.raises(JournalError, match="no step was committed, so there is nothing to train again"):
-        JournalBatches(tmp_path / "none", 0).begin(0)
+        JournalBatches(tmp_path / "none", 0, ranks=2).begin(0)
 
 
-def test_another_number_of_ranks_is_an_error(tmp_path: Path) -> None:
-    batches = JournalBatches(make(tmp_path), 2)
-    batches.begin(0)
-    with pytest.raises(
-        JournalError, match=r"step 1 was dealt to 2 learner ranks, this is rank 2; set launch\.learners=2"
-    ):
-        batches.take(1)
+def test_another_number_of_ranks_gets_the_same_groups(tmp_path: Path) -> None:
+    folder = make(tmp_path)
+
+    def dealt(step: int, ranks: int) -> list[list[int]]:
+        shards = [JournalBatches(folder, rank, ranks=ranks).take(step) for rank in range(ranks)]
+        return [[group.ticket for group in shard.groups] for shard in shards if shard is not None]
+
+    # Groups of higher tickets are longer, and the longest is dealt first.
+    assert [dealt(1, ranks) for ranks in (1, 2, 3)] == [[[0, 1, 3]], [[3, 0], [1]], [[3], [1], [0]]]
+    assert [dealt(2, ranks) for ranks in (1, 2, 3)] == [[[4, 5, 6]], [[4], [6, 5]], [[6], [5], [4]]]
+
+
+def test_the_number_of_ranks_that_trained_a_step_is_known(tmp_path: Path) -> None:
+    by_one = commit(2)
+    by_one.body["learners"] = 1
+    folder = make(tmp_path, [SEGMENTS[0], SEGMENTS[1], [*SEGMENTS[2][:-1], by_one]])
+    assert {step: one.learners for step, one in trained_steps(folder).items()} == {1: 2, 2: 1}
 
 
 @pytest.mark.parametrize(
@@ -154,7 +164,7 @@ def test_another_number_of_ranks_is_an_error(tmp_path: Path) -> None:
 )
 def test_a_group_that_the_queue_would_not_write_is_an_error(tmp_path: Path, change: dict, text: str) -> None:
     make(tmp_path, [[record(group(0), **change), take(1, [[0]]), commit(1)]])
-    batches = JournalBatches(tmp_path, 0)
+    batches = JournalBatches(tmp_path, 0, ranks=2)
     assert batches.begin(0) == 1
     with pytest.raises(JournalError, match=rf"segment 1, record batch 0, row 0: the 'group' there is not .*({text})"):
         batches.take(1)
@@ -163,4 +173,4 @@ def test_a_group_that_the_queue_would_not_write_is_an_error(tmp_path: Path, chan
 def test_other_records_that_the_queue_would_not_write_are_errors(tmp_path: Path) -> None:
     make(tmp_path, [[take(1, [[0]]), Record("commit", {"step": 1})]])
     with pytest.raises(JournalError, match=r"row 1: the 'commit' there is not what the replay queue writes \(KeyError"):
-        JournalBatches(tmp_path, 0)
+        JournalBatches(tmp_path, 0, ranks=2)

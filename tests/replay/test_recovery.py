@@ -570,14 +570,52 @@ def test_settings_that_do_not_fit_the_journal_are_refused(
         open_queue(tmp_path, small_config(**change), run_id="another")
 
 
-def test_other_number_of_learners_cannot_take_a_batch_that_was_dealt(tmp_path: Path) -> None:
-    queue = open_queue(tmp_path, small_config())
-    train(queue, 1)
+@pytest.mark.parametrize("ranks", [1, 4, 2])
+def test_another_number_of_learners_trains_each_ticket_once(tmp_path: Path, ranks: int) -> None:
+    """Two ranks have trained two steps and taken two more when the queue dies; `ranks` train them again and on, and the
+    queue dies once more."""
+
+    def taken(config: Config, *, steps: int) -> dict[tuple[int, int], Any]:
+        learners = range(config.launch.learners)
+        outcomes = {(step, rank): queue.take(rank, step) for step in range(1, steps + 1) for rank in learners}
+        assert {outcome for outcome, _ in outcomes.values()} == {"shard"}, outcomes
+        return {where: frames(groups) for where, (_, groups) in outcomes.items()}
+
+    shared = {"replay__groups_per_step": 4, "replay__zero_variance": "drop", "steps": 6}
+    before, now = small_config(launch__learners=2, **shared), small_config(launch__learners=ranks, **shared)
+    queue = open_queue(tmp_path, before)
+    for step in (1, 2):
+        train(queue, step)
+    for lease in ask_queue(queue, 0, 2, 100)[0]:
+        length = 1 + 7 * lease.ticket % 5
+        finish(queue, lease, 2, rewards=(1.0, 1.0) if lease.ticket == 14 else (0.0, 1.0), completion_tokens=(length, 2))
+    batches = taken(before, steps=4)
+    tickets = {
+        step: {group.ticket for (s, _), shard in batches.items() if s == step for group, _ in shard}
+        for step in (1, 2, 3, 4)
+    }
+    queue.write()
+    dealt: list[dict[tuple[int, int], Any]] = []
+    for launch in ("another", "yet another"):
+        kill_queue(queue)
+        queue = open_queue(tmp_path, now, run_id=launch)
+        assert [queue.begin(rank, 0) for rank in range(ranks)] == [2] * ranks
+        dealt.append(taken(now, steps=4))
+    assert dealt[0] == dealt[1]
+    assert (dealt[0] == batches) == (ranks == 2)
+    for step, expected in tickets.items():
+        shards = [[group.ticket for group, _ in dealt[0][step, rank]] for rank in range(ranks)]
+        assert sorted(number for shard in shards for number in shard) == sorted(expected)
+        assert max(map(len, shards)) == -(-len(expected) // ranks)
+    for step in (3, 4):
+        queue.commit(step, {})
+    train(queue, 5)
+    queue.ledger.check()
+    assert (queue.ledger.steps, queue.ledger.trained.groups) == (5, 20)
     queue.close()
-    queue = open_queue(tmp_path, small_config(launch__learners=2), run_id="another")
-    with pytest.raises(ProtocolError, match=r"launch.learners = 2, but step 1 was dealt to 1 ranks"):
-        queue.take(1, 1)
-    queue.close()
+    trace = pq.read_table(tmp_path / "trace.parquet").to_pylist()
+    trained = [row["ticket"] for row in trace if row["outcome"] == "trained"]
+    assert sorted(trained) == list(range(20))
 
 
 def test_a_new_session_gives_back_what_the_former_held_and_the_former_is_told_to_leave(tmp_path: Path) -> None:

@@ -173,7 +173,7 @@ def train(folder: Path, preloaded: ForkServer) -> Iterator[Callable[..., Path]]:
 
 def groups(run_dir: Path) -> Iterator[tuple[int, list[Trajectory]]]:
     """Row and trajectories of every group that was trained."""
-    batches, trained = JournalBatches(run_dir / "journal", 0), 0
+    batches, trained = JournalBatches(run_dir / "journal", 0, ranks=1), 0
     for step in range(1, STEPS + 1):
         shard = batches.take(step)
         for group in [] if shard is None else shard.groups:

@@ -64,7 +64,7 @@ def test_a_run_with_failing_environments_loses_nothing(
     assert "eval/reward" in evaluated
     trace = pq.read_table(run.run_dir / "trace.parquet").to_pylist()
     assert {row["outcome"] for row in trace} <= {"trained", "zero_variance", "environment", "in_flight"}
-    batches = JournalBatches(run.run_dir / "journal", 0)
+    batches = JournalBatches(run.run_dir / "journal", 0, ranks=1)
     for step in range(1, 13):
         shard = batches.take(step)
         assert shard is not None

@@ -25,6 +25,7 @@ from asyncrl.launch.run_dir import changes, refuse_changes
 from asyncrl.launch.worker import EXIT_CONFIG, RoleSpec
 from asyncrl.observe.document import OF_STEP, read_metrics
 from asyncrl.observe.logs import configure_logs
+from asyncrl.replay.journal.history import trained_steps
 from asyncrl.rewards.reward_model import uses_reward_model
 from asyncrl.samples import Samples
 from asyncrl.util.files import next_free_path
@@ -93,7 +94,7 @@ log = structlog.get_logger()
 TICK_S = 0.1
 END_GRACE_S = 2.0
 FREE_SECTIONS = ("algorithm", "learner", "observe")
-FREE_KEYS = {"critic.lr", "critic.warmup_steps", "critic.clip", "steps"}
+FREE_KEYS = {"critic.lr", "critic.warmup_steps", "critic.clip", "launch.learners", "steps"}
 FIXED_KEYS = {"learner.zero_stage"}
 SHOWN = ("learner/loss", "learner/grad_norm", "correction/ess", "correction/behavior_kl", "kl/reference")
 """Metrics whose first and last values are shown next to those of the run."""
@@ -112,9 +113,9 @@ def retrain(
     (dotted keys) override those of the run. Starts from the run's checkpoint of `start_step`, or with 0 from the run's
     initial model.
 
-    Returns the exit code: 0; 1 when the settings are unchanged and the weights differ from those of the run; 130 when
-    interrupted. Raises ConfigError when the run cannot be retrained with these settings, also when only a role finds
-    out, DataError for a file of other content, and RunError when a role fails otherwise or makes no progress.
+    Returns the exit code: 0; that of `compare_weights` when the settings are unchanged; 130 when interrupted. Raises
+    ConfigError when the run cannot be retrained with these settings, also when only a role finds out, DataError for a
+    file of other content, and RunError when a role fails otherwise or makes no progress.
     """
     saved, config = read_configs(run_dir, settings, samples)
     changed = samples is not None or any(not key.startswith("observe.") for key in changes(saved, config))
@@ -139,10 +140,29 @@ def retrain(
     show_metrics(console, run_dir, out)
     if changed or not (run_dir / "model").is_dir():
         return EXIT_DONE
+    return compare_weights(console, config, run_dir, out)
+
+
+def compare_weights(console: Console, config: Config, run_dir: Path, out: Path) -> int:
+    """Prints whether the weights are those of the run. Returns the exit code: 1 if they differ, unless another number
+    of learner ranks has trained steps of the run."""
     difference = first_difference(out / "model", run_dir / "model")
     answer = f"no: {difference}" if difference else "yes"
     console.print(f"weights identical to {run_dir / 'model'}: {answer}", highlight=False, soft_wrap=True)
-    return EXIT_FAILED if difference else EXIT_DONE
+    others = other_learners(run_dir, config) if difference else []
+    if others:
+        console.print(
+            f"{' and '.join(map(str, others))} learner ranks have trained steps of the run, where "
+            f"{config.launch.learners} trained them here: their sums are rounded in another order",
+            highlight=False,
+            soft_wrap=True,
+        )
+    return EXIT_FAILED if difference and not others else EXIT_DONE
+
+
+def other_learners(run_dir: Path, config: Config) -> list[int]:
+    """The numbers of learner ranks, other than that of the config, that have trained steps in the run's journal."""
+    return sorted({step.learners for step in trained_steps(run_dir / "journal").values()} - {config.launch.learners})
 
 
 def read_configs(run_dir: Path, settings: dict[str, Any], samples: Path | None) -> tuple[Config, Config]:
@@ -162,7 +182,7 @@ def read_configs(run_dir: Path, settings: dict[str, Any], samples: Path | None) 
         lambda key: key in FREE_KEYS or (key.partition(".")[0] in FREE_SECTIONS and key not in FIXED_KEYS),
         what=f"{run_dir}: the recorded batches were made with other settings",
         way_out="only those of algorithm and learner (not learner.zero_stage), critic.lr, critic.warmup_steps, "
-        "critic.clip and steps may change",
+        "critic.clip, launch.learners and steps may change",
     )
     from asyncrl.learner.algorithm import check_algorithm, needs_turns
 

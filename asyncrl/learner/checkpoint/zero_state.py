@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
@@ -85,6 +86,12 @@ def restore_random_state(states: dict[str, Tensor]) -> None:
     torch.set_rng_state(states["cpu"])
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
+
+
+def seed_random_state(*entropy: int) -> None:
+    """Seeds this process's random number generators with these numbers together."""
+    (seed,) = np.random.SeedSequence(entropy).generate_state(1, np.uint64)
+    torch.manual_seed(int(seed))
 
 
 def _prepare(trained: TrainedModel) -> list[Tensor]:

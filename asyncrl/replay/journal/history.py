@@ -6,12 +6,13 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from msgspec import ValidationError
 
 from asyncrl.errors import JournalError, ProtocolError
 from asyncrl.replay.codec import unpack_group
+from asyncrl.replay.dealing import shards_for
 from asyncrl.replay.journal.reader import WAY_OUT, Loader, Segment, scan_journal
 from asyncrl.replay.journal.writer import Journal, Location, Record, segments_of
 from asyncrl.replay.tickets import FinishedGroup
@@ -42,13 +43,12 @@ class History:
         Raises JournalError."""
         return self._trained.read(step, max_bytes=math.inf if whole else READ_AT_ONCE_BYTES)
 
-    def shards(self, step: int) -> list[list[int]]:
-        """The tickets of each learner rank."""
-        return [[ticket for ticket, _ in shard] for shard in self._places(step)]
-
-    def groups(self, step: int, rank: int) -> list[FinishedGroup]:
-        """The groups of a learner rank, in training order."""
-        places = [place for _, place in self._places(step)[rank]]
+    def groups(self, step: int, rank: int, *, ranks: int) -> list[FinishedGroup]:
+        """The groups of one of `ranks` learner ranks, in training order."""
+        trained = self._trained.steps.get(step)
+        if trained is None or not trained.is_within(self._journal.segments):
+            raise self._gone(step)
+        places = trained.places_of(rank, ranks=ranks)
         # In the order of the journal, so that each record batch is read once.
         records = {place: self._journal.load(place) for place in sorted(places)}
         return [FinishedGroup.of_record(records[place].body, records[place].arrays) for place in places]
@@ -60,32 +60,46 @@ class History:
             raise self._gone(step)
         return metrics
 
-    def _places(self, step: int) -> list[list[tuple[int, Location]]]:
-        trained, there = self._trained.steps.get(step), set(self._journal.segments)
-        if trained is None:
-            raise self._gone(step)
-        shards = [[(number, at) for number, at in shard if at and at[0] in there] for shard in trained.shards]
-        if [len(shard) for shard in shards] != [len(shard) for shard in trained.shards]:
-            raise self._gone(step)
-        return shards
-
     def _gone(self, step: int) -> ProtocolError:
         return ProtocolError(f"step {step} is no longer in the journal {self._journal.folder}; {WAY_OUT}")
 
 
+class StoredGroup(NamedTuple):
+    """Where the journal has a group, and its tokens."""
+
+    place: Location
+    tokens: int
+
+
 @dataclass(slots=True)
 class TrainedStep:
-    """The location of one step in the journal."""
+    """One step in the journal."""
 
-    shards: list[list[tuple[int, Location | None]]]
-    """Ticket and location of the groups of each learner rank; None if the journal does not contain the group."""
+    shards: list[list[int]]
+    """The tickets of each learner rank, as the batch was dealt when it was composed."""
+    stored: dict[int, StoredGroup]
+    """Groups of these tickets by ticket, as far as the journal contains them."""
+    learners: int
+    """Number of ranks that trained it."""
     metrics: dict[str, float] | None = None
     """The queue's own metrics; None until the step is committed."""
 
     @property
     def is_whole(self) -> bool:
         """True if the step is committed and all of its groups are in the journal."""
-        return self.metrics is not None and all(place is not None for shard in self.shards for _, place in shard)
+        return self.metrics is not None and all(ticket in self.stored for shard in self.shards for ticket in shard)
+
+    def is_within(self, segments: Collection[int]) -> bool:
+        """True if all of its groups are in these segments."""
+        places = [
+            self.stored[ticket].place if ticket in self.stored else None for shard in self.shards for ticket in shard
+        ]
+        return all(place is not None and place[0] in segments for place in places)
+
+    def places_of(self, rank: int, *, ranks: int) -> list[Location]:
+        """The locations of the groups of one of `ranks` learner ranks, in training order; all must be stored."""
+        tokens = {ticket: group.tokens for ticket, group in self.stored.items()}
+        return [self.stored[ticket].place for ticket in shards_for(ranks, self.shards, tokens)[rank]]
 
 
 class TrainedSteps:
@@ -96,7 +110,7 @@ class TrainedSteps:
         self.steps: dict[int, TrainedStep] = {}
         self._folder = folder
         self._segments = segments
-        self._groups: dict[int, Location] = {}
+        self._groups: dict[int, StoredGroup] = {}
         self._parts = self._read()
 
     def read(self, step: int | None = None, *, max_bytes: float = math.inf) -> bool:
@@ -127,12 +141,16 @@ class TrainedSteps:
         body: Any = record.body
         match record.kind:
             case "group":
-                self._groups[body["ticket"]] = place
+                self._groups[body["ticket"]] = StoredGroup(place, sum(body["lengths"]))
             case "take":
-                shards = [[(ticket, self._groups.get(ticket)) for ticket in shard] for shard in body["shards"]]
-                self.steps[body["step"]] = TrainedStep(shards)
+                shards = [list(shard) for shard in body["shards"]]
+                there = {ticket: self._groups[ticket] for shard in shards for ticket in shard if ticket in self._groups}
+                self.steps[body["step"]] = TrainedStep(shards, there, len(shards))
             case "commit" if body["step"] in self.steps:
-                self.steps[body["step"]].metrics = {name: body["metrics"][name] for name in body["own"]}
+                step = self.steps[body["step"]]
+                step.metrics = {name: body["metrics"][name] for name in body["own"]}
+                # Absent in journals from when all launches of a run had the same number.
+                step.learners = body.get("learners", step.learners)
             case _:
                 pass
 
@@ -160,9 +178,9 @@ class JournalBatches:
     JournalError when the journal is damaged.
     """
 
-    def __init__(self, folder: Path, rank: int) -> None:
+    def __init__(self, folder: Path, rank: int, *, ranks: int) -> None:
         self.folder = folder
-        self.rank = rank
+        self.rank, self.ranks = rank, ranks
         if not segments_of(folder):
             raise JournalError(f"{folder}: there is no journal; give the folder of a run that was launched")
         self._loader = Loader(folder)
@@ -200,15 +218,10 @@ class JournalBatches:
         """This rank's shard of the step, with the groups in training order; None after the last step."""
         if step > self.steps:
             return None
-        shards = self._step(step).shards
-        if self.rank >= len(shards):
-            raise JournalError(
-                f"{self.folder}: step {step} was dealt to {len(shards)} learner ranks, this is rank {self.rank}; "
-                f"set launch.learners={len(shards)}"
-            )
-        places = [(cast(Location, place), ticket) for ticket, place in shards[self.rank]]
-        groups = {ticket: self._group(place) for place, ticket in sorted(places)}
-        return Shard(step, [groups[ticket] for _, ticket in places])
+        places = self._step(step).places_of(self.rank, ranks=self.ranks)
+        # In the order of the journal, so that each record batch is read once.
+        groups = {place: self._group(place) for place in sorted(places)}
+        return Shard(step, [groups[place] for place in places])
 
     def commit(
         self, step: int, metrics: dict[str, float], *, saving: bool = False, checkpoints: Sequence[int] = ()
