@@ -16,6 +16,7 @@ applied to, nor its result; checksums of both do.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -34,10 +35,12 @@ _ESCAPE = 255
 _ZSTD_LEVEL = 1
 
 
-def encode(old: Words, new: Words, *, max_bytes: int) -> list[bytes] | None:
-    """Returns the blocks of a delta from `old` to `new`; None if it has more than `max_bytes`."""
+def encode(old: Words, new: Words, *, max_bytes: int, check: Callable[[], None] = lambda: None) -> list[bytes] | None:
+    """Returns the blocks of a delta from `old` to `new`; None if it has more than `max_bytes`. `check` is called for
+    each block and may raise."""
     blocks: list[bytes] = []
     for start in range(0, len(new), BLOCK_WORDS):
+        check()
         blocks.append(_encode_block(old[start : start + BLOCK_WORDS], new[start : start + BLOCK_WORDS]))
         max_bytes -= len(blocks[-1])
         if max_bytes < 0:
@@ -45,11 +48,12 @@ def encode(old: Words, new: Words, *, max_bytes: int) -> list[bytes] | None:
     return blocks
 
 
-def apply(delta: Buffer, words: Words) -> None:
+def apply(delta: Buffer, words: Words, *, check: Callable[[], None] = lambda: None) -> None:
     """Turns the old words into the new ones, in place. Raises ProtocolError for a delta that is damaged or of another
-    number of words; the words may have changed then."""
+    number of words; the words may have changed then. `check` is called for each block and may raise, too."""
     offset = 0
     for start in range(0, len(words), BLOCK_WORDS):
+        check()
         offset = _apply_block(delta, offset, words[start : start + BLOCK_WORDS])
     if offset != len(delta):
         raise ProtocolError(f"delta of weights: {len(delta)} bytes, its blocks have {offset}")

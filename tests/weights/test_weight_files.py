@@ -6,6 +6,7 @@ import itertools
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import numpy as np
@@ -18,10 +19,11 @@ from stored_parts import FLOAT32, LAYOUT, Model, make_publisher, make_reader, no
 from structlog.testing import capture_logs
 
 from asyncrl.errors import ConfigError
+from asyncrl.weights import deltas
 from asyncrl.weights.buckets import WeightManifest
 from asyncrl.weights.files.folder import BadFileError, Folder
 from asyncrl.weights.files.manifest import Earlier, Edge, Stamp, Step, shortest_way
-from asyncrl.weights.files.reader import Reader, newest
+from asyncrl.weights.files.reader import Reader, newest, read_manifest
 from tests.helpers.examples import examples
 
 
@@ -174,7 +176,7 @@ def test_a_flipped_byte_in_each_file_is_found_and_named(tmp_path: Path) -> None:
 def stamp(model: Model, version: int) -> Stamp:
     from asyncrl.weights.files.manifest import digest_of, sums_of
 
-    return Stamp(version, digest_of(sums_of(model.weights)))
+    return Stamp(version, digest_of(sums_of(model.weights, no_wait)))
 
 
 @pytest.mark.parametrize("damage", ["gone", "short", "long"])
@@ -218,6 +220,29 @@ def test_a_base_that_changed_in_memory_is_not_used(tmp_path: Path) -> None:
         reader.fetch(announced[2], no_wait)
     assert_holds(reader, models[2])
     assert [entry["event"] for entry in logs] == ["the weights in memory have changed"]
+
+
+def test_a_delta_that_makes_other_weights_is_named_with_both_sums(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its file is as it was written: the sender has made a mistake."""
+    model, publisher, reader, real = Model(), make_publisher(tmp_path), make_reader(tmp_path), deltas.encode
+    reader.fetch(publisher.publish(0, model.weights, needed=0), no_wait)
+    model.step()
+
+    def wrong(old: np.ndarray, new: np.ndarray, **options: Any) -> list[bytes] | None:
+        return real(old, new + np.uint16(1), max_bytes=1 << 30)
+
+    monkeypatch.setattr(deltas, "encode", wrong)
+    announced = publisher.publish(1, model.weights, needed=0)
+    with pytest.raises(BadFileError) as raised:
+        reader.fetch(announced, no_wait)
+    assert f"{announced.folder}: the weights that from-000000.delta make differ from version 1 in part 0" in str(
+        raised.value
+    )
+    manifest = read_manifest(Folder(str(tmp_path)), f"{announced.folder}/manifest.json", announced.sha256)
+    assert f"that of the manifest {manifest.sums[0]}" in str(raised.value)
+    assert reader.held is None
 
 
 def test_an_attempt_at_the_same_version_with_other_bits_is_another_version(tmp_path: Path) -> None:

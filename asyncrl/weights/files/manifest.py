@@ -12,7 +12,7 @@ result, and the sha256 of earlier manifests. So the store is not trusted, only t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -23,6 +23,7 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from asyncrl.wire.bounds import Count, Number
+from asyncrl.wire.weight_messages import FolderName, Sha256
 
 MANIFEST = "manifest.json"
 NEWEST = "NEWEST"
@@ -30,9 +31,7 @@ MAX_MANIFEST_BYTES = 64 << 20
 SUM_BYTES = 64 << 20
 """Size of the parts of the weights that have a sum each."""
 
-FolderName = Annotated[str, Meta(pattern=r"\Av[0-9]{6,10}-[0-9a-f]{8}\Z")]
 _FileName = Annotated[str, Meta(pattern=r"\A(full|from)-[0-9]{1,10}\.(safetensors|delta)\Z")]
-Sha256 = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 _Xxh3 = Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
 
 
@@ -125,10 +124,13 @@ class Announced(Part, frozen=True):
     """Of the manifest."""
 
 
-def sums_of(weights: NDArray[np.uint8]) -> list[str]:
-    """Returns the sum of each SUM_BYTES of the weights."""
-    starts = range(0, len(weights), SUM_BYTES)
-    return [xxhash.xxh3_128_hexdigest(weights[start : start + SUM_BYTES].data) for start in starts]
+def sums_of(weights: NDArray[np.uint8], check: Callable[[], None]) -> list[str]:
+    """Returns the sum of each SUM_BYTES of the weights. `check` is called for each and may raise."""
+    sums: list[str] = []
+    for start in range(0, len(weights), SUM_BYTES):
+        check()
+        sums.append(xxhash.xxh3_128_hexdigest(weights[start : start + SUM_BYTES].data))
+    return sums
 
 
 def digest_of(sums: Sequence[str]) -> str:

@@ -77,7 +77,7 @@ class Publisher:
         """Writes a version. Returns its announcement, once all of it is there. Readers may be on the way to a version
         as old as `needed`; what none of them needs is no part of the store any more."""
         self._history = self._needed(needed)
-        sums = sums_of(weights)
+        sums = sums_of(weights, self._folder.check)
         stamp = Stamp(version, digest_of(sums))
         folder = f"v{version:06d}-{secrets.token_hex(4)}"
         ways = list(self._deltas(version, folder, weights))
@@ -123,7 +123,8 @@ class Publisher:
             if version % stride or base in done:
                 continue
             done.add(base)
-            blocks = deltas.encode(bits, weights.view(np.uint16), max_bytes=len(weights) // 2)
+            words, check = weights.view(np.uint16), self._folder.check
+            blocks = deltas.encode(bits, words, max_bytes=len(weights) // 2, check=check)
             if blocks is not None:
                 written = self._folder.write(f"{folder}/from-{base.version:06d}.delta", blocks)
                 yield Way(base, [StoredFile(written.name, written.bytes, written.sha256, 0, 0)])

@@ -102,7 +102,7 @@ class Reader:
             self._take_full(folder, way, await_free)
         else:
             self._take_delta(folder, way, await_free)
-        found = sums_of(self._weights)
+        found = sums_of(self._weights, self.folder.check)
         if found != manifest.sums:
             part = next((i for i, pair in enumerate(zip(found, manifest.sums, strict=False)) if pair[0] != pair[1]), 0)
             names = ", ".join(file.name for file in way.files)
@@ -130,10 +130,10 @@ class Reader:
         self.num_bytes += len(data)
         await_free()
         self.held = None
-        deltas.apply(memoryview(data), self._weights.view(np.uint16))
+        deltas.apply(memoryview(data), self._weights.view(np.uint16), check=self.folder.check)
 
     def _prove_held(self) -> None:
-        if self.held is not None and digest_of(sums_of(self._weights)) != self.held.digest:
+        if self.held is not None and digest_of(sums_of(self._weights, self.folder.check)) != self.held.digest:
             log.error("the weights in memory have changed", version=self.held.version)
             self.held = None
 
