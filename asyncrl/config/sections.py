@@ -197,6 +197,14 @@ class WeightsConfig(Section):
     """Deadline of each phase of a broadcast."""
     kv_cache: Literal["keep", "recompute"] = "keep"
     """Keys and values of running completions after a weight swap: the old ones, or computed again."""
+    url: LocalPath | None = None
+    """With the transport files: the folder or object store (s3://bucket/path) in which each run has a folder of its
+    own for its versions; null for one in the run folder."""
+    full_every: int = Field(default=32, ge=1)
+    """With the transport files and 16-bit weights: every so many versions one is complete, the others are what has
+    changed."""
+    keep: int = Field(default=3, ge=1)
+    """With the transport files: the number of versions that stay even if no generator needs them."""
 
 
 class LaunchConfig(Section):

@@ -47,6 +47,7 @@ def run_generator(
     from asyncrl.environments.pool import EnvironmentPool
     from asyncrl.rewards.reward_model import await_reward_model
     from asyncrl.rewards.workers import RewardPool
+    from asyncrl.weights.files.delivery import StoreOptions
     from asyncrl.weights.receiver import WeightReceiver
 
     with ExitStack() as stack:
@@ -69,6 +70,7 @@ def run_generator(
             keeps=config.evaluates,
             run_id=endpoints.run_id,
             keys=endpoints.keys,
+            store_url=StoreOptions.of(config, run_dir).url,
         )
         stack.callback(receiver.close)
         receiver.start()  # joins while the engine starts, so that the learners do not wait for it

@@ -44,13 +44,15 @@ def check_parts(config: Config) -> None:
     """Raises ConfigError for a transport, launcher or tracker that does not exist or cannot be used in the run."""
     from asyncrl.launch.local import find_launcher
     from asyncrl.observe.trackers import find_tracker
+    from asyncrl.weights.files.folder import Folder
     from asyncrl.weights.transports import find_transport, transport_of
 
     find_launcher(config)
     for name in config.observe.trackers:
         find_tracker(name)
-    if (transport := transport_of(config)) != "auto":
-        find_transport(transport)
+    transport = transport_of(config)
+    if transport != "auto" and find_transport(transport).connect is None and config.weights.url:
+        Folder(config.weights.url)
 
 
 def print_parts(console: Console) -> None:

@@ -36,6 +36,7 @@ def run_learner(
     from asyncrl.observe.trackers import make_trackers
     from asyncrl.replay.client import LearnerClient
     from asyncrl.weights.buckets import WeightManifest
+    from asyncrl.weights.files.delivery import StoreOptions
     from asyncrl.weights.sender import WeightSender
     from asyncrl.weights.transports import transport_of
 
@@ -63,6 +64,7 @@ def run_learner(
                 device=str(trainer.ranks.device),
                 run_id=endpoints.run_id,
                 keys=endpoints.keys,
+                store=StoreOptions.of(config, run_dir),
             )
             parts.callback(sender.close)
         Learner(config, trainer, client, sender, trackers, run_dir, checkpoints, start, book=book).run(should_stop)

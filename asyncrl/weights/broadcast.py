@@ -99,6 +99,10 @@ class Delivery:
         """Names of the generators in the current round, for error messages."""
         return ", ".join(peer.name for peer in self.offered) or "no generator"
 
+    def wants(self, version: int) -> bool:
+        """True if there is somebody to deliver this version to."""
+        return bool(self.membership.behind(version))
+
     def deliver(self, version: int, buffer: WeightBuffer) -> None:
         """Runs rounds until no generator is behind. Raises RunError if the transport does not work, or the learner
         does not fill the buffer."""
@@ -188,7 +192,7 @@ class Delivery:
             self.membership.tell([peer], Go, group=self.group_number, rank=position, size=len(peers) + 1)
 
     def _linked(self, size: int) -> Link:
-        assert self.way is not None
+        assert self.way is not None and self.way.connect is not None
         if self.link is None:
             needs_group = self.way.needs_group
             store = group_store(self.store, self.group_number, self.timeout_s) if needs_group else None

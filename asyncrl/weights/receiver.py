@@ -1,12 +1,12 @@
 """The generator's side of weight synchronization: receives into staging while the engine decodes.
 
 The engine's thread calls `staged`, `loaded` and `hold`, which never block. The thread "weight-receiver" does the rest;
-`close` ends each of its waits (`broadcast.py` draws a round):
+`close` ends each of its waits (`broadcast.py` draws a round, `files/delivery.py` versions in a store):
 
     waits for                                  woken by                       deadline
     a sender at the address                    the connection                 none
     `engine_is_up`                             polled                         none
-    an offer                                   messages of the sender         none
+    an offer or an announcement                messages of the sender         none
     free staging: the engine has loaded or     polled                         none; the sender's own
       not taken the version that is there                                       (`hold` extends it)
     "go"                                       messages of the sender         2 * timeout_s, again after "patience"
@@ -22,6 +22,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 import structlog
 import torch
@@ -30,13 +31,14 @@ from asyncrl.errors import AsyncrlError, ConfigError, ProtocolError, RunError
 from asyncrl.util.processes import normal_priority
 from asyncrl.weights import transports
 from asyncrl.weights.buckets import RunningChecksum, WeightManifest, buckets, empty_buffer
+from asyncrl.weights.files.fetcher import Fetcher
 from asyncrl.weights.session import IDLE_S, Session
 from asyncrl.weights.staging import StagedWeights, Staging
 from asyncrl.weights.transports import Link, Member, Transport, find_transport, problem
 from asyncrl.weights.waits import Interrupted, RoundAborted, SenderClosed, SessionLost, Wait
 from asyncrl.wire.channel import BadServerError, ServerLostError
 from asyncrl.wire.torch_store import group_store
-from asyncrl.wire.weight_messages import Go, Holding, Left, Offer, Ready, Received, Sent, Up
+from asyncrl.wire.weight_messages import Announced, Go, Holding, Left, Offer, Ready, Received, Sent, Up
 
 log = structlog.get_logger()
 
@@ -66,15 +68,15 @@ class WeightReceiver:
         keeps: Callable[[int], bool] = lambda version: False,
         run_id: str = "",
         keys: str = "",
+        store_url: str = "",
     ) -> None:
         """Weights of more than `max_bytes` are refused before memory is allocated for them. A version for which `keeps`
         is true is not overwritten by a newer one before it is loaded, unless nothing has been loaded yet. `keys` is the
-        file with the run's CURVE keys, if the sender requires them."""
+        file with the run's CURVE keys, if the sender requires them; `store_url` the place of versions sent by files."""
         if rank < 1:
             raise RunError(f"weight receiver: rank {rank} is not at least 1 (generator index + 1)")
         self._max_bytes = max_bytes
-        self._address = address
-        self._rank = rank
+        self._address, self._rank = address, rank
         self._transport = transport
         self._timeout_s = timeout_s
         self._device = transports.with_index(device)
@@ -88,6 +90,7 @@ class WeightReceiver:
         self._group_number = 0
         """The number of the link, from "go"."""
         self._staging = Staging(keeps)
+        self._fetcher = Fetcher(store_url, timeout_s)
         self._warned = False
         self._error: Exception | None = None
         self._engine_up = threading.Event()
@@ -192,6 +195,9 @@ class WeightReceiver:
                 session.say(Up())
                 announced = True
             session.phase = "announce a version"
+            if (in_store := session.next_announced(self._staging.keeps)) is not None:
+                self._fetch(session, in_store)
+                continue
             offer = session.next_offer()
             if offer is None:
                 is_ready = self._manifest is not None and self._staging.free
@@ -207,9 +213,17 @@ class WeightReceiver:
                 log.info("weights not received", version=offer.version, reason=str(error))
                 session.say_once(Received(offer.round, 0, str(error)))
 
+    def _fetch(self, session: Session, announced: Announced) -> None:
+        """Fetches an announced version from the store to staging, or gives it up for a newer one."""
+        manifest = self._prepare(session, announced.transport)
+        free = partial(self._await_staging, session)
+        if (checksum := self._fetcher.fetch(session, announced, manifest, self._buffer, free)) is not None:
+            self._staging.put(StagedWeights(announced.version, checksum, manifest.views(self._buffer), session.id))
+            session.say(Received(announced.round, checksum, ""))
+
     def _receive(self, session: Session, offer: Offer) -> None:
         """Runs one round, from an offer to complete staging. Raises RoundAborted if it fails."""
-        manifest = self._prepare(session, offer)
+        manifest = self._prepare(session, offer.transport)
         self._await_staging(session)
         self._say_ready(session, offer.round)
         # Twice the deadline: the other generators have timeout_s of their own to become ready.
@@ -239,8 +253,7 @@ class WeightReceiver:
             wait.look()
             self._stop.wait(wait.pause_s)  # the engine of this process does not wake this thread
 
-    def _prepare(self, session: Session, offer: Offer) -> WeightManifest:
-        name = offer.transport
+    def _prepare(self, session: Session, name: str) -> WeightManifest:
         if name != self._transport and (self._transport != "auto" or name not in transports.TRANSPORTS):
             raise ConfigError(f"weights.transport: the learner sends by {name!r}, here it is {self._transport!r}")
         if self._manifest is None:
@@ -259,7 +272,7 @@ class WeightReceiver:
 
     def _linked(self, session: Session, go: Go) -> Link:
         """Returns the link to receive from: the last one, unless the members have changed."""
-        assert self._way is not None
+        assert self._way is not None and self._way.connect is not None
         if self._link is None or self._group_number != go.group:
             self._drop_link()
             store = group_store(session.store, go.group, self._timeout_s) if self._way.needs_group else None

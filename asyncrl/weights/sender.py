@@ -12,7 +12,9 @@ Four threads (`broadcast.py` draws a round); the first three share one buffer:
                       ends early on `close`.
     channel-weights   reads the messages of receivers; woken by its socket.
 
-Generators may come and go at any time. One that joins late, or again, gets the current version between two sends.
+Generators may come and go at any time. One that joins late, or again, gets the current version between two sends. With
+the transport "files" weight-sender writes each version to a store and announces it, without a round
+(`files/delivery.py`).
 """
 
 from __future__ import annotations
@@ -27,9 +29,10 @@ import structlog
 import torch
 from torch import Tensor
 
-from asyncrl.errors import AsyncrlError, PeerTimeoutError, RunError
+from asyncrl.errors import AsyncrlError, ConfigError, PeerTimeoutError, RunError
 from asyncrl.weights.broadcast import Delivery, WeightSyncStats
 from asyncrl.weights.buckets import BUCKET_BYTES, WeightBuffer, WeightManifest
+from asyncrl.weights.files.delivery import FileDelivery, StoreOptions
 from asyncrl.weights.membership import Membership
 from asyncrl.weights.transports import (
     choose_transport,
@@ -77,12 +80,13 @@ class WeightSender:
         device: str = "cpu",
         run_id: str = "",
         keys: str = "",
+        store: StoreOptions | None = None,
     ) -> None:
         """`manifest` describes the weights of every `send`. `timeout_s` is the deadline of each phase. On a GPU,
         `transport` "auto" depends on the devices of the generators: the first `send` waits for `expected_generators`
         of them, at most `start_timeout_s` (default: `timeout_s`). The address is one of ZeroMQ. Messages without the
-        `run_id` are refused; with a file of `keys` only peers with the run's keys are admitted. Raises ConfigError if
-        the address is in use."""
+        `run_id` are refused; with a file of `keys` only peers with the run's keys are admitted. The transport "files"
+        needs a `store`. Raises ConfigError if the address is in use."""
         self.stats = WeightSyncStats()
         self._expected_generators = expected_generators
         self._transport = transport
@@ -90,15 +94,17 @@ class WeightSender:
         self._device = with_index(device)
         self._timeout_s = timeout_s
         self._manifest = manifest
+        self._bucket_bytes = max(bucket_bytes, MIN_BUCKET_BYTES)
         self._changed = threading.Condition()
         self._channel = ChannelServer(address, "weights", TO_SENDER, run_id=run_id, keys=keys)
         self._store = Store(self._channel.send)
         self._membership = Membership(self._channel.send, manifest.to_json(), self._changed, self._raise_if_stopping)
-        self._delivery = Delivery(
+        self._stored = store
+        self._delivery: Delivery | FileDelivery = Delivery(
             store=self._store,
             membership=self._membership,
             stats=self.stats,
-            bucket_bytes=max(bucket_bytes, MIN_BUCKET_BYTES),
+            bucket_bytes=self._bucket_bytes,
             timeout_s=timeout_s,
             device=self._device,
             check=self._raise_if_stopping,
@@ -190,10 +196,26 @@ class WeightSender:
 
     def _make_buffer(self) -> WeightBuffer:
         name = self._choose_transport()
-        self._delivery.transport, self._delivery.way = name, (way := find_transport(name))
+        way = find_transport(name)
+        if way.connect is None:
+            self._delivery = self._make_file_delivery(name)
+        else:
+            assert isinstance(self._delivery, Delivery)
+            self._delivery.transport, self._delivery.way = name, way
         device = self._device if way.on_device else torch.device("cpu")
         pinned = self._device.type == "cuda"
-        return WeightBuffer(self._manifest, device, pinned=pinned, bucket_bytes=self._delivery.bucket_bytes)
+        return WeightBuffer(self._manifest, device, pinned=pinned, bucket_bytes=self._bucket_bytes)
+
+    def _make_file_delivery(self, name: str) -> FileDelivery:
+        if self._stored is None:
+            raise ConfigError(f"weights.transport = {name!r}: needs a store for the versions")
+        return FileDelivery(
+            self._stored,
+            membership=self._membership,
+            stats=self.stats,
+            timeout_s=self._timeout_s,
+            check=self._raise_if_stopping,
+        )
 
     def _choose_transport(self) -> str:
         here = device_name(self._device)
@@ -242,7 +264,7 @@ class WeightSender:
             self._fail(error.with_traceback(None))
 
     def _has_work(self) -> bool:
-        late = self._buffer is not None and bool(self._membership.behind(self._version))
+        late = self._buffer is not None and self._delivery.wants(self._version)
         return late or self._busy or self._stopping
 
     def _fail(self, error: Exception) -> None:

@@ -32,7 +32,7 @@ class Staging:
         self._loaded: StagedWeights | None = None
         self.held_s = 0.0
         """When `hold` was last called."""
-        self._keeps = keeps
+        self.keeps = keeps
         self._staged: StagedWeights | None = None
         self._in_use = False
         self._copies: torch.cuda.Event | None = None
@@ -62,7 +62,7 @@ class Staging:
     def reclaim(self) -> bool:
         """Frees staging for the next version, dropping one that was not taken. False while one is in use or kept."""
         with self._handover:
-            kept = self._staged is not None and self._loaded is not None and self._keeps(self._staged.version)
+            kept = self._staged is not None and self._loaded is not None and self.keeps(self._staged.version)
             if self._is_read or kept:
                 return False
             self._staged = None

@@ -102,9 +102,9 @@ class Transport:
     The module is imported in the launcher, learner rank 0 and every generator.
     """
 
-    connect: Callable[[Member], Link]
+    connect: Callable[[Member], Link] | None
     """Makes this process's link; may block until all members call it. Raises RuntimeError or OSError at the deadline
-    of the member."""
+    of the member. None for "files", which has no links (`weights/files/delivery.py`)."""
     what: str
     """One sentence about the transport, for `asyncrl list`."""
     on_device: bool = False
@@ -118,6 +118,7 @@ class Transport:
 TRANSPORTS: dict[str, Transport | str] = {
     "gloo": "asyncrl.weights.process_groups:GLOO",
     "nccl": "asyncrl.weights.process_groups:NCCL",
+    "files": "asyncrl.weights.files.delivery:FILES",
 }
 AUTO_ON_GPUS = "nccl"
 """The transport that "auto" chooses where every process has a GPU of its own."""

@@ -51,6 +51,7 @@ from asyncrl.wire.service_messages import (
 )
 from asyncrl.wire.weight_messages import (
     Abort,
+    Announced,
     Closed,
     Dropped,
     Go,
@@ -112,6 +113,7 @@ BODIES: dict[str, Any] = {
     "ping": Ping,
     "manifest": Manifest,
     "offer": Offer,
+    "announced": Announced,
     "go": Go,
     "patience": Patience,
     "sent": Sent,
@@ -155,7 +157,9 @@ ANSWERS: dict[str, str] = {
 
 TO_SENDER = frozenset({"join", "up", "ready", "holding", "received", "left", "ping", "store"})
 """Kinds that a receiver of weights sends."""
-TO_RECEIVER = frozenset({"manifest", "offer", "go", "patience", "sent", "abort", "dropped", "closed", "pong", "stored"})
+TO_RECEIVER = frozenset(
+    {"manifest", "offer", "announced", "go", "patience", "sent", "abort", "dropped", "closed", "pong", "stored"}
+)
 """Kinds that the sender of weights sends."""
 
 REQUESTS = frozenset(BODIES) - frozenset(ANSWERS.values()) - TO_RECEIVER - {"error"}

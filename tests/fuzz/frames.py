@@ -99,6 +99,7 @@ METRICS = {"learner/loss": 0.25, "learner/wait_s": 0.1, "weights/broadcasts": 3.
 PUSHED: list[Body] = [
     weights.Manifest('{"weights": [["a", "float32", [2, 3]]], "bytes": 1024}'),
     weights.Offer(2, 3, "gloo", 1 << 20),
+    weights.Announced(2, 3, "files", "v000003-0123abcd", "0123456789abcdef" * 4),
     weights.Go(2, 1, rank=1, size=2),
     weights.Patience(2),
     weights.Sent(2, 1 << 60),

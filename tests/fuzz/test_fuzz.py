@@ -36,7 +36,7 @@ REASONS = [
     "frames do not fit the header's list", "frames of arrays, this kind has none",
     "bytes does not hold", "a truth value is neither", "array description",
     "no frame holds", "missing required field", "contains unknown field", r"Expected `[\w |]+`, got",
-    r"Expected `\w+` [<>]=?",
+    r"Expected `\w+` [<>]=?", "matching regex",
     "of length", "Invalid enum value", "a header of .* are read",
     r"\d+ \w+ for \d+ trajectories", "trajectories are of the members", "expected frames of tokens",
     "lengths do not add up",

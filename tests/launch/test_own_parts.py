@@ -82,6 +82,12 @@ def test_parts_that_cannot_be_used_are_refused(where: str, key: str, name: str, 
     assert str(raised.value).startswith(f"{key.replace('__', '.')} = '{value}': ") and text in str(raised.value)
 
 
+def test_a_store_that_is_not_known_is_refused_if_weights_go_there() -> None:
+    check_parts(small_config(weights__url="rails://there"))
+    with pytest.raises(ConfigError, match=r"weights\.url = 'rails://there': cannot be used: Protocol not known: rails"):
+        check_parts(small_config(weights__url="rails://there", weights__transport="files"))
+
+
 @pytest.mark.parametrize(
     ("choice", "group_relative", "reason"),
     [("auto", True, "zero_variance"), ("auto", False, ""), ("refund", False, "zero_variance"), ("train", True, "")],

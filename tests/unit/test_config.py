@@ -351,7 +351,7 @@ def test_override_without_equals_or_into_a_value() -> None:
         load_config(None, {**NEEDED, "seed": 1, "seed.x": 2})
 
 
-MAX_KEYS = 124
+MAX_KEYS = 127
 """A new key takes the place of another."""
 
 

@@ -1,0 +1,171 @@
+"""What a version in a store consists of, how it is proven, and the way from one version to another.
+
+    URL/v000120-1f0c9a02/   full-00000.safetensors ...  from-000119.delta  manifest.json
+    URL/v000121-77ab03d1/   from-000120.delta  from-000112.delta  manifest.json
+    URL/NEWEST              the announcement of the newest version, for readers that get none
+
+A version has a folder, whose name no other attempt has. Its manifest is written last: a folder without one does not
+exist. Whoever has the sha256 of a manifest can prove everything: the manifest has the sums of its files and of the
+result, and the sha256 of earlier manifests. So the store is not trusted, only the announcement.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+import numpy as np
+import xxhash
+from msgspec import Meta
+from numpy.typing import NDArray
+
+from asyncrl.wire.bounds import Count, Number
+from asyncrl.wire.weight_messages import FolderName, Sha256
+
+MANIFEST = "manifest.json"
+NEWEST = "NEWEST"
+MAX_MANIFEST_BYTES = 64 << 20
+SUM_BYTES = 64 << 20
+"""Size of the parts of the weights that have a sum each."""
+
+_FileName = Annotated[str, Meta(pattern=r"\A(full|from)-[0-9]{1,10}\.(safetensors|delta)\Z")]
+_Xxh3 = Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
+
+
+class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A struct of the store."""
+
+
+class File(Part, frozen=True):
+    """A file and its sum."""
+
+    name: str
+    bytes: int
+    sha256: str
+
+
+class StoredFile(Part, frozen=True):
+    """A file of a version. A full one has the tensors from `first` to before `last` of the layout."""
+
+    name: _FileName
+    bytes: Number
+    sha256: Sha256
+    first: Count
+    last: Count
+
+    @property
+    def file(self) -> File:
+        """Its name and sum."""
+        return File(self.name, self.bytes, self.sha256)
+
+
+class Stamp(Part, frozen=True):
+    """A version and the digest of its bytes: two attempts at a version may differ."""
+
+    version: Count
+    digest: Sha256
+
+
+class Way(Part, frozen=True):
+    """Files that turn the weights of `base` into those of a version, or make them from nothing."""
+
+    base: Stamp | None
+    files: list[StoredFile]
+
+
+class Edge(Part, frozen=True):
+    """A way of an earlier version, without its files."""
+
+    base: Stamp | None
+    bytes: Number
+
+
+class Earlier(Part, frozen=True):
+    """An earlier version that is still there."""
+
+    folder: FolderName
+    sha256: Sha256
+    """Of its manifest."""
+    stamp: Stamp
+    edges: list[Edge]
+
+    @property
+    def is_full(self) -> bool:
+        """True if it can be made from nothing."""
+        return any(edge.base is None for edge in self.edges)
+
+
+class Manifest(Part, frozen=True):
+    """The manifest of a version."""
+
+    stamp: Stamp
+    layout: str
+    """Names, shapes and dtypes (`WeightManifest.to_json`)."""
+    sums: list[_Xxh3]
+    """Of each SUM_BYTES of the weights."""
+    ways: list[Way]
+    earlier: list[Earlier]
+    """The oldest one first."""
+
+    def to_json(self) -> bytes:
+        """The manifest as JSON."""
+        return msgspec.json.encode(self)
+
+
+class Announced(Part, frozen=True):
+    """A version that is complete in the store, and what proves it."""
+
+    version: Count
+    folder: FolderName
+    sha256: Sha256
+    """Of the manifest."""
+
+
+def sums_of(weights: NDArray[np.uint8], check: Callable[[], None]) -> list[str]:
+    """Returns the sum of each SUM_BYTES of the weights. `check` is called for each and may raise."""
+    sums: list[str] = []
+    for start in range(0, len(weights), SUM_BYTES):
+        check()
+        sums.append(xxhash.xxh3_128_hexdigest(weights[start : start + SUM_BYTES].data))
+    return sums
+
+
+def digest_of(sums: Sequence[str]) -> str:
+    """The digest of weights that have these sums."""
+    return hashlib.sha256("".join(sums).encode()).hexdigest()
+
+
+def edges_of(ways: Iterable[Way]) -> list[Edge]:
+    """The ways without their files."""
+    return [Edge(way.base, sum(file.bytes for file in way.files)) for way in ways]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of a reader: a version to make, and from which one."""
+
+    folder: str
+    sha256: str
+    """Of the manifest."""
+    base: Stamp | None
+
+
+def shortest_way(versions: Iterable[Earlier], held: Stamp | None, without: Container[Step] = ()) -> list[Step] | None:
+    """Returns the steps with the fewest bytes that lead from what a reader holds, or from nothing, to the last of the
+    versions, which are in the order of their publication; None if there are none. Steps in `without` are not taken."""
+    best: dict[Stamp, tuple[int, list[Step]]] = {held: (0, [])} if held is not None else {}
+    target = None
+    for version in versions:
+        target = version.stamp
+        for edge in version.edges:
+            step = Step(version.folder, version.sha256, edge.base)
+            so_far = (0, []) if edge.base is None else best.get(edge.base)
+            if so_far is None or step in without:
+                continue
+            num_bytes = so_far[0] + edge.bytes
+            if target not in best or num_bytes < best[target][0]:
+                best[target] = num_bytes, [*so_far[1], step]
+    return best[target][1] if target in best else None

@@ -1,0 +1,160 @@
+"""Fetches versions of the weights from a store by the way with the fewest bytes, and believes nothing that it has not
+proven."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+import structlog
+from numpy.typing import NDArray
+
+from asyncrl.errors import ProtocolError
+from asyncrl.weights import deltas
+from asyncrl.weights.buckets import WeightManifest
+from asyncrl.weights.files.folder import BadFileError, Folder
+from asyncrl.weights.files.manifest import (
+    MANIFEST,
+    NEWEST,
+    Announced,
+    Earlier,
+    Manifest,
+    Stamp,
+    Step,
+    Way,
+    digest_of,
+    edges_of,
+    shortest_way,
+    sums_of,
+)
+from asyncrl.weights.files.shards import header, places
+
+log = structlog.get_logger()
+
+_TRIES = 2
+"""Times that a way is tried before others are."""
+
+
+class Reader:
+    """Turns the weights in a buffer, bytes in the order of the layout, into announced versions."""
+
+    def __init__(self, folder: Folder, layout: WeightManifest, weights: NDArray[np.uint8]) -> None:
+        self.layout = layout
+        self.held: Stamp | None = None
+        """What is in the buffer, if that is known."""
+        self.num_bytes = 0
+        """Bytes read from files of weights."""
+        self.folder = folder
+        self._layout_json = layout.to_json()
+        self._weights = weights
+        self._weights[:] = 0  # the gaps between tensors, too, are part of the sums
+
+    def fetch(self, announced: Announced, await_free: Callable[[], None]) -> Stamp:
+        """Makes the buffer hold the version; `await_free` returns when it may be written. A step that fails is made
+        once more, then the best way without it is taken. Raises BadFileError when there is none, naming the files; the
+        buffer may hold another version then, or none."""
+        problems: list[str] = []
+        failures: Counter[Step] = Counter()
+        target = self._manifest_of(announced)
+        own = Earlier(announced.folder, announced.sha256, target.stamp, edges_of(target.ways))
+        self._prove_held()
+        while self.held != target.stamp:
+            bad = {step for step, count in failures.items() if count >= _TRIES}
+            steps = shortest_way([*target.earlier, own], self.held, bad)
+            if not steps:
+                raise BadFileError("; ".join(dict.fromkeys(problems)) or f"{self.folder.url}: no way to {own.folder}")
+            step = steps[0]
+            try:
+                manifest = target if step.folder == own.folder else self._manifest(step.folder, step.sha256)
+                self._take(step.folder, manifest, step.base, await_free)
+            except (BadFileError, ProtocolError) as error:
+                failures[step] += 1
+                problems.append(str(error))
+                log.warning("weights cannot be read from the store", version=announced.version, reason=str(error))
+        return target.stamp
+
+    def _manifest_of(self, announced: Announced) -> Manifest:
+        """The manifest of an announced version; a second look if the first one fails."""
+        try:
+            manifest = self._manifest(announced.folder, announced.sha256)
+        except BadFileError:
+            manifest = self._manifest(announced.folder, announced.sha256)
+        if manifest.stamp.version != announced.version:
+            raise BadFileError(
+                f"{self.folder.at(announced.folder)}: has version {manifest.stamp.version}, announced was "
+                f"{announced.version}"
+            )
+        return manifest
+
+    def _manifest(self, folder: str, sha256: str) -> Manifest:
+        name = f"{folder}/{MANIFEST}"
+        manifest = read_manifest(self.folder, name, sha256)
+        if manifest.layout != self._layout_json:
+            raise BadFileError(f"{self.folder.at(name)}: has weights of other names, shapes or dtypes than the model")
+        return manifest
+
+    def _take(self, folder: str, manifest: Manifest, base: Stamp | None, await_free: Callable[[], None]) -> None:
+        way = next(way for way in manifest.ways if way.base == base)
+        if base is None:
+            self._take_full(folder, way, await_free)
+        else:
+            self._take_delta(folder, way, await_free)
+        found = sums_of(self._weights, self.folder.check)
+        if found != manifest.sums:
+            part = next((i for i, pair in enumerate(zip(found, manifest.sums, strict=False)) if pair[0] != pair[1]), 0)
+            names = ", ".join(file.name for file in way.files)
+            raise BadFileError(
+                f"{self.folder.at(folder)}: the weights that {names} make differ from version "
+                f"{manifest.stamp.version} in part {part}: their sum is {found[part]}, that of the manifest "
+                f"{manifest.sums[part] if part < len(manifest.sums) else 'missing'}"
+            )
+        self.held = manifest.stamp
+
+    def _take_full(self, folder: str, way: Way, await_free: Callable[[], None]) -> None:
+        await_free()
+        self.held = None
+        for stored in way.files:
+            entries = self.layout.entries[stored.first : stored.last]
+            head = bytearray(len(expected := header(entries)))
+            parts = [memoryview(head), *places(entries, self._weights)]
+            self.folder.read_into(folder, stored.file, parts)
+            if head != expected:
+                raise BadFileError(f"{self.folder.at(f'{folder}/{stored.name}')}: has other tensors than the model")
+            self.num_bytes += stored.bytes
+
+    def _take_delta(self, folder: str, way: Way, await_free: Callable[[], None]) -> None:
+        data = bytearray().join(self.folder.read(folder, stored.file) for stored in way.files)
+        self.num_bytes += len(data)
+        await_free()
+        self.held = None
+        deltas.apply(memoryview(data), self._weights.view(np.uint16), check=self.folder.check)
+
+    def _prove_held(self) -> None:
+        if self.held is not None and digest_of(sums_of(self._weights, self.folder.check)) != self.held.digest:
+            log.error("the weights in memory have changed", version=self.held.version)
+            self.held = None
+
+
+def read_manifest(folder: Folder, name: str, sha256: str) -> Manifest:
+    """The manifest that has this sum. Raises BadFileError."""
+    data = folder.read_small(name)
+    if (found := hashlib.sha256(data).hexdigest()) != sha256:
+        raise BadFileError(f"{folder.at(name)}: its sha256 is {found}, announced was {sha256}")
+    try:
+        return msgspec.json.decode(data, type=Manifest)
+    except msgspec.DecodeError as error:
+        raise BadFileError(f"{folder.at(name)}: cannot be read: {error}") from None
+
+
+def newest(folder: Folder) -> Announced | None:
+    """The newest version as the store says, None if it has none. Nothing proves that: whoever can write to the store
+    chooses it. Raises BadFileError."""
+    if NEWEST not in folder.names():
+        return None
+    try:
+        return msgspec.json.decode(folder.read_small(NEWEST), type=Announced)
+    except msgspec.DecodeError as error:
+        raise BadFileError(f"{folder.at(NEWEST)}: cannot be read: {error}") from None

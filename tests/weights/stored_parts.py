@@ -1,0 +1,55 @@
+"""Weights that change as those of a model in training, in a store of versions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from asyncrl.weights.buckets import WeightManifest
+from asyncrl.weights.files.folder import Folder
+from asyncrl.weights.files.publisher import Publisher
+from asyncrl.weights.files.reader import Reader
+
+LAYOUT = WeightManifest.of(
+    [
+        ("embed.weight", torch.bfloat16, (300, 64)),
+        ("norm.weight", torch.bfloat16, (37,)),
+        ("router.bias", torch.float32, (5,)),
+        ("empty", torch.bfloat16, (0, 4)),
+        ("head.weight", torch.float16, (301, 50)),
+    ]
+)
+FLOAT32 = WeightManifest.of([("embed.weight", torch.float32, (300, 64)), ("norm.weight", torch.float32, (37,))])
+
+
+class Model:
+    """The bytes of a model; a step changes a hundredth of the weights to a neighbour."""
+
+    def __init__(self, layout: WeightManifest = LAYOUT, seed: int = 0) -> None:
+        self.layout = layout
+        self.weights = np.zeros(layout.num_bytes, np.uint8)
+        self._random = np.random.default_rng(seed)
+        for _, tensor in layout.views(torch.from_numpy(self.weights)):
+            tensor.copy_(torch.from_numpy(self._random.standard_normal(tensor.shape) * 0.02))
+
+    def step(self, share: float = 0.01) -> None:
+        for entry in self.layout.entries:
+            words = self.weights[entry.offset : entry.offset + entry.num_bytes].view(np.uint16)
+            at = self._random.random(len(words)) < share
+            words[at] += self._random.choice([1, 0xFFFF], np.count_nonzero(at)).astype(np.uint16)
+
+
+def make_publisher(
+    url: str | Path, *, layout: WeightManifest = LAYOUT, full_every: int = 32, keep: int = 3
+) -> Publisher:
+    return Publisher(Folder(str(url)), layout, full_every=full_every, keep=keep, shard_bytes=20_000)
+
+
+def make_reader(url: str | Path, *, layout: WeightManifest = LAYOUT) -> Reader:
+    return Reader(Folder(str(url)), layout, np.full(layout.num_bytes, 7, np.uint8))
+
+
+def no_wait() -> None:
+    """The buffer may be written."""
