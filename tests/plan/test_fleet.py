@@ -78,7 +78,7 @@ def test_the_queue_costs_what_was_measured() -> None:
 
 
 def test_the_ways_of_weights_by_hand() -> None:
-    assert tree_s(10e9, 5, LINKS) == pytest.approx(3 * 4.0), "1 + 5 members have it after 3 rounds"
+    assert tree_s(10e9, 4, LINKS) == pytest.approx(3 * 4.0), "after 2 rounds 1 + 3 members have it"
     assert tree_s(10e9, 3, LINKS) == pytest.approx(2 * 4.0)
     assert best_chunk_bytes(10e9, 101, LINKS) == pytest.approx(5e6)
     assert chain_s(10e9, 101, LINKS) == pytest.approx((2000 + 100) * (0.1e-3 + 2e-3))
