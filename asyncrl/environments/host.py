@@ -54,6 +54,8 @@ class HostSpec:
     limits: Limits
     max_observation_tokens: int
     tool_format: str
+    keeps_messages: bool
+    """True if the messages of an episode are sent with its end."""
     endpoints: Endpoints
     address: str
     """The address at which it listens."""
@@ -152,6 +154,8 @@ class Host:
         episode = player.start.episode
         try:
             ended = await player.play()
+            if not self._spec.keeps_messages:
+                ended.messages = b""
             self._ended.append(ended)  # another list than before the wait
             self._flush_soon()
         finally:

@@ -18,7 +18,15 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from asyncrl.environments.calling import Caller, EpisodeFailedError, to_messages, to_reward, to_step
+from asyncrl.environments.calling import (
+    Caller,
+    EpisodeFailedError,
+    to_json,
+    to_messages,
+    to_reward,
+    to_spoken,
+    to_step,
+)
 from asyncrl.environments.dialogue import Dialogue, DialogueError, TextDialogue
 from asyncrl.environments.environment import Action, Environment, Message, Schema
 from asyncrl.environments.episode import Limits, Turn, task_of
@@ -74,6 +82,8 @@ class Player:
     """Length of the sequence so far."""
     turn_rewards: list[float] = field(default_factory=list[float])
     parts: Counter[str] = field(default_factory=Counter[str])
+    messages: list[Message] = field(default_factory=list[Message])
+    """Those of the policy so far, and what it heard in between."""
     num_calls: int = 0
     """Calls of tools so far."""
     caller: Caller = field(init=False)
@@ -129,11 +139,13 @@ class Player:
         if self._room(observation) < 1:
             text = f"{keep + len(observation)} tokens before the first turn, the window has "
             raise EpisodeFailedError("overlong", f"{name}: {text}{self.limits.window_tokens}")
+        said: list[Message] = []
         for number in range(self.named.max_turns(self.limits.max_turns)):
             if number and not observation:
                 raise EpisodeFailedError("environment", f"{name}.step said nothing, and the episode is not done")
             turn = await self._sample(observation)
             action = self._action(turn, number, tools)
+            self.messages += [*map(to_spoken, said), action.message]
             step = to_step(name, await self._call(environment, "step", action))
             self.turn_rewards.append(float(step.reward))
             self.parts.update({key: float(part) for key, part in step.parts.items()})
@@ -206,4 +218,5 @@ class Player:
             unused=[],
             environment_s=self.caller.environment_s,
             error=error,
+            messages=to_json(self.messages) if self.words.is_chat else b"",
         )

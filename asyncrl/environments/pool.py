@@ -103,6 +103,7 @@ class EnvironmentPool:
             limits=Limits.of(config, window_tokens=window_tokens),
             max_observation_tokens=settings.max_observation_tokens,
             tool_format=settings.tool_format,
+            keeps_messages=config.has_reward_functions,
             endpoints=endpoints,
             address="",
         )
@@ -228,4 +229,4 @@ def _end(host: _Host) -> None:
 
 def _lost(episode: str, problem: str) -> EpisodeEnded:
     error = f"its environment host was replaced: {problem}"
-    return EpisodeEnded(episode, "failed", "host", 0.0, {}, [], [], 0.0, error)
+    return EpisodeEnded(episode, "failed", "host", 0.0, {}, [], [], 0.0, error, b"")

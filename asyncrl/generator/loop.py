@@ -38,9 +38,8 @@ from asyncrl.generator.groups import (
     free_capacity,
     make_evaluated,
     make_group,
-    scored_by_environment,
-    submit,
 )
+from asyncrl.generator.scoring import scored_by_environment, submit
 from asyncrl.generator.vllm_backend.engine import Completion, Engine
 from asyncrl.replay.client import GeneratorClient, LeaseReply
 from asyncrl.replay.evaluation.samples import pack_completions
@@ -90,7 +89,7 @@ class GeneratorLoop:
         greedy_baseline: bool = False,
         environments: EnvironmentPool | None = None,
     ) -> None:
-        """The reward of a group is that of the `rewards` or, if there are any, of the `environments`."""
+        """Without `rewards`, the reward of a group is that of the `environments`."""
         self.config = config
         self._slots = config.generator.max_running_groups * config.generator.group_size
         self._truncated_penalty = config.algorithm.truncated_penalty
@@ -366,8 +365,6 @@ class GeneratorLoop:
             self.client.evaluated(make_evaluated(running, scored), pack_completions(completions, limit=limit))
             return
         penalty, failed = self._truncated_penalty, self.config.replay.failed
-        if self.episodes is not None:  # a failed environment has no reward, not one of 0
-            failed = "refund"
         group = make_group(running, scored, generator=self.index, truncated_penalty=penalty, failed=failed)
         self.stats.rewards_failed += sum(map(bool, scored.errors))
         self.client.finish(group)

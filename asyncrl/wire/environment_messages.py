@@ -90,6 +90,9 @@ class EpisodeEnded(Body):
     """Time in the environment's methods."""
     error: Text
     """Why it failed; empty otherwise."""
+    messages: bytes
+    """What was said under a chat template from the policy's first turn to its last one, as JSON: for reward functions,
+    and empty if there are none."""
 
 
 class Wishes(Body):

@@ -64,7 +64,9 @@ TURNS = Turns(
 )
 WISHES = Wishes(
     says=[SayNext("0.0.0", 1, 0, 12, 8, ["."])],
-    ended=[EpisodeEnded("0.0.1", "failed", "timeout", 0.0, {"calls": 1.0}, [0.5], [0], 0.25, "it took too long")],
+    ended=[
+        EpisodeEnded("0.0.1", "failed", "timeout", 0.0, {"calls": 1.0}, [0.5], [0], 0.25, "it took too long", b"[]")
+    ],
     stuck=1,
 )
 RUN_ID = "fuzz"

@@ -15,6 +15,7 @@ from asyncrl.generator.vllm_backend.engine import Completion
 from asyncrl.replay.codec import check_group, pack_group
 from asyncrl.rewards.workers import Scored
 from asyncrl.types import EpisodeOutcome, Status
+from asyncrl.wire.environment_messages import EpisodeEnded
 
 
 def completion(index: int, status: Status, version: int = 3) -> Completion:
@@ -122,3 +123,30 @@ def test_a_reward_that_failed_is_0_or_fails_the_group() -> None:
     for failed in ("zero", "refund"):
         group = make_group(running(), none, generator=0, failed=failed)
         assert [t.status for t in group.trajectories] == ["failed", "failed"]
+
+
+def played(error: str = "") -> Running:
+    """Two episodes of two turns, of which the second has the error of its environment."""
+    one = running()
+    outcome = EpisodeOutcome("done", [1.0, 2.0], 0, environment_s=1.0, tries=0, lost_tokens=0)
+    one.outcomes = {index: [outcome] for index in range(2)}
+    for index, problem in enumerate(("", error)):
+        one.ends[index] = EpisodeEnded(str(index), "completed", "done", 3.0, {}, [1.0, 2.0], [], 0.0, problem, b"")
+    return one
+
+
+def test_rewards_of_turns_count_as_much_as_the_environment() -> None:
+    scored = Scored((4, 0), [1.5, 0.0], [{}, {}], ["", "f.py:score raised"], 0.5)
+    group = make_group(played(), scored, generator=0)
+    assert [t.episode.turn_rewards for t in group.trajectories if t.episode] == [[0.5, 1.0], [0.0, 0.0]]
+    assert [(t.reward, t.status) for t in group.trajectories] == [(1.5, "completed"), (0.0, "truncated")]
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+def test_a_failed_environment_is_never_a_reward_of_0(greedy: bool) -> None:
+    one = played("it broke")
+    one.greedy = greedy
+    group = make_group(one, Scored((4, 0), [3.0, 0.0], [{}, {}], ["", "it broke"]), generator=0)
+    failed = ("failed", "it broke")
+    assert [(t.status, t.error) for t in group.trajectories] == ([failed] if greedy else [("completed", ""), failed])
+    assert group.greedy_reward is None

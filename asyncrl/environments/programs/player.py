@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from asyncrl.environments.calling import EpisodeFailedError, to_reward
+from asyncrl.environments.calling import EpisodeFailedError, to_json, to_reward
 from asyncrl.environments.dialogue import TextDialogue
 from asyncrl.environments.episode import Limits, Turn, task_of
 from asyncrl.environments.gateway.errors import TurnsUsedError
@@ -91,6 +91,7 @@ class ProgramPlayer:
             unused=unused,
             environment_s=max(0.0, time.monotonic() - began_s - self.session.sampling_s),
             error=error,
+            messages=to_json(self.session.messages),
         )
 
     async def _result(self, access: Any) -> Any:

@@ -135,11 +135,10 @@ def check_evaluation(config: Config, console: Console) -> tuple[int, Config]:
     data = config.data.model_copy(update={"train": config.data.eval_files, "eval": None, "weights": None})
     given = config.model_copy(update={"data": data})
     check_data(given, console)
-    if given.environment.name is not None:
-        check_environments(given, console, room)
-        return room, config
     checked = checked_rewards if config.eval.rewards is None else checked_eval_rewards
     rewards = checked(given, ("train",), console)
+    if given.environment.name is not None:
+        check_environments(given, console, room)
     return room, evaluation_config(config).model_copy(update={"rewards": rewards})
 
 
@@ -154,7 +153,7 @@ def evaluate_prompts(
 
     with ExitStack() as parts:
         rewards = environments = None
-        if config.environment.name is None:
+        if config.has_reward_functions:
             endpoints = parts.enter_context(reward_model(config, should_stop)) if uses_reward_model(config) else None
             rewards = RewardPool(config, tokenizer_path=config.model.path, endpoints=endpoints)
             parts.callback(rewards.close)
@@ -197,7 +196,7 @@ def reward_model(config: Config, should_stop: Callable[[], bool]) -> Iterator[En
 
 
 class Evaluator:
-    """Feeds the prompts through the engine and the reward workers or, if there are any, the environments."""
+    """Feeds the prompts through the engine, and the reward workers or environments or both."""
 
     def __init__(
         self,
@@ -240,7 +239,7 @@ class Evaluator:
             self._collect(self._rewards.collect())
 
     def _end(self, rows: list[Completion]) -> None:
-        from asyncrl.generator.groups import scored_by_environment, submit
+        from asyncrl.generator.scoring import scored_by_environment, submit
 
         running, index = self._members.pop(rows[0].key)
         running.completions[index] = rows
