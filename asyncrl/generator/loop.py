@@ -39,10 +39,10 @@ from asyncrl.generator.groups import (
     make_evaluated,
     make_group,
 )
-from asyncrl.generator.scoring import scored_by_environment, submit
+from asyncrl.generator.scoring import evaluated_rows, scored_by_environment, submit
 from asyncrl.generator.vllm_backend.engine import Completion, Engine
 from asyncrl.replay.client import GeneratorClient, LeaseReply
-from asyncrl.replay.evaluation.samples import pack_completions
+from asyncrl.replay.evaluation.samples import pack_rows
 from asyncrl.types import NO_VERSION, Lease
 from asyncrl.util.memory import peak_memory_bytes
 from asyncrl.util.processes import GENERATOR_ACTIVITIES, GENERATOR_PHASES, Stopwatch
@@ -361,8 +361,8 @@ class GeneratorLoop:
         self._costs.scored(time.monotonic() - running.complete_s)
         if running.lease.evaluation:
             limit = self.config.generator.group_size if self.config.observe.samples else 0
-            completions = [completion.tokens for completion in running.firsts]
-            self.client.evaluated(make_evaluated(running, scored), pack_completions(completions, limit=limit))
+            rows = pack_rows(evaluated_rows(running, scored), limit=limit)
+            self.client.evaluated(make_evaluated(running, scored), rows)
             return
         penalty, failed = self._truncated_penalty, self.config.replay.failed
         group = make_group(running, scored, generator=self.index, truncated_penalty=penalty, failed=failed)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from asyncrl.generator.groups import Running
+from asyncrl.generator.groups import Running, make_group
+from asyncrl.replay.evaluation.samples import EvaluatedRow
 
 if TYPE_CHECKING:
     from asyncrl.rewards.worker_main import PackedEpisode
@@ -39,3 +40,14 @@ def scored_by_environment(running: Running) -> Scored:
     ends = [running.ends[index] for index in range(running.size)]
     parts = [dict(one.parts) for one in ends]
     return Scored(running.key, [one.reward for one in ends], parts, [one.error for one in ends])
+
+
+def evaluated_rows(running: Running, scored: Scored) -> list[EvaluatedRow]:
+    """What is recorded of a complete evaluation lease: its completions, or the rows of its episodes."""
+    if not running.ends:
+        return [EvaluatedRow(member, completion.tokens) for member, completion in enumerate(running.firsts)]
+    group = make_group(running, scored, generator=0)
+    return [
+        EvaluatedRow(member, row.tokens, row.action_mask, [] if row.episode is None else row.episode.turn_rewards)
+        for member, row in zip(group.members, group.trajectories, strict=True)
+    ]

@@ -10,6 +10,7 @@ import structlog
 
 from asyncrl.config import ENVIRONMENT, Config
 from asyncrl.errors import AsyncrlError
+from asyncrl.launch.conversations import CONVERSATION, in_one_line
 from asyncrl.launch.samples import Query, find_samples
 from asyncrl.samples import Samples
 from asyncrl.util.text import printable, shortened
@@ -79,6 +80,8 @@ class FirstLook:
 
 def _line(row: Mapping[str, Any]) -> str:
     reward = f"no reward: {row['error']}" if row["error"] else f"reward {row['reward']:g}"
-    pairs = {"prompt": row["prompt"], "completion": row["completion"], "truth": row["ground_truth"]}
+    lines = row.get(CONVERSATION)
+    prompt, completion = (row["prompt"], row["completion"]) if lines is None else in_one_line(lines)
+    pairs = {"prompt": prompt, "completion": completion, "truth": row["ground_truth"]}
     texts = [f"{name} {shortened(text, TEXT_CHARACTERS)!r}" for name, text in pairs.items() if text is not None]
     return printable(f"  {', '.join(texts)}, {row['status']}, {reward}")
