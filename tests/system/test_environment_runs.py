@@ -119,6 +119,7 @@ def test_rewards_and_environments_by_data_source_are_added(
     assert len(seen) == 2
     (evaluated, *_) = [row for row in run.rows() if "eval/reward" in row]
     assert evaluated["eval/reward"] == 1.0
+    assert "  policy      " in asyncrl("samples", str(run.run_dir), "--eval")
     out = tmp_path / "results.json"
     asyncrl("eval", "--config", str(run.run_dir / "config.yaml"), f"--out={out}", timeout_s=150.0)
     assert {reward for prompt in json.loads(out.read_text())["prompts"] for reward in prompt["rewards"]} == {1.0}
