@@ -10,7 +10,7 @@ import numpy as np
 from asyncrl.config import load_config
 from asyncrl.data.rows import Split
 from asyncrl.errors import ConfigError
-from asyncrl.launch.samples import run_decoder, stored_group, with_texts
+from asyncrl.launch.samples import conversations, run_decoder, stored_group, with_texts
 from asyncrl.observe.document import SAMPLE_FIELDS
 from asyncrl.samples import Samples
 from asyncrl.samples.book import evaluated_versions, read_evaluated
@@ -35,7 +35,8 @@ def evaluated_group(run_dir: Path, *, version: int, row: int) -> list[dict[str, 
 
 def _rows(samples: Samples, run_dir: Path, split: Split) -> list[dict[str, Any]]:
     config = load_config(run_dir / "config.yaml")
-    samples = with_texts(samples, run_decoder(run_dir, config), config, split)
+    decoder = run_decoder(run_dir, config)
+    samples = with_texts(samples, decoder, conversations(run_dir, config, decoder), config, split)
     names = [name for name in (*SAMPLE_FIELDS, "raw") if name in samples.columns]
     rows = samples.table.select(names).to_pylist(maps_as_pydicts="strict")
     return [row | {"versions": own} for row, own in zip(rows, _versions(samples), strict=True)]

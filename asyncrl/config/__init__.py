@@ -1,6 +1,6 @@
 """The settings of a run: their fields, how they are read, and the errors of settings that cannot work."""
 
-from asyncrl.config.base import AUTO, MappingValue, Options, Rewards, RewardSpec
+from asyncrl.config.base import AUTO, ENVIRONMENT, MappingValue, Options, Rewards, RewardSpec
 from asyncrl.config.config import Config
 from asyncrl.config.loading import (
     config_keys,
@@ -17,6 +17,7 @@ from asyncrl.util.hints import check_options, did_you_mean, did_you_mean_or_list
 
 __all__ = [
     "AUTO",
+    "ENVIRONMENT",
     "MAX_GENERATORS",
     "AlgorithmConfig",
     "Config",

@@ -12,6 +12,8 @@ RewardSpec = str | dict[str, float]
 Rewards = RewardSpec | dict[str, RewardSpec]
 AUTO = "auto"
 """The value of `rewards` that a run replaces by its own choice."""
+ENVIRONMENT = "environment"
+"""The name in `rewards` of the reward that the environment gives."""
 
 
 class _Settings(BaseModel):

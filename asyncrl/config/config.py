@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 import yaml
 from pydantic import Field, model_validator
 
-from asyncrl.config.base import AUTO, Options, Rewards, Section
+from asyncrl.config.base import AUTO, ENVIRONMENT, Options, Rewards, Section
 from asyncrl.config.generation import EnvironmentConfig, EvalConfig, GeneratorConfig
 from asyncrl.config.paths import LocalPath
 from asyncrl.config.sections import (
@@ -33,9 +33,10 @@ class Config(Section):
     model: ModelConfig
     data: DataConfig
     rewards: Rewards = AUTO
-    """auto: the built-in reward of each known data source, as verl chooses it; for other sources `exact`, with a
-    warning. Or a reward's name, `module:function` or `file.py:function`; or a weighted sum, {name: weight}; or a
-    mapping of these by data source, with "default" for the others."""
+    """auto: with an environment its reward, which is named environment; otherwise the built-in reward of each known
+    data source, as verl chooses it, and for other sources `exact`, with a warning. Or a reward's name,
+    `module:function` or `file.py:function`; or a weighted sum, {name: weight}; or a mapping of these by data source,
+    with "default" for the others."""
     reward_options: dict[str, Options] = Field(default_factory=dict)
     """Options (keyword-only arguments) of reward functions, by their names in `rewards`."""
     generator: GeneratorConfig = GeneratorConfig()
@@ -127,11 +128,6 @@ class Config(Section):
                     "set environment.name"
                 )
             return
-        for key, rewards in (("rewards", self.rewards), ("eval.rewards", self.eval.rewards)):
-            if rewards not in (AUTO, None):
-                raise ValueError(
-                    f"{key} = {rewards!r} with environment.name: the environment gives the reward; leave {key} out"
-                )
         most = self.environment.max_episodes
         least = max(self.generator.group_size, self.eval.samples)
         if most is not None and most < least:
@@ -157,6 +153,12 @@ class Config(Section):
         every = self.eval.every_steps
         due = version in (0, self.steps) or (every is not None and version % every == 0)
         return bool(self.data.eval_files) and due
+
+    @property
+    def has_reward_functions(self) -> bool:
+        """True if rewards are computed by functions, and not only by environments."""
+        given = (self.rewards, self.eval.rewards)
+        return self.environment.name is None or any(one not in (AUTO, ENVIRONMENT, None) for one in given)
 
     @property
     def critic_epochs(self) -> int:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import Any, cast
 
@@ -148,6 +149,16 @@ def to_messages(name: str, method: str, said: Any, *, is_chat: bool) -> list[Mes
         raise EpisodeFailedError("environment", f"{where} said {shown(said)}, but {text}")
     messages = cast("list[Any]", said if isinstance(said, list) else [said])
     return [_checked_message(name, method, message) for message in messages]
+
+
+def to_spoken(message: Message) -> Message:
+    """The message of an environment with its texts only."""
+    return {key: str(message[key]) for key in ("role", "content", "name", "tool_call_id") if key in message}
+
+
+def to_json(messages: Sequence[Message]) -> bytes:
+    """The messages as JSON in ASCII, which may hold any text."""
+    return json.dumps(messages).encode()
 
 
 def _checked_message(name: str, method: str, message: Any) -> Message:

@@ -57,6 +57,8 @@ class HostSpec:
     max_observation_tokens: int
     tool_format: str
     history: str
+    keeps_messages: bool
+    """True if the messages of an episode are sent with its end."""
     endpoints: Endpoints
     address: str
     """The address at which it listens."""
@@ -158,6 +160,8 @@ class Host:
         episode = player.start.episode
         try:
             ended = await player.play()
+            if not self._spec.keeps_messages:
+                ended.messages = b""
             self._ended.append(ended)  # another list than before the wait
             self._flush_soon()
         finally:

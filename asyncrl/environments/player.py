@@ -18,7 +18,15 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from asyncrl.environments.calling import Caller, EpisodeFailedError, to_messages, to_reward, to_step
+from asyncrl.environments.calling import (
+    Caller,
+    EpisodeFailedError,
+    to_json,
+    to_messages,
+    to_reward,
+    to_spoken,
+    to_step,
+)
 from asyncrl.environments.dialogue import Dialogue, DialogueError, TextDialogue
 from asyncrl.environments.environment import Action, Environment, Message, Schema
 from asyncrl.environments.episode import Limits, Turn, task_of
@@ -75,6 +83,8 @@ class Player:
     """Length of the branch in which the policy has said its last turn."""
     turn_rewards: list[float] = field(default_factory=list[float])
     parts: Counter[str] = field(default_factory=Counter[str])
+    messages: list[Message] = field(default_factory=list[Message])
+    """Those of the policy so far, and what it heard in between."""
     num_calls: int = 0
     """Calls of tools so far."""
     caller: Caller = field(init=False)
@@ -129,12 +139,14 @@ class Player:
         if self._room(place) < 1:
             text = f"{place.num_tokens} tokens before the first turn, the window has "
             raise EpisodeFailedError("overlong", f"{name}: {text}{self.limits.window_tokens}")
+        said: list[Message] = []
         for number in range(self.named.max_turns(self.limits.max_turns)):
             if number and not place.tokens:
                 raise EpisodeFailedError("environment", f"{name}.step said nothing, and the episode is not done")
             turn = await self._sample(place)
             action = self._action(turn, number, tools)
             history.hear(turn.tokens, action.message, action.tool_calls)
+            self.messages += [*map(to_spoken, said), action.message]
             step = to_step(name, await self._call(environment, "step", action))
             self.turn_rewards.append(float(step.reward))
             self.parts.update({key: float(part) for key, part in step.parts.items()})
@@ -218,4 +230,5 @@ class Player:
             error=error,
             scored_together=False,
             group_wait_s=0.0,
+            messages=to_json(self.messages) if self.words.is_chat else b"",
         )

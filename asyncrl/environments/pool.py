@@ -124,6 +124,7 @@ class EnvironmentPool:
             max_observation_tokens=settings.max_observation_tokens,
             tool_format=settings.tool_format,
             history=settings.history,
+            keeps_messages=config.has_reward_functions,
             endpoints=endpoints,
             address="",
         )
@@ -259,4 +260,6 @@ def _end(host: _Host) -> None:
 
 def _lost(episode: str, problem: str) -> EpisodeEnded:
     error = f"its environment host was replaced: {problem}"
-    return EpisodeEnded(episode, "failed", "host", 0.0, {}, [], [], 0.0, error, scored_together=False, group_wait_s=0.0)
+    return EpisodeEnded(
+        episode, "failed", "host", 0.0, {}, [], [], 0.0, error, scored_together=False, group_wait_s=0.0, messages=b""
+    )

@@ -268,10 +268,14 @@ class Episodes:
                 one.lost_tokens += branch.drop_last_turn()
         del self._live[key]
         branches = [one.branches[number] for number in sorted(one.branches) if one.branches[number].turns]
+        said = [
+            (number, turn.tokens) for one in branches for number, (_, turn) in zip(one.numbers, one.turns, strict=True)
+        ]
+        turns = [tokens for _, tokens in sorted(said, key=lambda pair: pair[0])]
         branches = branches or [Branch(prompt.tolist(), has_row_prompt=True)]
         outcomes = [self._outcome(one, ended, branch, is_first=branch is branches[0]) for branch in branches]
         rows = [branch.to_completion(key, ended.status, len(prompt)) for branch in branches]
-        episode = EndedEpisode(one.group, one.index, rows, outcomes, ended)
+        episode = EndedEpisode(one.group, one.index, rows, outcomes, ended, turns)
         one.group.note(episode)
         return episode
 

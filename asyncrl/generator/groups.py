@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -21,7 +21,7 @@ from asyncrl.wire.frames import Block
 from asyncrl.wire.messages import Evaluated
 
 if TYPE_CHECKING:
-    from asyncrl.rewards.workers import RewardPool, Scored
+    from asyncrl.rewards.workers import Scored
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +74,8 @@ class Running:
     """The same of their episodes; empty without an environment."""
     ends: dict[int, EpisodeEnded] = field(default_factory=dict[int, EpisodeEnded])
     """What their environments returned, by index in the group."""
+    turns: dict[int, list[list[int]]] = field(default_factory=dict[int, list[list[int]]])
+    """The tokens of the turns of their episodes, by index in the group."""
     complete_s: float = 0.0
     """Time at which the last member ended."""
 
@@ -112,7 +114,8 @@ class Running:
 
     def note(self, episode: EndedEpisode) -> None:
         """Keeps what became of a member's episode; its rows are the caller's to add."""
-        self.outcomes[episode.index], self.ends[episode.index] = episode.outcomes, episode.ended
+        index = episode.index
+        self.outcomes[index], self.ends[index], self.turns[index] = episode.outcomes, episode.ended, episode.turns
 
     @property
     def scored_together(self) -> bool:
@@ -128,6 +131,10 @@ class Running:
     def members(self) -> list[list[Completion]]:
         """The rows of each member in the order of the group, once it is complete."""
         return [self.completions[index] for index in range(self.size)]
+
+    def environment_failed(self, index: int) -> bool:
+        """True if the environment of the member with this index has failed, so that it has no reward, not even 0."""
+        return index in self.ends and bool(self.ends[index].error)
 
     @property
     def firsts(self) -> list[Completion]:
@@ -145,22 +152,8 @@ class EndedEpisode(NamedTuple):
     outcomes: list[EpisodeOutcome]
     """Of each row."""
     ended: EpisodeEnded
-
-
-def submit(rewards: RewardPool, running: Running) -> None:
-    """Submits the completions of a lease to the reward workers; the rewards come back under its key."""
-    tokens = [completion.tokens for completion in running.firsts]
-    statuses = [completion.status for completion in running.firsts]
-    rewards.submit(running.key, tokens, running.lease.prompt, statuses, evaluation=running.lease.evaluation)
-
-
-def scored_by_environment(running: Running) -> Scored:
-    """The rewards that the environments of a complete lease returned."""
-    from asyncrl.rewards.workers import Scored
-
-    ends = [running.ends[index] for index in range(running.size)]
-    parts = [dict(one.parts) for one in ends]
-    return Scored(running.key, [one.reward for one in ends], parts, [one.error for one in ends])
+    turns: list[list[int]]
+    """The tokens of its turns, in the order in which they were asked for."""
 
 
 def make_group(
@@ -174,26 +167,26 @@ def make_group(
     """The group of a complete lease with its rewards.
 
     `truncated_penalty` is subtracted from the rewards of members cut at the token limit. A member without a reward gets
-    0 or, with `failed="refund"` or when no member of the group has a reward, the status "failed". All rows of a member
-    get its reward.
+    0 or, with `failed="refund"` or when no member of the group has a reward, the status "failed"; one whose environment
+    failed always gets that. All rows of a member get its reward, and the rewards of turns the environment's weight.
     """
     lease = running.lease
     count = running.size - running.greedy
     members = running.members[:count]
     completions = [completion for rows in members for completion in rows]
     trajectories, arrays = _trajectories(lease.prompt, completions)
-    greedy_error = scored.errors[-1] if running.greedy else ""
-    errors = [error or (greedy_error if failed == "refund" else "") for error in scored.errors[:count]]
+    errors, greedy_reward = _errors(running, scored, failed)
     refunded = failed == "refund" or all(errors)
     places = [(index, row) for index, rows in enumerate(members) for row in range(len(rows))]
     for (index, row), trajectory in zip(places, trajectories, strict=True):
         error = trajectory.error = errors[index]
         trajectory.member = index
         if index in running.outcomes:
-            trajectory.episode = running.outcomes[index][row]
+            weight = 0.0 if error else scored.environment_weight
+            trajectory.episode = _weighted(running.outcomes[index][row], weight)
         if not error:
             trajectory.reward, trajectory.reward_parts = scored.rewards[index], scored.parts[index]
-        elif refunded:
+        elif refunded or running.environment_failed(index):
             trajectory.status = "failed"
         if trajectory.status == "truncated" and truncated_penalty:
             trajectory.reward -= truncated_penalty
@@ -210,16 +203,30 @@ def make_group(
         started_s=running.started_s,
         finished_s=(finished_s := time.monotonic()),
         reward_s=finished_s - running.complete_s if running.complete_s else 0.0,
-        greedy_reward=_greedy_reward(scored, failed) if running.greedy else None,
+        greedy_reward=greedy_reward,
         greedy_tokens=sum(row.num_action_tokens for row in running.completions[count]) if running.greedy else 0,
         arrays=arrays,
     )
 
 
-def _greedy_reward(scored: Scored, failed: Literal["zero", "refund"]) -> float | None:
-    if scored.errors[-1]:
-        return 0.0 if failed == "zero" else None
-    return scored.rewards[-1]
+def _errors(running: Running, scored: Scored, failed: Literal["zero", "refund"]) -> tuple[list[str], float | None]:
+    """Why members have no reward, and the reward of the greedy completion, whose error is that of all members unless it
+    counts as 0."""
+    if not running.greedy:
+        return scored.errors, None
+    *errors, error = scored.errors
+    if not error:
+        return errors, scored.rewards[-1]
+    if failed == "zero" and not running.environment_failed(len(errors)):
+        return errors, 0.0
+    return [one or error for one in errors], None
+
+
+def _weighted(outcome: EpisodeOutcome, weight: float) -> EpisodeOutcome:
+    """The outcome with the rewards of its turns times the weight."""
+    if weight == 1.0:
+        return outcome
+    return replace(outcome, turn_rewards=[weight * reward for reward in outcome.turn_rewards])
 
 
 def make_evaluated(running: Running, scored: Scored) -> Evaluated:

@@ -32,9 +32,10 @@ from asyncrl.errors import PeerTimeoutError
 from asyncrl.generator.cost_model import StepCosts
 from asyncrl.generator.group_runner import GroupRunner, Member
 from asyncrl.generator.groups import Asked, Running, make_evaluated, make_group
+from asyncrl.generator.scoring import evaluated_rows
 from asyncrl.generator.vllm_backend.engine import Engine
 from asyncrl.replay.client import GeneratorClient, LeaseReply
-from asyncrl.replay.evaluation.samples import pack_completions
+from asyncrl.replay.evaluation.samples import pack_rows
 from asyncrl.types import NO_VERSION
 from asyncrl.util.memory import peak_memory_bytes
 from asyncrl.util.processes import GENERATOR_ACTIVITIES, GENERATOR_PHASES, Stopwatch
@@ -286,11 +287,9 @@ class GeneratorLoop:
         self._costs.scored(time.monotonic() - group.complete_s)
         if group.lease.evaluation:
             limit = self.config.generator.group_size if self.config.observe.samples else 0
-            completions = [completion.tokens for completion in group.firsts]
-            self.client.evaluated(make_evaluated(group, scored), pack_completions(completions, limit=limit))
+            rows = pack_rows(evaluated_rows(group, scored), limit=limit)
+            self.client.evaluated(make_evaluated(group, scored), rows)
             return
-        # A failed environment has no reward, not one of 0.
-        failed = "refund" if self.groups.episodes is not None else self.config.replay.failed
-        penalty = self.config.algorithm.truncated_penalty
+        penalty, failed = self.config.algorithm.truncated_penalty, self.config.replay.failed
         self.stats.rewards_failed += sum(map(bool, scored.errors))
         self.client.finish(make_group(group, scored, generator=self.index, truncated_penalty=penalty, failed=failed))

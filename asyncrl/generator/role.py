@@ -54,7 +54,7 @@ def run_generator(
         # Keep all threads on the engine's core: a thread preempted on another core could hold the GIL and stall the
         # engine.
         rewards = None
-        if config.environment.name is None:
+        if config.has_reward_functions:
             rewards = RewardPool(config, tokenizer_path=config.model.path, endpoints=endpoints)
             stack.callback(rewards.close)
         on_gpu = torch.cuda.is_available()

@@ -8,8 +8,9 @@ from typing import Any
 
 import structlog
 
-from asyncrl.config import Rewards
+from asyncrl.config import ENVIRONMENT, Config
 from asyncrl.errors import AsyncrlError
+from asyncrl.launch.conversations import CONVERSATION, in_one_line
 from asyncrl.launch.samples import Query, find_samples
 from asyncrl.samples import Samples
 from asyncrl.util.text import printable, shortened
@@ -26,9 +27,9 @@ class FirstLook:
     """Warns, once in a run, when there is no reward but 0 a minute after the first ones. Without a signal the queue
     replaces group after group, and only `replay.max_refunds_in_a_row` would end the run."""
 
-    def __init__(self, run_dir: Path, rewards: Rewards, say: Callable[[str], None]) -> None:
+    def __init__(self, run_dir: Path, config: Config, say: Callable[[str], None]) -> None:
         self._run_dir = run_dir
-        self._rewards = rewards
+        self._config = config
         self._say = say
         self._first_s: float | None = None
         self._is_over = False
@@ -52,11 +53,20 @@ class FirstLook:
         self._say(f"{what}; nothing can be learned from them. The latest:")
         for line in self._samples():
             self._say(line)
-        self._say(
-            f"Is rewards = {self._rewards!r} right for this data? Does the prompt ask for the form that it looks for? "
-            "Is generator.max_new_tokens enough for the answer? "
-            f"More: asyncrl samples {self._run_dir} --refunded"
+        self._say(f"{self._questions()} More: asyncrl samples {self._run_dir} --refunded")
+
+    def _questions(self) -> str:
+        rewards = f"Is rewards = {self._config.rewards!r} right for this data?"
+        if self._config.environment.name is None:
+            form = "Does the prompt ask for the form that it looks for?"
+            return f"{rewards} {form} Is generator.max_new_tokens enough for the answer?"
+        questions = (
+            "Does any episode come to what the environment rewards? Are calls of tools read, and do they succeed "
+            "(reward_part/calls and reward_part/calls_failed in the metrics)? Are environment.max_turns and "
+            "generator.max_new_tokens enough (environment/ended_max_turns, environment/ended_window)? See every turn: "
+            f"asyncrl play --config {self._run_dir / 'config.yaml'}."
         )
+        return questions if self._config.rewards == ENVIRONMENT else f"{rewards} {questions}"
 
     def _samples(self) -> list[str]:
         try:
@@ -70,6 +80,8 @@ class FirstLook:
 
 def _line(row: Mapping[str, Any]) -> str:
     reward = f"no reward: {row['error']}" if row["error"] else f"reward {row['reward']:g}"
-    pairs = {"prompt": row["prompt"], "completion": row["completion"], "truth": row["ground_truth"]}
+    lines = row.get(CONVERSATION)
+    prompt, completion = (row["prompt"], row["completion"]) if lines is None else in_one_line(lines)
+    pairs = {"prompt": prompt, "completion": completion, "truth": row["ground_truth"]}
     texts = [f"{name} {shortened(text, TEXT_CHARACTERS)!r}" for name, text in pairs.items() if text is not None]
     return printable(f"  {', '.join(texts)}, {row['status']}, {reward}")

@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from asyncrl.config import AUTO, Config, Rewards
+from asyncrl.config import AUTO, ENVIRONMENT, Config, Rewards
 from asyncrl.data.rows import Split
 from asyncrl.errors import ConfigError
 from asyncrl.generator.vllm_backend.setup import check_engine_options
@@ -97,10 +97,8 @@ def check_inputs(config: Config, console: Console) -> Inputs:
     """Returns the properties that roles need. Raises ConfigError or DataError if a model, file, reward, plug-in or
     option of the config is missing or cannot be used."""
     prompt_tokens = check_model(config)
-    if config.environment.name is None:
-        config, rows = check_data_and_rewards(config, console)
-    else:
-        rows = check_data(config, console)
+    config, rows = check_data_and_rewards(config, console)
+    if config.environment.name is not None:
         check_environments(config, console, prompt_tokens)
     check_engine_options(config)
     # Last, because these import torch.
@@ -185,11 +183,15 @@ def checked_rewards(config: Config, splits: Sequence[Split], console: Console, s
     sources = count_sources(config, splits)
     if config.rewards == AUTO:
         config = config.model_copy(update={"rewards": choose_rewards(config, sources)})
-        for line in describe_choice(sources):
+        for line in describe_choice(sources) if config.rewards != ENVIRONMENT else ():
             text = line.replace("rewards:", f"{section}rewards:", 1)
             console.print(text, highlight=False, markup=False, soft_wrap=True)
-    announce_imports(console, reward_names(config.rewards))
+    names = reward_names(config.rewards)
+    announce_imports(console, names)
     check_rewards(config)
+    if config.environment.name is not None and ENVIRONMENT not in names:
+        text = f"warning: {section}rewards: the reward of the environment does not count; {ENVIRONMENT}: 1.0 adds it"
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
     check_sources(config.rewards, sources)
     return config.rewards
 

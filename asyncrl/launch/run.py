@@ -184,7 +184,7 @@ class Run:
         self.started_s = time.monotonic()
         self.progress = Progress(config, self.started_s)
         self.bottleneck = BottleneckMonitor(config, placement)
-        self.first_look = FirstLook(Path(spec.run_dir), config.rewards, self._say)
+        self.first_look = FirstLook(Path(spec.run_dir), config, self._say)
         self.shown_samples = ShownSamples(Path(spec.run_dir), config)
         self._stop_since_s: float | None = None
         self._stop_told = False

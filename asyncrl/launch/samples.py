@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from asyncrl.config import Config, load_config
 from asyncrl.data.parquet import PromptTable, Split
 from asyncrl.errors import ConfigError, DataError
+from asyncrl.launch.conversations import Conversations
 from asyncrl.observe.document import PageSamples
 from asyncrl.replay.journal.reader import segments_of
 from asyncrl.replay.journal.samples import JournalSamples
@@ -62,7 +63,8 @@ class Found:
     """The result of a search."""
 
     samples: Samples
-    """With the columns "prompt", "completion" and, where the dataset still has it, "ground_truth"."""
+    """With the columns "prompt", "completion" and, where the dataset still has it, "ground_truth"; with an environment
+    also CONVERSATION."""
     searched: str
     """A sentence that names the places that were searched."""
 
@@ -145,11 +147,26 @@ def find_samples(run_dir: Path, query: Query, *, special_tokens: bool = False) -
         found = Samples.concat([found, part])
         if query.order != "newest":
             found = found.sort(_COLUMN[query.order], descending=query.order != "worst")
-        elif len(found) >= query.limit:
+        elif found.begins_member.sum() >= query.limit:
             break
-        found = found.select(slice(query.limit))
-    found = found.select(slice(query.limit)).decode(decoder, special_tokens=special_tokens)
+        found = first_members(found, query.limit)
+    found = first_members(found, query.limit).decode(decoder, special_tokens=special_tokens)
+    if (shown := conversations(run_dir, config, decoder, special_tokens=special_tokens)) is not None:
+        found = shown.add_to(found)
     return Found(with_ground_truths(found, config, split="eval" if query.evaluated else "train"), stored.describe())
+
+
+def first_members(samples: Samples, count: int) -> Samples:
+    """The rows of the first members of groups."""
+    return samples.select(np.cumsum(samples.begins_member) <= count)
+
+
+def conversations(
+    run_dir: Path, config: Config, decoder: Decoder, *, special_tokens: bool = False
+) -> Conversations | None:
+    """What shows the episodes of a run; None without an environment."""
+    folder = tokenizer_folder(run_dir, config)
+    return Conversations.of(config, folder, decoder, special_tokens=special_tokens)
 
 
 def stored_group(run_dir: Path, ticket: int) -> Samples:
@@ -264,10 +281,17 @@ def page_samples(run_dir: Path) -> PageSamples | None:
     except (ConfigError, DataError) as error:
         log.warning("the report has no samples", error=str(error))
         return None
-    return PageSamples(with_texts(trained, decoder, config, "train"), with_texts(evaluated, decoder, config, "eval"))
+    shown = conversations(run_dir, config, decoder)
+    return PageSamples(
+        with_texts(trained, decoder, shown, config, "train"), with_texts(evaluated, decoder, shown, config, "eval")
+    )
 
 
-def with_texts(samples: Samples, decoder: Decoder, config: Config, split: Split) -> Samples:
-    """The samples with their texts and ground truths, and with the completions' special tokens in the column "raw"."""
+def with_texts(
+    samples: Samples, decoder: Decoder, shown: Conversations | None, config: Config, split: Split
+) -> Samples:
+    """The samples with their texts and ground truths, and `shown` as conversations; the column "raw" has the
+    completions with special tokens."""
     raw = samples.decode(decoder, special_tokens=True).table["completion"].combine_chunks()
+    samples = samples if shown is None else shown.add_to(samples)
     return with_ground_truths(samples.decode(decoder), config, split=split).with_column("raw", raw)

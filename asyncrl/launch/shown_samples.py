@@ -10,7 +10,8 @@ import structlog
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError, DataError
-from asyncrl.launch.samples import run_decoder
+from asyncrl.launch.conversations import CONVERSATION, Conversations, in_one_line
+from asyncrl.launch.samples import conversations, run_decoder
 from asyncrl.observe.panel import ShownSample
 from asyncrl.samples.book import CHOSEN, FOLDER, TRAINED, read_latest
 from asyncrl.util.text import printable, shortened
@@ -29,6 +30,7 @@ class ShownSamples:
         self._config = config
         self._file = run_dir / FOLDER / TRAINED
         self._decoder: Decoder | None = None
+        self._shown: Conversations | None = None
         self._bytes = 0
         self._is_over = not config.observe.samples
 
@@ -40,18 +42,23 @@ class ShownSamples:
         try:
             if self._decoder is None:
                 self._decoder = run_decoder(self._run_dir, self._config)
+                self._shown = conversations(self._run_dir, self._config, self._decoder)
             samples = read_latest(self._run_dir).decode(self._decoder)
         except (ConfigError, DataError) as error:
             self._is_over = True
             log.warning("samples are not shown", error=str(error))
             return []
-        shown = samples.select(slice(self._config.observe.samples)).table.to_pylist(maps_as_pydicts="strict")
-        return [shown_sample(row) for row in shown]
+        samples = samples.select(samples.begins_member).select(slice(self._config.observe.samples))
+        if self._shown is not None:
+            samples = self._shown.add_to(samples)
+        return [shown_sample(row) for row in samples.table.to_pylist(maps_as_pydicts="strict")]
 
 
 def shown_sample(row: Mapping[str, Any]) -> ShownSample:
     """A sample for the live view, its texts shortened."""
-    prompt, completion = (printable(shortened(row[name], TEXT_CHARACTERS)) for name in ("prompt", "completion"))
+    lines = row.get(CONVERSATION)
+    texts = (row["prompt"], row["completion"]) if lines is None else in_one_line(lines)
+    prompt, completion = (printable(shortened(text, TEXT_CHARACTERS)) for text in texts)
     reward = f"no reward: {row['error']}" if row["error"] else f"reward {row['reward']:g}"
     facts = (
         f"step {row['step']}, {row[CHOSEN]}: {reward}, staleness {row['staleness']}, {row['num_action_tokens']} tokens"

@@ -47,6 +47,7 @@ SHOWN_ELSEWHERE = (
 SAMPLE_FIELDS = (
     "step", CHOSEN, "index", "prompt", "completion", "ground_truth", "reward", "reward_parts", "staleness",
     "start_version", "end_version", "status", "error", "num_action_tokens", "ticket", "row", "data_source",
+    "conversation",
 )  # fmt: skip
 
 
@@ -236,10 +237,17 @@ def _samples(samples: PageSamples | None) -> dict[str, Any]:
 def _plain(samples: Samples) -> list[dict[str, Any]]:
     names = [name for name in (*SAMPLE_FIELDS, "raw") if name in samples.columns]
     rows = samples.table.select(names).to_pylist(maps_as_pydicts="strict")
-    return [{name: _cut(value) if isinstance(value, str) else value for name, value in row.items()} for row in rows]
+    return [{name: _cut(value) for name, value in row.items()} for row in rows]
 
 
-def _cut(text: str) -> str:
+def _cut(value: Any) -> Any:
+    """A text, or the texts of a conversation, without the middle of those that are long; others as they are."""
+    if isinstance(value, list):
+        return [line | {"text": _cut(line["text"])} for line in value]
+    return _cut_text(value) if isinstance(value, str) else value
+
+
+def _cut_text(text: str) -> str:
     if len(text) <= MAX_CHARACTERS:
         return text
     half = MAX_CHARACTERS // 2

@@ -146,7 +146,7 @@ class GeneratorClient:
         self._unacknowledged[False, group.ticket, group.attempt] = self._send(header, [block])
 
     def evaluated(self, result: Evaluated, completions: Sequence[Arrays] = ()) -> None:
-        """Sends an evaluated prompt with what `pack_completions` returns, as `finish` does a group."""
+        """Sends an evaluated prompt with what `pack_rows` returns, as `finish` does a group."""
         self._unacknowledged[True, result.ticket, result.attempt] = self._send(result, completions)
 
     def release(self, leases: Sequence[tuple[int, int, int]], *, evaluations: Sequence[tuple[int, int]] = ()) -> None:

@@ -27,7 +27,7 @@ from functools import partial
 
 from asyncrl.errors import InvariantError, ProtocolError
 from asyncrl.replay.codec import pack_leases
-from asyncrl.replay.evaluation.samples import EvalSamples, unpack_completions
+from asyncrl.replay.evaluation.samples import EvalSamples, unpack_rows
 from asyncrl.replay.journal.records import FRAME_BYTES
 from asyncrl.replay.outbox import Outbox
 from asyncrl.replay.queue import ReplayQueue
@@ -189,10 +189,10 @@ class ReplayServer:
 
     def _evaluated(self, message: Message) -> Reply:
         body: Evaluated = message.body
-        completions = unpack_completions(body, message.arrays)
+        rows = unpack_rows(body, message.arrays)
         prompt = self.queue.evaluated(body)
         if prompt is not None and self._eval_samples is not None:
-            self._eval_samples.add(prompt, body, completions)
+            self._eval_samples.add(prompt, body, rows)
         return Reply(Finished([LeaseName(body.ticket, body.attempt, evaluation=True)]))
 
     def _next_evaluation(self, message: Message) -> Reply:

@@ -1,11 +1,12 @@
-"""`rewards: auto`: the reward of each data source, as verl chooses it by the same names."""
+"""`rewards: auto`: that of the environment or, without one, the reward of each data source, as verl chooses it by the
+same names."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
-from asyncrl.config import Config, Rewards
+from asyncrl.config import ENVIRONMENT, Config, Rewards
 from asyncrl.errors import ConfigError
 
 UNKNOWN = "exact"
@@ -40,7 +41,9 @@ def known_reward(data_source: str) -> str | None:
 
 def choose_rewards(config: Config, sources: Mapping[str, int]) -> Rewards:
     """Returns the rewards that `auto` stands for, with `sources` as the number of rows of each data source. Raises
-    ConfigError for data without ground truths."""
+    ConfigError for data without ground truths, unless an environment gives the reward."""
+    if config.environment.name is not None:
+        return ENVIRONMENT
     if config.data.columns.ground_truth is None:
         raise ConfigError(
             "rewards = 'auto': chooses among rewards that compare with a ground truth, and "

@@ -17,11 +17,17 @@ A reward has one of three forms. Keyword-only arguments are its options (`reward
     def brief(completions, completion_ids, **columns):
         return [-0.001 * len(tokens) for tokens in completion_ids]
 
-The columns of the third form are lists of the same length: prompts, completion_ids, statuses ("completed" or
-"truncated"), ground_truth (also under the name of its column in the data), data_source, every key of extra_info and
-every other column of the data. Two are single numbers: max_new_tokens, and time_left_s before the group times out.
+The columns of the third form are lists of the same length: prompts, completion_ids, completion_texts, statuses
+("completed" or "truncated"), ground_truth (also under the name of its column in the data), data_source, every key of
+extra_info and every other column of the data. Two are single numbers: max_new_tokens, and time_left_s before the group
+times out.
 Prompts and completions are message lists when the data's prompt is one, as in TRL, and plain text otherwise.
 A score of None says that the function does not apply: a weighted sum of rewards leaves it out.
+
+With an environment a completion is an episode. As a text, in both forms, it is what the policy said, with a line break
+between two turns, and without what it heard: that may hold the ground truth. As a list of messages it has those of
+tools and users, too. `completion_ids` are the policy's. `completion_texts` of the third form are texts also where
+completions are messages, and `environment_rewards` are dicts with "score" and the parts that environments gave.
 """
 
 from __future__ import annotations
@@ -39,6 +45,9 @@ from asyncrl.util.redaction import describe, redact
 FORMS = "compute_score(data_source, solution_str, ground_truth, extra_info) or reward(completions, **columns)"
 
 SAMPLE_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+
+TURN_BREAK = "\n"
+"""Stands between two turns of the policy in the text of a completion."""
 
 Message = dict[str, Any]
 """One message of a chat: "role", "content"."""
@@ -66,6 +75,10 @@ class CompletedGroup:
     statuses: list[str] = field(default_factory=list)
     """ "completed" or "truncated", of each completion."""
     max_new_tokens: int = 0
+    messages: list[list[Message]] = field(default_factory=list[list[Message]])
+    """What was said in each episode behind the prompt, by the policy, tools and users; none without an environment."""
+    environment_rewards: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
+    """The score and the parts that the environment of each episode gave; none without an environment."""
     deadline_s: float = math.inf
     """Deadline for the scores, on the monotonic clock."""
 
@@ -75,11 +88,14 @@ class CompletedGroup:
         prompt = self.prompt if self.chat is None else self.chat
         completions: list[Any] = self.completions
         if self.chat is not None:
-            completions = [[{"role": "assistant", "content": text}] for text in self.completions]
+            completions = self.messages or [[{"role": "assistant", "content": text}] for text in self.completions]
         columns: dict[str, Any] = {key: [value] * size for key, value in (self.extra_info | self.columns).items()}
+        if self.environment_rewards:
+            columns["environment_rewards"] = self.environment_rewards
         return columns | {
             "prompts": [prompt] * size,
             "completions": completions,
+            "completion_texts": self.completions,
             "completion_ids": self.completion_ids,
             "statuses": self.statuses or ["completed"] * size,
             self.ground_truth_name: [self.ground_truth] * size,
@@ -193,11 +209,6 @@ def parameters_of(name: str, function: Callable[..., Any]) -> Mapping[str, inspe
         return inspect.signature(function).parameters
     except (TypeError, ValueError):
         raise ConfigError(f"rewards: the signature of {name} cannot be read: a reward is {FORMS}") from None
-
-
-def text_of(completion: Any) -> str:
-    """The text of a completion in either of its forms, a string or a list of messages."""
-    return completion if isinstance(completion, str) else "".join(message["content"] for message in completion)
 
 
 def failure(name: str, data_source: str, cause: str) -> str:

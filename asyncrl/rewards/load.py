@@ -7,13 +7,14 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from asyncrl.config import check_options
+from asyncrl.config import ENVIRONMENT, check_options
 from asyncrl.errors import ConfigError
 from asyncrl.rewards.calling import SAMPLE_ARGUMENTS, RewardFunction, parameters_of
 from asyncrl.util.redaction import MIN_SECRET_CHARACTERS, keep_secret
 from asyncrl.util.user_code import resolve_function
 
 REWARDS: dict[str, str] = {
+    ENVIRONMENT: "asyncrl.rewards.builtin.environment:environment",
     "exact": "asyncrl.rewards.builtin.text:exact",
     "number": "asyncrl.rewards.builtin.text:number",
     "gsm8k": "asyncrl.rewards.builtin.text:gsm8k",

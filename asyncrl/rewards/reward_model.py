@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from asyncrl.config import Config, Options
 from asyncrl.errors import ConfigError, PeerTimeoutError, RunError
-from asyncrl.rewards.calling import Failed, text_of
+from asyncrl.rewards.calling import Failed
 from asyncrl.rewards.table import evaluation_config, reward_names
 from asyncrl.util.files import read_json, read_tensor_descriptions
 from asyncrl.wire.endpoints import Endpoints
@@ -34,6 +34,7 @@ _PING_S = 0.5
 
 def reward_model(
     completions: list[Any],
+    completion_texts: list[str],
     prompts: list[Any],
     time_left_s: float,
     *,
@@ -46,11 +47,12 @@ def reward_model(
 
     The model in folder `path` runs in one process for all generators, in `dtype`, on `device` (auto: a GPU if there
     is one), in batches of at most `tokens_per_batch` tokens, including padding. A chat is rendered with the chat
-    template of the reward model's tokenizer; a plain prompt and its completion are concatenated.
+    template of the reward model's tokenizer; a plain prompt and its completion are concatenated. Of an episode it reads
+    what the policy said, as one message.
     """
     if _client is None:
         raise RunError("no reward model process: the reward workers have no address of it")
-    return _client.score(prompts[0], [text_of(completion) for completion in completions], time_left_s)
+    return _client.score(prompts[0], completion_texts, time_left_s)
 
 
 def connect(endpoints: Endpoints | None) -> None:

@@ -7,12 +7,13 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import cast
 
-from asyncrl.config import Config, Options, Rewards, RewardSpec, did_you_mean
+from asyncrl.config import ENVIRONMENT, Config, Options, Rewards, RewardSpec, did_you_mean
 from asyncrl.errors import ConfigError
 from asyncrl.rewards.calling import CompletedGroup, RewardFunction, Score, failure
 from asyncrl.rewards.load import load_reward
 
 CHECKS: dict[str, str] = {
+    ENVIRONMENT: "asyncrl.rewards.builtin.environment:check_environment_reward",
     "format": "asyncrl.rewards.builtin.text:check_format",
     "choice": "asyncrl.rewards.builtin.text:check_choice",
     "overlong": "asyncrl.rewards.builtin.length:check_overlong",
@@ -97,6 +98,12 @@ def reward_for(rewards: Rewards, data_source: str) -> RewardSpec | None:
         return cast(RewardSpec, rewards)
     table = cast("dict[str, RewardSpec]", rewards)
     return table.get(data_source, table.get("default"))
+
+
+def environment_weight(rewards: Rewards, data_source: str) -> float:
+    """The factor of the environment's reward in that of a data source; 0 if it does not count."""
+    spec = reward_for(rewards, data_source)
+    return float(spec == ENVIRONMENT) if spec is None or isinstance(spec, str) else spec.get(ENVIRONMENT, 0.0)
 
 
 def reward_names(rewards: Rewards) -> list[str]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, islice
 from typing import Any, NamedTuple
 
 from asyncrl.config import Options, Rewards
 from asyncrl.errors import ConfigError
 from asyncrl.rewards import reward_model
-from asyncrl.rewards.calling import CompletedGroup, Message, Score
+from asyncrl.rewards.calling import TURN_BREAK, CompletedGroup, Message, Score
 from asyncrl.rewards.table import RewardTable
 from asyncrl.util.processes import become_helper
 from asyncrl.util.redaction import redact
@@ -19,6 +21,20 @@ from asyncrl.wire.endpoints import Endpoints
 
 _TIME_SHARE = 0.9
 """Fraction of the time limit that functions see as theirs; the rest is for returning the scores."""
+
+
+class PackedEpisode(NamedTuple):
+    """What an episode adds to a completion as it is sent to a worker."""
+
+    turn_tokens: list[int]
+    """Number of tokens of each turn of the policy."""
+    messages: bytes
+    """As JSON; empty for an episode of plain text."""
+    reward: float
+    """That of the environment, as `parts`."""
+    parts: dict[str, float]
+    error: str
+    """Why the environment gave no reward; empty if it did."""
 
 
 class PackedGroup(NamedTuple):
@@ -36,6 +52,16 @@ class PackedGroup(NamedTuple):
     columns: dict[str, Any]
     evaluation: bool = False
     """True if it is scored by the rewards of evaluations."""
+    episodes: Sequence[PackedEpisode] = ()
+    """One for each completion; none without an environment."""
+
+    def select(self, members: Sequence[int]) -> PackedGroup:
+        """The group with these completions only."""
+        return self._replace(
+            completion_ids=[self.completion_ids[index] for index in members],
+            statuses=[self.statuses[index] for index in members],
+            episodes=[self.episodes[index] for index in members] if self.episodes else (),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +116,11 @@ def _make_scorer(spec: WorkerSpec, decode: Decoder) -> _Scorer:
 
     def score(packed: PackedGroup) -> list[Score]:
         deadline_s = time.monotonic() + _TIME_SHARE * spec.timeout_s
-        prompt_text, *completions = decode([memoryview(packed.prompt).cast("i").tolist(), *packed.completion_ids])
+        prompt, texts = _decoded(packed, decode)
         return (evaluation if packed.evaluation else training)(
             CompletedGroup(
-                prompt=prompt_text,
-                completions=completions,
+                prompt=prompt,
+                completions=texts,
                 completion_ids=packed.completion_ids,
                 ground_truth=packed.ground_truth,
                 data_source=packed.data_source,
@@ -104,8 +130,34 @@ def _make_scorer(spec: WorkerSpec, decode: Decoder) -> _Scorer:
                 columns=packed.columns,
                 statuses=packed.statuses,
                 max_new_tokens=spec.max_new_tokens,
+                messages=[json.loads(one.messages) for one in packed.episodes if one.messages],
+                environment_rewards=[{**one.parts, "score": one.reward} for one in packed.episodes],
                 deadline_s=deadline_s,
             )
         )
 
-    return score
+    return lambda packed: _score_played(packed, score)
+
+
+def _score_played(packed: PackedGroup, score: _Scorer) -> list[Score]:
+    """Scores the completions but for those whose environment has failed: these have no reward."""
+    if not any(one.error for one in packed.episodes):
+        return score(packed)
+    played = [index for index, one in enumerate(packed.episodes) if not one.error]
+    scores = dict(zip(played, score(packed.select(played)), strict=True)) if played else {}
+    return [scores.get(index, (0.0, {}, one.error)) for index, one in enumerate(packed.episodes)]
+
+
+def _decoded(packed: PackedGroup, decode: Decoder) -> tuple[str, list[str]]:
+    """The texts of the prompt and of each completion."""
+    prompt = memoryview(packed.prompt).cast("i").tolist()
+    if not packed.episodes:
+        prompt_text, *texts = decode([prompt, *packed.completion_ids])
+        return prompt_text, texts
+    turns: list[list[int]] = []
+    for tokens, episode in zip(packed.completion_ids, packed.episodes, strict=True):
+        ends = list(accumulate(episode.turn_tokens))
+        turns += [tokens[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+    prompt_text, *said = decode([prompt, *turns])
+    words = iter(said)
+    return prompt_text, [TURN_BREAK.join(islice(words, len(one.turn_tokens))) for one in packed.episodes]

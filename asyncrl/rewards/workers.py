@@ -19,8 +19,8 @@ from pebble import ProcessExpired, ProcessPool
 from asyncrl.config import Config
 from asyncrl.errors import RunError
 from asyncrl.rewards.calling import Score, describe, failure
-from asyncrl.rewards.table import evaluation_config, reward_for, show_spec
-from asyncrl.rewards.worker_main import PackedGroup, WorkerSpec, score_groups, start_worker
+from asyncrl.rewards.table import environment_weight, evaluation_config, reward_for, show_spec
+from asyncrl.rewards.worker_main import PackedEpisode, PackedGroup, WorkerSpec, score_groups, start_worker
 from asyncrl.types import Prompt
 from asyncrl.wire.endpoints import Endpoints
 
@@ -49,6 +49,8 @@ class Scored:
     parts: list[dict[str, float]]
     errors: list[str]
     """Why each completion has no reward; "" where it has one."""
+    environment_weight: float = 1.0
+    """The factor of the environments' rewards in these."""
 
 
 @dataclass(slots=True)
@@ -68,8 +70,7 @@ class _Waiting:
     def completions(self) -> list[_Waiting]:
         """The completions of the group, each to be scored alone."""
         split = _Split([None] * len(self.group.completion_ids))
-        members = zip(self.group.completion_ids, self.group.statuses, strict=True)
-        groups = [self.group._replace(completion_ids=[tokens], statuses=[status]) for tokens, status in members]
+        groups = [self.group.select([place]) for place in range(len(split.scores))]
         return [_Waiting(self.key, group, alone=True, split=split, place=place) for place, group in enumerate(groups)]
 
 
@@ -136,8 +137,10 @@ class RewardPool:
         statuses: Sequence[str],
         *,
         evaluation: bool = False,
+        episodes: Sequence[PackedEpisode] = (),
     ) -> None:
-        """Queues one group: the action tokens of each completion, and its status, "completed" or "truncated".
+        """Queues one group: the action tokens of each completion, and its status, "completed" or "truncated"; with an
+        environment also the episode of each.
 
         The rewards come back under `key`; with `evaluation` they are those of `eval.rewards`.
         """
@@ -151,6 +154,7 @@ class RewardPool:
             chat=prompt.chat,
             columns=prompt.columns,
             evaluation=evaluation,
+            episodes=list(episodes),
         )
         self._waiting.append(_Waiting(key, packed))
 
@@ -227,7 +231,7 @@ class RewardPool:
             seconds, scores = task.future.result()
             self._group_s = max(1e-6, (self._group_s + seconds / len(scores)) / 2)
             for waiting, one in zip(task.groups, scores, strict=True):
-                _conclude(waiting, one, scored)
+                self._conclude(waiting, one, scored)
         elif isinstance(error, BrokenProcessPool):
             for waiting in task.groups:
                 waiting.pool_losses += 1
@@ -261,16 +265,17 @@ class RewardPool:
         data_source = waiting.group.data_source
         spec = reward_for(self._rewards[waiting.group.evaluation], data_source)
         text = failure(show_spec(spec), data_source, cause)
-        _conclude(waiting, [(0.0, {}, text)] * len(waiting.group.completion_ids), scored)
+        self._conclude(waiting, [(0.0, {}, text)] * len(waiting.group.completion_ids), scored)
 
-
-def _conclude(waiting: _Waiting, scores: list[Score], scored: list[Scored]) -> None:
-    """Adds the group to `scored`; for a single completion, only once all of its group are scored."""
-    complete = scores
-    if waiting.split is not None:
-        waiting.split.scores[waiting.place] = scores[0]
-        complete = [score for score in waiting.split.scores if score is not None]
-        if len(complete) < len(waiting.split.scores):
-            return
-    rewards, parts, errors = zip(*complete, strict=True)
-    scored.append(Scored(waiting.key, [reward or 0.0 for reward in rewards], list(parts), list(errors)))
+    def _conclude(self, waiting: _Waiting, scores: list[Score], scored: list[Scored]) -> None:
+        """Adds the group to `scored`; for a single completion, only once all of its group are scored."""
+        group, complete = waiting.group, scores
+        if waiting.split is not None:
+            waiting.split.scores[waiting.place] = scores[0]
+            complete = [score for score in waiting.split.scores if score is not None]
+            if len(complete) < len(waiting.split.scores):
+                return
+        rewards, parts, errors = zip(*complete, strict=True)
+        weight = environment_weight(self._rewards[group.evaluation], group.data_source)
+        rewards = [reward or 0.0 for reward in rewards]
+        scored.append(Scored(waiting.key, rewards, list(parts), list(errors), weight))

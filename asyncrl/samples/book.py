@@ -19,7 +19,7 @@ import pyarrow as pa
 import structlog
 
 from asyncrl.errors import DataError
-from asyncrl.samples.table import ARRAYS, SCHEMA, Samples
+from asyncrl.samples.table import ARRAYS, EPISODES, SCHEMA, Samples
 from asyncrl.types import Group
 
 log = structlog.get_logger()
@@ -57,26 +57,30 @@ class SampleBook:
 
 
 def choose(groups: Sequence[Group], *, step: int) -> Samples:
-    """The best, the worst, the first failed, the longest and the median trajectory of a batch, each once, with the
-    reason as the column "chosen"."""
-    places = [(at, index) for at, group in enumerate(groups) for index in range(len(group.trajectories))]
-    members = [groups[at].trajectories[index] for at, index in places]
-    rewards = np.array([member.reward for member in members])
-    order = np.argsort(rewards, kind="stable").tolist()
+    """The best, the worst, the first failed, the longest and the median member of a batch, each once, with all of its
+    rows and the reason as the column "chosen"."""
+    rows: dict[tuple[int, int], list[int]] = {}
+    for at, group in enumerate(groups):
+        for index, member in enumerate(group.members):
+            rows.setdefault((at, member), []).append(index)
+    places = list(rows)
+    members = [[groups[at].trajectories[index] for index in rows[at, member]] for at, member in places]
+    order = np.argsort([member[0].reward for member in members], kind="stable").tolist()
     wanted: dict[str, int | None] = dict.fromkeys(REASONS)
     if members:
         wanted |= {"best": order[-1], "worst": order[0], "median": order[len(order) // 2]}
-        wanted["longest"] = int(np.argmax([member.num_action_tokens for member in members]))
-        wanted["failed"] = next((number for number, member in enumerate(members) if member.error), None)
+        wanted["longest"] = int(np.argmax([sum(row.num_action_tokens for row in member) for member in members]))
+        wanted["failed"] = next((number for number, member in enumerate(members) if member[0].error), None)
     reasons: dict[int, str] = {}
     for reason, number in wanted.items():
         if number is not None:
             reasons.setdefault(number, reason)
-    parts = [
-        Samples.of_groups([groups[at]], step=step, outcome="trained").select([index])
-        for at, index in (places[number] for number in reasons)
-    ]
-    return Samples.concat(parts).with_column(CHOSEN, pa.array(list(reasons.values()), pa.string()))
+    parts: list[Samples] = []
+    for number, reason in reasons.items():
+        own = rows[places[number]]
+        part = Samples.of_groups([groups[places[number][0]]], step=step, outcome="trained").select(own)
+        parts.append(part.with_column(CHOSEN, pa.array([reason] * len(own), pa.string())))
+    return Samples.concat(parts or [samples_of_rows([])])
 
 
 def append_rows(file: Path, samples: Samples) -> None:
@@ -94,8 +98,13 @@ def append_rows(file: Path, samples: Samples) -> None:
 def read_trained(run_dir: Path) -> Samples:
     """The recorded samples of all steps, in their order; one that was recorded again after a restart is there once.
     Raises DataError."""
-    rows = {(row["step"], row[CHOSEN]): row for row in _read_rows(run_dir / FOLDER / TRAINED)}
-    return samples_of_rows(sorted(rows.values(), key=lambda row: row["step"]))
+    found: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    for row in _read_rows(run_dir / FOLDER / TRAINED):
+        own = found.setdefault((row["step"], row[CHOSEN]), [])
+        if own and (own[-1]["ticket"] != row["ticket"] or own[-1]["index"] >= row["index"]):
+            own.clear()  # it was recorded again
+        own.append(row)
+    return samples_of_rows(sorted((row for own in found.values() for row in own), key=lambda row: row["step"]))
 
 
 def read_latest(run_dir: Path) -> Samples:
@@ -124,7 +133,8 @@ def evaluated_file(run_dir: Path, version: int) -> Path:
 def samples_of_rows(rows: Iterable[dict[str, Any]]) -> Samples:
     """The samples of what `append_rows` wrote."""
     content = [{**row, "reward_parts": list(row["reward_parts"].items())} for row in rows]
-    return Samples(pa.Table.from_pylist(content, pa.schema([*SCHEMA, (CHOSEN, pa.string())])))
+    lists = [(name, pa.list_(kind)) for name, kind in EPISODES.items() if any(name in row for row in content)]
+    return Samples(pa.Table.from_pylist(content, pa.schema([*SCHEMA, (CHOSEN, pa.string()), *lists])))
 
 
 def _read_rows(file: Path, *, last_bytes: int | None = None) -> list[dict[str, Any]]:

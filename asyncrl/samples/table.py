@@ -65,12 +65,21 @@ ARRAYS = {"action_mask": pa.bool_(), "behavior_logprobs": pa.float32(), "version
 """The other arrays of a trajectory, with their types: columns of lists that a table may lack."""
 
 
+EPISODES = {"segment_tokens": pa.int32(), "turn_rewards": pa.float64()}
+"""Columns of lists about episodes, with their types; a table without episodes lacks them. `segment_tokens` are the
+numbers of tokens of the prompt, the first turn, what was said then, the next turn, and so on."""
+
+
 class Part(NamedTuple):
     """A part of a trajectory."""
 
     tokens: list[int]
-    version: int | None
-    """The newest version that sampled a token of it; None for what an environment said."""
+    said: bool
+    """True for what the policy said, false for what it heard."""
+    version: int | None = None
+    """The newest version that sampled a token of it, where that is known."""
+    reward: float | None = None
+    """That of the turn, where an environment gave rewards of turns."""
 
 
 class Samples:
@@ -100,6 +109,11 @@ class Samples:
         table = pa.Table.from_pylist(rows, SCHEMA)
         for name, kind in {"tokens": pa.int32(), **ARRAYS}.items():
             table = _put(table, name, _lists([getattr(one, name) for one in trajectories], kind))
+        if any(one.episode is not None for one in trajectories):
+            rewards = [None if one.episode is None else one.episode.turn_rewards for one in trajectories]
+            segments = [None if one.episode is None else segments_of(one.action_mask) for one in trajectories]
+            for name, lists in (("segment_tokens", segments), ("turn_rewards", rewards)):
+                table = _put(table, name, pa.array(lists, pa.list_(EPISODES[name])))
         return cls(table)
 
     def to_groups(self) -> list[Group]:
@@ -188,17 +202,25 @@ class Samples:
         return cls(pa.concat_tables(tables, promote_options="default"))
 
     def turns(self, row: int) -> list[Part]:
-        """Returns the parts of a trajectory after its prompt: the policy's turns, and the observations between them.
-        Raises DataError if the table lacks `action_mask` or `versions`."""
-        for name in ("action_mask", "versions"):
-            if name not in self.columns:
-                raise DataError(f"samples: {name} is missing, so that turns cannot be told apart")
+        """What follows the prompt of a trajectory, in parts: what the policy said, and between that what it heard.
+        Raises DataError if the table lacks both `action_mask` and `segment_tokens`."""
         one = self.select([row])
-        start = int(one["num_prompt_tokens"][0])
-        tokens, mask, versions = (one[name][0][start:] for name in ("tokens", "action_mask", "versions"))
-        cuts = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(tokens)]
-        spans = [slice(begin, end) for begin, end in pairwise(cuts) if end > begin]
-        return [Part(tokens[own].tolist(), int(versions[own].max()) if mask[own.start] else None) for own in spans]
+        tokens, segments = one["tokens"][0].tolist(), self._of_row(row, "segment_tokens")
+        if segments is None:
+            if "action_mask" not in self.columns:
+                raise DataError("samples: action_mask is missing, so that turns cannot be told apart")
+            segments = segments_of(one["action_mask"][0])
+        versions, rewards = self._of_row(row, "versions"), iter(self._of_row(row, "turn_rewards") or ())
+        parts: list[Part] = []
+        for number, (begin, end) in enumerate(pairwise(accumulate(segments))):
+            said = not number % 2
+            newest = max(versions[begin:end], default=None) if said and versions else None
+            parts.append(Part(tokens[begin:end], said, newest, next(rewards, None) if said else None))
+        return parts
+
+    def _of_row(self, row: int, name: str) -> list[Any] | None:
+        """The list of a row in a column; None if it has none."""
+        return self.table[name][row].as_py() if name in self.columns else None
 
     def decode(self, decoder: Decoder, *, special_tokens: bool = False) -> Self:
         """The table with the columns "prompt" and "completion", the texts of the tokens before and after the first
@@ -236,6 +258,13 @@ class Samples:
 _OF_GROUP = [field.name for field in fields(Group) if field.name in SCHEMA.names]
 _OF_TRAJECTORY = ["status", "reward", "reward_parts", "error"]
 _COUNTS = ["num_prompt_tokens", "num_action_tokens"]
+
+
+def segments_of(action_mask: NDArray[np.bool_]) -> list[int]:
+    """The `segment_tokens` of a trajectory."""
+    cuts = [0, *(np.flatnonzero(np.diff(action_mask)) + 1).tolist(), len(action_mask)]
+    lengths = [end - begin for begin, end in pairwise(cuts)]
+    return [0, *lengths] if action_mask[:1].any() else lengths
 
 
 def _put(table: pa.Table, name: str, column: pa.Array) -> pa.Table:

@@ -105,6 +105,9 @@ class EpisodeEnded(Body):
     """The members of its group are scored together: without it the others have no reward."""
     group_wait_s: Time
     """Time in which it waited for the others, to be scored with them."""
+    messages: bytes
+    """What was said under a chat template from the policy's first turn to its last one, as JSON: for reward functions,
+    and empty if there are none."""
 
 
 class Wishes(Body):

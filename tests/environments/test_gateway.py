@@ -96,6 +96,9 @@ def test_a_conversation_stays_one_branch_of_the_sampled_tokens() -> None:
 
     last, policy, unused = play(agent, '!add {"a": 1}', " so 3 ", "bye~")
     assert (last.finish_reason, last.message.content, unused) == ("length", "bye", [])
+    said = [(one["role"], one["content"]) for one in policy.session.messages]
+    heard = ("tool", "3"), ("user", "more")
+    assert said == [("assistant", ""), heard[0], ("assistant", " so 3 "), heard[1], ("assistant", "bye")]
     assert list(policy.branches) == [0] and policy.wishes[0].keep == 0
     for prompt in policy.prompts:
         assert policy.branches[0][: len(prompt)] == prompt
@@ -131,7 +134,7 @@ def test_rewritten_histories_and_siblings_are_branches_and_begin_with_context() 
     ]
     first = policy.prompts[0] + turn("one")
     assert policy.branches[0][: len(first)] == first == policy.branches[1][: len(first)]
-    assert unused == []
+    assert unused == [] and [one["content"] for one in policy.session.messages] == ["five"]
 
 
 def test_a_request_that_is_repeated_has_one_answer() -> None:
@@ -161,6 +164,17 @@ def test_a_turn_that_nobody_reads_is_reported() -> None:
 
     _, policy, unused = play(agent, "one", "two", delay_s=0.3)
     assert len(policy.wishes) == 2 and unused == [1]
+    assert [one["content"] for one in policy.session.messages] == ["one"]
+
+
+def test_the_messages_of_a_branch_begin_with_the_first_turn() -> None:
+    async def agent(client: openai.AsyncOpenAI, access: Access) -> Any:
+        history = [USER, (await ask(client, [USER])).message]
+        for text in "ab":
+            await ask(client, [*history, {"role": "user", "content": text}])
+
+    _, policy, _ = play(agent, "one", "two", "three")
+    assert [one["content"] for one in policy.session.messages] == ["one", "b", "three"]
 
 
 def test_streams_come_in_the_form_of_the_api() -> None:

@@ -88,7 +88,7 @@ def test_guesses_are_answered_until_the_number_is_hit(folder: Path) -> None:
     assert policy.read == ["", "<", "?", ">"]
     assert (ended.status, ended.ended, ended.reward) == ("completed", "done", 1.0)
     assert ended.turn_rewards == [0.0, 0.0, 0.0, 1.0] and ended.parts == {"no_number": 1.0}
-    assert ended.error == "" and ended.environment_s > 0
+    assert (ended.error, ended.messages) == ("", b"") and ended.environment_s > 0
 
 
 def test_an_episode_is_cut_after_its_turns(folder: Path) -> None:

@@ -223,7 +223,7 @@ def test_a_cut_turn_is_closed_before_its_answer(dialogue: Dialogue) -> None:
 
 def test_the_sequence_is_what_the_policy_read_and_said(dialogue: Dialogue) -> None:
     texts = [call("evaluate", expression="12*34"), call("evaluate", expression="1"), "408"]
-    _, policy, player = play(dialogue, Calculator, *texts)
+    ended, policy, player = play(dialogue, Calculator, *texts)
     assert player.num_tokens == len(policy.tokens)
     assert dialogue.chat.decode(policy.tokens).count("<|im_start|>assistant") == 3
     calls = [{"id": f"call{n:05d}", "type": "function", "function": {"name": "evaluate"}} for n in range(2)]
@@ -240,6 +240,7 @@ def test_the_sequence_is_what_the_policy_read_and_said(dialogue: Dialogue) -> No
     rendering = dialogue.chat.rendering
     whole = rendering.encode(rendering.render(conversation, Calculator.tools, generate=False).removesuffix("\n"))
     assert whole == policy.tokens
+    assert json.loads(ended.messages) == conversation[len(ASK) :]
 
 
 @pytest.mark.parametrize(

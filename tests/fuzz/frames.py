@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from asyncrl.replay.codec import pack_group, pack_leases
-from asyncrl.replay.evaluation.samples import pack_completions
+from asyncrl.replay.evaluation.samples import EvaluatedRow, pack_rows
 from asyncrl.types import Lease, Prompt
 from asyncrl.wire import weight_messages as weights
 from asyncrl.wire.bounds import Body
@@ -68,7 +68,9 @@ TURNS = Turns(
 WISHES = Wishes(
     says=[SayNext("0.0.0", 1, 0, 12, 8, ["."])],
     ended=[
-        EpisodeEnded("0.0.1", "failed", "timeout", 0.0, {"calls": 1.0}, [0.5], [0], 0.25, "it took too long", True, 0.5)
+        EpisodeEnded(
+            "0.0.1", "failed", "timeout", 0.0, {"calls": 1.0}, [0.5], [0], 0.25, "it took too long", True, 0.5, b"[]"
+        )
     ],
     stuck=1,
 )
@@ -190,7 +192,7 @@ def requests(step: int = 0) -> dict[str, list[bytes]]:
     return {
         **{KINDS[type(body)]: frames_of(body) for body in bodies},
         "finish": finish_frames(0, 0, 0, step),
-        "evaluated": frames_of(evaluated_body(0, 0, step), pack_completions([[1, 2, 3]], limit=2)),
+        "evaluated": frames_of(evaluated_body(0, 0, step), pack_rows([EvaluatedRow(0, [1, 2, 3])], limit=2)),
         "value": frames_of(value, rows),
         "train": frames_of(Train(0, 1), [np.ones(3, dtype=np.float32)]),
         "turns": frames_of(TURNS, pack_lists([np.ones(3, dtype=np.int32), np.ones(2, dtype=np.int32)])),

@@ -13,6 +13,7 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 from asyncrl.replay.client import LeaseReply
+from asyncrl.rewards.worker_main import PackedEpisode
 from asyncrl.rewards.workers import Scored
 from asyncrl.types import Group, Lease, Prompt
 from asyncrl.weights.staging import StagedWeights
@@ -127,6 +128,8 @@ class FakeRewards:
 
     evaluated: list[Any] = field(default_factory=list)
     """Keys of the groups that were submitted as evaluations."""
+    episodes: dict[Any, list[tuple[Sequence[int], PackedEpisode]]] = field(default_factory=dict)
+    """The tokens and the episodes that were submitted."""
 
     def submit(
         self,
@@ -136,8 +139,10 @@ class FakeRewards:
         statuses: Sequence[str],
         *,
         evaluation: bool = False,
+        episodes: Sequence[PackedEpisode] = (),
     ) -> None:
         self.evaluated += [key] if evaluation else []
+        self.episodes[key] = list(zip(completions, episodes, strict=False))
         failed = key[0] in self.failing
         rewards = [float("nan") if failed else self.score(tokens, prompt) for tokens in completions]
         parts = [{} if failed else {"length": reward} for reward in rewards]

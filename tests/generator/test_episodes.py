@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from generator_fakes import FakeClient, FakeReceiver, lease, lease_reply
+from generator_fakes import FakeClient, FakeReceiver, FakeRewards, lease, lease_reply
 from generator_model import small_config, weights_of
 from transformers import Qwen2ForCausalLM
 
@@ -63,7 +63,9 @@ class FakePool:
         turns = self.turns[episode]
         end = self.fails(episode, self.tries[episode], turns)
         if end is None and turns == TURNS:
-            end = EpisodeEnded(episode, "completed", "done", 1.5, {"a": 1.0}, [0.5] * TURNS, [], 0.25, "", False, 0.0)
+            end = EpisodeEnded(
+                episode, "completed", "done", 1.5, {"a": 1.0}, [0.5] * TURNS, [], 0.25, "", False, 0.0, b""
+            )
         wish = end or NextTurn(episode, np.array(observation, dtype=np.int32), 6, self.lengths[episode])
         self.lengths[episode] += len(observation)
         self.wishes.append((self.delay, wish))
@@ -82,7 +84,7 @@ class FakePool:
 
 
 def failed(episode: str, ended: Any = "environment", *, scored_together: bool = False) -> EpisodeEnded:
-    return EpisodeEnded(episode, "failed", ended, 0.0, {}, [], [], 0.1, f"it was {ended}", scored_together, 0.0)
+    return EpisodeEnded(episode, "failed", ended, 0.0, {}, [], [], 0.1, f"it was {ended}", scored_together, 0.0, b"")
 
 
 @dataclass
@@ -110,7 +112,14 @@ class Recording:
 
 
 def make_loop(
-    model_path: str, engine: Any, pool: FakePool, receiver: FakeReceiver, *, groups: int = 2, **overrides: object
+    model_path: str,
+    engine: Any,
+    pool: FakePool,
+    receiver: FakeReceiver,
+    *,
+    groups: int = 2,
+    rewards: Any = None,
+    **overrides: object,
 ) -> tuple[GeneratorLoop, FakeClient]:
     left = deque(range(groups))
 
@@ -121,7 +130,7 @@ def make_loop(
     config = small_config(model_path, **{"environment.name": "guess", **overrides})
     client = FakeClient(answer)
     loop = GeneratorLoop(
-        config, index=0, engine=engine, rewards=None, receiver=receiver, client=client, should_stop=lambda: False,
+        config, index=0, engine=engine, rewards=rewards, receiver=receiver, client=client, should_stop=lambda: False,
         environments=pool,  # type: ignore[arg-type]
     )  # fmt: skip
     return loop, client
@@ -485,12 +494,14 @@ def test_a_rewritten_conversation_is_a_row_of_its_own_and_what_nobody_read_is_lo
                     self._ask(episode, [7], first, 2, 0)
                 case 4:
                     rewards, unused = [1.0, 2.0, 3.0, 4.0], [3]
-                    end = EpisodeEnded(episode, "completed", "done", 1.5, {}, rewards, unused, 0.25, "", False, 0.0)
+                    end = EpisodeEnded(
+                        episode, "completed", "done", 1.5, {}, rewards, unused, 0.25, "", False, 0.0, b""
+                    )
                     self.wishes.append((0, end))
 
-    engine, pool = Recording(make_engine()), Rewriting()
+    engine, pool, rewards = Recording(make_engine()), Rewriting(), FakeRewards()
     receiver = FakeReceiver(deque([(0, weights_of(policies[0]))]))
-    loop, client = make_loop(model_path, engine, pool, receiver, groups=2)
+    loop, client = make_loop(model_path, engine, pool, receiver, groups=2, rewards=rewards)
     finish(loop, client, 2)
     for group in client.groups:
         assert [row.member for row in group.trajectories] == [0, 0, 1, 1]
@@ -500,6 +511,10 @@ def test_a_rewritten_conversation_is_a_row_of_its_own_and_what_nobody_read_is_lo
             first, second = engine.sampled[key]
             (other,) = engine.sampled[f"{key}/1"]
             (unread,) = engine.sampled[f"{key}/2"]
+            said, episode = rewards.episodes[group.ticket, 0][member]
+            assert said == [*first.tokens, *other.tokens, *second.tokens], "in the order in which they were said"
+            assert episode.turn_tokens == [len(one.tokens) for one in (first, other, second)]
+            assert (episode.reward, rows[0].reward) == (1.5, len(said)), "the reward is that of the reward workers"
             assert engine.prompts[f"{key}/2"] == [[*engine.prompts[key][0], *first.tokens, 7]]
             assert rows[0].tokens.tolist() == [*engine.prompts[key][1], *second.tokens]
             assert rows[1].tokens.tolist() == [5, 6, *other.tokens]

@@ -11,10 +11,12 @@ from generator_fakes import lease
 
 from asyncrl.errors import InvariantError
 from asyncrl.generator.groups import Running, make_evaluated, make_group
+from asyncrl.generator.scoring import evaluated_rows
 from asyncrl.generator.vllm_backend.engine import Completion
 from asyncrl.replay.codec import check_group, pack_group
 from asyncrl.rewards.workers import Scored
 from asyncrl.types import EpisodeOutcome, Status
+from asyncrl.wire.environment_messages import EpisodeEnded
 
 
 def completion(index: int, status: Status, version: int = 3) -> Completion:
@@ -122,3 +124,40 @@ def test_a_reward_that_failed_is_0_or_fails_the_group() -> None:
     for failed in ("zero", "refund"):
         group = make_group(running(), none, generator=0, failed=failed)
         assert [t.status for t in group.trajectories] == ["failed", "failed"]
+
+
+def played(error: str = "") -> Running:
+    """Two episodes of two turns, of which the second has the error of its environment."""
+    one = running()
+    outcome = EpisodeOutcome("done", [1.0, 2.0], 0, environment_s=1.0, tries=0, lost_tokens=0)
+    one.outcomes = {index: [outcome] for index in range(2)}
+    for index, problem in enumerate(("", error)):
+        one.ends[index] = EpisodeEnded(str(index), "completed", "done", 3.0, {}, [1.0, 2.0], [], 0.0, problem, False, 0.0, b"")
+    return one
+
+
+def test_rewards_of_turns_count_as_much_as_the_environment() -> None:
+    scored = Scored((4, 0), [1.5, 0.0], [{}, {}], ["", "f.py:score raised"], 0.5)
+    group = make_group(played(), scored, generator=0)
+    assert [t.episode.turn_rewards for t in group.trajectories if t.episode] == [[0.5, 1.0], [0.0, 0.0]]
+    assert [(t.reward, t.status) for t in group.trajectories] == [(1.5, "completed"), (0.0, "truncated")]
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+def test_a_failed_environment_is_never_a_reward_of_0(greedy: bool) -> None:
+    one = played("it broke")
+    one.greedy = greedy
+    group = make_group(one, Scored((4, 0), [3.0, 0.0], [{}, {}], ["", "it broke"]), generator=0)
+    failed = ("failed", "it broke")
+    assert [(t.status, t.error) for t in group.trajectories] == ([failed] if greedy else [("completed", ""), failed])
+    assert group.greedy_reward is None
+
+
+def test_all_rows_of_an_evaluated_episode_are_recorded_with_the_rewards_of_their_turns() -> None:
+    one, scored = played(), Scored((4, 0), [1.5, 1.5], [{}, {}], ["", ""], 0.5)
+    one.completions[1].append(replace(completion(2, "completed"), prompt=np.array([9], np.int32)))
+    one.outcomes[1] = [*one.outcomes[1], replace(one.outcomes[1][0], turn_rewards=[4.0])]
+    rows = [(row.member, list(row.tokens), row.turn_rewards) for row in evaluated_rows(one, scored)]
+    assert rows == [(0, [5, 6, 7, 0], [0.5, 1.0]), (1, [5, 6, 7, 0, 1], [0.5, 1.0]), (1, [9, 0, 1, 2], [2.0])]
+    plain = [(row.member, list(row.tokens), row.action_mask) for row in evaluated_rows(running(), scored)]
+    assert plain == [(0, [0], None), (1, [0, 1], None)]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
+from asyncrl.config import Config, load_config
 from asyncrl.errors import JournalError
 from asyncrl.launch import first_look
 from asyncrl.launch.first_look import LOOK_AFTER_S, FirstLook
@@ -20,6 +22,10 @@ from tests.helpers.replay import make_group
 
 NONE = {"scored": 0, "failed": 0, "all_zero": True}
 ZERO = {"scored": 40, "failed": 2, "all_zero": True}
+
+
+def config_of(**settings: Any) -> Config:
+    return load_config(None, {"model.path": "m", "data.train": "t.parquet", **settings})
 
 
 def found(run_dir: Path, query: Query) -> Found:
@@ -35,7 +41,7 @@ def found(run_dir: Path, query: Query) -> Found:
 def test_the_run_says_once_that_all_rewards_are_zero(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(first_look, "find_samples", found)
     said: list[str] = []
-    look = FirstLook(tmp_path, "gsm8k", said.append)
+    look = FirstLook(tmp_path, config_of(rewards="gsm8k"), said.append)
     look.update(NONE, 0.0)
     look.update(ZERO, 500.0)
     look.update(ZERO, 500.0 + LOOK_AFTER_S - 1)
@@ -56,7 +62,7 @@ def test_the_run_says_once_that_all_rewards_are_zero(tmp_path: Path, monkeypatch
 
 def test_a_reward_other_than_zero_ends_the_look(tmp_path: Path) -> None:
     said: list[str] = []
-    look = FirstLook(tmp_path, "gsm8k", said.append)
+    look = FirstLook(tmp_path, config_of(rewards="gsm8k"), said.append)
     for now_s, all_zero in ((0.0, True), (9.0, False), (LOOK_AFTER_S, True)):
         look.update(ZERO | {"all_zero": all_zero}, now_s)
     assert said == []
@@ -68,10 +74,26 @@ def test_a_journal_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(first_look, "find_samples", fail)
     said: list[str] = []
-    look = FirstLook(tmp_path, "gsm8k", said.append)
+    look = FirstLook(tmp_path, config_of(rewards="gsm8k"), said.append)
     look.update(ZERO, 0.0)
     look.update(ZERO, LOOK_AFTER_S)
     assert said[1] == "  (no samples: damaged)"
+
+
+@pytest.mark.parametrize(
+    ("rewards", "begin"),
+    [("environment", "Does any episode"), ({"environment": 1.0, "number": 0.1}, "Is rewards = {'environment': 1.0,")],
+)
+def test_with_an_environment_it_asks_what_is_to_be_seen_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rewards: Any, begin: str
+) -> None:
+    monkeypatch.setattr(first_look, "find_samples", found)
+    said: list[str] = []
+    look = FirstLook(tmp_path, config_of(rewards=rewards, **{"environment.name": "guess"}), said.append)
+    for now_s in (0.0, LOOK_AFTER_S):
+        look.update(ZERO, now_s)
+    assert said[-1].startswith(begin) and "reward_part/calls_failed" in said[-1]
+    assert f"asyncrl play --config {tmp_path / 'config.yaml'}. More: asyncrl samples {tmp_path} --ref" in said[-1]
 
 
 def test_rewards_are_counted_over_all_outcomes() -> None:

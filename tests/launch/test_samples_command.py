@@ -13,7 +13,7 @@ import pytest
 from asyncrl.config import Config, load_config
 from asyncrl.data.parquet import write_rows
 from asyncrl.replay.codec import pack_group
-from asyncrl.replay.evaluation.samples import EvalSamples
+from asyncrl.replay.evaluation.samples import EvalSamples, EvaluatedRow
 from asyncrl.replay.journal.samples import JournalSamples
 from asyncrl.replay.journal.writer import Journal
 from asyncrl.replay.metrics.trace import TraceWriter
@@ -243,7 +243,7 @@ def test_completions_of_evaluations_are_shown_by_version(tmp_path: Path) -> None
     samples = EvalSamples(run_dir)
     for version, answer in ((0, "1"), (20, "7")):
         result = Evaluated(0, 0, version, "sums", [0.5], ["completed"], 2)
-        samples.add(prompt, result, [np.array(encode(answer), dtype=np.int32)])
+        samples.add(prompt, result, [EvaluatedRow(0, np.array(encode(answer), dtype=np.int32))])
     assert printed(tmp_path, "--eval").splitlines()[:4] == [
         "evaluation of version 20 · row 0 · sums · reward 0.5 · completed, 1 tokens",
         "  prompt      3+4=",

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from asyncrl.errors import ProtocolError
-from asyncrl.replay.evaluation.samples import EvalSamples, pack_completions, unpack_completions
+from asyncrl.replay.evaluation.samples import EvalSamples, EvaluatedRow, pack_rows, unpack_rows
 from asyncrl.samples.book import evaluated_versions, read_evaluated
 from asyncrl.types import Prompt
 from asyncrl.wire.messages import Evaluated
@@ -21,10 +21,36 @@ def ints(*values: int) -> np.ndarray:
 
 
 def test_completions_arrive_as_they_were_sent() -> None:
-    arrays = pack_completions([[1, 2], [], [3, 4, 5], [6]], limit=3)
-    assert [one.tolist() for one in unpack_completions(RESULT, arrays)] == [[1, 2], [], [3, 4, 5]]
-    assert unpack_completions(RESULT, pack_completions([[1]], limit=0)) == []
-    assert unpack_completions(RESULT, []) == []
+    rows = [EvaluatedRow(member, tokens) for member, tokens in enumerate(([1, 2], [], [3, 4, 5], [6]))]
+    found = unpack_rows(RESULT, pack_rows(rows, limit=3))
+    assert [(row.member, list(row.tokens), row.action_mask) for row in found] == [
+        (0, [1, 2], None),
+        (1, [], None),
+        (2, [3, 4, 5], None),
+    ]
+    assert unpack_rows(RESULT, pack_rows(rows, limit=0)) == []
+    assert unpack_rows(RESULT, []) == []
+
+
+def episode(member: int, text: str, *rewards: float) -> EvaluatedRow:
+    """A row whose tokens are the policy's where the text has an x."""
+    return EvaluatedRow(member, range(len(text)), np.array([one == "x" for one in text]), rewards)
+
+
+def test_episodes_are_recorded_with_all_rows_their_turns_and_rewards(tmp_path: Path) -> None:
+    rows = [episode(0, "..xx.x", 0.5, 0.0), episode(0, ".x", 1.0), episode(1, "..."), episode(2, ".x", 1.0)]
+    found = unpack_rows(RESULT, pack_rows(rows, limit=2))
+    assert [(row.member, list(row.turn_rewards)) for row in found] == [(0, [0.5, 0.0]), (0, [1.0]), (1, [])]
+    EvalSamples(tmp_path).add(Prompt(9, ints(7, 8), "1", "test"), RESULT, found)
+    read = read_evaluated(tmp_path, 20)
+    columns = ["index", "member", "reward", "segment_tokens", "turn_rewards", "num_prompt_tokens"]
+    assert [tuple(row.values()) for row in read.table.select(columns).to_pylist()] == [
+        (0, 0, 1.0, [2, 2, 1, 1], [0.5, 0.0], 2),
+        (1, 0, 1.0, [1, 1], [1.0], 1),
+        (2, 1, 0.0, [3], [], 3),
+    ]
+    parts = [(part.tokens, part.said, part.reward) for part in read.turns(0)]
+    assert parts == [([2, 3], True, 0.5), ([4], False, None), ([5], True, 0.0)]
 
 
 @pytest.mark.parametrize(
@@ -37,11 +63,15 @@ def test_completions_arrive_as_they_were_sent() -> None:
         [ints(1, 2), np.array([2.0], dtype=np.float32)],
         [ints(1, 2).reshape(1, 2), ints(2)],
         [ints(1, 2), ints(2), ints(2)],
+        [ints(1, 2), ints(2), np.array([False]), ints(0), np.array([], dtype=np.float32)],
+        [ints(1, 2), ints(2), np.array([False, True]), ints(0), np.array([], dtype=np.float32)],
+        [ints(1, 2), ints(2), np.array([False, True]), ints(3), np.array([1.0], dtype=np.float32)],
+        [ints(1, 2), ints(2), np.array([False, True]), ints(0, 1), np.array([1.0], dtype=np.float32)],
     ],
 )
 def test_arrays_that_do_not_fit_are_refused(arrays: list[np.ndarray]) -> None:
     with pytest.raises(ProtocolError, match="evaluated"):
-        unpack_completions(RESULT, arrays)
+        unpack_rows(RESULT, arrays)
 
 
 def test_completions_are_recorded_with_their_prompt_and_reward(tmp_path: Path) -> None:
@@ -49,7 +79,7 @@ def test_completions_are_recorded_with_their_prompt_and_reward(tmp_path: Path) -
     prompt = Prompt(9, ints(7, 8), "1", "test")
     samples.add(prompt, RESULT, [])
     assert evaluated_versions(tmp_path) == []
-    samples.add(prompt, RESULT, [ints(1, 2), ints(3)])
+    samples.add(prompt, RESULT, [EvaluatedRow(0, ints(1, 2)), EvaluatedRow(1, ints(3))])
     found = read_evaluated(tmp_path, 20)
     assert [tokens.tolist() for tokens in found["tokens"]] == [[7, 8, 1, 2], [7, 8, 3]]
     rows = found.table.select(["row", "reward", "status", "end_version", "num_action_tokens", "outcome"]).to_pylist()

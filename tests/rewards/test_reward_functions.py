@@ -133,8 +133,8 @@ def test_verl_signature_with_keyword_catch_all(write) -> None:
 def test_group_form_gets_columns_as_lists(write) -> None:
     spec = write("""
         def score(completions, answer, level, **columns):
-            assert sorted(columns) == ["completion_ids", "data_source", "ground_truth", "max_new_tokens", "prompts",
-                                       "statuses", "time_left_s"]
+            assert sorted(columns) == ["completion_ids", "completion_texts", "data_source", "ground_truth",
+                                       "max_new_tokens", "prompts", "statuses", "time_left_s"]
             assert columns["prompts"] == ["12+07="] * 2 and columns["completion_ids"] == [[1], [1]]
             return [(text == right) * size for text, right, size in zip(completions, answer, level)]
     """)
@@ -234,7 +234,8 @@ def test_a_missing_column_names_what_there_is(write) -> None:
     ((_, _, error),) = load_reward(spec)(group("a", level=3))
     assert error == (
         f"reward {spec} on data source 'sums': needs solution, which the data does not have (completion_ids, "
-        "completions, data_source, ground_truth, level, max_new_tokens, prompts, statuses, time_left_s)"
+        "completion_texts, completions, data_source, ground_truth, level, max_new_tokens, prompts, statuses, "
+        "time_left_s)"
     )
 
 

@@ -82,6 +82,49 @@ def test_a_run_with_failing_environments_loses_nothing(
     assert len(json.loads(out.read_text())["prompts"]) == 20
 
 
+def test_rewards_and_environments_by_data_source_are_added(
+    launch: Callable[..., Launched], asyncrl: Callable[..., str], settings: list[str], tmp_path: Path
+) -> None:
+    """A function scores what the policy said in `guess`, beside the environment; evaluations have the function only."""
+    products = tmp_path / "calculator.parquet"
+    make_demo_rows("calculator", products, rows=16)
+    (tmp_path / "words.py").write_text(
+        "def words(solution_str):\n    return {'score': 1.0, 'turns': solution_str.count(chr(10)) + 1}\n"
+    )
+    words, fragile = f"{tmp_path / 'words.py'}:words", settings[1].partition("=")[2]
+    run = launch(
+        "--steps", "4", *SMALL, "journal.retention=all", "algorithm.advantage=turn_grpo", "replay.zero_variance=train",
+        f"data.train=[{tmp_path / 'guess.parquet'},{products}]", "data.weights=[1,1]",
+        f"data.eval={products}", f"environment.name={{calculator: calculator, default: {fragile}}}",
+        f"rewards={{calculator: environment, default: {{environment: 0.5, '{words}': 0.25}}}}", f"eval.rewards={words}",
+    )  # fmt: skip
+    code, output = run.end(timeout_s=200)
+    assert code == 0, output
+    asyncrl("ledger", str(run.run_dir))
+    batches, seen = JournalBatches(run.run_dir / "journal", 0), set[str]()
+    for step in range(1, 5):
+        shard = batches.take(step)
+        assert shard is not None
+        for group in shard.groups:
+            for member in group.trajectories:
+                assert member.episode is not None and not member.error
+                given, parts = sum(member.episode.turn_rewards), member.reward_parts
+                seen.add(group.data_source)
+                if group.data_source == "calculator":
+                    assert set(parts) == {"calls"}
+                    continue
+                assert parts["environment"] == pytest.approx(0.5 + 2 * given) and parts["environment/asked"] == 1.0
+                assert parts[f"{words}/turns"] == len(member.episode.turn_rewards)
+                assert member.reward == pytest.approx(0.5 * parts["environment"] + 0.25)
+    assert len(seen) == 2
+    (evaluated, *_) = [row for row in run.rows() if "eval/reward" in row]
+    assert evaluated["eval/reward"] == 1.0
+    assert "  policy      " in asyncrl("samples", str(run.run_dir), "--eval")
+    out = tmp_path / "results.json"
+    asyncrl("eval", "--config", str(run.run_dir / "config.yaml"), f"--out={out}", timeout_s=150.0)
+    assert {reward for prompt in json.loads(out.read_text())["prompts"] for reward in prompt["rewards"]} == {1.0}
+
+
 def test_environments_that_never_work_end_the_run_with_their_error(
     launch: Callable[..., Launched], settings: list[str], tmp_path: Path
 ) -> None:

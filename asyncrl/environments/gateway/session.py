@@ -77,6 +77,8 @@ class _Conversation:
     messages: tuple[Canonical, ...] = ()
     tokens: list[int] = field(default_factory=list[int])
     ends: list[_End] = field(default_factory=list[_End])
+    num_opening: int | None = None
+    """Messages before the first turn; None if there was none."""
     busy: bool = False
     """True while a turn is sampled."""
 
@@ -156,6 +158,8 @@ class Session:
         prompt = tuple(conversation.tokens)
         conversation.tokens += turn.tokens
         conversation.messages = (*request.messages, canonical(read.message))
+        if conversation.num_opening is None:
+            conversation.num_opening = len(request.messages)
         closed = self._dialogue.closes(turn.tokens)
         num_messages, num_tokens = len(conversation.messages), len(conversation.tokens)
         spoken = None if self._renderer is None else self._renderer.spoken(turn.tokens)
@@ -169,6 +173,15 @@ class Session:
     def delivered(self, answer: Answer) -> None:
         """Notes that the client has the answer."""
         self._read.add(answer.number)
+
+    @property
+    def messages(self) -> list[Message]:
+        """The conversation of the last turn that was read, from the first turn of the policy on."""
+        ends = [(end, one) for one in self._conversations for end in one.ends if end.number in self._read]
+        if not ends:
+            return []
+        end, conversation = max(ends, key=lambda pair: pair[0].number)
+        return [to_message(one) for one in conversation.messages[conversation.num_opening : end.num_messages]]
 
     def close(self) -> list[int]:
         """Ends the session. Returns the turns that nobody has read, each the last of its branch."""
@@ -237,6 +250,7 @@ class Session:
         if turns == len(conversation.ends) and not conversation.busy:
             return conversation.number, end.num_tokens, tokens, conversation
         new.messages, new.tokens = conversation.messages[: end.num_messages], conversation.tokens[: end.num_tokens]
+        new.num_opening = conversation.num_opening
         return conversation.number, end.num_tokens, tokens, new
 
     def _rendered(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from asyncrl.environments.calling import EpisodeFailedError, to_reward
+from asyncrl.environments.calling import EpisodeFailedError, to_json, to_reward
 from asyncrl.environments.dialogue import TextDialogue
 from asyncrl.environments.episode import Limits, Turn, task_of
 from asyncrl.environments.gateway.errors import TurnsUsedError
@@ -114,6 +114,7 @@ class ProgramPlayer:
             error=error,
             scored_together=self._scored_together,
             group_wait_s=group_wait_s,
+            messages=to_json(self.session.messages),
         )
 
     async def _result(self, access: Any) -> Any:

@@ -128,11 +128,10 @@ def check_evaluation(config: Config, console: Console) -> tuple[int, Config]:
     data = config.data.model_copy(update={"train": config.data.eval_files, "eval": None, "weights": None})
     given = config.model_copy(update={"data": data})
     check_data(given, console)
-    if given.environment.name is not None:
-        check_environments(given, console, room)
-        return room, config
     checked = checked_rewards if config.eval.rewards is None else checked_eval_rewards
     rewards = checked(given, ("train",), console)
+    if given.environment.name is not None:
+        check_environments(given, console, room)
     return room, evaluation_config(config).model_copy(update={"rewards": rewards})
 
 
@@ -148,7 +147,7 @@ def evaluate_prompts(
 
     with ExitStack() as parts:
         rewards = environments = None
-        if config.environment.name is None:
+        if config.has_reward_functions:
             endpoints = parts.enter_context(reward_model(config, should_stop)) if uses_reward_model(config) else None
             rewards = RewardPool(config, tokenizer_path=config.model.path, endpoints=endpoints)
             parts.callback(rewards.close)

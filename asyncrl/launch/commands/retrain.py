@@ -190,8 +190,8 @@ def read_configs(run_dir: Path, settings: dict[str, Any], samples: Path | None) 
     advantage, _ = check_algorithm(config)
     if samples is not None and needs_turns(advantage):
         raise ConfigError(
-            f"algorithm.advantage = {config.algorithm.advantage!r} reads the rewards of turns, which samples do not "
-            "have; train from the journal, without --samples, or set another algorithm.advantage"
+            f"algorithm.advantage = {config.algorithm.advantage!r} reads the rewards of turns, which training from "
+            "samples leaves out; train from the journal, without --samples, or set another algorithm.advantage"
         )
     return saved, config
 

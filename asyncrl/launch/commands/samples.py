@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,11 @@ from rich.console import Console
 from rich.text import Text
 
 from asyncrl.config import load_config
-from asyncrl.environments.dialogue import Dialogue, DialogueError
-from asyncrl.environments.dialogue.display import Display
-from asyncrl.errors import ConfigError
+from asyncrl.launch.conversations import CONVERSATION
 from asyncrl.launch.documents import RunSummary
-from asyncrl.launch.samples import Query, check_samples_file, find_group, find_samples, run_decoder, tokenizer_folder
+from asyncrl.launch.samples import Query, check_samples_file, conversations, find_group, find_samples, run_decoder
 from asyncrl.samples import ARRAYS, Samples
-from asyncrl.samples.table import Part
+from asyncrl.samples.table import EPISODES
 from asyncrl.util.text import printable
 
 _NAME_WIDTH = 14
@@ -71,73 +70,52 @@ def _kinds(counts: Mapping[str, Any]) -> str:
 def show_group(run_dir: Path, ticket: int, console: Console, *, special_tokens: bool) -> None:
     """Prints the group of a ticket: its prompt once, then every completion, or the turns of every episode. Raises as
     `find_group` does."""
-    samples = find_group(run_dir, ticket, special_tokens=special_tokens)
-    has_arrays = all(name in samples.columns for name in ARRAYS)
-    rows, turns = rows_of(samples), [samples.turns(number) if has_arrays else [] for number in range(len(samples))]
-    decoder = run_decoder(run_dir, load_config(run_dir / "config.yaml"))
-    first = rows[0]
+    samples, config = find_group(run_dir, ticket, special_tokens=special_tokens), load_config(run_dir / "config.yaml")
+    first = rows_of(samples)[0]
     step = "no step" if first["step"] is None else f"step {first['step']}"
     versions = f"versions {first['start_version']} to {first['end_version']}"
     facts = [f"ticket {ticket}", f"attempt {first['attempt']}", first["outcome"], step, f"row {first['row']}"]
     facts += [first["data_source"], f"generator {first['generator']}", versions]
     console.print(Text(" · ".join(map(printable, facts)), style="bold"), soft_wrap=True)
-    display = None if special_tokens else _display(run_dir, samples)
-    _print_prompt(console, samples, display)
+    decoder = run_decoder(run_dir, config)
+    if (shown := conversations(run_dir, config, decoder, special_tokens=special_tokens)) is not None:
+        samples = shown.add_to(samples)
+    rows = rows_of(samples)
+    _print_prompt(console, rows[0])
     if first["ground_truth"] is not None:
         _print_text(console, "truth", first["ground_truth"])
-    for row, parts in zip(rows, turns, strict=True):
+    for row in rows:
         console.print(Text(_facts(row), style="bold"), soft_wrap=True)
-        if not parts or (len(parts) < 2 and display is None):
-            _print_text(console, "completion", row["completion"])
-            continue
-        if display is not None:
-            _print_conversation(console, parts, display)
-            continue
-        texts = decoder([part.tokens for part in parts], special_tokens=special_tokens)
-        for part, text in zip(parts, texts, strict=True):
-            said = part.version is not None
-            name = f"version {part.version}" if said else "heard"
-            _print_text(console, name, text, style="green" if said else "cyan")
+        _print_completion(console, row)
 
 
-def _display(run_dir: Path, samples: Samples) -> Display | None:
-    """The display of the group's messages; None if it has no conversations under a chat template."""
-    config = load_config(run_dir / "config.yaml")
-    if config.environment.name is None:
-        return None
-    folder = tokenizer_folder(run_dir, config)
-    try:
-        display = Display(Dialogue.of(config, folder=folder).chat)
-    except (ConfigError, DialogueError):  # the model has no chat template
-        return None
-    return display if display.is_chat(_prompt_tokens(samples)) else None
-
-
-def _prompt_tokens(samples: Samples) -> list[int]:
-    """The tokens before the first turn of the first trajectory."""
-    return samples["tokens"][0][: int(samples["num_prompt_tokens"][0])].tolist()
-
-
-def _print_prompt(console: Console, samples: Samples, display: Display | None) -> None:
-    if display is None:
-        _print_text(console, "prompt", samples.table["prompt"][0].as_py())
+def _print_prompt(console: Console, row: Mapping[str, Any]) -> None:
+    lines = row.get(CONVERSATION)
+    if lines is None:
+        _print_text(console, "prompt", row["prompt"])
         return
-    for role, text in display.heard(_prompt_tokens(samples)):
-        _print_text(console, role or "prompt", text)
+    for line in takewhile(lambda line: not line["said"], lines):
+        _print_text(console, line["role"], line["text"])
 
 
-def _print_conversation(console: Console, parts: Sequence[Part], display: Display) -> None:
-    """Prints the turns of an episode, each under its role, and of the policy's the newest version in it."""
-    for part in parts:
-        said = part.version is not None
-        for role, text in display.said(part.tokens) if said else display.heard(part.tokens):
-            name = f"version {part.version}" if role == "assistant" else role
-            _print_text(console, name, text, style="green" if said else "cyan")
+def _print_completion(console: Console, row: Mapping[str, Any]) -> None:
+    """Prints a completion, or the turns of an episode, each under its role, and of the policy's the newest version in
+    it and the reward."""
+    lines = row.get(CONVERSATION)
+    if lines is None:
+        _print_text(console, "completion", row["completion"])
+        return
+    for line in dropwhile(lambda line: not line["said"], lines):
+        name = line["role"]
+        if name in ("assistant", "policy") and line["version"] is not None:
+            name = f"version {line['version']}"
+        reward = "" if line["reward"] is None else f"   reward {line['reward']:g}"
+        _print_text(console, name, line["text"], style="green" if line["said"] else "cyan", note=reward)
 
 
 def rows_of(samples: Samples) -> list[dict[str, Any]]:
     """The samples as dicts, without the arrays of tokens."""
-    table = samples.table.drop_columns([name for name in ("tokens", *ARRAYS) if name in samples.columns])
+    table = samples.table.drop_columns([name for name in ("tokens", *ARRAYS, *EPISODES) if name in samples.columns])
     return table.to_pylist(maps_as_pydicts="strict")
 
 
@@ -145,8 +123,8 @@ def print_sample(row: Mapping[str, Any], console: Console) -> None:
     """Prints one trajectory with its prompt."""
     facts = [_place(row), row["data_source"], _facts(row)]
     console.print(Text(" · ".join(map(printable, facts)), style="bold"), soft_wrap=True)
-    _print_text(console, "prompt", row["prompt"])
-    _print_text(console, "completion", row["completion"])
+    _print_prompt(console, row)
+    _print_completion(console, row)
     if row["ground_truth"] is not None:
         _print_text(console, "truth", row["ground_truth"])
     console.print()
@@ -157,7 +135,8 @@ def _place(row: Mapping[str, Any]) -> str:
     if row["outcome"] == "evaluated":
         return f"evaluation of version {row['end_version']} · row {row['row']}"
     step = "not trained" if row["step"] is None else f"step {row['step']}"
-    return f"{step} · ticket {row['ticket']}.{row['index']}"
+    member = f" (member {row['member']})" if row["member"] != row["index"] else ""
+    return f"{step} · ticket {row['ticket']}.{row['index']}{member}"
 
 
 def _facts(row: Mapping[str, Any]) -> str:
@@ -173,9 +152,11 @@ def _facts(row: Mapping[str, Any]) -> str:
     return " · ".join(facts)
 
 
-def _print_text(console: Console, name: str, text: str, *, style: str = "") -> None:
-    """Prints a text under its name; further lines are indented."""
+def _print_text(console: Console, name: str, text: str, *, style: str = "", note: str = "") -> None:
+    """Prints a text under its name, with a note behind it; further lines are indented."""
     lines = printable(text).split("\n")
     for number, line in enumerate(lines):
         head = f"  {name if not number else '':{_NAME_WIDTH - 2}}"
-        console.print(Text.assemble((head, "dim"), (line, style)), soft_wrap=True)
+        console.print(
+            Text.assemble((head, "dim"), (line, style), (note if line is lines[-1] else "", "dim")), soft_wrap=True
+        )

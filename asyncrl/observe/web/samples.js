@@ -26,9 +26,14 @@ function factsOf(sample) {
   return facts.filter(([, value]) => value !== null && value !== undefined && value !== "");
 }
 
+/** The turns of an episode, each under its role. */
+const conversationOf = (lines) => element("div", { class: "conversation" }, lines.map((line) => [
+  element("h4", {}, line.role + (line.reward === null ? "" : `, reward ${readable(line.reward)}`)),
+  element("pre", { class: line.said ? "said" : null }, line.text)]).flat());
+
 function completionBox(sample, title, isChosen = false) {
   return element("section", { class: isChosen ? "completion chosen" : "completion" }, element("h3", {}, title),
-    element("pre", {}, sample.raw ?? sample.completion ?? ""),
+    sample.conversation ? conversationOf(sample.conversation) : element("pre", {}, sample.raw ?? sample.completion ?? ""),
     element("dl", {}, factsOf(sample).map(([name, value]) =>
       element("div", {}, element("dt", {}, name), " ", element("dd", {}, readable(value))))));
 }
@@ -47,7 +52,8 @@ async function openSample(run, sample, kind, fetchGroup) {
     const boxes = samples.map((one, at) => [isSame(one, sample), completionBox(one,
       samples.length > 1 ? `completion ${at + 1} of ${samples.length}` : "completion", samples.length > 1 && isSame(one, sample))]);
     boxes.sort(([one], [other]) => other - one);  // the one that was opened is the first
-    body.replaceChildren(...notes, element("h3", {}, "prompt"), element("pre", {}, samples[0].prompt), ...boxes.map(([, box]) => box));
+    const prompt = samples[0].conversation ? [] : [element("h3", {}, "prompt"), element("pre", {}, samples[0].prompt)];
+    body.replaceChildren(...notes, ...prompt, ...boxes.map(([, box]) => box));
   };
   show([sample]);
   document.body.append(dialog);

@@ -12,7 +12,6 @@ from typing import Any
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
-from asyncrl.rewards.calling import text_of
 from asyncrl.sandbox.inside import plain
 from asyncrl.sandbox.run import Limits, check_sandbox, run_program
 
@@ -37,6 +36,7 @@ class Tests:
 
 def code(
     completions: list[Any],
+    completion_texts: list[str],
     ground_truth: list[str],
     time_left_s: float,
     *,
@@ -67,10 +67,10 @@ def code(
     deadline_s = time.monotonic() + time_left_s
     limits = Limits(time_s=time_limit_s, memory_bytes=memory_bytes)
     scores: list[dict[str, float]] = []
-    for number, (completion, test) in enumerate(zip(completions, tests, strict=True)):
-        share_s = (deadline_s - time.monotonic()) / (len(completions) - number)
+    for number, (text, test) in enumerate(zip(completion_texts, tests, strict=True)):
+        share_s = (deadline_s - time.monotonic()) / (len(tests) - number)
         run = _run_script if test.inputs else _run_module
-        passed, out_of_time = run(extract_program(text_of(completion)), test, limits, share_s, partial)
+        passed, out_of_time = run(extract_program(text), test, limits, share_s, partial)
         score = passed if partial else float(passed == 1.0)
         scores.append({"score": score, "passed": passed, "out_of_time": float(out_of_time)})
     return scores

@@ -30,7 +30,13 @@ def default_buffer(max_new_tokens: int) -> int:
 
 
 def check_overlong(config: Config) -> None:
-    """Raises ConfigError when the buffer is not between 1 and the token limit."""
+    """Raises ConfigError when the buffer is not between 1 and the token limit, and with an environment, since
+    completions of several turns have no token limit."""
+    if config.environment.name is not None:
+        raise ConfigError(
+            "rewards: overlong with environment.name: generator.max_new_tokens is the limit of a turn, not of the "
+            "episode that overlong would compare with it; use truncated, or a function of your own"
+        )
     buffer, limit = config.reward_options.get("overlong", {}).get("buffer_tokens"), config.generator.max_new_tokens
     if isinstance(buffer, int) and not 1 <= buffer <= limit:
         raise ConfigError(

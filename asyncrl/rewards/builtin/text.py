@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
-from asyncrl.rewards.calling import text_of
 
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 _GSM8K_ANSWER = re.compile(r"####\s*\$?\s*(-?\$?[\d.,]+)")
@@ -61,13 +60,15 @@ def choice(solution_str: str, ground_truth: str, *, choices: int = 4, first: int
     return float(bool(found) and found[-1] == truth[-1])
 
 
-def matches_format(completions: list[Any], *, pattern: str = THINK_THEN_ANSWER) -> list[float]:
+def matches_format(
+    completions: list[Any], completion_texts: list[str], *, pattern: str = THINK_THEN_ANSWER
+) -> list[float]:
     """1 when the complete text matches the regular expression; else 0.
 
     The default requires one <think>...</think> block followed by an answer. "." also matches line ends.
     """
     compiled = re.compile(pattern, re.DOTALL)
-    return [float(compiled.fullmatch(text_of(completion)) is not None) for completion in completions]
+    return [float(compiled.fullmatch(text) is not None) for text in completion_texts]
 
 
 def check_format(config: Config) -> None:
