@@ -53,3 +53,11 @@ def make_reader(url: str | Path, *, layout: WeightManifest = LAYOUT) -> Reader:
 
 def no_wait() -> None:
     """The buffer may be written."""
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def assert_holds(reader: Reader, model: Model) -> None:
+    assert np.array_equal(reader._weights, model.weights)

@@ -6,7 +6,6 @@ import itertools
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import fsspec
 import numpy as np
@@ -15,15 +14,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from stored_parts import FLOAT32, LAYOUT, Model, make_publisher, make_reader, no_wait
+from stored_parts import FLOAT32, LAYOUT, Model, assert_holds, files, make_publisher, make_reader, no_wait
 from structlog.testing import capture_logs
 
 from asyncrl.errors import ConfigError
-from asyncrl.weights import deltas
-from asyncrl.weights.buckets import WeightManifest
-from asyncrl.weights.files.folder import BadFileError, Folder
+from asyncrl.weights.files.folder import Folder
 from asyncrl.weights.files.manifest import Earlier, Edge, Stamp, Step, shortest_way
-from asyncrl.weights.files.reader import Reader, newest, read_manifest
+from asyncrl.weights.files.reader import newest
 from tests.helpers.examples import examples
 
 
@@ -40,14 +37,6 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 def folders(url: str) -> list[str]:
     return [name for name in Folder(url).names() if name != "NEWEST"]
-
-
-def files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
-
-
-def assert_holds(reader: Reader, model: Model) -> None:
-    assert np.array_equal(reader._weights, model.weights)
 
 
 def test_two_readers_one_a_version_behind(url: str) -> None:
@@ -127,138 +116,6 @@ def test_every_so_often_a_version_is_full_too(tmp_path: Path) -> None:
         assert version == 0 or (tmp_path / announced.folder / f"from-{version - 1:06d}.delta").exists()
         model.step()
     assert full == [True, False, False, True, False, False, True]
-
-
-# --- damage
-
-
-def stored_versions(path: Path) -> tuple[list[Model], list]:
-    """Four versions, the first and the last full, and their announcements."""
-    model, publisher, announced, models = Model(), make_publisher(path, full_every=3), [], []
-    for version in range(4):
-        announced.append(publisher.publish(version, model.weights, needed=0))
-        models.append(Model())
-        models[-1].weights[:] = model.weights
-        model.step()
-    return models, announced
-
-
-def test_a_flipped_byte_in_each_file_is_found_and_named(tmp_path: Path) -> None:
-    models, announced = stored_versions(tmp_path)
-    for file in files(tmp_path):
-        data = file.read_bytes()
-        name = str(file.relative_to(tmp_path))
-        for at in {0, len(data) // 2, len(data) - 1}:
-            file.write_bytes(data[:at] + bytes([data[at] ^ 0x10]) + data[at + 1 :])
-            named = []
-            for start, target in [(None, 0), (0, 1), (1, 2), (None, 3), (2, 3)]:
-                reader = make_reader(tmp_path)
-                with capture_logs() as logs:
-                    try:
-                        if start is not None:
-                            reader._weights[:] = models[start].weights
-                            reader.held = stamp(models[start], start)
-                        reader.fetch(announced[target], no_wait)
-                        assert_holds(reader, models[target])
-                    except BadFileError as error:
-                        named.append(str(error))
-                named += [entry["reason"] for entry in logs]
-            if name == "NEWEST":
-                assert not named
-                with pytest.raises(BadFileError):
-                    if (found := newest(Folder(str(tmp_path)))) != announced[3]:
-                        make_reader(tmp_path).fetch(found, no_wait)
-            else:
-                assert any(name in one and ("sha256" in one or "cannot be read" in one) for one in named), (name, named)
-        file.write_bytes(data)
-
-
-def stamp(model: Model, version: int) -> Stamp:
-    from asyncrl.weights.files.manifest import digest_of, sums_of
-
-    return Stamp(version, digest_of(sums_of(model.weights, no_wait)))
-
-
-@pytest.mark.parametrize("damage", ["gone", "short", "long"])
-def test_a_delta_that_is_damaged_is_tried_twice_and_then_the_full_version_is_read(damage: str, tmp_path: Path) -> None:
-    models, announced = stored_versions(tmp_path)
-    reader = make_reader(tmp_path)
-    reader.fetch(announced[2], no_wait)
-    file = tmp_path / announced[3].folder / "from-000002.delta"
-    if damage == "gone":
-        file.unlink()
-    else:
-        file.write_bytes(file.read_bytes()[:-1] if damage == "short" else file.read_bytes() + b"x")
-    with capture_logs() as logs:
-        reader.fetch(announced[3], no_wait)
-    assert_holds(reader, models[3])
-    problem = {"gone": "cannot be read", "short": "ends too early", "long": "more bytes"}[damage]
-    assert len(logs) == 2 and all(str(file) in entry["reason"] and problem in entry["reason"] for entry in logs)
-
-
-def test_without_a_way_the_error_names_all_files_that_failed(tmp_path: Path) -> None:
-    _, announced = stored_versions(tmp_path)
-    reader = make_reader(tmp_path)
-    reader.fetch(announced[2], no_wait)
-    bad = [tmp_path / announced[3].folder / name for name in ("from-000002.delta", "full-00001.safetensors")]
-    for file in bad:
-        file.write_bytes(b"x" * file.stat().st_size)
-    with pytest.raises(BadFileError) as raised:
-        reader.fetch(announced[3], no_wait)
-    assert all(str(file) in str(raised.value) for file in bad)
-    assert "its sha256 is" in str(raised.value)
-    assert reader.held is None, "the buffer has parts of several versions"
-
-
-def test_a_base_that_changed_in_memory_is_not_used(tmp_path: Path) -> None:
-    models, announced = stored_versions(tmp_path)
-    reader = make_reader(tmp_path)
-    for version in (0, 1):
-        reader.fetch(announced[version], no_wait)
-    reader._weights[100] ^= 1
-    with capture_logs() as logs:
-        reader.fetch(announced[2], no_wait)
-    assert_holds(reader, models[2])
-    assert [entry["event"] for entry in logs] == ["the weights in memory have changed"]
-
-
-def test_a_delta_that_makes_other_weights_is_named_with_both_sums(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its file is as it was written: the sender has made a mistake."""
-    model, publisher, reader, real = Model(), make_publisher(tmp_path), make_reader(tmp_path), deltas.encode
-    reader.fetch(publisher.publish(0, model.weights, needed=0), no_wait)
-    model.step()
-
-    def wrong(old: np.ndarray, new: np.ndarray, **options: Any) -> list[bytes] | None:
-        return real(old, new + np.uint16(1), max_bytes=1 << 30)
-
-    monkeypatch.setattr(deltas, "encode", wrong)
-    announced = publisher.publish(1, model.weights, needed=0)
-    with pytest.raises(BadFileError) as raised:
-        reader.fetch(announced, no_wait)
-    assert f"{announced.folder}: the weights that from-000000.delta make differ from version 1 in part 0" in str(
-        raised.value
-    )
-    manifest = read_manifest(Folder(str(tmp_path)), f"{announced.folder}/manifest.json", announced.sha256)
-    assert f"that of the manifest {manifest.sums[0]}" in str(raised.value)
-    assert reader.held is None
-
-
-def test_an_attempt_at_the_same_version_with_other_bits_is_another_version(tmp_path: Path) -> None:
-    reader, model, other = make_reader(tmp_path), Model(), Model(seed=1)
-    reader.fetch(make_publisher(tmp_path).publish(5, model.weights, needed=5), no_wait)
-    publisher = make_publisher(tmp_path)  # the learner was restarted
-    announced = publisher.publish(5, other.weights, needed=5)
-    publisher.collect()
-    reader.fetch(announced, no_wait)
-    assert_holds(reader, other)
-
-
-def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
-    announced = make_publisher(tmp_path).publish(0, Model().weights, needed=0)
-    with pytest.raises(BadFileError, match=r"manifest\.json: has weights of other names, shapes or dtypes"):
-        make_reader(tmp_path, layout=WeightManifest.of([("a", torch.bfloat16, (4,))])).fetch(announced, no_wait)
 
 
 def test_a_store_that_cannot_be_used_is_a_config_error() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from nccl_like import await_true
 from structlog.testing import capture_logs
 from weight_parts import joined, make_receiver, manifest_of, next_staged
 
@@ -78,6 +79,7 @@ def test_versions_reach_all_receivers_and_one_that_joins_late(start, join, tmp_p
         sender.wait()
     late = join(rank=3)
     assert_holds(late, 3)
+    await_true(lambda: not any(peer.fetches for peer in sender._membership.present()), "they have confirmed all")
     assert (sender.stats.count, sender.stats.dropped) == (4, 0)
     assert 400_000 < sender.stats.bytes < 600_000, "one full version, and what has changed"
     reader = receivers[0]._fetcher._reader
