@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from asyncrl.generator.groups import Running, make_group
 from asyncrl.replay.evaluation.samples import EvaluatedRow
+from asyncrl.types import Trajectory
 
 if TYPE_CHECKING:
     from asyncrl.rewards.worker_main import PackedEpisode
@@ -48,6 +49,12 @@ def evaluated_rows(running: Running, scored: Scored) -> list[EvaluatedRow]:
         return [EvaluatedRow(member, completion.tokens) for member, completion in enumerate(running.firsts)]
     group = make_group(running, scored, generator=0)
     return [
-        EvaluatedRow(member, row.tokens, row.action_mask, [] if row.episode is None else row.episode.turn_rewards)
+        EvaluatedRow(member, row.tokens, row.action_mask, _turn_rewards(row))
         for member, row in zip(group.members, group.trajectories, strict=True)
     ]
+
+
+def _turn_rewards(row: Trajectory) -> list[float]:
+    """The reward of each turn; 0 of the last ones of an episode that failed before they had one."""
+    given = [] if row.episode is None else row.episode.turn_rewards
+    return [*given, *[0.0] * (row.num_turns - len(given))]

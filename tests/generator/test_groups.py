@@ -14,6 +14,7 @@ from asyncrl.generator.groups import Running, make_evaluated, make_group
 from asyncrl.generator.scoring import evaluated_rows
 from asyncrl.generator.vllm_backend.engine import Completion
 from asyncrl.replay.codec import check_group, pack_group
+from asyncrl.replay.evaluation.samples import pack_rows, unpack_rows
 from asyncrl.rewards.workers import Scored
 from asyncrl.types import EpisodeOutcome, Status
 from asyncrl.wire.environment_messages import EpisodeEnded
@@ -158,8 +159,14 @@ def test_a_failed_environment_is_never_a_reward_of_0(greedy: bool) -> None:
 def test_all_rows_of_an_evaluated_episode_are_recorded_with_the_rewards_of_their_turns() -> None:
     one, scored = played(), Scored((4, 0), [1.5, 1.5], [{}, {}], ["", ""], 0.5)
     one.completions[1].append(replace(completion(2, "completed"), prompt=np.array([9], np.int32)))
-    one.outcomes[1] = [*one.outcomes[1], replace(one.outcomes[1][0], turn_rewards=[4.0])]
-    rows = [(row.member, list(row.tokens), row.turn_rewards) for row in evaluated_rows(one, scored)]
-    assert rows == [(0, [5, 6, 7, 0], [0.5, 1.0]), (1, [5, 6, 7, 0, 1], [0.5, 1.0]), (1, [9, 0, 1, 2], [2.0])]
+    first = replace(one.outcomes[0][0], turn_rewards=[1.0])
+    one.outcomes = {0: [first], 1: [replace(first, turn_rewards=[4.0]), replace(first, turn_rewards=[])]}
+    rows = evaluated_rows(one, scored)
+    assert [(row.member, list(row.tokens), row.turn_rewards) for row in rows] == [
+        (0, [5, 6, 7, 0], [0.5]),
+        (1, [5, 6, 7, 0, 1], [2.0]),
+        (1, [9, 0, 1, 2], [0.0]),
+    ], "a turn of an episode that failed in it has none"
+    unpack_rows(make_evaluated(one, scored), pack_rows(rows, limit=2))
     plain = [(row.member, list(row.tokens), row.action_mask) for row in evaluated_rows(running(), scored)]
     assert plain == [(0, [0], None), (1, [0, 1], None)]
