@@ -40,7 +40,7 @@ def scored_by_environment(running: Running) -> Scored:
 
     ends = [running.ends[index] for index in range(running.size)]
     parts = [dict(one.parts) for one in ends]
-    return Scored(running.key, [one.reward for one in ends], parts, [one.error for one in ends])
+    return Scored(running.key, [one.reward for one in ends], parts, [one.error for one in ends], environment_weight=1.0)
 
 
 def evaluated_rows(running: Running, scored: Scored) -> list[EvaluatedRow]:

@@ -49,8 +49,8 @@ class Scored:
     parts: list[dict[str, float]]
     errors: list[str]
     """Why each completion has no reward; "" where it has one."""
-    environment_weight: float = 1.0
-    """The factor of the environments' rewards in these."""
+    environment_weight: float = 0.0
+    """The factor of the environments' rewards in these; 0 without environments."""
 
 
 @dataclass(slots=True)

@@ -146,7 +146,8 @@ class FakeRewards:
         failed = key[0] in self.failing
         rewards = [float("nan") if failed else self.score(tokens, prompt) for tokens in completions]
         parts = [{} if failed else {"length": reward} for reward in rewards]
-        self.done.append(Scored(key, rewards, parts, ["no reward"] * len(rewards) if failed else [""] * len(rewards)))
+        errors = ["no reward" if failed else ""] * len(rewards)
+        self.done.append(Scored(key, rewards, parts, errors, environment_weight=1.0))
 
     def collect(self) -> list[Scored]:
         done, self.done = self.done, []

@@ -287,7 +287,7 @@ def test_a_member_is_not_tried_again_when_another_has_its_score(
         if turns < (1 if episode == "0.0.0" else 2):
             return None
         if episode == "0.0.0":
-            return EpisodeEnded(episode, "completed", "done", 1.5, {}, [], [], 0.25, "", True, 0.0)
+            return EpisodeEnded(episode, "completed", "done", 1.5, {}, [], [], 0.25, "", True, 0.0, b"")
         return failed(episode, "host")
 
     pool = FakePool(ends)

@@ -51,7 +51,7 @@ def test_a_member_may_have_several_rows_which_share_its_reward() -> None:
     outcome = EpisodeOutcome("max_turns", [1.0], 0, environment_s=1.0, tries=0, lost_tokens=0)
     rest = replace(outcome, environment_s=0.0)
     one.outcomes = {0: [outcome], 1: [outcome, rest]}
-    scored = Scored((4, 0), [1.0, 0.5], [{}, {"a": 0.5}], ["", ""])
+    scored = Scored((4, 0), [1.0, 0.5], [{}, {"a": 0.5}], ["", ""], environment_weight=1.0)
     group = make_group(one, scored, generator=0, truncated_penalty=0.25)
     assert [(t.member, t.reward, t.status) for t in group.trajectories] == [
         (0, 1.0, "completed"),
