@@ -75,9 +75,9 @@ class Sender:
 
 
 class JournalBatches(Client):
-    def __init__(self, folder: Path, rank: int) -> None:
+    def __init__(self, folder: Path, rank: int, *, ranks: int) -> None:
         super().__init__(None, rank, timeout_s=0)
-        assert folder == out / "journal"
+        assert (folder, ranks) == (out / "journal", 2)
 
     def begin(self, step: int) -> int:
         return STEPS
