@@ -101,7 +101,7 @@ def test_rewards_and_environments_by_data_source_are_added(
     code, output = run.end(timeout_s=200)
     assert code == 0, output
     asyncrl("ledger", str(run.run_dir))
-    batches, seen = JournalBatches(run.run_dir / "journal", 0), set[str]()
+    batches, seen = JournalBatches(run.run_dir / "journal", 0, ranks=1), set[str]()
     for step in range(1, 5):
         shard = batches.take(step)
         assert shard is not None
