@@ -84,7 +84,7 @@ def guess_episode(random: Random) -> list[Span]:
 
 DEMOS = {
     "calculator": EpisodeDemo(products, calculator_episode, steps=400),
-    "guess": EpisodeDemo(secrets, guess_episode, steps=600),
+    "guess": EpisodeDemo(secrets, guess_episode, steps=900),
 }
 """The demos with an environment, by the name of their environment and recipe."""
 
