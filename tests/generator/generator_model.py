@@ -113,3 +113,16 @@ def kept_cache_logprobs(
         cache, start = output.past_key_values, last
     logprobs = (torch.cat(logits)[len(prompt) - 1 :] / temperature).log_softmax(-1)
     return logprobs[torch.arange(len(completion.tokens)), torch.tensor(completion.tokens)].numpy()
+
+
+@contextmanager
+def deterministic_engine(model_path: str) -> Iterator[Engine]:
+    """An engine with the model's own weights as version 0."""
+    set_num_threads = torch.set_num_threads
+    engine = Engine(small_config(model_path, deterministic=True, replay__max_staleness=0), seed=1)
+    engine.use_own_weights(0)
+    try:
+        yield engine
+    finally:
+        engine.close()
+        torch.set_num_threads = set_num_threads  # the engine replaced it

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from generator_fakes import FakeClient, FakeReceiver, lease_reply
-from generator_model import small_config
+from generator_model import deterministic_engine, small_config
 from test_episodes import Recording, finish, hf_logprobs
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -70,12 +70,8 @@ def chat_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def chat_engine(chat_path: str) -> Iterator[Engine]:
-    set_num_threads = torch.set_num_threads
-    engine = Engine(small_config(chat_path, deterministic=True, replay__max_staleness=0), seed=1)
-    engine.use_own_weights(0)
-    yield engine
-    engine.close()
-    torch.set_num_threads = set_num_threads  # the engine replaced it
+    with deterministic_engine(chat_path) as engine:
+        yield engine
 
 
 def run(chat_path: str, engine: Engine, name: str, **settings: object) -> tuple[list[Group], Recording]:

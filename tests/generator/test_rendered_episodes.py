@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from generator_model import small_config
+from generator_model import deterministic_engine
 from test_dialogue_episodes import ENVIRONMENT, GROUPS, MESSAGES, TURNS, run
 from test_episodes import hf_logprobs
 from transformers import Qwen2ForCausalLM
@@ -32,12 +32,8 @@ def thinking_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def thinking_engine(thinking_path: str) -> Iterator[Engine]:
-    set_num_threads = torch.set_num_threads
-    engine = Engine(small_config(thinking_path, deterministic=True, replay__max_staleness=0), seed=1)
-    engine.use_own_weights(0)
-    yield engine
-    engine.close()
-    torch.set_num_threads = set_num_threads  # the engine replaced it
+    with deterministic_engine(thinking_path) as engine:
+        yield engine
 
 
 def test_each_turn_is_trained_once_behind_what_the_template_renders(
