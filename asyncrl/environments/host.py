@@ -150,18 +150,25 @@ class Host:
 
     def _player(self, start: EpisodeStart, prompt: list[int]) -> Player | ProgramPlayer:
         found, dialogue, limits = self._table.of(start.data_source), self._dialogue, self._spec.limits
+        keeps = self._spec.keeps_messages
         if isinstance(found, Named):
-            return Player(start, prompt, found, dialogue, limits, self._threads, self._say)
+            return Player(start, prompt, found, dialogue, limits, self._threads, self._say, keeps_messages=keeps)
         return ProgramPlayer(
-            start, prompt, found, dialogue.chat, limits, self._gateway, self._say, waiting=self._waiting
+            start,
+            prompt,
+            found,
+            dialogue.chat,
+            limits,
+            self._gateway,
+            self._say,
+            waiting=self._waiting,
+            keeps_messages=keeps,
         )
 
     async def _play(self, player: Player | ProgramPlayer) -> None:
         episode = player.start.episode
         try:
             ended = await player.play()
-            if not self._spec.keeps_messages:
-                ended.messages = b""
             self._ended.append(ended)  # another list than before the wait
             self._flush_soon()
         finally:

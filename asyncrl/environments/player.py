@@ -78,6 +78,8 @@ class Player:
     limits: Limits
     threads: Executor
     say: Callable[[Player, SayNext, list[int]], None]
+    keeps_messages: bool = True
+    """True if the messages are sent with the end of the episode."""
     said: asyncio.Queue[Turn] = field(default_factory=asyncio.Queue[Turn])
     num_tokens: int = 0
     """Length of the branch in which the policy has said its last turn."""
@@ -230,5 +232,5 @@ class Player:
             error=error,
             scored_together=False,
             group_wait_s=0.0,
-            messages=to_json(self.messages) if self.words.is_chat else b"",
+            messages=to_json(self.messages) if self.keeps_messages and self.words.is_chat else b"",
         )

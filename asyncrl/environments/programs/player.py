@@ -51,6 +51,8 @@ class ProgramPlayer:
     say: Callable[[ProgramPlayer, SayNext, list[int]], None]
     waiting: dict[str, set[int]] = field(default_factory=dict[str, set[int]])
     """The members of each group that wait to be scored with the others. The players of a host share it."""
+    keeps_messages: bool = True
+    """True if the messages are sent with the end of the episode."""
     stuck_calls: list[asyncio.Future[Any]] = field(default_factory=list[asyncio.Future[Any]])
     """Calls in threads that did not return in time."""
     session: Session = field(init=False)
@@ -114,7 +116,7 @@ class ProgramPlayer:
             error=error,
             scored_together=self._scored_together,
             group_wait_s=group_wait_s,
-            messages=to_json(self.session.messages),
+            messages=to_json(self.session.messages) if self.keeps_messages else b"",
         )
 
     async def _result(self, access: Any) -> Any:
