@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.launch.resources.placement import check_host, reserve_ports
-from asyncrl.wire.curve_keys import is_loopback, run_keys
+from asyncrl.wire.curve_keys import is_loopback, new_keys
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.socket_folder import socket_folder
 from asyncrl.wire.sockets import IPC
@@ -43,7 +43,7 @@ def run_endpoints(config: Config, *, reward_model: bool = False) -> Iterator[End
             addresses = {name: f"{IPC}{folder}/{name}" for name in names}
         else:
             ports = reserve_ports(first_port, len(names), host=host)
-            folder, keys = "", str(stack.enter_context(run_keys(f"{config.run}-{secrets.token_hex(4)}")))
+            folder, keys = "", new_keys()
             addresses = {name: f"tcp://{host}:{port}" for name, port in zip(names, ports, strict=True)}
         yield Endpoints(
             f"{config.run}-{secrets.token_hex(RUN_ID_BYTES)}",

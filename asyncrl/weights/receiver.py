@@ -71,8 +71,8 @@ class WeightReceiver:
         store_url: str = "",
     ) -> None:
         """Weights of more than `max_bytes` are refused before memory is allocated for them. A version for which `keeps`
-        is true is not overwritten by a newer one before it is loaded, unless nothing has been loaded yet. `keys` is the
-        file with the run's CURVE keys, if the sender requires them; `store_url` the place of versions sent by files."""
+        is true is not overwritten by a newer one before it is loaded, unless nothing has been loaded yet. `keys` are
+        the run's CURVE keys, if the sender requires them; `store_url` the place of versions sent by files."""
         if rank < 1:
             raise RunError(f"weight receiver: rank {rank} is not at least 1 (generator index + 1)")
         self._max_bytes = max_bytes

@@ -50,8 +50,8 @@ class ChannelServer:
     """
 
     def __init__(self, address: str, what: str, accepts: Set[str], *, run_id: str = "", keys: str = "") -> None:
-        """`what` names the server in errors and logs; `accepts` are the kinds of messages that it handles. With a file
-        of `keys` only clients with the run's keys are admitted. Raises ConfigError if the address is in use."""
+        """`what` names the server in errors and logs; `accepts` are the kinds of messages that it handles. With `keys`
+        only clients with the run's keys are admitted. Raises ConfigError if the address is in use."""
         self.bad_peers = BadPeers()
         self._what, self._accepts, self._run_id = what, accepts, run_id
         self._socket = bind_router(address, what, keys=keys, max_frame_bytes=MAX_REQUEST_HEADER_BYTES)

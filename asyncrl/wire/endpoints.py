@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 LOOPBACK = "127.0.0.1"
 
@@ -29,5 +29,5 @@ class Endpoints:
     """ZeroMQ address of the store through which the critic ranks rendezvous."""
     folder: str = ""
     """Folder of the run's unix sockets, which only its owner can enter; empty when the run listens on ports."""
-    keys: str = ""
-    """File with the run's CURVE keys, readable by its owner only; empty when nothing is encrypted."""
+    keys: str = field(default="", repr=False)
+    """The run's CURVE keys as JSON text (`wire/curve_keys.py`), a secret; empty when nothing is encrypted."""

@@ -31,7 +31,7 @@ from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.server import ReplayServer, run_replay
 from asyncrl.wire import rpc as rpc_module
 from asyncrl.wire.bad_peers import MAX_BAD_MESSAGES
-from asyncrl.wire.curve_keys import write_keys
+from asyncrl.wire.curve_keys import new_keys
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.frames import Message, encode
 from asyncrl.wire.kinds import MAX_REQUEST_HEADER_BYTES
@@ -330,10 +330,9 @@ def test_a_peer_of_bad_messages_is_cut_off_and_nobody_else(served: ReplayQueue, 
     rubbish.close()
 
 
-def test_encrypted_queue_serves_who_has_the_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.wire.curve_keys.FOLDER", str(tmp_path / "keys"))
+def test_encrypted_queue_serves_who_has_the_keys(tmp_path: Path) -> None:
     bare = loopback_endpoints(reserve_ports(0, 1)[0])
-    secured = replace(bare, keys=str(write_keys(bare.run_id)))
+    secured = replace(bare, keys=new_keys())
     queue = ReplayQueue(small_config(), EndlessPrompts(), TraceWriter(tmp_path / "trace.parquet"))
     stop = threading.Event()
     thread = threading.Thread(target=run_replay, args=(queue, secured, stop.is_set))
