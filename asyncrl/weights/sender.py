@@ -97,6 +97,8 @@ class WeightSender:
         self._bucket_bytes = max(bucket_bytes, MIN_BUCKET_BYTES)
         self._changed = threading.Condition()
         self._channel = ChannelServer(address, "weights", TO_SENDER, run_id=run_id, keys=keys)
+        self.address = self._channel.address
+        """The ZeroMQ address that it listens on."""
         self._store = Store(self._channel.send)
         self._membership = Membership(self._channel.send, manifest.to_json(), self._changed, self._raise_if_stopping)
         self._stored = store

@@ -55,6 +55,8 @@ class ChannelServer:
         self.bad_peers = BadPeers()
         self._what, self._accepts, self._run_id = what, accepts, run_id
         self._socket = bind_router(address, what, keys=keys, max_frame_bytes=MAX_REQUEST_HEADER_BYTES)
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        """The ZeroMQ address that it listens on."""
         self._lock = threading.Lock()
         self._wakes = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closing = False

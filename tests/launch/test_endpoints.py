@@ -44,9 +44,10 @@ def test_a_port_without_effect_is_refused() -> None:
 def test_on_other_addresses_zeromq_listens_on_encrypted_ports(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoints_module, "is_loopback", lambda host: False)
     with run_endpoints(WITH_ALL, reward_model=True) as endpoints:
-        addresses = all_addresses(endpoints)
-        assert all(address.startswith("tcp://127.0.0.1:") for address in addresses)
-        assert len(set(addresses)) == 7 and endpoints.folder == ""
+        replay, *others = all_addresses(endpoints)
+        assert replay.startswith("tcp://127.0.0.1:") and endpoints.folder == "" and endpoints.announces
+        assert len(set(others)) == 6 and all(address.startswith("run:") for address in others)
+        assert {endpoints.listening(address) for address in others} == {"tcp://127.0.0.1:*"}
         read_keys(endpoints.keys)
 
 

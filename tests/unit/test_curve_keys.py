@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from asyncrl.errors import ConfigError
-from asyncrl.launch.resources.placement import reserve_ports
+from asyncrl.launch.resources.network import find_port
 from asyncrl.util.redaction import redact
 from asyncrl.wire.curve_keys import Keys, new_keys, read_keys
 from asyncrl.wire.endpoints import Endpoints
@@ -20,7 +20,7 @@ from asyncrl.wire.sockets import bind_router, connect_dealer
 @pytest.fixture
 def echo() -> Iterator[tuple[zmq.Socket[bytes], str, str]]:
     keys = new_keys()
-    address = f"tcp://127.0.0.1:{reserve_ports(0, 1)[0]}"
+    address = f"tcp://127.0.0.1:{find_port()}"
     router = bind_router(address, "echo", keys=keys)
     yield router, address, keys
     router.close()
@@ -54,7 +54,7 @@ def test_only_the_runs_own_key_is_let_in(echo: tuple[zmq.Socket[bytes], str, str
 @pytest.mark.parametrize("encrypted", [False, True])
 def test_a_listener_takes_frames_of_its_size_and_no_larger_ones(encrypted: bool) -> None:
     keys = new_keys() if encrypted else ""
-    address = f"tcp://127.0.0.1:{reserve_ports(0, 1)[0]}"
+    address = f"tcp://127.0.0.1:{find_port()}"
     router = bind_router(address, "frames", keys=keys, max_frame_bytes=100_000)
     for size, comes in ((100_000, True), (101_000, False)):
         batcher = connect_dealer(address, keys=keys, linger_s=0.0)
