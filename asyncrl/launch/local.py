@@ -144,7 +144,7 @@ class LocalLauncher(Launcher):
         path.parent.mkdir(parents=True, exist_ok=True)
         output = path.open("ab")
         environment = {
-            **os.environ,
+            **self.environment(),
             "TOKENIZERS_PARALLELISM": "false",
             **resources.environment(),
         }
@@ -180,6 +180,10 @@ class LocalLauncher(Launcher):
             self.fork_server.close()
             self.fork_server = None
             return None
+
+    def environment(self) -> dict[str, str]:
+        """Returns the environment that roles inherit."""
+        return dict(os.environ)
 
     def command(self, spec: RoleSpec) -> list[str]:
         """Returns the command of the role's process, which reads its spec from standard input."""
@@ -240,7 +244,10 @@ class LocalLauncher(Launcher):
             return  # the process group has ended
 
 
-LAUNCHERS: dict[str, Callable[[], Launcher]] = {"local": LocalLauncher}
+LAUNCHERS: dict[str, Callable[[], Launcher] | str] = {
+    "local": LocalLauncher,
+    "ray": "asyncrl.launch.ray.launcher:RayLauncher",
+}
 """Launchers by their names in `launch.cluster`."""
 
 

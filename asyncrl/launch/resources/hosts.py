@@ -30,6 +30,12 @@ class Host:
     """The pool of `placement.pools` that it belongs to; empty without pools."""
     shares_run_dir: bool = True
     """True if the run folder is at the same path as for the launcher."""
+    replay_only: bool = False
+    """True if no role but the replay queue runs on it."""
+
+    def takes(self, pool: str) -> bool:
+        """True if roles of this pool may run on it; an empty pool is that of roles that may run on all hosts."""
+        return not self.replay_only and pool in ("", self.pool)
 
 
 def this_machine(address: str = LOOPBACK) -> Host:
@@ -54,7 +60,7 @@ def deal_roles(config: Config, hosts: Sequence[Host], *, reward_model: bool) -> 
     dealt: list[list[Member]] = [[] for _ in hosts]
     for pool in dict.fromkeys(config.placement.pool_of(role) for role, _ in order):
         members = [member for member in order if config.placement.pool_of(member[0]) == pool]
-        own = [place for place, host in enumerate(hosts) if not pool or host.pool == pool]
+        own = [place for place, host in enumerate(hosts) if host.takes(pool)]
         if not own:
             raise ConfigError(
                 f"placement.roles: pool {pool!r} of {', '.join(dict.fromkeys(role for role, _ in members))} has no host"

@@ -176,7 +176,7 @@ def find_room(config: Config, role: str, hosts: Sequence[Host], taken: Sequence[
         own = [resources for resources in taken if resources.host == host.name]
         used = {gpu for resources in own for gpu in resources.gpus}
         free = [gpu.name for gpu in host.gpus if gpu.name not in used]
-        if (pool and host.pool != pool) or (host.gpus and not free):
+        if not host.takes(pool) or (host.gpus and not free):
             continue
         threads = max(1, len(host.cpus) // (len(own) + 1))
         rooms.append((len(own) / len(host.cpus), RoleResources(host.cpus, threads, tuple(free[:1]), host=host.name)))

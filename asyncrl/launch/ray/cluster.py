@@ -1,0 +1,151 @@
+"""The Ray cluster of a run: connecting to it, and reserving the bundles of its pools.
+
+Imports ray, which is an extra: only `RayLauncher.acquire` imports this module.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray._private.state import available_resources_per_node  # there is no public form of it
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+
+from asyncrl.config.placement import Pool
+from asyncrl.errors import ConfigError
+
+OBJECT_STORE_BYTES = 78 << 20
+"""Ray's least size: nothing of a run is in the object store."""
+POLL_S = 0.1
+INFEASIBLE_S = 2.0
+"""Time that Ray calls a group infeasible before it is refused: the nodes of a cluster may still be connecting."""
+WAITING_S = 3.0
+"""Time without resources after which the user is told of it."""
+
+
+def connect() -> str:
+    """Connects this process to the cluster of RAY_ADDRESS, or to one with a node on this machine; if there is none,
+    starts one here. Returns what it is, for the user. Raises ConfigError if RAY_ADDRESS cannot be reached."""
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "namespace": "asyncrl"}
+    try:
+        ray.init(address="auto", **options)
+    except ConnectionError as error:
+        if address := os.environ.get("RAY_ADDRESS"):
+            raise ConfigError(f"launch.cluster = 'ray': no cluster at RAY_ADDRESS={address}: {error}") from None
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        ray.init(address="local", object_store_memory=OBJECT_STORE_BYTES, **options)
+        return "of this machine alone, started for this run: no Ray node was running here, and RAY_ADDRESS is not set"
+    return f"at {ray.get_runtime_context().gcs_address}, {len(alive_nodes())} nodes"
+
+
+def alive_nodes() -> dict[str, dict[str, Any]]:
+    """Returns the nodes that the cluster takes for alive, by id."""
+    return {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
+
+
+def free_resources(node_id: str) -> tuple[int, int]:
+    """Returns the cores and GPUs of a node that nobody has reserved."""
+    free: Mapping[str, float] = available_resources_per_node().get(node_id, {})
+    return int(free.get("CPU", 0)), int(free.get("GPU", 0))
+
+
+@dataclass(slots=True, eq=False)
+class PoolGroup:
+    """A placement group of a pool, and the resources of each of its bundles."""
+
+    pool: str
+    bundle: dict[str, float]
+    group: PlacementGroup
+    count: int
+    spread: bool
+    """True if each bundle is on a node of its own."""
+
+    @property
+    def state(self) -> str:
+        """CREATED, PENDING, RESCHEDULING or REMOVED."""
+        return placement_group_table(self.group)["state"]
+
+    @property
+    def infeasible(self) -> bool:
+        """True if the cluster can never have it as it is."""
+        return placement_group_table(self.group)["stats"]["scheduling_state"] == "INFEASIBLE"
+
+    def nodes(self) -> dict[int, str]:
+        """Returns the node of each bundle; none while the group is not complete."""
+        table = placement_group_table(self.group)
+        return dict(table["bundles_to_node_id"]) if table["state"] == "CREATED" else {}
+
+    def remove(self) -> None:
+        """Gives its resources back; actors in it end."""
+        remove_placement_group(self.group)
+
+
+def reserve(run: str, name: str, pool: Pool, *, count: int | None = None) -> PoolGroup:
+    """Asks for a pool's bundles: one for each node, without `nodes` one for each GPU. `count` is the number of bundles,
+    by default all of the pool. Returns at once."""
+    count = count or pool.nodes or pool.gpus
+    gpus = pool.gpus if pool.nodes else 1
+    bundle: dict[str, float] = {"CPU": pool.cpus or (gpus if gpus else _free_cpus(count))}
+    if gpus:
+        bundle["GPU"] = gpus
+    strategy = "STRICT_SPREAD" if pool.nodes else "PACK"
+    group = placement_group([bundle] * count, strategy=strategy, name=f"asyncrl/{run}/{name}")
+    return PoolGroup(name, bundle, group, count, pool.nodes is not None)
+
+
+def _free_cpus(count: int) -> int:
+    """The cores that each of `count` nodes has free."""
+    free = sorted((free_resources(node_id)[0] for node_id in alive_nodes()), reverse=True)
+    return max(1, free[count - 1]) if len(free) >= count else 1
+
+
+def await_group(group: PoolGroup, *, timeout_s: float, say: Callable[[str], None]) -> None:
+    """Waits until the group has its resources. Raises ConfigError if the cluster can never have them, and if it does
+    not within `timeout_s`: what is asked for, what there is, and what is missing."""
+    started_s = time.monotonic()
+    feasible_s, told = started_s, False
+    while group.state != "CREATED":
+        now_s = time.monotonic()
+        if not group.infeasible:
+            feasible_s = now_s
+        if now_s - feasible_s > INFEASIBLE_S:
+            raise ConfigError(_lack(group, free=False))
+        if now_s - started_s > timeout_s:
+            raise ConfigError(f"{_lack(group, free=True)} (waited launch.start_timeout_s = {timeout_s:g} s)")
+        if now_s - started_s > WAITING_S and not told and not group.infeasible:
+            say(f"waiting for resources: {_lack(group, free=True)}")
+            told = True
+        time.sleep(POLL_S)
+
+
+def _lack(group: PoolGroup, *, free: bool) -> str:
+    """What the group asks for, what the nodes have, and what is missing. With `free` only what nobody has reserved
+    counts."""
+    cpus, gpus = int(group.bundle["CPU"]), int(group.bundle.get("GPU", 0))
+    there, enough = list[str](), 0
+    for node_id, node in alive_nodes().items():
+        own = {kind: int(node["Resources"].get(kind, 0)) for kind in ("CPU", "GPU")}
+        free_cpus, free_gpus = free_resources(node_id)
+        has = (free_cpus, free_gpus) if free else (own["CPU"], own["GPU"])
+        fits = min(has[0] // cpus, has[1] // gpus if gpus else has[0] // cpus)
+        enough += min(fits, 1) if group.spread else fits
+        name = f"{node['NodeManagerHostname']} ({node_id[:6]})"
+        there.append(
+            f"{name} has {free_gpus} of {own['GPU']} GPUs and {free_cpus} of {own['CPU']} cores free"
+            if gpus
+            else f"{name} has {free_cpus} of {own['CPU']} cores free"
+        )
+    each = f"{gpus} GPUs and {cpus} cores" if gpus else f"{cpus} cores"
+    if group.spread:
+        asked, missing = f"{group.count} nodes with {each} each are", f"{group.count - enough} nodes are missing"
+    else:
+        asked = f"{group.count} GPUs, each with {cpus} cores, are"
+        missing = f"{group.count - enough} of them are missing"
+    return (
+        f"placement.pools.{group.pool}: {asked} asked for; {', '.join(there)}: {missing}; ask for less, or see "
+        "`ray status`"
+    )

@@ -1,0 +1,293 @@
+"""The hosts that actors of a Ray cluster make: started in places of the cluster, watched, and started anew.
+
+Imports ray, which is an extra: only `RayLauncher.acquire` imports this module.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+import structlog
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from asyncrl.config import Config
+from asyncrl.errors import ConfigError
+from asyncrl.launch.ray.cluster import PoolGroup, alive_nodes, free_resources, reserve
+from asyncrl.launch.ray.pool_actor import NodeFacts, PoolActor, passed_environment, versions
+from asyncrl.launch.resources.hosts import Host
+
+log = structlog.get_logger()
+
+SUSPECT_S = 15.0
+"""A host that is silent for this time gets no roles, and its generators start elsewhere."""
+LOST_S = 60.0
+"""A host that is silent for this time is lost, whatever Ray says."""
+RETRY_S = 30.0
+"""Pause before another actor is started where one could not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an actor belongs: a bundle of a pool, or without pools a node."""
+
+    node_id: str
+    group: PoolGroup | None = None
+    bundle: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class RayHost:
+    """A host, and the actor that starts roles there."""
+
+    host: Host
+    place: Place
+    actor: Any
+    heard_s: float
+    suspect: str = ""
+    """Why it may be lost; empty while it answers."""
+    lost: str = ""
+    """Why it is lost; empty while it is not."""
+    given_up: set[int] = field(default_factory=set[int])
+    """Keys of roles that were declared dead while it was suspect, and are killed when it answers again."""
+    ping: Any = None
+
+    def suspects(self, reason: str) -> None:
+        """Takes it for possibly lost."""
+        if not self.suspect and not self.lost:
+            log.warning("host may be lost", host=self.host.name, reason=reason)
+            self.suspect = reason
+
+    def loses(self, reason: str) -> None:
+        """Takes it for lost, for good."""
+        if not self.lost:
+            log.error("host is lost", host=self.host.name, reason=reason)
+            self.lost = reason
+            ray.kill(self.actor)
+
+    def check(self, alive: bool, now_s: float) -> None:
+        """Updates what is known about it. Returns at once."""
+        if self.lost:
+            return
+        if not alive:
+            self.loses("Ray has declared its node dead")
+            return
+        if self.ping is not None and ray.wait([self.ping], timeout=0)[0]:
+            self._hear(now_s)
+        if self.ping is None:
+            self.ping = self.actor.ping.remote()
+        silent_s = now_s - self.heard_s
+        if silent_s > LOST_S:
+            self.loses(f"it was silent for {LOST_S:g} s")
+        elif silent_s > SUSPECT_S:
+            self.suspects(f"it is silent for {SUSPECT_S:g} s")
+
+    def _hear(self, now_s: float) -> None:
+        ping, self.ping = self.ping, None
+        try:
+            ray.get(ping)
+        except ActorUnavailableError as error:
+            self.suspects(_first_line(error))
+        except RayActorError as error:
+            self.loses(_first_line(error))
+        else:
+            self.heard_s = now_s
+            if self.suspect:
+                log.info("host answers again", host=self.host.name)
+                self.suspect = ""
+            if self.given_up:
+                self.actor.kill.remote(list(self.given_up), show_stacks=False)
+                self.given_up.clear()
+
+
+@dataclass(slots=True)
+class _Starting:
+    place: Place
+    actor: Any
+    facts: Any
+    """The reference of what it says of its node."""
+    cpus: int
+
+
+class RayHosts:
+    """The hosts of a run. `tick` is called about every second, by one thread at a time."""
+
+    def __init__(self, config: Config) -> None:
+        self.all: list[RayHost] = []
+        """Every host that there was; those that are lost stay in it."""
+        self._groups: list[PoolGroup] = []
+        self._config = config
+        self._starting: list[_Starting] = []
+        self._numbers: Counter[str] = Counter()
+        self._dealt: Counter[str] = Counter()
+        """Number of cores that hosts without GPUs have at each address."""
+        self._retry_s: dict[str, float] = {}
+        self._token = secrets.token_hex(16)
+        self._token_file = config.run_dir.absolute().parent / f".asyncrl-{self._token[:8]}"
+        """Lies beside the run folder, for actors to look whether they share it."""
+        self._token_file.parent.mkdir(parents=True, exist_ok=True)
+        self._token_file.write_text(self._token)
+        self._own_address = ray.util.get_node_ip_address()
+
+    @property
+    def here(self) -> list[RayHost]:
+        """The hosts on which roles can start."""
+        return [one for one in self.all if not one.lost and not one.suspect]
+
+    def find(self, name: str) -> RayHost:
+        """Returns the host of this name, lost or not."""
+        return next(one for one in self.all if one.host.name == name)
+
+    @property
+    def own_address(self) -> str:
+        """The address at which the other hosts reach the launcher's machine."""
+        own = self._config.launch.host
+        return self._own_address if own.startswith("127.") else own
+
+    def add(self, group: PoolGroup) -> None:
+        """Adds the bundles of a pool. Without pools, every node of the cluster is a place for an actor."""
+        self._groups.append(group)
+
+    def grow(self, pool: str, gpus: int) -> None:
+        """Asks for as many bundles as the pool needs to have this number of GPUs. Does nothing for hosts without
+        GPUs, which hold any number of roles."""
+        size = self._config.placement.pools[pool]
+        own = [group for group in self._groups if group.pool == pool]
+        each = int(own[0].bundle.get("GPU", 0))
+        missing = gpus - each * sum(group.count for group in own)
+        if each and missing > 0:
+            self.add(reserve(self._config.run, pool, size, count=-(-missing // each)))
+
+    def open(self, *, timeout_s: float) -> None:
+        """Starts the actors of all places and waits for them. Raises ConfigError if one cannot start or differs from
+        this process in a version, or if it takes longer than `timeout_s`."""
+        deadline_s = time.monotonic() + timeout_s
+        places = self._places(alive_nodes())
+        if not places:
+            raise ConfigError("launch.cluster = 'ray': no node of the cluster has a free core; see `ray status`")
+        while len(self.here) < len(places):
+            if failures := self.tick():
+                raise ConfigError("launch.cluster = 'ray': " + "; ".join(failures))
+            if time.monotonic() > deadline_s:
+                raise ConfigError(
+                    f"launch.cluster = 'ray': {len(places) - len(self.here)} of {len(places)} actors did not start "
+                    f"within launch.start_timeout_s = {timeout_s:g} s; see `ray list actors`"
+                )
+            time.sleep(0.05)
+
+    def tick(self) -> list[str]:
+        """Updates what is known about the hosts, and starts actors where there is none. Returns why actors could not
+        start."""
+        failures: list[str] = []
+        alive, now_s = alive_nodes(), time.monotonic()
+        for one in self.all:
+            one.check(one.place.node_id in alive, now_s)
+        taken = [one.place for one in self.all if not one.lost] + [one.place for one in self._starting]
+        for place in self._places(alive):
+            if place not in taken and self._retry_s.get(place.node_id, 0.0) < now_s:
+                self._starting.append(self._start(place))
+        for one in list(self._starting):
+            if one.place.node_id not in alive:
+                self._starting.remove(one)
+            elif ray.wait([one.facts], timeout=0)[0]:
+                self._starting.remove(one)
+                if failure := self._join(one, now_s):
+                    log.error("no host there", reason=failure)
+                    self._retry_s[one.place.node_id] = now_s + RETRY_S
+                    failures.append(failure)
+        return failures
+
+    def close(self) -> None:
+        """Ends all actors with their children, and gives the bundles back."""
+        for actor in [one.actor for one in self.all] + [one.actor for one in self._starting]:
+            ray.kill(actor)
+        for group in self._groups:
+            group.remove()
+        self._token_file.unlink(missing_ok=True)
+
+    def _places(self, alive: dict[str, dict[str, Any]]) -> list[Place]:
+        """The places for actors on nodes that are alive. Without pools, nodes without cores and GPUs have none, and
+        those that others use have none until they are free."""
+        if self._config.placement.pools:
+            places = [Place(node, group, bundle) for group in self._groups for bundle, node in group.nodes().items()]
+            return [place for place in places if place.node_id in alive]
+        used = {one.place.node_id for one in self.all if not one.lost} | {one.place.node_id for one in self._starting}
+        return [Place(node) for node in alive if node in used or free_resources(node)[0] > 0]
+
+    def _start(self, place: Place) -> _Starting:
+        pool, group = "node", place.group
+        if group is None:
+            cpus, gpus = free_resources(place.node_id)
+            strategy: Any = NodeAffinitySchedulingStrategy(place.node_id, soft=False)
+        else:
+            cpus, gpus, pool = group.bundle["CPU"], group.bundle.get("GPU", 0), group.pool
+            strategy = PlacementGroupSchedulingStrategy(group.group, placement_group_bundle_index=place.bundle)
+        number = self._numbers[f"actor {pool}"]
+        self._numbers[f"actor {pool}"] += 1
+        actor = (
+            ray.remote(PoolActor)
+            .options(
+                name=f"asyncrl/{self._config.run}/{pool}-{number}",
+                num_cpus=cpus,
+                num_gpus=gpus,  # the bundle alone does not make its GPUs visible
+                scheduling_strategy=strategy,
+                max_restarts=0,
+                max_task_retries=0,
+            )
+            .remote(str(Path.cwd()), passed_environment())
+        )
+        facts = actor.describe.remote(str(self._token_file), self._token)
+        return _Starting(place, actor, facts, int(cpus))
+
+    def _join(self, one: _Starting, now_s: float) -> str:
+        """Makes the host of an actor that has started. Returns why it cannot."""
+        node = one.place.node_id[:6]
+        try:
+            facts: NodeFacts = ray.get(one.facts)
+        except RayError as error:
+            return f"no actor could start on node {node}: {_first_line(error)}"
+        if differences := _differences(facts.versions):
+            ray.kill(one.actor)
+            return f"{facts.hostname} (node {node}) has other packages than the launcher: {differences}"
+        address = self.own_address if facts.address == self._own_address else facts.address
+        pool = one.place.group.pool if one.place.group else ""
+        cpus = facts.cpus if facts.gpus else self._deal(facts, one.cpus)
+        host = Host(self._name(facts.hostname), cpus, facts.gpus, address, pool, facts.shares_run_dir)
+        self.all.append(RayHost(host, one.place, one.actor, now_s))
+        log.info("host joined", host=host.name, address=address, cpus=cpus, pool=pool, shared=facts.shares_run_dir)
+        return ""
+
+    def _name(self, hostname: str) -> str:
+        """A name that no host of the run has had."""
+        self._numbers[hostname] += 1
+        number = self._numbers[hostname]
+        return hostname if number == 1 else f"{hostname}-{number}"
+
+    def _deal(self, facts: NodeFacts, count: int) -> tuple[int, ...]:
+        """Cores for an actor that reserved `count`: Ray does not say which, and another actor may be on the machine."""
+        if count >= len(facts.cpus):
+            return facts.cpus
+        first = self._dealt[facts.address]
+        self._dealt[facts.address] += count
+        return tuple(sorted({facts.cpus[core % len(facts.cpus)] for core in range(first, first + count)}))
+
+
+def _differences(theirs: dict[str, str]) -> str:
+    """The packages whose versions are not those of this process; empty if all are."""
+    own = versions()
+    return ", ".join(
+        f"{name} {theirs.get(name, 'missing')} (here {own.get(name, 'missing')})"
+        for name in sorted(own.keys() | theirs.keys())
+        if own.get(name) != theirs.get(name)
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
