@@ -26,7 +26,7 @@ class Directory:
         _, latest = self._known.get(name, ("", 0))
         if epoch < latest:
             raise ProtocolError(
-                f"superseded: {name!r} was announced by start {latest}, and this process is start {epoch}"
+                f"superseded: start {latest} has announced {name!r}, and this process is start {epoch}"
             )
         if name not in self._known and len(self._known) >= MAX_NAMES:
             raise ProtocolError(f"{name!r} is one name too many: the run has {MAX_NAMES} already")
