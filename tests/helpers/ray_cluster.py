@@ -22,7 +22,7 @@ QUICK = {
 
 
 class RayCluster:
-    """Nodes with one core each. `close` ends everything."""
+    """A head without cores, and nodes with one core each. `close` ends everything."""
 
     def __init__(self, nodes: int) -> None:
         self._process = subprocess.Popen(
@@ -40,12 +40,13 @@ class RayCluster:
         """Adds a node and returns its number."""
         return self._ask("add")
 
-    def remove(self, number: int) -> None:
-        """Kills a node, without a word to the others."""
-        self._ask("remove", number)
-
-    def node_ids(self) -> list[str]:
-        return self._ask("ids")
+    def remove(self, process: int) -> None:
+        """Kills the node of a process without a word to the others. The processes on it end as they do with a
+        machine: at once."""
+        raylets = [psutil.Process(pid) for pid in self._ask("raylets")]
+        node = next(one for one in psutil.Process(process).parents() if one in raylets)
+        for one in (node, *node.children(recursive=True)):
+            one.kill()
 
     def close(self) -> None:
         """Ends all processes; raylets outlive the process that started them."""
@@ -74,23 +75,21 @@ def main() -> None:
     cluster, nodes = Cluster(), []
 
     def add() -> int:
-        options = {"include_dashboard": False} if not nodes else {}
-        nodes.append(cluster.add_node(num_cpus=1, object_store_memory=STORE_BYTES, **options))
+        nodes.append(cluster.add_node(num_cpus=1, object_store_memory=STORE_BYTES))
         return len(nodes) - 1
 
     for line in sys.stdin:
         word, *rest = json.loads(line)
         answer: Any = None
         if word == "start":
+            cluster.add_node(num_cpus=0, object_store_memory=STORE_BYTES, include_dashboard=False)
             for _ in range(rest[0]):
                 add()
             answer = cluster.address
         elif word == "add":
             answer = add()
-        elif word == "remove":
-            cluster.remove_node(nodes[rest[0]], allow_graceful=False)
-        elif word == "ids":
-            answer = [node.node_id for node in nodes]
+        elif word == "raylets":
+            answer = [info.process.pid for node in nodes for info in node.all_processes["raylet"]]
         print("answer", json.dumps(answer), flush=True)
 
 

@@ -1,7 +1,8 @@
-"""Runs on a Ray cluster of three nodes, all of them on this machine."""
+"""Runs on a Ray cluster whose nodes are all on this machine: a head without cores, and three nodes with one each."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -10,15 +11,18 @@ from tests.helpers.ray_cluster import RayCluster
 from tests.helpers.runs import SMALL, Launched, check_ledger
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'asyncrl[ray]'")
-pytestmark = [pytest.mark.system, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.system, pytest.mark.slow, pytest.mark.timeout(600)]
+
+ON_RAY = ["launch.cluster=ray", "launch.start_timeout_s=120", *SMALL]
 
 
-@pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[RayCluster]:
-    found = RayCluster(3)
-    monkeypatch.setenv("RAY_ADDRESS", found.address)
-    yield found
-    found.close()
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RayCluster]:
+    with pytest.MonkeyPatch.context() as patch:
+        found = RayCluster(3)
+        patch.setenv("RAY_ADDRESS", found.address)
+        yield found
+        found.close()
 
 
 def hosts_of(run: Launched, role: str) -> list[str]:
@@ -26,12 +30,44 @@ def hosts_of(run: Launched, role: str) -> list[str]:
     return [event["host"] for event in run.events(role) if event["event"] == "started"]
 
 
-def test_roles_on_three_nodes(launch: Callable[..., Launched], cluster: RayCluster) -> None:
-    run = launch("--steps", "6", "--generators", "2", "launch.cluster=ray", *SMALL, plain=True)
+def test_pools_that_cannot_be_had_are_refused(launch: Callable[..., Launched], cluster: RayCluster) -> None:
+    """Once for good, with what is there and what is missing; and once after the wait for what others use."""
+    roles = "placement.roles={generator: gen, learner: train}"
+    pools = "placement.pools={gen: {nodes: 4}, train: {nodes: 1}}"
+    code, output = launch("--steps", "1", roles, pools, *ON_RAY, run="nodes", plain=True).end(timeout_s=100)
+    assert code == 2
+    assert "placement.pools.gen: 4 nodes with 1 cores each are asked for; " in output
+    assert output.count("of 1 cores free") == 3 and "1 nodes are missing" in output
+    pools = "placement.pools={gen: 8 x gpu, train: {nodes: 1}}"
+    code, output = launch("--steps", "1", roles, pools, *ON_RAY, run="gpus", plain=True).end(timeout_s=100)
+    assert code == 2
+    assert "placement.pools.gen: 8 GPUs, each with 1 cores, are asked for; " in output
+    assert output.count("has 0 of 0 GPUs") == 4 and "8 of them are missing" in output
+
+
+def test_nodes_die_while_the_demo_trains(
+    launch: Callable[..., Launched], asyncrl: Callable[..., str], cluster: RayCluster
+) -> None:
+    """A generator is added, then its node dies, then the learner's; a new node comes. The run finishes."""
+    run = launch("--steps", "30", "checkpoint.every=2", *ON_RAY, run="on-ray", plain=True)
+    run.wait_for_step(2)
+    asyncrl("scale", "--generators", "2", "--run", str(run.run_dir))
+    run.await_tokens(1)
+    first = [hosts_of(run, role)[0] for role in ("learner-0", "generator-0", "generator-1")]
+    assert len(set(first)) == 3, first
+    cluster.remove(run.pid("generator-1"))
+    run.wait_until(lambda: len(run.starts("generator-1")) > 1, what="the generator elsewhere", timeout_s=60)
+    assert hosts_of(run, "generator-1")[1] in first[:2]
+    step = len(run.rows())
+    run.wait_for_step(step + 1)
+    cluster.remove(run.pid("learner-0"))
+    cluster.add()
+    run.wait_until(lambda: len(run.starts("learner-0")) > 1, what="the learner elsewhere", timeout_s=120)
+    assert hosts_of(run, "learner-0")[1] not in (first[0], first[2])
     code, output = run.end(timeout_s=300)
-    print(output)
+    print(output, file=sys.stderr)
     assert code == 0, output
-    check_ledger(run.summary())
-    hosts = [*hosts_of(run, "learner-0"), *hosts_of(run, "generator-0"), *hosts_of(run, "generator-1")]
-    assert len(set(hosts)) == 3, hosts
+    summary = run.summary()
+    check_ledger(summary)
+    assert (summary["status"], summary["steps"]) == ("finished", 30)
     assert run.left_over() == []

@@ -198,7 +198,6 @@ class RayHosts:
             elif ray.wait([one.facts], timeout=0)[0]:
                 self._starting.remove(one)
                 if failure := self._join(one, now_s):
-                    log.error("no host there", reason=failure)
                     self._retry_s[one.place.node_id] = now_s + RETRY_S
                     failures.append(failure)
         return failures
@@ -260,7 +259,6 @@ class RayHosts:
         cpus = facts.cpus if facts.gpus else self._deal(facts, one.cpus)
         host = Host(self._name(facts.hostname), cpus, facts.gpus, address, pool, facts.shares_run_dir)
         self.all.append(RayHost(host, one.place, one.actor, now_s))
-        log.info("host joined", host=host.name, address=address, cpus=cpus, pool=pool, shared=facts.shares_run_dir)
         return ""
 
     def _name(self, hostname: str) -> str:

@@ -233,9 +233,14 @@ class RayLauncher(Launcher):
 
     def _watch(self) -> None:
         """Watches the hosts and copies logs until the launcher closes."""
+        known = len(self._cluster.all)
         while not self._closing.wait(TICK_S):
             try:
-                self._cluster.tick()
+                for failure in self._cluster.tick():
+                    log.error("no host there", reason=failure)
+                for one in self._cluster.all[known:]:
+                    log.info("host joined", host=_describe(one.host))
+                known = len(self._cluster.all)
                 self._logs.tick()
             except Exception as error:  # a tick later the cluster may answer again; roles are watched apart from this
                 log.error("the cluster does not answer", error=f"{type(error).__name__}: {error}")

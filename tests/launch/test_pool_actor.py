@@ -1,0 +1,100 @@
+"""The actor that starts roles on a Ray node, and the copies of their logs, without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import types
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.launch.ray import logs
+from asyncrl.launch.ray.logs import RemoteLogs
+from asyncrl.launch.ray.pool_actor import NodeLauncher, PoolActor
+from asyncrl.launch.resources.placement import RoleResources
+from asyncrl.launch.worker import RoleSpec
+from tests.helpers.replay import loopback_endpoints
+
+RESOURCES = RoleResources(tuple(sorted(os.sched_getaffinity(0))), threads=1)
+WAIT_S = 20.0
+SHOWS = "import os, sys; print(sorted(n for n in os.environ if n.startswith(('RAY_', 'HF_'))), os.getppid()); "
+
+
+@pytest.fixture
+def actor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> PoolActor:
+    """An actor with Python code in place of the roles: that in `index`."""
+    codes = {0: SHOWS + "sys.exit(7)", 1: "import time; time.sleep(600)"}
+    monkeypatch.setattr(NodeLauncher, "command", lambda _, spec: [sys.executable, "-c", codes[spec.index]])
+    monkeypatch.setenv("RAY_JOB_ID", "01000000")
+    monkeypatch.chdir(tmp_path)
+    return PoolActor(str(tmp_path), {"HF_HOME": "/models"})
+
+
+def spec(index: int, folder: Path) -> RoleSpec:
+    return RoleSpec("generator", index, str(folder), loopback_endpoints(1), (), 8, host="n1")
+
+
+def do(work: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(asyncio.wait_for(work, WAIT_S))
+
+
+def test_roles_are_its_children_and_know_nothing_of_ray(actor: PoolActor, tmp_path: Path) -> None:
+    code, cause = do(actor.run(0, spec(0, tmp_path), RESOURCES))
+    assert code == 7
+    assert cause == f"generator-0@n1 ended with code 7: ['HF_HOME'] {os.getpid()}"
+    assert do(actor.run(0, spec(0, tmp_path), RESOURCES))[0] == 7, "asking again starts nothing"
+
+
+def test_roles_are_killed_also_before_they_start(actor: PoolActor, tmp_path: Path) -> None:
+    async def kill() -> tuple[Any, ...]:
+        running = asyncio.create_task(actor.run(0, spec(1, tmp_path), RESOURCES))
+        await asyncio.sleep(0.1)
+        immortal = await actor.kill([0, 1], show_stacks=False)
+        return immortal, await running, await actor.run(1, spec(1, tmp_path), RESOURCES)
+
+    immortal, killed, never = do(kill())
+    assert immortal == []
+    assert killed == (-signal.SIGKILL, "generator-1@n1 was killed by signal SIGKILL")
+    assert never == (-signal.SIGKILL, "generator-1@n1 was killed before it started")
+
+
+class Answers:
+    """In place of an actor's handle: methods that answer at once."""
+
+    def __init__(self, actor: PoolActor) -> None:
+        self._actor = actor
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._actor, name)
+        return types.SimpleNamespace(remote=lambda *arguments: [do(method(*arguments))])
+
+
+def test_complete_lines_of_this_run_are_copied(
+    actor: PoolActor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answered = types.SimpleNamespace(wait=lambda refs, timeout: (refs, []), get=lambda ref: ref[0])
+    monkeypatch.setitem(sys.modules, "ray", answered)
+    monkeypatch.setitem(sys.modules, "ray.exceptions", types.SimpleNamespace(RayError=OSError))
+    monkeypatch.setattr(logs, "EVERY_S", 0.0)
+    monkeypatch.setattr(logs, "MAX_BYTES", 16)
+    there, here = tmp_path / "there", tmp_path / "here"
+    source, copy = there / "logs" / "generator-0.jsonl", here / "generator-0.jsonl"
+    source.parent.mkdir(parents=True)
+    source.write_text("of an earlier run\n")
+    copies = RemoteLogs(here)
+    copies.follow(Answers(actor), spec(0, there))
+    copies.tick()
+    with source.open("a") as log:
+        log.write("one\ntwo\nthree and a ha")
+    for _ in range(3):
+        copies.tick()
+    assert copy.read_text() == "one\ntwo\n"
+    with source.open("a") as log:
+        log.write("lf, longer than a read is\nfour")
+    copies.drain(timeout_s=2.0)
+    assert copy.read_text() == "one\ntwo\nthree and a half, longer than a read is\nfour"
