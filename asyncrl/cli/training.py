@@ -14,6 +14,7 @@ from asyncrl.config.paths import expand_path
 from asyncrl.errors import ConfigError
 
 FLAGS = {
+    "cluster": "launch.cluster",
     "generators": "launch.generators",
     "learners": "launch.learners",
     "max_staleness": "replay.max_staleness",
@@ -38,6 +39,12 @@ def launch(
     max_staleness: Annotated[int | None, typer.Option(help="Hard bound on token age, in learner steps.")] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
     run: Annotated[str | None, typer.Option(help="Name of the run; its folder is runs/NAME.")] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            help="Where the roles run: local, ray, or ray://HOST[:PORT], which submits this command as a job."
+        ),
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Resume the run of this name where it ended.")] = False,
     discard_journal: Annotated[
         bool,
@@ -45,16 +52,24 @@ def launch(
     ] = False,
 ) -> None:
     """Train. Exit code 0: done, 1: the run failed, 2: bad configuration or data, 130: interrupted."""
+    from asyncrl.launch.ray.job import SCHEME, submit
     from asyncrl.launch.run import launch as launch_run
     from asyncrl.launch.run_dir import config_of_run
 
     flags: dict[str, Any] = {
         "generators": generators, "learners": learners, "max_staleness": max_staleness, "steps": steps, "run": run,
+        "cluster": cluster,
     }  # fmt: skip
     settings = dict(parse_override(text) for text in overrides or [])
     settings |= {FLAGS[name]: value for name, value in flags.items() if value is not None}
     if discard_journal and not resume:
         raise ConfigError("--discard-journal: is for a run that goes on; give --resume too")
+    if (address := str(settings.get("launch.cluster", ""))).startswith(SCHEME):
+        given = [text for text in overrides or [] if not text.startswith("launch.cluster=")]
+        given += [f"{FLAGS[name]}={value}" for name, value in flags.items() if value is not None and name != "cluster"]
+        given += ["--config", config] if config else []
+        given += ["--resume"] * resume + ["--discard-journal"] * discard_journal
+        raise typer.Exit(submit(address, given, Console()))
     if resume:
         settings["resume"] = "must"
         config = config or str(config_of_run(settings.get("run", "run"), expand_path(settings.get("runs_dir", "runs"))))

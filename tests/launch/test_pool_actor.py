@@ -22,7 +22,7 @@ from tests.helpers.replay import loopback_endpoints
 
 RESOURCES = RoleResources(tuple(sorted(os.sched_getaffinity(0))), threads=1)
 WAIT_S = 20.0
-SHOWS = "import os, sys; print(sorted(n for n in os.environ if n.startswith(('RAY_', 'HF_'))), os.getppid()); "
+SHOWS = "import os, sys; print(sorted(n for n in os.environ if n.startswith(('RAY_', 'PASSED_'))), os.getppid()); "
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def actor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> PoolActor:
     monkeypatch.setattr(NodeLauncher, "command", lambda _, spec: [sys.executable, "-c", codes[spec.index]])
     monkeypatch.setenv("RAY_JOB_ID", "01000000")
     monkeypatch.chdir(tmp_path)
-    return PoolActor(str(tmp_path), {"HF_HOME": "/models"})
+    return PoolActor(str(tmp_path), {"PASSED_ON": "1"})
 
 
 def spec(index: int, folder: Path) -> RoleSpec:
@@ -46,7 +46,7 @@ def do(work: Coroutine[Any, Any, Any]) -> Any:
 def test_roles_are_its_children_and_know_nothing_of_ray(actor: PoolActor, tmp_path: Path) -> None:
     code, cause = do(actor.run(0, spec(0, tmp_path), RESOURCES))
     assert code == 7
-    assert cause == f"generator-0@n1 ended with code 7: ['HF_HOME'] {os.getpid()}"
+    assert cause == f"generator-0@n1 ended with code 7: ['PASSED_ON'] {os.getpid()}"
     assert do(actor.run(0, spec(0, tmp_path), RESOURCES))[0] == 7, "asking again starts nothing"
 
 

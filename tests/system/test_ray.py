@@ -37,12 +37,13 @@ def test_pools_that_cannot_be_had_are_refused(launch: Callable[..., Launched], c
     code, output = launch("--steps", "1", roles, pools, *ON_RAY, run="nodes", plain=True).end(timeout_s=100)
     assert code == 2
     assert "placement.pools.gen: 4 nodes with 1 cores each are asked for; " in output
-    assert output.count("of 1 cores free") == 3 and "1 nodes are missing" in output
+    assert output.count("of 1 cores free") == 3 and output.count("0 of 0 cores free") == 1
+    assert "1 nodes are missing" in output
     pools = "placement.pools={gen: 8 x gpu, train: {nodes: 1}}"
     code, output = launch("--steps", "1", roles, pools, *ON_RAY, run="gpus", plain=True).end(timeout_s=100)
     assert code == 2
-    assert "placement.pools.gen: 8 GPUs, each with 1 cores, are asked for; " in output
-    assert output.count("has 0 of 0 GPUs") == 4 and "8 of them are missing" in output
+    assert "placement.pools.gen: 8 GPUs with 1 cores each are asked for; " in output
+    assert output.count("has 0 of 0 GPUs") == 4 and "8 GPUs are missing" in output
 
 
 def test_nodes_die_while_the_demo_trains(

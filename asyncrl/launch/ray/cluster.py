@@ -71,8 +71,10 @@ class PoolGroup:
 
     @property
     def infeasible(self) -> bool:
-        """True if the cluster can never have it as it is."""
-        return placement_group_table(self.group)["stats"]["scheduling_state"] == "INFEASIBLE"
+        """True if the cluster can never have it as it is. Ray's own word
+        counts nodes that have too little for a bundle."""
+        called = placement_group_table(self.group)["stats"]["scheduling_state"] == "INFEASIBLE"
+        return called or _enough(self, free=False) < self.count
 
     def nodes(self) -> dict[int, str]:
         """Returns the node of each bundle; none while the group is not complete."""
@@ -126,26 +128,36 @@ def _lack(group: PoolGroup, *, free: bool) -> str:
     """What the group asks for, what the nodes have, and what is missing. With `free` only what nobody has reserved
     counts."""
     cpus, gpus = int(group.bundle["CPU"]), int(group.bundle.get("GPU", 0))
-    there, enough = list[str](), 0
+    there: list[str] = []
     for node_id, node in alive_nodes().items():
-        own = {kind: int(node["Resources"].get(kind, 0)) for kind in ("CPU", "GPU")}
+        total_cpus, total_gpus = _total(node)
         free_cpus, free_gpus = free_resources(node_id)
-        has = (free_cpus, free_gpus) if free else (own["CPU"], own["GPU"])
-        fits = min(has[0] // cpus, has[1] // gpus if gpus else has[0] // cpus)
-        enough += min(fits, 1) if group.spread else fits
-        name = f"{node['NodeManagerHostname']} ({node_id[:6]})"
-        there.append(
-            f"{name} has {free_gpus} of {own['GPU']} GPUs and {free_cpus} of {own['CPU']} cores free"
-            if gpus
-            else f"{name} has {free_cpus} of {own['CPU']} cores free"
-        )
-    each = f"{gpus} GPUs and {cpus} cores" if gpus else f"{cpus} cores"
+        cards = f"{free_gpus} of {total_gpus} GPUs and " if gpus else ""
+        there.append(f"{node['NodeManagerHostname']} has {cards}{free_cpus} of {total_cpus} cores free")
+    missing = group.count - _enough(group, free=free)
     if group.spread:
-        asked, missing = f"{group.count} nodes with {each} each are", f"{group.count - enough} nodes are missing"
+        each = f"{gpus} GPUs and {cpus} cores" if gpus else f"{cpus} cores"
+        asked, lack = f"{group.count} nodes with {each} each", f"{missing} nodes are missing"
     else:
-        asked = f"{group.count} GPUs, each with {cpus} cores, are"
-        missing = f"{group.count - enough} of them are missing"
+        asked, lack = f"{group.count} GPUs with {cpus} cores each", f"{missing} GPUs are missing"
     return (
-        f"placement.pools.{group.pool}: {asked} asked for; {', '.join(there)}: {missing}; ask for less, or see "
+        f"placement.pools.{group.pool}: {asked} are asked for; {', '.join(there)}: {lack}; ask for less, or see "
         "`ray status`"
     )
+
+
+def _enough(group: PoolGroup, *, free: bool) -> int:
+    """The number of bundles that the nodes have room for, with `free` in what nobody has reserved."""
+    found = 0
+    for node_id, node in alive_nodes().items():
+        cpus, gpus = free_resources(node_id) if free else _total(node)
+        fits = int(cpus // group.bundle["CPU"])
+        if "GPU" in group.bundle:
+            fits = min(fits, int(gpus // group.bundle["GPU"]))
+        found += min(fits, 1) if group.spread else fits
+    return found
+
+
+def _total(node: dict[str, Any]) -> tuple[int, int]:
+    """The cores and GPUs of a node."""
+    return int(node["Resources"].get("CPU", 0)), int(node["Resources"].get("GPU", 0))

@@ -34,6 +34,8 @@ TICK_S = 1.0
 """Time between two looks at the hosts."""
 ANSWER_S = 2.0
 """Time for an actor to answer, beside what it was asked to wait for."""
+JOB_COPY = "_ray_pkg_"
+"""Part of the path of a job's working directory."""
 TRAINED = ("learner", "critic")
 """Roles that are not started elsewhere before their host is lost for certain: one such group writes a checkpoint."""
 
@@ -117,6 +119,11 @@ class RayLauncher(Launcher):
         from asyncrl.launch.ray.cluster import await_group, connect, reserve
         from asyncrl.launch.ray.hosts import RayHosts
 
+        if JOB_COPY in str(Path.cwd()) and not Path(config.runs_dir).expanduser().is_absolute():
+            raise ConfigError(
+                f"runs_dir = {config.runs_dir!r}: a job of Ray works in a copy of the folder that is deleted after it; "
+                "set runs_dir to the complete path of a folder of all nodes"
+            )
         self._config = config
         cluster = connect()
         self._connected = True
