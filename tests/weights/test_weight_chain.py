@@ -174,6 +174,24 @@ def test_all_hear_of_one_that_gives_up_long_before_their_deadline(cleanup: list)
     assert max(seconds for _, seconds in found) < 10.0, found
 
 
+def test_a_link_is_closed_at_once_while_its_neighbours_are_silent() -> None:
+    until_s = time.monotonic() + 20.0
+
+    def interrupt() -> None:
+        if time.monotonic() > until_s:
+            raise Interrupted
+
+    links = members(3, [], check=interrupt)
+    until_s = time.monotonic() + 0.2
+    with pytest.raises(Interrupted):
+        list(links[1].receive(0, [torch.zeros(1000, dtype=torch.uint8)]))
+    started_s = time.monotonic()
+    for link in links:
+        link.close()
+    links.clear()
+    assert time.monotonic() - started_s < SLACK_S
+
+
 def test_one_that_stops_without_a_word_is_noticed_at_the_deadline(cleanup: list) -> None:
     free = threading.Event()
     links = members(4, [], timeout_s=1.0)
