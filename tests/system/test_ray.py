@@ -50,7 +50,7 @@ def test_nodes_die_while_the_demo_trains(
     launch: Callable[..., Launched], asyncrl: Callable[..., str], cluster: RayCluster
 ) -> None:
     """A generator is added, then its node dies, then the learner's; a new node comes. The run finishes."""
-    run = launch("--steps", "30", "checkpoint.every=2", *ON_RAY, run="on-ray", plain=True)
+    run = launch("--steps", "30", "checkpoint.every_steps=2", *ON_RAY, run="on-ray", plain=True)
     run.wait_for_step(2)
     asyncrl("scale", "--generators", "2", "--run", str(run.run_dir))
     run.await_tokens(1)

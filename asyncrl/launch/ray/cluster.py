@@ -27,19 +27,22 @@ WAITING_S = 3.0
 """Time without resources after which the user is told of it."""
 
 
-def connect() -> str:
+def connect() -> dict[str, str]:
     """Connects this process to the cluster of RAY_ADDRESS, or to one with a node on this machine; if there is none,
-    starts one here. Returns what it is, for the user. Raises ConfigError if RAY_ADDRESS cannot be reached."""
+    starts one here. Returns what the user may want to know of it. Raises ConfigError if RAY_ADDRESS cannot be
+    reached."""
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "namespace": "asyncrl"}
     try:
-        ray.init(address="auto", **options)
+        context = ray.init(address="auto", **options)
+        what = f"Ray at {ray.get_runtime_context().gcs_address}, {len(alive_nodes())} nodes"
     except ConnectionError as error:
         if address := os.environ.get("RAY_ADDRESS"):
             raise ConfigError(f"launch.cluster = 'ray': no cluster at RAY_ADDRESS={address}: {error}") from None
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        ray.init(address="local", object_store_memory=OBJECT_STORE_BYTES, **options)
-        return "of this machine alone, started for this run: no Ray node was running here, and RAY_ADDRESS is not set"
-    return f"at {ray.get_runtime_context().gcs_address}, {len(alive_nodes())} nodes"
+        context = ray.init(address="local", object_store_memory=OBJECT_STORE_BYTES, **options)
+        what = "Ray on this machine alone, started for this run: no node runs here, and RAY_ADDRESS is not set"
+    dashboard = {"dashboard": f"http://{context.dashboard_url}"} if context.dashboard_url else {}
+    return {"cluster": what, "job": ray.get_runtime_context().get_job_id()} | dashboard
 
 
 def alive_nodes() -> dict[str, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""`asyncrl launch --cluster ray://HOST`: the same command as a job of a Ray cluster that this machine is not part of."""
+"""`asyncrl launch --cluster ray://HOST`: the same command as a job of a Ray cluster elsewhere."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ LEFT_OUT = [".git", ".venv", "build", "runs", "sweeps", "*.safetensors"]
 
 
 def submit(address: str, arguments: Sequence[str], console: Console) -> int:
-    """Submits `asyncrl launch` with these arguments to the cluster at `ray://HOST[:PORT]` and prints the job's log until
-    it ends. Returns its exit code.
+    """Submits `asyncrl launch` with these arguments to the cluster at `ray://HOST[:PORT]` and prints the job's log
+    until it ends. Returns its exit code.
 
     Ctrl-C asks whether to stop the job; otherwise it goes on. Raises ConfigError if Ray is not installed, and if the
     cluster cannot be reached or does not take the job.

@@ -5,6 +5,7 @@ The launcher is the cluster's driver: Ray ends the actors, and the kernel their 
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import os
 import threading
@@ -112,10 +113,8 @@ class RayLauncher(Launcher):
 
     def acquire(self, config: Config) -> None:
         """As `Launcher.acquire`. Waits up to `launch.start_timeout_s` for resources that others use."""
-        try:
-            import ray
-        except ModuleNotFoundError:
-            raise ConfigError("launch.cluster = 'ray': Ray is not installed; pip install 'asyncrl[ray]'") from None
+        if importlib.util.find_spec("ray") is None:
+            raise ConfigError("launch.cluster = 'ray': Ray is not installed; pip install 'asyncrl[ray]'")
         from asyncrl.launch.ray.cluster import await_group, connect, reserve
         from asyncrl.launch.ray.hosts import RayHosts
 
@@ -125,12 +124,8 @@ class RayLauncher(Launcher):
                 "set runs_dir to the complete path of a folder of all nodes"
             )
         self._config = config
-        cluster = connect()
+        self._facts = connect()
         self._connected = True
-        context = ray.get_runtime_context()
-        self._facts = {"cluster": f"Ray {cluster}", "job": context.get_job_id()}
-        if dashboard := ray._private.worker.get_dashboard_url():
-            self._facts["dashboard"] = f"http://{dashboard}"
         hosts = self._hosts = RayHosts(config)
         self._address = hosts.own_address
         check_host(self._address)

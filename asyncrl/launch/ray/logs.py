@@ -74,9 +74,9 @@ class RemoteLogs:
         try:
             if one.size is not None and ray.wait([one.size], timeout=0)[0]:
                 one.offset, one.size = ray.get(one.size), None
-            data = None
+            data: bytes | None = None
             if one.read is not None and ray.wait([one.read], timeout=0)[0]:
-                data, one.read = ray.get(one.read), None
+                data, one.read = bytes(ray.get(one.read)), None
         except RayError as error:
             log.warning("the log of a role is not copied any more", name=one.name, error=type(error).__name__)
             self._followed = {key: other for key, other in self._followed.items() if other is not one}
