@@ -82,9 +82,10 @@ class Launcher(ABC):
         """Ends all roles with their children: asks them to stop, and kills those still running after `grace_s`. Returns
         those that do not end."""
 
-    def resize(self, generators: int) -> None:
-        """Asks for hosts for this number of generators, if it can get more. Returns at once; they appear in `hosts`."""
-        return
+    def resize(self, generators: int) -> str:
+        """Asks for hosts for this number of generators, if it can get more. Returns at once what it waits for, empty if
+        nothing more will appear in `hosts`. Called again until there is room for all, or nothing to wait for."""
+        return ""
 
     def describe(self) -> dict[str, str]:
         """Returns what a user may want to know of it, such as a dashboard's address and a job's id."""

@@ -63,6 +63,8 @@ class Supervisor:
         """Generators whose death is not reported to the replay queue yet."""
         self._step: int | None = None
         self._asked = False
+        self._waits_for = ""
+        """What the launcher waits for to have room for more generators."""
         for role in ROLES:
             for index, resources in enumerate(placement.of(role)):
                 self._add(role, index, resources)
@@ -284,13 +286,16 @@ class Supervisor:
 
     def _join(self, joiners: list[int], wanted: int) -> None:
         """Adds generators; the other roles keep their resources."""
-        self._launcher.resize(wanted)
+        waits_for = self._launcher.resize(wanted)
         found, reason = self._placer.joiners(joiners, wanted, list(self._groups.values()))
         for index, resources in zip(joiners, found, strict=False):
             self._add("generator", index, resources)
-        if reason:
+        if reason and not waits_for:
             self._say(f"no more generators: {reason}")
             self._client.scale(joiners[len(found)])
+        elif reason and waits_for != self._waits_for:
+            self._say(f"waiting for {waits_for}")
+        self._waits_for = waits_for
 
     def _update_generator(self, group: RoleGroup, reported: dict[str, Any] | None, now_s: float) -> None:
         if not group.running or group.draining_since_s is not None or self.answering_s is None:

@@ -43,6 +43,7 @@ class FakeHosts(Launcher):
         self.lost: set[str] = set()
         self.started: list[FakeRole] = []
         self.wanted: list[int] = []
+        self.waits_for = ""
 
     def hosts(self) -> list[Host]:
         return [host for host in self.all if host.name not in self.lost]
@@ -60,8 +61,9 @@ class FakeHosts(Launcher):
     def end(self, *, grace_s: float) -> list[RoleHandle]:
         return []
 
-    def resize(self, generators: int) -> None:
+    def resize(self, generators: int) -> str:
         self.wanted.append(generators)
+        return self.waits_for
 
     def last(self, name: str) -> FakeRole:
         return next(role for role in reversed(self.started) if role.spec.name == name)
@@ -185,3 +187,20 @@ def test_a_joining_generator_gets_the_least_loaded_host(supervisor: Supervisor, 
     supervisor.update(status | {"generators_wanted": 3}, 2.0)
     supervisor.tick(3.0)
     assert launcher.wanted == [3] and launcher.last("generator-2").spec.host == "n3"
+
+
+def test_a_joining_generator_waits_for_a_host_that_is_asked_for(
+    supervisor: Supervisor, launcher: FakeHosts, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl.launch.placer.find_room", lambda *_: None)
+    queue: FakeQueue = supervisor._client  # type: ignore[assignment]
+    status = {"done": False, "generators_wanted": 2, "generators": {}, "learners": {}, "step": 0}
+    supervisor.tick(0.0)
+    supervisor.update(status, 1.0)
+    launcher.waits_for = "1 GPUs in pool gen"
+    for now_s in (2.0, 3.0):
+        supervisor.update(status | {"generators_wanted": 3}, now_s)
+    assert (said, queue.wanted) == (["waiting for 1 GPUs in pool gen"], [])
+    launcher.waits_for = ""
+    supervisor.update(status | {"generators_wanted": 3}, 4.0)
+    assert said[1:] == ["no more generators: no host has a free GPU for a generator"] and queue.wanted == [2]

@@ -66,6 +66,7 @@ class PoolGroup:
     count: int
     spread: bool
     """True if each bundle is on a node of its own."""
+    asked_s: float
 
     @property
     def state(self) -> str:
@@ -99,7 +100,7 @@ def reserve(run: str, name: str, pool: Pool, *, count: int | None = None) -> Poo
         bundle["GPU"] = gpus
     strategy = "STRICT_SPREAD" if pool.nodes else "PACK"
     group = placement_group([bundle] * count, strategy=strategy, name=f"asyncrl/{run}/{name}")
-    return PoolGroup(name, bundle, group, count, pool.nodes is not None)
+    return PoolGroup(name, bundle, group, count, pool.nodes is not None, time.monotonic())
 
 
 def _free_cpus(count: int) -> int:

@@ -154,15 +154,23 @@ class RayHosts:
         """Adds the bundles of a pool. Without pools, every node of the cluster is a place for an actor."""
         self._groups.append(group)
 
-    def grow(self, pool: str, gpus: int) -> None:
-        """Asks for as many bundles as the pool needs to have this number of GPUs. Does nothing for hosts without
-        GPUs, which hold any number of roles."""
-        size = self._config.placement.pools[pool]
+    def grow(self, pool: str, gpus: int) -> str:
+        """Asks for as many bundles as the pool needs to have this number of GPUs, and gives up what did not come within
+        `launch.start_timeout_s`. Returns what it waits for. Does nothing for a pool without GPUs, whose hosts hold any
+        number of roles."""
         own = [group for group in self._groups if group.pool == pool]
-        each = int(own[0].bundle.get("GPU", 0))
+        each, limit_s = int(own[0].bundle.get("GPU", 0)), self._config.launch.start_timeout_s
         missing = gpus - each * sum(group.count for group in own)
         if each and missing > 0:
-            self.add(reserve(self._config.run, pool, size, count=-(-missing // each)))
+            own.append(reserve(self._config.run, pool, self._config.placement.pools[pool], count=-(-missing // each)))
+            self.add(own[-1])
+        waiting = [group for group in own if sum(one.place.group is group for one in self.all) < group.count]
+        late = [group for group in waiting if time.monotonic() - group.asked_s > limit_s]
+        for group in late:
+            self._groups.remove(group)
+            group.remove()
+        count = each * sum(group.count for group in waiting)
+        return f"{count} GPUs in pool {pool}" if waiting and not late else ""
 
     def open(self, *, timeout_s: float) -> None:
         """Starts the actors of all places and waits for them. Raises ConfigError if one cannot start or differs from

@@ -202,12 +202,12 @@ class RayLauncher(Launcher):
             log.warning("role did not stop in time and was killed", name=role.name, grace_s=grace_s)
         return immortal + self.kill(list(self._roles), show_stacks=bool(late))
 
-    def resize(self, generators: int) -> None:
+    def resize(self, generators: int) -> str:
         """As `Launcher.resize`: adds bundles to the generators' pool if it has fewer GPUs."""
         config = self._config
         assert config is not None
-        if pool := config.placement.pool_of("generator"):
-            self._cluster.grow(pool, generators)
+        pool = config.placement.pool_of("generator")
+        return self._cluster.grow(pool, generators) if pool else ""
 
     def describe(self) -> dict[str, str]:
         """As `Launcher.describe`: the cluster, its dashboard, the id of Ray's job, and the hosts."""

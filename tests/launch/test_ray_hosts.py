@@ -1,0 +1,161 @@
+"""What is taken for lost on a Ray cluster, with actors whose answers the test gives."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.launch.launcher import HOST_LOST
+from asyncrl.launch.ray.launcher import RayRole
+from asyncrl.launch.resources.hosts import Host
+from asyncrl.launch.resources.placement import RoleResources
+from asyncrl.launch.worker import RoleSpec
+from tests.helpers.replay import loopback_endpoints, small_config
+
+ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'asyncrl[ray]'")
+
+RESOURCES = RoleResources((0,), threads=1, host="n1")
+
+
+class Ref:
+    """In place of a reference: its value or error, once there is one."""
+
+    value: Any = None
+
+    def give(self, value: Any) -> None:
+        self.value = value
+
+
+class Actor:
+    """In place of an actor's handle. `calls` are all calls: the method, its arguments and the reference."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, tuple[Any, ...], Ref]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return type("Method", (), {"remote": staticmethod(lambda *args, **kwargs: self._call(name, args))})
+
+    def _call(self, name: str, arguments: tuple[Any, ...]) -> Ref:
+        self.calls.append((name, arguments, Ref()))
+        return self.calls[-1][2]
+
+    def last(self, name: str) -> Ref:
+        return [ref for called, _, ref in self.calls if called == name][-1]
+
+    def count(self, name: str) -> int:
+        return sum(called == name for called, _, _ in self.calls)
+
+
+def get(ref: Ref) -> Any:
+    if isinstance(ref.value, Exception):
+        raise ref.value
+    return ref.value
+
+
+@pytest.fixture
+def actor(monkeypatch: pytest.MonkeyPatch) -> Actor:
+    monkeypatch.setattr(ray, "wait", lambda refs, timeout: ([ref for ref in refs if ref.value is not None], []))
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(ray, "kill", lambda actor: actor.calls.append(("killed", (), Ref())))
+    return Actor()
+
+
+@pytest.fixture
+def host(actor: Actor) -> Any:
+    from asyncrl.launch.ray.hosts import Place, RayHost
+
+    return RayHost(Host("n1", (0,)), Place("node"), actor, heard_s=0.0)
+
+
+def role(name: str, key: int, host: Any, folder: Path) -> RayRole:
+    return RayRole(key, RoleSpec(name, 0, str(folder), loopback_endpoints(1), (), 8, host="n1"), RESOURCES, host)
+
+
+def unavailable() -> Exception:
+    from ray.exceptions import ActorUnavailableError
+
+    return ActorUnavailableError("the actor cannot be reached", os.urandom(16))
+
+
+def died() -> Exception:
+    from ray.exceptions import ActorDiedError
+
+    return ActorDiedError()
+
+
+def test_a_role_that_ended(actor: Actor, host: Any, tmp_path: Path) -> None:
+    generator = role("generator", 0, host, tmp_path)
+    assert generator.code is None
+    actor.last("run").give((3, "generator-0@n1 ended with code 3: why"))
+    assert (generator.code, generator.cause()) == (3, "generator-0@n1 ended with code 3: why")
+
+
+def test_generators_are_given_up_at_once_and_learners_when_the_host_is_lost(
+    actor: Actor, host: Any, tmp_path: Path
+) -> None:
+    generator, learner = role("generator", 0, host, tmp_path), role("learner", 1, host, tmp_path)
+    actor.last("run").give(unavailable())
+    assert (learner.code, generator.code) == (None, HOST_LOST)
+    host.check(True, 1.0)
+    assert learner.code is None and not host.lost
+    host.check(False, 2.0)
+    assert learner.code == HOST_LOST
+    assert learner.cause() == "learner-0@n1: its host is lost (Ray has declared its node dead)"
+    assert actor.count("killed") == 1
+
+
+def test_a_host_that_answers_again(actor: Actor, host: Any, tmp_path: Path) -> None:
+    """Its generator was replaced and is killed; its learner is watched on."""
+    generator, learner = role("generator", 0, host, tmp_path), role("learner", 1, host, tmp_path)
+    actor.last("run").give(unavailable())
+    assert (learner.code, generator.code) == (None, HOST_LOST)
+    host.check(True, 1.0)
+    actor.last("ping").give(True)
+    host.check(True, 2.0)
+    assert not host.suspect and learner.code is None
+    assert actor.count("run") == 3
+    assert [arguments for name, arguments, _ in actor.calls if name == "kill"] == [([0],)]
+    actor.last("run").give((0, ""))
+    assert learner.code == 0
+
+
+def test_a_silent_host(actor: Actor, host: Any, tmp_path: Path) -> None:
+    learner = role("learner", 0, host, tmp_path)
+    host.check(True, 10.0)
+    assert not host.suspect
+    host.check(True, 16.0)
+    assert host.suspect and learner.code is None
+    host.check(True, 61.0)
+    assert host.lost and learner.code == HOST_LOST
+
+
+def test_the_death_of_an_actor_is_that_of_its_host(actor: Actor, host: Any, tmp_path: Path) -> None:
+    learner = role("learner", 0, host, tmp_path)
+    actor.last("run").give(died())
+    assert learner.code == HOST_LOST
+    assert "its actor has died" in learner.cause()
+
+
+def test_a_pool_of_gpus_grows(actor: Actor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Once for each GPU that is missing; what does not come in time is given back."""
+    from asyncrl.launch.ray import hosts as module
+    from asyncrl.launch.ray.cluster import PoolGroup
+
+    given_back: list[Any] = []
+    monkeypatch.setattr(PoolGroup, "remove", lambda self: given_back.append(self.count))
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.0.0.1")
+    monkeypatch.setattr(
+        module, "reserve", lambda run, pool, size, count: PoolGroup(pool, {"CPU": 1, "GPU": 1}, None, count, False, 1e9)
+    )
+    pools = {"placement__pools": {"a": "2 x gpu"}, "placement__roles": {"generator": "a", "learner": "a"}}
+    found = module.RayHosts(small_config(runs_dir=str(tmp_path), **pools))
+    first = PoolGroup("a", {"CPU": 1, "GPU": 1}, None, 2, False, 0.0)  # type: ignore[arg-type]
+    found.add(first)
+    found.all = [module.RayHost(Host(f"n{n}", (0,)), module.Place("node", first, n), actor, 0.0) for n in (0, 1)]
+    assert found.grow("a", 2) == ""
+    assert found.grow("a", 5) == found.grow("a", 5) == "3 GPUs in pool a"
+    found._groups[-1].asked_s = -1e9
+    assert found.grow("a", 5) == "" and given_back == [3]
