@@ -220,13 +220,13 @@ class LearnerClient:
     def begin(self, step: int) -> int:
         """Registers this rank, which starts from a checkpoint of the step (0 without one). Returns the number of
         committed steps, up to which `take` and `commit` return the same as before."""
-        body = Begin(self.rank, step)
+        body = Begin(self.rank, self.endpoints.epoch, step)
         return self._connection.request(body, timeout_s=self.timeout_s).body.steps
 
     def take(self, step: int) -> Shard | None:
         """This rank's shard of the step, as soon as the batch is complete, which may be while the step before it is
         trained; None when the run is stopping, the same for all ranks, or when the client is closed meanwhile."""
-        body = Take(self.rank, step)
+        body = Take(self.rank, self.endpoints.epoch, step)
         connection = Connection(self.endpoints, resend_s=RESEND_S)  # of its own: a socket belongs to one thread
         try:
             while not self._closed.is_set():
@@ -242,7 +242,7 @@ class LearnerClient:
     ) -> Committed:
         """Reports the step as trained, and the steps of the complete checkpoints. With `saving` the answer contains the
         queue's part of a checkpoint of the step. Only rank 0 calls it."""
-        body = Commit(step, metrics, saving, list(checkpoints))
+        body = Commit(self.endpoints.epoch, step, metrics, saving, list(checkpoints))
         return self._connection.request(body, timeout_s=self.timeout_s).body
 
     def evaluations(self, should_stop: Callable[[], bool]) -> Iterator[tuple[int, dict[str, float]]]:
@@ -250,7 +250,8 @@ class LearnerClient:
         no more. Only rank 0 calls it, after its last commit; a restarted rank gets all of them again."""
         after = 0
         while not should_stop():
-            body: EvaluationResult = self._connection.request(NextEvaluation(after), timeout_s=self.timeout_s).body
+            request = NextEvaluation(self.endpoints.epoch, after)
+            body: EvaluationResult = self._connection.request(request, timeout_s=self.timeout_s).body
             match body.outcome:
                 case "ended":
                     after += 1

@@ -203,7 +203,11 @@ class Server:
         self._run_id = endpoints.run_id
         self._handlers = {KINDS[body]: handler for body, handler in handlers.items()}
         self._limits = {"max_bytes": max_bytes, "max_values": max_values}
-        self._socket = bind_router(address, what, keys=endpoints.keys, max_frame_bytes=max_frame_bytes)
+        self._socket = bind_router(
+            endpoints.listening(address), what, keys=endpoints.keys, max_frame_bytes=max_frame_bytes
+        )
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        """The ZeroMQ address that it listens on."""
 
     @property
     def num_strangers(self) -> int:

@@ -44,7 +44,7 @@ def bind_router(
     address: str, what: str, *, keys: str = "", max_frame_bytes: int = MAX_FRAME_BYTES
 ) -> zmq.Socket[bytes]:
     """Returns a ROUTER socket that listens on the address. A peer that reconnects under its routing id replaces its old
-    connection; with a file of `keys` only peers with the run's keys are admitted. The connection of a peer that sends a
+    connection; with `keys` only peers with the run's keys are admitted. The connection of a peer that sends a
     larger frame is closed.
 
     An answer to a peer that is gone, or does not read, is dropped: it does not delay other peers, and a peer that still
@@ -76,7 +76,7 @@ def connect_dealer(
     address: str, *, keys: str = "", linger_s: float = LINGER_S, max_frame_bytes: int = MAX_FRAME_BYTES
 ) -> zmq.Socket[bytes]:
     """Returns a DEALER socket that connects to the address, and retries until a server listens, under one random
-    routing id; with a file of `keys` it is encrypted and authenticated. Unsent messages linger for `linger_s` after it
+    routing id; with `keys` it is encrypted and authenticated. Unsent messages linger for `linger_s` after it
     is closed. It closes a connection that brings a larger frame.
 
     Send with DONTWAIT: it raises zmq.Again if too many messages wait already, or the server has refused the keys.

@@ -95,8 +95,8 @@ def intrude(keys: str, *addresses: str) -> None:
     for address in addresses:
         for opening in (b"GET / HTTP/1.0\r\n\r\n", b"\xff" + bytes(8) + b"\x7f\x03" + bytes(200), b""):
             greeted = max(greeted, _shout(address, opening))
-        for file in ("", keys):
-            dealer = connect_dealer(address, keys=file, linger_s=0.0)
+        for own in ("", keys):
+            dealer = connect_dealer(address, keys=own, linger_s=0.0)
             for body in (Train(0, 0), Join(1, "cpu"), StoreRequest(1, "get", ["x"], b"", 0)):
                 with suppress(zmq.Again):
                     dealer.send_multipart(encode(RUN_ID, body), zmq.DONTWAIT)

@@ -7,14 +7,12 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
 import pytest
 
-from asyncrl.wire import curve_keys
-from asyncrl.wire.curve_keys import write_keys
+from asyncrl.wire.curve_keys import new_keys
 from tests.network.hosts import Host, Network
 from tests.network.link import Quality
 
@@ -56,28 +54,27 @@ class Lines:
 
 
 @pytest.fixture
-def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(curve_keys, "FOLDER", str(tmp_path / "keys"))
-    return write_keys("network")
+def keys() -> str:
+    return new_keys()
 
 
 @pytest.fixture
-def server(network: Network, keys: Path) -> tuple[list[str], Lines]:
+def server(network: Network, keys: str) -> tuple[list[str], Lines]:
     """The addresses of a server on a host of its own, and what it says."""
     host = network.add("server")
     addresses = [f"tcp://{host.address}:{port}" for port in PORTS]
-    lines = Lines(host.start("tests.network.peers", "serve", str(keys), *addresses))
+    lines = Lines(host.start("tests.network.peers", "serve", keys, *addresses))
     lines.next()
     return addresses, lines
 
 
-def ask(host: Host, address: str, keys: Path, *, connections: int = 1, num_bytes: int = 4) -> Lines:
-    return Lines(host.start("tests.network.peers", "ask", str(keys), address, str(connections), str(num_bytes)))
+def ask(host: Host, address: str, keys: str, *, connections: int = 1, num_bytes: int = 4) -> Lines:
+    return Lines(host.start("tests.network.peers", "ask", keys, address, str(connections), str(num_bytes)))
 
 
 @pytest.mark.parametrize("cut_s", [8.0, pytest.param(20.0, marks=pytest.mark.slow)])
 def test_requests_are_answered_once_a_cut_ends(
-    network: Network, server: tuple[list[str], Lines], keys: Path, cut_s: float
+    network: Network, server: tuple[list[str], Lines], keys: str, cut_s: float
 ) -> None:
     """On every connection, in whatever part of its request the cut began."""
     far, count = network.add("far", linked=True), 12
@@ -96,7 +93,7 @@ def test_requests_are_answered_once_a_cut_ends(
 
 
 def test_large_requests_come_through_a_long_and_lossy_link(
-    network: Network, server: tuple[list[str], Lines], keys: Path
+    network: Network, server: tuple[list[str], Lines], keys: str
 ) -> None:
     far = network.add("far", linked=True)
     assert far.link
@@ -108,16 +105,14 @@ def test_large_requests_come_through_a_long_and_lossy_link(
 
 
 def test_strangers_get_nothing_change_nothing_and_are_counted(
-    network: Network, server: tuple[list[str], Lines], keys: Path
+    network: Network, server: tuple[list[str], Lines], keys: str
 ) -> None:
     """Without keys, with those of another run, and with bytes that are no messages, at every port."""
     addresses, said = server
     stranger, friend = network.add("stranger"), network.add("friend")
-    others = write_keys("other")
     # What a stranger may know: which key the servers show.
-    public = {"server_public": json.loads(keys.read_text())["server_public"]}
-    others.write_text(json.dumps(json.loads(others.read_text()) | public))
-    lines = Lines(stranger.start("tests.network.peers", "intrude", str(others), *addresses))
+    others = json.dumps(json.loads(new_keys()) | {"server_public": json.loads(keys)["server_public"]})
+    lines = Lines(stranger.start("tests.network.peers", "intrude", others, *addresses))
     came = lines.next()
     assert came["answers"] == 0 and came["greeted"] <= GREETING_BYTES, came
     line = said.until(lambda line: "strangers" not in line or min(line["strangers"]) >= KNOCKS)
