@@ -269,14 +269,14 @@ def test_with_keys_a_stranger_gets_nothing_changes_nothing_and_is_counted() -> N
     server = StoreServer("tcp://127.0.0.1:*", "weights", keys=keys)
     address = server.channel._socket.getsockopt_string(zmq.LAST_ENDPOINT)
     with capture_logs() as logs:
-        for file, reason in (("", NO_KEYS), (others, FOREIGN_KEY)):
+        for wrong, reason in (("", NO_KEYS), (others, FOREIGN_KEY)):
 
             def end_when_refused(reason: str = reason) -> None:
                 if any(entry["reason"] == reason for entry in logs):
                     raise ServerLostError(reason)
 
             with pytest.raises(ServerLostError):  # the connection may end before this is noticed
-                StoreClient(address, keys=file, timeout_s=20.0, check=end_when_refused)
+                StoreClient(address, keys=wrong, timeout_s=20.0, check=end_when_refused)
             await_true(lambda reason=reason: any(one["reason"] == reason for one in logs), "it is not noticed")
     assert {entry["event"] for entry in logs} == {"a stranger was refused"}
     assert server.channel._socket.num_strangers >= 2  # type: ignore[attr-defined]
