@@ -19,8 +19,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
-from asyncrl.launch.ray.cluster import PoolGroup, alive_nodes, free_resources, reserve
-from asyncrl.launch.ray.pool_actor import NodeFacts, PoolActor, passed_environment, versions
+from asyncrl.launch.ray.cluster import POLL_S, PoolGroup, alive_nodes, free_resources, reserve
+from asyncrl.launch.ray.pool_actor import NodeFacts, PoolActor, differences, passed_environment
 from asyncrl.launch.resources.hosts import Host
 
 log = structlog.get_logger()
@@ -174,20 +174,24 @@ class RayHosts:
 
     def open(self, *, timeout_s: float) -> None:
         """Starts the actors of all places and waits for them. Raises ConfigError if one cannot start or differs from
-        this process in a version, or if it takes longer than `timeout_s`."""
+        this process in a version, and if it takes longer than `timeout_s`."""
         deadline_s = time.monotonic() + timeout_s
-        places = self._places(alive_nodes())
-        if not places:
-            raise ConfigError("launch.cluster = 'ray': no node of the cluster has a free core; see `ray status`")
+        while not (places := self._places(alive_nodes())):
+            self._check_time(deadline_s, "no node of the cluster had a free core")
         while len(self.here) < len(places):
             if failures := self.tick():
                 raise ConfigError("launch.cluster = 'ray': " + "; ".join(failures))
-            if time.monotonic() > deadline_s:
-                raise ConfigError(
-                    f"launch.cluster = 'ray': {len(places) - len(self.here)} of {len(places)} actors did not start "
-                    f"within launch.start_timeout_s = {timeout_s:g} s; see `ray list actors`"
-                )
-            time.sleep(0.05)
+            self._check_time(deadline_s, f"{len(places) - len(self.here)} of {len(places)} actors did not start")
+
+    def _check_time(self, deadline_s: float, what: str) -> None:
+        """Waits a moment. Raises ConfigError after the deadline."""
+        if time.monotonic() > deadline_s:
+            limit_s = self._config.launch.start_timeout_s
+            raise ConfigError(
+                f"launch.cluster = 'ray': {what} within launch.start_timeout_s = {limit_s:g} s; see `ray status` and "
+                "`ray list actors`"
+            )
+        time.sleep(POLL_S)
 
     def tick(self) -> list[str]:
         """Updates what is known about the hosts, and starts actors where there is none. Returns why actors could not
@@ -259,9 +263,9 @@ class RayHosts:
             facts: NodeFacts = ray.get(one.facts)
         except RayError as error:
             return f"no actor could start on node {node}: {_first_line(error)}"
-        if differences := _differences(facts.versions):
+        if others := differences(facts.versions):
             ray.kill(one.actor)
-            return f"{facts.hostname} (node {node}) has other packages than the launcher: {differences}"
+            return f"{facts.hostname} (node {node}) has other packages than the launcher: {others}"
         address = self.own_address if facts.address == self._own_address else facts.address
         pool = one.place.group.pool if one.place.group else ""
         cpus = facts.cpus if facts.gpus else self._deal(facts, one.cpus)
@@ -282,16 +286,6 @@ class RayHosts:
         first = self._dealt[facts.address]
         self._dealt[facts.address] += count
         return tuple(sorted({facts.cpus[core % len(facts.cpus)] for core in range(first, first + count)}))
-
-
-def _differences(theirs: dict[str, str]) -> str:
-    """The packages whose versions are not those of this process; empty if all are."""
-    own = versions()
-    return ", ".join(
-        f"{name} {theirs.get(name, 'missing')} (here {own.get(name, 'missing')})"
-        for name in sorted(own.keys() | theirs.keys())
-        if own.get(name) != theirs.get(name)
-    )
 
 
 def _first_line(error: BaseException) -> str:

@@ -35,6 +35,16 @@ def versions() -> dict[str, str]:
     return found
 
 
+def differences(theirs: dict[str, str]) -> str:
+    """Returns the packages whose versions are not those of this process; empty if all are."""
+    own = versions()
+    return ", ".join(
+        f"{name} {theirs.get(name, 'missing')} (here {own.get(name, 'missing')})"
+        for name in sorted(own.keys() | theirs.keys())
+        if own.get(name) != theirs.get(name)
+    )
+
+
 def passed_environment() -> dict[str, str]:
     """Returns the variables of this process that roles on other hosts get."""
     return {name: value for name, value in os.environ.items() if name.startswith(PASSED)}
