@@ -66,7 +66,7 @@ def test_the_same_command_is_submitted() -> None:
     assert job["entrypoint"] == (
         "python -m asyncrl.cli launch --cluster ray learner.lr=1e-6 launch.generators=2 --config gsm8k_0.5b --resume"
     )
-    assert job["runtime_env"]["working_dir"] == str(Path.cwd()) and "runs" in job["runtime_env"]["excludes"]
+    assert job["runtime_env"]["working_dir"] == str(Path.cwd()) and "/runs" in job["runtime_env"]["excludes"]
 
 
 @pytest.mark.parametrize(("answer", "code", "said"), [("y", 1, "step 2/2"), ("n", 130, "it goes on: ray job logs")])

@@ -16,7 +16,7 @@ from asyncrl.launch.console import EXIT_FAILED, EXIT_INTERRUPTED
 SCHEME = "ray://"
 PORT = 8265
 """Default port of the cluster's dashboard, which takes jobs."""
-LEFT_OUT = [".git", ".venv", "build", "runs", "sweeps", "*.safetensors"]
+LEFT_OUT = ["/.git", "/.venv", "/build", "/runs", "/sweeps"]
 """What of the working directory is not sent along; Ray sends 100 MB at most."""
 
 
