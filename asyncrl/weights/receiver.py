@@ -32,6 +32,7 @@ from asyncrl.util.processes import normal_priority
 from asyncrl.weights import transports
 from asyncrl.weights.buckets import RunningChecksum, WeightManifest, buckets, empty_buffer
 from asyncrl.weights.files.fetcher import Fetcher
+from asyncrl.weights.files.manifest import manifest_key
 from asyncrl.weights.session import IDLE_S, Session
 from asyncrl.weights.staging import StagedWeights, Staging
 from asyncrl.weights.transports import Link, Member, Transport, find_transport, problem
@@ -90,7 +91,7 @@ class WeightReceiver:
         self._group_number = 0
         """The number of the link, from "go"."""
         self._staging = Staging(keeps)
-        self._fetcher = Fetcher(store_url, timeout_s)
+        self._fetcher = Fetcher(store_url, manifest_key(run_id), timeout_s)
         self._warned = False
         self._error: Exception | None = None
         self._engine_up = threading.Event()

@@ -33,6 +33,7 @@ from asyncrl.errors import AsyncrlError, ConfigError, PeerTimeoutError, RunError
 from asyncrl.weights.broadcast import Delivery, WeightSyncStats
 from asyncrl.weights.buckets import BUCKET_BYTES, WeightBuffer, WeightManifest
 from asyncrl.weights.files.delivery import FileDelivery, StoreOptions
+from asyncrl.weights.files.manifest import manifest_key
 from asyncrl.weights.membership import Membership
 from asyncrl.weights.transports import (
     choose_transport,
@@ -99,7 +100,7 @@ class WeightSender:
         self._channel = ChannelServer(address, "weights", TO_SENDER, run_id=run_id, keys=keys)
         self._store = Store(self._channel.send)
         self._membership = Membership(self._channel.send, manifest.to_json(), self._changed, self._raise_if_stopping)
-        self._stored = store
+        self._stored, self._run_id = store, run_id
         self._delivery: Delivery | FileDelivery = Delivery(
             store=self._store,
             membership=self._membership,
@@ -211,6 +212,7 @@ class WeightSender:
             raise ConfigError(f"weights.transport = {name!r}: needs a store for the versions")
         return FileDelivery(
             self._stored,
+            key=manifest_key(self._run_id),
             membership=self._membership,
             stats=self.stats,
             timeout_s=self._timeout_s,

@@ -9,6 +9,7 @@ import torch
 
 from asyncrl.weights.buckets import WeightManifest
 from asyncrl.weights.files.folder import Folder
+from asyncrl.weights.files.manifest import manifest_key
 from asyncrl.weights.files.publisher import Publisher
 from asyncrl.weights.files.reader import Reader
 
@@ -22,6 +23,9 @@ LAYOUT = WeightManifest.of(
     ]
 )
 FLOAT32 = WeightManifest.of([("embed.weight", torch.float32, (300, 64)), ("norm.weight", torch.float32, (37,))])
+
+
+KEY = manifest_key("run-0f")
 
 
 class Model:
@@ -42,13 +46,13 @@ class Model:
 
 
 def make_publisher(
-    url: str | Path, *, layout: WeightManifest = LAYOUT, full_every: int = 32, keep: int = 3
+    url: str | Path, *, layout: WeightManifest = LAYOUT, key: bytes = KEY, full_every: int = 32, keep: int = 3
 ) -> Publisher:
-    return Publisher(Folder(str(url)), layout, full_every=full_every, keep=keep, shard_bytes=20_000)
+    return Publisher(Folder(str(url)), layout, key=key, full_every=full_every, keep=keep, shard_bytes=20_000)
 
 
 def make_reader(url: str | Path, *, layout: WeightManifest = LAYOUT) -> Reader:
-    return Reader(Folder(str(url)), layout, np.full(layout.num_bytes, 7, np.uint8))
+    return Reader(Folder(str(url)), layout, np.full(layout.num_bytes, 7, np.uint8), key=KEY)
 
 
 def no_wait() -> None:

@@ -61,12 +61,13 @@ class StoreOptions:
 
 
 class FileDelivery:
-    """The sender's side. `check` is polled during every wait and may raise."""
+    """The sender's side. `key` signs manifests. `check` is polled during every wait and may raise."""
 
     def __init__(
         self,
         options: StoreOptions,
         *,
+        key: bytes,
         membership: Membership,
         stats: WeightSyncStats,
         timeout_s: float,
@@ -75,6 +76,7 @@ class FileDelivery:
         self.receivers = "the store"
         """For error messages."""
         self._options = options
+        self._key = key
         self._membership = membership
         self._stats = stats
         self._timeout_s = timeout_s
@@ -119,7 +121,9 @@ class FileDelivery:
             pass
         if self._publisher is None:
             options = self._options
-            self._publisher = Publisher(self._folder, buffer.manifest, full_every=options.full_every, keep=options.keep)
+            self._publisher = Publisher(
+                self._folder, buffer.manifest, key=self._key, full_every=options.full_every, keep=options.keep
+            )
         before_bytes, deadline_s = self._publisher.num_bytes, time.monotonic() + self._timeout_s
         while True:
             try:

@@ -28,8 +28,8 @@ _MAX_CHARACTERS = 4000
 class Fetcher:
     """Fetches versions into a buffer, whose bits are the base of the next delta, over all sessions."""
 
-    def __init__(self, url: str, timeout_s: float) -> None:
-        self._url = url
+    def __init__(self, url: str, key: bytes, timeout_s: float) -> None:
+        self._url, self._key = url, key
         self._timeout_s = timeout_s
         self._reader: Reader | None = None
         self._buffer: Tensor | None = None
@@ -69,7 +69,8 @@ class Fetcher:
 
     def _reader_of(self, layout: WeightManifest, buffer: Tensor) -> Reader:
         if self._reader is None or self._buffer is not buffer or self._reader.layout != layout:
-            self._reader, self._buffer = Reader(Folder(self._url), layout, buffer.numpy()), buffer
+            self._reader = Reader(Folder(self._url), layout, buffer.numpy(), key=self._key)
+            self._buffer = buffer
         return self._reader
 
     def _awaits_newer(self, session: Session) -> bool:

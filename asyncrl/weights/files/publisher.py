@@ -45,17 +45,19 @@ class Publisher:
         folder: Folder,
         layout: WeightManifest,
         *,
+        key: bytes,
         full_every: int,
         keep: int,
         shard_bytes: int = SHARD_BYTES,
     ) -> None:
-        """Every `full_every`-th version can be read from nothing, and all are if no tensor has 16-bit numbers. At least
-        `keep` versions stay."""
+        """`key` signs manifests. Every `full_every`-th version can be read from nothing, and all are if no tensor has
+        16-bit numbers. At least `keep` versions stay."""
         self.num_bytes = 0
         """Bytes written."""
         self._folder = folder
         self._layout = layout
         self._layout_json = layout.to_json()
+        self._key = key
         self._full_every = full_every
         self._keep = keep
         self._shard_bytes = shard_bytes
@@ -85,7 +87,7 @@ class Publisher:
         if is_full:
             ways.append(self._full(folder, weights))
         manifest = Manifest(stamp, self._layout_json, sums, ways, self._history)
-        written = self._folder.write(f"{folder}/{MANIFEST}", [manifest.to_json()])
+        written = self._folder.write(f"{folder}/{MANIFEST}", [manifest.signed(self._key)])
         self._history = [*self._history, Earlier(folder, written.sha256, stamp, edges_of(ways))]
         self._since_full = 0 if is_full else self._since_full + 1
         self.num_bytes += sum(edge.bytes for edge in self._history[-1].edges) + written.bytes

@@ -22,6 +22,7 @@ from asyncrl.weights.files.manifest import (
     Announced,
     Earlier,
     Manifest,
+    Signed,
     Stamp,
     Step,
     Way,
@@ -41,7 +42,7 @@ _TRIES = 2
 class Reader:
     """Turns the weights in a buffer, bytes in the order of the layout, into announced versions."""
 
-    def __init__(self, folder: Folder, layout: WeightManifest, weights: NDArray[np.uint8]) -> None:
+    def __init__(self, folder: Folder, layout: WeightManifest, weights: NDArray[np.uint8], *, key: bytes) -> None:
         self.layout = layout
         self.held: Stamp | None = None
         """What is in the buffer, if that is known."""
@@ -49,6 +50,7 @@ class Reader:
         """Bytes read from files of weights."""
         self.folder = folder
         self._layout_json = layout.to_json()
+        self._key = key
         self._weights = weights
         self._weights[:] = 0  # the gaps between tensors, too, are part of the sums
 
@@ -91,7 +93,7 @@ class Reader:
 
     def _manifest(self, folder: str, sha256: str) -> Manifest:
         name = f"{folder}/{MANIFEST}"
-        manifest = read_manifest(self.folder, name, sha256)
+        manifest = read_manifest(self.folder, name, sha256, self._key)
         if manifest.layout != self._layout_json:
             raise BadFileError(f"{self.folder.at(name)}: has weights of other names, shapes or dtypes than the model")
         return manifest
@@ -138,13 +140,18 @@ class Reader:
             self.held = None
 
 
-def read_manifest(folder: Folder, name: str, sha256: str) -> Manifest:
-    """The manifest that has this sum. Raises BadFileError."""
+def read_manifest(folder: Folder, name: str, sha256: str, key: bytes) -> Manifest:
+    """The manifest that has this sum and is signed with this key. Raises BadFileError."""
     data = folder.read_small(name)
     if (found := hashlib.sha256(data).hexdigest()) != sha256:
         raise BadFileError(f"{folder.at(name)}: its sha256 is {found}, announced was {sha256}")
     try:
-        return msgspec.json.decode(data, type=Manifest)
+        signed = msgspec.json.decode(data, type=Signed)
+        if not signed.is_of(key):
+            raise BadFileError(
+                f"{folder.at(name)}: was not written by this run: its HMAC-SHA256 is not of the run's key"
+            )
+        return msgspec.json.decode(signed.manifest, type=Manifest)
     except msgspec.DecodeError as error:
         raise BadFileError(f"{folder.at(name)}: cannot be read: {error}") from None
 
