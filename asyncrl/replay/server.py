@@ -4,7 +4,7 @@ One thread, one loop (`ReplayServer.serve`). A pass of it:
 
     poll the socket         waits for a message, at most TICK_S (LOOK_S while replies wait for a sync)
        |                    woken by  generators: ask, finish, evaluated, release
-       |                              learners:   begin, take, commit, next_evaluation
+       |                              learners:   begin, take, commit, next_evaluation, announce
        |                              launcher:   status, scale, lost, stop, summary, shutdown
     handle messages         at most RECEIVE_AT_ONCE; changes of the queue are buffered as records of the journal
        |
@@ -31,6 +31,7 @@ from asyncrl.replay.evaluation.samples import EvalSamples, unpack_rows
 from asyncrl.replay.journal.records import FRAME_BYTES
 from asyncrl.replay.outbox import Outbox
 from asyncrl.replay.queue import ReplayQueue
+from asyncrl.replay.versions import StoredVersions
 from asyncrl.util.processes import Stopwatch, fractions
 from asyncrl.wire.bounds import Body
 from asyncrl.wire.endpoints import Endpoints
@@ -62,6 +63,7 @@ from asyncrl.wire.messages import (
 from asyncrl.wire.rpc import Reply, Server
 from asyncrl.wire.service_messages import Error, Ok
 from asyncrl.wire.sockets import MAX_FRAME_BYTES
+from asyncrl.wire.version_messages import Announce, Followers
 
 TICK_S = 0.2
 """Maximum wait of the loop: delay until an expired lease or a signal is noticed."""
@@ -92,6 +94,7 @@ class ReplayServer:
     ) -> None:
         self.queue = queue
         self._eval_samples = eval_samples
+        self._versions = StoredVersions(queue.config.launch.heartbeat_timeout_s)
         self.shut = False
         self._watch = Stopwatch()
         self._waiting: dict[tuple[int, int], tuple[Message, float]] = {}
@@ -170,6 +173,8 @@ class ReplayServer:
             number=body.number,
             working_on=body.working_on,
         )
+        if reason != "session":
+            self._versions.report(body.generator, body.stats.weights)
         headers, prompts = pack_leases(leases)
         answer = Leases(
             leases=headers,
@@ -179,6 +184,7 @@ class ReplayServer:
             evaluations_left=queue.evaluation.left(body.version),
             progress=queue.batcher.progress,
             pause_s=queue.state.generators_wanted / DENIED_ASKS_PER_S,
+            weights=self._versions.newest,
         )
         return Reply(answer, [prompts])
 
@@ -229,9 +235,14 @@ class ReplayServer:
         body: Commit = message.body
         return Reply(self.queue.commit(body.step, body.metrics, saving=body.saving, checkpoints=body.checkpoints))
 
+    def _announce(self, message: Message) -> Reply:
+        body: Announce = message.body
+        return Reply(Followers(self._versions.announce(body.announced)))
+
     def _lost(self, message: Message) -> Reply:
         body: Lost = message.body
         self.queue.lost(body.generator)
+        self._versions.lost(body.generator)
         return Reply(Ok({}))
 
     def _scale(self, message: Message) -> Reply:
@@ -274,6 +285,7 @@ HANDLERS: dict[type[Body], Callable[[ReplayServer, Message], Reply | None]] = {
     Take: ReplayServer._take,
     Commit: ReplayServer._commit,
     NextEvaluation: ReplayServer._next_evaluation,
+    Announce: ReplayServer._announce,
     Lost: ReplayServer._lost,
     Scale: ReplayServer._scale,
     Memory: ReplayServer._memory,

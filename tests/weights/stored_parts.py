@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,10 +46,9 @@ class Model:
             words[at] += self._random.choice([1, 0xFFFF], np.count_nonzero(at)).astype(np.uint16)
 
 
-def make_publisher(
-    url: str | Path, *, layout: WeightManifest = LAYOUT, key: bytes = KEY, full_every: int = 32, keep: int = 3
-) -> Publisher:
-    return Publisher(Folder(str(url)), layout, key=key, full_every=full_every, keep=keep, shard_bytes=20_000)
+def make_publisher(url: str | Path, *, layout: WeightManifest = LAYOUT, **options: Any) -> Publisher:
+    options = {"key": KEY, "full_every": 32, "keep": 3, "shard_bytes": 20_000} | options
+    return Publisher(Folder(str(url)), layout, **options)
 
 
 def make_reader(url: str | Path, *, layout: WeightManifest = LAYOUT) -> Reader:

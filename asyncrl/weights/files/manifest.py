@@ -2,7 +2,6 @@
 
     URL/v000120-1f0c9a02/   full-00000.safetensors ...  from-000119.delta  manifest.json
     URL/v000121-77ab03d1/   from-000120.delta  from-000112.delta  manifest.json
-    URL/NEWEST              the announcement of the newest version, for readers that get none
 
 A version has a folder, whose name no other attempt has. Its manifest is written last: a folder without one does not
 exist. Whoever has the sha256 of a manifest can prove everything: the manifest has the sums of its files and of the
@@ -25,10 +24,9 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from asyncrl.wire.bounds import Count, Number
-from asyncrl.wire.weight_messages import FolderName, Sha256
+from asyncrl.wire.version_messages import FolderName, Sha256
 
 MANIFEST = "manifest.json"
-NEWEST = "NEWEST"
 MAX_MANIFEST_BYTES = 64 << 20
 SUM_BYTES = 64 << 20
 """Size of the parts of the weights that have a sum each."""
@@ -140,15 +138,6 @@ def manifest_key(run_id: str) -> bytes:
 
 def _hmac(key: bytes, text: bytes | msgspec.Raw) -> str:
     return hmac.new(key, memoryview(text), "sha256").hexdigest()
-
-
-class Announced(Part, frozen=True):
-    """A version that is complete in the store, and what proves it."""
-
-    version: Count
-    folder: FolderName
-    sha256: Sha256
-    """Of the manifest."""
 
 
 def sums_of(weights: NDArray[np.uint8], check: Callable[[], None]) -> list[str]:

@@ -18,8 +18,6 @@ from asyncrl.weights.buckets import WeightManifest
 from asyncrl.weights.files.folder import BadFileError, Folder
 from asyncrl.weights.files.manifest import (
     MANIFEST,
-    NEWEST,
-    Announced,
     Earlier,
     Manifest,
     Signed,
@@ -32,6 +30,7 @@ from asyncrl.weights.files.manifest import (
     sums_of,
 )
 from asyncrl.weights.files.shards import header, places
+from asyncrl.wire.version_messages import Announced
 
 log = structlog.get_logger()
 
@@ -49,10 +48,18 @@ class Reader:
         self.num_bytes = 0
         """Bytes read from files of weights."""
         self.folder = folder
+        self._last: tuple[str, Manifest] | None = None
+        """The last manifest that was read, and its sha256."""
         self._layout_json = layout.to_json()
         self._key = key
         self._weights = weights
         self._weights[:] = 0  # the gaps between tensors, too, are part of the sums
+
+    def earlier(self, announced: Announced) -> list[Announced]:
+        """The versions before an announced one that are still there, the oldest first, and itself. Raises
+        BadFileError."""
+        found = [Announced(one.stamp.version, one.folder, one.sha256) for one in self._manifest_of(announced).earlier]
+        return [*found, announced]
 
     def fetch(self, announced: Announced, await_free: Callable[[], None]) -> Stamp:
         """Makes the buffer hold the version; `await_free` returns when it may be written. A step that fails is made
@@ -92,10 +99,13 @@ class Reader:
         return manifest
 
     def _manifest(self, folder: str, sha256: str) -> Manifest:
+        if self._last is not None and self._last[0] == sha256:
+            return self._last[1]
         name = f"{folder}/{MANIFEST}"
         manifest = read_manifest(self.folder, name, sha256, self._key)
         if manifest.layout != self._layout_json:
             raise BadFileError(f"{self.folder.at(name)}: has weights of other names, shapes or dtypes than the model")
+        self._last = sha256, manifest
         return manifest
 
     def _take(self, folder: str, manifest: Manifest, base: Stamp | None, await_free: Callable[[], None]) -> None:
@@ -154,14 +164,3 @@ def read_manifest(folder: Folder, name: str, sha256: str, key: bytes) -> Manifes
         return msgspec.json.decode(signed.manifest, type=Manifest)
     except msgspec.DecodeError as error:
         raise BadFileError(f"{folder.at(name)}: cannot be read: {error}") from None
-
-
-def newest(folder: Folder) -> Announced | None:
-    """The newest version as the store says, None if it has none. Nothing proves that: whoever can write to the store
-    chooses it. Raises BadFileError."""
-    if NEWEST not in folder.names():
-        return None
-    try:
-        return msgspec.json.decode(folder.read_small(NEWEST), type=Announced)
-    except msgspec.DecodeError as error:
-        raise BadFileError(f"{folder.at(NEWEST)}: cannot be read: {error}") from None
