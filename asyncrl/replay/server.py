@@ -256,12 +256,12 @@ class ReplayServer:
         return Reply(Ok({}))
 
     def _status(self, message: Message) -> Reply:
-        return Reply(Ok(self.queue.status() | self._refused()))
+        return Reply(Ok(self.queue.status() | {"links": self._versions.links()} | self._refused()))
 
     def _summary(self, message: Message) -> Reply:
         summary = self.queue.summary()
         summary["time"] |= {"replay": fractions(self._watch.seconds())}
-        return Reply(Ok(summary | self._refused()))
+        return Reply(Ok(summary | {"links": self._versions.links()} | self._refused()))
 
     def _refused(self) -> dict[str, int]:
         return {"bad_messages": self._server.errors.total(), "cut_off": self._server.bad_peers.cut_off}

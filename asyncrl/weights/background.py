@@ -36,8 +36,7 @@ log = structlog.get_logger()
 _LOOK_S = 0.05
 """Interval of the checks whether the background thread is stuck."""
 _STUCK_PHASES, _STUCK_S = 3, 10.0
-"""Deadlines and additional seconds after which a background thread that polls nothing counts as stuck: no single call
-takes longer than one deadline."""
+"""Deadlines and additional seconds after which a background thread that polls nothing counts as stuck."""
 
 
 class BackgroundSender(ABC):
@@ -48,7 +47,7 @@ class BackgroundSender(ABC):
     """
 
     def __init__(self, manifest: WeightManifest, *, timeout_s: float, device: str, look_s: float | None = None) -> None:
-        """`manifest` describes the weights of every `send`. `timeout_s` is the deadline of each phase. `_wants` is
+        """`manifest` describes the weights of every `send`; `timeout_s` is the deadline of each phase. `_wants` is
         looked at when `_changed` is notified, and every `look_s`. A subclass starts
         `_thread` at the end of its `__init__`."""
         self.stats = WeightSyncStats()
@@ -130,13 +129,12 @@ class BackgroundSender(ABC):
         try:
             copying.result(self._timeout_s)
         except TimeoutError:
-            raise PeerTimeoutError(
-                f"weights: version {self._version} was not copied within {self._timeout_s:g} s"
-            ) from None
+            late = f"weights: version {self._version} was not copied within {self._timeout_s:g} s"
+            raise PeerTimeoutError(late) from None
 
     def wait(self) -> None:
         """Returns when the last version is delivered. Raises the error of the background thread, and PeerTimeoutError
-        if it is stuck in a call for several deadlines."""
+        if it is stuck in a call."""
         wait, looks = Wait(), self._looks
         limit_s = _STUCK_PHASES * self._timeout_s + _STUCK_S
         with self._changed:
@@ -255,8 +253,7 @@ class BackgroundReceiver(ABC):
         return None
 
     def staged(self) -> StagedWeights | None:
-        """Returns a complete version that was not returned before, or None. Raises an error that ended the background
-        thread, an AsyncrlError if the cause is known."""
+        """Returns a complete version that was not returned before, or None. Raises the background thread's error."""
         self._check()
         return self._staging.take()
 

@@ -26,11 +26,11 @@ from asyncrl.weights.background import BackgroundReceiver
 from asyncrl.weights.files.sender import FileSender, StoreOptions
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.messages import GeneratorStats
-from asyncrl.wire.version_messages import Announced, Following
+from asyncrl.wire.version_messages import Announced, Following, Link
 from tests.helpers.replay import EndlessPrompts, loopback_endpoints, make_group, small_config
 
 ANNOUNCED = Announced(3, "v000003-0123abcd", "0123456789abcdef" * 4)
-HOLDS = Following(held=2, fetching=NO_VERSION, unread=None, problem="")
+HOLDS = Following(held=2, fetching=NO_VERSION, unread=None, problem="", link=None)
 
 
 @pytest.fixture
@@ -84,7 +84,10 @@ def test_announcements_go_to_generators_and_what_they_have_to_the_learner(serve,
     assert ask(clients[1], NO_VERSION, fetches).weights == ANNOUNCED
     told = announcer.announce(ANNOUNCED, lambda: None)
     assert [(one.generator, one.following) for one in told] == [(0, HOLDS), (1, fetches)]
+    link = Link(version_s=48.0, step_s=35.0, bytes_per_s=2.5e6, full=False, stride=4)
+    ask(clients[1], NO_VERSION, structs.replace(HOLDS, link=link))
     launcher.lost(1)
+    assert launcher.status()["links"] == launcher.summary()["links"] == {"1": structs.asdict(link)}
     assert [one.generator for one in announcer.announce(ANNOUNCED, lambda: None)] == [0]
     former = clients.pop()
     again = GeneratorClient(endpoints, 1)

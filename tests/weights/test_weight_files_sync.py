@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from nccl_like import await_true
 from stored_parts import Model, make_publisher
 from structlog.testing import capture_logs
@@ -21,7 +22,7 @@ from asyncrl.weights.files.folder import BadFileError, Folder
 from asyncrl.weights.files.receiver import FileReceiver
 from asyncrl.weights.files.sender import FileSender, StoreOptions
 from asyncrl.weights.staging import StagedWeights
-from asyncrl.wire.version_messages import Announced, Follower
+from asyncrl.wire.version_messages import Announced, Follower, Following, Link
 
 EXCHANGE_S = 0.005
 """Pause between two asks of all generators."""
@@ -289,3 +290,16 @@ def test_what_a_reader_needs_is_kept(tmp_path: Path) -> None:
     assert publisher.oldest_read(14) == 18, "the last full version is 23, but 18 is to be evaluated"
     assert publisher.oldest_read(NO_VERSION) == 23
     assert publisher.oldest_read(NO_VERSION, 20) == 15, "only a full version begins there"
+
+
+def test_a_stride_that_a_reader_wishes_begins_with_the_next_version(start, queue: Queue) -> None:
+    link = Link(version_s=9.0, step_s=2.0, bytes_per_s=1e6, full=False, stride=64)
+    has = Following(held=0, fetching=NO_VERSION, unread=None, problem="", link=link)
+    odd = structs.replace(has, link=structs.replace(link, stride=0))
+    queue.announce = lambda announced, check: [Follower(0, has), Follower(1, odd)]  # type: ignore[method-assign]
+    sender = start()
+    sender.send(0, weights(0))
+    sender.wait()
+    sender.send(1, weights(1))
+    sender.wait()
+    assert sender._publisher.strides == {1, 4, 16, 64}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +27,7 @@ from asyncrl.weights.files.manifest import (
 from asyncrl.weights.files.shards import header, places, shards
 from asyncrl.wire.version_messages import Announced
 
-STRIDES = (1, 4, 16)
+USUAL_STRIDES = frozenset({1, 4, 16})
 """A version has a delta from the one before, and, if it is divisible by one of these numbers, from the last one that
 is. A reader whose link is too slow for every version takes the larger ones, in which a weight that changes often is
 once. The sender keeps the bits of each base."""
@@ -55,6 +55,8 @@ class Publisher:
         (`oldest_read`)."""
         self.num_bytes = 0
         """Bytes written."""
+        self.strides: Set[int] = USUAL_STRIDES
+        """May change before a version. One that is new begins with the next version that is divisible by it."""
         self._folder = folder
         self._layout = layout
         self._layout_json = layout.to_json()
@@ -150,7 +152,8 @@ class Publisher:
     def _keep_bits(self, stamp: Stamp, weights: NDArray[np.uint8]) -> None:
         if not self._has_deltas:
             return
-        due = [stride for stride in STRIDES if not self._bases or stamp.version % stride == 0]
+        self._bases = {stride: base for stride, base in self._bases.items() if stride in self.strides}
+        due = [stride for stride in self.strides if not self._bases or stamp.version % stride == 0]
         others = {id(bits) for stride, (_, bits) in self._bases.items() if stride not in due}
         free = [bits for stride, (_, bits) in self._bases.items() if stride in due and id(bits) not in others]
         bits = free[0] if free else np.empty(len(weights) // 2, np.uint16)

@@ -4,8 +4,10 @@ proven."""
 from __future__ import annotations
 
 import hashlib
+import time
 from collections import Counter
 from collections.abc import Callable
+from statistics import median
 
 import msgspec
 import numpy as np
@@ -47,6 +49,8 @@ class Reader:
         """What is in the buffer, if that is known."""
         self.num_bytes = 0
         """Bytes read from files of weights."""
+        self.seconds = 0.0
+        """Time that it took to read them."""
         self.folder = folder
         self._last: tuple[str, Manifest] | None = None
         """The last manifest that was read, and its sha256."""
@@ -58,8 +62,15 @@ class Reader:
     def earlier(self, announced: Announced) -> list[Announced]:
         """The versions before an announced one that are still there, the oldest first, and itself. Raises
         BadFileError."""
-        found = [Announced(one.stamp.version, one.folder, one.sha256) for one in self._manifest_of(announced).earlier]
-        return [*found, announced]
+        return [Announced(one.stamp.version, one.folder, one.sha256) for one in self._versions(announced)]
+
+    def version_bytes(self, announced: Announced) -> tuple[int, bool]:
+        """The median bytes of a version for a reader of the one before, over those that are still there, and whether
+        they are full ones. Raises BadFileError."""
+        versions = self._versions(announced)
+        edges = [(one.stamp.version, edge) for one in versions for edge in one.edges]
+        deltas = [edge.bytes for version, edge in edges if edge.base is not None and edge.base.version == version - 1]
+        return int(median(deltas or [edge.bytes for _, edge in edges])), not deltas
 
     def fetch(self, announced: Announced, await_free: Callable[[], None]) -> Stamp:
         """Makes the buffer hold the version; `await_free` returns when it may be written. A step that fails is made
@@ -68,11 +79,11 @@ class Reader:
         problems: list[str] = []
         failures: Counter[Step] = Counter()
         target = self._manifest_of(announced)
-        own = Earlier(announced.folder, announced.sha256, target.stamp, edges_of(target.ways))
+        *earlier, own = self._versions(announced)
         self._prove_held()
         while self.held != target.stamp:
             bad = {step for step, count in failures.items() if count >= _TRIES}
-            steps = shortest_way([*target.earlier, own], self.held, bad)
+            steps = shortest_way([*earlier, own], self.held, bad)
             if not steps:
                 raise BadFileError("; ".join(dict.fromkeys(problems)) or f"{self.folder.url}: no way to {own.folder}")
             step = steps[0]
@@ -84,6 +95,12 @@ class Reader:
                 problems.append(str(error))
                 log.warning("weights cannot be read from the store", version=announced.version, reason=str(error))
         return target.stamp
+
+    def _versions(self, announced: Announced) -> list[Earlier]:
+        """Those that are still there, up to the announced one."""
+        target = self._manifest_of(announced)
+        own = Earlier(announced.folder, announced.sha256, target.stamp, edges_of(target.ways))
+        return [*target.earlier, own]
 
     def _manifest_of(self, announced: Announced) -> Manifest:
         """The manifest of an announced version; a second look if the first one fails."""
@@ -132,13 +149,17 @@ class Reader:
             entries = self.layout.entries[stored.first : stored.last]
             head = bytearray(len(expected := header(entries)))
             parts = [memoryview(head), *places(entries, self._weights)]
+            started_s = time.monotonic()
             self.folder.read_into(folder, stored.file, parts)
+            self.seconds += time.monotonic() - started_s
             if head != expected:
                 raise BadFileError(f"{self.folder.at(f'{folder}/{stored.name}')}: has other tensors than the model")
             self.num_bytes += stored.bytes
 
     def _take_delta(self, folder: str, way: Way, await_free: Callable[[], None]) -> None:
+        started_s = time.monotonic()
         data = bytearray().join(self.folder.read(folder, stored.file) for stored in way.files)
+        self.seconds += time.monotonic() - started_s
         self.num_bytes += len(data)
         await_free()
         self.held = None

@@ -26,8 +26,9 @@ from asyncrl.types import NO_VERSION
 from asyncrl.weights.background import BackgroundSender
 from asyncrl.weights.buckets import BUCKET_BYTES, WeightBuffer, WeightManifest
 from asyncrl.weights.files.folder import Folder
+from asyncrl.weights.files.links import STRIDES
 from asyncrl.weights.files.manifest import manifest_key
-from asyncrl.weights.files.publisher import Publisher
+from asyncrl.weights.files.publisher import USUAL_STRIDES, Publisher
 from asyncrl.weights.transports import Transport
 from asyncrl.wire.version_messages import Announced, Follower
 
@@ -127,6 +128,7 @@ class FileSender(BackgroundSender):
     def _publish(self, version: int, buffer: WeightBuffer) -> None:
         for _ in buffer.buckets(timeout_s=self._timeout_s, check=self._raise_if_stopping):
             pass
+        self._publisher.strides = USUAL_STRIDES | self._wished()
         before_bytes, deadline_s = self._publisher.num_bytes, time.monotonic() + self._timeout_s
         while True:
             try:
@@ -154,6 +156,11 @@ class FileSender(BackgroundSender):
         for one in unread:
             log.warning("a generator cannot read weights", generator=one.generator, reason=one.following.problem)
         return bool(unread)
+
+    def _wished(self) -> set[int]:
+        """Strides with which live generators follow."""
+        wished = {one.following.link.stride for one in self._followers if one.following.link is not None}
+        return wished & {stride for stride, _ in STRIDES}
 
     def _needed(self, version: int) -> int:
         """The oldest version that a live generator reads on its way, or is to evaluate."""
