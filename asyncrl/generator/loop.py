@@ -236,8 +236,9 @@ class GeneratorLoop:
         if reply is not None:
             self.done = self.done or reply.done
             self._progress = reply.progress
-            if reply.weights is not None:
-                self.receiver.announce(reply.weights)
+            self.receiver.locate(reply.weights)
+            if reply.stored is not None:
+                self.receiver.announce(reply.stored)
             if reply.leave and self._leave_s is None:
                 self._leave_s = now_s + self.config.launch.stop_timeout_s
                 log.info("generator leaves", unfinished_groups=len(self.groups.unfinished))

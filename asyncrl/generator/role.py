@@ -113,7 +113,7 @@ def make_receiver(
             keeps=config.evaluates,
         )
     return WeightReceiver(
-        endpoints.weights,
+        "" if endpoints.announces else endpoints.weights,
         rank=index + 1,
         transport=config.weights.transport,
         timeout_s=timeout_s,

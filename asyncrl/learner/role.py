@@ -22,6 +22,7 @@ from asyncrl.learner.mismatch_check import MismatchCheck
 from asyncrl.learner.model.deepspeed_import import enable_determinism
 from asyncrl.learner.trainer import Trainer
 from asyncrl.samples.book import SampleBook
+from asyncrl.wire.directory import announce
 from asyncrl.wire.endpoints import Endpoints
 
 if TYPE_CHECKING:
@@ -83,8 +84,8 @@ def _make_sender(
             device=device,
             keeps=config.evaluates,
         )
-    return WeightSender(
-        endpoints.weights,
+    sender = WeightSender(
+        endpoints.listening(endpoints.weights),
         manifest,
         expected_generators=config.launch.generators,
         transport=transport_of(config),
@@ -94,6 +95,8 @@ def _make_sender(
         run_id=run_id,
         keys=endpoints.keys,
     )
+    announce(endpoints, endpoints.weights, sender.address)
+    return sender
 
 
 def run_offline(

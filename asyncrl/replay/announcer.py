@@ -9,7 +9,7 @@ from asyncrl.errors import PeerTimeoutError
 from asyncrl.replay.client import RESEND_S
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.rpc import Connection
-from asyncrl.wire.version_messages import Announce, Announced, Follower
+from asyncrl.wire.version_messages import Announced, Follower, Publish
 
 _LOOK_S = 0.2
 """Interval of calls of `check`."""
@@ -19,13 +19,13 @@ class Announcer:
     """Announces versions to the replay queue. `timeout_s` is how long it may be silent."""
 
     def __init__(self, endpoints: Endpoints, *, timeout_s: float) -> None:
-        self._connection = Connection(endpoints)
+        self._connection = Connection(endpoints, resend_s=RESEND_S)
         self._timeout_s = timeout_s
 
     def announce(self, announced: Announced, check: Callable[[], None]) -> list[Follower]:
         """Makes this the version that generators fetch. Returns what they have. Raises PeerTimeoutError if the queue is
         silent, RunError if it refuses, and as `check` does, which is called during the wait."""
-        body = Announce(announced)
+        body = Publish(self._connection.endpoints.epoch, announced)
         seq, sent_s = self._connection.send(body), time.monotonic()
         deadline_s = sent_s + self._timeout_s
         while True:
@@ -36,7 +36,7 @@ class Announcer:
                 now_s = time.monotonic()
                 if now_s > deadline_s:
                     raise self._connection.silent(body, self._timeout_s) from None
-                if now_s - sent_s > RESEND_S:
+                if sent_s < self._connection.lost_s() or now_s - sent_s > RESEND_S:
                     self._connection.send(body, seq=seq)
                     sent_s = now_s
 

@@ -4,7 +4,7 @@ One thread, one loop (`ReplayServer.serve`). A pass of it:
 
     poll the socket         waits for a message, at most TICK_S (LOOK_S while replies wait for a sync)
        |                    woken by  generators: ask, finish, evaluated, release
-       |                              learners:   begin, take, commit, next_evaluation, announce
+       |                              learners:   begin, take, commit, next_evaluation, publish
        |                              launcher:   status, scale, lost, stop, summary, shutdown
     handle messages         at most RECEIVE_AT_ONCE; changes of the queue are buffered as records of the journal
        |
@@ -27,6 +27,7 @@ from functools import partial
 
 from asyncrl.errors import InvariantError, ProtocolError
 from asyncrl.replay.codec import pack_leases
+from asyncrl.replay.directory import Directory
 from asyncrl.replay.evaluation.samples import EvalSamples, unpack_rows
 from asyncrl.replay.journal.records import FRAME_BYTES
 from asyncrl.replay.outbox import Outbox
@@ -34,6 +35,7 @@ from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.versions import StoredVersions
 from asyncrl.util.processes import Stopwatch, fractions
 from asyncrl.wire.bounds import Body
+from asyncrl.wire.directory_messages import Announce, Located, LookUp
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.frames import ALIGNMENT, Message
 from asyncrl.wire.kinds import MAX_REQUEST_HEADER_BYTES
@@ -63,10 +65,12 @@ from asyncrl.wire.messages import (
 from asyncrl.wire.rpc import Reply, Server
 from asyncrl.wire.service_messages import Error, Ok
 from asyncrl.wire.sockets import MAX_FRAME_BYTES
-from asyncrl.wire.version_messages import Announce, Followers
+from asyncrl.wire.version_messages import Followers, Publish
 
 TICK_S = 0.2
 """Maximum wait of the loop: delay until an expired lease or a signal is noticed."""
+WEIGHTS = "weights"
+"""The name under which the sender of weights announces its address."""
 POLL_S = 0.001
 """Shortest wait of the loop while replies wait for others."""
 LOOK_S = 0.001
@@ -91,10 +95,14 @@ class ReplayServer:
         *,
         max_frame_bytes: int = MAX_FRAME_BYTES,
         eval_samples: EvalSamples | None = None,
+        directory: Directory | None = None,
     ) -> None:
         self.queue = queue
         self._eval_samples = eval_samples
         self._versions = StoredVersions(queue.config.launch.heartbeat_timeout_s)
+        self._directory = directory or Directory(None, endpoints.run_id)
+        self._epoch = endpoints.epoch
+        """The latest epoch of learner ranks that began."""
         self.shut = False
         self._watch = Stopwatch()
         self._waiting: dict[tuple[int, int], tuple[Message, float]] = {}
@@ -184,7 +192,8 @@ class ReplayServer:
             evaluations_left=queue.evaluation.left(body.version),
             progress=queue.batcher.progress,
             pause_s=queue.state.generators_wanted / DENIED_ASKS_PER_S,
-            weights=self._versions.newest,
+            weights=self._directory.address(WEIGHTS),
+            stored=self._versions.newest,
         )
         return Reply(answer, [prompts])
 
@@ -203,6 +212,7 @@ class ReplayServer:
 
     def _next_evaluation(self, message: Message) -> Reply:
         body: NextEvaluation = message.body
+        self._check_epoch(body.epoch)
         return Reply(EvaluationResult(*self.queue.next_evaluation(body.after)))
 
     def _release(self, message: Message) -> Reply:
@@ -212,6 +222,8 @@ class ReplayServer:
 
     def _begin(self, message: Message) -> Reply:
         body: Begin = message.body
+        self._check_epoch(body.epoch)
+        self._epoch = body.epoch
         steps = self.queue.begin(body.rank, body.step)
         for key in [key for key in self._waiting if key[0] == body.rank]:
             del self._waiting[key]
@@ -219,6 +231,7 @@ class ReplayServer:
 
     def _take(self, message: Message) -> Reply | None:
         body: Take = message.body
+        self._check_epoch(body.epoch)
         reply = self._shard(body)
         if reply is None:
             self._waiting[body.rank, body.step] = message, time.monotonic()
@@ -233,11 +246,28 @@ class ReplayServer:
 
     def _commit(self, message: Message) -> Reply:
         body: Commit = message.body
+        self._check_epoch(body.epoch)
         return Reply(self.queue.commit(body.step, body.metrics, saving=body.saving, checkpoints=body.checkpoints))
+
+    def _publish(self, message: Message) -> Reply:
+        body: Publish = message.body
+        self._check_epoch(body.epoch)
+        return Reply(Followers(self._versions.announce(body.announced)))
+
+    def _check_epoch(self, epoch: int) -> None:
+        """Raises ProtocolError for a learner rank that was given up while its host could not be reached, and replaced:
+        it must not change the run any more."""
+        if epoch < self._epoch:
+            raise ProtocolError(f"superseded: start {self._epoch} of the learner ranks trains, and this one is {epoch}")
 
     def _announce(self, message: Message) -> Reply:
         body: Announce = message.body
-        return Reply(Followers(self._versions.announce(body.announced)))
+        self._directory.announce(body.name, body.address, body.epoch)
+        return Reply(Ok({}))
+
+    def _look_up(self, message: Message) -> Reply:
+        body: LookUp = message.body
+        return Reply(Located(self._directory.address(body.name, epoch=body.epoch)))
 
     def _lost(self, message: Message) -> Reply:
         body: Lost = message.body
@@ -264,7 +294,12 @@ class ReplayServer:
         return Reply(Ok(summary | {"links": self._versions.links()} | self._refused()))
 
     def _refused(self) -> dict[str, int]:
-        return {"bad_messages": self._server.errors.total(), "cut_off": self._server.bad_peers.cut_off}
+        server = self._server
+        return {
+            "bad_messages": server.errors.total(),
+            "cut_off": server.bad_peers.cut_off,
+            "strangers": server.num_strangers,
+        }
 
     def _stop(self, message: Message) -> Reply:
         body: Stop = message.body
@@ -285,7 +320,7 @@ HANDLERS: dict[type[Body], Callable[[ReplayServer, Message], Reply | None]] = {
     Take: ReplayServer._take,
     Commit: ReplayServer._commit,
     NextEvaluation: ReplayServer._next_evaluation,
-    Announce: ReplayServer._announce,
+    Publish: ReplayServer._publish,
     Lost: ReplayServer._lost,
     Scale: ReplayServer._scale,
     Memory: ReplayServer._memory,
@@ -293,6 +328,8 @@ HANDLERS: dict[type[Body], Callable[[ReplayServer, Message], Reply | None]] = {
     ReadSummary: ReplayServer._summary,
     Stop: ReplayServer._stop,
     Shutdown: ReplayServer._shutdown,
+    Announce: ReplayServer._announce,
+    LookUp: ReplayServer._look_up,
 }
 """The handler of each request; one that returns None makes the sender wait."""
 
@@ -304,16 +341,19 @@ def run_replay(
     *,
     max_group_tokens: int | None = None,
     eval_samples: EvalSamples | None = None,
+    directory: Directory | None = None,
 ) -> None:
     """Runs the replay role: serves the queue until shutdown, then completes the trace. The connection of a peer that
     sends a frame larger than a group of `max_group_tokens` (prompts and completions) is closed; None: no such limit.
-    Completions of evaluations go to `eval_samples`."""
+    Completions of evaluations go to `eval_samples`, addresses that servers announce to the `directory`."""
     max_frame_bytes = MAX_FRAME_BYTES
     if max_group_tokens is not None:
         group_bytes = FRAME_BYTES * max_group_tokens + GROUP_PADDING_BYTES
         max_frame_bytes = min(MAX_FRAME_BYTES, max(MAX_REQUEST_HEADER_BYTES, group_bytes))
     try:
-        server = ReplayServer(queue, endpoints, max_frame_bytes=max_frame_bytes, eval_samples=eval_samples)
+        server = ReplayServer(
+            queue, endpoints, max_frame_bytes=max_frame_bytes, eval_samples=eval_samples, directory=directory
+        )
         try:
             server.serve(should_stop)
         finally:

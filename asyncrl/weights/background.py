@@ -244,6 +244,10 @@ class BackgroundReceiver(ABC):
         measures free memory, and captures CUDA graphs, which calls from other threads would invalidate."""
         self._engine_up.set()
 
+    def locate(self, address: str) -> None:
+        """States the ZeroMQ address of the sender, if it is known; else it is empty."""
+        return
+
     def announce(self, announced: Announced) -> None:
         """States the newest version in a store."""
         return

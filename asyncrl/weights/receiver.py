@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import structlog
 import torch
@@ -69,9 +70,10 @@ class WeightReceiver(BackgroundReceiver):
         run_id: str = "",
         keys: str = "",
     ) -> None:
-        """Weights of more than `max_bytes` are refused before memory is allocated for them. A version for which `keeps`
-        is true is not overwritten by a newer one before it is loaded, unless nothing has been loaded yet. `keys` is the
-        file with the run's CURVE keys, if the sender requires them."""
+        """The address is that of the sender; empty if `locate` will tell it. Weights of more than `max_bytes` are
+        refused before memory is allocated for them. A version for which `keeps` is true is not overwritten by a newer
+        one before it is loaded, unless nothing has been loaded yet. `keys` are the run's CURVE keys, if the sender
+        requires them."""
         if rank < 1:
             raise RunError(f"weight receiver: rank {rank} is not at least 1 (generator index + 1)")
         super().__init__(device=device, keeps=keeps)
@@ -89,6 +91,12 @@ class WeightReceiver(BackgroundReceiver):
         self._group_number = 0
         """The number of the link, from "go"."""
         self._warned = False
+
+    def locate(self, address: str) -> None:
+        """Sets the ZeroMQ address of the sender, unless it is empty, and ends a session with another one: the sender
+        was replaced."""
+        if address and address != self._address:
+            self._address = address
 
     def _check(self) -> None:
         super()._check()
@@ -111,14 +119,17 @@ class WeightReceiver(BackgroundReceiver):
     def _join(self) -> None:
         """Joins a sender and serves it until it closes, is gone, or does not answer."""
         self._manifest = None
+        while not (address := self._address):
+            self._raise_if_closed()
+            self._stop.wait(_LOCAL_POLL_S)
         session = Session(
-            self._address,
+            address,
             run_id=self._run_id,
             keys=self._keys,
             rank=self._rank,
             device=transports.device_name(self._device),
             timeout_s=self._timeout_s,
-            check=self._raise_if_closed,
+            check=partial(self._raise_if_over, address),
         )
         try:
             try:
@@ -230,3 +241,9 @@ class WeightReceiver(BackgroundReceiver):
         if self._link is not None:
             self._link.close()
         self._link = None
+
+    def _raise_if_over(self, address: str) -> None:
+        """Raises Interrupted if the receiver is closed, and SessionLost if the sender is at another address now."""
+        self._raise_if_closed()
+        if address != self._address:
+            raise SessionLost(f"learner rank 0 is at {self._address} now")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, get_origin
 
 from asyncrl.wire.bounds import Body
+from asyncrl.wire.directory_messages import Announce, Located, LookUp
 from asyncrl.wire.environment_messages import Turns, Wishes
 from asyncrl.wire.messages import (
     Ask,
@@ -49,7 +50,7 @@ from asyncrl.wire.service_messages import (
     Value,
     Values,
 )
-from asyncrl.wire.version_messages import Announce, Followers
+from asyncrl.wire.version_messages import Followers, Publish
 from asyncrl.wire.weight_messages import (
     Abort,
     Closed,
@@ -82,7 +83,7 @@ BODIES: dict[str, Any] = {
     "shard": ShardHeader,
     "commit": Commit,
     "committed": Committed,
-    "announce": Announce,
+    "publish": Publish,
     "followers": Followers,
     "next_evaluation": NextEvaluation,
     "evaluation": EvaluationResult,
@@ -93,6 +94,9 @@ BODIES: dict[str, Any] = {
     "summary": ReadSummary,
     "stop": Stop,
     "shutdown": Shutdown,
+    "announce": Announce,
+    "look_up": LookUp,
+    "located": Located,
     "value": Value,
     "values": Values,
     "train": Train,
@@ -138,7 +142,7 @@ ANSWERS: dict[str, str] = {
     "begin": "begun",
     "take": "shard",
     "commit": "committed",
-    "announce": "followers",
+    "publish": "followers",
     "next_evaluation": "evaluation",
     "value": "values",
     "train": "trained",
@@ -154,6 +158,8 @@ ANSWERS: dict[str, str] = {
     "summary": "ok",
     "stop": "ok",
     "shutdown": "ok",
+    "announce": "ok",
+    "look_up": "located",
 }
 """The kind of the answer to each request."""
 

@@ -16,7 +16,7 @@ Sha256 = Annotated[str, Meta(max_length=64, pattern=r"\A[0-9a-f]{64}\Z")]
 
 
 class Announced(Body):
-    """A version that is complete in the store, and what proves it. Part of `Announce` and `Leases`."""
+    """A version that is complete in the store, and what proves it. Part of `Publish` and `Leases`."""
 
     version: Count
     folder: FolderName
@@ -53,10 +53,12 @@ class Following(Body):
     """None until it is known."""
 
 
-class Announce(Body):
+class Publish(Body):
     """Sent by learner rank 0 for each version that it has published, and from time to time again; answered by
     `Followers`."""
 
+    epoch: Count
+    """As in the run's endpoints."""
     announced: Announced
 
 
@@ -68,6 +70,6 @@ class Follower(Body):
 
 
 class Followers(Body):
-    """The answer of the queue to `Announce`."""
+    """The answer of the queue to `Publish`."""
 
     followers: Items[Follower]

@@ -56,7 +56,7 @@ from asyncrl.wire.service_messages import (
     Values,
 )
 from asyncrl.wire.token_lists import pack_lists
-from asyncrl.wire.version_messages import Announce, Announced, Follower, Followers, Following, Link
+from asyncrl.wire.version_messages import Announced, Follower, Followers, Following, Link, Publish
 from tests.helpers.replay import PROMPT_TOKENS, make_group
 
 TURNS = Turns(
@@ -159,7 +159,7 @@ def evaluated_body(ticket: int, attempt: int, version: int) -> Evaluated:
 
 
 def commit_body(step: int) -> Commit:
-    return Commit(step, METRICS, saving=False, checkpoints=[])
+    return Commit(0, step, METRICS, saving=False, checkpoints=[])
 
 
 def requests(step: int = 0) -> dict[str, list[bytes]]:
@@ -169,11 +169,11 @@ def requests(step: int = 0) -> dict[str, list[bytes]]:
     bodies: list[Body] = [
         ask_body(1, step, 2),
         Release(0, [ReleasedLease(0, 0, tokens=3)], [ReleasedEvaluation(1, 0)]),
-        Take(0, step + 1),
-        Begin(0, step),
+        Take(0, 0, step + 1),
+        Begin(0, 0, step),
         commit_body(step + 1),
-        Announce(ANNOUNCED),
-        NextEvaluation(after=0),
+        Publish(0, ANNOUNCED),
+        NextEvaluation(0, after=0),
         Lost(1),
         Scale(2),
         Memory("reward_model", 1 << 30),
@@ -216,7 +216,8 @@ def answers(seq: int = 1, *, ticket: int = 0, attempt: int = 0, step: int = 1) -
         evaluations_left=False,
         progress=step,
         pause_s=0.004,
-        weights=ANNOUNCED,
+        weights="",
+        stored=ANNOUNCED,
     )
     header, arrays = pack_group(make_group(lease, 0))
     bodies: list[tuple[Body, Sequence[Arrays]]] = [

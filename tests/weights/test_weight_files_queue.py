@@ -15,7 +15,6 @@ from weight_parts import manifest_of, next_staged
 
 from asyncrl.errors import PeerTimeoutError, RunError
 from asyncrl.generator import role
-from asyncrl.launch.resources.placement import reserve_ports
 from asyncrl.replay.announcer import Announcer
 from asyncrl.replay.client import GeneratorClient, LauncherClient, LearnerClient, LeaseReply
 from asyncrl.replay.metrics.trace import TraceWriter
@@ -28,6 +27,7 @@ from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.messages import GeneratorStats
 from asyncrl.wire.version_messages import Announced, Following, Link
 from tests.helpers.replay import EndlessPrompts, loopback_endpoints, make_group, small_config
+from tests.helpers.sockets import free_port
 
 ANNOUNCED = Announced(3, "v000003-0123abcd", "0123456789abcdef" * 4)
 HOLDS = Following(held=2, fetching=NO_VERSION, unread=None, problem="", link=None)
@@ -36,7 +36,7 @@ HOLDS = Following(held=2, fetching=NO_VERSION, unread=None, problem="", link=Non
 @pytest.fixture
 def endpoints() -> Endpoints:
     """The learner's address of weights is one at which nobody listens."""
-    queue, nobody = reserve_ports(0, 2)
+    queue, nobody = free_port(), free_port()
     return replace(loopback_endpoints(queue), weights=f"tcp://127.0.0.1:{nobody}")
 
 
@@ -77,11 +77,11 @@ def test_announcements_go_to_generators_and_what_they_have_to_the_learner(serve,
     serve()
     announcer, clients = Announcer(endpoints, timeout_s=10.0), [GeneratorClient(endpoints, index) for index in (0, 1)]
     launcher = LauncherClient(endpoints)
-    assert ask(clients[0], NO_VERSION, None).weights is None
+    assert ask(clients[0], NO_VERSION, None).stored is None
     assert announcer.announce(ANNOUNCED, lambda: None) == [], "a generator without a store is no follower"
     fetches = structs.replace(HOLDS, fetching=3)
-    assert ask(clients[0], NO_VERSION, HOLDS).weights == ANNOUNCED
-    assert ask(clients[1], NO_VERSION, fetches).weights == ANNOUNCED
+    assert ask(clients[0], NO_VERSION, HOLDS).stored == ANNOUNCED
+    assert ask(clients[1], NO_VERSION, fetches).stored == ANNOUNCED
     told = announcer.announce(ANNOUNCED, lambda: None)
     assert [(one.generator, one.following) for one in told] == [(0, HOLDS), (1, fetches)]
     link = Link(version_s=48.0, step_s=35.0, bytes_per_s=2.5e6, full=False, stride=4)
@@ -129,6 +129,21 @@ def test_a_refused_announcement_is_an_error(serve, endpoints: Endpoints) -> None
     announcer.close()
 
 
+def test_a_learner_that_was_replaced_publishes_nothing(serve, endpoints: Endpoints) -> None:
+    """Its host could not be reached for a while, and the launcher has started another one."""
+    serve()
+    old, new = (Announcer(replace(endpoints, epoch=epoch), timeout_s=10.0) for epoch in (0, 1))
+    learner = LearnerClient(replace(endpoints, epoch=1), 0)
+    learner.begin(0)
+    assert new.announce(ANNOUNCED, lambda: None) == []
+    with pytest.raises(RunError, match="superseded: start 1 of the learner ranks trains, and this one is 0"):
+        old.announce(structs.replace(ANNOUNCED, version=9), lambda: None)
+    client = GeneratorClient(endpoints, 0)
+    assert ask(client, NO_VERSION, None).stored == ANNOUNCED
+    for one in (old, new, learner, client):
+        one.close()
+
+
 def weights(version: int) -> list[tuple[str, torch.Tensor]]:
     return [("embed.weight", torch.full((400, 500), float(version), dtype=torch.bfloat16))]
 
@@ -146,8 +161,8 @@ class Generator:
         while self.version != version:
             assert time.monotonic() < deadline_s, f"it has {self.version}, not {version}"
             reply = ask(self.client, self.version, self.receiver.following())
-            if reply.weights is not None:
-                self.receiver.announce(reply.weights)
+            if reply.stored is not None:
+                self.receiver.announce(reply.stored)
             if (staged := self.receiver.staged()) is not None:
                 assert torch.equal(staged.tensors[0][1], weights(staged.version)[0][1])
                 self.receiver.loaded(staged)
@@ -191,7 +206,7 @@ def test_a_generator_that_cannot_reach_the_learner_gets_versions(
     deadline_s = time.monotonic() + 20.0
     joiner = GeneratorClient(endpoints, 1)
     cleanup.append(joiner.close)
-    while (announced := ask(joiner, NO_VERSION, late.following()).weights) is None:
+    while (announced := ask(joiner, NO_VERSION, late.following()).stored) is None:
         assert time.monotonic() < deadline_s, "the learner does not announce again"
         time.sleep(0.05)
     late.announce(announced)
