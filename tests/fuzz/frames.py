@@ -11,6 +11,7 @@ from asyncrl.replay.evaluation.samples import EvaluatedRow, pack_rows
 from asyncrl.types import Lease, Prompt
 from asyncrl.wire import weight_messages as weights
 from asyncrl.wire.bounds import Body
+from asyncrl.wire.directory_messages import Announce, Located, LookUp
 from asyncrl.wire.environment_messages import EpisodeEnded, EpisodeStart, GroupPlace, Said, SayNext, Turns, Wishes
 from asyncrl.wire.frames import Arrays, encode
 from asyncrl.wire.kinds import KINDS
@@ -173,6 +174,8 @@ def requests(step: int = 0) -> dict[str, list[bytes]]:
         Begin(0, 0, step),
         commit_body(step + 1),
         Publish(0, ANNOUNCED),
+        Announce("weights", "tcp://127.0.0.1:5000", 1),
+        LookUp("weights", 1),
         NextEvaluation(0, after=0),
         Lost(1),
         Scale(2),
@@ -186,7 +189,7 @@ def requests(step: int = 0) -> dict[str, list[bytes]]:
         Leave(0),
         Score([{"role": "user", "content": "1+1="}], ["2", "3"], timeout_s=1.5),
         StoreRequest(1, "add", ["group/1/rank"], b"", 2),
-        weights.Join(1, "cpu"),
+        weights.Join(1, "cpu", "host-1"),
         weights.Up(),
         weights.Ready(2, weights.Loaded(3, 1 << 60)),
         weights.Holding(2),
@@ -228,6 +231,7 @@ def answers(seq: int = 1, *, ticket: int = 0, attempt: int = 0, step: int = 1) -
         (Committed(METRICS, b"state", checkpoint_wanted=False, stopping=False), []),
         (Values(step), [np.ones(3, dtype=np.float32)]),
         (Followers([Follower(1, FOLLOWING)]), []),
+        (Located("tcp://127.0.0.1:5000"), []),
         (Trained(METRICS), []),
         (EvaluationResult("ended", step, METRICS), []),
         (Ok({"step": step, "generators": {"0": {"version": 1}}}), []),
