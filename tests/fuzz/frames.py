@@ -159,8 +159,8 @@ def evaluated_body(ticket: int, attempt: int, version: int) -> Evaluated:
     return Evaluated(ticket, attempt, version, "test", [1.0], ["completed"], tokens=3)
 
 
-def commit_body(step: int) -> Commit:
-    return Commit(0, step, METRICS, saving=False, checkpoints=[])
+def commit_body(step: int, *, epoch: int = 0) -> Commit:
+    return Commit(epoch, step, METRICS, saving=False, checkpoints=[])
 
 
 def requests(step: int = 0) -> dict[str, list[bytes]]:
@@ -184,6 +184,8 @@ def requests(step: int = 0) -> dict[str, list[bytes]]:
         ReadSummary(),
         Shutdown(),
         Stop("enough"),
+        Announce("weights", "tcp://10.0.0.1:5", 0),
+        LookUp("weights", 0),
         Save(0, 1, "model"),
         Restore(0, 1),
         Leave(0),
@@ -234,6 +236,7 @@ def answers(seq: int = 1, *, ticket: int = 0, attempt: int = 0, step: int = 1) -
         (Located("tcp://127.0.0.1:5000"), []),
         (Trained(METRICS), []),
         (EvaluationResult("ended", step, METRICS), []),
+        (Located("tcp://10.0.0.1:5"), []),
         (Ok({"step": step, "generators": {"0": {"version": 1}}}), []),
         (Scores([0.5, None], ["", "it broke"]), []),
         (WISHES, pack_lists([np.ones(2, dtype=np.int32)])),
