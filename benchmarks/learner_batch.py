@@ -100,7 +100,7 @@ def advantages(groups: int) -> np.ndarray:
 
 def ours(model: str, groups: int, turns: Turns) -> None:
     from asyncrl.config import Config
-    from asyncrl.launch.resources.placement import reserve_ports
+    from asyncrl.launch.resources.network import find_port
     from asyncrl.learner.algorithm import make_algorithm
     from asyncrl.learner.collate import make_batch
     from asyncrl.learner.distributed import process_group
@@ -115,7 +115,7 @@ def ours(model: str, groups: int, turns: Turns) -> None:
         "learner": {"lr": LR, "tokens_per_microbatch": TOKENS_PER_MICROBATCH},
     }  # fmt: skip
     config = Config.model_validate(values)
-    endpoints = Endpoints("bench", "", "", learners=f"tcp://127.0.0.1:{reserve_ports(0, 1)[0]}")
+    endpoints = Endpoints("bench", "", "", learners=f"tcp://127.0.0.1:{find_port()}")
     all_tokens, all_rewards = iter(sequences(groups)), rewards(groups)
 
     def trajectory(reward: float) -> Trajectory:

@@ -158,12 +158,12 @@ def main() -> None:
     from asyncrl.generator.vllm_backend.setup import ENVIRONMENT
 
     os.environ.update(ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "DS_ACCELERATOR": "cpu"})
-    from asyncrl.launch.resources.placement import reserve_ports
+    from asyncrl.launch.resources.network import find_port
     from asyncrl.learner.distributed import process_group
     from asyncrl.wire.endpoints import Endpoints
 
     config = load_config("demo", dict(parse_override(text) for text in sys.argv[1:]))
-    endpoints = Endpoints("bench", "", "", learners=f"tcp://127.0.0.1:{reserve_ports(0, 1)[0]}")
+    endpoints = Endpoints("bench", "", "", learners=f"tcp://127.0.0.1:{find_port()}")
     with process_group(endpoints, 0, 1, start_timeout_s=60, timeout_s=60) as ranks:
         sides = Sides(config, ranks)
         for side, seconds in instructions():

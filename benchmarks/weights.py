@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 
-from asyncrl.launch.resources.placement import reserve_ports
+from asyncrl.launch.resources.network import find_port
 from asyncrl.wire.socket_folder import socket_folder
 from benchmarks.demo import prepare_cold
 from benchmarks.frame import CannotRun, Limit, Round, Row
@@ -39,7 +39,7 @@ class Ranks:
 
     def measure(self, receivers: int, num_bytes: int, pairs: int) -> dict[str, float]:
         """Returns the median seconds of a version to the first `receivers` ranks, by what takes them."""
-        (bare_port,) = reserve_ports(0, 1)
+        bare_port = find_port()
         for worker in self._workers[: receivers + 1]:
             worker.tell([bare_port, f"ipc://{self._sockets}/{bare_port}", receivers, num_bytes, pairs])
         return self._workers[0].answer()

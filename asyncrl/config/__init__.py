@@ -9,6 +9,7 @@ from asyncrl.config.loading import (
     option_fields,
     option_keys,
     parse_override,
+    read_config,
     settings_of_model,
 )
 from asyncrl.config.sections import MAX_GENERATORS, too_many_generators
@@ -36,6 +37,7 @@ __all__ = [
     "option_fields",
     "option_keys",
     "parse_override",
+    "read_config",
     "settings_of_model",
     "too_many_generators",
     "unknown_name",

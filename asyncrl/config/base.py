@@ -26,3 +26,7 @@ class Section(_Settings):
 
 class MappingValue(_Settings):
     """The value of one key: a mapping with known names. Missing names have their defaults, unknown ones are refused."""
+
+
+class Entry(_Settings):
+    """An entry of a mapping whose names the user chooses; unknown fields are refused."""

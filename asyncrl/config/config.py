@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 from asyncrl.config.base import AUTO, ENVIRONMENT, Options, Rewards, Section
 from asyncrl.config.generation import EnvironmentConfig, EvalConfig, GeneratorConfig
 from asyncrl.config.paths import LocalPath
+from asyncrl.config.placement import PlacementConfig
 from asyncrl.config.sections import (
     CheckpointConfig,
     DataConfig,
@@ -50,6 +51,7 @@ class Config(Section):
     eval: EvalConfig = EvalConfig()
     weights: WeightsConfig = WeightsConfig()
     launch: LaunchConfig = LaunchConfig()
+    placement: PlacementConfig = PlacementConfig()
     observe: ObserveConfig = ObserveConfig()
     run: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name of the run."""

@@ -82,10 +82,18 @@ def load_config(path: str | Path | None, overrides: Mapping[str, Any] | Sequence
     pairs = overrides.items() if isinstance(overrides, Mapping) else map(parse_override, overrides)
     for dotted, value in pairs:
         _set_dotted(values, dotted, value)
+    return _checked(values, f" in {path}" if path is not None else "")
+
+
+def read_config(text: str) -> Config:
+    """The config of a text by `Config.to_yaml`. Raises ConfigError if it cannot be used."""
+    return _checked(yaml.load(text, _Loader), "")
+
+
+def _checked(values: Any, where: str) -> Config:
     try:
         return Config.model_validate(values)
     except ValidationError as error:
-        where = f" in {path}" if path is not None else ""
         lines = [_explain(item) for item in error.errors(include_url=False)]
         raise ConfigError(f"the configuration{where} cannot be used:\n  " + "\n  ".join(lines)) from None
 

@@ -236,6 +236,7 @@ class GeneratorLoop:
         if reply is not None:
             self.done = self.done or reply.done
             self._progress = reply.progress
+            self.receiver.locate(reply.weights)
             if reply.leave and self._leave_s is None:
                 self._leave_s = now_s + self.config.launch.stop_timeout_s
                 log.info("generator leaves", unfinished_groups=len(self.groups.unfinished))

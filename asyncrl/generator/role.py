@@ -61,7 +61,7 @@ def run_generator(
         if not on_gpu:
             try_batch_scheduling(use_batch_scheduling)
         receiver = WeightReceiver(
-            endpoints.weights,
+            "" if endpoints.announces else endpoints.weights,
             rank=index + 1,
             transport=config.weights.transport,
             timeout_s=config.weights.timeout_s,

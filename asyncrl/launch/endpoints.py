@@ -8,9 +8,9 @@ from contextlib import ExitStack, contextmanager
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
-from asyncrl.launch.resources.placement import check_host, reserve_ports
-from asyncrl.wire.curve_keys import is_loopback, run_keys
-from asyncrl.wire.endpoints import Endpoints
+from asyncrl.launch.resources.network import check_host, find_port
+from asyncrl.wire.curve_keys import is_loopback, new_keys
+from asyncrl.wire.endpoints import NAMED, Endpoints
 from asyncrl.wire.socket_folder import socket_folder
 from asyncrl.wire.sockets import IPC
 
@@ -19,14 +19,16 @@ RUN_ID_BYTES = 16
 
 
 @contextmanager
-def run_endpoints(config: Config, *, reward_model: bool = False) -> Iterator[Endpoints]:
-    """Yields addresses for all roles of a run, with a new run id; valid inside the block.
+def run_endpoints(config: Config, *, host: str = "", reward_model: bool = False) -> Iterator[Endpoints]:
+    """Yields addresses for all roles of a run, with a new run id; valid inside the block. `host` is the address of the
+    launcher's own host, by default that of `launch.address`.
 
-    On a loopback `launch.address`, ZeroMQ uses unix sockets in a folder that only this user can enter; on any other
-    address it uses ports, encrypted with new keys. Raises ConfigError when the host cannot be bound, when a
-    port is taken or has no effect, and when the socket folder cannot be created.
+    On a loopback address, ZeroMQ uses unix sockets in a folder that only this user can enter; on any other one it uses
+    ports, encrypted with new keys. The port of the replay queue is chosen here, those of the other roles by the roles
+    (`wire/directory.py`). Raises ConfigError when the host cannot be bound, when a port is taken or has no effect, and
+    when the socket folder cannot be created.
     """
-    host, first_port = config.launch.host, config.launch.port
+    host, port = host or config.launch.host, config.launch.port
     check_host(host)
     critics = [f"critic-{rank}" for rank in range(config.critic.ranks)]
     names = ["replay", "weights", "learners", *critics]
@@ -34,7 +36,7 @@ def run_endpoints(config: Config, *, reward_model: bool = False) -> Iterator[End
     names += ["reward-model"] if reward_model else []
     with ExitStack() as stack:
         if is_loopback(host):
-            if first_port:
+            if port:
                 raise ConfigError(
                     f"launch.address = {config.launch.address!r}: a port has no effect on a loopback address, where "
                     "the roles listen on unix sockets; leave it out, or use an address that other machines reach"
@@ -42,9 +44,9 @@ def run_endpoints(config: Config, *, reward_model: bool = False) -> Iterator[End
             folder, keys = str(stack.enter_context(socket_folder())), ""
             addresses = {name: f"{IPC}{folder}/{name}" for name in names}
         else:
-            ports = reserve_ports(first_port, len(names), host=host)
-            folder, keys = "", str(stack.enter_context(run_keys(f"{config.run}-{secrets.token_hex(4)}")))
-            addresses = {name: f"tcp://{host}:{port}" for name, port in zip(names, ports, strict=True)}
+            port = find_port(port, host=host)
+            folder, keys = "", new_keys()
+            addresses = {name: f"{NAMED}{name}" for name in names} | {"replay": f"tcp://{host}:{port}"}
         yield Endpoints(
             f"{config.run}-{secrets.token_hex(RUN_ID_BYTES)}",
             replay=addresses["replay"],

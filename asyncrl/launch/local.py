@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +18,15 @@ import structlog
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.launch.fork_server import Forked, ForkServer, ForkServerError
-from asyncrl.launch.resources.placement import RoleResources, network_environment
+from asyncrl.launch.launcher import Launcher, RoleHandle
+from asyncrl.launch.resources.hosts import Host, this_machine
+from asyncrl.launch.resources.network import check_host
+from asyncrl.launch.resources.placement import RoleResources
 from asyncrl.launch.worker import EXIT_DISK_FULL, SHOW_STACKS, RoleSpec
 from asyncrl.observe.logs import last_error
 from asyncrl.util.redaction import redact, redact_file
 from asyncrl.util.user_code import resolve_function
+from asyncrl.wire.endpoints import LOOPBACK
 
 log = structlog.get_logger()
 
@@ -35,7 +39,7 @@ REDACTED_BYTES = 64 << 20
 """Maximum size of an output file in which secrets are redacted; a larger file would block the launcher too long."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class RoleProcess:
     """A started role. Its output other than the log is written to `logs/<role>.out`; secrets in it are redacted when
     the role has ended."""
@@ -49,7 +53,11 @@ class RoleProcess:
 
     @property
     def name(self) -> str:
-        return self.spec.name
+        return self.spec.label
+
+    @property
+    def place(self) -> str:
+        return f"process {self.process.pid}"
 
     @property
     def code(self) -> int | None:
@@ -64,7 +72,7 @@ class RoleProcess:
 
     @property
     def output_file(self) -> Path:
-        return self.spec.logs / f"{self.name}.out"
+        return self.spec.logs / f"{self.spec.name}.out"
 
     def cause(self) -> str:
         """Returns why it ended, according to its exit code, log and output; secrets are replaced by ***."""
@@ -73,7 +81,7 @@ class RoleProcess:
             return f"{self.name} was killed by signal {signal.Signals(-code).name}"
         if code == 0:
             return f"{self.name} ended before the run did"
-        text = last_error(self.spec.logs / f"{self.name}.jsonl", start_bytes=self.log_start_bytes)
+        text = last_error(self.spec.logs / f"{self.spec.name}.jsonl", start_bytes=self.log_start_bytes)
         if not text:
             output = self.output_file.read_bytes()[self.output_start_bytes :].decode(errors="replace")
             lines = redact(output).strip().splitlines()
@@ -98,8 +106,9 @@ class RoleProcess:
             log.warning("secrets are not redacted in an output file", file=str(file), error=str(error))
 
 
-class LocalLauncher:
-    """Starts each role as a process in a separate process group, so that a terminal's Ctrl-C reaches only the launcher.
+class LocalLauncher(Launcher):
+    """Starts each role as a process of this machine, in a separate process group, so that a terminal's Ctrl-C reaches
+    only the launcher.
 
     The processes stay in the launcher's session: Linux divides CPU time among sessions (autogroups), which can leave
     almost no time for a role that starts on a busy core.
@@ -115,11 +124,22 @@ class LocalLauncher:
     """
 
     def __init__(self) -> None:
+        self.address = LOOPBACK
         self.roles: list[RoleProcess] = []
         self.fork_server: ForkServer | None = None
         """Roles without GPUs are forked from it; if None, roles are started as subprocesses."""
 
+    def acquire(self, config: Config) -> None:
+        """As `Launcher.acquire`. Raises ConfigError if `launch.address` is not one of this machine."""
+        check_host(config.launch.host)
+        self.address = config.launch.host
+
+    def hosts(self) -> list[Host]:
+        """As `Launcher.hosts`: this machine."""
+        return [this_machine(self.address)]
+
     def start(self, spec: RoleSpec, resources: RoleResources) -> RoleProcess:
+        """As `Launcher.start`."""
         log_file, path = spec.logs / f"{spec.name}.jsonl", spec.logs / f"{spec.name}.out"
         path.parent.mkdir(parents=True, exist_ok=True)
         output = path.open("ab")
@@ -127,7 +147,6 @@ class LocalLauncher:
             **os.environ,
             "TOKENIZERS_PARALLELISM": "false",
             **resources.environment(),
-            **network_environment(spec.endpoints.host),
         }
         process = self._fork(spec, resources, environment, output) or subprocess.Popen(
             self.command(spec),
@@ -152,7 +171,7 @@ class LocalLauncher:
         self, spec: RoleSpec, resources: RoleResources, environment: dict[str, str], output: IO[bytes]
     ) -> Forked | None:
         """Returns the role forked from the fork server; None if it must be started as a subprocess."""
-        if self.fork_server is None or resources.gpus:
+        if self.fork_server is None or resources.gpus or spec.host:
             return None
         try:
             return self.fork_server.fork(self.command(spec)[1:], environment, output.fileno())
@@ -169,8 +188,8 @@ class LocalLauncher:
     def of(self, role: str) -> list[RoleProcess]:
         return [process for process in self.roles if process.spec.role == role]
 
-    def wait(self, roles: list[RoleProcess], timeout_s: float) -> list[RoleProcess]:
-        """Waits for roles to end. Returns those still running after `timeout_s`."""
+    def wait(self, roles: Sequence[RoleHandle], timeout_s: float) -> list[RoleHandle]:
+        """As `Launcher.wait`."""
         deadline_s = time.monotonic() + timeout_s
         while running := [role for role in roles if role.code is None]:
             if time.monotonic() >= deadline_s:
@@ -178,21 +197,19 @@ class LocalLauncher:
             time.sleep(POLL_S)
         return []
 
-    def kill(self, roles: list[RoleProcess], *, show_stacks: bool = False) -> list[RoleProcess]:
-        """Kills roles with their children and removes them from `roles`. With `show_stacks` they first write the stacks
-        of their threads.
-
-        Returns those that the kernel does not end within KILL_S because they wait in a driver or for a disk.
-        """
+    def kill(self, roles: Sequence[RoleHandle], *, show_stacks: bool = False) -> list[RoleHandle]:
+        """As `Launcher.kill`; removes them from `self.roles`. A process that does not end within KILL_S waits in a
+        driver or for a disk."""
+        killed = [role for role in self.roles if role in roles]
         if show_stacks:
-            for role in roles:
+            for role in killed:
                 if role.code is None:
                     role.process.send_signal(SHOW_STACKS)
             time.sleep(STACKS_S)
-        for role in roles:
+        for role in killed:
             self._kill_group(role)
-        deadline_s, immortal = time.monotonic() + KILL_S, list[RoleProcess]()
-        for role in list(roles):
+        deadline_s, immortal = time.monotonic() + KILL_S, list[RoleHandle]()
+        for role in killed:
             try:
                 role.process.wait(max(0.0, deadline_s - time.monotonic()))
                 role.close()
@@ -205,9 +222,8 @@ class LocalLauncher:
             self.fork_server.reap()
         return immortal
 
-    def end(self, *, grace_s: float) -> list[RoleProcess]:
-        """Ends all roles with their children: sends SIGTERM, and kills those still running after `grace_s`. Returns the
-        result of `kill`."""
+    def end(self, *, grace_s: float) -> list[RoleHandle]:
+        """As `Launcher.end`."""
         for role in self.roles:
             if role.code is None:
                 role.process.terminate()
@@ -224,15 +240,15 @@ class LocalLauncher:
             return  # the process group has ended
 
 
-LAUNCHERS: dict[str, Callable[[], LocalLauncher]] = {"local": LocalLauncher}
+LAUNCHERS: dict[str, Callable[[], Launcher]] = {"local": LocalLauncher}
 """Launchers by their names in `launch.cluster`."""
 
 
-def find_launcher(config: Config) -> Callable[[], LocalLauncher]:
+def find_launcher(config: Config) -> Callable[[], Launcher]:
     """Returns the class that `launch.cluster` names. Raises ConfigError if it cannot be resolved or is not a subclass
-    of LocalLauncher."""
+    of Launcher."""
     key, name = "launch.cluster", config.launch.cluster
     found = resolve_function(key, name, LAUNCHERS)
-    if name not in LAUNCHERS and not (isinstance(found, type) and issubclass(found, LocalLauncher)):
-        raise ConfigError(f"{key} = {name!r}: must be a subclass of asyncrl.launch.local.LocalLauncher")
+    if name not in LAUNCHERS and not (isinstance(found, type) and issubclass(found, Launcher)):
+        raise ConfigError(f"{key} = {name!r}: must be a subclass of asyncrl.launch.launcher.Launcher")
     return found

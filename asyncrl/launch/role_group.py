@@ -9,7 +9,7 @@ from typing import Any
 
 from asyncrl.config import Config
 from asyncrl.errors import RunError
-from asyncrl.launch.local import LocalLauncher, RoleProcess
+from asyncrl.launch.launcher import Launcher, RoleHandle
 from asyncrl.launch.resources.placement import RoleResources
 from asyncrl.launch.worker import FINAL_CODES, RoleSpec
 
@@ -118,7 +118,7 @@ class RoleGroup:
     name: str
     members: list[tuple[RoleSpec, RoleResources]]
     history: RestartHistory
-    processes: list[RoleProcess] = field(default_factory=list[RoleProcess])
+    processes: list[RoleHandle] = field(default_factory=list[RoleHandle])
     starts: int = 0
     started_s: float = 0.0
     restart_at_s: float | None = 0.0
@@ -140,6 +140,8 @@ class RoleGroup:
     """Time at which a dead process of the group was first seen."""
     draining_since_s: float | None = None
     """Time since which the generator is asked to leave; None while it is wanted."""
+    homeless_since_s: float | None = None
+    """Time since which no host has room for a member whose host is gone."""
 
     @property
     def role(self) -> str:
@@ -158,26 +160,27 @@ class RoleGroup:
             and all(process.code is None for process in self.processes)
         )
 
-    def start(self, launcher: LocalLauncher, now_s: float) -> None:
+    def start(self, launcher: Launcher, now_s: float) -> None:
         """Starts all processes of the group."""
-        self.processes = [
-            launcher.start(replace(spec, start=self.starts), resources) for spec, resources in self.members
-        ]
+        self.processes = [launcher.start(self._spec(spec), resources) for spec, resources in self.members]
         self.starts += 1
         self.started_s = now_s
         self.restart_at_s = self.died_s = None
         self.healthy = self.made_progress = False
         self.former_session = self.session
 
-    def ended(self, codes: tuple[int, ...] = ()) -> RoleProcess | None:
+    def _spec(self, spec: RoleSpec) -> RoleSpec:
+        return replace(spec, start=self.starts, endpoints=replace(spec.endpoints, epoch=self.starts))
+
+    def ended(self, codes: tuple[int, ...] = ()) -> RoleHandle | None:
         """The first process that exited with a code that is not in `codes`; None if there is none."""
         return next((role for role in self.processes if role.code is not None and role.code not in codes), None)
 
-    def failed(self) -> RoleProcess | None:
+    def failed(self) -> RoleHandle | None:
         """The first process that exited with an error that a restart would only repeat; None if there is none."""
         return next((role for role in self.processes if role.code in FINAL_CODES), None)
 
-    def kill(self, launcher: LocalLauncher, *, show_stacks: bool = False) -> list[RoleProcess]:
+    def kill(self, launcher: Launcher, *, show_stacks: bool = False) -> list[RoleHandle]:
         """Kills the processes of the group; returns those that do not die."""
         processes, self.processes = self.processes, []
         return launcher.kill(processes, show_stacks=show_stacks)

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -48,15 +48,16 @@ from asyncrl.launch.documents import REPORT, document_of
 from asyncrl.launch.endpoints import run_endpoints
 from asyncrl.launch.first_look import FirstLook
 from asyncrl.launch.fork_server import ForkServer
-from asyncrl.launch.local import find_launcher
+from asyncrl.launch.launcher import Launcher
+from asyncrl.launch.local import LocalLauncher, find_launcher
 from asyncrl.launch.preflight import check_inputs, run_recipes
 from asyncrl.launch.resources.fit import fit_memory
-from asyncrl.launch.resources.placement import Placement, check_transport, place_roles
+from asyncrl.launch.resources.placement import Placement, check_run_dir, check_transport, place_roles
 from asyncrl.launch.role_group import Progress
 from asyncrl.launch.run_dir import RunFolder, check_resume, discard_journal
 from asyncrl.launch.shown_samples import ShownSamples
 from asyncrl.launch.supervisor import Supervisor
-from asyncrl.launch.worker import ROLES, RoleSpec
+from asyncrl.launch.worker import RoleSpec
 from asyncrl.observe.live import LiveView
 from asyncrl.observe.logs import configure_logs
 from asyncrl.observe.report import write_report
@@ -93,9 +94,19 @@ def launch(config: Config, console: Console, *, without_journal: bool = False) -
     config = fetch(config, console)
     check_resume(config)
     reward_model = uses_reward_model(config)
-    placement = place_roles(config, reward_model=reward_model)
+    launcher = find_launcher(config)()
+    with closing(launcher):
+        launcher.acquire(config)
+        return _launch(config, console, launcher, reward_model=reward_model, without_journal=without_journal)
+
+
+def _launch(config: Config, console: Console, launcher: Launcher, *, reward_model: bool, without_journal: bool) -> int:
+    """`launch` on the hosts of the launcher."""
+    hosts = launcher.hosts()
+    placement = place_roles(config, reward_model=reward_model, hosts=hosts)
+    check_run_dir(config, placement, hosts)
     run_recipes(config, console)
-    with preloaded(placement) as fork_server:
+    with preloaded(placement, launcher):
         inputs = check_inputs(config, console)
         config = inputs.config.model_copy(update=length_of(config, inputs.rows, console))
         check_transport(config, placement)
@@ -110,7 +121,7 @@ def launch(config: Config, console: Console, *, without_journal: bool = False) -
         interrupts = Interrupts()
         with (
             interrupts.caught(),
-            run_endpoints(config, reward_model=reward_model) as endpoints,
+            run_endpoints(config, host=hosts[0].address, reward_model=reward_model) as endpoints,
             RunFolder(config) as folder,
         ):
             checkpoint = discard_journal(folder.path) if without_journal else ""
@@ -129,8 +140,9 @@ def launch(config: Config, console: Console, *, without_journal: bool = False) -
                 greedy_baseline=inputs.greedy_baseline,
                 checkpoint=checkpoint,
             )
-            run = Run(config, placement, spec, console, interrupts)
-            run.processes.fork_server = fork_server
+            for name, text in launcher.describe().items():
+                console.print(f"{name:10} {text}", highlight=False, soft_wrap=True)
+            run = Run(config, placement, spec, console, interrupts, launcher)
             code = run.run()
             summary = folder.summary(run.summary) | run.bottleneck.summary(run.summary)
             show_end(console, summary)
@@ -156,14 +168,14 @@ def length_of(config: Config, rows: int, console: Console) -> dict[str, Any]:
 
 
 @contextmanager
-def preloaded(placement: Placement) -> Iterator[ForkServer | None]:
-    """The process that the roles of this placement are forked from; None when one of them has a GPU."""
-    if any(resources.gpus for role in ROLES for resources in placement.of(role)):
-        yield None
+def preloaded(placement: Placement, launcher: Launcher) -> Iterator[None]:
+    """Gives a launcher of this machine the process that roles are forked from, unless one of them has a GPU."""
+    if not isinstance(launcher, LocalLauncher) or placement.gpus:
+        yield
         return
-    fork_server = ForkServer()
+    fork_server = launcher.fork_server = ForkServer()
     try:
-        yield fork_server
+        yield
     finally:
         fork_server.close()
 
@@ -172,12 +184,18 @@ class Run:
     """A run in progress: its roles, the launcher's client of the replay queue, and how the run ended."""
 
     def __init__(
-        self, config: Config, placement: Placement, spec: RoleSpec, console: Console, interrupts: Interrupts
+        self,
+        config: Config,
+        placement: Placement,
+        spec: RoleSpec,
+        console: Console,
+        interrupts: Interrupts,
+        launcher: Launcher,
     ) -> None:
         self.config = config
         self.console = console
         self.interrupts = interrupts
-        self.processes = find_launcher(config)()
+        self.processes = launcher
         self.client = LauncherClient(spec.endpoints)
         self.supervisor = Supervisor(config, placement, spec, self.processes, self.client, say=self._say)
         self.summary: dict[str, Any] = {}
@@ -205,7 +223,7 @@ class Run:
             self.summary = self._summarize(code, error)
             lacking = self._shut_replay()
             for role in self.processes.end(grace_s=FAILURE_GRACE_S):
-                self._say(f"{role.name} (process {role.process.pid}) does not die of SIGKILL and is left running")
+                self._say(f"{role.name} ({role.place}) does not die of SIGKILL and is left running")
             self.client.close()
         if lacking and code == EXIT_DONE:
             code = EXIT_FAILED

@@ -142,7 +142,7 @@ def _attempts_s(run_dir: Path) -> list[float]:
     return [*earlier_s, max(0.0, last_s - began_s)]
 
 
-FREE_SECTIONS = ("launch", "observe", "weights", "checkpoint", "journal")
+FREE_SECTIONS = ("launch", "placement", "observe", "weights", "checkpoint", "journal")
 FREE_KEYS = {
     "steps", "resume", "run", "runs_dir", "eval.every_steps", "data.workers",
     "generator.max_running_groups", "generator.reward_workers", "generator.reward_timeout_s",

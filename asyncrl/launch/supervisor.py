@@ -11,9 +11,9 @@ import structlog
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError, PeerTimeoutError, RunError
-from asyncrl.launch.local import LocalLauncher, RoleProcess
-from asyncrl.launch.resources.fit import fit_memory
-from asyncrl.launch.resources.placement import Placement, RoleResources, place_roles, refuse_joiner
+from asyncrl.launch.launcher import HOST_LOST, Launcher, RoleHandle
+from asyncrl.launch.placer import Placer
+from asyncrl.launch.resources.placement import Placement, RoleResources
 from asyncrl.launch.role_group import RESTART_WINDOW_S, RestartHistory, RoleGroup
 from asyncrl.launch.worker import EXIT_CONFIG, EXIT_SILENT_PEER, EXIT_TERMINATED, ROLES, RoleSpec
 from asyncrl.replay.client import LauncherClient
@@ -25,7 +25,7 @@ GRACE_S = 1.0
 TOGETHER = ("learner", "critic")
 """Roles whose ranks are restarted together: each rank waits for the others in every step."""
 
-BY_CHANCE = (EXIT_SILENT_PEER, EXIT_TERMINATED, -signal.SIGKILL, -signal.SIGTERM)
+BY_CHANCE = (EXIT_SILENT_PEER, EXIT_TERMINATED, HOST_LOST, -signal.SIGKILL, -signal.SIGTERM)
 """Exit codes of roles that another process ended or did not answer: two in a row need not have the same cause."""
 NOT_MISSED = ("generator", "reward_model")
 """Roles that are not restarted when nothing is left to generate."""
@@ -42,7 +42,7 @@ class Supervisor:
         config: Config,
         placement: Placement,
         spec: RoleSpec,
-        launcher: LocalLauncher,
+        launcher: Launcher,
         client: LauncherClient,
         *,
         say: Callable[[str], None],
@@ -53,7 +53,7 @@ class Supervisor:
         self.answering_s: float | None = None
         """Time since which the replay queue answers; None while it does not."""
         self.restarts: dict[str, int] = dict.fromkeys(("generator", "replay", "learner", "reward_model"), 0)
-        self._placement = placement
+        self._placer = Placer(config, placement, launcher, say=say)
         self._launcher = launcher
         self._client = client
         self._spec = spec
@@ -89,7 +89,7 @@ class Supervisor:
         return self.learners.restart_at_s is None and all(role.code == 0 for role in ranks)
 
     @property
-    def alive(self) -> list[RoleProcess]:
+    def alive(self) -> list[RoleHandle]:
         """Processes that have not exited."""
         return [role for group in self._groups.values() for role in group.processes if role.code is None]
 
@@ -108,7 +108,8 @@ class Supervisor:
                 raise (ConfigError if role.code == EXIT_CONFIG else RunError)(role.cause())
         for group in list(self._groups.values()):
             self._check_ended(group, now_s)
-            if group.restart_at_s is not None and now_s >= group.restart_at_s and group.name in self._groups:
+            due = group.restart_at_s is not None and now_s >= group.restart_at_s and group.name in self._groups
+            if due and self._placer.has_hosts(group, list(self._groups.values()), now_s):
                 group.start(self._launcher, now_s)
 
     def update(self, status: dict[str, Any], now_s: float) -> None:
@@ -191,7 +192,7 @@ class Supervisor:
 
     def _add(self, role: str, index: int, resources: RoleResources) -> None:
         checkpoint = self._spec.checkpoint if role == "replay" else ""
-        spec = replace(self._spec, role=role, index=index, cpus=resources.cpus, checkpoint=checkpoint)
+        spec = self._placer.spec(replace(self._spec, role=role, index=index, checkpoint=checkpoint), resources)
         name = "learner" if role in TOGETHER else spec.name
         if name in self._groups:
             self._groups[name].members.append((spec, resources))
@@ -218,7 +219,7 @@ class Supervisor:
             self._say(f"{group.name} has left")
             self._forget(group)
 
-    def _cause_is_known(self, group: RoleGroup, role: RoleProcess, now_s: float) -> bool:
+    def _cause_is_known(self, group: RoleGroup, role: RoleHandle, now_s: float) -> bool:
         """False while a later report may still explain why the process ended."""
         if group.died_s is None:
             group.died_s = now_s
@@ -235,7 +236,7 @@ class Supervisor:
 
     def _kill(self, group: RoleGroup, *, show_stacks: bool = False) -> None:
         for role in group.kill(self._launcher, show_stacks=show_stacks):
-            self._say(f"{role.name} (process {role.process.pid}) does not die of SIGKILL and is left running")
+            self._say(f"{role.name} ({role.place}) does not die of SIGKILL and is left running")
 
     def _forget(self, group: RoleGroup) -> None:
         self._kill(group)
@@ -282,22 +283,14 @@ class Supervisor:
                 self._forget(group)
 
     def _join(self, joiners: list[int], wanted: int) -> None:
-        """Adds generators with the resources that a new placement assigns to them; the others keep theirs."""
-        launch = self.config.launch.model_copy(update={"generators": wanted})
-        try:
-            config = self.config.model_copy(update={"launch": launch})
-            reward_model = self._placement.reward_model is not None
-            placement = fit_memory(config, place_roles(config, reward_model=reward_model), reward_model=reward_model)
-        except ConfigError as error:
-            self._say(f"no more generators: {error}")
-            self._client.scale(min(joiners))
-            return
-        for index in joiners:
-            if reason := refuse_joiner(self.config, self._placement, placement, index):
-                self._say(f"no more generators: {reason}")
-                self._client.scale(index)
-                return
-            self._add("generator", index, placement.generators[index])
+        """Adds generators; the other roles keep their resources."""
+        self._launcher.resize(wanted)
+        found, reason = self._placer.joiners(joiners, wanted, list(self._groups.values()))
+        for index, resources in zip(joiners, found, strict=False):
+            self._add("generator", index, resources)
+        if reason:
+            self._say(f"no more generators: {reason}")
+            self._client.scale(joiners[len(found)])
 
     def _update_generator(self, group: RoleGroup, reported: dict[str, Any] | None, now_s: float) -> None:
         if not group.running or group.draining_since_s is not None or self.answering_s is None:

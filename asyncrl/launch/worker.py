@@ -20,8 +20,9 @@ from typing import Any, Self
 import structlog
 from pydantic import TypeAdapter
 
-from asyncrl.config import Config, load_config
+from asyncrl.config import Config, load_config, read_config
 from asyncrl.errors import AsyncrlError, ConfigError, DataError, PeerTimeoutError, is_disk_full
+from asyncrl.launch.resources.network import network_environment
 from asyncrl.observe.logs import configure_logs
 from asyncrl.util.processes import end_with_parent, tune_gc
 from asyncrl.wire.endpoints import Endpoints
@@ -36,7 +37,7 @@ SHOW_STACKS = signal.SIGUSR1
 
 @dataclass(frozen=True, slots=True)
 class RoleSpec:
-    """The inputs of a role process, apart from its config, which is `config.yaml` in the run folder."""
+    """The inputs of a role process."""
 
     role: str
     index: int
@@ -60,11 +61,15 @@ class RoleSpec:
     """Step of the checkpoint from which an offline training starts; 0 for the model."""
     offline_samples: str = ""
     """File of the samples that an offline training trains; empty for the batches of the journal."""
+    host: str = ""
+    """Name of the host that it runs on; empty for the launcher's own."""
+    config: str = ""
+    """The config as YAML, on a host that does not share the run folder; empty for `config.yaml` in the folder."""
 
     @property
     def home(self) -> Path:
         """The folder with the role's `config.yaml` and `logs/`."""
-        return Path(self.offline or self.run_dir)
+        return Path(self.offline or self.run_dir).expanduser()
 
     @property
     def logs(self) -> Path:
@@ -73,6 +78,11 @@ class RoleSpec:
     @property
     def name(self) -> str:
         return self.role if self.role in ("replay", "reward_model") else f"{self.role}-{self.index}"
+
+    @property
+    def label(self) -> str:
+        """The name for people: `generator-1`, on another host than the launcher's `generator-1@n2`."""
+        return f"{self.name}@{self.host}" if self.host else self.name
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -95,6 +105,7 @@ def run_replay_role(config: Config, spec: RoleSpec, should_stop: Callable[[], bo
     """Runs the replay queue until the run ends or `should_stop` returns True."""
     from asyncrl.data.cursor import PromptCursor
     from asyncrl.data.prompts import eval_prompts
+    from asyncrl.replay.directory import Directory
     from asyncrl.replay.evaluation.samples import EvalSamples
     from asyncrl.replay.journal.writer import SEGMENT_BYTES, Journal
     from asyncrl.replay.metrics.trace import TraceWriter
@@ -117,7 +128,10 @@ def run_replay_role(config: Config, spec: RoleSpec, should_stop: Callable[[], bo
         tokens = None
     tune_gc()
     eval_samples = EvalSamples(run_dir) if config.observe.samples else None
-    run_replay(queue, spec.endpoints, should_stop, max_group_tokens=tokens, eval_samples=eval_samples)
+    directory = Directory(run_dir / "addresses.json", run_id)
+    run_replay(
+        queue, spec.endpoints, should_stop, max_group_tokens=tokens, eval_samples=eval_samples, directory=directory
+    )
 
 
 def run_generator_role(config: Config, spec: RoleSpec, should_stop: Callable[[], bool]) -> None:
@@ -214,15 +228,17 @@ def run_role(spec: RoleSpec, parent: int) -> int:
     """Runs the role in this process, which ends with the process `parent`. Returns 0 if the role ended normally,
     otherwise one of the codes above, with the cause as the last error in its log."""
     end_with_parent(parent)
-    os.sched_setaffinity(0, spec.cpus)
+    if spec.cpus:
+        os.sched_setaffinity(0, spec.cpus)
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.register(SHOW_STACKS)
-    config = load_config(spec.home / "config.yaml")
-    configure_logs(spec.home, spec.name, config.observe.log_level)
+    config = read_config(spec.config) if spec.config else load_config(spec.home / "config.yaml")
+    configure_logs(spec.home, spec.name, config.observe.log_level, host=spec.host)
     log.info("started", pid=os.getpid(), cpus=spec.cpus, start=spec.start)
     try:
+        os.environ.update(network_environment(spec.endpoints.host))
         ROLES[spec.role](config, spec, stop.is_set)
     except AsyncrlError as error:
         log.error("failed", error=str(error), kind=type(error).__name__, exc_info=True)

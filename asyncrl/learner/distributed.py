@@ -15,7 +15,7 @@ from torch import Tensor
 
 from asyncrl.errors import AsyncrlError, PeerTimeoutError, RunError
 from asyncrl.learner.model.deepspeed_import import deepspeed
-from asyncrl.wire.channel import ServerLostError
+from asyncrl.wire.directory import announce, located
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.store import StoreClient, StoreServer
 from asyncrl.wire.torch_store import TorchStore
@@ -122,13 +122,16 @@ def _rendezvous(endpoints: Endpoints, rank: int, count: int, timeout_s: float, w
     with ExitStack() as stack:
         run_id, keys = endpoints.run_id, endpoints.keys
         if rank == 0:
-            store = StoreServer(endpoints.learners, f"{what}s", run_id=run_id, keys=keys)
+            store = StoreServer(endpoints.listening(endpoints.learners), f"{what}s", run_id=run_id, keys=keys)
+            stack.callback(store.close)
+            announce(endpoints, endpoints.learners, store.channel.address)
         else:
             try:
-                store = StoreClient(endpoints.learners, run_id=run_id, keys=keys, timeout_s=timeout_s)
-            except ServerLostError as error:
+                address = located(endpoints, endpoints.learners, timeout_s=timeout_s, own_epoch=True)
+                store = StoreClient(address, run_id=run_id, keys=keys, timeout_s=timeout_s)
+            except PeerTimeoutError as error:
                 raise PeerTimeoutError(f"{what} rank {rank}: no rendezvous within {timeout_s:g} s: {error}") from error
-        stack.callback(store.close)
+            stack.callback(store.close)
         store.ask("set", [f"here/{rank}"])
         missing: list[int] = []
         for other in range(count):

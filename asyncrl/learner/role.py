@@ -21,6 +21,7 @@ from asyncrl.learner.mismatch_check import MismatchCheck
 from asyncrl.learner.model.deepspeed_import import enable_determinism
 from asyncrl.learner.trainer import Trainer
 from asyncrl.samples.book import SampleBook
+from asyncrl.wire.directory import announce
 from asyncrl.wire.endpoints import Endpoints
 
 log = structlog.get_logger()
@@ -55,7 +56,7 @@ def run_learner(
             book = SampleBook(run_dir) if config.observe.samples else None
             parts.callback(trackers.close)
             sender = WeightSender(
-                endpoints.weights,
+                endpoints.listening(endpoints.weights),
                 WeightManifest.of(trainer.policy.shapes()),
                 expected_generators=launch.generators,
                 transport=transport_of(config),
@@ -67,6 +68,7 @@ def run_learner(
                 store=StoreOptions.of(config, run_dir),
             )
             parts.callback(sender.close)
+            announce(endpoints, endpoints.weights, sender.address)
         Learner(config, trainer, client, sender, trackers, run_dir, checkpoints, start, book=book).run(should_stop)
 
 

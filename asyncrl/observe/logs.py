@@ -12,8 +12,9 @@ import structlog
 from asyncrl.util.redaction import redact
 
 
-def configure_logs(run_dir: Path, role: str, level: str) -> Path:
-    """Sends this process's events, and other libraries' warnings, to `logs/<role>.jsonl`; returns its path.
+def configure_logs(run_dir: Path, role: str, level: str, *, host: str = "") -> Path:
+    """Sends this process's events, and other libraries' warnings, to `logs/<role>.jsonl`; returns its path. Events have
+    the `host` unless it is the launcher's own.
 
     Secrets (asyncrl/util/redaction.py) are shown as ***."""
     path = run_dir / "logs" / f"{role}.jsonl"
@@ -44,7 +45,7 @@ def configure_logs(run_dir: Path, role: str, level: str) -> Path:
         cache_logger_on_first_use=True,
     )
     logging.getLogger("asyncrl").setLevel(level.upper())
-    structlog.contextvars.bind_contextvars(role=role)
+    structlog.contextvars.bind_contextvars(role=role, **({"host": host} if host else {}))
     return path
 
 

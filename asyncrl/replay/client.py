@@ -79,7 +79,7 @@ class GeneratorClient:
         self.timeout_s = timeout_s
         self.session = uuid.uuid4().hex
         """Name of this start of the generator."""
-        self._connection = Connection(endpoints)
+        self._connection = Connection(endpoints, resend_s=RESEND_S)
         self._number = 0
         self._ask: _Unanswered | None = None
         self._unacknowledged: dict[Hashable, _Unanswered] = {}
@@ -194,12 +194,12 @@ class GeneratorClient:
         return [*self._unacknowledged.values(), *([self._ask] if self._ask is not None else [])]
 
     def _keep_sending(self) -> None:
-        now_s = time.monotonic()
+        now_s, lost_s = time.monotonic(), self._connection.lost_s()
         for sent in self._due():
             if now_s - sent.first_s > self.timeout_s:
                 raise self._connection.silent(sent.body, self.timeout_s)
-            if now_s - sent.last_s > sent.resend_s:
-                sent.last_s, sent.resend_s = now_s, BACK_OFF * sent.resend_s
+            if (lost := sent.last_s < lost_s) or now_s - sent.last_s > sent.resend_s:
+                sent.last_s, sent.resend_s = now_s, sent.resend_s if lost else BACK_OFF * sent.resend_s
                 self._connection.send(sent.body, sent.arrays, seq=sent.seq)
 
 
@@ -220,13 +220,13 @@ class LearnerClient:
     def begin(self, step: int) -> int:
         """Registers this rank, which starts from a checkpoint of the step (0 without one). Returns the number of
         committed steps, up to which `take` and `commit` return the same as before."""
-        body = Begin(self.rank, step)
+        body = Begin(self.rank, self.endpoints.epoch, step)
         return self._connection.request(body, timeout_s=self.timeout_s).body.steps
 
     def take(self, step: int) -> Shard | None:
         """This rank's shard of the step, as soon as the batch is complete, which may be while the step before it is
         trained; None when the run is stopping, the same for all ranks, or when the client is closed meanwhile."""
-        body = Take(self.rank, step)
+        body = Take(self.rank, self.endpoints.epoch, step)
         connection = Connection(self.endpoints, resend_s=RESEND_S)  # of its own: a socket belongs to one thread
         try:
             while not self._closed.is_set():
@@ -242,7 +242,7 @@ class LearnerClient:
     ) -> Committed:
         """Reports the step as trained, and the steps of the complete checkpoints. With `saving` the answer contains the
         queue's part of a checkpoint of the step. Only rank 0 calls it."""
-        body = Commit(step, metrics, saving, list(checkpoints))
+        body = Commit(self.endpoints.epoch, step, metrics, saving, list(checkpoints))
         return self._connection.request(body, timeout_s=self.timeout_s).body
 
     def evaluations(self, should_stop: Callable[[], bool]) -> Iterator[tuple[int, dict[str, float]]]:
@@ -250,7 +250,8 @@ class LearnerClient:
         no more. Only rank 0 calls it, after its last commit; a restarted rank gets all of them again."""
         after = 0
         while not should_stop():
-            body: EvaluationResult = self._connection.request(NextEvaluation(after), timeout_s=self.timeout_s).body
+            request = NextEvaluation(self.endpoints.epoch, after)
+            body: EvaluationResult = self._connection.request(request, timeout_s=self.timeout_s).body
             match body.outcome:
                 case "ended":
                     after += 1

@@ -27,12 +27,14 @@ from functools import partial
 
 from asyncrl.errors import InvariantError, ProtocolError
 from asyncrl.replay.codec import pack_leases
+from asyncrl.replay.directory import Directory
 from asyncrl.replay.evaluation.samples import EvalSamples, unpack_rows
 from asyncrl.replay.journal.records import FRAME_BYTES
 from asyncrl.replay.outbox import Outbox
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.util.processes import Stopwatch, fractions
 from asyncrl.wire.bounds import Body
+from asyncrl.wire.directory_messages import Announce, Located, LookUp
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.frames import ALIGNMENT, Message
 from asyncrl.wire.kinds import MAX_REQUEST_HEADER_BYTES
@@ -65,6 +67,8 @@ from asyncrl.wire.sockets import MAX_FRAME_BYTES
 
 TICK_S = 0.2
 """Maximum wait of the loop: delay until an expired lease or a signal is noticed."""
+WEIGHTS = "weights"
+"""The name under which the sender of weights announces its address."""
 POLL_S = 0.001
 """Shortest wait of the loop while replies wait for others."""
 LOOK_S = 0.001
@@ -89,9 +93,13 @@ class ReplayServer:
         *,
         max_frame_bytes: int = MAX_FRAME_BYTES,
         eval_samples: EvalSamples | None = None,
+        directory: Directory | None = None,
     ) -> None:
         self.queue = queue
         self._eval_samples = eval_samples
+        self._directory = directory or Directory(None, endpoints.run_id)
+        self._epoch = endpoints.epoch
+        """The latest epoch of learner ranks that began."""
         self.shut = False
         self._watch = Stopwatch()
         self._waiting: dict[tuple[int, int], tuple[Message, float]] = {}
@@ -179,6 +187,7 @@ class ReplayServer:
             evaluations_left=queue.evaluation.left(body.version),
             progress=queue.batcher.progress,
             pause_s=queue.state.generators_wanted / DENIED_ASKS_PER_S,
+            weights=self._directory.address(WEIGHTS),
         )
         return Reply(answer, [prompts])
 
@@ -197,6 +206,7 @@ class ReplayServer:
 
     def _next_evaluation(self, message: Message) -> Reply:
         body: NextEvaluation = message.body
+        self._check_epoch(body.epoch)
         return Reply(EvaluationResult(*self.queue.next_evaluation(body.after)))
 
     def _release(self, message: Message) -> Reply:
@@ -206,6 +216,8 @@ class ReplayServer:
 
     def _begin(self, message: Message) -> Reply:
         body: Begin = message.body
+        self._check_epoch(body.epoch)
+        self._epoch = body.epoch
         steps = self.queue.begin(body.rank, body.step)
         for key in [key for key in self._waiting if key[0] == body.rank]:
             del self._waiting[key]
@@ -213,6 +225,7 @@ class ReplayServer:
 
     def _take(self, message: Message) -> Reply | None:
         body: Take = message.body
+        self._check_epoch(body.epoch)
         reply = self._shard(body)
         if reply is None:
             self._waiting[body.rank, body.step] = message, time.monotonic()
@@ -227,7 +240,23 @@ class ReplayServer:
 
     def _commit(self, message: Message) -> Reply:
         body: Commit = message.body
+        self._check_epoch(body.epoch)
         return Reply(self.queue.commit(body.step, body.metrics, saving=body.saving, checkpoints=body.checkpoints))
+
+    def _check_epoch(self, epoch: int) -> None:
+        """Raises ProtocolError for a learner rank that was given up while its host could not be reached, and replaced:
+        it must not change the run any more."""
+        if epoch < self._epoch:
+            raise ProtocolError(f"superseded: start {self._epoch} of the learner ranks trains, and this one is {epoch}")
+
+    def _announce(self, message: Message) -> Reply:
+        body: Announce = message.body
+        self._directory.announce(body.name, body.address, body.epoch)
+        return Reply(Ok({}))
+
+    def _look_up(self, message: Message) -> Reply:
+        body: LookUp = message.body
+        return Reply(Located(self._directory.address(body.name, epoch=body.epoch)))
 
     def _lost(self, message: Message) -> Reply:
         body: Lost = message.body
@@ -253,7 +282,12 @@ class ReplayServer:
         return Reply(Ok(summary | self._refused()))
 
     def _refused(self) -> dict[str, int]:
-        return {"bad_messages": self._server.errors.total(), "cut_off": self._server.bad_peers.cut_off}
+        server = self._server
+        return {
+            "bad_messages": server.errors.total(),
+            "cut_off": server.bad_peers.cut_off,
+            "strangers": server.num_strangers,
+        }
 
     def _stop(self, message: Message) -> Reply:
         body: Stop = message.body
@@ -281,6 +315,8 @@ HANDLERS: dict[type[Body], Callable[[ReplayServer, Message], Reply | None]] = {
     ReadSummary: ReplayServer._summary,
     Stop: ReplayServer._stop,
     Shutdown: ReplayServer._shutdown,
+    Announce: ReplayServer._announce,
+    LookUp: ReplayServer._look_up,
 }
 """The handler of each request; one that returns None makes the sender wait."""
 
@@ -292,16 +328,19 @@ def run_replay(
     *,
     max_group_tokens: int | None = None,
     eval_samples: EvalSamples | None = None,
+    directory: Directory | None = None,
 ) -> None:
     """Runs the replay role: serves the queue until shutdown, then completes the trace. The connection of a peer that
     sends a frame larger than a group of `max_group_tokens` (prompts and completions) is closed; None: no such limit.
-    Completions of evaluations go to `eval_samples`."""
+    Completions of evaluations go to `eval_samples`, addresses that servers announce to the `directory`."""
     max_frame_bytes = MAX_FRAME_BYTES
     if max_group_tokens is not None:
         group_bytes = FRAME_BYTES * max_group_tokens + GROUP_PADDING_BYTES
         max_frame_bytes = min(MAX_FRAME_BYTES, max(MAX_REQUEST_HEADER_BYTES, group_bytes))
     try:
-        server = ReplayServer(queue, endpoints, max_frame_bytes=max_frame_bytes, eval_samples=eval_samples)
+        server = ReplayServer(
+            queue, endpoints, max_frame_bytes=max_frame_bytes, eval_samples=eval_samples, directory=directory
+        )
         try:
             server.serve(should_stop)
         finally:

@@ -18,6 +18,7 @@ from asyncrl.rewards.calling import describe
 from asyncrl.rewards.reward_model import KEY, WAY_OUT, check_model_folder, model_options
 from asyncrl.util.memory import peak_memory_bytes
 from asyncrl.util.tokenizer import load_tokenizer
+from asyncrl.wire.directory import announce
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.frames import Message
 from asyncrl.wire.kinds import MAX_TEXT_HEADER_BYTES
@@ -144,6 +145,7 @@ class ModelServer:
             max_bytes=MAX_TEXT_HEADER_BYTES,
             max_values=MAX_VALUES,
         )
+        announce(endpoints, endpoints.reward_model, self._server.address)
 
     def serve(self, should_stop: Callable[[], bool]) -> None:
         """Answers until `should_stop()`. Waits for a request of a reward worker, at most TICK_S; the requests that have

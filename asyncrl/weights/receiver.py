@@ -70,9 +70,10 @@ class WeightReceiver:
         keys: str = "",
         store_url: str = "",
     ) -> None:
-        """Weights of more than `max_bytes` are refused before memory is allocated for them. A version for which `keeps`
-        is true is not overwritten by a newer one before it is loaded, unless nothing has been loaded yet. `keys` is the
-        file with the run's CURVE keys, if the sender requires them; `store_url` the place of versions sent by files."""
+        """The address is that of the sender; empty if `locate` will tell it. Weights of more than `max_bytes` are
+        refused before memory is allocated for them. A version for which `keeps` is true is not overwritten by a newer
+        one before it is loaded, unless nothing has been loaded yet. `keys` are the run's CURVE keys, if the sender
+        requires them; `store_url` is the place of versions sent by files."""
         if rank < 1:
             raise RunError(f"weight receiver: rank {rank} is not at least 1 (generator index + 1)")
         self._max_bytes = max_bytes
@@ -100,6 +101,12 @@ class WeightReceiver:
     def start(self) -> None:
         """Joins the sender in the background, and receives as soon as the engine is up."""
         self._thread.start()
+
+    def locate(self, address: str) -> None:
+        """Sets the ZeroMQ address of the sender, unless it is empty, and ends a session with another one: the sender
+        was replaced."""
+        if address and address != self._address:
+            self._address = address
 
     def engine_is_up(self) -> None:
         """Starts receiving versions. Before that, neither a GPU nor memory for weights is used: a starting engine
@@ -159,14 +166,17 @@ class WeightReceiver:
     def _join(self) -> None:
         """Joins a sender and serves it until it closes, is gone, or does not answer."""
         self._manifest = None
+        while not (address := self._address):
+            self._raise_if_closed()
+            self._stop.wait(_LOCAL_POLL_S)
         session = Session(
-            self._address,
+            address,
             run_id=self._run_id,
             keys=self._keys,
             rank=self._rank,
             device=transports.device_name(self._device),
             timeout_s=self._timeout_s,
-            check=self._raise_if_closed,
+            check=partial(self._raise_if_over, address),
         )
         try:
             try:
@@ -293,6 +303,12 @@ class WeightReceiver:
         if self._link is not None:
             self._link.close()
         self._link = None
+
+    def _raise_if_over(self, address: str) -> None:
+        """Raises Interrupted if the receiver is closed, and SessionLost if the sender is at another address now."""
+        self._raise_if_closed()
+        if address != self._address:
+            raise SessionLost(f"learner rank 0 is at {self._address} now")
 
     def _raise_if_closed(self) -> None:
         if self._stop.is_set():

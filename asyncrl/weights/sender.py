@@ -85,7 +85,7 @@ class WeightSender:
         """`manifest` describes the weights of every `send`. `timeout_s` is the deadline of each phase. On a GPU,
         `transport` "auto" depends on the devices of the generators: the first `send` waits for `expected_generators`
         of them, at most `start_timeout_s` (default: `timeout_s`). The address is one of ZeroMQ. Messages without the
-        `run_id` are refused; with a file of `keys` only peers with the run's keys are admitted. The transport "files"
+        `run_id` are refused; with `keys` only peers with the run's keys are admitted. The transport "files"
         needs a `store`. Raises ConfigError if the address is in use."""
         self.stats = WeightSyncStats()
         self._expected_generators = expected_generators
@@ -97,6 +97,8 @@ class WeightSender:
         self._bucket_bytes = max(bucket_bytes, MIN_BUCKET_BYTES)
         self._changed = threading.Condition()
         self._channel = ChannelServer(address, "weights", TO_SENDER, run_id=run_id, keys=keys)
+        self.address = self._channel.address
+        """The ZeroMQ address that it listens on."""
         self._store = Store(self._channel.send)
         self._membership = Membership(self._channel.send, manifest.to_json(), self._changed, self._raise_if_stopping)
         self._stored = store

@@ -50,11 +50,13 @@ class ChannelServer:
     """
 
     def __init__(self, address: str, what: str, accepts: Set[str], *, run_id: str = "", keys: str = "") -> None:
-        """`what` names the server in errors and logs; `accepts` are the kinds of messages that it handles. With a file
-        of `keys` only clients with the run's keys are admitted. Raises ConfigError if the address is in use."""
+        """`what` names the server in errors and logs; `accepts` are the kinds of messages that it handles. With `keys`
+        only clients with the run's keys are admitted. Raises ConfigError if the address is in use."""
         self.bad_peers = BadPeers()
         self._what, self._accepts, self._run_id = what, accepts, run_id
         self._socket = bind_router(address, what, keys=keys, max_frame_bytes=MAX_REQUEST_HEADER_BYTES)
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        """The ZeroMQ address that it listens on."""
         self._lock = threading.Lock()
         self._wakes = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closing = False

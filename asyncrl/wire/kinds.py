@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, get_origin
 
 from asyncrl.wire.bounds import Body
+from asyncrl.wire.directory_messages import Announce, Located, LookUp
 from asyncrl.wire.environment_messages import Turns, Wishes
 from asyncrl.wire.messages import (
     Ask,
@@ -91,6 +92,9 @@ BODIES: dict[str, Any] = {
     "summary": ReadSummary,
     "stop": Stop,
     "shutdown": Shutdown,
+    "announce": Announce,
+    "look_up": LookUp,
+    "located": Located,
     "value": Value,
     "values": Values,
     "train": Train,
@@ -152,6 +156,8 @@ ANSWERS: dict[str, str] = {
     "summary": "ok",
     "stop": "ok",
     "shutdown": "ok",
+    "announce": "ok",
+    "look_up": "located",
 }
 """The kind of the answer to each request."""
 

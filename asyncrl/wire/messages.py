@@ -130,6 +130,8 @@ class Leases(Body, Generic[T]):
     pause_s: Time
     """Minimum pause before the next ask of a generator that got fewer leases than it asked for, unless it loads another
     version first."""
+    weights: Name
+    """ZeroMQ address of the weights' sender, if it has announced itself; it moves with learner rank 0. Else empty."""
 
 
 class EpisodeHeader(Body):
@@ -248,6 +250,8 @@ class Begin(Body):
     """Sent by each learner rank when it starts; answered by `Begun`."""
 
     rank: Index
+    epoch: Count
+    """As in the run's endpoints. From now on, messages of lower epochs are refused."""
     step: Count
     """Step of the checkpoint that the rank starts from; 0 without one."""
 
@@ -263,6 +267,7 @@ class Take(Body):
     """Sent by each learner rank for its part of a step's batch; answered by `ShardHeader`."""
 
     rank: Index
+    epoch: Count
     step: Count
 
 
@@ -278,6 +283,7 @@ class ShardHeader(Body):
 class Commit(Body):
     """Sent by learner rank 0 after each optimizer step; answered by `Committed`."""
 
+    epoch: Count
     step: Count
     metrics: Metrics
     saving: bool
@@ -302,6 +308,7 @@ class Committed(Body):
 class NextEvaluation(Body):
     """Sent by learner rank 0 after its last commit; answered by `EvaluationResult`."""
 
+    epoch: Count
     after: Count
     """Number of evaluations that the sender has received in this way."""
 

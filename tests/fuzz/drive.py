@@ -19,7 +19,7 @@ import msgpack
 import psutil
 import zmq
 
-from asyncrl.launch.resources.placement import reserve_ports
+from asyncrl.launch.resources.network import find_port
 from asyncrl.wire.bounds import Body
 from asyncrl.wire.kinds import ANSWERS, KINDS
 from asyncrl.wire.messages import ReadStatus, ReadSummary, Take
@@ -144,7 +144,7 @@ class Honest:
     def finish(self, work: list[Frames]) -> None:
         for frames in work:
             self._socket.send_multipart(frames)
-        self.send(Take(0, self.step + 1))
+        self.send(Take(0, 0, self.step + 1))
         self.send(sound.commit_body(self.step + 1))
 
     def renew(self) -> None:
@@ -198,7 +198,7 @@ def fuzz_server(messages: int, seed: int, say: Callable[[str], None]) -> Report:
     """Raises FuzzError when the server dies, does not answer a status request in time, or grows."""
     report = Report("server")
     mutator = Mutator(seed)
-    port = reserve_ports(0, 1)[0]
+    port = find_port()
     address = f"tcp://127.0.0.1:{port}"
     with tempfile.TemporaryDirectory() as folder, process("tests.fuzz.server_process", str(port), folder) as child:
         honest, rabble = Honest(address, report, child), Rabble(address, report.outcomes)
@@ -234,7 +234,7 @@ def fuzz_clients(messages: int, seed: int, say: Callable[[str], None]) -> Report
     """Raises FuzzError when the process of the clients dies, one of them hangs, or it grows."""
     report = Report("clients")
     mutator = Mutator(seed)
-    port = reserve_ports(0, 1)[0]
+    port = find_port()
     router = zmq.Context.instance().socket(zmq.ROUTER)
     router.setsockopt(zmq.LINGER, 0)
     router.bind(f"tcp://127.0.0.1:{port}")

@@ -155,7 +155,7 @@ def evaluated_body(ticket: int, attempt: int, version: int) -> Evaluated:
 
 
 def commit_body(step: int) -> Commit:
-    return Commit(step, METRICS, saving=False, checkpoints=[])
+    return Commit(0, step, METRICS, saving=False, checkpoints=[])
 
 
 def requests(step: int = 0) -> dict[str, list[bytes]]:
@@ -165,10 +165,10 @@ def requests(step: int = 0) -> dict[str, list[bytes]]:
     bodies: list[Body] = [
         ask_body(1, step, 2),
         Release(0, [ReleasedLease(0, 0, tokens=3)], [ReleasedEvaluation(1, 0)]),
-        Take(0, step + 1),
-        Begin(0, step),
+        Take(0, 0, step + 1),
+        Begin(0, 0, step),
         commit_body(step + 1),
-        NextEvaluation(after=0),
+        NextEvaluation(0, after=0),
         Lost(1),
         Scale(2),
         Memory("reward_model", 1 << 30),
@@ -211,6 +211,7 @@ def answers(seq: int = 1, *, ticket: int = 0, attempt: int = 0, step: int = 1) -
         evaluations_left=False,
         progress=step,
         pause_s=0.004,
+        weights="",
     )
     header, arrays = pack_group(make_group(lease, 0))
     bodies: list[tuple[Body, Sequence[Arrays]]] = [

@@ -27,7 +27,7 @@ def lease(ticket: int, tokens: Sequence[int] = (5, 6, 7), attempt: int = 0) -> L
 
 def lease_reply(leases: list[Lease], done: bool, reason: str, **others: Any) -> LeaseReply:
     """Returns an answer to an ask, by default of a run that continues."""
-    usual = {"leave": False, "evaluations_left": False, "progress": 0, "pause_s": 0.0}
+    usual = {"leave": False, "evaluations_left": False, "progress": 0, "pause_s": 0.0, "weights": ""}
     return LeaseReply(leases=leases, done=done, reason=reason, **(usual | others))
 
 
@@ -106,6 +106,9 @@ class FakeReceiver:
         self.in_use = True
         version, tensors = self.versions.popleft()
         return StagedWeights(version, version * 7, tensors)
+
+    def locate(self, address: str) -> None:
+        """There is no sender."""
 
     def hold(self) -> None:
         self.holds += 1

@@ -15,7 +15,7 @@ from train_steps import CASES
 from worlds import make_config, make_model
 
 from asyncrl.launch.resources.memory import PROCESS_BYTES, Shape, learner_parts
-from asyncrl.launch.resources.placement import reserve_ports
+from asyncrl.launch.resources.network import find_port
 from asyncrl.learner.model.logprob_head import LogprobHead
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -29,7 +29,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(model: Path, out: Path, case: str, environment: dict[str, str]) -> tuple[dict[str, torch.Tensor], dict]:
-    script, (port,) = Path(__file__).with_name("train_steps.py"), reserve_ports(0, 1)
+    script, port = Path(__file__).with_name("train_steps.py"), find_port()
     command = [sys.executable, str(script), str(port), str(model), str(out), case]
     done = subprocess.run(
         command, env=os.environ | environment, capture_output=True, text=True, timeout=200, check=False
@@ -97,7 +97,7 @@ def test_memory_is_what_the_arithmetic_says(dtype: str, checkpointing: bool, tmp
     LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(tmp_path)
     learner = {"tokens_per_microbatch": 8192, "gradient_checkpointing": checkpointing, "zero_stage": 2}
     config = make_config(tmp_path, model={"dtype": dtype}, learner=learner, replay={"groups_per_step": 32})
-    shape, (port,) = Shape.read(str(tmp_path)), reserve_ports(0, 1)
+    shape, port = Shape.read(str(tmp_path)), find_port()
     assert shape is not None
     parts = learner_parts(config, shape, reference=None, critic=None, packs=False)
     estimate = sum(parts.values()) - PROCESS_BYTES

@@ -14,7 +14,7 @@ import torch
 from weight_parts import manifest_of, weights
 
 from asyncrl.launch.resources.gpus import visible_gpus
-from asyncrl.launch.resources.placement import reserve_ports
+from asyncrl.launch.resources.network import find_port
 from asyncrl.weights.buckets import ROW_BYTES, checksum
 from asyncrl.weights.sender import WeightSender
 
@@ -33,7 +33,7 @@ def test_a_receiver_gets_what_the_learner_has(
     names = [card.name for card in visible_gpus()]
     if transport == "nccl" and len(names) < 2:
         pytest.skip("NCCL between two processes needs 2 GPUs")
-    (port,) = reserve_ports(0, 1)
+    port = find_port()
     process = subprocess.Popen(
         [sys.executable, str(Path(__file__).with_name("receive.py")), str(port), transport],
         env=os.environ | {"CUDA_VISIBLE_DEVICES": names[-1], "NCCL_SOCKET_IFNAME": "=lo"},

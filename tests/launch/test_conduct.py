@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from asyncrl.launch.console import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, Interrupts
-from asyncrl.launch.local import LAUNCHERS, LocalLauncher
+from asyncrl.launch.local import LocalLauncher
 from asyncrl.launch.resources.placement import place_roles
 from asyncrl.launch.run import Run
 from asyncrl.launch.worker import RoleSpec
@@ -61,13 +61,13 @@ def conduct(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Conduct:
         monkeypatch.chdir(tmp_path)
         folder = tmp_path / "runs" / "run"
         folder.mkdir(parents=True)
-        monkeypatch.setitem(LAUNCHERS, "local", lambda: StandIns(folder, codes, last_s))
         config = small_config(**{"launch__learners": 2, "launch__stop_timeout_s": 5} | settings)
         spec = RoleSpec("", 0, str(folder), replace(loopback_endpoints(1), replay=socket_address(tmp_path.name)), (), 8)
         out = io.StringIO()
         caught = Interrupts()
         caught.count = interrupts
-        run = Run(config, place_roles(config), spec, Console(file=out, width=200), caught)
+        launcher = StandIns(folder, codes, last_s)
+        run = Run(config, place_roles(config), spec, Console(file=out, width=200), caught, launcher)
         code = run.run()
         assert all(role.code is not None for role in run.processes.roles)
         return code, run, out.getvalue()

@@ -10,7 +10,7 @@ import pytest
 from asyncrl.errors import ConfigError
 from asyncrl.launch import endpoints as endpoints_module
 from asyncrl.launch.endpoints import run_endpoints
-from asyncrl.wire import curve_keys as keys_module
+from asyncrl.wire.curve_keys import read_keys
 from asyncrl.wire.endpoints import Endpoints
 from tests.helpers.replay import small_config
 
@@ -41,15 +41,14 @@ def test_a_port_without_effect_is_refused() -> None:
         pass
 
 
-def test_on_other_addresses_zeromq_listens_on_encrypted_ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keys_module, "FOLDER", str(tmp_path / "keys"))
+def test_on_other_addresses_zeromq_listens_on_encrypted_ports(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoints_module, "is_loopback", lambda host: False)
     with run_endpoints(WITH_ALL, reward_model=True) as endpoints:
-        addresses = all_addresses(endpoints)
-        assert all(address.startswith("tcp://127.0.0.1:") for address in addresses)
-        assert len(set(addresses)) == 7 and endpoints.folder == ""
-        assert Path(endpoints.keys).is_file()
-    assert not Path(endpoints.keys).exists()
+        replay, *others = all_addresses(endpoints)
+        assert replay.startswith("tcp://127.0.0.1:") and endpoints.folder == "" and endpoints.announces
+        assert len(set(others)) == 6 and all(address.startswith("run:") for address in others)
+        assert {endpoints.listening(address) for address in others} == {"tcp://127.0.0.1:*"}
+        read_keys(endpoints.keys)
 
 
 def test_a_run_has_only_needed_endpoints_and_a_random_id() -> None:

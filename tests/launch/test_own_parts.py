@@ -70,7 +70,7 @@ def test_user_defined_parts_are_used(where: str, tmp_path: Path) -> None:
     [
         ("observe__trackers", "without_arguments", "cannot be called with the config, the run's folder and the last"),
         ("observe__trackers", "RAILS", "is a Transport, not a function"),
-        ("launch__cluster", "Rows", "must be a subclass of asyncrl.launch.local.LocalLauncher"),
+        ("launch__cluster", "Rows", "must be a subclass of asyncrl.launch.launcher.Launcher"),
         ("weights__transport", "Rows", "is a type, not a Transport"),
         ("weights__transport", "RALS", "has no 'RALS'; did you mean RAILS?"),
     ],

@@ -12,12 +12,8 @@ import pytest
 from asyncrl.errors import ConfigError
 from asyncrl.launch.bottleneck import generators_per_device
 from asyncrl.launch.resources import gpus
-from asyncrl.launch.resources.placement import (
-    check_host,
-    network_environment,
-    place_roles,
-    reserve_ports,
-)
+from asyncrl.launch.resources.network import check_host, find_port, network_environment
+from asyncrl.launch.resources.placement import place_roles
 from tests.helpers.replay import small_config
 
 
@@ -81,27 +77,20 @@ def test_critics_and_the_reward_model_share_with_the_learners() -> None:
 
 
 def test_taken_port_is_named() -> None:
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))
-        holder.listen()
+    with socket.create_server(("127.0.0.1", 0)) as holder:
         taken = holder.getsockname()[1]
         with pytest.raises(ConfigError, match=f"launch.address = '127.0.0.1:{taken}': port {taken} is taken"):
-            reserve_ports(taken, 3)
-    with pytest.raises(
-        ConfigError, match=r"launch.address = '127.0.0.1:65533': the run needs 4 ports .* use at most 65532"
-    ):
-        reserve_ports(65533, 4)
+            find_port(taken)
+    assert find_port(taken) == taken
 
 
-def test_free_ports_are_free_and_different() -> None:
-    ports = reserve_ports(0, 3)
-    assert len(set(ports)) == 3
+def test_a_free_port_is_free() -> None:
+    port = find_port()
     outgoing, _ = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
-    assert max(ports) < int(outgoing), "the kernel could assign them before the roles listen"
-    for port in ports:
-        with socket.socket() as sock:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as roles do: closed connections may linger
-            sock.bind(("127.0.0.1", port))
+    assert port < int(outgoing), "the kernel could assign it before the role listens"
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as roles do: closed connections may linger
+        sock.bind(("127.0.0.1", port))
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,9 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def free_port() -> Callable[[], int]:
-    from asyncrl.launch.resources.placement import reserve_ports
+    from asyncrl.launch.resources.network import find_port
 
-    return lambda: reserve_ports(0, 1)[0]
+    return lambda: find_port()
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ import msgpack
 import pytest
 
 from asyncrl.errors import ProtocolError
-from asyncrl.launch.resources.placement import reserve_ports
+from asyncrl.launch.resources.network import find_port
 from asyncrl.replay.codec import pack_group
 from asyncrl.replay.metrics.run import RunSums
 from asyncrl.replay.metrics.stats import GeneratorState
@@ -134,10 +134,10 @@ def test_former_sessions_are_forgotten_in_the_end(queue: ReplayQueue) -> None:
 
 
 def test_a_learner_left_behind_while_it_waits_is_told_so(queue: ReplayQueue) -> None:
-    endpoints = loopback_endpoints(reserve_ports(0, 1)[0])
+    endpoints = loopback_endpoints(find_port())
     server = ReplayServer(queue, endpoints)
     try:
-        frames = encode("test", Take(0, 7), seq=3)
+        frames = encode("test", Take(0, 0, 7), seq=3)
         server._waiting[(0, 7)] = (decode("test", frames, peer=b"peer"), time.monotonic())
         server._answer_waiting()
         ((peer, seq, (body, _)),) = server._outbox.answers

@@ -14,7 +14,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from asyncrl.launch.resources.placement import reserve_ports
+from asyncrl.launch.resources.network import find_port
 from asyncrl.replay import client as client_module
 from asyncrl.replay.client import GeneratorClient, LauncherClient, LearnerClient
 from asyncrl.types import Lease
@@ -82,7 +82,7 @@ def test_every_group_is_trained_once_whenever_the_process_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client_module, "RESEND_S", 0.3)
-    endpoints = loopback_endpoints(reserve_ports(0, 1)[0])
+    endpoints = loopback_endpoints(find_port())
     process = Process(tmp_path, int(endpoints.replay.rsplit(":", 1)[1]))
     learned, errors, seen = [0], list[Exception](), list[int]()
     generator = threading.Thread(target=generate, args=(endpoints, learned, errors))

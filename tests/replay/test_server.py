@@ -16,7 +16,7 @@ import pytest
 import zmq
 
 from asyncrl.errors import ConfigError, PeerTimeoutError, RunError
-from asyncrl.launch.resources.placement import reserve_ports
+from asyncrl.launch.resources.network import find_port
 from asyncrl.replay import outbox as outbox_module
 from asyncrl.replay import server as server_module
 from asyncrl.replay.client import GeneratorClient, LauncherClient, LearnerClient, LeaseReply
@@ -31,7 +31,7 @@ from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.server import ReplayServer, run_replay
 from asyncrl.wire import rpc as rpc_module
 from asyncrl.wire.bad_peers import MAX_BAD_MESSAGES
-from asyncrl.wire.curve_keys import write_keys
+from asyncrl.wire.curve_keys import new_keys
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.frames import Message, encode
 from asyncrl.wire.kinds import MAX_REQUEST_HEADER_BYTES
@@ -44,7 +44,7 @@ from tests.helpers.replay import EndlessPrompts, ask_queue, loopback_endpoints, 
 
 @pytest.fixture
 def endpoints() -> Endpoints:
-    return loopback_endpoints(reserve_ports(0, 1)[0])
+    return loopback_endpoints(find_port())
 
 
 @pytest.fixture
@@ -244,7 +244,7 @@ def test_others_are_answered_while_the_journal_is_read_for_a_learner(
         queue.commit(step, {})
     queue.write()
     server, learner, launcher = ReplayServer(queue, endpoints), Connection(endpoints), Connection(endpoints)
-    learner.send(Take(0, 1))
+    learner.send(Take(0, 0, 1))
     while queue.store._history is None:
         server.serve(once())
     launcher.send(ReadStatus())
@@ -255,7 +255,7 @@ def test_others_are_answered_while_the_journal_is_read_for_a_learner(
     assert between is None or between.body.outcome == "wait"
     while (answer := learner.receive(0.0)) is None or answer.body.outcome == "wait":
         if answer is not None:
-            learner.send(Take(0, 1))
+            learner.send(Take(0, 0, 1))
         server.serve(once())
     assert (answer.body.outcome, len(answer.body.groups)) == ("shard", 16)
     for end in (learner, launcher, server, queue):
@@ -330,10 +330,9 @@ def test_a_peer_of_bad_messages_is_cut_off_and_nobody_else(served: ReplayQueue, 
     rubbish.close()
 
 
-def test_encrypted_queue_serves_who_has_the_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.wire.curve_keys.FOLDER", str(tmp_path / "keys"))
-    bare = loopback_endpoints(reserve_ports(0, 1)[0])
-    secured = replace(bare, keys=str(write_keys(bare.run_id)))
+def test_encrypted_queue_serves_who_has_the_keys(tmp_path: Path) -> None:
+    bare = loopback_endpoints(find_port())
+    secured = replace(bare, keys=new_keys())
     queue = ReplayQueue(small_config(), EndlessPrompts(), TraceWriter(tmp_path / "trace.parquet"))
     stop = threading.Event()
     thread = threading.Thread(target=run_replay, args=(queue, secured, stop.is_set))

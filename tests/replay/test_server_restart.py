@@ -16,7 +16,7 @@ import zmq
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError, PeerTimeoutError, RunError
-from asyncrl.launch.resources.placement import reserve_ports
+from asyncrl.launch.resources.network import find_port
 from asyncrl.replay import client as client_module
 from asyncrl.replay.client import GeneratorClient, LauncherClient, LearnerClient, LeaseReply
 from asyncrl.replay.codec import pack_group
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.timeout(240)
 @pytest.fixture
 def endpoints(monkeypatch: pytest.MonkeyPatch) -> Endpoints:
     monkeypatch.setattr(client_module, "RESEND_S", 0.2)
-    return loopback_endpoints(reserve_ports(0, 1)[0])
+    return loopback_endpoints(find_port())
 
 
 def once_free(bind: Callable[[], T], timeout_s: float = 5.0) -> T:

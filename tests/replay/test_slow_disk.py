@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.errors import JournalError
-from asyncrl.launch.resources.placement import reserve_ports
+from asyncrl.launch.resources.network import find_port
 from asyncrl.replay import store as store_module
 from asyncrl.replay.client import GeneratorClient, LearnerClient
 from asyncrl.replay.codec import pack_group
@@ -75,7 +75,7 @@ def serving(queue: ReplayQueue, endpoints: Endpoints) -> Iterator[None]:
 
 def steps(queue: ReplayQueue, count: int, *, tokens: int, pause_s: float = 0.0) -> list[float]:
     """Generates and trains that many steps through the sockets; returns how long each commit took."""
-    endpoints = loopback_endpoints(reserve_ports(0, 1)[0])
+    endpoints = loopback_endpoints(find_port())
     waits_s: list[float] = []
     with serving(queue, endpoints):
         generator, learner = GeneratorClient(endpoints, 0), LearnerClient(endpoints, 0)

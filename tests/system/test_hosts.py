@@ -43,17 +43,16 @@ def test_two_by_two_encrypted_and_the_next_run_from_their_model(
     try:
         run.wait_for_step(1)
         endpoints = json.loads((run.run_dir / "endpoints.json").read_text())
-        keys = Path(endpoints["keys"])
-        secrets = [value for name, value in json.loads(keys.read_text()).items() if "secret" in name]
+        secrets = [value for name, value in json.loads(endpoints["keys"]).items() if "secret" in name]
         assert endpoints["replay"].startswith(f"tcp://{HOST}:")
-        assert (stat.S_IMODE(keys.stat().st_mode), len(secrets)) == (0o600, 2)
+        assert (stat.S_IMODE((run.run_dir / "endpoints.json").stat().st_mode), len(secrets)) == (0o600, 2)
         code, output = run.end(timeout_s=200)
         assert code == 0, output
         assert run.left_over() == []
     finally:
         run.kill()
     check_two_by_two(run)
-    assert not keys.exists()
+    assert not (run.run_dir / "endpoints.json").exists()
     for file in filter(Path.is_file, run.run_dir.rglob("*")):
         content = file.read_bytes()
         assert not any(secret.encode() in content for secret in secrets), file

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -21,7 +20,7 @@ from structlog.testing import capture_logs
 from asyncrl.wire import store as module
 from asyncrl.wire.bad_peers import MAX_BAD_MESSAGES
 from asyncrl.wire.channel import ServerLostError
-from asyncrl.wire.curve_keys import write_keys
+from asyncrl.wire.curve_keys import new_keys
 from asyncrl.wire.frames import SCHEMA
 from asyncrl.wire.service_messages import StoreRequest
 from asyncrl.wire.store import Store, StoreClient, StoreError, StoreServer
@@ -262,28 +261,25 @@ def test_another_user_of_the_machine_cannot_connect(address: str, server: StoreS
     assert call_as(65534, path) == errno.EACCES
 
 
-def test_with_keys_a_stranger_gets_nothing_changes_nothing_and_is_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("asyncrl.wire.curve_keys.FOLDER", str(tmp_path))
-    keys, others = (write_keys(name) for name in ("test", "other"))
+def test_with_keys_a_stranger_gets_nothing_changes_nothing_and_is_counted() -> None:
+    keys, others = new_keys(), new_keys()
     # What a stranger may know: which key the server shows.
-    public = {"server_public": json.loads(keys.read_text())["server_public"]}
-    others.write_text(json.dumps(json.loads(others.read_text()) | public))
-    server = StoreServer("tcp://127.0.0.1:*", "weights", keys=str(keys))
+    others = json.dumps(json.loads(others) | {"server_public": json.loads(keys)["server_public"]})
+    server = StoreServer("tcp://127.0.0.1:*", "weights", keys=keys)
     address = server.channel._socket.getsockopt_string(zmq.LAST_ENDPOINT)
     with capture_logs() as logs:
+        for wrong, reason in (("", "no keys, or another protocol"), (others, "foreign key")):
 
-        def end_when_refused() -> None:
-            if logs:
-                raise ServerLostError("refused")
+            def end_when_refused(reason: str = reason) -> None:
+                if any(entry["reason"] == reason for entry in logs):
+                    raise ServerLostError(reason)
 
-        with pytest.raises(ServerLostError):
-            StoreClient(address, timeout_s=0.3)
-        with pytest.raises(ServerLostError):  # the connection may end before this is noticed
-            StoreClient(address, keys=str(others), timeout_s=20.0, check=end_when_refused)
-    assert [entry["event"] for entry in logs] == ["a peer with a foreign key was refused"]
-    client = StoreClient(address, keys=str(keys), timeout_s=10.0)
+            with pytest.raises(ServerLostError):  # the connection may end before this is noticed
+                StoreClient(address, keys=wrong, timeout_s=20.0, check=end_when_refused)
+            await_true(lambda reason=reason: any(one["reason"] == reason for one in logs), "it is not noticed")
+    assert {entry["event"] for entry in logs} == {"a stranger was refused"}
+    assert server.channel._socket.num_strangers >= 2  # type: ignore[attr-defined]
+    client = StoreClient(address, keys=keys, timeout_s=10.0)
     assert client.ask("get", ["x"]).values == [None]
     client.close()
     server.close()

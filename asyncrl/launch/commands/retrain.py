@@ -123,7 +123,7 @@ def retrain(
     (out / "config.yaml").write_text(config.to_yaml())
     configure_logs(out, "launcher", config.observe.log_level)
     interrupts = Interrupts()
-    launcher = find_launcher(config)()
+    launcher = launcher_of(config)
     with interrupts.caught():
         console.print(
             f"training on {samples or f'the batches of {run_dir}'} into {out} ...", highlight=False, soft_wrap=True
@@ -204,6 +204,12 @@ def make_out(run_dir: Path, out: Path | None) -> Path:
         raise ConfigError(f"--out {out}: exists and is not an empty folder; name another one")
     out.mkdir(mode=0o700, parents=True, exist_ok=True)
     return out
+
+
+def launcher_of(config: Config) -> LocalLauncher:
+    """The run's launcher if it starts roles on this machine, otherwise that of this machine."""
+    launcher = find_launcher(config)()
+    return launcher if isinstance(launcher, LocalLauncher) else LocalLauncher()
 
 
 def on_this_machine(config: Config) -> Config:

@@ -113,7 +113,8 @@ def fit_memory(config: Config, placement: Placement, *, reward_model: bool) -> P
     """
     if not placement.gpus:
         return placement
-    known = all(gpu.memory_bytes is not None for gpu in placement.gpus)
+    one_host = len({resources.host for resources in (*placement.learners, *placement.generators)}) == 1
+    known = one_host and all(gpu.memory_bytes is not None for gpu in placement.gpus)
     models = Models.read(config, reward_model=reward_model) if known else None
     if models is None:
         return _divided(config, placement)

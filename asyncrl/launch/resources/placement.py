@@ -1,26 +1,15 @@
-"""Assigns cores, threads, GPUs and ports of this machine to roles."""
+"""Assigns the cores, threads and GPUs of the hosts to roles."""
 
 from __future__ import annotations
 
-import ipaddress
-import os
-import random
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
-
-import psutil
 
 from asyncrl.config import Config
-from asyncrl.config.sections import LAST_PORT
 from asyncrl.errors import ConfigError
 from asyncrl.generator.vllm_backend.setup import GPU_FRACTION
-from asyncrl.launch.resources.gpus import Gpu, visible_gpus
-from asyncrl.wire.endpoints import LOOPBACK
-
-OWN_PORTS = range(20000, 32000)
-"""Range to search for free ports, below the ports that Linux assigns to outgoing connections (32768 and up)."""
+from asyncrl.launch.resources.gpus import Gpu
+from asyncrl.launch.resources.hosts import Host, Member, deal_roles, this_machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +24,13 @@ class RoleResources:
     """Cores of the role's helper processes; empty for the cores of the role itself."""
     gpu_memory_utilization: float | None = None
     """Fraction of the GPU's memory for the engine of a generator."""
+    host: str = ""
+    """Name of the host; empty for the launcher's own."""
+
+    @property
+    def devices(self) -> tuple[tuple[str, str], ...]:
+        """Its GPUs, by host and name."""
+        return tuple((self.host, gpu) for gpu in self.gpus)
 
     def environment(self) -> dict[str, str]:
         """Returns the variables that must be set before the process imports numpy or torch."""
@@ -60,12 +56,12 @@ class Placement:
     critics: tuple[RoleResources, ...] = ()
     reward_model: RoleResources | None = None
     gpus: tuple[Gpu, ...] = ()
-    """The GPUs of the machine that the run may use."""
+    """The GPUs of all hosts that the run may use."""
 
     @property
     def sends_between_gpus(self) -> bool:
         """True if learner rank 0 and every generator each have a GPU that none of the others uses, as NCCL requires."""
-        gpus = [gpu for resources in (self.learners[0], *self.generators) for gpu in resources.gpus]
+        gpus = [gpu for resources in (self.learners[0], *self.generators) for gpu in resources.devices]
         return len(set(gpus)) == len(gpus) == 1 + len(self.generators)
 
     def of(self, role: str) -> tuple[RoleResources, ...]:
@@ -79,69 +75,112 @@ class Placement:
         }[role]
 
 
-def place_roles(config: Config, *, reward_model: bool = False) -> Placement:
-    """Returns the division of this machine among the roles: one GPU for each process while enough are available, and
-    cores in proportion to the numbers of processes.
+def place_roles(config: Config, *, reward_model: bool = False, hosts: Sequence[Host] | None = None) -> Placement:
+    """Returns the cores and GPUs of all roles on these hosts, by default on this machine; the replay queue is on the
+    first one.
 
-    Critics and the reward model use the cores of the learners. Raises ConfigError if a machine with GPUs has fewer of
-    them than learner ranks or critic ranks.
+    On each host every process has a separate GPU while enough are available, and cores are divided in proportion to the
+    numbers of processes. Critics and the reward model use the cores of the learners. Raises ConfigError if there are
+    GPUs, but fewer than learner ranks or critic ranks.
     """
-    if gpus := visible_gpus():
-        return _plan_gpus(config, gpus, reward_model=reward_model)
-    num_generators, num_critics = config.launch.generators, config.critic.ranks
-    num_trained = config.launch.learners + num_critics + int(reward_model)
-    cpus = sorted(os.sched_getaffinity(0))
-    replay = RoleResources(tuple(cpus), threads=1)
-    if config.launch.pin_cores and len(cpus) >= 2:
-        wanted = round(len(cpus) * num_generators / (num_generators + num_trained))
-        cut = min(max(wanted, 1), len(cpus) - 1)
-        # The replay queue and the reward workers use the cores of the learners: nothing else runs on an engine's core.
-        shared_cpus = tuple(cpus[cut:])
-        replay = RoleResources(shared_cpus, threads=1)
-        generators = [replace(resources, helper_cpus=shared_cpus) for resources in _deal(cpus[:cut], num_generators)]
-        trained = _deal(cpus[cut:], num_trained)
-    else:
-        threads = max(1, len(cpus) // (num_generators + num_trained))
-        generators = [RoleResources(tuple(cpus), threads)] * num_generators
-        trained = [RoleResources(tuple(cpus), threads)] * num_trained
-    learners = trained[: config.launch.learners]
-    critics = trained[config.launch.learners : config.launch.learners + num_critics]
-    scores = trained[-1] if reward_model else None
-    return Placement(tuple(generators), tuple(learners), replay, tuple(critics), scores)
+    hosts = list(hosts or [this_machine()])
+    gpus = tuple(gpu for host in hosts for gpu in host.gpus)
+    if gpus:
+        _check_ranks(config, gpus)
+    placed: dict[Member, RoleResources] = {}
+    dealt = deal_roles(config, hosts, reward_model=reward_model)
+    for host, members in zip(hosts, dealt, strict=True):
+        if not members:
+            continue
+        own = _on_gpus(host, members) if host.gpus else _on_cores(host, members, pin=config.launch.pin_cores)
+        placed |= {member: replace(resources, host=host.name) for member, resources in own.items()}
+
+    def of(role: str) -> tuple[RoleResources, ...]:
+        return tuple(placed[role, index] for index in range(sum(member[0] == role for member in placed)))
+
+    head = hosts[0]
+    # The replay queue uses the cores of the learners: nothing else runs on an engine's core.
+    shared = head.cpus if head.gpus else head.cpus[_cut(head, dealt[0], pin=config.launch.pin_cores) :]
+    replay = RoleResources(shared or head.cpus, threads=1, host=head.name)
+    return Placement(of("generator"), of("learner"), replay, of("critic"), next(iter(of("reward_model")), None), gpus)
 
 
-def _plan_gpus(config: Config, gpus: Sequence[Gpu], *, reward_model: bool) -> Placement:
-    """Returns the placement on GPUs: learner and critic ranks use the first GPUs, generators and the reward model the
-    others.
-
-    With fewer GPUs than processes, generators share GPUs with one another before they share with trained models.
-    """
-    num_generators, num_learners, num_critics = config.launch.generators, config.launch.learners, config.critic.ranks
-    for key, ranks in (("launch.learners", num_learners), ("critic.ranks", num_critics)):
+def _check_ranks(config: Config, gpus: Sequence[Gpu]) -> None:
+    for key, ranks in (("launch.learners", config.launch.learners), ("critic.ranks", config.critic.ranks)):
         if ranks > len(gpus):
             raise ConfigError(
                 f"{key} = {ranks}: the ranks exchange gradients by NCCL, which needs a separate GPU for each rank, and "
                 f"{ranks} ranks are more than the {len(gpus)} visible GPUs ({_names(gpus)}); use {key}={len(gpus)} "
                 "or fewer, or set CUDA_VISIBLE_DEVICES= to run on the CPU"
             )
-    trained = [index % len(gpus) for index in range(num_learners + num_critics)]
-    left = list(range(len(gpus)))[len(trained) :]
+
+
+def _split(members: Sequence[Member]) -> tuple[list[Member], list[Member]]:
+    """The generators, and the other roles."""
+    generators = [member for member in members if member[0] == "generator"]
+    return generators, [member for member in members if member[0] != "generator"]
+
+
+def _cut(host: Host, members: Sequence[Member], *, pin: bool) -> int:
+    """The number of cores, from the first on, that only generators use; 0 if all roles share the cores."""
+    generators, trained = _split(members)
+    if not pin or len(host.cpus) < 2 or not generators or not trained:
+        return 0
+    wanted = round(len(host.cpus) * len(generators) / len(members))
+    return min(max(wanted, 1), len(host.cpus) - 1)
+
+
+def _on_cores(host: Host, members: Sequence[Member], *, pin: bool) -> dict[Member, RoleResources]:
+    """The roles of a host without GPUs."""
+    generators, trained = _split(members)
+    if cut := _cut(host, members, pin=pin):
+        engines = [replace(own, helper_cpus=host.cpus[cut:]) for own in _deal(host.cpus[:cut], len(generators))]
+        dealt = [*engines, *_deal(host.cpus[cut:], len(trained))]
+    elif pin and (not generators or not trained):
+        dealt = _deal(host.cpus, len(members))
+    else:
+        dealt = [RoleResources(host.cpus, max(1, len(host.cpus) // len(members)))] * len(members)
+    return dict(zip([*generators, *trained], dealt, strict=True))
+
+
+def _on_gpus(host: Host, members: Sequence[Member]) -> dict[Member, RoleResources]:
+    """The roles of a host with GPUs: learner and critic ranks use the first GPUs, generators and the reward model the
+    others.
+
+    With fewer GPUs than processes, generators share GPUs with one another before they share with trained models.
+    """
+    generators, others = _split(members)
+    trained = [member for member in others if member[0] != "reward_model"]
+    num_gpus = len(host.gpus)
+    taken = [index % num_gpus for index in range(len(trained))]
+    left = list(range(num_gpus))[len(trained) :]
     if not left:
-        load = [trained.count(card) for card in range(len(gpus))]
-        left = [card for card in reversed(range(len(gpus))) if load[card] == min(load)]
+        load = [taken.count(card) for card in range(num_gpus)]
+        left = [card for card in reversed(range(num_gpus)) if load[card] == min(load)]
+    scored = len(trained) < len(others)
     # The reward model gets a separate GPU if one is left.
-    places = left[:-1] if reward_model and len(left) > num_generators else left
-    cpus = tuple(sorted(os.sched_getaffinity(0)))
-    threads = max(1, len(cpus) // (num_generators + len(trained) + int(reward_model)))
-    by_gpu = [RoleResources(cpus, threads, (gpu.name,)) for gpu in gpus]
-    return Placement(
-        generators=tuple(by_gpu[places[index % len(places)]] for index in range(num_generators)),
-        learners=tuple(by_gpu[card] for card in trained[:num_learners]),
-        replay=RoleResources(cpus, threads=1),
-        critics=tuple(by_gpu[card] for card in trained[num_learners:]),
-        reward_model=by_gpu[left[-1]] if reward_model else None,
-        gpus=tuple(gpus),
-    )
+    places = left[:-1] if scored and len(left) > len(generators) else left
+    cards = dict(zip(trained, taken, strict=True))
+    cards |= {member: places[index % len(places)] for index, member in enumerate(generators)}
+    cards |= {("reward_model", 0): left[-1]} if scored else {}
+    threads = max(1, len(host.cpus) // max(1, len(members)))
+    return {member: RoleResources(host.cpus, threads, (host.gpus[card].name,)) for member, card in cards.items()}
+
+
+def find_room(config: Config, role: str, hosts: Sequence[Host], taken: Sequence[RoleResources]) -> RoleResources | None:
+    """Returns resources for one more process of the role, on the least loaded host of its pool, where other processes
+    have `taken` theirs. None if there is no host, or no GPU is free."""
+    pool = config.placement.pool_of(role)
+    rooms: list[tuple[float, RoleResources]] = []
+    for host in hosts:
+        own = [resources for resources in taken if resources.host == host.name]
+        used = {gpu for resources in own for gpu in resources.gpus}
+        free = [gpu.name for gpu in host.gpus if gpu.name not in used]
+        if (pool and host.pool != pool) or (host.gpus and not free):
+            continue
+        threads = max(1, len(host.cpus) // (len(own) + 1))
+        rooms.append((len(own) / len(host.cpus), RoleResources(host.cpus, threads, tuple(free[:1]), host=host.name)))
+    return min(rooms, key=lambda room: room[0])[1] if rooms else None
 
 
 def refuse_joiner(config: Config, running: Placement, wanted: Placement, index: int) -> str:
@@ -150,20 +189,33 @@ def refuse_joiner(config: Config, running: Placement, wanted: Placement, index: 
     A transport between GPUs needs a separate GPU for each process. Engines have allocated the memory of their GPUs,
     unless `generator.kv_cache_bytes` limits it.
     """
-    gpus = wanted.generators[index].gpus
-    if not gpus or index < len(running.generators):
+    devices = wanted.generators[index].devices
+    if not devices or index < len(running.generators):
         return ""
-    owners = {"learner rank 0": wanted.learners[0].gpus}
-    owners |= {f"generator-{other}": resources.gpus for other, resources in enumerate(wanted.generators[:index])}
-    owner = next((name for name, theirs in owners.items() if theirs == gpus), "")
+    owners = {"learner rank 0": wanted.learners[0].devices}
+    owners |= {f"generator-{other}": resources.devices for other, resources in enumerate(wanted.generators[:index])}
+    owner = next((name for name, theirs in owners.items() if theirs == devices), "")
     if not owner:
         return ""
-    shared = f"generator-{index} would share GPU {gpus[0]} with {owner}"
+    shared = f"generator-{index} would share GPU {devices[0][1]} with {owner}"
     if running.sends_between_gpus and _needs_own_gpus(config):
         return f"{shared}, and weights are sent between GPUs, which needs a separate GPU for each process"
     if owner != "learner rank 0" and config.generator.kv_cache_bytes is None:
         return f"{shared}, whose engine has allocated the memory; generator.kv_cache_bytes limits it in the next run"
     return ""
+
+
+def check_run_dir(config: Config, placement: Placement, hosts: Sequence[Host]) -> None:
+    """Raises ConfigError if learner or critic ranks, which write checkpoints, are on hosts that do not share the run
+    folder."""
+    apart = {host.name for host in hosts if not host.shares_run_dir}
+    wrong = sorted({resources.host for resources in (*placement.learners, *placement.critics)} & apart)
+    if wrong:
+        raise ConfigError(
+            f"runs_dir = {config.runs_dir!r}: {', '.join(wrong)} does not share the run folder "
+            f"{config.run_dir.absolute()}, to which learner and critic ranks write checkpoints; set runs_dir to a "
+            "folder of all their hosts, or place these roles elsewhere (placement.roles)"
+        )
 
 
 def check_transport(config: Config, placement: Placement) -> None:
@@ -188,77 +240,6 @@ def _needs_own_gpus(config: Config) -> bool:
 
 def _names(gpus: Sequence[Gpu]) -> str:
     return f"CUDA_VISIBLE_DEVICES={','.join(gpu.name for gpu in gpus)}"
-
-
-def network_environment(host: str) -> dict[str, str]:
-    """Returns the variables that make gloo and NCCL listen only on the network interface with this address, instead of
-    the interface of the machine's host name. Variables that the user's environment sets are left out. Raises
-    ConfigError if no interface has the address."""
-    address = LOOPBACK if ipaddress.IPv4Address(host).is_loopback else host
-    found = (name for name, own in psutil.net_if_addrs().items() if any(one.address == address for one in own))
-    interface = next(found, None)
-    # With the equals sign, NCCL uses this interface only, not all interfaces with this prefix.
-    wanted = {"GLOO_SOCKET_IFNAME": f"{interface}", "NCCL_SOCKET_IFNAME": f"={interface}"}
-    left = {name: value for name, value in wanted.items() if not os.environ.get(name)}
-    if left and interface is None:
-        raise ConfigError(
-            f"launch.address = {host!r}: no network interface of this machine has the address, so that gloo and NCCL "
-            f"would listen elsewhere; use an address of one, or set {' and '.join(left)} to the interface"
-        )
-    return left
-
-
-def check_host(host: str) -> None:
-    """Raises ConfigError unless `host` is an IPv4 address of this machine to which other processes can connect."""
-    key = f"launch.address = {host!r}"
-    try:
-        address = ipaddress.IPv4Address(host)
-    except ValueError:
-        raise ConfigError(f"{key}: not an IPv4 address; `hostname -I` lists those of this machine") from None
-    if address.is_unspecified:
-        raise ConfigError(f"{key}: means every address of this machine; name the address that the others can reach")
-    if error := _taken(host, 0):
-        raise ConfigError(f"{key}: cannot be listened on ({error}); `hostname -I` lists the addresses of this machine")
-    network_environment(host)
-
-
-def reserve_ports(first: int, count: int, *, host: str = LOOPBACK) -> list[int]:
-    """Returns the ports of a run at an address of this machine: `first` and the following ones, or with 0 free ones.
-
-    Free ports are outside of the kernel's range for outgoing connections, which could otherwise use them before the
-    roles open them. Raises ConfigError, naming the port, if one is taken, and if not enough are free.
-    """
-    if first:
-        if first + count - 1 > LAST_PORT:
-            raise ConfigError(
-                f"launch.address = '{host}:{first}': the run needs {count} ports from there on, and the last "
-                f"port is {LAST_PORT}; use at most {LAST_PORT + 1 - count}, or no port for free ones"
-            )
-        for port in range(first, first + count):
-            if error := _taken(host, port):
-                raise ConfigError(
-                    f"launch.address = '{host}:{first}': port {port} is taken ({error}); the run needs {count} ports "
-                    "from there on; choose another one, or leave it out for free ones"
-                )
-        return list(range(first, first + count))
-    candidates = random.Random().sample(OWN_PORTS, len(OWN_PORTS))
-    free = list(islice((port for port in candidates if not _taken(host, port)), count))
-    if len(free) < count:
-        raise ConfigError(
-            f"launch.address = {host!r}: fewer than {count} of the ports {OWN_PORTS[0]}-{OWN_PORTS[-1]} are free"
-        )
-    return free
-
-
-def _taken(host: str, port: int) -> str:
-    """Returns why a port (0: any) of an address cannot be bound; empty if it can."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            sock.bind((host, port))
-        except OSError as error:
-            return error.strerror or str(error)
-    return ""
 
 
 def _deal(cpus: Sequence[int], count: int) -> list[RoleResources]:

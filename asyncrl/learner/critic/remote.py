@@ -25,6 +25,7 @@ from asyncrl.learner.distributed import process_group
 from asyncrl.learner.model.deepspeed_import import enable_determinism
 from asyncrl.util.memory import peak_memory_bytes
 from asyncrl.wire.bounds import Body
+from asyncrl.wire.directory import announce, located
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.frames import Message
 from asyncrl.wire.kinds import KINDS
@@ -50,7 +51,9 @@ class RemoteCritic:
         self.timeout_s = config.launch.progress_timeout_s
         critic = rank % config.critic.ranks
         self.parts = tuple(critic_part(number) for number in range(config.critic.ranks))
-        self._connection = Connection(endpoints, endpoints.critics[critic], f"critic rank {critic}")
+        start_s = config.launch.start_timeout_s
+        address = located(endpoints, endpoints.critics[critic], timeout_s=start_s, own_epoch=True)
+        self._connection = Connection(endpoints, address, f"critic rank {critic}")
         self._step = 0
         self._training, self._training_seq = Train(rank, 0), 0
 
@@ -130,7 +133,9 @@ class CriticServer:
         self._spans: dict[int, list[slice]] = {}
         """Ranges of the action tokens of each learner rank's micro-batches in the joined batch."""
         handlers = dict.fromkeys((*_ANSWERS, Leave), self._collect)
-        self._server = Server(endpoints, endpoints.critics[critic.ranks.rank], "critic", handlers)
+        address = endpoints.critics[critic.ranks.rank]
+        self._server = Server(endpoints, address, "critic", handlers)
+        announce(endpoints, address, self._server.address)
 
     def serve(self) -> None:
         """Answers requests until all learner ranks have left or `should_stop` returns True. Waits for one request of
