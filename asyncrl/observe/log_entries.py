@@ -83,17 +83,15 @@ class RoleLog:
     """The log of a role; `level` is the lowest that is read, `since_s` the earliest time in seconds since the epoch."""
 
     def __init__(self, path: Path, *, level: str, since_s: float) -> None:
-        self.role = path.stem
         self._reader = LineReader(path)
         self._levels = {"", *LEVELS[LEVELS.index(level) :]}
         self._since_s = since_s
-        self._time_s = 0.0
+        self._last = LogEntry(0.0, path.stem, "", ())
 
     def new_entries(self, *, with_rest: bool) -> Iterator[LogEntry]:
         """Yields the entries that were not read yet, with lines that are none; `with_rest` as for LineReader."""
         for line in self._reader.lines(with_rest=with_rest):
-            entry = parse_entry(line, self.role, self._time_s)
-            self._time_s = entry.time_s
+            self._last = entry = parse_entry(line, self._last)
             if entry.time_s >= self._since_s and entry.level in self._levels:
                 yield entry
 
@@ -103,8 +101,9 @@ def merged(logs: Iterable[RoleLog], *, with_rest: bool) -> Iterator[LogEntry]:
     return merge(*(log.new_entries(with_rest=with_rest) for log in logs), key=lambda entry: entry.time_s)
 
 
-def parse_entry(line: str, role: str, before_s: float) -> LogEntry:
-    """Returns the entry in a line of a role's log; `before_s` is the time of the entry before it."""
+def parse_entry(line: str, before: LogEntry) -> LogEntry:
+    """Returns the entry in a line of a role's log, which follows the entry `before`. Entries of libraries and of some
+    threads do not name role and host: they are of the same ones."""
     try:
         fields: Any = json.loads(line)
         time_s = datetime.fromisoformat(fields.pop("timestamp")).timestamp()
@@ -112,10 +111,12 @@ def parse_entry(line: str, role: str, before_s: float) -> LogEntry:
         if level not in LEVELS:
             raise ValueError(level)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
-        return LogEntry(before_s, role, "", (plain_line(line),))
-    fields.pop("role", None)
-    if isinstance(fields.get("host"), str):
-        role = f"{role}@{printable(fields.pop('host'))}"
+        return LogEntry(before.time_s, before.role, "", (plain_line(line),))
+    role = before.role
+    if isinstance(fields.get("role"), str):
+        role = printable(fields.pop("role"))
+        if isinstance(fields.get("host"), str):
+            role = f"{role}@{printable(fields.pop('host'))}"
     blocks = [str(fields.pop(name)).rstrip("\n") for name in _BLOCKS if name in fields]
     first, *rest = event.split("\n")
     first = " ".join([first, *(f"{name}={_value(value)}" for name, value in fields.items())])

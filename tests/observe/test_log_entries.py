@@ -12,15 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.observe import log_entries
-from asyncrl.observe.log_entries import LineReader, RoleLog, merged, parse_entry
+from asyncrl.observe.log_entries import LineReader, LogEntry, RoleLog, merged, parse_entry
 
 
 def entry(second: int, event: str, *, level: str = "info", **fields: Any) -> str:
     return json.dumps({**fields, "event": event, "level": level, "timestamp": f"2026-11-25T21:10:{second:02d}.500000Z"})
 
 
-def shown(line: str, role: str = "learner-0") -> str:
-    return parse_entry(line, role, 0.0).text(11)
+BEFORE = LogEntry(1764105007.5, "learner-0", "info", ("before",))
+
+
+def shown(line: str) -> str:
+    return parse_entry(line, BEFORE).text(11)
 
 
 @pytest.fixture(autouse=True)
@@ -41,8 +44,12 @@ def test_an_entry_is_one_line_with_its_fields() -> None:
 
 
 def test_an_entry_of_another_host_names_it() -> None:
-    assert " learner-0@n1 info     started pid=7" in shown(entry(7, "started", pid=7, host="n1"))
-    assert " learner-0   info     replaced host=2" in shown(entry(7, "replaced", host=2)), "a number is another field"
+    line = entry(7, "started", pid=7, role="learner-0", host="n1")
+    assert " learner-0@n1 info     started pid=7" in shown(line)
+    assert " learner-0   info     replaced host=2" in shown(entry(7, "replaced", role="learner-0", host=2)), "a number"
+    after = parse_entry(line, BEFORE)
+    assert parse_entry(entry(8, "of a library"), after).role == parse_entry("broken", after).role == "learner-0@n1"
+    assert parse_entry(entry(8, "started", role="learner-0"), after).role == "learner-0", "it moved to the launcher's"
 
 
 def test_tracebacks_and_further_lines_are_indented() -> None:
@@ -56,13 +63,15 @@ def test_tracebacks_and_further_lines_are_indented() -> None:
     ["", "nonsense", "[1]", '{"event": "half', '{"event": "x"}', entry(7, "x", level="loud"), '{"timestamp": 3}'],
 )
 def test_a_line_that_is_no_entry_is_shown_as_it_is(line: str) -> None:
-    found = parse_entry(line, "replay", 1764105007.5)
-    assert (found.time_s, found.level, found.lines) == (1764105007.5, "", (line,))
+    found = parse_entry(line, BEFORE)
+    assert (found.time_s, found.role, found.level, found.lines) == (BEFORE.time_s, "learner-0", "", (line,))
 
 
 def test_nothing_in_an_entry_commands_the_terminal() -> None:
-    assert "\x1b" not in shown(entry(7, "\x1b[2J", text="\x1b[2J\x9b", host="\x1b[2J", exception="\x1b[2J"))
-    assert parse_entry("\x1b[31mred\x1b[0m \x1b[2J", "replay", 0.0).lines == ("red \\x1b[2J",)
+    assert "\x1b" not in shown(
+        entry(7, "\x1b[2J", text="\x1b[2J\x9b", role="\x1b[2J", host="\x1b[2J", exception="\x1b[2J")
+    )
+    assert parse_entry("\x1b[31mred\x1b[0m \x1b[2J", BEFORE).lines == ("red \\x1b[2J",)
     assert log_entries.plain_line(" 1 %\r99 %\r100 %\r") == "100 %"
 
 
@@ -125,6 +134,6 @@ def test_levels_and_times_leave_out_entries_but_no_broken_lines(tmp_path: Path) 
     path.write_text(
         "\n".join([entry(1, "old", level="error"), entry(5, "quiet"), entry(6, "loud", level="warning"), "half"])
     )
-    since_s = parse_entry(entry(4, "x"), "a", 0.0).time_s
+    since_s = parse_entry(entry(4, "x"), BEFORE).time_s
     log = RoleLog(path, level="warning", since_s=since_s)
     assert [one.lines[0] for one in log.new_entries(with_rest=True)] == ["loud", "half"]
