@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from heapq import merge
@@ -62,7 +62,7 @@ class LineReader:
             self._inode, self._offset = status.st_ino, 0
         most_bytes = CHUNK_BYTES
         while self._offset < status.st_size:
-            chunk = self._read(min(most_bytes, status.st_size - self._offset))
+            chunk = self._read(self._offset, min(most_bytes, status.st_size - self._offset))
             end = chunk.rfind(b"\n") + 1
             if not end and self._offset + len(chunk) < status.st_size and len(chunk) == most_bytes:
                 most_bytes *= 2
@@ -73,9 +73,24 @@ class LineReader:
             self._offset += len(complete)
             yield from complete.decode(errors="replace").removesuffix("\n").split("\n")
 
-    def _read(self, num_bytes: int) -> bytes:
+    def skip(self, is_early: Callable[[str], bool]) -> None:
+        """Moves to an early line at most a chunk before the first that is not, by bisection: early lines must come
+        before all others."""
+        status = self._path.stat()
+        first, end = 0, status.st_size
+        while end - first > CHUNK_BYTES:
+            middle = (first + end) // 2
+            half, newline, rest = self._read(middle, CHUNK_BYTES).partition(b"\n")
+            line, is_complete, _ = rest.partition(b"\n")
+            if is_complete and is_early(line.decode(errors="replace")):
+                first = middle + len(half + newline)
+            else:
+                end = middle
+        self._inode, self._offset = status.st_ino, first
+
+    def _read(self, offset: int, num_bytes: int) -> bytes:
         with self._path.open("rb") as file:
-            file.seek(self._offset)
+            file.seek(offset)
             return file.read(num_bytes)
 
 
@@ -87,6 +102,8 @@ class RoleLog:
         self._levels = {"", *LEVELS[LEVELS.index(level) :]}
         self._since_s = since_s
         self._last = LogEntry(0.0, path.stem, "", ())
+        if since_s:
+            self._reader.skip(self._is_early)
 
     def new_entries(self, *, with_rest: bool) -> Iterator[LogEntry]:
         """Yields the entries that were not read yet, with lines that are none; `with_rest` as for LineReader."""
@@ -94,6 +111,10 @@ class RoleLog:
             self._last = entry = parse_entry(line, self._last)
             if entry.time_s >= self._since_s and entry.level in self._levels:
                 yield entry
+
+    def _is_early(self, line: str) -> bool:
+        entry = parse_entry(line, self._last)
+        return entry.level != "" and entry.time_s < self._since_s
 
 
 def merged(logs: Iterable[RoleLog], *, with_rest: bool) -> Iterator[LogEntry]:

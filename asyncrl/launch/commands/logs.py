@@ -61,15 +61,17 @@ class _View:
         self._folder, self._roles, self._console = folder, roles, console
         self._level, self._since_s = level, since_s
         self._logs: dict[str, RoleLog] = {}
+        self._width = 0
+        """Characters of the longest role that was printed."""
 
     def print_new(self, *, with_rest: bool = False) -> None:
         """Prints the entries that came since the last time."""
         for path in sorted(self._folder.glob("*.jsonl")):
             if path.stem not in self._logs and _is_chosen(path.stem, self._roles):
                 self._logs[path.stem] = RoleLog(path, level=self._level, since_s=self._since_s)
-        width = max(map(len, self._logs), default=0)
+        self._width = max([self._width, *map(len, self._logs)])
         for entry in merged(self._logs.values(), with_rest=with_rest):
-            self._print(entry, width)
+            self._print(entry)
         self._console.file.flush()
 
     def print_output(self) -> None:
@@ -80,8 +82,9 @@ class _View:
                 for line in LineReader(path).lines(with_rest=True):
                     print(plain_line(line), file=self._console.file)
 
-    def _print(self, entry: LogEntry, role_width: int) -> None:
-        text, style = entry.text(role_width), STYLES.get(entry.level)
+    def _print(self, entry: LogEntry) -> None:
+        self._width = max(self._width, len(entry.role))
+        text, style = entry.text(self._width), STYLES.get(entry.level)
         if style is None:
             print(text, file=self._console.file)  # not by rich, which takes a hundred times as long
         else:
