@@ -181,7 +181,7 @@ def requests(step: int = 0) -> dict[str, list[bytes]]:
         Leave(0),
         Score([{"role": "user", "content": "1+1="}], ["2", "3"], timeout_s=1.5),
         StoreRequest(1, "add", ["group/1/rank"], b"", 2),
-        weights.Join(1, "cpu"),
+        weights.Join(1, "cpu", "host-1"),
         weights.Up(),
         weights.Ready(2, weights.Loaded(3, 1 << 60)),
         weights.Holding(2),
