@@ -112,6 +112,7 @@ def job_script(config: Config) -> str:
     return "\n".join(
         [
             *lines,
+            "",
             "set -euo pipefail",
             f"cd {shlex.quote(str(Path.cwd()))}",
             "# exec: SIGUSR1, which announces the end of the job's time, must reach the launcher.",

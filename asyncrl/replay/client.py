@@ -79,7 +79,7 @@ class GeneratorClient:
         self.timeout_s = timeout_s
         self.session = uuid.uuid4().hex
         """Name of this start of the generator."""
-        self._connection = Connection(endpoints)
+        self._connection = Connection(endpoints, resend_s=RESEND_S)
         self._number = 0
         self._ask: _Unanswered | None = None
         self._unacknowledged: dict[Hashable, _Unanswered] = {}
@@ -194,12 +194,12 @@ class GeneratorClient:
         return [*self._unacknowledged.values(), *([self._ask] if self._ask is not None else [])]
 
     def _keep_sending(self) -> None:
-        now_s = time.monotonic()
+        now_s, lost_s = time.monotonic(), self._connection.lost_s()
         for sent in self._due():
             if now_s - sent.first_s > self.timeout_s:
                 raise self._connection.silent(sent.body, self.timeout_s)
-            if now_s - sent.last_s > sent.resend_s:
-                sent.last_s, sent.resend_s = now_s, BACK_OFF * sent.resend_s
+            if (lost := sent.last_s < lost_s) or now_s - sent.last_s > sent.resend_s:
+                sent.last_s, sent.resend_s = now_s, sent.resend_s if lost else BACK_OFF * sent.resend_s
                 self._connection.send(sent.body, sent.arrays, seq=sent.seq)
 
 

@@ -282,7 +282,12 @@ class ReplayServer:
         return Reply(Ok(summary | self._refused()))
 
     def _refused(self) -> dict[str, int]:
-        return {"bad_messages": self._server.errors.total(), "cut_off": self._server.bad_peers.cut_off}
+        server = self._server
+        return {
+            "bad_messages": server.errors.total(),
+            "cut_off": server.bad_peers.cut_off,
+            "strangers": server.num_strangers,
+        }
 
     def _stop(self, message: Message) -> Reply:
         body: Stop = message.body

@@ -10,12 +10,14 @@ from typing import NamedTuple, TypeVar
 
 import structlog
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from asyncrl.errors import InvariantError, PeerTimeoutError, ProtocolError, RunError, StrangerError
 from asyncrl.wire.bad_peers import BadPeers
 from asyncrl.wire.bounds import Body
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.frames import MAX_HEADER_VALUES, Arrays, Message, decode, encode
+from asyncrl.wire.guard import GuardedRouter
 from asyncrl.wire.kinds import ANSWERS, KINDS, MAX_HEADER_BYTES, MAX_REQUEST_HEADER_BYTES
 from asyncrl.wire.service_messages import Error
 from asyncrl.wire.sockets import LINGER_S, MAX_FRAME_BYTES, bind_router, connect_dealer
@@ -24,6 +26,8 @@ log = structlog.get_logger()
 
 T = TypeVar("T")
 BACK_OFF = 2.0
+LOOK_S = 0.25
+"""Interval of the looks whether a connection was made anew."""
 
 
 class Connection:
@@ -47,8 +51,8 @@ class Connection:
         self.address = address or endpoints.replay
         self.peer = peer
         self.resend_s = resend_s
-        """A request without an answer is sent again after this time, then after BACK_OFF times as long, and so on; only
-        for peers whose requests are idempotent."""
+        """A request without an answer is sent again after this time, then after BACK_OFF times as long, and so on, and
+        when the connection was lost and made anew; only for peers whose requests are idempotent."""
         self.strict = strict
         """A bad message ends the request with RunError, too many waiting ones with PeerTimeoutError; otherwise the wait
         continues."""
@@ -57,6 +61,9 @@ class Connection:
         self._socket = connect_dealer(
             self.address, keys=endpoints.keys, linger_s=linger_s, max_frame_bytes=max_frame_bytes
         )
+        events, resends = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED, resend_s < math.inf
+        self._events = self._socket.get_monitor_socket(events) if resends else None
+        self._ended_s = self._lost_s = -math.inf
 
     def send(self, body: Body, arrays: Sequence[Arrays] = (), *, seq: int | None = None) -> int:
         """Sends a request under the next number, or again under the number `seq`. Returns the number. Raises
@@ -84,6 +91,16 @@ class Connection:
             except ProtocolError as error:
                 self.ignore(error)
         return None
+
+    def lost_s(self) -> float:
+        """What was sent before this time may be lost: the end of the last connection, once there is another one. What
+        is sent between the two waits for that one. Needs `resend_s`."""
+        while self._events is not None and self._events.poll(0):
+            if recv_monitor_message(self._events)["event"] == zmq.EVENT_DISCONNECTED:
+                self._ended_s = time.monotonic()
+            else:
+                self._lost_s = self._ended_s
+        return self._lost_s
 
     def ignore(self, error: ProtocolError) -> None:
         """Counts and logs a bad message of the peer. Raises RunError if the connection is strict."""
@@ -118,6 +135,9 @@ class Connection:
 
     def close(self) -> None:
         """Closes the socket."""
+        if self._events is not None:
+            self._socket.disable_monitor()
+            self._events.close()
         self._socket.close()
 
     def _await(
@@ -127,10 +147,10 @@ class Connection:
         resend_s, sent_s = self.resend_s, time.monotonic()
         deadline_s = sent_s + timeout_s
         while (now_s := time.monotonic()) < deadline_s:
-            if now_s - sent_s >= resend_s:
-                resend_s, sent_s = BACK_OFF * resend_s, now_s
+            if (lost := sent_s < self.lost_s()) or now_s - sent_s >= resend_s:
+                resend_s, sent_s = resend_s if lost else BACK_OFF * resend_s, now_s
                 self.send(body, arrays, seq=seq)
-            message = self.receive(min(deadline_s, sent_s + resend_s) - now_s)
+            message = self.receive(min(deadline_s, sent_s + resend_s, now_s + LOOK_S) - now_s)
             if message is None or message.seq not in (seq, 0):
                 continue  # 0: the peer could not even read the number
             self.check(message)
@@ -188,6 +208,11 @@ class Server:
         )
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         """The ZeroMQ address that it listens on."""
+
+    @property
+    def num_strangers(self) -> int:
+        """Connections without the run's key, which were not let in; 0 for a server without keys."""
+        return self._socket.num_strangers if isinstance(self._socket, GuardedRouter) else 0
 
     @property
     def event_fd(self) -> int:

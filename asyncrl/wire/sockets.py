@@ -7,15 +7,12 @@ import socket
 import time
 from pathlib import Path
 
-import structlog
 import zmq
-from zmq.auth.thread import ThreadAuthenticator
 
 from asyncrl.errors import ConfigError
-from asyncrl.wire.curve_keys import Keys, read_keys
+from asyncrl.wire.curve_keys import read_keys
+from asyncrl.wire.guard import guarded_router
 from asyncrl.wire.socket_folder import check_socket
-
-log = structlog.get_logger()
 
 MAX_FRAME_BYTES = 1 << 31
 """ZeroMQ closes the connection of a peer that announces a larger frame. It bounds a frame, not a complete message."""
@@ -25,9 +22,16 @@ RECEIVE_MESSAGES = 64
 """Messages of one peer that a server queues; further ones wait in the peer's own memory."""
 SEND_MESSAGES = 1000
 """Messages to one peer that wait for the network. Further ones are dropped, and requested or sent again."""
-HEARTBEAT_S = 5
-SILENCE_S = 30
-"""A connection without a heartbeat for this time is closed, such as one to a machine that lost power."""
+HEARTBEAT_S = 2
+SILENCE_S = 10
+"""A connection without a heartbeat for this time is closed and made anew, such as one to a machine that lost power."""
+ACKNOWLEDGED_S = 4
+"""The same over TCP when the other machine's kernel acknowledges nothing for this time. TCP waits twice as long before
+each repetition: without this limit it would notice the end of a cut late, by up to the length of the cut."""
+CONNECT_S = 2
+"""An attempt to connect is given up for a new one, for the same reason."""
+HANDSHAKE_S = 5
+"""The limit of an exchange of keys."""
 LINGER_S = 1.0
 CLOSING_S = 0.5
 """ZeroMQ closes a socket in the background."""
@@ -50,7 +54,10 @@ def bind_router(
     if path := socket_path(address):
         check_socket(path, what)
         _await_unused(path, what)
-    router = _guarded_router(read_keys(keys)) if keys else zmq.Context.instance().socket(zmq.ROUTER)
+    pair = read_keys(keys) if keys else None
+    router = (
+        guarded_router(pair.client_public, pair.server_secret) if pair else zmq.Context.instance().socket(zmq.ROUTER)
+    )
     _limit(router, max_frame_bytes)
     router.setsockopt(zmq.RCVHWM, RECEIVE_MESSAGES)
     router.setsockopt(zmq.ROUTER_MANDATORY, 0)
@@ -124,45 +131,6 @@ def _limit(wire: zmq.Socket[bytes], max_frame_bytes: int) -> None:
     wire.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_S * 1000)
     wire.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_S * 1000)
     wire.setsockopt(zmq.HEARTBEAT_TTL, SILENCE_S * 1000)
-
-
-def _guarded_router(keys: Keys) -> zmq.Socket[bytes]:
-    """Returns a ROUTER with CURVE that admits only the run's client key. ZeroMQ has one authenticator for each context,
-    so the socket gets a context of its own; both end with the socket."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    guard = ThreadAuthenticator(context)
-    guard.start()
-    guard.configure_curve_callback(domain="*", credentials_provider=_Admission(keys.client_public))
-    router = _GuardedSocket(context, zmq.ROUTER)
-    router.guard = guard
-    router.setsockopt(zmq.CURVE_SERVER, 1)
-    router.setsockopt(zmq.CURVE_SECRETKEY, keys.server_secret.encode())
-    return router
-
-
-class _Admission:
-    """Decides which public keys are admitted."""
-
-    def __init__(self, client_public: str) -> None:
-        self._client_public = client_public.encode()
-        self._refused = 0
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        """True if a peer with this key may connect."""
-        if key == self._client_public:
-            return True
-        self._refused += 1
-        if self._refused.bit_count() == 1:  # it reconnects continually: one line for each doubling
-            log.warning("a peer with a foreign key was refused", refused=self._refused)
-        return False
-
-
-class _GuardedSocket(zmq.Socket[bytes]):
-    guard: ThreadAuthenticator | None = None
-
-    def close(self, linger: int | None = None) -> None:
-        super().close(linger)
-        if self.guard is not None:
-            guard, self.guard = self.guard, None
-            guard.stop()
-            self.context.term()
+    wire.setsockopt(zmq.TCP_MAXRT, ACKNOWLEDGED_S * 1000)
+    wire.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_S * 1000)
+    wire.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_S * 1000)

@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 from asyncrl.errors import AsyncrlError
 from asyncrl.wire.channel import LOOK_S, ChannelClient, ChannelServer, ServerLostError
 from asyncrl.wire.service_messages import MAX_KEY_CHARACTERS, StoreAction, StoreReply, StoreRequest
-from asyncrl.wire.sockets import SILENCE_S
 
+ANSWER_S = 30.0
+"""Deadline of an answer."""
 MAX_KEYS = 1 << 16
 MAX_VALUE_BYTES = 1 << 20
 MAX_BYTES = 64 << 20
@@ -132,8 +133,7 @@ class RemoteStore:
     `StoreReply` to `handle`."""
 
     def __init__(self, client: ChannelClient) -> None:
-        self.answer_s: float = SILENCE_S
-        """Deadline of an answer."""
+        self.answer_s = ANSWER_S
         self._client = client
         self._lock = threading.RLock()
         self._number = 0
