@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 PACKAGES = (
     "slurmctld", "slurmd", "slurm-client", "slurm-wlm-basic-plugins", "munge", "libmunge2", "libhwloc15",
@@ -63,6 +67,13 @@ def extract(folder: Path) -> Path | None:
     return root
 
 
+def slurm_fault() -> str:
+    """Returns why there is no cluster here; empty if there is."""
+    if FOLDER not in os.environ:
+        return f"{FOLDER} names no folder for SLURM's packages"
+    return "" if extract(Path(os.environ[FOLDER])) else f"apt-get cannot download {', '.join(PACKAGES)}"
+
+
 class SlurmCluster:
     """The daemons of a cluster with the nodes n1, n2 and n3, and the environment in which its commands work."""
 
@@ -106,13 +117,14 @@ class SlurmCluster:
         self._start(node, ["slurmd-wlm", "-D", "-N", node, "-d", str(self._root / "usr/sbin/slurmstepd-wlm")])
 
     def kill_node(self, node: str) -> None:
-        """Kills a node's daemon with all its children, as a loss of power does."""
-        import psutil
-
-        daemon = psutil.Process(self._daemons.pop(node).pid)
-        steps = [one for one in psutil.process_iter(["cmdline"]) if "slurmstepd" in " ".join(one.info["cmdline"] or [])]
-        for process in [daemon, *steps]:
-            print(process, process.info if hasattr(process, "info") else "")
+        """Kills a node's daemon and all its roles at once, as a loss of power does."""
+        roles = [one for one in psutil.process_iter() if _node(one) == node]
+        steps = {parent.pid for role in roles if (parent := role.parent()) and "slurmstepd" in parent.name()}
+        daemon = self._daemons.pop(node)
+        for pid in (daemon.pid, *steps, *(role.pid for role in roles)):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        daemon.wait(CALL_S)
 
     def run(self, *command: str) -> str:
         """Returns the output of a command."""
@@ -144,3 +156,11 @@ class SlurmCluster:
             start_new_session=True,
         )
         output.close()
+
+
+def _node(process: psutil.Process) -> str:
+    """The node of a role's process; empty for others."""
+    try:
+        return process.environ().get("SLURMD_NODENAME", "") if "python" in process.name() else ""
+    except psutil.Error:
+        return ""
