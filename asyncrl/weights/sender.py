@@ -35,9 +35,11 @@ from asyncrl.weights.buckets import BUCKET_BYTES, WeightBuffer, WeightManifest
 from asyncrl.weights.files.delivery import FileDelivery, StoreOptions
 from asyncrl.weights.membership import Membership
 from asyncrl.weights.transports import (
+    FEW_RECEIVERS,
     choose_transport,
     device_name,
     find_transport,
+    host_name,
     queued,
     use_own_stream,
     with_index,
@@ -82,11 +84,11 @@ class WeightSender:
         keys: str = "",
         store: StoreOptions | None = None,
     ) -> None:
-        """`manifest` describes the weights of every `send`. `timeout_s` is the deadline of each phase. On a GPU,
-        `transport` "auto" depends on the devices of the generators: the first `send` waits for `expected_generators`
-        of them, at most `start_timeout_s` (default: `timeout_s`). The address is one of ZeroMQ. Messages without the
-        `run_id` are refused; with `keys` only peers with the run's keys are admitted. The transport "files"
-        needs a `store`. Raises ConfigError if the address is in use."""
+        """`manifest` describes the weights of every `send`. `timeout_s` is the deadline of each phase. On a GPU, and
+        with more than FEW_RECEIVERS, `transport` "auto" depends on the devices and hosts of the generators: the first
+        `send` waits for `expected_generators` of them, at most `start_timeout_s` (default: `timeout_s`). The address is
+        one of ZeroMQ. Messages without the `run_id` are refused; with `keys` only peers with the run's keys are
+        admitted. The transport "files" needs a `store`. Raises ConfigError if the address is in use."""
         self.stats = WeightSyncStats()
         self._expected_generators = expected_generators
         self._transport = transport
@@ -221,11 +223,13 @@ class WeightSender:
 
     def _choose_transport(self) -> str:
         here = device_name(self._device)
-        if self._transport != "auto" or self._device.type != "cuda":
+        is_known = self._device.type != "cuda" and self._expected_generators <= FEW_RECEIVERS
+        if self._transport != "auto" or is_known:
             return choose_transport(self._transport, [here])
         self._membership.await_members(self._expected_generators, self._start_timeout_s)
-        devices = [peer.device for peer in self._membership.present()]
-        return choose_transport("auto", [here, *devices] if devices else ["cpu"])
+        peers = self._membership.present()
+        devices = [here, *(peer.device for peer in peers)] if peers else ["cpu"]
+        return choose_transport("auto", devices, [host_name(), *(peer.host for peer in peers)])
 
     @staticmethod
     def _fill(buffer: WeightBuffer, weights: Iterable[tuple[str, Tensor]], trained: torch.cuda.Event | None) -> None:

@@ -189,7 +189,7 @@ def test_what_is_on_its_way_to_a_live_receiver_is_kept() -> None:
 
     options = StoreOptions("memory://x", 1, 1)
     delivery = FileDelivery(options, membership=Present(), stats=None, timeout_s=10.0, check=lambda: None)  # type: ignore[arg-type]
-    peers = [Peer(rank, b"", "cpu", rank) for rank in (1, 2, 3)]
+    peers = [Peer(rank, b"", "cpu", "host-1", rank) for rank in (1, 2, 3)]
     assert delivery._oldest_on_its_way(9) == 9
     peers[0].fetches = {3: (7, 0), 4: (8, 0)}
     peers[1].fetches = {1: (2, 0)}
