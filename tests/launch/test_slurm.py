@@ -50,7 +50,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
 
 
 def of_slurm(**changes: Any) -> Config:
-    return small_config(launch__cluster="slurm", **changes)
+    return small_config(launch__cluster="slurm", launch__start_timeout_s=100.0, **changes)
 
 
 def test_the_script_of_a_run(fake: FakeSlurm, tmp_path: Path) -> None:
@@ -245,6 +245,7 @@ def test_a_role_on_another_node_is_a_step(
     fake: FakeSlurm, launcher: SlurmLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_GPUS", "16")
+    monkeypatch.setattr(launcher, "fork_server", "which forks on this node only")
     role = launcher.start(spec_on("n3", tmp_path), RoleResources((0,), 1, ("3", "4"), host="n3"))
     assert launcher.wait([role], 60.0) == []
     assert role.name == "generator-1@n3"
@@ -335,8 +336,10 @@ def test_the_end_of_the_time_asks_to_go_on_later(fake: FakeSlurm) -> None:
         os.kill(os.getpid(), signal.SIGUSR1)
         assert (interrupts.count, interrupts.go_on_later) == (1, True)
         assert interrupts.limit_s(15.0) == NOTICE_S < slurm_job.NOTICE_S
+    preempted = Interrupts(preemptible=True)
+    with preempted.caught():
         os.kill(os.getpid(), signal.SIGTERM)
-        assert interrupts.count == 2, "there is no time for the step"
+        assert (preempted.count, preempted.go_on_later) == (2, False), "there is no time for the step"
     others = Interrupts()
     with others.caught():
         os.kill(os.getpid(), signal.SIGTERM)

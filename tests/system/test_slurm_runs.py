@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -100,13 +100,15 @@ class Job:
         events = [json.loads(line) for line in lines]
         return [event.get("host", "") for event in events if event["event"] == "started"]
 
+    def wait_until(self, condition: Callable[[], bool], *, what: str, timeout_s: float = 120.0) -> None:
+        try:
+            self.cluster.wait_until(condition, what=what, timeout_s=timeout_s)
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {self.output}") from None
+
     def await_end(self) -> None:
-        self.cluster.wait_until(
-            lambda: self.shows("JobState") not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING"),
-            what="the end of the job",
-            timeout_s=300,
-        )
-        print(self.output)
+        ongoing = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING")
+        self.wait_until(lambda: self.shows("JobState") not in ongoing, what="the end of the job", timeout_s=300)
         assert self.shows("JobState") == "COMPLETED", self.output
 
     def summary(self) -> dict[str, object]:
@@ -117,11 +119,11 @@ class Job:
 def test_a_job_goes_on_after_its_time(cluster: SlurmCluster, demo_folder: Path) -> None:
     """SIGUSR1, as SLURM sends it before the end of a job's time: the step is saved, and the next start resumes."""
     job = Job(cluster, demo_folder, "requeued", "--steps", "12")
-    cluster.wait_until(lambda: job.steps() >= 3, what=f"step 3; {job.output}", timeout_s=180)
+    job.wait_until(lambda: job.steps() >= 3, what="step 3", timeout_s=180)
     cluster.run("scancel", "--batch", "--signal=USR1", job.id)
-    cluster.wait_until(lambda: job.shows("Restarts") == "1", what=f"the requeue; {job.output}", timeout_s=60)
+    job.wait_until(lambda: job.shows("Restarts") == "1", what="the requeue")
     assert job.summary()["status"] == "stopped" and job.steps() < 12
-    cluster.wait_until(lambda: job.shows("JobState") == "PENDING", what="the job in the queue")
+    job.wait_until(lambda: job.shows("JobState") == "PENDING", what="the job in the queue")
     cluster.run("scontrol", "update", f"JobId={job.id}", "StartTime=now")  # SLURM waits for two minutes
     job.await_end()
     summary = job.summary()
@@ -136,10 +138,10 @@ def test_a_node_is_lost(cluster: SlurmCluster, demo_folder: Path) -> None:
     """Its generator goes on elsewhere, and the job to its end."""
     job = Job(cluster, demo_folder, "lost", "--steps", "40", "launch.heartbeat_timeout_s=20")
     generators = ("generator-0", "generator-1")
-    cluster.wait_until(lambda: job.steps() >= 3, what=f"step 3; {job.output}", timeout_s=180)
+    job.wait_until(lambda: job.steps() >= 3, what="step 3", timeout_s=180)
     lost = next(role for role in generators if job.hosts_of(role)[-1] == "n3")
     cluster.kill_node("n3")
-    cluster.wait_until(lambda: job.hosts_of(lost)[-1] != "n3", what=f"another host; {job.output}", timeout_s=120)
+    job.wait_until(lambda: job.hosts_of(lost)[-1] != "n3", what="another host")
     job.await_end()
     summary = job.summary()
     check_ledger(summary)
