@@ -130,8 +130,11 @@ class SlurmLauncher(LocalLauncher):
         ):
             self._look = threading.Thread(target=self._look_at_nodes, name="nodes", daemon=True)
             self._look.start()
-        gone = self._silent | self._lost
-        return [host for host in self._hosts if host.name not in gone] or super().hosts()
+        return [host for host in self._hosts if host.name not in self._gone] or super().hosts()
+
+    @property
+    def _gone(self) -> set[str]:
+        return self._silent | self._lost
 
     def _look_at_nodes(self) -> None:
         """Asks SLURM for the states of the nodes; if it does not answer, they stay what they were."""
@@ -145,8 +148,8 @@ class SlurmLauncher(LocalLauncher):
         states = dict(line.split() for line in output.splitlines())
         self._lost |= {name for name, state in states.items() if state.startswith(LOST)}
         self._silent = {name for name, state in states.items() if state.endswith(SILENT)}
-        if gone := self._lost | self._silent:
-            log.warning("nodes are not there", nodes={name: states.get(name, "") for name in sorted(gone)})
+        if self._gone:
+            log.warning("nodes are not there", nodes={name: states.get(name, "") for name in sorted(self._gone)})
 
     def start(self, spec: RoleSpec, resources: RoleResources) -> RoleProcess:
         """As `Launcher.start`: on another node as a step of the job."""
@@ -171,7 +174,10 @@ class SlurmLauncher(LocalLauncher):
     def signal(self, roles: Sequence[RoleProcess], number: signal.Signals) -> None:
         """As `LocalLauncher.signal`. A signal to srun would kill its role: roles elsewhere get it by scancel."""
         super().signal([role for role in roles if not role.spec.host], number)
-        names = {role.spec.name for role in roles if role.spec.host and role.code is None}
+        elsewhere = [role for role in roles if role.spec.host and role.code is None]
+        if elsewhere:
+            self._look_at_nodes()  # scancel would wait for one that is not there
+        names = {role.spec.name for role in elsewhere if role.spec.host not in self._gone}
         if not names:
             return
         try:

@@ -294,6 +294,10 @@ def test_roles_elsewhere_are_signalled_by_scancel(
     assert launcher.kill([here, there], show_stacks=True) == []
     assert fake.calls("scancel")[1:] == [["--signal=USR1", "77.4"]]
     assert there.code == -signal.SIGKILL
+    fake.answers("sinfo", "n1 mixed\nn3 down*\n")
+    again = launcher.start(spec_on("n3", tmp_path), RoleResources((0,), 1, host="n3"))
+    assert launcher.kill([again], show_stacks=True) == []
+    assert len(fake.calls("scancel")) == 2, "a node that is down is not waited for"
 
 
 def test_nodes_that_do_not_respond_are_missing(

@@ -141,7 +141,7 @@ def test_a_node_is_lost(cluster: SlurmCluster, demo_folder: Path) -> None:
     job.wait_until(lambda: job.steps() >= 3, what="step 3", timeout_s=180)
     lost = next(role for role in generators if job.hosts_of(role)[-1] == "n3")
     cluster.kill_node("n3")
-    job.wait_until(lambda: job.hosts_of(lost)[-1] != "n3", what="another host")
+    job.wait_until(lambda: job.hosts_of(lost)[-1] != "n3", what="another host", timeout_s=240)
     job.await_end()
     summary = job.summary()
     check_ledger(summary)
