@@ -8,18 +8,18 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from asyncrl.cli.app import FOLDER, OVERRIDES, app
+from asyncrl.cli.app import FOLDER, NAME_OR_FOLDER, OVERRIDES, app, run_folder
 from asyncrl.config import load_config, parse_override, settings_of_model
 from asyncrl.config.paths import expand_path
 from asyncrl.errors import ConfigError
 
 FLAGS = {
-    "cluster": "launch.cluster",
     "generators": "launch.generators",
     "learners": "launch.learners",
     "max_staleness": "replay.max_staleness",
     "steps": "steps",
     "run": "run",
+    "cluster": "launch.cluster",
 }
 """Flags of `launch`, and the config key that each one is short for."""
 
@@ -42,7 +42,7 @@ def launch(
     cluster: Annotated[
         str | None,
         typer.Option(
-            help="Where the roles run: local, ray, or ray://HOST[:PORT], which submits this command as a job."
+            help="Launcher of `asyncrl list`; slurm outside of a SLURM job submits one, and so does ray://HOST[:PORT]."
         ),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Resume the run of this name where it ended.")] = False,
@@ -50,11 +50,15 @@ def launch(
         bool,
         typer.Option("--discard-journal", help="Resume from the newest checkpoint alone; the journal is put aside."),
     ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="With --cluster slurm: write and show the job without submitting it.")
+    ] = False,
 ) -> None:
     """Train. Exit code 0: done, 1: the run failed, 2: bad configuration or data, 130: interrupted."""
-    from asyncrl.launch.ray.job import SCHEME, submit
+    from asyncrl.launch.ray.job import SCHEME, submit_job
     from asyncrl.launch.run import launch as launch_run
     from asyncrl.launch.run_dir import config_of_run
+    from asyncrl.launch.slurm_job import in_job, submit
 
     flags: dict[str, Any] = {
         "generators": generators, "learners": learners, "max_staleness": max_staleness, "steps": steps, "run": run,
@@ -69,25 +73,33 @@ def launch(
         given += [f"{FLAGS[name]}={value}" for name, value in flags.items() if value is not None and name != "cluster"]
         given += ["--config", config] if config else []
         given += ["--resume"] * resume + ["--discard-journal"] * discard_journal
-        raise typer.Exit(submit(address, given, Console()))
+        raise typer.Exit(submit_job(address, given, Console()))
     if resume:
         settings["resume"] = "must"
         config = config or str(config_of_run(settings.get("run", "run"), expand_path(settings.get("runs_dir", "runs"))))
     if config is None and not {"model.path", "data.train"} <= settings.keys():
         config = "demo"
-    code = launch_run(load_config(config, settings), Console(), without_journal=discard_journal)
-    raise typer.Exit(code)
+    loaded, console = load_config(config, settings), Console()
+    if loaded.launch.cluster == "slurm" and not in_job():
+        if discard_journal:
+            raise ConfigError(
+                "--discard-journal: would discard it at each start of the job; rename the journal's folder"
+            )
+        raise typer.Exit(submit(loaded, console, dry_run=dry_run))
+    if dry_run:
+        raise ConfigError("--dry-run: shows the job of --cluster slurm, outside of a job; leave it out")
+    raise typer.Exit(launch_run(loaded, console, without_journal=discard_journal))
 
 
 @app.command()
 def scale(
     generators: Annotated[int, typer.Option(help="Generator processes from now on.")],
-    run: Annotated[str, typer.Option(help="Name of the run in runs/, or the path of its folder.")] = "run",
+    run: Annotated[str, typer.Option(help=NAME_OR_FOLDER)] = "run",
 ) -> None:
     """Change the number of generators of a running run. Exit code 0: done, 1: it did not succeed, 2: no such run."""
     from asyncrl.launch.commands.running import scale as scale_run
 
-    scale_run(Path("runs") / run if Path(run).name == run else Path(run), generators, Console())
+    scale_run(run_folder(run), generators, Console())
 
 
 @app.command()

@@ -58,6 +58,10 @@ class Launcher(ABC):
         for and what there is."""
         return
 
+    preemptible = False
+    """True if the hosts are lent for a time: SIGUSR1 announces its end, after which the run goes on by `requeue`, and
+    SIGTERM leaves only seconds."""
+
     @abstractmethod
     def hosts(self) -> list[Host]:
         """Returns the hosts that are there now, the launcher's own first. A host that is lost is missing; new ones may
@@ -86,6 +90,10 @@ class Launcher(ABC):
         """Asks for hosts for this number of generators, if it can get more. Returns at once what it waits for, empty if
         nothing more will appear in `hosts`. Called again until there is room for all, or nothing to wait for."""
         return ""
+
+    def requeue(self) -> None:
+        """Asks for the hosts again, on which the run then resumes. Raises RunError if that is refused."""
+        return
 
     def describe(self) -> dict[str, str]:
         """Returns what a user may want to know of it, such as a dashboard's address and a job's id."""

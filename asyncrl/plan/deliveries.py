@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 from asyncrl.plan.hardware import Constants, Links, ModelShape
+from asyncrl.weights.files.links import STRIDES, stride_of
 
 CHUNK_BYTES = (1e6, 64e6)
 """Smallest and largest chunk of a chain."""
-STRIDES = ((1, 1.0), (4, 2.6), (16, 6.1), (64, 13.0))
-"""Steps that one delta covers, and its bytes in those of a single step: changes overlap. Measured on 100 M weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,8 @@ class Deliveries:
     """Every host of the learner sends its part to every host with engines."""
     delta_s: float
     """What changed, by tree or chain."""
+    spread_s: float
+    """The part of it in which the changes travel."""
     delta_bytes: float
     far_s: float
     """What changed, over a guest's link."""
@@ -42,7 +44,7 @@ class Deliveries:
 
     def far_stride(self, step_s: float) -> int | None:
         """Every how many steps a guest gets a version, with steps of `step_s`; None if it cannot follow."""
-        return next((stride for stride, cost in STRIDES if cost * self.far_s <= stride * step_s), None)
+        return stride_of(self.far_s / step_s)
 
 
 def deliveries_of(
@@ -63,6 +65,7 @@ def deliveries_of(
         nccl_s=gather_s + model.bytes / links.nccl_bytes_per_s + links.nccl_member_s * engines * tp,
         shards_s=model.bytes / links.host_bytes_per_s * max(1.0, receivers / senders),
         delta_s=encode_s + spread_s + apply_s,
+        spread_s=spread_s,
         delta_bytes=delta_bytes,
         far_s=delta_bytes / links.far_bytes_per_s,
     )
@@ -84,3 +87,10 @@ def best_chunk_bytes(num_bytes: float, receivers: int, links: Links) -> float:
     least, most = CHUNK_BYTES
     best = math.sqrt(num_bytes * links.message_s * links.stream_bytes_per_s / max(receivers - 1, 1e-9))
     return min(max(best, least), most, num_bytes)
+
+
+def delta_of_steps(steps: int) -> float:
+    """The bytes of a delta over this many steps, in those of a single step: by the power laws through STRIDES."""
+    pairs = list(pairwise(STRIDES))
+    (few, small), (many, large) = next((pair for pair in pairs if steps <= pair[1][0]), pairs[-1])
+    return small * (max(steps, 1) / few) ** (math.log(large / small) / math.log(many / few))

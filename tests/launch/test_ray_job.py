@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from asyncrl.cli import app
 from asyncrl.errors import ConfigError
-from asyncrl.launch.ray.job import submit, url_of
+from asyncrl.launch.ray.job import submit_job, url_of
 
 
 class Client:
@@ -76,7 +76,7 @@ def test_ctrl_c_asks_whether_to_stop_the_job(
     monkeypatch.setattr(Client, "interrupts", True)
     monkeypatch.setattr("builtins.input", lambda *_: answer)
     out = io.StringIO()
-    assert submit("ray://10.0.0.5:9000", [], Console(file=out)) == code
+    assert submit_job("ray://10.0.0.5:9000", [], Console(file=out)) == code
     assert said in out.getvalue() and ("stopped" in jobs[-1]) == (answer == "y")
 
 
@@ -88,4 +88,4 @@ def test_wrong_addresses(address: str) -> None:
 
 def test_a_cluster_that_does_not_answer() -> None:
     with pytest.raises(ConfigError, match=r"--cluster ray://nowhere: no answer from http://nowhere:8265"):
-        submit("ray://nowhere", [], Console(file=io.StringIO()))
+        submit_job("ray://nowhere", [], Console(file=io.StringIO()))

@@ -20,7 +20,7 @@ LEFT_OUT = ["/.git", "/.venv", "/build", "/runs", "/sweeps"]
 """What of the working directory is not sent along; Ray sends 100 MB at most."""
 
 
-def submit(address: str, arguments: Sequence[str], console: Console) -> int:
+def submit_job(address: str, arguments: Sequence[str], console: Console) -> int:
     """Submits `asyncrl launch` with these arguments to the cluster at `ray://HOST[:PORT]` and prints the job's log
     until it ends. Returns its exit code.
 
