@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from asyncrl.errors import BodyError, ProtocolError, StrangerError
 from asyncrl.wire.bounds import MAX_DOCUMENT_CHARACTERS, MAX_ITEMS, Body, Name, Number
+from asyncrl.wire.guests import Guest
 from asyncrl.wire.kinds import (
     BODIES,
     KINDS,
@@ -101,6 +102,8 @@ class Message:
     """Views into the received frames, read-only."""
     peer: bytes = b""
     """Routing id of the sender at a server; empty at a client."""
+    guest: Guest | None = None
+    """The guest that sent it to a server; None for a process of the run."""
 
 
 Arrays = Array | list[Array]
