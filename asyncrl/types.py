@@ -240,7 +240,7 @@ class Group:
     trajectories: list[Trajectory]
     """The rows of the members, in the order of the members."""
     started_s: float = 0.0
-    """Seconds on the machine's monotonic clock, as `finished_s`."""
+    """Seconds on the monotonic clock of the generator's machine, as `finished_s`."""
     finished_s: float = 0.0
     reward_s: float = 0.0
     """Seconds of these from the last token to the rewards."""

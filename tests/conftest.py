@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.helpers.browser import browser_fault
 from tests.helpers.examples import FEW, MANY, RANDOM
+from tests.network.hosts import Network, hosts_fault
 
 if TYPE_CHECKING:
     from asyncrl.launch.fork_server import ForkServer
@@ -157,3 +158,13 @@ def _refuse_skip(report: Report) -> Report:
         report.outcome = "failed"
         report.longrepr = f"{reason}\nNothing may be skipped here (ASYNCRL_MAY_SKIP=0): run it where this works."
     return report
+
+
+@pytest.fixture
+def network(tmp_path: Path) -> Iterator[Network]:
+    """A network without hosts."""
+    if fault := hosts_fault():
+        pytest.skip(f"no network namespaces here: {fault}")
+    network = Network(tmp_path)
+    yield network
+    network.close()

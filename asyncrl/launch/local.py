@@ -171,7 +171,7 @@ class LocalLauncher(Launcher):
         self, spec: RoleSpec, resources: RoleResources, environment: dict[str, str], output: IO[bytes]
     ) -> Forked | None:
         """Returns the role forked from the fork server; None if it must be started as a subprocess."""
-        if self.fork_server is None or resources.gpus:
+        if self.fork_server is None or resources.gpus or spec.host:
             return None
         try:
             return self.fork_server.fork(self.command(spec)[1:], environment, output.fileno())

@@ -71,15 +71,23 @@ class _Unanswered:
 class GeneratorClient:
     """A generator's side: asks for leases and sends finished groups without ever blocking.
 
-    Used by one thread. `timeout_s` is how long the queue may stay silent while an answer is due.
+    Used by one thread. `timeout_s` is how long the queue may stay silent while an answer is due. `clock` is the one of
+    the times in groups, which are sent as those of the queue's clock.
     """
 
-    def __init__(self, endpoints: Endpoints, generator: int, *, timeout_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        endpoints: Endpoints,
+        generator: int,
+        *,
+        timeout_s: float = 60.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.generator = generator
         self.timeout_s = timeout_s
         self.session = uuid.uuid4().hex
         """Name of this start of the generator."""
-        self._connection = Connection(endpoints, resend_s=RESEND_S)
+        self._connection = Connection(endpoints, resend_s=RESEND_S, clock=clock)
         self._number = 0
         self._ask: _Unanswered | None = None
         self._unacknowledged: dict[Hashable, _Unanswered] = {}
@@ -143,6 +151,9 @@ class GeneratorClient:
     def finish(self, group: Group) -> None:
         """Sends a finished group; it is kept and sent again until the queue acknowledges it."""
         header, block = pack_group(group)
+        offset_s = self._connection.clock_offset.seconds
+        header.started_s += offset_s
+        header.finished_s += offset_s
         self._unacknowledged[False, group.ticket, group.attempt] = self._send(header, [block])
 
     def evaluated(self, result: Evaluated, completions: Sequence[Arrays] = ()) -> None:

@@ -25,9 +25,7 @@ class Directory:
         """Records the address. Raises ProtocolError if a process of a later epoch has announced the name."""
         _, latest = self._known.get(name, ("", 0))
         if epoch < latest:
-            raise ProtocolError(
-                f"superseded: {name!r} was announced by start {latest}, and this process is start {epoch}"
-            )
+            raise ProtocolError(f"superseded: start {latest} has announced {name!r}, and this process is start {epoch}")
         if name not in self._known and len(self._known) >= MAX_NAMES:
             raise ProtocolError(f"{name!r} is one name too many: the run has {MAX_NAMES} already")
         self._known[name] = address, epoch

@@ -1,9 +1,9 @@
 """The wire: one msgpack header and raw array buffers as frames of their own. No pickle.
 
 A message is `[header, frame, frame, ...]`. The header is a map with the schema version, the run id, the kind, the
-sequence number that pairs a reply with its request, a body, and the dtype and shape of every array. A frame holds one
-array, or several one after another, each at a multiple of ALIGNMENT bytes. `decode` validates every message against the
-body of its kind.
+sequence number that pairs a reply with its request, the time on the server's clock (in a reply), a body, and the dtype
+and shape of every array. A frame holds one array, or several one after another, each at a multiple of ALIGNMENT bytes.
+`decode` validates every message against the body of its kind.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from asyncrl.errors import BodyError, ProtocolError, StrangerError
-from asyncrl.wire.bounds import MAX_DOCUMENT_CHARACTERS, MAX_ITEMS, Body, Name, Number
+from asyncrl.wire.bounds import MAX_DOCUMENT_CHARACTERS, MAX_ITEMS, Body, Name, Number, Time
 from asyncrl.wire.guests import Guest
 from asyncrl.wire.kinds import (
     BODIES,
@@ -36,7 +36,7 @@ from asyncrl.wire.kinds import (
 from asyncrl.wire.packing import UNREADABLE, make_encoder, problem_of, unpack
 from asyncrl.wire.sockets import MAX_FRAME_BYTES
 
-SCHEMA = 5
+SCHEMA = 6
 MAX_FRAMES = 1 << 16
 """Maximum number of frames in a message, and of arrays in a frame."""
 MAX_HEADER_VALUES = 1 << 20
@@ -62,6 +62,7 @@ class _Header(msgspec.Struct, forbid_unknown_fields=True):
     run: Name
     kind: Name
     seq: Number
+    at_s: Time | None
     body: msgspec.Raw
     arrays: msgspec.Raw
 
@@ -104,15 +105,20 @@ class Message:
     """Routing id of the sender at a server; empty at a client."""
     guest: Guest | None = None
     """The guest that sent it to a server; None for a process of the run."""
+    at_s: float | None = None
+    """When it was sent, on the monotonic clock of a server's machine; None for a message that is no reply."""
 
 
 Arrays = Array | list[Array]
 """One array, or several; a Block is sent as its frame."""
 
 
-def encode(run_id: str, body: Body, *, seq: int = 0, arrays: Sequence[Arrays] = ()) -> list[Buffer]:
+def encode(
+    run_id: str, body: Body, *, seq: int = 0, arrays: Sequence[Arrays] = (), at_s: float | None = None
+) -> list[Buffer]:
     """Returns the frames of a message: the header, and one frame for each Block and for each other array. Contiguous
-    buffers are not copied. Raises ProtocolError if the body is too large for a header."""
+    buffers are not copied. `at_s` is the time on the clock of a server. Raises ProtocolError if the body is too large
+    for a header."""
     kind = KINDS[type(body)]
     specs: list[list[Any]] = []
     frames: list[Buffer] = []
@@ -124,7 +130,8 @@ def encode(run_id: str, body: Body, *, seq: int = 0, arrays: Sequence[Arrays] = 
         for array in part if isinstance(part, list) else [part]:
             specs.append([[NAMES[array.dtype], list(array.shape)]])
             frames.append(np.ascontiguousarray(array).data.cast("B"))
-    packed = _ENCODER.encode({"v": SCHEMA, "run": run_id, "kind": kind, "seq": seq, "body": body, "arrays": specs})
+    header = {"v": SCHEMA, "run": run_id, "kind": kind, "seq": seq, "at_s": at_s, "body": body, "arrays": specs}
+    packed = _ENCODER.encode(header)
     if len(packed) > (most := max_header_bytes(kind)):
         way_out = WAYS_OUT[kind in REQUESTS]
         raise ProtocolError(f"{kind}: a header of {len(packed)} bytes, at most {most} can be sent; {way_out}")
@@ -155,7 +162,7 @@ def decode(
         body = _DECODERS[kind].decode(header.body)
     except UNREADABLE as error:
         raise BodyError(kind, problem_of(error)) from None
-    return Message(kind, header.seq, body, _arrays(kind, header.arrays, frames[1:]), peer)
+    return Message(kind, header.seq, body, _arrays(kind, header.arrays, frames[1:]), peer, header.at_s)
 
 
 def _header(run_id: str, frames: Sequence[Buffer], max_bytes: int) -> _Header:

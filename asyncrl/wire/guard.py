@@ -23,12 +23,13 @@ ZAP = "inproc://zeromq.zap.01"
 """Where ZeroMQ asks whether a key may come in (ZeroMQ RFC 27)."""
 OWN = "run"
 """The user id of peers with the run's own key; that of a guest is its public key."""
+NO_KEYS, FOREIGN_KEY = "no keys, or no complete handshake", "foreign key"
 REASONS = {
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "foreign key",
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "no keys, or another protocol",
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "no handshake",
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: FOREIGN_KEY,
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: NO_KEYS,
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: NO_KEYS,
 }
-"""Why connections end before they are let in, but for those that do not speak ZeroMQ at all."""
+"""Why connections end before they are let in. Those that do not begin as ZeroMQ does are only counted."""
 
 
 class GuardedRouter(zmq.Socket[bytes]):

@@ -16,6 +16,7 @@ from zmq.utils.monitor import recv_monitor_message
 from asyncrl.errors import InvariantError, PeerTimeoutError, ProtocolError, RunError, StrangerError
 from asyncrl.wire.bad_peers import BadPeers
 from asyncrl.wire.bounds import Body
+from asyncrl.wire.clock_offset import ClockOffset
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.frames import MAX_HEADER_VALUES, Arrays, Buffer, Message, decode, encode
 from asyncrl.wire.guard import OWN, GuardedRouter
@@ -48,6 +49,7 @@ class Connection:
         strict: bool = False,
         linger_s: float = LINGER_S,
         max_frame_bytes: int = MAX_FRAME_BYTES,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.endpoints = endpoints
         self.address = address or endpoints.replay
@@ -59,6 +61,8 @@ class Connection:
         """A bad message ends the request with RunError, too many waiting ones with PeerTimeoutError; otherwise the wait
         continues."""
         self.bad_messages = 0
+        self.clock_offset = ClockOffset(clock)
+        """How far the server's clock is ahead of `clock`."""
         self._seq = 0
         self._socket = connect_dealer(
             self.address, keys=endpoints.keys, linger_s=linger_s, max_frame_bytes=max_frame_bytes
@@ -74,6 +78,7 @@ class Connection:
             self._seq += 1
             seq = self._seq
         frames = encode(self.endpoints.run_id, body, seq=seq, arrays=arrays)
+        self.clock_offset.asked(seq)
         try:
             self._socket.send_multipart(frames, zmq.DONTWAIT, copy=False)
         except zmq.Again:  # the peer has been away for long, and its queue is full
@@ -88,10 +93,14 @@ class Connection:
         deadline_s = time.monotonic() + timeout_s
         while self._socket.poll(max(0, math.ceil(1000 * (deadline_s - time.monotonic())))):
             frames = self._socket.recv_multipart(copy=False)
+            buffers = [frame.buffer for frame in frames]
             try:
-                return decode(self.endpoints.run_id, [frame.buffer for frame in frames], max_bytes=MAX_HEADER_BYTES)
+                message = decode(self.endpoints.run_id, buffers, max_bytes=MAX_HEADER_BYTES)
             except ProtocolError as error:
                 self.ignore(error)
+                continue
+            self.clock_offset.answered(message.seq, message.at_s)
+            return message
         return None
 
     def lost_s(self) -> float:
@@ -197,16 +206,17 @@ class Server:
         max_frame_bytes: int = MAX_FRAME_BYTES,
         max_bytes: int = MAX_REQUEST_HEADER_BYTES,
         max_values: int = MAX_HEADER_VALUES,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`what` names the server in errors and logs; `max_bytes` and `max_values` are limits of a request's header.
-        `guests` are admitted beside the run's own processes, if the run has keys."""
+        `guests` are admitted beside the run's own processes, if the run has keys. Answers carry the time of `clock`."""
         self.what = what
         self.errors: Counter[str] = Counter()
         """Bad and dropped messages, by the name of the error."""
         self.bad_peers = BadPeers()
         self.reply: Callable[[bytes, int, Reply], None] = self.send
         """Receives the answers of handlers; by default it sends them at once."""
-        self._run_id = endpoints.run_id
+        self._run_id, self._clock = endpoints.run_id, clock
         self._handlers = {KINDS[body]: handler for body, handler in handlers.items()}
         self._limits = {"max_bytes": max_bytes, "max_values": max_values}
         self._socket = bind_router(
@@ -248,7 +258,7 @@ class Server:
 
     def send(self, peer: bytes, seq: int, reply: Reply) -> None:
         """Sends an answer to the request `seq` of a peer."""
-        frames = encode(reply.run_id or self._run_id, reply.body, seq=seq, arrays=reply.arrays)
+        frames = encode(reply.run_id or self._run_id, reply.body, seq=seq, arrays=reply.arrays, at_s=self._clock())
         self._socket.send_multipart([peer, *frames], copy=False)
 
     def close(self) -> None:

@@ -1,5 +1,6 @@
-"""The ends of the wire on hosts: `python -m tests.network.peers serve KEYS ADDRESS ADDRESS ADDRESS`,
-`... ask KEYS ADDRESS CONNECTIONS BYTES` and `... intrude KEYS ADDRESS...`. They print lines of JSON."""
+"""The ends of the wire on hosts: `python -m tests.network.peers serve FILE ADDRESS ADDRESS ADDRESS`,
+`... ask FILE ADDRESS CONNECTIONS BYTES` and `... intrude FILE ADDRESS...`. FILE has the
+keys. They print lines of JSON."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -118,9 +120,9 @@ def _shout(address: str, opening: bytes) -> int:
 
 if __name__ == "__main__":
     match sys.argv[1:]:
-        case ["serve", keys, *addresses]:
-            serve(keys, *addresses)
-        case ["ask", keys, address, number, size]:
-            ask(keys, address, int(number), int(size))
-        case ["intrude", keys, *addresses]:
-            intrude(keys, *addresses)
+        case ["serve", file, *addresses]:
+            serve(Path(file).read_text(), *addresses)
+        case ["ask", file, address, number, size]:
+            ask(Path(file).read_text(), address, int(number), int(size))
+        case ["intrude", file, *addresses]:
+            intrude(Path(file).read_text(), *addresses)

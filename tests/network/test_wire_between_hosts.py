@@ -7,6 +7,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -54,27 +55,30 @@ class Lines:
 
 
 @pytest.fixture
-def keys() -> str:
-    return new_keys()
+def keys(tmp_path: Path) -> Path:
+    """A file with the keys of the run."""
+    file = tmp_path / "keys.json"
+    file.write_text(new_keys())
+    return file
 
 
 @pytest.fixture
-def server(network: Network, keys: str) -> tuple[list[str], Lines]:
+def server(network: Network, keys: Path) -> tuple[list[str], Lines]:
     """The addresses of a server on a host of its own, and what it says."""
     host = network.add("server")
     addresses = [f"tcp://{host.address}:{port}" for port in PORTS]
-    lines = Lines(host.start("tests.network.peers", "serve", keys, *addresses))
+    lines = Lines(host.start("tests.network.peers", "serve", str(keys), *addresses))
     lines.next()
     return addresses, lines
 
 
-def ask(host: Host, address: str, keys: str, *, connections: int = 1, num_bytes: int = 4) -> Lines:
-    return Lines(host.start("tests.network.peers", "ask", keys, address, str(connections), str(num_bytes)))
+def ask(host: Host, address: str, keys: Path, *, connections: int = 1, num_bytes: int = 4) -> Lines:
+    return Lines(host.start("tests.network.peers", "ask", str(keys), address, str(connections), str(num_bytes)))
 
 
 @pytest.mark.parametrize("cut_s", [8.0, pytest.param(20.0, marks=pytest.mark.slow)])
 def test_requests_are_answered_once_a_cut_ends(
-    network: Network, server: tuple[list[str], Lines], keys: str, cut_s: float
+    network: Network, server: tuple[list[str], Lines], keys: Path, cut_s: float
 ) -> None:
     """On every connection, in whatever part of its request the cut began."""
     far, count = network.add("far", linked=True), 12
@@ -93,7 +97,7 @@ def test_requests_are_answered_once_a_cut_ends(
 
 
 def test_large_requests_come_through_a_long_and_lossy_link(
-    network: Network, server: tuple[list[str], Lines], keys: str
+    network: Network, server: tuple[list[str], Lines], keys: Path
 ) -> None:
     far = network.add("far", linked=True)
     assert far.link
@@ -105,14 +109,16 @@ def test_large_requests_come_through_a_long_and_lossy_link(
 
 
 def test_strangers_get_nothing_change_nothing_and_are_counted(
-    network: Network, server: tuple[list[str], Lines], keys: str
+    network: Network, server: tuple[list[str], Lines], keys: Path
 ) -> None:
     """Without keys, with those of another run, and with bytes that are no messages, at every port."""
     addresses, said = server
     stranger, friend = network.add("stranger"), network.add("friend")
+    others = keys.with_name("others.json")
     # What a stranger may know: which key the servers show.
-    others = json.dumps(json.loads(new_keys()) | {"server_public": json.loads(keys)["server_public"]})
-    lines = Lines(stranger.start("tests.network.peers", "intrude", others, *addresses))
+    public = {"server_public": json.loads(keys.read_text())["server_public"]}
+    others.write_text(json.dumps(json.loads(new_keys()) | public))
+    lines = Lines(stranger.start("tests.network.peers", "intrude", str(others), *addresses))
     came = lines.next()
     assert came["answers"] == 0 and came["greeted"] <= GREETING_BYTES, came
     line = said.until(lambda line: "strangers" not in line or min(line["strangers"]) >= KNOCKS)

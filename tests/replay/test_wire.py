@@ -103,7 +103,7 @@ def frame_with(arrays: object, num_bytes: int) -> list[bytes]:
         ([], "empty message"),
         ([b"\xc1"], "header: MessagePack data is malformed"),
         ([b"\x01"], "header: Expected `object`, got `int`"),
-        (changed_header(v=9), "schema version 9, this process speaks 5"),
+        (changed_header(v=9), "schema version 9, this process speaks 6"),
         (changed_header(run="other"), "the message does not have the id of this run"),
         (changed_header(run="ru"), "the message does not have the id of this run"),
         (changed_header(run=["run"]), "header: run: Expected `str`, got `array`"),
@@ -117,6 +117,7 @@ def frame_with(arrays: object, num_bytes: int) -> list[bytes]:
         (changed_header(arrays=[[["i4", [1] * 9]]] * 4), "does not name a known dtype and a shape"),
         (changed_header(seq=-1), "header: seq: Expected `int` >= 0"),
         (changed_header(seq=True), "header: seq: Expected `int`, got `bool`"),
+        (changed_header(at_s=float("nan")), "header: at_s: Expected `float` >= "),
         (changed_body(generator=65536), "generator: Expected `int` <= 65535"),
         (changed_body(ticket=(1 << 62) + 1), "ticket: Expected `int` <= 4611686018427387904"),
         (changed_body(attempt=1 << 31), "attempt: Expected `int` <= 2147483647"),
@@ -131,7 +132,15 @@ def frame_with(arrays: object, num_bytes: int) -> list[bytes]:
         (
             [
                 msgpack.packb(
-                    {"v": SCHEMA, "run": "run", "kind": "status", "seq": 1, "body": {}, "arrays": [[["i4", [1]]]]}
+                    {
+                        "v": SCHEMA,
+                        "run": "run",
+                        "kind": "status",
+                        "seq": 1,
+                        "at_s": None,
+                        "body": {},
+                        "arrays": [[["i4", [1]]]],
+                    }
                 ),
                 b"1234",
             ],

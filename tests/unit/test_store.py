@@ -22,6 +22,7 @@ from asyncrl.wire.bad_peers import MAX_BAD_MESSAGES
 from asyncrl.wire.channel import ServerLostError
 from asyncrl.wire.curve_keys import new_keys
 from asyncrl.wire.frames import SCHEMA
+from asyncrl.wire.guard import FOREIGN_KEY, NO_KEYS
 from asyncrl.wire.service_messages import StoreRequest
 from asyncrl.wire.store import Store, StoreClient, StoreError, StoreServer
 from asyncrl.wire.torch_store import TorchStore
@@ -268,14 +269,14 @@ def test_with_keys_a_stranger_gets_nothing_changes_nothing_and_is_counted() -> N
     server = StoreServer("tcp://127.0.0.1:*", "weights", keys=keys)
     address = server.channel._socket.getsockopt_string(zmq.LAST_ENDPOINT)
     with capture_logs() as logs:
-        for file, reason in (("", "no keys, or another protocol"), (others, "foreign key")):
+        for wrong, reason in (("", NO_KEYS), (others, FOREIGN_KEY)):
 
             def end_when_refused(reason: str = reason) -> None:
                 if any(entry["reason"] == reason for entry in logs):
                     raise ServerLostError(reason)
 
             with pytest.raises(ServerLostError):  # the connection may end before this is noticed
-                StoreClient(address, keys=file, timeout_s=20.0, check=end_when_refused)
+                StoreClient(address, keys=wrong, timeout_s=20.0, check=end_when_refused)
             await_true(lambda reason=reason: any(one["reason"] == reason for one in logs), "it is not noticed")
     assert {entry["event"] for entry in logs} == {"a stranger was refused"}
     assert server.channel._socket.num_strangers >= 2  # type: ignore[attr-defined]

@@ -1,0 +1,69 @@
+"""A launcher for hosts that are network namespaces: `launch.cluster=.../namespaces.py:Namespaces`.
+
+`HOSTS` in the environment names a JSON file: a list of objects with name, pid (a process of the namespace), address,
+cpus and lost, which a test changes while the run continues. The launcher runs in the first one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from asyncrl.launch.launcher import HOST_LOST, RoleHandle
+from asyncrl.launch.local import LocalLauncher, RoleProcess
+from asyncrl.launch.resources.hosts import Host
+from asyncrl.launch.resources.placement import RoleResources
+from asyncrl.launch.worker import RoleSpec
+
+
+class OnHost(RoleProcess):
+    """A role in a namespace. Its host may be lost while the process lives."""
+
+    @property
+    def code(self) -> int | None:
+        lost = any(one["name"] == self.spec.host and one["lost"] for one in read_hosts())
+        return HOST_LOST if lost else super().code
+
+    def cause(self) -> str:
+        return f"{self.name}: its host is lost" if self.code == HOST_LOST else super().cause()
+
+
+class Namespaces(LocalLauncher):
+    """Role processes of this machine, in other network namespaces."""
+
+    def acquire(self, config: Any) -> None:
+        self.address = read_hosts()[0]["address"]
+
+    def hosts(self) -> list[Host]:
+        head, *others = read_hosts()
+        found = [Host("", tuple(head["cpus"]), address=head["address"])]
+        return found + [
+            Host(one["name"], tuple(one["cpus"]), address=one["address"], pool="a") for one in others if not one["lost"]
+        ]
+
+    def start(self, spec: RoleSpec, resources: RoleResources) -> RoleProcess:
+        role = super().start(spec, resources)
+        if spec.host:
+            self.roles.remove(role)
+            role = OnHost(role.spec, role.process, role.output, role.log_start_bytes, role.output_start_bytes)
+            self.roles.append(role)
+        return role
+
+    def command(self, spec: RoleSpec) -> list[str]:
+        pid = next((one["pid"] for one in read_hosts() if one["name"] == spec.host), None)
+        enter = ["nsenter", "--target", str(pid), "--net"] if spec.host else []
+        return [*enter, *super().command(spec)]
+
+    def kill(self, roles: Any, *, show_stacks: bool = False) -> list[RoleHandle]:
+        """Processes on lost hosts cannot be reached."""
+        lost = {one["name"] for one in read_hosts() if one["lost"]}
+        for role in [role for role in self.roles if role in roles and role.spec.host in lost]:
+            self.roles.remove(role)
+        return super().kill(roles, show_stacks=show_stacks)
+
+
+def read_hosts() -> list[dict[str, Any]]:
+    """The hosts of the test."""
+    return json.loads(Path(os.environ["HOSTS"]).read_text())

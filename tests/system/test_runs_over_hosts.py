@@ -1,0 +1,229 @@
+"""Runs whose roles are on different hosts: network namespaces with an address each."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pyarrow.parquet as pq
+import pytest
+
+from tests.helpers.runs import SMALL, Launched, check_ledger
+from tests.network.hosts import DIE_WITH_PARENT, ROOT, Host, Network
+from tests.network.link import Quality
+
+pytestmark = [pytest.mark.system, pytest.mark.slow, pytest.mark.timeout(600)]
+
+LAUNCHER = f"{ROOT}/tests/network/namespaces.py:Namespaces"
+QUICK = ["observe.samples=false", "launch.pin_cores=false", "launch.start_timeout_s=120"]
+
+
+IN_POOL = ["placement.roles={generator: a, learner: a}"]
+"""The launcher's own host has the replay queue only."""
+
+
+class Cluster:
+    """Hosts, a run over them, and which hosts its launcher takes for lost."""
+
+    def __init__(self, network: Network, folder: Path) -> None:
+        self._network, self.folder = network, folder
+        self.hosts: dict[str, Host] = {}
+        self._file = folder / "hosts.json"
+        self._lost: set[str] = set()
+
+    def add(self, name: str, *, linked: bool = False) -> Host:
+        self.hosts[name] = self._network.add(name, linked=linked)
+        self._write()
+        return self.hosts[name]
+
+    def launch(self, *settings: str, steps: int = 12, generators: int = 2, learners: int = 2) -> Launched:
+        """Starts the demo with small steps on the hosts."""
+        head = next(iter(self.hosts.values()))
+        command = [sys.executable, "-m", "asyncrl.cli", "launch", "--config", "demo", "--run", "hosts"]
+        command += ["--steps", str(steps), "--generators", str(generators), "--learners", str(learners)]
+        command += [f"launch.cluster={LAUNCHER}", *QUICK, *SMALL, *settings]
+        environment = os.environ | {"HOSTS": str(self._file), "PYTHONPATH": str(ROOT)}
+        del environment["GLOO_SOCKET_IFNAME"]  # which the other tests set
+        process = subprocess.Popen(
+            [*head.entry(), *DIE_WITH_PARENT, *command],
+            cwd=self.folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        return Launched(self.folder, "hosts", process)
+
+    def set_lost(self, name: str, lost: bool) -> None:
+        """Says to the launcher whether it still has the host."""
+        (self._lost.add if lost else self._lost.discard)(name)
+        self._write()
+
+    def kill(self, run: Launched, name: str) -> None:
+        """Kills the roles on a host, and the host for the launcher."""
+        self.set_lost(name, True)
+        for pid in self.roles(run, name):
+            os.kill(pid, signal.SIGKILL)
+
+    def roles(self, run: Launched, name: str) -> list[int]:
+        """Process ids of all that runs on a host for the run."""
+        network = os.readlink(f"/proc/{self.hosts[name].pid}/ns/net")
+        run.note_tree()
+        return [pid for pid in run.tree if psutil.pid_exists(pid) and _network(pid) == network]
+
+    def _write(self) -> None:
+        known = [
+            {"name": name, "pid": host.pid, "address": host.address, "cpus": cores(), "lost": name in self._lost}
+            for name, host in self.hosts.items()
+        ]
+        new = self._file.with_suffix(".new")
+        new.write_text(json.dumps(known))
+        new.replace(self._file)
+
+
+def cores() -> list[int]:
+    return sorted(os.sched_getaffinity(0))
+
+
+def _network(pid: int) -> str:
+    try:
+        return os.readlink(f"/proc/{pid}/ns/net")
+    except OSError:  # it has ended
+        return ""
+
+
+@pytest.fixture
+def cluster(network: Network, demo_folder: Path) -> Cluster:
+    return Cluster(network, demo_folder)
+
+
+@pytest.fixture
+def finish() -> Iterator[Callable[[Launched], dict[str, Any]]]:
+    """Waits for the end of a run and returns its summary."""
+    runs: list[Launched] = []
+
+    def end(run: Launched) -> dict[str, Any]:
+        runs.append(run)
+        code, output = run.end(timeout_s=300)
+        print(output)
+        assert code == 0, output
+        assert run.left_over() == []
+        check_ledger(run.summary())
+        return run.summary()
+
+    yield end
+    for run in runs:
+        run.kill()
+
+
+def hosts_of(run: Launched, role: str) -> list[str]:
+    """The host of each start of a role, according to its log."""
+    return [event.get("host", "") for event in run.events(role) if event["event"] == "started"]
+
+
+def placed(run: Launched, *roles: str) -> dict[str, str]:
+    """The host of the last start of each role."""
+    return {role: (hosts_of(run, role) or ["nowhere"])[-1] for role in roles}
+
+
+def await_move(run: Launched, role: str, *, away_from: str, timeout_s: float = 180.0) -> None:
+    """Returns when the role has started on another host."""
+    run.wait_until(lambda: placed(run, role)[role] != away_from, what=f"another host for {role}", timeout_s=timeout_s)
+
+
+def test_the_demo_trains_over_five_hosts(cluster: Cluster, finish: Callable[[Launched], dict[str, Any]]) -> None:
+    """The replay queue and the launcher on one, two learner ranks and two generators on the others."""
+    for name in ("head", "n1", "n2", "n3", "n4"):
+        cluster.add(name)
+    run = cluster.launch(generators=3)
+    summary = finish(run)
+    assert (summary["status"], summary["steps"], sum(summary["restarts"].values())) == ("finished", 12, 0)
+    places = placed(run, "learner-0", "learner-1", *(f"generator-{index}" for index in range(3)))
+    assert sorted(places.values()) == ["", "n1", "n2", "n3", "n4"], places
+    trace = pq.read_table(run.run_dir / "trace.parquet").to_pylist()
+    assert len({row["generator"] for row in trace}) >= 2
+
+
+def test_hosts_are_killed_and_come_back(cluster: Cluster, finish: Callable[[Launched], dict[str, Any]]) -> None:
+    """One with a generator, then one with the learner; both roles start again where there is room."""
+    for name in ("head", "n1", "n2"):
+        cluster.add(name)
+    run = cluster.launch("placement.pools={a: {nodes: 2}}", *IN_POOL, steps=60, learners=1)
+    run.wait_for_step(3)
+    for role in ("generator-0", "learner-0"):
+        host = placed(run, role)[role]
+        cluster.kill(run, host)
+        await_move(run, role, away_from=host)
+        step = len(run.rows())
+        run.wait_for_step(step + 3)
+        cluster.set_lost(host, False)
+    summary = finish(run)
+    assert summary["steps"] == 60
+    assert summary["restarts"]["learner"] >= 1 and summary["restarts"]["generator"] >= 1
+
+
+def test_a_host_that_was_only_silent_changes_nothing_when_it_is_back(
+    cluster: Cluster, finish: Callable[[Launched], dict[str, Any]]
+) -> None:
+    """The learner's host stands still until another one has taken its place: the old process is refused, and ends."""
+    for name in ("head", "n1", "n2"):
+        cluster.add(name)
+    run = cluster.launch("placement.pools={a: {nodes: 2}}", *IN_POOL, steps=40, generators=1, learners=1)
+    run.wait_for_step(3)
+    host, old = placed(run, "learner-0")["learner-0"], run.pid("learner-0")
+    cluster.set_lost(host, True)
+    os.kill(old, signal.SIGSTOP)
+    await_move(run, "learner-0", away_from=host)
+    run.wait_for_step(len(run.rows()) + 2)
+    os.kill(old, signal.SIGCONT)
+    run.wait_until(lambda: not psutil.pid_exists(old) or not _runs(old), what="the end of the old learner")
+    told = [event for event in run.events("learner-0") if event["level"] == "error"]
+    assert any("superseded" in event["error"] for event in told), told
+    summary = finish(run)
+    assert summary["steps"] == 40
+    steps = [row["step"] for row in run.rows()]
+    assert steps == sorted(set(steps)), "a step was reported twice"
+
+
+@pytest.mark.parametrize("cut_s", [20.0])
+def test_a_cut_link_loses_nothing(cluster: Cluster, finish: Callable[[Launched], dict[str, Any]], cut_s: float) -> None:
+    cluster.add("head")
+    far = cluster.add("far", linked=True)
+    assert far.link
+    run = cluster.launch(steps=40, generators=1, learners=1)
+    run.wait_for_step(5)
+    far.link.set(Quality(cut=True))
+    time.sleep(cut_s)
+    far.link.set(Quality())
+    ended_s, step = time.monotonic(), len(run.rows())
+    run.wait_for_step(step + 2)
+    print(f"2 steps {time.monotonic() - ended_s:.1f} s after a cut of {cut_s:g} s")
+    summary = finish(run)
+    assert (summary["steps"], sum(summary["restarts"].values())) == (40, 0)
+
+
+def test_the_demo_trains_over_a_long_and_lossy_link(
+    cluster: Cluster, finish: Callable[[Launched], dict[str, Any]]
+) -> None:
+    """50 ms of delay and 5 % of packets lost in each direction, for groups and weights."""
+    cluster.add("head")
+    far = cluster.add("far", linked=True)
+    assert far.link
+    far.link.set(Quality(delay_s=0.025, loss=0.05))
+    summary = finish(cluster.launch(steps=12, generators=1, learners=1))
+    assert (summary["steps"], sum(summary["restarts"].values())) == (12, 0)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
