@@ -79,5 +79,6 @@ class BottleneckMonitor:
 
 def generators_per_device(placement: Placement) -> int:
     """The largest number of generators that share a core or a GPU."""
-    places = Counter(resources.gpus or resources.cpus for resources in placement.generators)
-    return max(count if placement.generators[0].gpus else -(-count // len(place)) for place, count in places.items())
+    places = Counter((own.host, own.gpus or own.cpus) for own in placement.generators)
+    shared = placement.generators[0].gpus
+    return max(count if shared else -(-count // len(place)) for (_, place), count in places.items())

@@ -125,7 +125,7 @@ def _launch(config: Config, console: Console, launcher: Launcher, *, reward_mode
             RunFolder(config) as folder,
         ):
             checkpoint = discard_journal(folder.path) if without_journal else ""
-            folder.begin(config, endpoints)
+            folder.begin(config, endpoints, hosts)
             configure_logs(folder.path, "launcher", config.observe.log_level)
             if folder.moved_to is not None:
                 console.print(f"the earlier run of this name is now {folder.moved_to}", highlight=False)

@@ -6,13 +6,16 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
+from pydantic import TypeAdapter
+
 from asyncrl.config import Config, MappingValue, config_keys, load_config
 from asyncrl.errors import ConfigError
+from asyncrl.launch.resources.hosts import Host
 from asyncrl.launch.worker import endpoints_of
 from asyncrl.observe.document import read_metrics
 from asyncrl.util.files import next_free_path, read_json, replace_file
@@ -20,6 +23,8 @@ from asyncrl.util.redaction import redact
 from asyncrl.wire.endpoints import Endpoints
 
 ENDPOINTS = "endpoints.json"
+HOSTS = "hosts.json"
+"""File with the hosts that the latest launch started with."""
 ATTEMPTS = "attempts.json"
 """File with the wall time in seconds of each earlier launch of a resumed run."""
 
@@ -80,14 +85,15 @@ class RunFolder:
         self._lock_path.unlink(missing_ok=True)
         self._lock.close()
 
-    def begin(self, config: Config, endpoints: Endpoints) -> None:
-        """Writes the config and the endpoints of a launch, and removes the summary of an earlier one."""
+    def begin(self, config: Config, endpoints: Endpoints, hosts: Sequence[Host]) -> None:
+        """Writes the config, the endpoints and the hosts of a launch, and removes the summary of an earlier one."""
         if self.earlier_s:
             replace_file(self.path / ATTEMPTS, json.dumps(self.earlier_s) + "\n")
         (self.path / "summary.json").unlink(missing_ok=True)
         # A config that is used again starts a new run, whatever started this one.
         kept = config.model_copy(update={"resume": "never"}) if config.resume == "must" else config
         replace_file(self.path / "config.yaml", kept.to_yaml())
+        replace_file(self.path / HOSTS, json.dumps([asdict(host) for host in hosts], indent=2) + "\n")
         replace_file(self.path / ENDPOINTS, json.dumps(asdict(endpoints), indent=2) + "\n", mode=0o600)
 
     def summary(self, summary: dict[str, Any]) -> dict[str, Any]:
@@ -127,6 +133,14 @@ def read_endpoints(run_dir: Path) -> Endpoints:
     if not is_running(run_dir) or not file.exists():
         raise ConfigError(f"{run_dir}: this run is not running; start it with asyncrl launch, or resume it (--resume)")
     return endpoints_of(read_json(file))
+
+
+def read_hosts(run_dir: Path) -> list[Host]:
+    """The hosts that the run's latest launch started with."""
+    return _HOSTS.validate_python(read_json(run_dir / HOSTS, kind=list))
+
+
+_HOSTS = TypeAdapter(list[Host])
 
 
 def _attempts_s(run_dir: Path) -> list[float]:

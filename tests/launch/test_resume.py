@@ -36,7 +36,7 @@ def in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def attempt(config: Config, status: str = "", *, steps: int = 1, wall_s: float = 10.0) -> RunFolder:
     """Records a launch that ended with this status, or was killed if the status is empty."""
     with RunFolder(config) as folder:
-        folder.begin(config, loopback_endpoints(1))
+        folder.begin(config, loopback_endpoints(1), [])
         (folder.path / "journal").mkdir(exist_ok=True)
         if status:
             folder.write_summary(folder.summary({"status": status, "steps": steps, "wall_s": wall_s}))
@@ -54,7 +54,7 @@ def test_resumed_run_continues_in_its_folder_with_the_time_of_all_launches() -> 
     with RunFolder(must(launch__generators=3)) as folder:
         assert folder.moved_to is None
         assert (folder.path / "journal").is_dir()
-        folder.begin(folder.config, loopback_endpoints(1))
+        folder.begin(folder.config, loopback_endpoints(1), [])
         assert not (folder.path / "summary.json").exists()
         assert json.loads((folder.path / ATTEMPTS).read_text()) == [10.0, 5.0]
         assert load_config(folder.path / "config.yaml").launch.generators == 3
@@ -104,7 +104,7 @@ def test_must_needs_a_run_that_is_not_finished() -> None:
 
 def test_live_run_is_not_resumed() -> None:
     with RunFolder(small_config(run="one")) as folder:
-        folder.begin(folder.config, loopback_endpoints(1))
+        folder.begin(folder.config, loopback_endpoints(1), [])
         with pytest.raises(ConfigError, match="run = 'one': a run of this name is running"):
             RunFolder(must()).__enter__()
 
@@ -171,7 +171,7 @@ def test_endpoints_are_accessible_to_their_owner_while_the_run_is_live() -> None
     with pytest.raises(ConfigError, match="runs/one: there is no such run"):
         read_endpoints(Path("runs/one"))
     with RunFolder(small_config(run="one")) as folder:
-        folder.begin(folder.config, endpoints)
+        folder.begin(folder.config, endpoints, [])
         file = folder.path / "endpoints.json"
         assert file.stat().st_mode & 0o777 == 0o600
         assert read_endpoints(folder.path) == endpoints

@@ -44,7 +44,7 @@ def test_a_new_run_is_its_owners_and_an_older_one_keeps_its_mode() -> None:
     try:
         with RunFolder(small_config(run="mine")) as folder:
             assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
-            folder.begin(folder.config, loopback_endpoints(1))
+            folder.begin(folder.config, loopback_endpoints(1), [])
         folder.path.chmod(0o750)
         with RunFolder(small_config(run="mine", resume="must")) as folder:
             assert stat.S_IMODE(folder.path.stat().st_mode) == 0o750
@@ -64,7 +64,7 @@ def test_two_live_runs_of_one_name_are_refused() -> None:
 def test_the_written_config_reproduces_the_run() -> None:
     config = small_config(run="same", seed=5)
     with RunFolder(config) as folder:
-        folder.begin(config, loopback_endpoints(1))
+        folder.begin(config, loopback_endpoints(1), [])
         assert load_config(folder.path / "config.yaml") == config
 
 

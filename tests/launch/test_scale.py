@@ -50,7 +50,7 @@ def change(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wanted: int, queue: 
     monkeypatch.chdir(tmp_path)
     out = io.StringIO()
     with RunFolder(small_config(run="one", **settings)) as folder:
-        folder.begin(folder.config, loopback_endpoints(1))
+        folder.begin(folder.config, loopback_endpoints(1), [])
         console = Console(file=out, width=200)
         ScaleChange(folder.path, queue, wanted, console).await_all()  # type: ignore[arg-type]
     return out.getvalue()
@@ -89,7 +89,7 @@ def test_a_change_that_does_not_happen_is_an_error(monkeypatch: pytest.MonkeyPat
 def test_run_that_ends_meanwhile_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     with RunFolder(small_config(run="one")) as folder:
-        folder.begin(folder.config, loopback_endpoints(1))
+        folder.begin(folder.config, loopback_endpoints(1), [])
         queue = ScriptedQueue(status(2, TWO), status(3, TWO))
         waiting = ScaleChange(folder.path, queue, 3, Console(quiet=True))  # type: ignore[arg-type]
     with pytest.raises(RunError, match="generators 2 -> 3: the run ended meanwhile, without generator-2"):

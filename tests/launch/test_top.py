@@ -62,7 +62,7 @@ def test_it_shows_the_run_until_ctrl_c(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setattr(top_module, "LauncherClient", lambda endpoints: queue)
     monkeypatch.setattr(top_module, "EVERY_S", 0.01)
     with RunFolder(small_config(run="one")) as folder:
-        folder.begin(folder.config, loopback_endpoints(1))
+        folder.begin(folder.config, loopback_endpoints(1), [])
         top(folder.path, Console(file=out, width=200))
     lines = out.getvalue().splitlines()
     assert lines[0] == "waiting for the first step ..."

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ LAUNCHER = f"{ROOT}/tests/network/namespaces.py:Namespaces"
 QUICK = ["observe.samples=false", "launch.pin_cores=false", "launch.start_timeout_s=120"]
 
 
-IN_POOL = ["placement.roles={generator: a, learner: a}"]
+IN_POOL = ["placement.pools={a: {nodes: 2}}", "placement.roles={generator: a, learner: a}"]
 """The launcher's own host has the replay queue only."""
 
 
@@ -38,16 +38,17 @@ class Cluster:
         self.hosts: dict[str, Host] = {}
         self._file = folder / "hosts.json"
         self._lost: set[str] = set()
+        self.runs: list[Launched] = []
 
     def add(self, name: str, *, linked: bool = False) -> Host:
         self.hosts[name] = self._network.add(name, linked=linked)
         self._write()
         return self.hosts[name]
 
-    def launch(self, *settings: str, steps: int = 12, generators: int = 2, learners: int = 2) -> Launched:
-        """Starts the demo with small steps on the hosts."""
+    def launch(self, name: str, *settings: str, steps: int = 12, generators: int = 2, learners: int = 2) -> Launched:
+        """Starts the demo with small steps on the hosts, as a run of this name."""
         head = next(iter(self.hosts.values()))
-        command = [sys.executable, "-m", "asyncrl.cli", "launch", "--config", "demo", "--run", "hosts"]
+        command = [sys.executable, "-m", "asyncrl.cli", "launch", "--config", "demo", "--run", name]
         command += ["--steps", str(steps), "--generators", str(generators), "--learners", str(learners)]
         command += [f"launch.cluster={LAUNCHER}", *QUICK, *SMALL, *settings]
         environment = os.environ | {"HOSTS": str(self._file), "PYTHONPATH": str(ROOT)}
@@ -60,7 +61,8 @@ class Cluster:
             stderr=subprocess.STDOUT,
             text=True,
         )
-        return Launched(self.folder, "hosts", process)
+        self.runs.append(Launched(self.folder, name, process))
+        return self.runs[-1]
 
     def set_lost(self, name: str, lost: bool) -> None:
         """Says to the launcher whether it still has the host."""
@@ -101,27 +103,21 @@ def _network(pid: int) -> str:
 
 
 @pytest.fixture
-def cluster(network: Network, demo_folder: Path) -> Cluster:
-    return Cluster(network, demo_folder)
-
-
-@pytest.fixture
-def finish() -> Iterator[Callable[[Launched], dict[str, Any]]]:
-    """Waits for the end of a run and returns its summary."""
-    runs: list[Launched] = []
-
-    def end(run: Launched) -> dict[str, Any]:
-        runs.append(run)
-        code, output = run.end(timeout_s=300)
-        print(output)
-        assert code == 0, output
-        assert run.left_over() == []
-        check_ledger(run.summary())
-        return run.summary()
-
-    yield end
-    for run in runs:
+def cluster(network: Network, demo_folder: Path) -> Iterator[Cluster]:
+    cluster = Cluster(network, demo_folder)
+    yield cluster
+    for run in cluster.runs:
         run.kill()
+
+
+def finish(run: Launched) -> dict[str, Any]:
+    """Waits for the end of a run and returns its summary."""
+    code, output = run.end(timeout_s=300)
+    print(output)
+    assert code == 0, output
+    assert run.left_over() == []
+    check_ledger(run.summary())
+    return run.summary()
 
 
 def hosts_of(run: Launched, role: str) -> list[str]:
@@ -139,11 +135,11 @@ def await_move(run: Launched, role: str, *, away_from: str, timeout_s: float = 1
     run.wait_until(lambda: placed(run, role)[role] != away_from, what=f"another host for {role}", timeout_s=timeout_s)
 
 
-def test_the_demo_trains_over_five_hosts(cluster: Cluster, finish: Callable[[Launched], dict[str, Any]]) -> None:
+def test_the_demo_trains_over_five_hosts(cluster: Cluster) -> None:
     """The replay queue and the launcher on one, two learner ranks and two generators on the others."""
     for name in ("head", "n1", "n2", "n3", "n4"):
         cluster.add(name)
-    run = cluster.launch(generators=3)
+    run = cluster.launch("five", generators=3)
     summary = finish(run)
     assert (summary["status"], summary["steps"], sum(summary["restarts"].values())) == ("finished", 12, 0)
     places = placed(run, "learner-0", "learner-1", *(f"generator-{index}" for index in range(3)))
@@ -152,11 +148,11 @@ def test_the_demo_trains_over_five_hosts(cluster: Cluster, finish: Callable[[Lau
     assert len({row["generator"] for row in trace}) >= 2
 
 
-def test_hosts_are_killed_and_come_back(cluster: Cluster, finish: Callable[[Launched], dict[str, Any]]) -> None:
+def test_hosts_are_killed_and_come_back(cluster: Cluster) -> None:
     """One with a generator, then one with the learner; both roles start again where there is room."""
     for name in ("head", "n1", "n2"):
         cluster.add(name)
-    run = cluster.launch("placement.pools={a: {nodes: 2}}", *IN_POOL, steps=60, learners=1)
+    run = cluster.launch("killed", *IN_POOL, steps=60, learners=1)
     run.wait_for_step(3)
     for role in ("generator-0", "learner-0"):
         host = placed(run, role)[role]
@@ -170,13 +166,11 @@ def test_hosts_are_killed_and_come_back(cluster: Cluster, finish: Callable[[Laun
     assert summary["restarts"]["learner"] >= 1 and summary["restarts"]["generator"] >= 1
 
 
-def test_a_host_that_was_only_silent_changes_nothing_when_it_is_back(
-    cluster: Cluster, finish: Callable[[Launched], dict[str, Any]]
-) -> None:
+def test_a_host_that_was_only_silent_changes_nothing_when_it_is_back(cluster: Cluster) -> None:
     """The learner's host stands still until another one has taken its place: the old process is refused, and ends."""
     for name in ("head", "n1", "n2"):
         cluster.add(name)
-    run = cluster.launch("placement.pools={a: {nodes: 2}}", *IN_POOL, steps=40, generators=1, learners=1)
+    run = cluster.launch("silent", *IN_POOL, steps=40, generators=1, learners=1)
     run.wait_for_step(3)
     host, old = placed(run, "learner-0")["learner-0"], run.pid("learner-0")
     cluster.set_lost(host, True)
@@ -194,11 +188,11 @@ def test_a_host_that_was_only_silent_changes_nothing_when_it_is_back(
 
 
 @pytest.mark.parametrize("cut_s", [20.0])
-def test_a_cut_link_loses_nothing(cluster: Cluster, finish: Callable[[Launched], dict[str, Any]], cut_s: float) -> None:
+def test_a_cut_link_loses_nothing(cluster: Cluster, cut_s: float) -> None:
     cluster.add("head")
     far = cluster.add("far", linked=True)
     assert far.link
-    run = cluster.launch(steps=40, generators=1, learners=1)
+    run = cluster.launch("cut", steps=60, generators=1, learners=1)
     run.wait_for_step(5)
     far.link.set(Quality(cut=True))
     time.sleep(cut_s)
@@ -207,18 +201,16 @@ def test_a_cut_link_loses_nothing(cluster: Cluster, finish: Callable[[Launched],
     run.wait_for_step(step + 2)
     print(f"2 steps {time.monotonic() - ended_s:.1f} s after a cut of {cut_s:g} s")
     summary = finish(run)
-    assert (summary["steps"], sum(summary["restarts"].values())) == (40, 0)
+    assert (summary["steps"], sum(summary["restarts"].values())) == (60, 0)
 
 
-def test_the_demo_trains_over_a_long_and_lossy_link(
-    cluster: Cluster, finish: Callable[[Launched], dict[str, Any]]
-) -> None:
+def test_the_demo_trains_over_a_long_and_lossy_link(cluster: Cluster) -> None:
     """50 ms of delay and 5 % of packets lost in each direction, for groups and weights."""
     cluster.add("head")
     far = cluster.add("far", linked=True)
     assert far.link
     far.link.set(Quality(delay_s=0.025, loss=0.05))
-    summary = finish(cluster.launch(steps=12, generators=1, learners=1))
+    summary = finish(cluster.launch("lossy", steps=12, generators=1, learners=1))
     assert (summary["steps"], sum(summary["restarts"].values())) == (12, 0)
 
 

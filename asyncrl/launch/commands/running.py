@@ -12,7 +12,7 @@ from asyncrl.config import MAX_GENERATORS, load_config, too_many_generators
 from asyncrl.errors import ConfigError, PeerTimeoutError, RunError
 from asyncrl.launch.bottleneck import BottleneckMonitor
 from asyncrl.launch.resources.placement import place_roles
-from asyncrl.launch.run_dir import is_running, read_endpoints
+from asyncrl.launch.run_dir import is_running, read_endpoints, read_hosts
 from asyncrl.launch.shown_samples import ShownSamples
 from asyncrl.observe.curves import Curves
 from asyncrl.observe.destinations import METRICS_FILE
@@ -118,7 +118,8 @@ def top(run_dir: Path, console: Console) -> None:
     """Shows the run until it ends or Ctrl-C; changes nothing. Raises ConfigError when it is not running."""
     client = LauncherClient(read_endpoints(run_dir))
     config = load_config(run_dir / "config.yaml")
-    bottleneck = BottleneckMonitor(config, place_roles(config, reward_model=uses_reward_model(config)), first_s=0.0)
+    placement = place_roles(config, reward_model=uses_reward_model(config), hosts=read_hosts(run_dir))
+    bottleneck = BottleneckMonitor(config, placement, first_s=0.0)
     curves = Curves(run_dir / METRICS_FILE, wanted=REWARD.__eq__)
     curves.read(READ_S)
     view = LiveView(
