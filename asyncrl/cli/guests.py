@@ -13,6 +13,7 @@ from rich.console import Console
 
 from asyncrl.cli.app import app
 from asyncrl.errors import ConfigError
+from asyncrl.util.files import check_writable, replace_file
 
 SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
@@ -22,10 +23,11 @@ def invite(
     name: Annotated[str | None, typer.Option(help="Name of the guest, for logs and --revoke.")] = None,
     generators: Annotated[int, typer.Option(help="Maximum number of its generators.")] = 1,
     run: Annotated[str, typer.Option(help="Name of the run in runs/, or the path of its folder.")] = "run",
+    out: Annotated[Path | None, typer.Option(help="New file for the key, of mode 0600; standard output.")] = None,
     revoke: Annotated[str | None, typer.Option(help="Name of a guest that is not admitted any more.")] = None,
 ) -> None:
-    """Invite another machine to generate for a run: prints its key, for a file that only its user can read. Exit code
-    0: done, 2: no such run, or one that other machines do not reach."""
+    """Invite another machine to generate for a run: makes its key. Exit code 0: done, 2: no such run, or one that other
+    machines do not reach."""
     from asyncrl.launch.invitations import invite as invite_guest
     from asyncrl.launch.invitations import revoke as revoke_guest
 
@@ -36,7 +38,13 @@ def invite(
         revoke_guest(run_dir, revoke)
         print(f"{revoke} is not admitted any more")
     elif name is not None:
-        print(json.dumps(asdict(invite_guest(run_dir, name, generators)), indent=2))
+        if out is not None:
+            check_new(out)
+        text = json.dumps(asdict(invite_guest(run_dir, name, generators)), indent=2)
+        if out is None:
+            print(text)
+        else:
+            replace_file(out, text + "\n", mode=0o600)
 
 
 @app.command()
@@ -61,6 +69,13 @@ def join(
         address, key, Console(), generators=generators, model=model, patience_s=read_seconds("--patience", patience)
     )
     raise typer.Exit(code)
+
+
+def check_new(file: Path) -> None:
+    """Raises ConfigError if the file exists or cannot be written."""
+    if file.exists():
+        raise ConfigError(f"--out {file}: exists; give another name, or remove it")
+    check_writable(file, "--out")
 
 
 def read_seconds(option: str, text: str) -> float:

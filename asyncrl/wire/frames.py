@@ -103,10 +103,10 @@ class Message:
     """Views into the received frames, read-only."""
     peer: bytes = b""
     """Routing id of the sender at a server; empty at a client."""
-    guest: Guest | None = None
-    """The guest that sent it to a server; None for a process of the run."""
     at_s: float | None = None
     """When it was sent, on the monotonic clock of a server's machine; None for a message that is no reply."""
+    guest: Guest | None = None
+    """The guest that sent it to a server; None for a process of the run."""
 
 
 Arrays = Array | list[Array]
