@@ -44,7 +44,7 @@ from asyncrl.wire.messages import GeneratorStats
 if TYPE_CHECKING:
     from asyncrl.environments.pool import EnvironmentPool
     from asyncrl.rewards.workers import RewardPool, Scored
-    from asyncrl.weights.receiver import WeightReceiver
+    from asyncrl.weights.background import BackgroundReceiver
 
 log = structlog.get_logger()
 
@@ -75,7 +75,7 @@ class GeneratorLoop:
         index: int,
         engine: Engine,
         rewards: RewardPool | None,
-        receiver: WeightReceiver,
+        receiver: BackgroundReceiver,
         client: GeneratorClient,
         should_stop: Callable[[], bool],
         greedy_baseline: bool = False,
@@ -237,6 +237,8 @@ class GeneratorLoop:
             self.done = self.done or reply.done
             self._progress = reply.progress
             self.receiver.locate(reply.weights)
+            if reply.stored is not None:
+                self.receiver.announce(reply.stored)
             if reply.leave and self._leave_s is None:
                 self._leave_s = now_s + self.config.launch.stop_timeout_s
                 log.info("generator leaves", unfinished_groups=len(self.groups.unfinished))
@@ -254,6 +256,7 @@ class GeneratorLoop:
             del seconds[_OTHER]
             for name, spent_s in seconds.items():
                 setattr(self.stats, f"{name}_s", spent_s)
+            self.stats.weights = self.receiver.following()
             if (episodes := self.groups.episodes) is not None:
                 self.stats.live_episodes, self.stats.waiting_episodes = episodes.num_live, episodes.num_waiting
             if renews:

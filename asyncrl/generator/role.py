@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import structlog
@@ -18,6 +19,9 @@ from asyncrl.replay.client import GeneratorClient
 from asyncrl.util.files import read_tensor_descriptions
 from asyncrl.util.processes import set_time_slice, use_batch_scheduling
 from asyncrl.wire.endpoints import Endpoints
+
+if TYPE_CHECKING:
+    from asyncrl.weights.background import BackgroundReceiver
 
 log = structlog.get_logger()
 
@@ -47,8 +51,6 @@ def run_generator(
     from asyncrl.environments.pool import EnvironmentPool
     from asyncrl.rewards.reward_model import await_reward_model
     from asyncrl.rewards.workers import RewardPool
-    from asyncrl.weights.files.delivery import StoreOptions
-    from asyncrl.weights.receiver import WeightReceiver
 
     with ExitStack() as stack:
         # Keep all threads on the engine's core: a thread preempted on another core could hold the GIL and stall the
@@ -60,18 +62,7 @@ def run_generator(
         on_gpu = torch.cuda.is_available()
         if not on_gpu:
             try_batch_scheduling(use_batch_scheduling)
-        receiver = WeightReceiver(
-            "" if endpoints.announces else endpoints.weights,
-            rank=index + 1,
-            transport=config.weights.transport,
-            timeout_s=config.weights.timeout_s,
-            max_bytes=max_weight_bytes(config.model.path),
-            device="cuda:0" if on_gpu else "cpu",
-            keeps=config.evaluates,
-            run_id=endpoints.run_id,
-            keys=endpoints.keys,
-            store_url=StoreOptions.of(config, run_dir).url,
-        )
+        receiver = make_receiver(config, index, endpoints, run_dir, device="cuda:0" if on_gpu else "cpu")
         stack.callback(receiver.close)
         receiver.start()  # joins while the engine starts, so that the learners do not wait for it
         engine = Engine(config, seed=engine_seed(config.seed, index, start))
@@ -100,6 +91,38 @@ def run_generator(
             greedy_baseline=greedy_baseline,
             environments=environments,
         ).run()
+
+
+def make_receiver(
+    config: Config, index: int, endpoints: Endpoints, run_dir: Path, *, device: str
+) -> BackgroundReceiver:
+    """The receiver of the run's weights: from the learner, or from a store."""
+    from asyncrl.weights.files.receiver import FileReceiver
+    from asyncrl.weights.files.sender import StoreOptions
+    from asyncrl.weights.receiver import WeightReceiver
+    from asyncrl.weights.transports import goes_by_files
+
+    timeout_s, max_bytes = config.weights.timeout_s, max_weight_bytes(config.model.path)
+    if goes_by_files(config):
+        return FileReceiver(
+            StoreOptions.of(config, run_dir).url,
+            run_id=endpoints.run_id,
+            timeout_s=timeout_s,
+            max_bytes=max_bytes,
+            device=device,
+            keeps=config.evaluates,
+        )
+    return WeightReceiver(
+        "" if endpoints.announces else endpoints.weights,
+        rank=index + 1,
+        transport=config.weights.transport,
+        timeout_s=timeout_s,
+        max_bytes=max_bytes,
+        device=device,
+        keeps=config.evaluates,
+        run_id=endpoints.run_id,
+        keys=endpoints.keys,
+    )
 
 
 def engine_seed(seed: int, index: int, start: int) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 from asyncrl.config import Config
 from asyncrl.launch.resources.placement import Placement
-from asyncrl.plan.levers import goodput_sentence, timeout_sentence
+from asyncrl.plan.levers import goodput_sentence, link_sentence, timeout_sentence
 from asyncrl.plan.measured import RecentRun
 from asyncrl.plan.verdict import verdict_of
 from asyncrl.types import goodput_of
@@ -38,7 +38,7 @@ class BottleneckMonitor:
             return begun.result()["bottleneck"]
         if self._begun is None and status["step"] and time.monotonic() >= self._next_s:
             idle = status["generator_idle"], status["learner_idle"], status["generator_environments"]
-            self._begun = self._thread.submit(self._judge, *idle, goodput_of(status["metrics"]))
+            self._begun = self._thread.submit(self._judge, *idle, goodput_of(status["metrics"]), status["links"])
         return ""
 
     def summary(self, summary: dict[str, Any]) -> dict[str, Any]:
@@ -47,10 +47,17 @@ class BottleneckMonitor:
         if idle is None:
             return {}
         fractions = idle["generator"], idle["learner"], idle["environments"]
-        return self._thread.submit(self._judge, *fractions, summary.get("goodput", {})).result()
+        return self._thread.submit(
+            self._judge, *fractions, summary.get("goodput", {}), summary.get("links", {})
+        ).result()
 
     def _judge(
-        self, generator_idle: float, learner_idle: float, environments: float, goodput: dict[str, float]
+        self,
+        generator_idle: float,
+        learner_idle: float,
+        environments: float,
+        goodput: dict[str, float],
+        links: dict[str, dict[str, float]],
     ) -> dict[str, Any]:
         verdict = verdict_of(
             self._run,
@@ -68,6 +75,7 @@ class BottleneckMonitor:
                 environments=environments,
             ),
             timeout_sentence(self._config, self._run.timed_out_fraction()),
+            link_sentence(links, self._config),
         ]
         more = " ".join(filter(None, sentences))
         return {

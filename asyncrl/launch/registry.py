@@ -45,13 +45,12 @@ def check_parts(config: Config) -> None:
     from asyncrl.launch.local import find_launcher
     from asyncrl.observe.trackers import find_tracker
     from asyncrl.weights.files.folder import Folder
-    from asyncrl.weights.transports import find_transport, transport_of
+    from asyncrl.weights.transports import goes_by_files
 
     find_launcher(config)
     for name in config.observe.trackers:
         find_tracker(name)
-    transport = transport_of(config)
-    if transport != "auto" and find_transport(transport).connect is None and config.weights.url:
+    if goes_by_files(config) and config.weights.url:
         Folder(config.weights.url)
 
 

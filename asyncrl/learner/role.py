@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -24,6 +25,9 @@ from asyncrl.samples.book import SampleBook
 from asyncrl.wire.directory import announce
 from asyncrl.wire.endpoints import Endpoints
 
+if TYPE_CHECKING:
+    from asyncrl.weights.background import BackgroundSender
+
 log = structlog.get_logger()
 
 
@@ -36,10 +40,6 @@ def run_learner(
     """
     from asyncrl.observe.trackers import make_trackers
     from asyncrl.replay.client import LearnerClient
-    from asyncrl.weights.buckets import WeightManifest
-    from asyncrl.weights.files.delivery import StoreOptions
-    from asyncrl.weights.sender import WeightSender
-    from asyncrl.weights.transports import transport_of
 
     launch = config.launch
     with _training(config, rank, endpoints, run_dir) as (trainer, checkpoints, parts):
@@ -55,21 +55,48 @@ def run_learner(
             trackers = make_trackers(config, run_dir)
             book = SampleBook(run_dir) if config.observe.samples else None
             parts.callback(trackers.close)
-            sender = WeightSender(
-                endpoints.listening(endpoints.weights),
-                WeightManifest.of(trainer.policy.shapes()),
-                expected_generators=launch.generators,
-                transport=transport_of(config),
-                timeout_s=config.weights.timeout_s,
-                start_timeout_s=launch.start_timeout_s,
-                device=str(trainer.ranks.device),
-                run_id=endpoints.run_id,
-                keys=endpoints.keys,
-                store=StoreOptions.of(config, run_dir),
-            )
+            sender = _make_sender(config, trainer, endpoints, run_dir, parts)
             parts.callback(sender.close)
-            announce(endpoints, endpoints.weights, sender.address)
         Learner(config, trainer, client, sender, trackers, run_dir, checkpoints, start, book=book).run(should_stop)
+
+
+def _make_sender(
+    config: Config, trainer: Trainer, endpoints: Endpoints, run_dir: Path, parts: ExitStack
+) -> BackgroundSender:
+    """The sender of the run's weights: to the generators, or to a store."""
+    from asyncrl.replay.announcer import Announcer
+    from asyncrl.weights.buckets import WeightManifest
+    from asyncrl.weights.files.sender import FileSender, StoreOptions
+    from asyncrl.weights.sender import WeightSender
+    from asyncrl.weights.transports import goes_by_files, transport_of
+
+    manifest, device = WeightManifest.of(trainer.policy.shapes()), str(trainer.ranks.device)
+    timeout_s, run_id = config.weights.timeout_s, endpoints.run_id
+    if goes_by_files(config):
+        announcer = Announcer(endpoints, timeout_s=config.launch.progress_timeout_s)
+        parts.callback(announcer.close)
+        return FileSender(
+            manifest,
+            StoreOptions.of(config, run_dir),
+            announcer.announce,
+            run_id=run_id,
+            timeout_s=timeout_s,
+            device=device,
+            keeps=config.evaluates,
+        )
+    sender = WeightSender(
+        endpoints.listening(endpoints.weights),
+        manifest,
+        expected_generators=config.launch.generators,
+        transport=transport_of(config),
+        timeout_s=timeout_s,
+        start_timeout_s=config.launch.start_timeout_s,
+        device=device,
+        run_id=run_id,
+        keys=endpoints.keys,
+    )
+    announce(endpoints, endpoints.weights, sender.address)
+    return sender
 
 
 def run_offline(

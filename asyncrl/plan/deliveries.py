@@ -6,11 +6,10 @@ import math
 from dataclasses import dataclass
 
 from asyncrl.plan.hardware import Constants, Links, ModelShape
+from asyncrl.weights.files.links import stride_of
 
 CHUNK_BYTES = (1e6, 64e6)
 """Smallest and largest chunk of a chain."""
-STRIDES = ((1, 1.0), (4, 2.6), (16, 6.1), (64, 13.0))
-"""Steps that one delta covers, and its bytes in those of a single step: changes overlap. Measured on 100 M weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +41,7 @@ class Deliveries:
 
     def far_stride(self, step_s: float) -> int | None:
         """Every how many steps a guest gets a version, with steps of `step_s`; None if it cannot follow."""
-        return next((stride for stride, cost in STRIDES if cost * self.far_s <= stride * step_s), None)
+        return stride_of(self.far_s / step_s)
 
 
 def deliveries_of(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from asyncrl.config import Config
 from asyncrl.plan.verdict import BUSY
 from asyncrl.types import GOODPUT_FACTORS
+from asyncrl.weights.files.links import SLOWEST_STEPS, STRIDES, stride_of
 
 GOOD = 0.95
 """Goodput above which no lever is named."""
@@ -55,6 +57,34 @@ def timeout_sentence(config: Config, timed_out: float) -> str:
         f"{timed_out:.0%} of the groups were refunded since an environment took longer than {limits}"
         f"{config.environment.step_timeout_s:g}; raise the limit that binds, or make the environment faster."
     )
+
+
+def link_sentence(links: Mapping[str, Mapping[str, float]], config: Config) -> str:
+    """Returns a sentence about the generator with the slowest way to the store of weights, by generator as
+    `StoredVersions.links` has them; empty unless a version takes longer than a step there."""
+    steps, generator = max(
+        ((link["version_s"] / max(link["step_s"], 1e-9), name) for name, link in links.items()), default=(0.0, "")
+    )
+    if steps <= 1:
+        return ""
+    link, limit = links[generator], config.replay.staleness_limit
+    megabits = 8e-6 * link["bytes_per_s"]
+    what = (
+        f"Generator {generator} gets a version in {link['version_s']:.3g} s = {steps:.2g} steps ({megabits:.3g} Mb/s)"
+    )
+    stride = 1 if link["full"] else stride_of(steps)
+    if stride is None:
+        return (
+            f"{what} and cannot follow: at most {SLOWEST_STEPS:.2g} steps are possible; give it a faster link, or "
+            "leave it out."
+        )
+    newest = steps * dict(STRIDES)[stride]
+    oldest = newest + max(stride, newest)
+    behind = f"{what}: it is {math.ceil(newest)} to {math.ceil(oldest)} versions behind"
+    parked = min((oldest - limit) / (oldest - newest), 1.0)
+    if parked <= 0:
+        return f"{behind}."
+    return f"{behind}; raise replay.max_staleness to {math.ceil(oldest)}, or it is parked {parked:.0%} of the time."
 
 
 def _engine(config: Config) -> str:

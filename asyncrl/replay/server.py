@@ -4,7 +4,7 @@ One thread, one loop (`ReplayServer.serve`). A pass of it:
 
     poll the socket         waits for a message, at most TICK_S (LOOK_S while replies wait for a sync)
        |                    woken by  generators: ask, finish, evaluated, release, hello (guests)
-       |                              learners:   begin, take, commit, next_evaluation
+       |                              learners:   begin, take, commit, next_evaluation, publish
        |                              launcher:   status, scale, lost, stop, summary, shutdown
     handle messages         at most RECEIVE_AT_ONCE; changes of the queue are buffered as records of the journal
        |
@@ -35,6 +35,7 @@ from asyncrl.replay.guests import Reception
 from asyncrl.replay.journal.records import FRAME_BYTES
 from asyncrl.replay.outbox import Outbox
 from asyncrl.replay.queue import ReplayQueue
+from asyncrl.replay.versions import StoredVersions
 from asyncrl.util.processes import Stopwatch, fractions
 from asyncrl.wire.bounds import Body
 from asyncrl.wire.directory_messages import Announce, Located, LookUp
@@ -71,6 +72,7 @@ from asyncrl.wire.messages import (
 from asyncrl.wire.rpc import Reply, Server
 from asyncrl.wire.service_messages import Error, Ok
 from asyncrl.wire.sockets import MAX_FRAME_BYTES
+from asyncrl.wire.version_messages import Followers, Publish
 
 log = structlog.get_logger()
 
@@ -110,6 +112,7 @@ class ReplayServer:
         self._foreign = 0
         """Leases of others that guests reported."""
         self._eval_samples = eval_samples
+        self._versions = StoredVersions(queue.config.launch.heartbeat_timeout_s)
         self._directory = directory or Directory(None, endpoints.run_id)
         self._epoch = endpoints.epoch
         """The latest epoch of learner ranks that began."""
@@ -194,6 +197,8 @@ class ReplayServer:
             number=body.number,
             working_on=body.working_on,
         )
+        if reason != "session":
+            self._versions.report(body.generator, body.stats.weights)
         headers, prompts = pack_leases(leases)
         answer = Leases(
             leases=headers,
@@ -204,6 +209,7 @@ class ReplayServer:
             progress=queue.batcher.progress,
             pause_s=queue.state.generators_wanted / DENIED_ASKS_PER_S,
             weights=self._directory.address(WEIGHTS),
+            stored=self._versions.newest,
         )
         return Reply(answer, [prompts])
 
@@ -285,6 +291,11 @@ class ReplayServer:
         self._check_epoch(body.epoch)
         return Reply(self.queue.commit(body.step, body.metrics, saving=body.saving, checkpoints=body.checkpoints))
 
+    def _publish(self, message: Message) -> Reply:
+        body: Publish = message.body
+        self._check_epoch(body.epoch)
+        return Reply(Followers(self._versions.announce(body.announced)))
+
     def _check_epoch(self, epoch: int) -> None:
         """Raises ProtocolError for a learner rank that was given up while its host could not be reached, and replaced:
         it must not change the run any more."""
@@ -303,6 +314,7 @@ class ReplayServer:
     def _lost(self, message: Message) -> Reply:
         body: Lost = message.body
         self.queue.lost(body.generator)
+        self._versions.lost(body.generator)
         return Reply(Ok({}))
 
     def _scale(self, message: Message) -> Reply:
@@ -316,12 +328,12 @@ class ReplayServer:
         return Reply(Ok({}))
 
     def _status(self, message: Message) -> Reply:
-        return Reply(Ok(self.queue.status() | self._refused()))
+        return Reply(Ok(self.queue.status() | {"links": self._versions.links()} | self._refused()))
 
     def _summary(self, message: Message) -> Reply:
         summary = self.queue.summary()
         summary["time"] |= {"replay": fractions(self._watch.seconds())}
-        return Reply(Ok(summary | self._refused()))
+        return Reply(Ok(summary | {"links": self._versions.links()} | self._refused()))
 
     def _refused(self) -> dict[str, int]:
         server = self._server
@@ -352,6 +364,7 @@ HANDLERS: dict[type[Body], Callable[[ReplayServer, Message], Reply | None]] = {
     Take: ReplayServer._take,
     Commit: ReplayServer._commit,
     NextEvaluation: ReplayServer._next_evaluation,
+    Publish: ReplayServer._publish,
     Lost: ReplayServer._lost,
     Scale: ReplayServer._scale,
     Memory: ReplayServer._memory,

@@ -70,6 +70,14 @@ class WeightManifest:
         last = self.entries[-1]
         return _round_up(last.offset + last.num_bytes, ROW_BYTES)
 
+    def check_size(self, max_bytes: int) -> None:
+        """Raises ProtocolError if a generator whose weights have at most `max_bytes` cannot have these."""
+        if self.num_bytes > max_bytes:
+            raise ProtocolError(
+                f"manifest of the weights: {self.num_bytes} bytes described, but the model of this generator has at "
+                f"most {max_bytes}; learner and generators must have the same model.path"
+            )
+
     def views(self, buffer: Tensor) -> list[tuple[str, Tensor]]:
         """The weights as tensors that share memory with `buffer` (uint8, [num_bytes])."""
         return [(e.name, buffer[e.offset : e.offset + e.num_bytes].view(e.dtype).view(e.shape)) for e in self.entries]

@@ -7,7 +7,6 @@ It gets no offer before it says "up". The channel's thread calls `handle` and `r
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -45,10 +44,6 @@ class Peer:
     """Wrong checksums in a row."""
     answers: dict[str, messages.Ready | messages.Received | str] = field(default_factory=dict)  # pyright: ignore
     """By kind, the last answer or, for a bad message, the problem."""
-    heard_s: float = field(default_factory=time.monotonic)
-    """When its last message came."""
-    fetches: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
-    """Version and checksum of what was announced to it and it has not confirmed, by round."""
     holds: bool = False
     """True if it has said "holding" since the last deadline."""
 
@@ -83,8 +78,6 @@ class Membership:
         """Takes a message of a receiver; one of a session that has ended changes nothing."""
         with self._changed:
             peer = self._ids.get(sender)
-            if peer is not None:
-                peer.heard_s = time.monotonic()
             match message:
                 case messages.Join():
                     self._join(sender, message)
@@ -153,13 +146,13 @@ class Membership:
         self._check = lambda: None
         self._await(lambda: not self._peers, timeout_s)
 
-    def offer(self, peers: Sequence[Peer], kind: Callable[..., Body] = messages.Offer, **fields: Any) -> None:
-        """Starts a round with these peers, by a message of this kind."""
+    def offer(self, peers: Sequence[Peer], **fields: Any) -> None:
+        """Starts a round with these peers."""
         with self._changed:
             for peer in peers:
                 peer.round += 1
                 peer.holds = False
-        self.tell(peers, kind, **fields)
+        self.tell(peers, messages.Offer, **fields)
 
     def tell(self, peers: Sequence[Peer], kind: Callable[..., Body], **fields: Any) -> None:
         """Sends a message about its current round to each of the peers."""

@@ -1,12 +1,12 @@
 """The generator's side of weight synchronization: receives into staging while the engine decodes.
 
 The engine's thread calls `staged`, `loaded` and `hold`, which never block. The thread "weight-receiver" does the rest;
-`close` ends each of its waits (`broadcast.py` draws a round, `files/delivery.py` versions in a store):
+`close` ends each of its waits (`broadcast.py` draws a round):
 
     waits for                                  woken by                       deadline
     a sender at the address                    the connection                 none
     `engine_is_up`                             polled                         none
-    an offer or an announcement                messages of the sender         none
+    an offer                                   messages of the sender         none
     free staging: the engine has loaded or     polled                         none; the sender's own
       not taken the version that is there                                       (`hold` extends it)
     "go"                                       messages of the sender         2 * timeout_s, again after "patience"
@@ -19,7 +19,6 @@ A wait that ends at its deadline loses the session: the receiver joins again.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -27,18 +26,18 @@ from functools import partial
 import structlog
 import torch
 
-from asyncrl.errors import AsyncrlError, ConfigError, ProtocolError, RunError
+from asyncrl.errors import AsyncrlError, ConfigError, RunError
 from asyncrl.util.processes import normal_priority
 from asyncrl.weights import transports
+from asyncrl.weights.background import BackgroundReceiver
 from asyncrl.weights.buckets import RunningChecksum, WeightManifest, buckets, empty_buffer
-from asyncrl.weights.files.fetcher import Fetcher
 from asyncrl.weights.session import IDLE_S, Session
-from asyncrl.weights.staging import StagedWeights, Staging
+from asyncrl.weights.staging import StagedWeights
 from asyncrl.weights.transports import Link, Member, Transport, find_transport, problem
-from asyncrl.weights.waits import Interrupted, RoundAborted, SenderClosed, SessionLost, Wait
+from asyncrl.weights.waits import RoundAborted, SenderClosed, SessionLost, Wait
 from asyncrl.wire.channel import BadServerError, ServerLostError
 from asyncrl.wire.torch_store import group_store
-from asyncrl.wire.weight_messages import Announced, Go, Holding, Left, Offer, Ready, Received, Sent, Up
+from asyncrl.wire.weight_messages import Go, Holding, Left, Offer, Ready, Received, Sent, Up
 
 log = structlog.get_logger()
 
@@ -48,12 +47,14 @@ _REJOIN_S = 1.0
 """Pause between two sessions."""
 
 
-class WeightReceiver:
+class WeightReceiver(BackgroundReceiver):
     """Receives each version of the policy in a background thread.
 
     The waits for a sender and for its next offer have no deadline; each later phase has `timeout_s`. A sender that goes
     away, drops this receiver or is silent for too long is no error: the receiver logs it and joins again, without a
-    limit on attempts. An aborted broadcast is ignored.
+    limit on attempts. An aborted broadcast is ignored. `staged` and `hold` raise errors that a new session cannot fix:
+    weights that do not fit the model, a transport other than the sender's (AsyncrlError), or any other error that ended
+    the background thread.
     """
 
     def __init__(
@@ -68,19 +69,18 @@ class WeightReceiver:
         keeps: Callable[[int], bool] = lambda version: False,
         run_id: str = "",
         keys: str = "",
-        store_url: str = "",
     ) -> None:
         """The address is that of the sender; empty if `locate` will tell it. Weights of more than `max_bytes` are
         refused before memory is allocated for them. A version for which `keeps` is true is not overwritten by a newer
         one before it is loaded, unless nothing has been loaded yet. `keys` are the run's CURVE keys, if the sender
-        requires them; `store_url` is the place of versions sent by files."""
+        requires them."""
         if rank < 1:
             raise RunError(f"weight receiver: rank {rank} is not at least 1 (generator index + 1)")
+        super().__init__(device=device, keeps=keeps)
         self._max_bytes = max_bytes
         self._address, self._rank = address, rank
         self._transport = transport
         self._timeout_s = timeout_s
-        self._device = transports.with_index(device)
         self._run_id, self._keys = run_id, keys
         self._session: Session | None = None
         self._manifest: WeightManifest | None = None
@@ -90,17 +90,7 @@ class WeightReceiver:
         self._link: Link | None = None
         self._group_number = 0
         """The number of the link, from "go"."""
-        self._staging = Staging(keeps)
-        self._fetcher = Fetcher(store_url, timeout_s)
         self._warned = False
-        self._error: Exception | None = None
-        self._engine_up = threading.Event()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="weight-receiver", daemon=True)
-
-    def start(self) -> None:
-        """Joins the sender in the background, and receives as soon as the engine is up."""
-        self._thread.start()
 
     def locate(self, address: str) -> None:
         """Sets the ZeroMQ address of the sender, unless it is empty, and ends a session with another one: the sender
@@ -108,27 +98,8 @@ class WeightReceiver:
         if address and address != self._address:
             self._address = address
 
-    def engine_is_up(self) -> None:
-        """Starts receiving versions. Before that, neither a GPU nor memory for weights is used: a starting engine
-        measures free memory, and captures CUDA graphs, which calls from other threads would invalidate."""
-        self._engine_up.set()
-
-    def staged(self) -> StagedWeights | None:
-        """Returns a complete version that was not returned before, or None. Raises an error that a new session cannot
-        fix: weights that do not fit the model, a transport other than the sender's (AsyncrlError), or any other error
-        that ended the background thread."""
-        self._check()
-        return self._staging.take()
-
-    def hold(self) -> None:
-        """States that the engine keeps its version for now. Call it often, instead of `staged`: it extends the sender's
-        deadline while a version that must be loaded waits in staging."""
-        self._check()
-        self._staging.hold()
-
     def _check(self) -> None:
-        if self._error is not None:
-            raise self._error
+        super()._check()
         session = self._session
         silent_s = 0.0 if session is None else session.silent_s()
         is_silent = silent_s > 1.25 * self._timeout_s and self._thread.is_alive()
@@ -136,32 +107,14 @@ class WeightReceiver:
         if warns and session is not None:
             log.warning("learner rank 0 is silent", silent_s=round(silent_s, 1), phase=session.phase)
 
-    def loaded(self, staged: StagedWeights) -> None:
-        """States that the engine runs on this version now, which frees staging for the next one. Call it in the thread
-        that copied the weights: a GPU may still run its copies, and staging is free when they are done."""
-        self._staging.release(staged, transports.queued(self._device))
-
-    def close(self) -> None:
-        """Leaves the group at once, in any state; idempotent."""
-        self._stop.set()
-        if self._thread.ident is not None:
-            self._thread.join(timeout=1.5)
-
     # --- the background thread
 
-    def _run(self) -> None:
-        try:
-            while not self._stop.is_set():
-                self._join()
-        except Interrupted:
-            pass  # closed
-        except AsyncrlError as error:
-            self._error = type(error)(str(error))  # without the traceback, which would keep a stuck group alive
-        except Exception as error:  # handed over to the thread that calls staged
-            log.exception("weight receiver failed")
-            self._error = error.with_traceback(None)
-        finally:
-            self._drop_link()
+    def _work(self) -> None:
+        while not self._stop.is_set():
+            self._join()
+
+    def _leave(self) -> None:
+        self._drop_link()
 
     def _join(self) -> None:
         """Joins a sender and serves it until it closes, is gone, or does not answer."""
@@ -205,9 +158,6 @@ class WeightReceiver:
                 session.say(Up())
                 announced = True
             session.phase = "announce a version"
-            if (in_store := session.next_announced(self._staging.keeps)) is not None:
-                self._fetch(session, in_store)
-                continue
             offer = session.next_offer()
             if offer is None:
                 is_ready = self._manifest is not None and self._staging.free
@@ -222,14 +172,6 @@ class WeightReceiver:
                 self._drop_link()  # a link that failed is not used again
                 log.info("weights not received", version=offer.version, reason=str(error))
                 session.say_once(Received(offer.round, 0, str(error)))
-
-    def _fetch(self, session: Session, announced: Announced) -> None:
-        """Fetches an announced version from the store to staging, or gives it up for a newer one."""
-        manifest = self._prepare(session, announced.transport)
-        free = partial(self._await_staging, session)
-        if (checksum := self._fetcher.fetch(session, announced, manifest, self._buffer, free)) is not None:
-            self._staging.put(StagedWeights(announced.version, checksum, manifest.views(self._buffer), session.id))
-            session.say(Received(announced.round, checksum, ""))
 
     def _receive(self, session: Session, offer: Offer) -> None:
         """Runs one round, from an offer to complete staging. Raises RoundAborted if it fails."""
@@ -268,11 +210,7 @@ class WeightReceiver:
             raise ConfigError(f"weights.transport: the learner sends by {name!r}, here it is {self._transport!r}")
         if self._manifest is None:
             manifest = WeightManifest.from_json(session.manifest)
-            if manifest.num_bytes > self._max_bytes:
-                raise ProtocolError(
-                    f"manifest of the weights: {manifest.num_bytes} bytes described, but the model of this generator "
-                    f"has at most {self._max_bytes}; learner and generators must have the same model.path"
-                )
+            manifest.check_size(self._max_bytes)
             self._way = find_transport(name)
             device = self._device if self._way.on_device else torch.device("cpu")
             if self._buffer.numel() != manifest.num_bytes or self._buffer.device.type != device.type:
@@ -309,7 +247,3 @@ class WeightReceiver:
         self._raise_if_closed()
         if address != self._address:
             raise SessionLost(f"learner rank 0 is at {self._address} now")
-
-    def _raise_if_closed(self) -> None:
-        if self._stop.is_set():
-            raise Interrupted

@@ -43,8 +43,6 @@ class Session:
         self.manifest = ""
         """Empty until the sender has admitted this receiver."""
         self._timeout_s = timeout_s
-        self._announced: list[messages.Announced] = []
-        """Versions in the store that were announced and not fetched yet."""
         self._told: dict[type, Any] = {}
         """The last message of each kind."""
         self._said: dict[type, int] = {}
@@ -90,24 +88,6 @@ class Session:
             return None
         self.round = offer.round
         return offer
-
-    def next_announced(self, keeps: Callable[[int], bool]) -> messages.Announced | None:
-        """The version in the store to fetch next, if there is one: the first for which `keeps` is true, else the last.
-        Those before it are forgotten. Its round becomes the current one."""
-        self.raise_if_ended()
-        last = len(self._announced) - 1
-        index = next((index for index, one in enumerate(self._announced) if keeps(one.version)), last)
-        if index < 0:
-            return None
-        announced = self._announced[index]
-        del self._announced[: index + 1]
-        self.round = announced.round
-        return announced
-
-    @property
-    def has_announced(self) -> bool:
-        """True if another version in the store was announced."""
-        return bool(self._announced)
 
     def wait_for(self, kind: type[T], phase: str, timeout_s: float) -> T:
         """Returns the message of the current round, which tells that the sender did `phase`. Raises SessionLost at the
@@ -158,7 +138,5 @@ class Session:
             self.store.handle(message)
         elif isinstance(message, messages.Manifest):
             self.manifest = message.text
-        elif isinstance(message, messages.Announced):
-            self._announced.append(message)
         else:
             self._told[type(message)] = message

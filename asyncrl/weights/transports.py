@@ -104,7 +104,7 @@ class Transport:
 
     connect: Callable[[Member], Link] | None
     """Makes this process's link; may block until all members call it. Raises RuntimeError or OSError at the deadline
-    of the member. None for "files", which has no links (`weights/files/delivery.py`)."""
+    of the member. None for "files", which has no links (`weights/files/sender.py`)."""
     what: str
     """One sentence about the transport, for `asyncrl list`."""
     on_device: bool = False
@@ -118,7 +118,7 @@ class Transport:
 TRANSPORTS: dict[str, Transport | str] = {
     "gloo": "asyncrl.weights.process_groups:GLOO",
     "nccl": "asyncrl.weights.process_groups:NCCL",
-    "files": "asyncrl.weights.files.delivery:FILES",
+    "files": "asyncrl.weights.files.sender:FILES",
 }
 AUTO_ON_GPUS = "nccl"
 """The transport that "auto" chooses where every process has a GPU of its own."""
@@ -188,6 +188,13 @@ def transport_of(config: Config) -> str:
             "learner does not have, so that the two would wait for each other; use weights.transport=gloo or auto"
         )
     return "gloo" if name == "auto" else name
+
+
+def goes_by_files(config: Config) -> bool:
+    """True if versions go through a store (`weights/files/`), and not in rounds. Raises ConfigError as `transport_of`
+    and `find_transport` do."""
+    name = transport_of(config)
+    return name != "auto" and find_transport(name).connect is None
 
 
 def choose_transport(name: str, devices: Sequence[str]) -> str:

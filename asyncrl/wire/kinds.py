@@ -51,9 +51,9 @@ from asyncrl.wire.service_messages import (
     Value,
     Values,
 )
+from asyncrl.wire.version_messages import Followers, Publish
 from asyncrl.wire.weight_messages import (
     Abort,
-    Announced,
     Closed,
     Dropped,
     Go,
@@ -84,6 +84,8 @@ BODIES: dict[str, Any] = {
     "shard": ShardHeader,
     "commit": Commit,
     "committed": Committed,
+    "publish": Publish,
+    "followers": Followers,
     "next_evaluation": NextEvaluation,
     "evaluation": EvaluationResult,
     "lost": Lost,
@@ -120,7 +122,6 @@ BODIES: dict[str, Any] = {
     "ping": Ping,
     "manifest": Manifest,
     "offer": Offer,
-    "announced": Announced,
     "go": Go,
     "patience": Patience,
     "sent": Sent,
@@ -144,6 +145,7 @@ ANSWERS: dict[str, str] = {
     "begin": "begun",
     "take": "shard",
     "commit": "committed",
+    "publish": "followers",
     "next_evaluation": "evaluation",
     "value": "values",
     "train": "trained",
@@ -167,9 +169,7 @@ ANSWERS: dict[str, str] = {
 
 TO_SENDER = frozenset({"join", "up", "ready", "holding", "received", "left", "ping", "store"})
 """Kinds that a receiver of weights sends."""
-TO_RECEIVER = frozenset(
-    {"manifest", "offer", "announced", "go", "patience", "sent", "abort", "dropped", "closed", "pong", "stored"}
-)
+TO_RECEIVER = frozenset({"manifest", "offer", "go", "patience", "sent", "abort", "dropped", "closed", "pong", "stored"})
 """Kinds that the sender of weights sends."""
 
 REQUESTS = frozenset(BODIES) - frozenset(ANSWERS.values()) - TO_RECEIVER - {"error"}

@@ -25,6 +25,7 @@ from asyncrl.wire.bounds import (
     Time,
     Version,
 )
+from asyncrl.wire.version_messages import Announced, Following
 
 T = TypeVar("T")
 TakeOutcome = Literal["shard", "wait", "stop"]
@@ -63,6 +64,8 @@ class GeneratorStats(Body):
     """Episodes in progress."""
     waiting_episodes: Count
     """Episodes in progress that wait for their environments."""
+    weights: Following | None
+    """None unless versions come from a store."""
 
     @classmethod
     def of(cls, **values: Any) -> Self:
@@ -70,7 +73,7 @@ class GeneratorStats(Body):
         times = {f"{name}_s": 0.0 for name in (*GENERATOR_ACTIVITIES, *GENERATOR_PHASES)}
         names = "tokens", "samples", "rewards_failed", "peak_memory_bytes", "live_episodes", "waiting_episodes"
         counts = dict.fromkeys(names, 0)
-        return cls(**{**counts, **times, "stall_ms": [], "costs": [], **values})
+        return cls(**{**counts, **times, "stall_ms": [], "costs": [], "weights": None, **values})
 
 
 class LeaseName(Body):
@@ -132,6 +135,8 @@ class Leases(Body, Generic[T]):
     version first."""
     weights: Name
     """ZeroMQ address of the weights' sender, if it has announced itself; it moves with learner rank 0. Else empty."""
+    stored: Announced | None
+    """The newest version of the weights in a store; None unless they come from one."""
 
 
 class EpisodeHeader(Body):

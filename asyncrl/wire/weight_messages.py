@@ -17,9 +17,6 @@ from asyncrl.wire.bounds import MAX_INDEX, MAX_NUMBER, Body, Document, Number, T
 MIN_BUCKET_BYTES = 1 << 16
 """Minimum size of a bucket, so that a model does not have millions of them."""
 _Name = Annotated[str, Meta(min_length=1, max_length=200)]
-FolderName = Annotated[str, Meta(pattern=r"\Av[0-9]{6,10}-[0-9a-f]{8}\Z")]
-"""The folder of a version in a store."""
-Sha256 = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 _Round = Annotated[int, Meta(ge=1, le=MAX_NUMBER)]
 _Rank = Annotated[int, Meta(ge=1, le=MAX_INDEX + 1)]
 
@@ -90,17 +87,6 @@ class Offer(Body):
     version: Number
     transport: _Name
     bucket_bytes: Annotated[int, Meta(ge=MIN_BUCKET_BYTES, le=MAX_NUMBER)]
-
-
-class Announced(Body):
-    """A version is complete in the store, where the receiver fetches it. It answers with "received" when it has it."""
-
-    round: _Round
-    version: Number
-    transport: _Name
-    folder: FolderName
-    sha256: Sha256
-    """Of the manifest."""
 
 
 class Go(Body):

@@ -57,6 +57,7 @@ from asyncrl.wire.service_messages import (
     Values,
 )
 from asyncrl.wire.token_lists import pack_lists
+from asyncrl.wire.version_messages import Announced, Follower, Followers, Following, Link, Publish
 from tests.helpers.replay import PROMPT_TOKENS, make_group
 
 TURNS = Turns(
@@ -77,6 +78,9 @@ WISHES = Wishes(
 )
 RUN_ID = "fuzz"
 GROUP_SIZE = 2
+ANNOUNCED = Announced(3, "v000003-0123abcd", "0123456789abcdef" * 4)
+LINK = Link(version_s=48.0, step_s=35.0, bytes_per_s=2.5e6, full=False, stride=4)
+FOLLOWING = Following(held=2, fetching=3, unread="v000003-0123abcd", problem="it broke", link=LINK)
 STATS = GeneratorStats(
     tokens=12,
     samples=3,
@@ -95,6 +99,7 @@ STATS = GeneratorStats(
     peak_memory_bytes=1 << 30,
     live_episodes=6,
     waiting_episodes=4,
+    weights=FOLLOWING,
 )
 METRICS = {"learner/loss": 0.25, "learner/wait_s": 0.1, "weights/broadcasts": 3.0}
 
@@ -102,7 +107,6 @@ METRICS = {"learner/loss": 0.25, "learner/wait_s": 0.1, "weights/broadcasts": 3.
 PUSHED: list[Body] = [
     weights.Manifest('{"weights": [["a", "float32", [2, 3]]], "bytes": 1024}'),
     weights.Offer(2, 3, "gloo", 1 << 20),
-    weights.Announced(2, 3, "files", "v000003-0123abcd", "0123456789abcdef" * 4),
     weights.Go(2, 1, rank=1, size=2),
     weights.Patience(2),
     weights.Sent(2, 1 << 60),
@@ -169,6 +173,7 @@ def requests(step: int = 0) -> dict[str, list[bytes]]:
         Take(0, 0, step + 1),
         Begin(0, 0, step),
         commit_body(step + 1),
+        Publish(0, ANNOUNCED),
         NextEvaluation(0, after=0),
         Lost(1),
         Scale(2),
@@ -214,6 +219,7 @@ def answers(seq: int = 1, *, ticket: int = 0, attempt: int = 0, step: int = 1) -
         progress=step,
         pause_s=0.004,
         weights="",
+        stored=ANNOUNCED,
     )
     header, arrays = pack_group(make_group(lease, 0))
     bodies: list[tuple[Body, Sequence[Arrays]]] = [
@@ -223,6 +229,7 @@ def answers(seq: int = 1, *, ticket: int = 0, attempt: int = 0, step: int = 1) -
         (Begun(step), []),
         (Committed(METRICS, b"state", checkpoint_wanted=False, stopping=False), []),
         (Values(step), [np.ones(3, dtype=np.float32)]),
+        (Followers([Follower(1, FOLLOWING)]), []),
         (Trained(METRICS), []),
         (EvaluationResult("ended", step, METRICS), []),
         (Ok({"step": step, "generators": {"0": {"version": 1}}}), []),

@@ -27,7 +27,9 @@ def lease(ticket: int, tokens: Sequence[int] = (5, 6, 7), attempt: int = 0) -> L
 
 def lease_reply(leases: list[Lease], done: bool, reason: str, **others: Any) -> LeaseReply:
     """Returns an answer to an ask, by default of a run that continues."""
-    usual = {"leave": False, "evaluations_left": False, "progress": 0, "pause_s": 0.0, "weights": ""}
+    usual = {
+        "leave": False, "evaluations_left": False, "progress": 0, "pause_s": 0.0, "weights": "", "stored": None,
+    }  # fmt: skip
     return LeaseReply(leases=leases, done=done, reason=reason, **(usual | others))
 
 
@@ -112,6 +114,9 @@ class FakeReceiver:
 
     def hold(self) -> None:
         self.holds += 1
+
+    def following(self) -> None:
+        """There is no store."""
 
     def loaded(self, staged: StagedWeights) -> None:
         self.in_use = False

@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from asyncrl.plan.levers import goodput_sentence, timeout_sentence
+from asyncrl.plan.levers import goodput_sentence, link_sentence, timeout_sentence
 from asyncrl.plan.trace import read_trace, signal_of, solved_fraction
 from tests.helpers.replay import small_config
 from tests.plan.made_runs import make_run
@@ -91,3 +91,44 @@ def test_signals_that_a_trace_does_not_have_are_those_of_its_rewards(tmp_path: P
     assert signal_of(table, trains_all=True).tolist() == [True, False, False, True, False]
     known = read_trace(make_run(tmp_path / "r"))
     assert signal_of(known, trains_all=True).mean() == 0.8, "what the trace says counts"
+
+
+def link(version_s: float, step_s: float, *, full: bool = False) -> dict[str, float]:
+    return {"version_s": version_s, "step_s": step_s, "bytes_per_s": 2.5e6, "full": full, "stride": 0}
+
+
+@pytest.mark.parametrize(
+    ("links", "max_staleness", "said"),
+    [
+        ({}, 1, ""),
+        ({"0": link(48, 48)}, 1, ""),
+        (
+            {"0": link(48, 48 / 1.4), "1": link(3, 48 / 1.4)},
+            5,
+            "Generator 0 gets a version in 48 s = 1.4 steps (20 Mb/s): it is 4 to 8 versions behind; raise "
+            "replay.max_staleness to 8, or it is parked 66% of the time.",
+        ),
+        (
+            {"0": link(48, 48 / 1.4)},
+            8,
+            "Generator 0 gets a version in 48 s = 1.4 steps (20 Mb/s): it is 4 to 8 versions behind.",
+        ),
+        (
+            {"0": link(48, 20), "1": link(168, 30)},
+            8,
+            "Generator 1 gets a version in 168 s = 5.6 steps (20 Mb/s) and cannot follow: at most 4.9 steps are "
+            "possible; give it a faster link, or leave it out.",
+        ),
+        (
+            {"0": link(168, 30, full=True)},
+            1,
+            "Generator 0 gets a version in 168 s = 5.6 steps (20 Mb/s): it is 6 to 12 versions behind; raise "
+            "replay.max_staleness to 12, or it is parked 100% of the time.",
+        ),
+    ],
+    ids=["no store", "fast", "slow", "within the limit", "too slow", "without deltas"],
+)
+def test_the_slowest_link_is_named(links: dict[str, dict[str, float]], max_staleness: int, said: str) -> None:
+    """A delta of 4 steps has 2.6 times the bytes of one: at 1.4 steps for one it takes 3.64 steps, and the next one is
+    there 4 steps later. Between 3.64 and 7.64 steps behind, a limit of 5 holds it up for 2.64 of 4 steps."""
+    assert link_sentence(links, small_config(replay__max_staleness=max_staleness)) == said

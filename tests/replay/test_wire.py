@@ -61,7 +61,15 @@ def test_lease_round_trip() -> None:
     lease = Lease(1, 0, Prompt(4, tokens, "11", "sums", {"level": 2, "tags": ["a"]}, chat, {"ability": "math"}), True)
     headers, block = pack_leases([lease, lease])
     body = Leases(
-        leases=headers, done=False, leave=False, reason="", evaluations_left=True, progress=3, pause_s=0.0, weights=""
+        leases=headers,
+        done=False,
+        leave=False,
+        reason="",
+        evaluations_left=True,
+        progress=3,
+        pause_s=0.0,
+        weights="",
+        stored=None,
     )
     message = decode("run", [bytes(f) for f in encode("run", body, arrays=[block])])
     _, back = unpack_leases(message.body.leases, message.arrays)

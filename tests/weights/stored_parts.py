@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from asyncrl.weights.buckets import WeightManifest
 from asyncrl.weights.files.folder import Folder
+from asyncrl.weights.files.manifest import manifest_key
 from asyncrl.weights.files.publisher import Publisher
 from asyncrl.weights.files.reader import Reader
 
@@ -22,6 +24,9 @@ LAYOUT = WeightManifest.of(
     ]
 )
 FLOAT32 = WeightManifest.of([("embed.weight", torch.float32, (300, 64)), ("norm.weight", torch.float32, (37,))])
+
+
+KEY = manifest_key("run-0f")
 
 
 class Model:
@@ -41,14 +46,13 @@ class Model:
             words[at] += self._random.choice([1, 0xFFFF], np.count_nonzero(at)).astype(np.uint16)
 
 
-def make_publisher(
-    url: str | Path, *, layout: WeightManifest = LAYOUT, full_every: int = 32, keep: int = 3
-) -> Publisher:
-    return Publisher(Folder(str(url)), layout, full_every=full_every, keep=keep, shard_bytes=20_000)
+def make_publisher(url: str | Path, *, layout: WeightManifest = LAYOUT, **options: Any) -> Publisher:
+    options = {"key": KEY, "full_every": 32, "keep": 3, "shard_bytes": 20_000} | options
+    return Publisher(Folder(str(url)), layout, **options)
 
 
 def make_reader(url: str | Path, *, layout: WeightManifest = LAYOUT) -> Reader:
-    return Reader(Folder(str(url)), layout, np.full(layout.num_bytes, 7, np.uint8))
+    return Reader(Folder(str(url)), layout, np.full(layout.num_bytes, 7, np.uint8), key=KEY)
 
 
 def no_wait() -> None:

@@ -20,7 +20,6 @@ from structlog.testing import capture_logs
 from asyncrl.errors import ConfigError
 from asyncrl.weights.files.folder import Folder
 from asyncrl.weights.files.manifest import Earlier, Edge, Stamp, Step, shortest_way
-from asyncrl.weights.files.reader import newest
 from tests.helpers.examples import examples
 
 
@@ -36,7 +35,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 
 def folders(url: str) -> list[str]:
-    return [name for name in Folder(url).names() if name != "NEWEST"]
+    return Folder(url).names()
 
 
 def test_two_readers_one_a_version_behind(url: str) -> None:
@@ -45,7 +44,6 @@ def test_two_readers_one_a_version_behind(url: str) -> None:
     for version in range(8):
         announced = publisher.publish(version, model.weights, needed=version)
         publisher.collect()
-        assert newest(Folder(url)) == announced
         first.fetch(announced, no_wait)
         assert_holds(first, model)
         if version % 2 == 0:
@@ -134,7 +132,6 @@ def test_old_versions_go_when_nobody_needs_them(url: str) -> None:
         publisher.collect()
         model.step()
     assert folders(url) == sorted(one.folder for one in announced[8:]), "8 is full, and the newest before 9"
-    assert newest(Folder(url)) == announced[-1]
 
 
 def test_a_reader_on_its_way_keeps_what_it_needs(url: str) -> None:
@@ -160,7 +157,7 @@ def test_what_other_attempts_left_goes_and_other_files_stay(tmp_path: Path) -> N
     publisher = make_publisher(tmp_path)
     announced = publisher.publish(1, Model().weights, needed=1)
     publisher.collect()
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["NEWEST", "notes", announced.folder])
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["notes", announced.folder])
 
 
 # --- ways

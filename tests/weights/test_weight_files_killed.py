@@ -16,9 +16,8 @@ from stored_parts import Model, make_publisher, make_reader, no_wait
 
 from asyncrl.weights.files import folder as folder_module
 from asyncrl.weights.files.folder import Folder
-from asyncrl.weights.files.manifest import Announced
 from asyncrl.weights.files.publisher import Publisher
-from asyncrl.weights.files.reader import newest
+from asyncrl.wire.version_messages import Announced
 
 KILLED = 9
 OPERATIONS = {"open", "write", "fsync", "replace", "announce", "unlink", "rmtree", "mkdir"}
@@ -100,7 +99,7 @@ def publish_until(publisher: Publisher, model: Model, version: int, last: int | 
 
 
 def check_readers(store: Path, models: dict[int, np.ndarray], before: Announced, told: bytes, version: int) -> None:
-    """A reader of the version before, one that has nothing, and one that is told by the store alone."""
+    """A reader of the version before, and one that has nothing."""
     target = msgspec.json.decode(told, type=Announced) if told else before
     assert target.version in (version, version - 1)
     for held in (None, before):
@@ -109,10 +108,6 @@ def check_readers(store: Path, models: dict[int, np.ndarray], before: Announced,
             reader.fetch(held, no_wait)
         reader.fetch(target, no_wait)
         assert np.array_equal(reader._weights, models[target.version])
-    joiner, found = make_reader(store), newest(Folder(str(store)))
-    assert found is not None and found.version in (version, version - 1)
-    joiner.fetch(found, no_wait)
-    assert np.array_equal(joiner._weights, models[found.version])
 
 
 @pytest.mark.parametrize("full_every", [32, 1], ids=["delta", "full"])
@@ -143,7 +138,7 @@ def test_killed_at_every_point_of_a_publish(full_every: int, tmp_path: Path) -> 
         reader.fetch(announced, no_wait)
         assert np.array_equal(reader._weights, models[3])
         restarted.collect()
-        assert sorted(path.name for path in store.iterdir()) == sorted(["NEWEST", announced.folder]), name
+        assert [path.name for path in store.iterdir()] == [announced.folder], name
         assert not [path for path in store.rglob("*") if path.name.endswith(".new")]
 
 
@@ -186,7 +181,7 @@ def test_an_object_store_whose_writer_ends_at_every_call(monkeypatch: pytest.Mon
         restarted = make_publisher(store, full_every=1, keep=1)
         announced = restarted.publish(2, model.weights, needed=2)
         restarted.collect()
-        assert [name for name in Folder(store).names() if name != "NEWEST"] == [announced.folder]
+        assert Folder(store).names() == [announced.folder]
         if calls <= last:
             assert last > 6, "writes, and removes an old version"
             return

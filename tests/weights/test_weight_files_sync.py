@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from nccl_like import await_true
+from stored_parts import Model, make_publisher
 from structlog.testing import capture_logs
-from weight_parts import joined, make_receiver, manifest_of, next_staged
+from weight_parts import manifest_of, next_staged
 
-from asyncrl.errors import ConfigError, RunError
-from asyncrl.weights.files.delivery import FileDelivery, StoreOptions
+from asyncrl.errors import ProtocolError, RunError
+from asyncrl.replay.versions import StoredVersions
+from asyncrl.types import NO_VERSION
 from asyncrl.weights.files.folder import BadFileError, Folder
-from asyncrl.weights.membership import Peer
-from asyncrl.weights.receiver import WeightReceiver
-from asyncrl.weights.sender import WeightSender
+from asyncrl.weights.files.receiver import FileReceiver
+from asyncrl.weights.files.sender import FileSender, StoreOptions
 from asyncrl.weights.staging import StagedWeights
+from asyncrl.wire.version_messages import Announced, Follower, Following, Link
+
+EXCHANGE_S = 0.005
+"""Pause between two asks of all generators."""
 
 
 def weights(version: int) -> list[tuple[str, torch.Tensor]]:
@@ -32,7 +37,7 @@ def weights(version: int) -> list[tuple[str, torch.Tensor]]:
     return [("embed.weight", embed), ("norm.weight", norm)]
 
 
-def assert_holds(receiver: WeightReceiver, version: int) -> None:
+def assert_holds(receiver: FileReceiver, version: int) -> None:
     staged = next_staged(receiver)
     assert_is(staged, version)
     receiver.loaded(staged)
@@ -44,16 +49,51 @@ def assert_is(staged: StagedWeights, version: int) -> None:
         assert name == expected_name and torch.equal(tensor, expected)
 
 
+class Queue:
+    """Passes announcements and reports on as the replay queue and the loops of generators do."""
+
+    def __init__(self) -> None:
+        self.versions = StoredVersions(live_s=20.0)
+        self.receivers: list[FileReceiver] = []
+        self.count = 0
+        """Announcements."""
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._exchange)
+        self._thread.start()
+
+    def announce(self, announced: Announced, check: Callable[[], None]) -> Sequence[Follower]:
+        check()
+        with self._lock:
+            self.count += 1
+            return self.versions.announce(announced)
+
+    def _exchange(self) -> None:
+        while not self._stop.wait(EXCHANGE_S):
+            with self._lock:
+                for generator, receiver in enumerate(self.receivers):
+                    self.versions.report(generator, receiver.following())
+                    if self.versions.newest is not None:
+                        receiver.announce(self.versions.newest)
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
 @pytest.fixture
-def start(address: str, cleanup: list, tmp_path: Path) -> Callable[..., WeightSender]:
-    def sender(*, timeout_s: float = 20.0, url: str | None = None) -> WeightSender:
-        made = WeightSender(
-            address,
-            manifest_of(weights(0)),
-            expected_generators=1,
-            transport="files",
-            timeout_s=timeout_s,
-            store=StoreOptions(url or str(tmp_path / "store"), full_every=32, keep=2),
+def queue() -> Iterator[Queue]:
+    made = Queue()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def start(queue: Queue, cleanup: list, tmp_path: Path) -> Callable[..., FileSender]:
+    def sender(*, timeout_s: float = 20.0, url: str | None = None, **options: Any) -> FileSender:
+        store = StoreOptions(url or str(tmp_path / "store"), full_every=32, keep=2)
+        made = FileSender(
+            manifest_of(weights(0)), store, queue.announce, run_id="run-0f", timeout_s=timeout_s, **options
         )
         cleanup.append(made.close)
         return made
@@ -62,27 +102,33 @@ def start(address: str, cleanup: list, tmp_path: Path) -> Callable[..., WeightSe
 
 
 @pytest.fixture
-def join(address: str, cleanup: list, tmp_path: Path) -> Callable[..., WeightReceiver]:
-    def receiver(*, transport: str = "files", **options: Any) -> WeightReceiver:
-        return make_receiver(address, cleanup, transport=transport, store_url=str(tmp_path / "store"), **options)
+def join(queue: Queue, cleanup: list, tmp_path: Path) -> Callable[..., FileReceiver]:
+    def receiver(*, engine_up: bool = True, **options: Any) -> FileReceiver:
+        options = {"run_id": "run-0f", "timeout_s": 20.0, "max_bytes": 1 << 26} | options
+        made = FileReceiver(str(tmp_path / "store"), **options)
+        made.start()
+        if engine_up:
+            made.engine_is_up()
+        cleanup.append(made.close)
+        queue.receivers.append(made)
+        return made
 
     return receiver
 
 
 def test_versions_reach_all_receivers_and_one_that_joins_late(start, join, tmp_path: Path) -> None:
-    sender, receivers = start(), [join(rank=1), join(rank=2)]
-    joined(sender, 2, up=True)
+    sender, receivers = start(), [join(), join()]
     for version in range(4):
         sender.send(version, weights(version))
         for receiver in receivers:
             assert_holds(receiver, version)
         sender.wait()
-    late = join(rank=3)
+    late = join()
     assert_holds(late, 3)
-    await_true(lambda: not any(peer.fetches for peer in sender._membership.present()), "they have confirmed all")
+    await_true(lambda: [one.following().held for one in (*receivers, late)] == [3, 3, 3], "they have it")
     assert (sender.stats.count, sender.stats.dropped) == (4, 0)
     assert 400_000 < sender.stats.bytes < 600_000, "one full version, and what has changed"
-    reader = receivers[0]._fetcher._reader
+    reader = receivers[0]._reader
     assert reader is not None and 400_000 < reader.num_bytes < 500_000
     assert len([path for path in (tmp_path / "store").iterdir() if path.is_dir()]) == 4
 
@@ -98,8 +144,8 @@ def test_a_slow_reader_holds_up_nobody_and_gets_the_newest_version(
         real(self, *arguments)
 
     monkeypatch.setattr(Folder, "read_into", slowly)
-    sender, slow, fast = start(), join(rank=1, keeps=lambda version: version == 2), join(rank=2)
-    joined(sender, 2, up=True)
+    keeps = lambda version: version == 2  # noqa: E731
+    sender, slow, fast = start(keeps=keeps), join(keeps=keeps), join(keeps=keeps)
     goes_on.set()
     for version in range(6):
         sender.send(version, weights(version))
@@ -119,26 +165,32 @@ def test_a_slow_reader_holds_up_nobody_and_gets_the_newest_version(
 
 
 def test_a_new_sender_begins_with_a_full_version(start, join, tmp_path: Path) -> None:
-    sender, receiver = start(), join(rank=1)
-    joined(sender, 1, up=True)
+    sender, receiver = start(), join()
     for version in range(3):
         sender.send(version, weights(version))
         assert_holds(receiver, version)
     sender.close()
-    before = {path.name for path in (tmp_path / "store").iterdir()} - {"NEWEST"}
+    before = {path.name for path in (tmp_path / "store").iterdir()}
     again = start()
     again.send(1, weights(1))  # from a checkpoint
     assert_holds(receiver, 1)
     again.wait()
-    after = {path.name for path in (tmp_path / "store").iterdir()} - {"NEWEST"}
+    after = {path.name for path in (tmp_path / "store").iterdir()}
     assert len(after) == 1 and not after & before
     again.send(2, weights(2))
     assert_holds(receiver, 2)
 
 
+def test_a_restarted_queue_hears_of_the_newest_version(start, join, queue: Queue) -> None:
+    sender = start()
+    sender.send(0, weights(0))
+    sender.wait()
+    queue.versions = StoredVersions(live_s=20.0)
+    assert_holds(join(), 0)
+
+
 def test_a_version_that_cannot_be_read_is_written_again(start, join, tmp_path: Path) -> None:
-    sender, receiver = start(), join(rank=1, engine_up=False)
-    joined(sender, 1)
+    sender, receiver = start(), join(engine_up=False)
     sender.send(0, weights(0))
     sender.wait()
     files = list((tmp_path / "store").rglob("*.safetensors"))
@@ -149,6 +201,7 @@ def test_a_version_that_cannot_be_read_is_written_again(start, join, tmp_path: P
         assert_holds(receiver, 0)
     told = [entry for entry in logs if entry["event"] == "a generator cannot read weights"]
     assert len(told) == 1 and told[0]["generator"] == 0 and str(files[0]) in told[0]["reason"]
+    await_true(lambda: receiver.following().unread is None, "it has read another one")
     sender.send(1, weights(1))
     assert_holds(receiver, 1)
 
@@ -158,12 +211,47 @@ def test_a_receiver_that_can_read_nothing_ends_with_the_reason(start, join, monk
         raise BadFileError(f"{folder}/{file.name}: cannot be read: not mounted")
 
     monkeypatch.setattr(Folder, "read_into", unreadable)
-    sender, receiver = start(), join(rank=1, timeout_s=1.5)
-    joined(sender, 1, up=True)
+    sender, receiver = start(), join(timeout_s=1.5)
     sender.send(0, weights(0))
     sender.wait()
     with pytest.raises(RunError, match=r"version 0 cannot be read within 1\.5 s: v000000-\w+/full-00000\.safetensors"):
         next_staged(receiver)
+
+
+@pytest.mark.parametrize("what", ["version", "folder", "sha256"])
+def test_an_announcement_that_was_changed_loads_nothing(
+    what: str, start, join, queue: Queue, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As by a relay that also writes to the store: it has a version of its own there, and names it."""
+    sender, receiver = start(), join(timeout_s=1.5)
+    sender.send(0, weights(0))
+    sender.wait()
+    assert_holds(receiver, 0)
+    sender.close()
+    honest = queue.versions.newest
+    other = make_publisher(tmp_path / "store", key=b"of somebody").publish(1, Model().weights, needed=1)
+    assert honest is not None
+    changed = {
+        "version": Announced(7, honest.folder, honest.sha256),
+        "folder": Announced(1, other.folder, honest.sha256),
+        "sha256": other,
+    }[what]
+    queue.versions.announce(changed)
+    await_true(lambda: receiver.following().unread == changed.folder, "it is refused")
+    problem = receiver.following().problem
+    assert changed.folder in problem and receiver.following().held == 0
+    rule = {"version": "announced was 7", "folder": "announced was", "sha256": "was not written by this run"}[what]
+    assert rule in problem
+    with pytest.raises(RunError, match=f"version {changed.version} cannot be read within"):
+        next_staged(receiver)
+
+
+def test_weights_that_do_not_fit_the_model_are_refused_before_there_is_memory_for_them(start, join) -> None:
+    sender, receiver = start(), join(max_bytes=1 << 16)
+    sender.send(0, weights(0))
+    with pytest.raises(ProtocolError, match=r"bytes described, but the model of this generator has at most 65536"):
+        next_staged(receiver)
+    assert receiver._buffer.numel() == 0
 
 
 def test_a_store_that_cannot_be_written_is_an_error_after_the_deadline(start, tmp_path: Path) -> None:
@@ -174,25 +262,44 @@ def test_a_store_that_cannot_be_written_is_an_error_after_the_deadline(start, tm
         sender.wait()
 
 
-def test_a_receiver_of_another_transport_is_told(start, join) -> None:
-    sender, receiver = start(), join(rank=1, transport="gloo")
-    joined(sender, 1, up=True)
+def test_a_sender_that_closes_does_not_wait_for_the_queue(start, queue: Queue) -> None:
+    def silent(announced: Announced, check: Callable[[], None]) -> Sequence[Follower]:
+        while True:
+            check()
+
+    queue.announce = silent  # type: ignore[method-assign]
+    sender = start()
     sender.send(0, weights(0))
-    with pytest.raises(ConfigError, match=r"the learner sends by 'files', here it is 'gloo'"):
-        next_staged(receiver)
+    sender.close()
+    assert not sender._thread.is_alive()
+    with pytest.raises(RunError, match="closed"):
+        sender.wait()
 
 
-def test_what_is_on_its_way_to_a_live_receiver_is_kept() -> None:
-    class Present:
-        def present(self) -> list[Peer]:
-            return peers
+def test_what_a_reader_needs_is_kept(tmp_path: Path) -> None:
+    model = Model()
+    publisher = make_publisher(tmp_path, full_every=8, keep=2, keeps=lambda version: version == 18)
+    for version in range(15, 24):
+        publisher.publish(version, model.weights, needed=15)
+        model.step()
+    assert publisher.oldest_read(23) is None
+    assert publisher.oldest_read(22) == 23
+    assert publisher.oldest_read(19) == 20, "by strides of 1 and 4"
+    assert publisher.oldest_read(16) == 18, "to evaluate it, although it goes by 20"
+    assert publisher.oldest_read(16, 17) == 17
+    assert publisher.oldest_read(14) == 18, "the last full version is 23, but 18 is to be evaluated"
+    assert publisher.oldest_read(NO_VERSION) == 23
+    assert publisher.oldest_read(NO_VERSION, 20) == 15, "only a full version begins there"
 
-    options = StoreOptions("memory://x", 1, 1)
-    delivery = FileDelivery(options, membership=Present(), stats=None, timeout_s=10.0, check=lambda: None)  # type: ignore[arg-type]
-    peers = [Peer(rank, b"", "cpu", rank) for rank in (1, 2, 3)]
-    assert delivery._oldest_on_its_way(9) == 9
-    peers[0].fetches = {3: (7, 0), 4: (8, 0)}
-    peers[1].fetches = {1: (2, 0)}
-    assert delivery._oldest_on_its_way(9) == 2
-    peers[1].heard_s = time.monotonic() - 20.1
-    assert delivery._oldest_on_its_way(9) == 7
+
+def test_a_stride_that_a_reader_wishes_begins_with_the_next_version(start, queue: Queue) -> None:
+    link = Link(version_s=9.0, step_s=2.0, bytes_per_s=1e6, full=False, stride=64)
+    has = Following(held=0, fetching=NO_VERSION, unread=None, problem="", link=link)
+    odd = structs.replace(has, link=structs.replace(link, stride=0))
+    queue.announce = lambda announced, check: [Follower(0, has), Follower(1, odd)]  # type: ignore[method-assign]
+    sender = start()
+    sender.send(0, weights(0))
+    sender.wait()
+    sender.send(1, weights(1))
+    sender.wait()
+    assert sender._publisher.strides == {1, 4, 16, 64}

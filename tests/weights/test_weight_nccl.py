@@ -17,8 +17,8 @@ from weight_parts import joined, load_next, make_receiver, make_sender, manifest
 
 from asyncrl.config import load_config
 from asyncrl.errors import ConfigError, PeerTimeoutError
+from asyncrl.weights import background, transports
 from asyncrl.weights import broadcast as delivery
-from asyncrl.weights import sender, transports
 from asyncrl.weights.process_groups import GlooLink, NcclLink
 from asyncrl.weights.receiver import WeightReceiver
 from asyncrl.weights.sender import WeightSender
@@ -35,7 +35,7 @@ def connect(rank: int, store: TorchStore, timeout_s: float = 20.0, *, size: int 
 
 def test_a_gpu_without_an_index_is_the_first_one(address: str, cleanup: list, monkeypatch: pytest.MonkeyPatch) -> None:
     streams: list[torch.device] = []
-    monkeypatch.setattr(sender, "use_own_stream", streams.append)
+    monkeypatch.setattr(transports, "use_own_stream", streams.append)
     options: dict[str, Any] = {"transport": "auto", "timeout_s": 1.0, "device": "cuda"}
     receiver = WeightReceiver(address, rank=1, max_bytes=1, **options)
     learner = WeightSender(
@@ -144,7 +144,7 @@ def test_an_error_of_nccl_in_the_learner_is_a_failed_round(
 def test_a_transport_that_is_stuck_in_a_call_is_an_error_that_names_who_is_waited_for(
     address: str, cleanup: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sender, "_STUCK_S", 0.2)
+    monkeypatch.setattr(background, "_STUCK_S", 0.2)
     make_receiver(address, cleanup)
     learner = joined(make_sender(address, cleanup, timeout_s=0.2), 1, up=True)
     stuck, free = threading.Event(), threading.Event()

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 import torch
 
+from asyncrl.weights.background import BackgroundReceiver
 from asyncrl.weights.buckets import WeightManifest
 from asyncrl.weights.receiver import WeightReceiver
 from asyncrl.weights.sender import WeightSender
@@ -116,7 +117,7 @@ def joined(sender: WeightSender, count: int, *, up: bool = False) -> WeightSende
     return sender
 
 
-def next_staged(receiver: WeightReceiver) -> StagedWeights:
+def next_staged(receiver: BackgroundReceiver) -> StagedWeights:
     deadline = time.monotonic() + 60.0
     while (staged := receiver.staged()) is None:
         assert time.monotonic() < deadline, "nothing was staged"

@@ -2,16 +2,17 @@
 
     URL/v000120-1f0c9a02/   full-00000.safetensors ...  from-000119.delta  manifest.json
     URL/v000121-77ab03d1/   from-000120.delta  from-000112.delta  manifest.json
-    URL/NEWEST              the announcement of the newest version, for readers that get none
 
 A version has a folder, whose name no other attempt has. Its manifest is written last: a folder without one does not
 exist. Whoever has the sha256 of a manifest can prove everything: the manifest has the sums of its files and of the
-result, and the sha256 of earlier manifests. So the store is not trusted, only the announcement.
+result, and the sha256 of earlier manifests. A manifest is signed with a key that only the processes of its run have. So
+the store is not trusted, nor whoever passes an announcement on.
 """
 
 from __future__ import annotations
 
 import hashlib
+import hmac
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated
@@ -23,13 +24,14 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from asyncrl.wire.bounds import Count, Number
-from asyncrl.wire.weight_messages import FolderName, Sha256
+from asyncrl.wire.version_messages import FolderName, Sha256
 
 MANIFEST = "manifest.json"
-NEWEST = "NEWEST"
 MAX_MANIFEST_BYTES = 64 << 20
 SUM_BYTES = 64 << 20
 """Size of the parts of the weights that have a sum each."""
+
+_KEY_LABEL = b"asyncrl manifests of weights"
 
 _FileName = Annotated[str, Meta(pattern=r"\A(full|from)-[0-9]{1,10}\.(safetensors|delta)\Z")]
 _Xxh3 = Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
@@ -110,18 +112,32 @@ class Manifest(Part, frozen=True):
     earlier: list[Earlier]
     """The oldest one first."""
 
-    def to_json(self) -> bytes:
-        """The manifest as JSON."""
-        return msgspec.json.encode(self)
+    def signed(self, key: bytes) -> bytes:
+        """The manifest as JSON, with its signature."""
+        text = msgspec.json.encode(self)
+        return msgspec.json.encode(Signed(_hmac(key, text), msgspec.Raw(text)))
 
 
-class Announced(Part, frozen=True):
-    """A version that is complete in the store, and what proves it."""
+class Signed(Part, frozen=True):
+    """A manifest as it is stored."""
 
-    version: Count
-    folder: FolderName
-    sha256: Sha256
-    """Of the manifest."""
+    hmac: Sha256
+    """HMAC-SHA256 of its text."""
+    manifest: msgspec.Raw
+
+    def is_of(self, key: bytes) -> bool:
+        """True if it was signed with this key."""
+        return hmac.compare_digest(self.hmac, _hmac(key, self.manifest))
+
+
+def manifest_key(run_id: str) -> bytes:
+    """The key that signs the manifests of a run, from the id that only its processes know: HKDF-SHA256 (RFC 5869)
+    without salt."""
+    return hmac.digest(hmac.digest(bytes(32), run_id.encode(), "sha256"), _KEY_LABEL + b"\x01", "sha256")
+
+
+def _hmac(key: bytes, text: bytes | msgspec.Raw) -> str:
+    return hmac.new(key, memoryview(text), "sha256").hexdigest()
 
 
 def sums_of(weights: NDArray[np.uint8], check: Callable[[], None]) -> list[str]:

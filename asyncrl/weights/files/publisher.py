@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Set
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -15,8 +14,6 @@ from asyncrl.weights.buckets import WeightManifest
 from asyncrl.weights.files.folder import CHUNK_BYTES, Folder
 from asyncrl.weights.files.manifest import (
     MANIFEST,
-    NEWEST,
-    Announced,
     Earlier,
     Manifest,
     Stamp,
@@ -24,11 +21,13 @@ from asyncrl.weights.files.manifest import (
     Way,
     digest_of,
     edges_of,
+    shortest_way,
     sums_of,
 )
 from asyncrl.weights.files.shards import header, places, shards
+from asyncrl.wire.version_messages import Announced
 
-STRIDES = (1, 4, 16)
+USUAL_STRIDES = frozenset({1, 4, 16})
 """A version has a delta from the one before, and, if it is divisible by one of these numbers, from the last one that
 is. A reader whose link is too slow for every version takes the larger ones, in which a weight that changes often is
 once. The sender keeps the bits of each base."""
@@ -45,19 +44,25 @@ class Publisher:
         folder: Folder,
         layout: WeightManifest,
         *,
+        key: bytes,
         full_every: int,
         keep: int,
+        keeps: Callable[[int], bool] = lambda version: False,
         shard_bytes: int = SHARD_BYTES,
     ) -> None:
-        """Every `full_every`-th version can be read from nothing, and all are if no tensor has 16-bit numbers. At least
-        `keep` versions stay."""
+        """`key` signs manifests. Every `full_every`-th version can be read from nothing, and all are if no tensor has
+        16-bit numbers. At least `keep` versions stay; one for which `keeps` is true is on the way of every reader
+        (`oldest_read`)."""
         self.num_bytes = 0
         """Bytes written."""
+        self.strides: Set[int] = USUAL_STRIDES
+        """May change before a version. One that is new begins with the next version that is divisible by it."""
         self._folder = folder
         self._layout = layout
         self._layout_json = layout.to_json()
+        self._key = key
         self._full_every = full_every
-        self._keep = keep
+        self._keep, self._keeps = keep, keeps
         self._shard_bytes = shard_bytes
         self._has_deltas = full_every > 1 and any(
             entry.dtype.is_floating_point and entry.dtype.itemsize == 2 for entry in layout.entries
@@ -85,14 +90,29 @@ class Publisher:
         if is_full:
             ways.append(self._full(folder, weights))
         manifest = Manifest(stamp, self._layout_json, sums, ways, self._history)
-        written = self._folder.write(f"{folder}/{MANIFEST}", [manifest.to_json()])
+        written = self._folder.write(f"{folder}/{MANIFEST}", [manifest.signed(self._key)])
         self._history = [*self._history, Earlier(folder, written.sha256, stamp, edges_of(ways))]
         self._since_full = 0 if is_full else self._since_full + 1
         self.num_bytes += sum(edge.bytes for edge in self._history[-1].edges) + written.bytes
         self._keep_bits(stamp, weights)
-        announced = Announced(version, folder, written.sha256)
-        self._folder.write(NEWEST, [msgspec.json.encode(announced)])
-        return announced
+        return Announced(version, folder, written.sha256)
+
+    def oldest_read(self, held: int, target: int | None = None) -> int | None:
+        """The oldest version that a reader reads on its way from `held` to `target`, or to the newest one; None if it
+        reads none."""
+        stamps = {edge.base.version: edge.base for one in self._history for edge in one.edges if edge.base is not None}
+        stamps |= {one.stamp.version: one.stamp for one in self._history}
+        until = [one for one in self._history if target is None or one.stamp.version <= target]
+        steps = shortest_way(until, stamps.get(held)) or []
+        read = {step.folder for step in steps}
+        return min(
+            (
+                one.stamp.version
+                for one in until
+                if one.folder in read or (self._keeps(one.stamp.version) and 0 <= held < one.stamp.version)
+            ),
+            default=None,
+        )
 
     def collect(self) -> None:
         """Removes all versions that are no part of the store: those that no reader needs, and those of other
@@ -132,7 +152,8 @@ class Publisher:
     def _keep_bits(self, stamp: Stamp, weights: NDArray[np.uint8]) -> None:
         if not self._has_deltas:
             return
-        due = [stride for stride in STRIDES if not self._bases or stamp.version % stride == 0]
+        self._bases = {stride: base for stride, base in self._bases.items() if stride in self.strides}
+        due = [stride for stride in self.strides if not self._bases or stamp.version % stride == 0]
         others = {id(bits) for stride, (_, bits) in self._bases.items() if stride not in due}
         free = [bits for stride, (_, bits) in self._bases.items() if stride in due and id(bits) not in others]
         bits = free[0] if free else np.empty(len(weights) // 2, np.uint16)

@@ -4,8 +4,10 @@ proven."""
 from __future__ import annotations
 
 import hashlib
+import time
 from collections import Counter
 from collections.abc import Callable
+from statistics import median
 
 import msgspec
 import numpy as np
@@ -18,10 +20,9 @@ from asyncrl.weights.buckets import WeightManifest
 from asyncrl.weights.files.folder import BadFileError, Folder
 from asyncrl.weights.files.manifest import (
     MANIFEST,
-    NEWEST,
-    Announced,
     Earlier,
     Manifest,
+    Signed,
     Stamp,
     Step,
     Way,
@@ -31,6 +32,7 @@ from asyncrl.weights.files.manifest import (
     sums_of,
 )
 from asyncrl.weights.files.shards import header, places
+from asyncrl.wire.version_messages import Announced
 
 log = structlog.get_logger()
 
@@ -41,16 +43,34 @@ _TRIES = 2
 class Reader:
     """Turns the weights in a buffer, bytes in the order of the layout, into announced versions."""
 
-    def __init__(self, folder: Folder, layout: WeightManifest, weights: NDArray[np.uint8]) -> None:
+    def __init__(self, folder: Folder, layout: WeightManifest, weights: NDArray[np.uint8], *, key: bytes) -> None:
         self.layout = layout
         self.held: Stamp | None = None
         """What is in the buffer, if that is known."""
         self.num_bytes = 0
         """Bytes read from files of weights."""
+        self.seconds = 0.0
+        """Time that it took to read them."""
         self.folder = folder
+        self._last: tuple[str, Manifest] | None = None
+        """The last manifest that was read, and its sha256."""
         self._layout_json = layout.to_json()
+        self._key = key
         self._weights = weights
         self._weights[:] = 0  # the gaps between tensors, too, are part of the sums
+
+    def earlier(self, announced: Announced) -> list[Announced]:
+        """The versions before an announced one that are still there, the oldest first, and itself. Raises
+        BadFileError."""
+        return [Announced(one.stamp.version, one.folder, one.sha256) for one in self._versions(announced)]
+
+    def version_bytes(self, announced: Announced) -> tuple[int, bool]:
+        """The median bytes of a version for a reader of the one before, over those that are still there, and whether
+        they are full ones. Raises BadFileError."""
+        versions = self._versions(announced)
+        edges = [(one.stamp.version, edge) for one in versions for edge in one.edges]
+        deltas = [edge.bytes for version, edge in edges if edge.base is not None and edge.base.version == version - 1]
+        return int(median(deltas or [edge.bytes for _, edge in edges])), not deltas
 
     def fetch(self, announced: Announced, await_free: Callable[[], None]) -> Stamp:
         """Makes the buffer hold the version; `await_free` returns when it may be written. A step that fails is made
@@ -59,11 +79,11 @@ class Reader:
         problems: list[str] = []
         failures: Counter[Step] = Counter()
         target = self._manifest_of(announced)
-        own = Earlier(announced.folder, announced.sha256, target.stamp, edges_of(target.ways))
+        *earlier, own = self._versions(announced)
         self._prove_held()
         while self.held != target.stamp:
             bad = {step for step, count in failures.items() if count >= _TRIES}
-            steps = shortest_way([*target.earlier, own], self.held, bad)
+            steps = shortest_way([*earlier, own], self.held, bad)
             if not steps:
                 raise BadFileError("; ".join(dict.fromkeys(problems)) or f"{self.folder.url}: no way to {own.folder}")
             step = steps[0]
@@ -75,6 +95,12 @@ class Reader:
                 problems.append(str(error))
                 log.warning("weights cannot be read from the store", version=announced.version, reason=str(error))
         return target.stamp
+
+    def _versions(self, announced: Announced) -> list[Earlier]:
+        """Those that are still there, up to the announced one."""
+        target = self._manifest_of(announced)
+        own = Earlier(announced.folder, announced.sha256, target.stamp, edges_of(target.ways))
+        return [*target.earlier, own]
 
     def _manifest_of(self, announced: Announced) -> Manifest:
         """The manifest of an announced version; a second look if the first one fails."""
@@ -90,10 +116,13 @@ class Reader:
         return manifest
 
     def _manifest(self, folder: str, sha256: str) -> Manifest:
+        if self._last is not None and self._last[0] == sha256:
+            return self._last[1]
         name = f"{folder}/{MANIFEST}"
-        manifest = read_manifest(self.folder, name, sha256)
+        manifest = read_manifest(self.folder, name, sha256, self._key)
         if manifest.layout != self._layout_json:
             raise BadFileError(f"{self.folder.at(name)}: has weights of other names, shapes or dtypes than the model")
+        self._last = sha256, manifest
         return manifest
 
     def _take(self, folder: str, manifest: Manifest, base: Stamp | None, await_free: Callable[[], None]) -> None:
@@ -120,13 +149,17 @@ class Reader:
             entries = self.layout.entries[stored.first : stored.last]
             head = bytearray(len(expected := header(entries)))
             parts = [memoryview(head), *places(entries, self._weights)]
+            started_s = time.monotonic()
             self.folder.read_into(folder, stored.file, parts)
+            self.seconds += time.monotonic() - started_s
             if head != expected:
                 raise BadFileError(f"{self.folder.at(f'{folder}/{stored.name}')}: has other tensors than the model")
             self.num_bytes += stored.bytes
 
     def _take_delta(self, folder: str, way: Way, await_free: Callable[[], None]) -> None:
+        started_s = time.monotonic()
         data = bytearray().join(self.folder.read(folder, stored.file) for stored in way.files)
+        self.seconds += time.monotonic() - started_s
         self.num_bytes += len(data)
         await_free()
         self.held = None
@@ -138,23 +171,17 @@ class Reader:
             self.held = None
 
 
-def read_manifest(folder: Folder, name: str, sha256: str) -> Manifest:
-    """The manifest that has this sum. Raises BadFileError."""
+def read_manifest(folder: Folder, name: str, sha256: str, key: bytes) -> Manifest:
+    """The manifest that has this sum and is signed with this key. Raises BadFileError."""
     data = folder.read_small(name)
     if (found := hashlib.sha256(data).hexdigest()) != sha256:
         raise BadFileError(f"{folder.at(name)}: its sha256 is {found}, announced was {sha256}")
     try:
-        return msgspec.json.decode(data, type=Manifest)
+        signed = msgspec.json.decode(data, type=Signed)
+        if not signed.is_of(key):
+            raise BadFileError(
+                f"{folder.at(name)}: was not written by this run: its HMAC-SHA256 is not of the run's key"
+            )
+        return msgspec.json.decode(signed.manifest, type=Manifest)
     except msgspec.DecodeError as error:
         raise BadFileError(f"{folder.at(name)}: cannot be read: {error}") from None
-
-
-def newest(folder: Folder) -> Announced | None:
-    """The newest version as the store says, None if it has none. Nothing proves that: whoever can write to the store
-    chooses it. Raises BadFileError."""
-    if NEWEST not in folder.names():
-        return None
-    try:
-        return msgspec.json.decode(folder.read_small(NEWEST), type=Announced)
-    except msgspec.DecodeError as error:
-        raise BadFileError(f"{folder.at(NEWEST)}: cannot be read: {error}") from None

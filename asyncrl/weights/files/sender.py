@@ -1,0 +1,185 @@
+"""The sender's side of versions in a store: publishes each one and announces it; nobody is waited for.
+
+    weight-sender                            replay queue                       each receiver
+
+    writes the version, its manifest last
+    announce {version, folder, sha256}  --->  keeps the newest  -- leases --->  fetches what it lacks
+    removes what no receiver needs     <---  live generators   <---- ask ----  what it has, fetches, could not read
+
+It announces every _AGAIN_S again: the answer says what receivers need, and a restarted queue learns the newest version.
+A version that a receiver cannot read is published as a full version under another name, once for each version.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+import torch
+
+from asyncrl.config import Config
+from asyncrl.errors import RunError
+from asyncrl.types import NO_VERSION
+from asyncrl.weights.background import BackgroundSender
+from asyncrl.weights.buckets import BUCKET_BYTES, WeightBuffer, WeightManifest
+from asyncrl.weights.files.folder import Folder
+from asyncrl.weights.files.links import STRIDES
+from asyncrl.weights.files.manifest import manifest_key
+from asyncrl.weights.files.publisher import USUAL_STRIDES, Publisher
+from asyncrl.weights.transports import Transport
+from asyncrl.wire.version_messages import Announced, Follower
+
+log = structlog.get_logger()
+
+FILES = Transport(
+    None,
+    what="Through a folder or an object store (weights.url), each generator at its own pace; 16-bit weights as deltas.",
+)
+_AGAIN_S = 1.0
+"""Pause before a version that could not be written is written again, and between two announcements of a version."""
+_LOOK_S = 0.05
+
+Announce = Callable[[Announced, Callable[[], None]], Sequence[Follower]]
+"""Announces a version, calling the function during the wait, which may raise. Returns what live generators have."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOptions:
+    """Where versions are, and which."""
+
+    url: str
+    full_every: int
+    keep: int
+
+    @classmethod
+    def of(cls, config: Config, run_dir: Path) -> StoreOptions:
+        """Those of a run: its folder in `weights.url`, or one in the run folder."""
+        weights = config.weights
+        url = f"{weights.url.rstrip('/')}/{run_dir.name}" if weights.url else str(run_dir / "weights")
+        return cls(url, weights.full_every, weights.keep)
+
+
+class FileSender(BackgroundSender):
+    """Publishes policy weights while the learner continues to train. Runs in learner rank 0."""
+
+    def __init__(
+        self,
+        manifest: WeightManifest,
+        options: StoreOptions,
+        announce: Announce,
+        *,
+        run_id: str,
+        timeout_s: float,
+        device: str = "cpu",
+        keeps: Callable[[int], bool] = lambda version: False,
+    ) -> None:
+        """`manifest` describes the weights of every `send`. A version that cannot be written within `timeout_s` is an
+        error. One for which `keeps` is true stays until all live generators have fetched it or a later one."""
+        super().__init__(manifest, timeout_s=timeout_s, device=device, look_s=_AGAIN_S)
+        self._announce = announce
+        self._folder = Folder(options.url, check=self._raise_if_stopping)
+        key = manifest_key(run_id)
+        self._publisher = Publisher(
+            self._folder, manifest, key=key, full_every=options.full_every, keep=options.keep, keeps=keeps
+        )
+        self._announced: Announced | None = None
+        self._announced_s = 0.0
+        self._followers: Sequence[Follower] = ()
+        """Live generators, as of the last announcement."""
+        self._renewed: int | None = None
+        """The last version that was published again for a receiver that could not read it."""
+        self._thread.start()
+
+    @property
+    def _receivers(self) -> str:
+        return "the store"
+
+    def _make_buffer(self) -> WeightBuffer:
+        pinned = self._device.type == "cuda"
+        return WeightBuffer(self._manifest, torch.device("cpu"), pinned=pinned, bucket_bytes=BUCKET_BYTES)
+
+    def _wants(self, version: int) -> bool:
+        return time.monotonic() - self._announced_s >= _AGAIN_S
+
+    def _deliver(self, version: int, buffer: WeightBuffer) -> None:
+        """Publishes the version, unless that is done, and announces it. Raises RunError if it cannot be written within
+        the deadline."""
+        started_s = time.monotonic()
+        if is_new := self._announced is None or self._announced.version != version:
+            self._publish(version, buffer)
+        self._tell()
+        if is_new:
+            self.stats.count += 1
+            self.stats.broadcast_s += time.monotonic() - started_s
+            self._collect()
+        if self._is_unread() and self._renewed != version:
+            self._renewed = version
+            self._publisher.begin_anew()
+            self._publish(version, buffer)
+            self._tell()
+            self._collect()
+
+    def _leave(self) -> None:
+        """Nothing is open."""
+
+    def _publish(self, version: int, buffer: WeightBuffer) -> None:
+        for _ in buffer.buckets(timeout_s=self._timeout_s, check=self._raise_if_stopping):
+            pass
+        self._publisher.strides = USUAL_STRIDES | self._wished()
+        before_bytes, deadline_s = self._publisher.num_bytes, time.monotonic() + self._timeout_s
+        while True:
+            try:
+                self._announced = self._publisher.publish(version, buffer.data.numpy(), needed=self._needed(version))
+                self.stats.bytes += self._publisher.num_bytes - before_bytes
+                return
+            except OSError as error:
+                if time.monotonic() > deadline_s:
+                    raise RunError(
+                        f"weights.url: version {version} cannot be written to {self._folder.url} within "
+                        f"{self._timeout_s:g} s: {error}"
+                    ) from error
+                log.warning("weights cannot be written to the store", version=version, reason=str(error))
+                self._pause()
+
+    def _tell(self) -> None:
+        assert self._announced is not None
+        self._followers = self._announce(self._announced, self._raise_if_stopping)
+        self._announced_s = time.monotonic()
+
+    def _is_unread(self) -> bool:
+        """True if a receiver could not read the announced version."""
+        assert self._announced is not None
+        unread = [one for one in self._followers if one.following.unread == self._announced.folder]
+        for one in unread:
+            log.warning("a generator cannot read weights", generator=one.generator, reason=one.following.problem)
+        return bool(unread)
+
+    def _wished(self) -> set[int]:
+        """Strides with which live generators follow."""
+        wished = {one.following.link.stride for one in self._followers if one.following.link is not None}
+        return wished & {stride for stride, _ in STRIDES}
+
+    def _needed(self, version: int) -> int:
+        """The oldest version that a live generator reads on its way, or is to evaluate."""
+        needed = list[int | None]()
+        for following in (one.following for one in self._followers):
+            if following.fetching != NO_VERSION:
+                needed.append(self._publisher.oldest_read(following.held, following.fetching))
+            if following.held != NO_VERSION:
+                needed.append(self._publisher.oldest_read(following.held))
+        return min((one for one in needed if one is not None), default=version)
+
+    def _collect(self) -> None:
+        try:
+            self._publisher.collect()
+        except OSError as error:
+            log.warning("old versions of the weights cannot be removed", store=self._folder.url, reason=str(error))
+
+    def _pause(self) -> None:
+        again_s = time.monotonic() + _AGAIN_S
+        while time.monotonic() < again_s:
+            self._raise_if_stopping()
+            time.sleep(_LOOK_S)
