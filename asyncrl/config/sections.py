@@ -192,7 +192,8 @@ class WeightsConfig(Section):
 
     transport: str = "auto"
     """A transport of `asyncrl list`, or your own as `module:NAME` or `file.py:NAME`; auto is nccl if the learner and
-    every generator have a GPU of their own, otherwise gloo."""
+    every generator have a GPU of their own, otherwise chain for more than three generators on several hosts, else
+    gloo."""
     timeout_s: float = Field(default=60.0, gt=0.0)
     """Deadline of each phase of a broadcast."""
     kv_cache: Literal["keep", "recompute"] = "keep"

@@ -262,7 +262,7 @@ class BackgroundReceiver(ABC):
         return self._staging.take()
 
     def hold(self) -> None:
-        """States that the engine keeps its version for now. Call it often, instead of `staged`."""
+        """States that the engine keeps its version. Call it often, instead of `staged`."""
         self._check()
         self._staging.hold()
 

@@ -38,7 +38,7 @@ from torch import Tensor
 from asyncrl.errors import AsyncrlError, RunError
 from asyncrl.weights.buckets import RunningChecksum, WeightBuffer
 from asyncrl.weights.membership import Membership, Peer, T
-from asyncrl.weights.transports import Link, Member, Transport, device_name, problem
+from asyncrl.weights.transports import Link, Member, Transport, device_name, host_name, problem
 from asyncrl.wire.store import Store
 from asyncrl.wire.torch_store import GROUP_KEYS, group_store
 from asyncrl.wire.weight_messages import Abort, Go, Patience, Ready, Received, Sent
@@ -117,9 +117,11 @@ class Delivery:
             self.stats.broadcast_s += time.monotonic() - started
 
     def _behind(self, version: int) -> list[Peer]:
-        """Returns the peers that have to get this version, after those that cannot get any were dropped."""
+        """Returns the peers that have to get this version, after those that cannot get any were dropped. They are in
+        the order of their hosts, this one first: a transport from each to the next crosses to a host once."""
         self._drop_unreachable()
-        return self.membership.behind(version)
+        here = host_name()
+        return sorted(self.membership.behind(version), key=lambda peer: (peer.host != here, peer.host, peer.rank))
 
     def _round(self, version: int, buffer: WeightBuffer, behind: Sequence[Peer]) -> None:
         weights = f"version {version} of the weights"
@@ -135,7 +137,7 @@ class Delivery:
         connect_deadline_s = 0.0 if self.link else time.monotonic() + self.timeout_s
         reason, patience_s = "", self.timeout_s
         try:
-            link = self._linked(len(peers) + 1)
+            link = self._linked(len(peers) + 1, buffer)
             checksum = self._send(link, version, buffer, peers)
         except AsyncrlError:
             raise
@@ -191,12 +193,13 @@ class Delivery:
         for position, peer in enumerate(peers, start=1):
             self.membership.tell([peer], Go, group=self.group_number, rank=position, size=len(peers) + 1)
 
-    def _linked(self, size: int) -> Link:
+    def _linked(self, size: int, buffer: WeightBuffer) -> Link:
         assert self.way is not None and self.way.connect is not None
         if self.link is None:
             needs_group = self.way.needs_group
             store = group_store(self.store, self.group_number, self.timeout_s) if needs_group else None
-            self.link = self.way.connect(Member(0, size, self.device, self.timeout_s, self.check, store))
+            num_bytes = buffer.data.numel()
+            self.link = self.way.connect(Member(0, size, self.device, self.timeout_s, self.check, num_bytes, store))
         return self.link
 
     def _send(self, link: Link, version: int, buffer: WeightBuffer, peers: Sequence[Peer]) -> int:

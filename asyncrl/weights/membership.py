@@ -32,6 +32,7 @@ class Peer:
     rank: int
     id: bytes
     device: str
+    host: str
     number: int
     """Position among all sessions, by the time of their beginning."""
     up: bool = False
@@ -110,7 +111,7 @@ class Membership:
             if before is not None:
                 self._remove(before)
         self._joins += 1
-        peer = Peer(message.rank, sender, message.device, self._joins)
+        peer = Peer(message.rank, sender, message.device, message.host, self._joins)
         self._peers[peer.rank] = self._ids[peer.id] = peer
         self._send(sender, self._manifest)
 

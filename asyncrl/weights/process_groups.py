@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -48,36 +49,49 @@ class GroupLink(Link):
         self._ranks: Collective = ranks
         self._device = device
         self._member = member  # it has the store, which is to live as long as the group may use it
-        self._works: list[Work] = []
-        """Operations of the current version."""
+        self._works: deque[Work] = deque()
+        """Operations that may not have ended, in the order of their beginning."""
         self._options = BroadcastOptions()
         self._options.rootRank = 0
         self._options.timeout = timedelta(seconds=member.timeout_s)
 
     def send(self, version: int, buckets: Iterable[Tensor]) -> None:
         """As `Link.send`; returns when all members have all buckets."""
-        self._works = []
         for bucket in buckets:
-            self._broadcast(bucket)
-        for work in self._works:
-            self._await(work)
+            self.start(bucket)
         self.meet()
 
     def receive(self, version: int, buckets: Sequence[Tensor]) -> Iterator[Tensor]:
         """As `Link.receive`."""
-        self._works = []
-        for bucket in buckets:
-            self._broadcast(bucket)
-        for bucket, work in zip(buckets, list(self._works), strict=True):
-            self._await(work)
-            yield bucket
+        yield from self.arrivals(buckets)
         self.meet()
 
+    def start(self, bucket: Tensor, *, limit: float = math.inf) -> None:
+        """Begins to broadcast a bucket, as soon as fewer than `limit` others are under way."""
+        while len(self._works) >= limit:
+            self._await_next()
+        self._works.append(self._ranks.broadcast([bucket], self._options))
+
+    def arrivals(self, buckets: Iterable[Tensor], *, limit: float = math.inf) -> Iterator[Tensor]:
+        """Yields each of the buckets as soon as it is complete; at most `limit` are under way."""
+        begun: deque[Tensor] = deque()
+        for bucket in buckets:
+            if len(begun) >= limit:
+                self._await_next()
+                yield begun.popleft()
+            self.start(bucket)
+            begun.append(bucket)
+        while begun:
+            self._await_next()
+            yield begun.popleft()
+
     def meet(self) -> None:
-        """Returns when all members are here. Tells each at once if another one is gone."""
+        """Returns when what was begun has ended and all members are here. Tells each at once if another one is gone."""
+        while self._works:
+            self._await_next()
         own = torch.zeros(1, device=self._device)
         self._works.append(self._ranks.allgather([[torch.empty_like(own) for _ in range(self._member.size)]], [own]))
-        self._await(self._works[-1])
+        self._await_next()
 
     def close(self) -> None:
         """Ends the group without waiting for operations that may be stuck in it.
@@ -96,15 +110,13 @@ class GroupLink(Link):
     def ends(self, work: Work, seconds: float) -> bool:
         """Waits at most this many seconds and returns True if the work is done. Raises RuntimeError when it failed."""
 
-    def _broadcast(self, bucket: Tensor) -> None:
-        self._works.append(self._ranks.broadcast([bucket], self._options))
-
-    def _await(self, work: Work) -> None:
+    def _await_next(self) -> None:
         wait = Wait()
-        while not self.ends(work, _LOOK_S):
+        while not self.ends(self._works[0], _LOOK_S):
             self._member.check()
             if wait.look() > self._member.timeout_s:
                 raise TimeoutError(f"a bucket was not through within {self._member.timeout_s:g} s")
+        self._works.popleft()
 
     def _hold(self) -> None:
         while not all(work.is_completed() for work in self._works):
@@ -122,9 +134,11 @@ atexit.register(_destruction.acquire, timeout=1.0)
 class GlooLink(GroupLink):
     """A gloo group."""
 
-    def __init__(self, member: Member) -> None:
-        timeout = timedelta(seconds=member.timeout_s)
+    def __init__(self, member: Member, *, connect_s: float | None = None) -> None:
+        """`connect_s` is the deadline for connecting, by default that of the member."""
+        timeout = timedelta(seconds=connect_s or member.timeout_s)
         ranks = ProcessGroupGloo(cast(Any, member.store), member.rank, member.size, timeout)
+        ranks._set_default_timeout(timedelta(seconds=member.timeout_s))
         super().__init__(ranks, member, torch.device("cpu"))
 
     def ends(self, work: Work, seconds: float) -> bool:

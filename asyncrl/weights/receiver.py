@@ -224,7 +224,7 @@ class WeightReceiver(BackgroundReceiver):
         if self._link is None or self._group_number != go.group:
             self._drop_link()
             store = group_store(session.store, go.group, self._timeout_s) if self._way.needs_group else None
-            member = Member(go.rank, go.size, self._device, self._timeout_s, session.check, store)
+            member = Member(go.rank, go.size, self._device, self._timeout_s, session.check, self._buffer.numel(), store)
             self._link, self._group_number = self._way.connect(member), go.group
         return self._link
 

@@ -21,7 +21,7 @@ from asyncrl.weights.background import BackgroundSender
 from asyncrl.weights.broadcast import Delivery
 from asyncrl.weights.buckets import BUCKET_BYTES, WeightBuffer, WeightManifest
 from asyncrl.weights.membership import Membership
-from asyncrl.weights.transports import choose_transport, device_name, find_transport
+from asyncrl.weights.transports import FEW_RECEIVERS, choose_transport, device_name, find_transport, host_name
 from asyncrl.wire.channel import ChannelServer
 from asyncrl.wire.kinds import TO_SENDER
 from asyncrl.wire.service_messages import StoreRequest
@@ -50,11 +50,11 @@ class WeightSender(BackgroundSender):
         run_id: str = "",
         keys: str = "",
     ) -> None:
-        """`manifest` describes the weights of every `send`. `timeout_s` is the deadline of each phase. On a GPU,
-        `transport` "auto" depends on the devices of the generators: the first `send` waits for `expected_generators`
-        of them, at most `start_timeout_s` (default: `timeout_s`). The address is one of ZeroMQ. Messages without the
-        `run_id` are refused; with `keys` only peers with the run's keys are admitted. Raises ConfigError if the address
-        is in use."""
+        """`manifest` describes the weights of every `send`. `timeout_s` is the deadline of each phase. On a GPU, and
+        with more than FEW_RECEIVERS, `transport` "auto" depends on the devices and hosts of the generators: the first
+        `send` waits for `expected_generators` of them, at most `start_timeout_s` (default: `timeout_s`). The address is
+        one of ZeroMQ. Messages without the `run_id` are refused; with `keys` only peers with the run's keys are
+        admitted. Raises ConfigError if the address is in use."""
         super().__init__(manifest, timeout_s=timeout_s, device=device)
         self._expected_generators = expected_generators
         self._transport = transport
@@ -102,11 +102,13 @@ class WeightSender(BackgroundSender):
 
     def _choose_transport(self) -> str:
         here = device_name(self._device)
-        if self._transport != "auto" or self._device.type != "cuda":
+        is_known = self._device.type != "cuda" and self._expected_generators <= FEW_RECEIVERS
+        if self._transport != "auto" or is_known:
             return choose_transport(self._transport, [here])
         self._membership.await_members(self._expected_generators, self._start_timeout_s)
-        devices = [peer.device for peer in self._membership.present()]
-        return choose_transport("auto", [here, *devices] if devices else ["cpu"])
+        peers = self._membership.present()
+        devices = [here, *(peer.device for peer in peers)] if peers else ["cpu"]
+        return choose_transport("auto", devices, [host_name(), *(peer.host for peer in peers)])
 
     # --- the channel's thread
 

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from asyncrl.weights.transports import host_name
 from asyncrl.weights.waits import RoundAborted, SenderClosed, SessionLost, Wait
 from asyncrl.wire import weight_messages as messages
 from asyncrl.wire.bounds import Body
@@ -51,7 +52,7 @@ class Session:
         self.client = ChannelClient(address, TO_RECEIVER, self._handle, run_id=run_id, keys=keys, check=check)
         self.store = RemoteStore(self.client)
         """The store through which the members of a group find one another."""
-        self.say(messages.Join(rank, device))
+        self.say(messages.Join(rank, device, host_name()))
 
     def silent_s(self) -> float:
         """Time since the sender was last heard; 0 before it has admitted this receiver."""

@@ -40,6 +40,8 @@ class Member:
     check: Callable[[], None]
     """Call it several times a second in every wait. It raises when the round is aborted or the process ends; let that
     pass."""
+    num_bytes: int
+    """Bytes of a version."""
     store: TorchStore | None = None
     """A torch store that all members have, if the transport `needs_group`."""
 
@@ -118,10 +120,13 @@ class Transport:
 TRANSPORTS: dict[str, Transport | str] = {
     "gloo": "asyncrl.weights.process_groups:GLOO",
     "nccl": "asyncrl.weights.process_groups:NCCL",
+    "chain": "asyncrl.weights.chain:CHAIN",
     "files": "asyncrl.weights.files.sender:FILES",
 }
 AUTO_ON_GPUS = "nccl"
 """The transport that "auto" chooses where every process has a GPU of its own."""
+FEW_RECEIVERS = 3
+"""The greatest number of receivers on several hosts for which "auto" chooses gloo and not chain."""
 
 
 def find_transport(name: str) -> Transport:
@@ -163,6 +168,11 @@ def queued(device: torch.device) -> torch.cuda.Event | None:
     return event
 
 
+def host_name() -> str:
+    """Returns the name of this host."""
+    return socket.gethostname()
+
+
 def device_name(device: torch.device) -> str:
     """Returns "cpu", or a name that no other GPU has. Does not touch CUDA, which can break an engine that starts in
     another thread."""
@@ -171,7 +181,7 @@ def device_name(device: torch.device) -> str:
     visible = [card.strip() for card in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
     index = device.index or 0
     card = visible[index] if index < len(visible) and visible[index] else str(index)
-    return f"cuda {socket.gethostname()} {card}"
+    return f"cuda {host_name()} {card}"
 
 
 def transport_of(config: Config) -> str:
@@ -197,15 +207,17 @@ def goes_by_files(config: Config) -> bool:
     return name != "auto" and find_transport(name).connect is None
 
 
-def choose_transport(name: str, devices: Sequence[str]) -> str:
-    """Returns the name of the transport to use between `devices` (as `device_name` returns them).
+def choose_transport(name: str, devices: Sequence[str], hosts: Sequence[str] = ()) -> str:
+    """Returns the name of the transport to use between `devices` (as `device_name` returns them) on these hosts.
 
-    "auto" is nccl where every process has a GPU of its own, else gloo. Raises ConfigError for an unknown name, and
-    RunError when the transport needs a GPU of its own in every process and there are fewer.
+    "auto" is nccl where every process has a GPU of its own, else chain for more than FEW_RECEIVERS on several hosts,
+    else gloo. Raises ConfigError for an unknown name, and RunError when the transport needs a GPU of its own in every
+    process and there are fewer.
     """
     own_gpus = len(set(devices)) == len(devices) and all(device.startswith("cuda") for device in devices)
     if name == "auto":
-        return AUTO_ON_GPUS if own_gpus else "gloo"
+        is_far = len(set(hosts)) > 1 and len(devices) > FEW_RECEIVERS + 1  # with the sender
+        return AUTO_ON_GPUS if own_gpus else "chain" if is_far else "gloo"
     if find_transport(name).needs_own_gpu and not own_gpus:
         raise RunError(
             f"weights.transport = {name!r} needs a GPU of its own in the learner and in every generator, "

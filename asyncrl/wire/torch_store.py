@@ -24,6 +24,10 @@ class TorchStore(c10d.Store):
         self._prefix = prefix
         self._timeout_s = timeout_s
 
+    def part(self, name: str) -> TorchStore:
+        """Returns the part of the store that one of several groups has for itself."""
+        return TorchStore(self._store, f"{self._prefix}{name}/", self._timeout_s)
+
     def set(self, key: str, value: bytes | str) -> None:
         """Sets the value of a key."""
         self._store.ask("set", [self._prefix + key], value.encode() if isinstance(value, str) else bytes(value))

@@ -29,6 +29,7 @@ class Join(Body):
 
     rank: _Rank
     device: _Name
+    host: _Name
 
 
 class Up(Body):

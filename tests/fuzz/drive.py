@@ -20,7 +20,7 @@ import psutil
 import zmq
 
 from asyncrl.launch.resources.network import find_port
-from asyncrl.wire.bounds import Body
+from asyncrl.wire.bounds import MAX_COUNT, Body
 from asyncrl.wire.kinds import ANSWERS, KINDS
 from asyncrl.wire.messages import ReadStatus, ReadSummary, Take
 from tests.fuzz import frames as sound
@@ -144,8 +144,8 @@ class Honest:
     def finish(self, work: list[Frames]) -> None:
         for frames in work:
             self._socket.send_multipart(frames)
-        self.send(Take(0, 0, self.step + 1))
-        self.send(sound.commit_body(self.step + 1))
+        self.send(Take(0, MAX_COUNT, self.step + 1))  # of the last epoch: no mutant supersedes it
+        self.send(sound.commit_body(self.step + 1, epoch=MAX_COUNT))
 
     def renew(self) -> None:
         """Goes on under another identity: what the others do to the run makes its own requests wrong at times."""

@@ -11,6 +11,7 @@ from asyncrl.replay.evaluation.samples import EvaluatedRow, pack_rows
 from asyncrl.types import Lease, Prompt
 from asyncrl.wire import weight_messages as weights
 from asyncrl.wire.bounds import Body
+from asyncrl.wire.directory_messages import Announce, Located, LookUp
 from asyncrl.wire.environment_messages import EpisodeEnded, EpisodeStart, GroupPlace, Said, SayNext, Turns, Wishes
 from asyncrl.wire.frames import Arrays, encode
 from asyncrl.wire.guest_messages import Hello, Welcome
@@ -159,8 +160,8 @@ def evaluated_body(ticket: int, attempt: int, version: int) -> Evaluated:
     return Evaluated(ticket, attempt, version, "test", [1.0], ["completed"], tokens=3)
 
 
-def commit_body(step: int) -> Commit:
-    return Commit(0, step, METRICS, saving=False, checkpoints=[])
+def commit_body(step: int, *, epoch: int = 0) -> Commit:
+    return Commit(epoch, step, METRICS, saving=False, checkpoints=[])
 
 
 def requests(step: int = 0) -> dict[str, list[bytes]]:
@@ -182,13 +183,15 @@ def requests(step: int = 0) -> dict[str, list[bytes]]:
         ReadSummary(),
         Shutdown(),
         Stop("enough"),
+        Announce("weights", "tcp://10.0.0.1:5", 0),
+        LookUp("weights", 0),
         Save(0, 1, "model"),
         Restore(0, 1),
         Leave(0),
         Score([{"role": "user", "content": "1+1="}], ["2", "3"], timeout_s=1.5),
         StoreRequest(1, "add", ["group/1/rank"], b"", 2),
         Hello({"torch": "2.13.0"}),
-        weights.Join(1, "cpu"),
+        weights.Join(1, "cpu", "host-1"),
         weights.Up(),
         weights.Ready(2, weights.Loaded(3, 1 << 60)),
         weights.Holding(2),
@@ -232,6 +235,7 @@ def answers(seq: int = 1, *, ticket: int = 0, attempt: int = 0, step: int = 1) -
         (Followers([Follower(1, FOLLOWING)]), []),
         (Trained(METRICS), []),
         (EvaluationResult("ended", step, METRICS), []),
+        (Located("tcp://10.0.0.1:5"), []),
         (Ok({"step": step, "generators": {"0": {"version": 1}}}), []),
         (Scores([0.5, None], ["", "it broke"]), []),
         (WISHES, pack_lists([np.ones(2, dtype=np.int32)])),

@@ -94,7 +94,7 @@ def test_every_way_to_mutate_changes_what_is_sent() -> None:
 
 
 def test_every_reason_to_refuse_a_message_is_reached() -> None:
-    mutator, reasons = Mutator(5), Counter[str]()
+    mutator, reasons = Mutator(3), Counter[str]()
     pool = [*SOUND.values(), *[SOUND["finish"]] * 16]
     for _ in range(60_000):
         frames = mutator.mutant(pool)
@@ -158,7 +158,7 @@ def test_no_message_ends_or_holds_up_the_sender_of_weights(tmp_path: Path) -> No
             for version in range(5):
                 for number in range(20):
                     peer = connect_dealer(address, linger_s=1.0)
-                    join = raw_frames(RUN_ID, "join", {"rank": 2 + number, "device": "cpu"})
+                    join = raw_frames(RUN_ID, "join", {"rank": 2 + number, "device": "cpu", "host": "host-1"})
                     for frames in (join, *(mutator.mutant(pool) for _ in range(20))):
                         peer.send_multipart(frames)
                     peer.close()

@@ -83,8 +83,9 @@ def run_command(arguments: list[str]) -> int:
         forked = OwnFork(lambda arguments: role.main(arguments[2:]))
 
         @contextmanager
-        def preloaded(plan):  # type: ignore[no-untyped-def]
-            yield forked
+        def preloaded(placement, launcher):  # type: ignore[no-untyped-def]
+            launcher.fork_server = forked
+            yield
             forked.close()
 
         run.preloaded = preloaded

@@ -1,8 +1,8 @@
 """A generator's weight receiver in a process of its own: loads every version and prints it as a line of JSON.
 
-    python receiver_process.py ADDRESS RANK TIMEOUT_S TRANSPORT [SIGNAL]
+    python receiver_process.py ADDRESS RANK TIMEOUT_S TRANSPORT [SIGNAL[:BUCKET]]
 
-With SIGNAL (a name) it sends itself that signal inside its first broadcast, after the second bucket.
+With SIGNAL (a name) it sends itself that signal inside a broadcast, after so many buckets of all versions (2).
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from asyncrl.weights.receiver import WeightReceiver
 def main() -> None:
     address, rank, timeout_s = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
     if len(sys.argv) > 5:
-        hit_once(signal.Signals[sys.argv[5]])
+        name, _, bucket = sys.argv[5].partition(":")
+        hit_once(signal.Signals[name], int(bucket or 2))
     receiver = WeightReceiver(
         address,
         rank=rank,
@@ -43,13 +44,13 @@ def main() -> None:
         print(json.dumps(report), flush=True)
 
 
-def hit_once(number: int) -> None:
+def hit_once(number: int, after: int) -> None:
     checksum, calls = buckets.checksum, 0
 
     def hit(bucket: torch.Tensor, first_byte: int) -> int:
         nonlocal calls
         calls += 1
-        if calls == 2:
+        if calls == after:
             os.kill(os.getpid(), number)
         return checksum(bucket, first_byte)
 

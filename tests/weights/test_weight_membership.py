@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import Any
 
 import msgspec
 import pytest
@@ -52,13 +53,15 @@ def versions(peers: list[Process]) -> list[int]:
     return [peer.next()["version"] for peer in peers]
 
 
+@pytest.mark.parametrize("transport", ["gloo", "chain"])
 @pytest.mark.parametrize("hit", ["SIGSTOP", "SIGKILL"])
 def test_the_others_go_on_without_one_that_stops_or_ends_inside_the_broadcast(
-    address: str, cleanup: list, hit: str
+    address: str, cleanup: list, hit: str, transport: str
 ) -> None:
-    others = [receiver_process(address, cleanup, rank=rank, timeout_s=2.0) for rank in (1, 3)]
-    lost = receiver_process(address, cleanup, rank=2, timeout_s=2.0, hit=hit)
-    sender = joined(make_sender(address, cleanup, timeout_s=2.0), 3)
+    options: dict[str, Any] = {"timeout_s": 2.0, "transport": transport}
+    others = [receiver_process(address, cleanup, rank=rank, **options) for rank in (1, 3)]
+    lost = receiver_process(address, cleanup, rank=2, hit=hit, **options)
+    sender = joined(make_sender(address, cleanup, **options), 3)
     started = time.monotonic()
     with capture_logs() as logs:
         sender.send(0, weights(0))
@@ -71,7 +74,7 @@ def test_the_others_go_on_without_one_that_stops_or_ends_inside_the_broadcast(
     if hit == "SIGSTOP":
         lost.signal("SIGCONT")
     else:
-        lost = receiver_process(address, cleanup, rank=2, timeout_s=2.0)
+        lost = receiver_process(address, cleanup, rank=2, **options)
     assert lost.next()["version"] == 0  # without a new send
     sender.send(1, weights(1))
     assert versions([*others, lost]) == [1, 1, 1]
@@ -224,12 +227,12 @@ def test_a_transport_that_never_works_is_an_error(
         sender.wait()
 
 
-MEMBER = {"rank": 1, "device": "cpu"}
+MEMBER = {"rank": 1, "device": "cpu", "host": "host-1"}
 RUBBISH = ["", b"\xff", 1, None, [], {}, {"loaded": {}}, {"round": 1, "loaded": {"version": 1}}, {"round": -1}]
 RUBBISH_MEMBERS = [
-    {"device": "cpu"},
+    *({name: value for name, value in MEMBER.items() if name != left_out} for left_out in MEMBER),
     *({**MEMBER, "rank": rank} for rank in (0, -1, "1", 1.5, None, True, 1 << 63)),
-    *({**MEMBER, "device": value} for value in (1, "", [], "x" * 9999)),
+    *({**MEMBER, name: value} for name in ("device", "host") for value in (1, "", [], "x" * 9999)),
     {**MEMBER, "more": 1},
 ]
 
@@ -254,7 +257,7 @@ def test_announcements_without_end_take_neither_memory_nor_time(address: str, cl
     started = time.monotonic()
     many = RawReceiver(address, cleanup)
     for number in range(300):
-        many.say("join", {"rank": 1 + number % 3, "device": "cpu"})
+        many.say("join", {**MEMBER, "rank": 1 + number % 3})
     RawReceiver(address, cleanup).join(7)
     await_true(lambda: 7 in sender._membership._peers, "it is not there")
     assert len(sender._membership._ids) == len(sender._membership._peers) <= 4
@@ -297,7 +300,7 @@ def test_messages_outside_a_session_change_nothing_and_a_ping_is_told_that_it_ha
 def test_a_rubbish_answer_is_told_apart_from_none(message: object) -> None:
     membership = Membership(lambda peer, message: None, "", threading.Condition(), check=lambda: None)
     for rank in (1, 2, 3):
-        membership.handle(bytes([rank]), Join(rank, "cpu"))
+        membership.handle(bytes([rank]), Join(rank, "cpu", "host-1"))
     peers = membership.present()
     membership.offer(peers, version=0, transport="gloo", bucket_bytes=1 << 20)
     with pytest.raises(ProtocolError) as problem:
@@ -318,7 +321,7 @@ def test_an_answer_of_another_round_is_none_and_holding_extends_the_deadline_onc
         lambda peer, message: sent.append((peer, message)), "", threading.Condition(), check=lambda: None
     )
     for rank in (1, 2):
-        membership.handle(bytes([rank]), Join(rank, "cpu"))
+        membership.handle(bytes([rank]), Join(rank, "cpu", "host-1"))
     peers = membership.present()
     membership.offer(peers, version=0, transport="gloo", bucket_bytes=1 << 20)
     assert isinstance(sent[-1][1], Offer)

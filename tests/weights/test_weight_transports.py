@@ -23,6 +23,7 @@ from weight_parts import (
 from asyncrl.errors import RunError
 from asyncrl.weights.process_groups import GlooLink
 from asyncrl.weights.session import Session
+from asyncrl.weights.transports import host_name
 from asyncrl.weights.waits import Interrupted, RoundAborted
 from asyncrl.wire.channel import ChannelServer
 from asyncrl.wire.kinds import TO_SENDER
@@ -79,7 +80,7 @@ def test_a_round_is_over_when_the_next_offer_is_there(address: str, cleanup: lis
     cleanup.append(session.client.close)
     await_true(lambda: joins, "it has not joined")
     ((peer, join),) = joins
-    assert join == Join(1, "cpu")
+    assert join == Join(1, "cpu", host_name())
     for number in (1, 2):
         server.send(peer, Offer(number, 0, "gloo", 1 << 20))
         session.listen(10.0)

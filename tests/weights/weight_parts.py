@@ -61,10 +61,16 @@ def manifest_of(tensors: list[tuple[str, torch.Tensor]]) -> WeightManifest:
 
 
 def member(
-    rank: int, store: TorchStore, *, timeout_s: float = 20.0, check: Callable = lambda: None, size: int = 2
+    rank: int,
+    store: TorchStore,
+    *,
+    timeout_s: float = 20.0,
+    check: Callable = lambda: None,
+    size: int = 2,
+    num_bytes: int = NUM_BYTES,
 ) -> Member:
     """A member of a group on CPUs."""
-    return Member(rank, size, torch.device("cpu"), timeout_s, check, store)
+    return Member(rank, size, torch.device("cpu"), timeout_s, check, num_bytes, store)
 
 
 def make_sender(address: str, cleanup: list, *, timeout_s: float = 20.0, transport: str = "auto") -> WeightSender:
@@ -140,7 +146,7 @@ def load_next(receiver: WeightReceiver, version: int) -> None:
 
 def on_each(function, ranks: tuple[int, ...] = (0, 1)) -> list:
     """Returns the results of the function, which runs for all ranks at the same time."""
-    results = [None, None]
+    results = [None] * (max(ranks) + 1)
 
     def keep(rank: int) -> None:
         results[rank] = function(rank)
@@ -166,8 +172,8 @@ class RawReceiver:
     def say_raw(self, *frames: bytes) -> None:
         self._socket.send_multipart(frames)
 
-    def join(self, rank: int, device: str = "cpu") -> RawReceiver:
-        self.say("join", {"rank": rank, "device": device})
+    def join(self, rank: int, device: str = "cpu", host: str = "host-1") -> RawReceiver:
+        self.say("join", {"rank": rank, "device": device, "host": host})
         assert self.next()[0] == "manifest"
         return self
 

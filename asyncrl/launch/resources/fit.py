@@ -159,7 +159,7 @@ def _needs(config: Config, placement: Placement, models: Models) -> Iterator[tup
 
 
 def _by_nccl(config: Config, placement: Placement) -> bool:
-    return placement.sends_between_gpus and config.weights.transport not in ("gloo", "files")
+    return placement.sends_between_gpus and config.weights.transport not in ("gloo", "chain", "files")
 
 
 def _with_fractions(config: Config, placement: Placement, models: Models, cards: list[Card]) -> Placement:
