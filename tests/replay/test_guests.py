@@ -16,6 +16,7 @@ import pytest
 from asyncrl.config import MAX_GENERATORS
 from asyncrl.errors import PeerTimeoutError
 from asyncrl.launch.resources.network import find_port
+from asyncrl.observe.live import _disturbances  # pyright: ignore[reportPrivateUsage]
 from asyncrl.replay.client import GeneratorClient, LauncherClient, LeaseReply
 from asyncrl.replay.guests import Reception
 from asyncrl.replay.metrics.trace import TraceWriter
@@ -240,3 +241,9 @@ def test_guests_have_indices_of_their_own_and_are_not_scaled_away() -> None:
     assert FIRST_GUEST == MAX_GENERATORS
     guest = Guest("lab", "key", FIRST_GUEST, 2)
     assert [index for index in range(2000) if guest.owns(index)] == [FIRST_GUEST, FIRST_GUEST + 1]
+
+
+def test_the_live_view_counts_guests_apart() -> None:
+    status = {"generators": {"0": {}, "1": {}, str(FIRST_GUEST): {}}, "generators_wanted": 2, "catching_up": None}
+    assert _disturbances(status, 0) == ["generators of guests 1"]
+    assert _disturbances(status | {"generators_wanted": 3}, 0) == ["2 of 3 generators, generators of guests 1"]
