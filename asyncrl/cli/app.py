@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import typer
 
 app = typer.Typer(
@@ -14,3 +16,9 @@ app = typer.Typer(
 
 OVERRIDES = typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Settings over those of the file.")
 FOLDER = typer.Argument(help="Folder of the run, runs/NAME.")
+NAME_OR_FOLDER = "Name of the run in runs/, or the path of its folder."
+
+
+def run_folder(run: str) -> Path:
+    """The folder of a run that is given by its name, which is in runs/, or by a path."""
+    return Path("runs") / run if Path(run).name == run else Path(run)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from asyncrl.cli.app import FOLDER, app
+from asyncrl.cli.app import FOLDER, NAME_OR_FOLDER, app, run_folder
 from asyncrl.errors import ConfigError
 
 
@@ -26,6 +26,23 @@ def top(folder: Annotated[Path, FOLDER]) -> None:
     from asyncrl.launch.commands.running import top as show_top
 
     show_top(folder, Console())
+
+
+@app.command()
+def logs(
+    run: Annotated[str, typer.Argument(help=NAME_OR_FOLDER)],
+    roles: Annotated[
+        list[str] | None, typer.Argument(metavar="[ROLE]...", help="As in generator or generator-1; all roles.")
+    ] = None,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until the run has ended, or Ctrl-C.")] = False,
+    level: Annotated[str, typer.Option(help="Lowest level: debug, info, warning, error or critical.")] = "debug",
+    since: Annotated[str | None, typer.Option(help="Only what is at most so old, as in 90s, 10m, 2h or 1d.")] = None,
+    output: Annotated[bool, typer.Option("--output", help="At the end, what roles wrote beside their logs.")] = False,
+) -> None:
+    """Print the logs of a run's roles, by time. Exit code 2: there is no such run or role."""
+    from asyncrl.launch.commands.logs import show_logs
+
+    show_logs(run_folder(run), roles or (), Console(), follow=follow, level=level, since=since, output=output)
 
 
 @app.command()

@@ -51,10 +51,29 @@ def simulate(
     broadcast_s: Annotated[float | None, typer.Option(help="Until generators have new weights; 0.")] = None,
     swap_ms: Annotated[float | None, typer.Option(help="How long a swap of weights holds an engine; 0.")] = None,
     reward_s: Annotated[float | None, typer.Option(help="Until a group has its rewards; 0.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the lengths that are drawn.")] = 0,
+    model: Annotated[
+        str | None, typer.Option(help="Whose weights are sent, as in 7B; with it, by --transport.")
+    ] = None,
+    transport: Annotated[
+        str | None,
+        typer.Option(help="tree, chain, nccl, shards or delta; the fastest, by the arithmetic of plan --fleet."),
+    ] = None,
+    link: Annotated[str | None, typer.Option(help="The network of a machine, as in 20Mb/s; 100Gb/s.")] = None,
+    hosts: Annotated[int | None, typer.Option(min=1, help="Machines; one for 8 devices.")] = None,
+    mtbf: Annotated[
+        str | None, typer.Option(help="Mean time between two failures of a machine, as in 100h; they never fail.")
+    ] = None,
+    restart_s: Annotated[float | None, typer.Option(help="Until its roles run again; 60.")] = None,
+    checkpoint_steps: Annotated[int | None, typer.Option(help="Steps between two checkpoints; 50.")] = None,
+    checkpoint_s: Annotated[
+        float | None, typer.Option(help="How long one holds the learner; by --model, else 0.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the lengths and failures that are drawn.")] = 0,
 ) -> None:
-    """Predict throughput, idle time and staleness of a run with other settings. Exit code 2: it cannot be predicted."""
+    """Predict throughput, idle time and staleness of a run with other settings; with --model or --mtbf also what the
+    deliveries of weights and failures of machines cost. Exit code 2: it cannot be predicted."""
     from asyncrl.plan.show import show_simulation
+    from asyncrl.plan.spread import SpreadOptions
 
     changes = {
         "generators": generators, "learners": learners, "max_staleness": max_staleness,
@@ -72,7 +91,11 @@ def simulate(
     }  # fmt: skip
     given: dict[str, float] = {name: float(value) for name, value in numbers.items() if value is not None}
     changed = {name: value for name, value in changes.items() if value is not None}
-    show_simulation(Console(), run, given, changed, turns=turns, seed=seed)
+    spread = SpreadOptions(
+        model=model, transport=transport, link=link, hosts=hosts, mtbf=mtbf, restart_s=restart_s,
+        checkpoint_steps=checkpoint_steps, checkpoint_s=checkpoint_s,
+    )  # fmt: skip
+    show_simulation(Console(), run, given, changed, spread=spread, turns=turns, seed=seed)
 
 
 @app.command()

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from asyncrl.cli.app import FOLDER, OVERRIDES, app
+from asyncrl.cli.app import FOLDER, NAME_OR_FOLDER, OVERRIDES, app, run_folder
 from asyncrl.config import load_config, parse_override, settings_of_model
 from asyncrl.config.paths import expand_path
 from asyncrl.errors import ConfigError
@@ -67,12 +67,12 @@ def launch(
 @app.command()
 def scale(
     generators: Annotated[int, typer.Option(help="Generator processes from now on.")],
-    run: Annotated[str, typer.Option(help="Name of the run in runs/, or the path of its folder.")] = "run",
+    run: Annotated[str, typer.Option(help=NAME_OR_FOLDER)] = "run",
 ) -> None:
     """Change the number of generators of a running run. Exit code 0: done, 1: it did not succeed, 2: no such run."""
     from asyncrl.launch.commands.running import scale as scale_run
 
-    scale_run(Path("runs") / run if Path(run).name == run else Path(run), generators, Console())
+    scale_run(run_folder(run), generators, Console())
 
 
 @app.command()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 from asyncrl.plan.hardware import Constants, Links, ModelShape
 from asyncrl.weights.files.links import stride_of
@@ -26,6 +27,8 @@ class Deliveries:
     """Every host of the learner sends its part to every host with engines."""
     delta_s: float
     """What changed, by tree or chain."""
+    spread_s: float
+    """The part of it in which the changes travel."""
     delta_bytes: float
     far_s: float
     """What changed, over a guest's link."""
@@ -62,6 +65,7 @@ def deliveries_of(
         nccl_s=gather_s + model.bytes / links.nccl_bytes_per_s + links.nccl_member_s * engines * tp,
         shards_s=model.bytes / links.host_bytes_per_s * max(1.0, receivers / senders),
         delta_s=encode_s + spread_s + apply_s,
+        spread_s=spread_s,
         delta_bytes=delta_bytes,
         far_s=delta_bytes / links.far_bytes_per_s,
     )
@@ -83,3 +87,10 @@ def best_chunk_bytes(num_bytes: float, receivers: int, links: Links) -> float:
     least, most = CHUNK_BYTES
     best = math.sqrt(num_bytes * links.message_s * links.stream_bytes_per_s / max(receivers - 1, 1e-9))
     return min(max(best, least), most, num_bytes)
+
+
+def delta_of_steps(steps: int) -> float:
+    """The bytes of a delta over this many steps, in those of a single step: by the power laws through STRIDES."""
+    pairs = list(pairwise(STRIDES))
+    (few, small), (many, large) = next((pair for pair in pairs if steps <= pair[1][0]), pairs[-1])
+    return small * (max(steps, 1) / few) ** (math.log(large / small) / math.log(many / few))

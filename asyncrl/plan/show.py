@@ -16,6 +16,7 @@ from asyncrl.plan.episodes import Episodes
 from asyncrl.plan.measured import Measured, read_run
 from asyncrl.plan.prediction import Prediction
 from asyncrl.plan.simulate import simulate
+from asyncrl.plan.spread import SpreadOptions, SpreadResult, sentences, simulate_spread, spread_of
 from asyncrl.plan.verdict import Candidate, bottleneck_of, search
 from asyncrl.plan.workload import TURNS, EngineCost, LearnerCost, Lengths, Setup, SyncCost, Workload
 from asyncrl.types import mean_staleness
@@ -50,11 +51,13 @@ def show_simulation(
     numbers: dict[str, float],
     changes: dict[str, Any],
     *,
+    spread: SpreadOptions | None = None,
     turns: float | None = None,
     seed: int = 0,
 ) -> Prediction:
-    """Simulates the job of a run, or a synthetic job, with changed settings, and prints the prediction. Raises
-    ConfigError for invalid options and DataError for a run that cannot be read."""
+    """Simulates the job of a run, or a synthetic job, with changed settings, and prints the prediction; with machines,
+    also what deliveries and failures cost. Raises ConfigError for invalid options and DataError for a run that cannot
+    be read."""
     max_tokens = changes.pop("max_new_tokens", None)
     turns = TURNS if turns is None else turns
     if run is not None:
@@ -70,9 +73,15 @@ def show_simulation(
     if max_tokens is not None:
         workload = replace(workload, lengths=workload.lengths.cut(max_tokens))
     setup = replace(before, **changes)
-    found = simulate(workload, setup, seed=seed)
-    unchanged = measured if setup == before and max_tokens is None else None
+    over = spread_of(spread or SpreadOptions(), workload.sync, setup)
+    if over is not None and over.transport and "broadcast_s" in numbers:
+        raise ConfigError("--broadcast-s: is what --model and its transport take; leave one of them out")
+    result = None if over is None else simulate_spread(workload, setup, over, seed=seed)
+    found = simulate(workload, setup, seed=seed) if result is None else result.found
+    unchanged = measured if setup == before and max_tokens is None and over is None else None
     _print_prediction(console, found, unchanged, has_episodes=workload.lengths.episodes is not None)
+    if result is not None:
+        _print_costs(console, result)
     return found
 
 
@@ -172,6 +181,26 @@ def _print_prediction(console: Console, found: Prediction, measured: Measured | 
     shares = ", ".join(f"{staleness}: {tokens / total:.1%}" for staleness, tokens in enumerate(found.staleness))
     console.print(f"tokens by staleness  {shares}", highlight=False, soft_wrap=True)
     console.print(f"bottleneck           {bottleneck_of(found)}", highlight=False)
+
+
+def _print_costs(console: Console, result: SpreadResult) -> None:
+    """Prints the prediction next to those without failures and without the time of deliveries."""
+    predictions = [("ideal", result.ideal), ("deliveries", result.delivered)]
+    if result.spread.failures is not None:
+        predictions.append(("and failures", result.found))
+    table = Table(box=None, padding=(0, 3, 0, 0), header_style="bold")
+    for title in ("", *(title for title, _ in predictions)):
+        table.add_column(title, justify="right" if title else "left")
+    table.add_row("trained tokens/s", *(f"{p.tokens_per_s:,.0f}" for _, p in predictions))
+    table.add_row("staleness, mean", *(f"{p.staleness_mean:.2f}" for _, p in predictions))
+    table.add_row("generators parked", *(f"{p.generator_idle:.1%}" for _, p in predictions))
+    table.add_row("learners idle", *(f"{p.learner_idle:.1%}" for _, p in predictions))
+    down = [(p.failed.generators_down, p.failed.learners_down) if p.failed else (0.0, 0.0) for _, p in predictions]
+    table.add_row("generators down", *(f"{generators:.1%}" for generators, _ in down))
+    table.add_row("learners restarting", *(f"{learners:.1%}" for _, learners in down))
+    console.print(table)
+    for sentence in sentences(result):
+        console.print(sentence, highlight=False, soft_wrap=True)
 
 
 def show_plan(console: Console, run: Path, *, devices: int, max_staleness: int) -> list[Candidate]:

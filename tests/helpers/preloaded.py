@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import socket
 import sys
 import tempfile
+import weakref
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +31,7 @@ class Command:
     def __init__(self, fork_server: ForkServer, folder: Path, arguments: list[str]) -> None:
         self.fork_server = fork_server
         self._output = tempfile.TemporaryFile()  # noqa: SIM115
+        weakref.finalize(self, self._output.close)
         environment = {**os.environ, "PWD": str(folder)}
         self._child = fork_server.fork(["-m", "asyncrl.cli", *arguments], environment, self._output.fileno())
         self._child.stdin.close()
@@ -67,7 +70,7 @@ class OwnFork(ForkServer):
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             os._exit(serve(theirs, launcher, run))
         theirs.close()
-        self._process = Forked(pid, open(os.devnull, "wb"))  # noqa: SIM115
+        self._process = Forked(pid, io.BytesIO())
         self._is_ready, self._closed, self._children = True, False, {pid}
 
 

@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -105,9 +106,12 @@ def test_one_run_has_everything(
         f"model.path={chat_model}", *users_files, "observe.trackers=[tensorboard]",
     )  # fmt: skip
     run.wait_for_step(1)
+    assert isinstance(run.process, Command)
+    follower = Command(run.process.fork_server, run.folder, ["logs", run.run, "learner", "launcher", "-f"])
     watch(run)
     code, output = run.end(timeout_s=200)
     assert code == 0, output
+    assert (follower.wait(20), follower.output().count("step done step=")) == (0, steps), follower.output()
     assert run.left_over() == []
     summary = check_folder(run, steps=steps, max_staleness=4)
     check_rewards(run, summary)
@@ -242,6 +246,7 @@ def check_commands(run: Launched, asyncrl: Asyncrl, last_pass: float) -> None:
     assert "measured" in asyncrl("simulate", "--from", folder)
     assert "asyncrl launch --config" in asyncrl("plan", "--from", f"{folder}/trace.parquet", "--devices", "3")
     assert "trained" in asyncrl("ledger", folder)
+    check_logs(run, asyncrl)
     told = asyncrl("eval", "--config", "demo", *EVALUATION, "--run", run.run, "--out", "results/eval.json")
     assert all(label in told for label in ("arithmetic", "all", "pass@4"))
     report = json.loads((run.folder / "results" / "eval.json").read_text())
@@ -251,6 +256,17 @@ def check_commands(run: Launched, asyncrl: Asyncrl, last_pass: float) -> None:
     rewards = [reward for prompt in report["prompts"] for reward in prompt["rewards"]]
     assert len(rewards) == 400
     assert report["metrics"]["reward"] == pytest.approx(sum(rewards) / 400)
+
+
+def check_logs(run: Launched, asyncrl: Asyncrl) -> None:
+    """Checks that `asyncrl logs` prints every event of the roles once, by time."""
+    roles = sorted(path.stem for path in (run.run_dir / "logs").glob("*.jsonl"))
+    printed = [line for line in asyncrl("logs", run.run).splitlines() if not line.startswith(" ")]
+    assert Counter(line.split()[2] for line in printed) == {role: len(run.events(role)) for role in roles}
+    assert [line[:23] for line in printed] == sorted(line[:23] for line in printed)
+    assert sum("step done step=" in line for line in asyncrl("logs", str(run.run_dir), "learner").splitlines()) == 20
+    output = (run.run_dir / "logs" / "generator-0.out").read_text()
+    assert bool(output) == ("logs/generator-0.out:\n" in asyncrl("logs", run.run, "generator", "--output"))
 
 
 def watch(run: Launched) -> None:
