@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.helpers.browser import browser_fault
 from tests.helpers.examples import FEW, MANY, RANDOM
+from tests.helpers.slurm import slurm_fault
 from tests.network.hosts import Network, hosts_fault
 
 if TYPE_CHECKING:
@@ -101,6 +102,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _leave_out(config, items, "gpu")
     if any(item.get_closest_marker("bfloat16") for item in items) and _bfloat16_fault():
         _leave_out(config, items, "bfloat16")
+    if slurm_fault():
+        _leave_out(config, items, "slurm")
     if MAY_SKIP and browser_fault():
         _leave_out(config, items, "browser")
     areas = {item.path.parent.name for item in items}
@@ -117,7 +120,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
     """Says what is left out that runs on other machines without being asked for."""
     left_out = config.stash.get(LEFT_OUT, {})
-    lines = {"bfloat16": ("engines in bfloat16", _bfloat16_fault), "browser": ("the board in a browser", browser_fault)}
+    lines = {
+        "bfloat16": ("engines in bfloat16", _bfloat16_fault),
+        "browser": ("the board in a browser", browser_fault),
+        "slurm": ("a SLURM cluster", slurm_fault),
+    }
     return [
         f"{left_out[marker]} tests of {what} are left out: {fault()}"
         for marker, (what, fault) in lines.items()

@@ -19,6 +19,7 @@ FLAGS = {
     "max_staleness": "replay.max_staleness",
     "steps": "steps",
     "run": "run",
+    "cluster": "launch.cluster",
 }
 """Flags of `launch`, and the config key that each one is short for."""
 
@@ -38,18 +39,26 @@ def launch(
     max_staleness: Annotated[int | None, typer.Option(help="Hard bound on token age, in learner steps.")] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
     run: Annotated[str | None, typer.Option(help="Name of the run; its folder is runs/NAME.")] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="Launcher of `asyncrl list`; slurm outside of a SLURM job submits one.")
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Resume the run of this name where it ended.")] = False,
     discard_journal: Annotated[
         bool,
         typer.Option("--discard-journal", help="Resume from the newest checkpoint alone; the journal is put aside."),
     ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="With --cluster slurm: write and show the job without submitting it.")
+    ] = False,
 ) -> None:
     """Train. Exit code 0: done, 1: the run failed, 2: bad configuration or data, 130: interrupted."""
     from asyncrl.launch.run import launch as launch_run
     from asyncrl.launch.run_dir import config_of_run
+    from asyncrl.launch.slurm_job import in_job, submit
 
     flags: dict[str, Any] = {
         "generators": generators, "learners": learners, "max_staleness": max_staleness, "steps": steps, "run": run,
+        "cluster": cluster,
     }  # fmt: skip
     settings = dict(parse_override(text) for text in overrides or [])
     settings |= {FLAGS[name]: value for name, value in flags.items() if value is not None}
@@ -60,8 +69,16 @@ def launch(
         config = config or str(config_of_run(settings.get("run", "run"), expand_path(settings.get("runs_dir", "runs"))))
     if config is None and not {"model.path", "data.train"} <= settings.keys():
         config = "demo"
-    code = launch_run(load_config(config, settings), Console(), without_journal=discard_journal)
-    raise typer.Exit(code)
+    loaded, console = load_config(config, settings), Console()
+    if loaded.launch.cluster == "slurm" and not in_job():
+        if discard_journal:
+            raise ConfigError(
+                "--discard-journal: would discard it at each start of the job; rename the journal's folder"
+            )
+        raise typer.Exit(submit(loaded, console, dry_run=dry_run))
+    if dry_run:
+        raise ConfigError("--dry-run: shows the job of --cluster slurm, outside of a job; leave it out")
+    raise typer.Exit(launch_run(loaded, console, without_journal=discard_journal))
 
 
 @app.command()

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
-from asyncrl.config.base import Section
+from asyncrl.config.base import Options, Section
 from asyncrl.config.mappings import AutoOptions, Columns, CustomData, Selection
 from asyncrl.config.paths import LocalPath
 
@@ -213,6 +213,9 @@ class LaunchConfig(Section):
 
     cluster: str = "local"
     """A launcher of `asyncrl list`, or your own as `module:Class` or `file.py:Class`."""
+    slurm: Options = Field(default={})
+    """With the launcher slurm: options of sbatch, such as `{partition: gpu, account: team, time: 0-08:00:00}`; true for
+    one without a value. The number of nodes and GPUs is that of `placement.pools`, if there are any."""
     generators: int = Field(default=1, ge=1)
     """Generator processes at the start, at most 1024; `asyncrl scale` changes their number."""
     learners: int = Field(default=1, ge=1)

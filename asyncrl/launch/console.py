@@ -17,23 +17,28 @@ from asyncrl.types import GOODPUT_FACTORS
 
 EXIT_DONE, EXIT_FAILED, EXIT_CONFIG, EXIT_INTERRUPTED = 0, 1, 2, 130
 TERM_S = 2.0
+NOTICE_S = 240.0
+"""Time to finish the step and save it after SIGUSR1."""
 
 
 class Interrupts:
     """Counts SIGINT (Ctrl-C), SIGTERM and SIGHUP instead of raising in the middle of an operation.
 
     SIGTERM counts once in `TERM_S`: when the parent is killed, Linux sends the signal of PR_SET_PDEATHSIG again for
-    each of the parent's threads that the process is handed to before the last of them ends.
+    each of the parent's threads that the process is handed to before the last of them ends. On `preemptible` hosts it
+    counts twice, since little time is left, and SIGUSR1 counts once and asks to go on later.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, preemptible: bool = False) -> None:
         self.count = 0
+        self.go_on_later = False
+        self._preemptible = preemptible
         self._last_term_s = -math.inf
 
     @contextmanager
     def caught(self) -> Iterator[None]:
         """Counts the signals inside the block."""
-        signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        signals = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *([signal.SIGUSR1] if self._preemptible else [])]
         before = {number: signal.signal(number, self._on_signal) for number in signals}
         try:
             yield
@@ -41,8 +46,17 @@ class Interrupts:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
+    def limit_s(self, stop_timeout_s: float) -> float:
+        """Returns the deadline for the request to stop."""
+        return max(stop_timeout_s, NOTICE_S) if self.go_on_later else stop_timeout_s
+
     def _on_signal(self, number: int, _: object) -> None:
         now_s = time.monotonic()
+        if number == signal.SIGUSR1:
+            self.go_on_later, self.count = True, max(self.count, 1)
+            return
+        if number == signal.SIGTERM and self._preemptible:
+            self.count = max(self.count, 1)
         if number != signal.SIGTERM or now_s - self._last_term_s > TERM_S:
             self.count += 1
         if number == signal.SIGTERM:

@@ -58,6 +58,10 @@ class Launcher(ABC):
         for and what there is."""
         return
 
+    preemptible = False
+    """True if the hosts are lent for a time: SIGUSR1 announces its end, after which the run goes on by `requeue`, and
+    SIGTERM leaves only seconds."""
+
     @abstractmethod
     def hosts(self) -> list[Host]:
         """Returns the hosts that are there now, the launcher's own first. A host that is lost is missing; new ones may
@@ -84,6 +88,10 @@ class Launcher(ABC):
 
     def resize(self, generators: int) -> None:
         """Asks for hosts for this number of generators, if it can get more. Returns at once; they appear in `hosts`."""
+        return
+
+    def requeue(self) -> None:
+        """Asks for the hosts again, on which the run then resumes. Raises RunError if that is refused."""
         return
 
     def describe(self) -> dict[str, str]:

@@ -18,7 +18,7 @@ import structlog
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.launch.fork_server import Forked, ForkServer, ForkServerError
-from asyncrl.launch.launcher import Launcher, RoleHandle
+from asyncrl.launch.launcher import HOST_LOST, Launcher, RoleHandle
 from asyncrl.launch.resources.hosts import Host, this_machine
 from asyncrl.launch.resources.network import check_host
 from asyncrl.launch.resources.placement import RoleResources
@@ -50,6 +50,8 @@ class RoleProcess:
     log_start_bytes: int = 0
     """Offset of this start's entries in the log; earlier entries belong to earlier starts."""
     output_start_bytes: int = 0
+    read_code: Callable[[int], int] = int
+    """Returns the role's exit code from that of the process, which may be a program that runs the role elsewhere."""
 
     @property
     def name(self) -> str:
@@ -64,11 +66,11 @@ class RoleProcess:
         """Exit code, negative for a signal; None while it runs. Reading it does not reap the process: its process id
         stays reserved, so that a later kill cannot hit another process."""
         if self.process.returncode is not None:
-            return self.process.returncode
+            return self.read_code(self.process.returncode)
         ended = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if ended is None:
             return None
-        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+        return self.read_code(ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status)
 
     @property
     def output_file(self) -> Path:
@@ -79,6 +81,8 @@ class RoleProcess:
         code = self.code
         if code is not None and code < 0:
             return f"{self.name} was killed by signal {signal.Signals(-code).name}"
+        if code == HOST_LOST:
+            return f"{self.name} is lost with its host"
         if code == 0:
             return f"{self.name} ended before the run did"
         text = last_error(self.spec.logs / f"{self.spec.name}.jsonl", start_bytes=self.log_start_bytes)
@@ -144,7 +148,7 @@ class LocalLauncher(Launcher):
         path.parent.mkdir(parents=True, exist_ok=True)
         output = path.open("ab")
         environment = {
-            **os.environ,
+            **self.environment(),
             "TOKENIZERS_PARALLELISM": "false",
             **resources.environment(),
         }
@@ -181,6 +185,10 @@ class LocalLauncher(Launcher):
             self.fork_server = None
             return None
 
+    def environment(self) -> dict[str, str]:
+        """Returns the environment that roles inherit."""
+        return dict(os.environ)
+
     def command(self, spec: RoleSpec) -> list[str]:
         """Returns the command of the role's process, which reads its spec from standard input."""
         return [sys.executable, "-m", "asyncrl.launch.worker", spec.name, str(os.getpid())]
@@ -202,9 +210,7 @@ class LocalLauncher(Launcher):
         driver or for a disk."""
         killed = [role for role in self.roles if role in roles]
         if show_stacks:
-            for role in killed:
-                if role.code is None:
-                    role.process.send_signal(SHOW_STACKS)
+            self.signal(killed, SHOW_STACKS)
             time.sleep(STACKS_S)
         for role in killed:
             self._kill_group(role)
@@ -224,13 +230,17 @@ class LocalLauncher(Launcher):
 
     def end(self, *, grace_s: float) -> list[RoleHandle]:
         """As `Launcher.end`."""
-        for role in self.roles:
-            if role.code is None:
-                role.process.terminate()
+        self.signal(self.roles, signal.SIGTERM)
         late = self.wait(self.roles, grace_s)
         for role in late:
             log.warning("role did not stop in time and was killed", name=role.name, grace_s=grace_s)
         return self.kill(list(self.roles), show_stacks=bool(late))
+
+    def signal(self, roles: Sequence[RoleProcess], number: signal.Signals) -> None:
+        """Sends a signal to those of the roles that run."""
+        for role in roles:
+            if role.code is None:
+                role.process.send_signal(number)
 
     @staticmethod
     def _kill_group(role: RoleProcess) -> None:
@@ -240,7 +250,10 @@ class LocalLauncher(Launcher):
             return  # the process group has ended
 
 
-LAUNCHERS: dict[str, Callable[[], Launcher]] = {"local": LocalLauncher}
+LAUNCHERS: dict[str, Callable[[], Launcher] | str] = {
+    "local": LocalLauncher,
+    "slurm": "asyncrl.launch.slurm:SlurmLauncher",
+}
 """Launchers by their names in `launch.cluster`."""
 
 

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncrl.config import Config
+from asyncrl.util.user_code import resolve
 
 OWN_PARTS = "One of your own goes by module:function or file.py:function, wherever the config takes one of these names."
 """Printed below the tables: the form in which a config names a part of the user's own."""
@@ -35,7 +36,7 @@ def tables() -> dict[str, Mapping[str, Any]]:
         "algorithm.advantage": ADVANTAGES,
         "algorithm.loss": LOSSES,
         "weights.transport": {name: find_transport(name) for name in TRANSPORTS},
-        "launch.cluster": LAUNCHERS,
+        "launch.cluster": {name: resolve("launch.cluster", name, LAUNCHERS) for name in LAUNCHERS},
         "observe.trackers": TRACKERS,
     }
 

@@ -118,7 +118,7 @@ def _launch(config: Config, console: Console, launcher: Launcher, *, reward_mode
                 "model.dtype = float32 on GPUs is slower and takes twice the memory; model.dtype=bfloat16 is usual",
                 highlight=False,
             )
-        interrupts = Interrupts()
+        interrupts = Interrupts(preemptible=launcher.preemptible)
         with (
             interrupts.caught(),
             run_endpoints(config, host=hosts[0].address, reward_model=reward_model) as endpoints,
@@ -150,6 +150,8 @@ def _launch(config: Config, console: Console, launcher: Launcher, *, reward_mode
             report = folder.path / REPORT
             write_report(report, [document_of(folder.path)])
             console.print(f"folder     {folder.path}\nreport     {report}", highlight=False, soft_wrap=True)
+    if interrupts.go_on_later and code in (EXIT_INTERRUPTED, EXIT_FAILED):
+        launcher.requeue()
     return code
 
 
@@ -299,7 +301,7 @@ class Run:
         waited_s = time.monotonic() - self._stop_since_s
         if self.interrupts.count > 1:
             raise RunError("interrupted twice: stopped immediately, the last step is not saved")
-        if waited_s > self.config.launch.stop_timeout_s:
+        if waited_s > self.interrupts.limit_s(self.config.launch.stop_timeout_s):
             names = ", ".join(role.name for role in self.supervisor.alive)
             raise RunError(f"still running {waited_s:.0f} s after the request to stop: {names}")
 

@@ -23,6 +23,8 @@ from asyncrl.util.redaction import redact
 from asyncrl.wire.endpoints import Endpoints
 
 ENDPOINTS = "endpoints.json"
+JOB = "job.yaml"
+"""The config of a run's batch job, beside its script."""
 HOSTS = "hosts.json"
 """File with the hosts that the latest launch started with."""
 ATTEMPTS = "attempts.json"
@@ -75,7 +77,7 @@ class RunFolder:
     def _prepare(self) -> None:
         if check_resume(self.config):
             self.earlier_s = _attempts_s(self.path)
-        elif self.path.exists():
+        elif self.path.exists() and not is_prepared(self.path):
             self.moved_to = next_free_path(self.path.parent, f"{self.path.name}.")
             self.path.rename(self.moved_to)
         self.path.mkdir(mode=0o700, exist_ok=True)  # prompts, completions and logs are the user's own
@@ -106,6 +108,11 @@ class RunFolder:
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Replaces `summary.json` atomically."""
         replace_file(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
+
+
+def is_prepared(run_dir: Path) -> bool:
+    """True for a folder with the job of a run that has not begun."""
+    return (run_dir / JOB).is_file() and not (run_dir / "config.yaml").is_file()
 
 
 def lock_path(run_dir: Path) -> Path:

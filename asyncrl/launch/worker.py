@@ -1,4 +1,4 @@
-"""One role process: `python -m asyncrl.launch.worker NAME LAUNCHER`, started by a launcher.
+"""One role process: `python -m asyncrl.launch.worker NAME LAUNCHER [BASE]`, started by a launcher.
 
 It reads its RoleSpec from standard input, since the run id is a credential and every user of the machine can read the
 arguments of a process.
@@ -219,9 +219,11 @@ FINAL_CODES = (EXIT_FAILED, EXIT_CONFIG, EXIT_DISK_FULL)
 
 def main(argv: list[str]) -> int:
     """Runs the role of the spec on standard input, which must be closed. The arguments are the role's name, which is
-    only shown in process lists, and the launcher's process id. Returns the exit code of `run_role`."""
+    only shown in process lists, the launcher's process id, 0 if it is not the parent, and the number that is added to
+    exit codes, so that they differ from those of a program in between. Returns the exit code of `run_role`."""
     spec = read_spec()
-    return run_role(spec, int(argv[1]))
+    parent, base = (int(argument) for argument in (*argv[1:], "0")[:2])
+    return base + run_role(spec, parent)
 
 
 def read_spec() -> RoleSpec:
@@ -238,9 +240,10 @@ def read_spec() -> RoleSpec:
 
 
 def run_role(spec: RoleSpec, parent: int) -> int:
-    """Runs the role in this process, which ends with the process `parent`. Returns 0 if the role ended normally,
-    otherwise one of the codes above, with the cause as the last error in its log."""
-    end_with_parent(parent)
+    """Runs the role in this process, which ends with the process `parent` unless that is 0. Returns 0 if the role ended
+    normally, otherwise one of the codes above, with the cause as the last error in its log."""
+    if parent:
+        end_with_parent(parent)
     if spec.cpus:
         os.sched_setaffinity(0, spec.cpus)
     stop = threading.Event()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from asyncrl.plan.hardware import Constants, Links, ModelShape
-from asyncrl.weights.files.links import stride_of
+from asyncrl.weights.files.links import STRIDES, stride_of
 
 CHUNK_BYTES = (1e6, 64e6)
 """Smallest and largest chunk of a chain."""

@@ -1,0 +1,89 @@
+"""Prints what a launcher must know of a host: `python -m asyncrl.launch.host_facts HEAD TOKEN`.
+
+It runs once on each host. HEAD is the address of the launcher's host, empty for the one that SLURM names; TOKEN is a
+file in the folder of the runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import socket
+import sys
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Self
+
+from asyncrl.launch.resources.gpus import Gpu, visible_gpus
+
+LAUNCH_ADDRESS = "SLURM_LAUNCH_NODE_IPADDR"
+NODE_NAME = "SLURMD_NODENAME"
+PACKAGES = ("asyncrl", "torch", "vllm", "deepspeed")
+"""What a host must have in the same versions as the launcher's."""
+ANY_PORT = 9
+
+
+@dataclass(frozen=True, slots=True)
+class HostFacts:
+    """What a host says of itself."""
+
+    name: str
+    head: str
+    """Address of the launcher's host."""
+    address: str
+    """Its own address on the interface that leads to the launcher's host."""
+    cpus: tuple[int, ...]
+    gpus: tuple[Gpu, ...]
+    shares_run_dir: bool
+    versions: dict[str, str]
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        values: dict[str, Any] = json.loads(text)
+        lists = {"cpus": tuple(values["cpus"]), "gpus": tuple(Gpu(**gpu) for gpu in values["gpus"])}
+        return cls(**values | lists)
+
+
+def facts_of_this_host(head: str, token: Path) -> HostFacts:
+    """Returns the facts of the host that this process runs on."""
+    head = head or os.environ[LAUNCH_ADDRESS]
+    return HostFacts(
+        own_name(),
+        head,
+        route_to(head),
+        tuple(sorted(os.sched_getaffinity(0))),
+        tuple(visible_gpus()),
+        token.is_file(),
+        versions(),
+    )
+
+
+def own_name() -> str:
+    """Returns the name that SLURM has for this host."""
+    return os.environ.get(NODE_NAME) or socket.gethostname().partition(".")[0]
+
+
+def route_to(address: str) -> str:
+    """Returns the address of this host on the interface that leads to the address."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        sock.connect((address, ANY_PORT))  # sends nothing
+        return sock.getsockname()[0]
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of Python and of the packages that are installed."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
+
+
+if __name__ == "__main__":
+    print(facts_of_this_host(sys.argv[1], Path(sys.argv[2])).to_json(), flush=True)

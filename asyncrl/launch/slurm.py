@@ -1,0 +1,260 @@
+"""Starts roles on the nodes of a SLURM job: on other nodes than the launcher's they are steps, by `srun`."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import structlog
+
+from asyncrl.config import Config
+from asyncrl.errors import ConfigError, RunError
+from asyncrl.launch.host_facts import HostFacts, own_name, versions
+from asyncrl.launch.launcher import HOST_LOST, RoleHandle
+from asyncrl.launch.local import LocalLauncher, RoleProcess
+from asyncrl.launch.resources.hosts import Host, this_machine
+from asyncrl.launch.resources.network import check_host
+from asyncrl.launch.resources.placement import RoleResources
+from asyncrl.launch.slurm_job import JOB_ID, in_job
+from asyncrl.launch.worker import EXIT_CRASHED, RoleSpec
+from asyncrl.wire.curve_keys import is_loopback
+
+log = structlog.get_logger()
+
+TOOLS = ("srun", "scontrol", "scancel", "squeue", "sinfo")
+STEP = ("srun", "--overlap", "--kill-on-bad-exit=0", "--no-kill", "--cpu-bind=none", "--export=ALL")
+BASE = 100
+"""Added to the exit codes of roles: smaller ones are those of srun, which ends with 0 when it loses the node."""
+CODES = range(BASE, 120)
+SIGNALLED = 128
+"""Added by a shell, and by srun, to the number of the signal that ended a program."""
+CALL_S = 10.0
+"""Deadline for an answer of SLURM."""
+LOOK_AGAIN_S = 15.0
+"""Time between looks at nodes that do not respond."""
+LOST = ("down", "fail")
+SILENT = "*"
+"""What SLURM puts behind the state of a node that does not respond."""
+NOT_FOR_STEPS = (
+    "SLURM_CPUS_PER_TASK", "SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK", "SLURM_JOB_NAME",
+    "SLURM_NNODES", "SLURM_NPROCS", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_TRES_PER_TASK",
+)  # fmt: skip
+"""Variables of a job by which srun would ask for as much for each step as the whole job has."""
+
+
+class SlurmLauncher(LocalLauncher):
+    """Starts roles on the nodes of a SLURM job. Outside of one, `asyncrl launch` submits the job."""
+
+    preemptible = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.job = os.environ.get(JOB_ID, "")
+        self._hosts: list[Host] = []
+        self._gpus: dict[str, tuple[str, ...]] = {}
+        """The GPUs of each role on another node."""
+        self._silent: set[str] = set()
+        self._lost: set[str] = set()
+        self._looked_s = 0.0
+        self._look: threading.Thread | None = None
+
+    def acquire(self, config: Config) -> None:
+        """As `Launcher.acquire`: the nodes of the job, with the pools in their order."""
+        if not in_job():
+            raise ConfigError(
+                "launch.cluster = 'slurm': this is not inside a SLURM job; `asyncrl launch` submits one, with "
+                "--dry-run it shows the script"
+            )
+        if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
+            raise ConfigError(f"launch.cluster = 'slurm': {', '.join(missing)} is not on PATH in job {self.job}")
+        names = _call("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]).split()
+        own = own_name()
+        if own not in names:
+            raise ConfigError(f"launch.cluster = 'slurm': this host, {own}, is not one of job {self.job}: {names}")
+        names = [own, *(name for name in names if name != own)]
+        facts = self._facts(config, names[1:]) if len(names) > 1 else []
+        self.address = config.launch.host
+        if facts and is_loopback(self.address):
+            self.address = facts[0].head
+        check_host(self.address)
+        others = [Host(one.name, one.cpus, one.gpus, one.address, "", one.shares_run_dir) for one in facts]
+        self._hosts = in_pools(config, [this_machine(self.address), *others])
+
+    def _facts(self, config: Config, names: list[str]) -> list[HostFacts]:
+        """The facts of the other nodes. Raises ConfigError if one does not tell them or has other packages."""
+        runs = config.run_dir.absolute().parent
+        runs.mkdir(parents=True, exist_ok=True)
+        token = runs / f".{config.run}-{secrets.token_hex(8)}"
+        head = "" if is_loopback(config.launch.host) else config.launch.host
+        count = str(len(names))
+        command = [
+            *STEP,
+            f"--nodes={count}",
+            f"--ntasks={count}",
+            "--ntasks-per-node=1",
+            f"--nodelist={','.join(names)}",
+        ]
+        command += [sys.executable, "-m", "asyncrl.launch.host_facts", head, str(token)]
+        token.touch(mode=0o600)
+        try:
+            output = _call(*command, timeout_s=config.launch.start_timeout_s, environment=self.environment())
+        finally:
+            token.unlink()
+        facts = {
+            one.name: one for line in output.splitlines() if line.startswith("{") for one in [HostFacts.from_json(line)]
+        }
+        if missing := [name for name in names if name not in facts]:
+            raise ConfigError(
+                f"launch.cluster = 'slurm': {', '.join(missing)} of job {self.job} said nothing of itself"
+            )
+        here = versions()
+        for one in facts.values():
+            if one.versions != here:
+                raise ConfigError(f"{one.name} has other packages than the launcher: {one.versions}, here {here}")
+        return [facts[name] for name in names]
+
+    def hosts(self) -> list[Host]:
+        """As `Launcher.hosts`. A node that does not respond is missing until it does, one that is down for good."""
+        if (
+            self._silent
+            and time.monotonic() - self._looked_s > LOOK_AGAIN_S
+            and not (self._look and self._look.is_alive())
+        ):
+            self._look = threading.Thread(target=self._look_at_nodes, name="nodes", daemon=True)
+            self._look.start()
+        return [host for host in self._hosts if host.name not in self._gone] or super().hosts()
+
+    @property
+    def _gone(self) -> set[str]:
+        return self._silent | self._lost
+
+    def _look_at_nodes(self) -> None:
+        """Asks SLURM for the states of the nodes; if it does not answer, they stay what they were."""
+        self._looked_s = time.monotonic()
+        names = ",".join(host.name for host in self._hosts if host.name)
+        try:
+            output = _call("sinfo", "--noheader", "--Node", "--format=%N %T", f"--nodes={names}")
+        except ConfigError as error:
+            log.warning("the states of the nodes are unknown", error=str(error))
+            return
+        states = dict(line.split() for line in output.splitlines())
+        self._lost |= {name for name, state in states.items() if state.startswith(LOST)}
+        self._silent = {name for name, state in states.items() if state.endswith(SILENT)}
+        if self._gone:
+            log.warning("nodes are not there", nodes={name: states.get(name, "") for name in sorted(self._gone)})
+
+    def start(self, spec: RoleSpec, resources: RoleResources) -> RoleProcess:
+        """As `Launcher.start`: on another node as a step of the job."""
+        self._gpus[spec.name] = resources.gpus
+        role = super().start(spec, resources)
+        if spec.host:
+            role.read_code = code_of_step
+        return role
+
+    def environment(self) -> dict[str, str]:
+        """Returns the environment that roles inherit, without what would make each step as large as the job."""
+        return {name: value for name, value in os.environ.items() if name not in NOT_FOR_STEPS}
+
+    def command(self, spec: RoleSpec) -> list[str]:
+        """As `LocalLauncher.command`. SLURM sets CUDA_VISIBLE_DEVICES of a step to all GPUs of the node, hence env."""
+        if not spec.host:
+            return super().command(spec)
+        place = [f"--nodelist={spec.host}", "--nodes=1", "--ntasks=1", f"--job-name={spec.name}"]
+        role = ["env", f"CUDA_VISIBLE_DEVICES={','.join(self._gpus[spec.name])}", sys.executable]
+        return [*STEP, *place, *role, "-m", "asyncrl.launch.worker", spec.name, "0", str(BASE)]
+
+    def signal(self, roles: Sequence[RoleProcess], number: signal.Signals) -> None:
+        """As `LocalLauncher.signal`. A signal to srun would kill its role: roles elsewhere get it by scancel."""
+        super().signal([role for role in roles if not role.spec.host], number)
+        elsewhere = [role for role in roles if role.spec.host and role.code is None]
+        if elsewhere:
+            self._look_at_nodes()  # scancel would wait for one that is not there
+        names = {role.spec.name for role in elsewhere if role.spec.host not in self._gone}
+        if not names:
+            return
+        try:
+            steps = _call("squeue", "--noheader", "--steps", f"--jobs={self.job}", "--format=%i %j")
+            pairs = [line.split(maxsplit=1) for line in steps.splitlines() if line.strip()]
+            found = [step for step, name in pairs if name in names]
+            if found:  # scancel also complains of steps that the signal has ended
+                _call("scancel", f"--signal={number.name.removeprefix('SIG')}", *found, may_fail=True)
+        except ConfigError as error:
+            log.warning("roles were not signalled", signal=number.name, names=sorted(names), error=str(error))
+
+    def kill(self, roles: Sequence[RoleHandle], *, show_stacks: bool = False) -> list[RoleHandle]:
+        """As `Launcher.kill`: the end of srun ends its role. Then it looks which nodes are there for the next start."""
+        left = super().kill(roles, show_stacks=show_stacks)
+        if any(role.spec.host for role in roles):
+            self._look_at_nodes()
+        return left
+
+    def requeue(self) -> None:
+        """As `Launcher.requeue`."""
+        log.info("the job is put into the queue again", job=self.job)
+        try:
+            _call("scontrol", "requeue", self.job)
+        except ConfigError as error:
+            raise RunError(f"job {self.job} cannot go on later ({error}); submit its script again") from None
+
+    def describe(self) -> dict[str, str]:
+        """As `Launcher.describe`."""
+        restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
+        nodes = ", ".join([own_name(), *(host.name for host in self._hosts if host.name)])
+        log.info("SLURM job", job=self.job, nodes=nodes, restarts=int(restarts))
+        return {"job": f"{self.job} on {nodes}" + (f", start {int(restarts) + 1}" if restarts != "0" else "")}
+
+
+def in_pools(config: Config, hosts: Sequence[Host]) -> list[Host]:
+    """Returns the hosts with their pools: each pool gets its nodes in the order of the config. Raises ConfigError if a
+    pool lacks nodes or GPUs."""
+    pools = config.placement.pools
+    left, placed = list(hosts), list[Host]()
+    for name, pool in pools.items():
+        count = pool.nodes or len(left)
+        own, left = left[:count], left[count:]
+        placed += [replace(host, pool=name) for host in own]
+        gpus = [len(host.gpus) for host in own]
+        if len(own) < count or (min(gpus) < pool.gpus if pool.nodes else sum(gpus) < pool.gpus):
+            raise ConfigError(
+                f"placement.pools.{name}: {count} nodes with {pool.gpus} GPUs {'each' if pool.nodes else 'in all'} are "
+                f"asked for; the job has {len(own)} for it, with {gpus} GPUs; submit it again"
+            )
+    return placed or left
+
+
+def code_of_step(code: int) -> int:
+    """Returns the exit code of a role from that of its srun."""
+    if code in CODES:
+        return code - BASE
+    if code == 0:
+        return HOST_LOST
+    if code - SIGNALLED in set(signal.Signals):
+        return SIGNALLED - code
+    return code if code < 0 else EXIT_CRASHED
+
+
+def _call(
+    *command: str,
+    timeout_s: float = CALL_S,
+    environment: dict[str, str] | None = None,
+    may_fail: bool = False,
+) -> str:
+    """Returns the output of a command of SLURM. Raises ConfigError if it fails or does not answer."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=timeout_s, check=False, env=environment,
+            stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"{command[0]} did not answer within {timeout_s:g} s") from None
+    if done.returncode and not may_fail:
+        raise ConfigError(f"{command[0]} failed: {done.stderr.strip() or f'code {done.returncode}'}")
+    return done.stdout
