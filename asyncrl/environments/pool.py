@@ -125,7 +125,7 @@ class EnvironmentPool:
             tool_format=settings.tool_format,
             history=settings.history,
             keeps_messages=config.has_reward_functions,
-            endpoints=endpoints,
+            endpoints=replace(endpoints, keys=""),  # it listens in a folder that only this user can enter
             address="",
         )
         self._hosts = [self._start_host(number) for number in range(settings.hosts)]

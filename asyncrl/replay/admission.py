@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from asyncrl.config import Config
+from asyncrl.replay.guests import GuestsUp
 from asyncrl.replay.store import Store
 
 
 class Admission:
     """The decision; it changes nothing."""
 
-    def __init__(self, config: Config, store: Store) -> None:
+    def __init__(self, config: Config, store: Store, guests: GuestsUp) -> None:
+        self._guests = guests
         self._settings = config.replay
         self._store, self._state = store, store.state
 
     @property
     def share(self) -> int:
         """Maximum number of leases of one generator, so that the first to ask does not leave the others idle."""
-        return self._state.ledger.per_generator_limit(self._state.generators_wanted)
+        return self._state.ledger.per_generator_limit(self._state.generators_wanted + len(self._guests))
 
     def grant(self, generator: int, version: int, wanted: int) -> tuple[int, str]:
         """Returns how many of the wanted groups the generator may start now, and the reason why not all; empty if all.

@@ -3,7 +3,7 @@
 One thread, one loop (`ReplayServer.serve`). A pass of it:
 
     poll the socket         waits for a message, at most TICK_S (LOOK_S while replies wait for a sync)
-       |                    woken by  generators: ask, finish, evaluated, release
+       |                    woken by  generators: ask, finish, evaluated, release, hello (guests)
        |                              learners:   begin, take, commit, next_evaluation, publish
        |                              launcher:   status, scale, lost, stop, summary, shutdown
     handle messages         at most RECEIVE_AT_ONCE; changes of the queue are buffered as records of the journal
@@ -25,10 +25,13 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+import structlog
+
 from asyncrl.errors import InvariantError, ProtocolError
 from asyncrl.replay.codec import pack_leases
 from asyncrl.replay.directory import Directory
 from asyncrl.replay.evaluation.samples import EvalSamples, unpack_rows
+from asyncrl.replay.guests import Reception
 from asyncrl.replay.journal.records import FRAME_BYTES
 from asyncrl.replay.outbox import Outbox
 from asyncrl.replay.queue import ReplayQueue
@@ -38,6 +41,8 @@ from asyncrl.wire.bounds import Body
 from asyncrl.wire.directory_messages import Announce, Located, LookUp
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.frames import ALIGNMENT, Message
+from asyncrl.wire.guest_messages import Hello
+from asyncrl.wire.guests import HELLO_ID
 from asyncrl.wire.kinds import MAX_REQUEST_HEADER_BYTES
 from asyncrl.wire.messages import (
     Ask,
@@ -56,6 +61,8 @@ from asyncrl.wire.messages import (
     ReadStatus,
     ReadSummary,
     Release,
+    ReleasedEvaluation,
+    ReleasedLease,
     Scale,
     ShardHeader,
     Shutdown,
@@ -66,6 +73,8 @@ from asyncrl.wire.rpc import Reply, Server
 from asyncrl.wire.service_messages import Error, Ok
 from asyncrl.wire.sockets import MAX_FRAME_BYTES
 from asyncrl.wire.version_messages import Followers, Publish
+
+log = structlog.get_logger()
 
 TICK_S = 0.2
 """Maximum wait of the loop: delay until an expired lease or a signal is noticed."""
@@ -96,8 +105,12 @@ class ReplayServer:
         max_frame_bytes: int = MAX_FRAME_BYTES,
         eval_samples: EvalSamples | None = None,
         directory: Directory | None = None,
+        reception: Reception | None = None,
     ) -> None:
         self.queue = queue
+        self._reception = reception
+        self._foreign = 0
+        """Leases of others that guests reported."""
         self._eval_samples = eval_samples
         self._versions = StoredVersions(queue.config.launch.heartbeat_timeout_s)
         self._directory = directory or Directory(None, endpoints.run_id)
@@ -108,7 +121,10 @@ class ReplayServer:
         self._waiting: dict[tuple[int, int], tuple[Message, float]] = {}
         """Requests for batches that are not complete, by rank and step, and when they came."""
         handlers = {body: partial(handle, self) for body, handle in HANDLERS.items()}
-        self._server = Server(endpoints, endpoints.replay, "replay queue", handlers, max_frame_bytes=max_frame_bytes)
+        guests = reception.guests if reception is not None else None
+        self._server = Server(
+            endpoints, endpoints.replay, "replay queue", handlers, guests=guests, max_frame_bytes=max_frame_bytes
+        )
         self._outbox = Outbox(queue, self._server.send)
         self._server.reply = self._outbox.add
 
@@ -199,13 +215,14 @@ class ReplayServer:
 
     def _finish(self, message: Message) -> Reply:
         body: GroupHeader = message.body
-        self.queue.finish(body, message.arrays)
+        if self._may_end(message, body):
+            self.queue.finish(body, message.arrays)
         return Reply(Finished([LeaseName(body.ticket, body.attempt, evaluation=False)]))
 
     def _evaluated(self, message: Message) -> Reply:
         body: Evaluated = message.body
         rows = unpack_rows(body, message.arrays)
-        prompt = self.queue.evaluated(body)
+        prompt = self.queue.evaluated(body) if self._may_end(message, body, evaluation=True) else None
         if prompt is not None and self._eval_samples is not None:
             self._eval_samples.add(prompt, body, rows)
         return Reply(Finished([LeaseName(body.ticket, body.attempt, evaluation=True)]))
@@ -217,8 +234,33 @@ class ReplayServer:
 
     def _release(self, message: Message) -> Reply:
         body: Release = message.body
-        self.queue.release(body.generator, body.leases, body.evaluations)
+        leases = [lease for lease in body.leases if self._may_end(message, lease)]
+        evaluations = [lease for lease in body.evaluations if self._may_end(message, lease, evaluation=True)]
+        self.queue.release(body.generator, leases, evaluations)
         return Reply(Ok({}))
+
+    def _may_end(
+        self,
+        message: Message,
+        lease: GroupHeader | Evaluated | ReleasedLease | ReleasedEvaluation,
+        *,
+        evaluation: bool = False,
+    ) -> bool:
+        """False, and counted, for a lease that is not the guest's who sent the message: it was leased again, or the
+        guest interferes. It is answered all the same, so that the guest does not send it again."""
+        guest = message.guest
+        if guest is None or self.queue.holds(guest, lease.ticket, lease.attempt, evaluation=evaluation):
+            return True
+        self._foreign += 1
+        log.warning("a lease that is not the guest's", guest=guest.name, ticket=lease.ticket, attempt=lease.attempt)
+        return False
+
+    def _hello(self, message: Message) -> Reply:
+        body: Hello = message.body
+        if message.guest is None or self._reception is None:
+            raise ProtocolError("'hello' is for guests")
+        welcome = self._reception.welcome(message.guest, body, ended=self.queue.ledger.steps >= self.queue.config.steps)
+        return Reply(welcome, run_id=HELLO_ID)
 
     def _begin(self, message: Message) -> Reply:
         body: Begin = message.body
@@ -299,6 +341,7 @@ class ReplayServer:
             "bad_messages": server.errors.total(),
             "cut_off": server.bad_peers.cut_off,
             "strangers": server.num_strangers,
+            "foreign_leases": self._foreign,
         }
 
     def _stop(self, message: Message) -> Reply:
@@ -316,6 +359,7 @@ HANDLERS: dict[type[Body], Callable[[ReplayServer, Message], Reply | None]] = {
     GroupHeader: ReplayServer._finish,
     Evaluated: ReplayServer._evaluated,
     Release: ReplayServer._release,
+    Hello: ReplayServer._hello,
     Begin: ReplayServer._begin,
     Take: ReplayServer._take,
     Commit: ReplayServer._commit,
@@ -342,17 +386,24 @@ def run_replay(
     max_group_tokens: int | None = None,
     eval_samples: EvalSamples | None = None,
     directory: Directory | None = None,
+    reception: Reception | None = None,
 ) -> None:
     """Runs the replay role: serves the queue until shutdown, then completes the trace. The connection of a peer that
     sends a frame larger than a group of `max_group_tokens` (prompts and completions) is closed; None: no such limit.
-    Completions of evaluations go to `eval_samples`, addresses that servers announce to the `directory`."""
+    Completions of evaluations go to `eval_samples`, addresses that servers announce to the `directory`. Guests are
+    admitted by the `reception`."""
     max_frame_bytes = MAX_FRAME_BYTES
     if max_group_tokens is not None:
         group_bytes = FRAME_BYTES * max_group_tokens + GROUP_PADDING_BYTES
         max_frame_bytes = min(MAX_FRAME_BYTES, max(MAX_REQUEST_HEADER_BYTES, group_bytes))
     try:
         server = ReplayServer(
-            queue, endpoints, max_frame_bytes=max_frame_bytes, eval_samples=eval_samples, directory=directory
+            queue,
+            endpoints,
+            max_frame_bytes=max_frame_bytes,
+            eval_samples=eval_samples,
+            directory=directory,
+            reception=reception,
         )
         try:
             server.serve(should_stop)

@@ -11,6 +11,7 @@ from typing import Any, get_origin
 from asyncrl.wire.bounds import Body
 from asyncrl.wire.directory_messages import Announce, Located, LookUp
 from asyncrl.wire.environment_messages import Turns, Wishes
+from asyncrl.wire.guest_messages import Hello, Welcome
 from asyncrl.wire.messages import (
     Ask,
     Begin,
@@ -97,6 +98,8 @@ BODIES: dict[str, Any] = {
     "announce": Announce,
     "look_up": LookUp,
     "located": Located,
+    "hello": Hello,
+    "welcome": Welcome,
     "value": Value,
     "values": Values,
     "train": Train,
@@ -160,6 +163,7 @@ ANSWERS: dict[str, str] = {
     "shutdown": "ok",
     "announce": "ok",
     "look_up": "located",
+    "hello": "welcome",
 }
 """The kind of the answer to each request."""
 

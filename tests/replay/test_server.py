@@ -197,7 +197,7 @@ def test_one_answer_tells_a_generator_of_all_that_was_kept(tmp_path: Path, endpo
         while len(server._outbox.answers) < 3 and time.monotonic() < deadline_s:
             server._receive()
         sent = list(joined(server._outbox.answers))
-        assert [len(body.kept) for _, _, (body, _) in sent if isinstance(body, Finished)] == [3] and len(sent) == 1
+        assert [len(body.kept) for _, _, (body, *_) in sent if isinstance(body, Finished)] == [3] and len(sent) == 1
         server._outbox.flush()
         while generator.unacknowledged and time.monotonic() < deadline_s:
             generator.poll(0.05)
