@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from asyncrl.errors import ConfigError
 from asyncrl.launch.launcher import HOST_LOST
 from asyncrl.launch.ray.launcher import RayRole
 from asyncrl.launch.resources.hosts import Host
@@ -159,3 +161,21 @@ def test_a_pool_of_gpus_grows(actor: Actor, monkeypatch: pytest.MonkeyPatch, tmp
     assert found.grow("a", 5) == found.grow("a", 5) == "3 GPUs in pool a"
     found._groups[-1].asked_s = -1e9
     assert found.grow("a", 5) == "" and given_back == [3]
+
+
+def test_a_cluster_that_was_killed_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    from asyncrl.launch.ray import cluster
+
+    with socket.create_server(("127.0.0.1", 0)) as alive:
+        address = f"127.0.0.1:{alive.getsockname()[1]}"
+        monkeypatch.delenv("RAY_ADDRESS", raising=False)
+        monkeypatch.setattr(cluster, "read_ray_address", lambda: address)
+        assert cluster.find_cluster() == address
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        assert cluster.find_cluster() == address
+    with pytest.raises(ConfigError, match=rf"launch.cluster = 'ray': no cluster at RAY_ADDRESS={address}"):
+        cluster.find_cluster()
+    monkeypatch.delenv("RAY_ADDRESS")
+    assert cluster.find_cluster() == "", "the file of the last cluster is still there"
+    monkeypatch.setattr(cluster, "read_ray_address", lambda: None)
+    assert cluster.find_cluster() == ""

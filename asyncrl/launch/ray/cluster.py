@@ -6,13 +6,15 @@ Imports ray, which is an extra: only `RayLauncher.acquire` imports this module.
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray._private.state import available_resources_per_node  # there is no public form of it
+from ray._private.state import available_resources_per_node  # there is no public form of these two
+from ray._private.utils import read_ray_address
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
 from asyncrl.config.placement import Pool
@@ -20,6 +22,8 @@ from asyncrl.errors import ConfigError
 
 OBJECT_STORE_BYTES = 78 << 20
 """Ray's least size: nothing of a run is in the object store."""
+CONNECT_S = 3.0
+"""Deadline for a connection to a cluster."""
 POLL_S = 0.1
 INFEASIBLE_S = 2.0
 """Time that Ray calls a group infeasible before it is refused: the nodes of a cluster may still be connecting."""
@@ -32,17 +36,33 @@ def connect() -> dict[str, str]:
     starts one here. Returns what the user may want to know of it. Raises ConfigError if RAY_ADDRESS cannot be
     reached."""
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "namespace": "asyncrl"}
-    try:
-        context = ray.init(address="auto", **options)
+    if address := find_cluster():
+        context = ray.init(address=address, **options)
         what = f"Ray at {ray.get_runtime_context().gcs_address}, {len(alive_nodes())} nodes"
-    except ConnectionError as error:
-        if address := os.environ.get("RAY_ADDRESS"):
-            raise ConfigError(f"launch.cluster = 'ray': no cluster at RAY_ADDRESS={address}: {error}") from None
+    else:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         context = ray.init(address="local", object_store_memory=OBJECT_STORE_BYTES, **options)
         what = "Ray on this machine alone, started for this run: no node runs here, and RAY_ADDRESS is not set"
     dashboard = {"dashboard": f"http://{context.dashboard_url}"} if context.dashboard_url else {}
     return {"cluster": what, "job": ray.get_runtime_context().get_job_id()} | dashboard
+
+
+def find_cluster() -> str:
+    """Returns the address of RAY_ADDRESS, or of the cluster that was started last with a node on this machine, if it
+    answers; else an empty text. Ray itself would wait for minutes for a cluster that was killed. Raises ConfigError if
+    that of RAY_ADDRESS does not answer."""
+    named = os.environ.get("RAY_ADDRESS", "")
+    address = read_ray_address() if named in ("", "auto", "local") else named
+    host, _, port = (address or "").rpartition(":")
+    if not host or not port.isdigit():
+        return named if "://" in named else ""
+    try:
+        socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
+    except OSError as error:
+        if address == named:
+            raise ConfigError(f"launch.cluster = 'ray': no cluster at RAY_ADDRESS={named}: {error}") from None
+        return ""
+    return address
 
 
 def alive_nodes() -> dict[str, dict[str, Any]]:
