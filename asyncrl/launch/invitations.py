@@ -1,4 +1,4 @@
-"""Invitations of guests: `asyncrl invite` gives a machine a key of its own, and takes it back.
+"""Invitations of guests: `asyncrl invite` issues a machine a key of its own, and takes it back.
 
 The table of guests in the run folder has their public keys only. With the first invitation the key pair and the port of
 the replay queue are kept there too, so that guests find a resumed run again.

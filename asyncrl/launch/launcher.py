@@ -59,7 +59,7 @@ class Launcher(ABC):
         return
 
     preemptible = False
-    """True if the hosts are lent for a time: SIGUSR1 announces its end, after which the run goes on by `requeue`, and
+    """True if the hosts are lent for a time: SIGUSR1 announces its end, after which the run continues by `requeue`, and
     SIGTERM leaves only seconds."""
 
     @abstractmethod

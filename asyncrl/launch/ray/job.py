@@ -24,7 +24,7 @@ def submit_job(address: str, arguments: Sequence[str], console: Console) -> int:
     """Submits `asyncrl launch` with these arguments to the cluster at `ray://HOST[:PORT]` and prints the job's log
     until it ends. Returns its exit code.
 
-    Ctrl-C asks whether to stop the job; otherwise it goes on. Raises ConfigError if Ray is not installed, and if the
+    Ctrl-C asks whether to stop the job; otherwise it continues. Raises ConfigError if Ray is not installed, and if the
     cluster cannot be reached or does not take the job.
     """
     try:
