@@ -48,7 +48,7 @@ from asyncrl.replay.metrics.run import LEARNER_TIMES
 from asyncrl.samples.book import SampleBook
 from asyncrl.types import Shard
 from asyncrl.util.processes import Stopwatch
-from asyncrl.wire.messages import Committed
+from asyncrl.wire.learner_messages import Committed
 
 log = structlog.get_logger()
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from asyncrl.samples import Samples
 from asyncrl.types import Shard
-from asyncrl.wire.messages import Committed
+from asyncrl.wire.learner_messages import Committed
 
 
 class Batches(Protocol):

@@ -12,7 +12,7 @@ from asyncrl.replay.ledger import MAX_TAKEN
 from asyncrl.replay.ledger_counts import State
 from asyncrl.replay.store import Store
 from asyncrl.replay.tickets import FinishedGroup
-from asyncrl.wire.messages import Committed, TakeOutcome
+from asyncrl.wire.learner_messages import Committed, TakeOutcome
 
 
 class Batcher:

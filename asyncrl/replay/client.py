@@ -17,29 +17,18 @@ from asyncrl.types import Group, Lease, Shard
 from asyncrl.wire.bounds import Body
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.frames import Arrays, Message
+from asyncrl.wire.launcher_messages import Lost, ReadStatus, ReadSummary, Scale, Shutdown, Stop
+from asyncrl.wire.learner_messages import Begin, Commit, Committed, EvaluationResult, NextEvaluation, ShardHeader, Take
 from asyncrl.wire.messages import (
     Ask,
-    Begin,
-    Commit,
-    Committed,
     Evaluated,
-    EvaluationResult,
     Finished,
     GeneratorStats,
     LeaseName,
     Leases,
-    Lost,
-    NextEvaluation,
-    ReadStatus,
-    ReadSummary,
     Release,
     ReleasedEvaluation,
     ReleasedLease,
-    Scale,
-    ShardHeader,
-    Shutdown,
-    Stop,
-    Take,
 )
 from asyncrl.wire.rpc import BACK_OFF, Connection
 from asyncrl.wire.service_messages import Error, Ok

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from asyncrl.replay.journal.writer import SYNCED, Position
 from asyncrl.replay.queue import ReplayQueue
-from asyncrl.wire.messages import Committed, Finished, LeaseName, Leases, ShardHeader
+from asyncrl.wire.learner_messages import Committed, ShardHeader
+from asyncrl.wire.messages import Finished, LeaseName, Leases
 from asyncrl.wire.rpc import Reply
 
 URGENT = (ShardHeader, Committed)

@@ -52,17 +52,8 @@ from asyncrl.replay.tickets import FinishedGroup, PromptSource
 from asyncrl.types import FIRST_GUEST, NO_VERSION, Lease, Prompt
 from asyncrl.wire.frames import Array
 from asyncrl.wire.guests import Guest
-from asyncrl.wire.messages import (
-    Committed,
-    Evaluated,
-    EvaluationOutcome,
-    GeneratorStats,
-    GroupHeader,
-    LeaseName,
-    ReleasedEvaluation,
-    ReleasedLease,
-    TakeOutcome,
-)
+from asyncrl.wire.learner_messages import Committed, EvaluationOutcome, TakeOutcome
+from asyncrl.wire.messages import Evaluated, GeneratorStats, GroupHeader, LeaseName, ReleasedEvaluation, ReleasedLease
 
 log = structlog.get_logger()
 

@@ -11,7 +11,7 @@ from asyncrl.errors import DataError
 from asyncrl.replay.dealing import balance
 from asyncrl.samples import Samples
 from asyncrl.types import Shard
-from asyncrl.wire.messages import Committed
+from asyncrl.wire.learner_messages import Committed
 
 
 class SampleBatches:

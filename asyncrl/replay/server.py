@@ -9,7 +9,7 @@ One thread, one loop (`ReplayServer.serve`). A pass of it:
     handle messages         at most RECEIVE_AT_ONCE; changes of the queue are buffered as records of the journal
        |
     answer waiting takes    a "take" waits for a complete batch, which a "finish" or a "commit" completes; after
-       |                    TAKE_ANSWER_S it is answered "wait", and the learner asks again
+       |                    ANSWER_S it is      answered "wait", and the learner asks again
     expire leases
        |
     flush the outbox        one write of the journal, then the replies. A reply that promises durability waits for the
@@ -33,6 +33,7 @@ from asyncrl.replay.directory import Directory
 from asyncrl.replay.evaluation.samples import EvalSamples, unpack_rows
 from asyncrl.replay.guests import Reception
 from asyncrl.replay.journal.records import FRAME_BYTES
+from asyncrl.replay.learner_requests import LearnerRequests
 from asyncrl.replay.outbox import Outbox
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.versions import StoredVersions
@@ -44,35 +45,21 @@ from asyncrl.wire.frames import ALIGNMENT, Message
 from asyncrl.wire.guest_messages import Hello
 from asyncrl.wire.guests import HELLO_ID
 from asyncrl.wire.kinds import MAX_REQUEST_HEADER_BYTES
+from asyncrl.wire.launcher_messages import Lost, Memory, ReadStatus, ReadSummary, Scale, Shutdown, Stop
 from asyncrl.wire.messages import (
     Ask,
-    Begin,
-    Begun,
-    Commit,
     Evaluated,
-    EvaluationResult,
     Finished,
     GroupHeader,
     LeaseName,
     Leases,
-    Lost,
-    Memory,
-    NextEvaluation,
-    ReadStatus,
-    ReadSummary,
     Release,
     ReleasedEvaluation,
     ReleasedLease,
-    Scale,
-    ShardHeader,
-    Shutdown,
-    Stop,
-    Take,
 )
-from asyncrl.wire.rpc import Reply, Server
-from asyncrl.wire.service_messages import Error, Ok
+from asyncrl.wire.rpc import Handler, Reply, Server
+from asyncrl.wire.service_messages import Ok
 from asyncrl.wire.sockets import MAX_FRAME_BYTES
-from asyncrl.wire.version_messages import Followers, Publish
 
 log = structlog.get_logger()
 
@@ -84,8 +71,6 @@ POLL_S = 0.001
 """Shortest wait of the loop while replies wait for others."""
 LOOK_S = 0.001
 """The same while replies wait for a sync of the journal, or memory is freed."""
-TAKE_ANSWER_S = 1.0
-"""A learner that waits for its batch gets a sign of life at this interval."""
 RECEIVE_AT_ONCE = 64
 GROUP_PADDING_BYTES = 4 * ALIGNMENT
 """Maximum padding between the arrays of a group's frame."""
@@ -114,16 +99,18 @@ class ReplayServer:
         self._eval_samples = eval_samples
         self._versions = StoredVersions(queue.config.launch.heartbeat_timeout_s)
         self._directory = directory or Directory(None, endpoints.run_id)
-        self._epoch = endpoints.epoch
-        """The latest epoch of learner ranks that began."""
+        self._learners = LearnerRequests(queue, self._versions, epoch=endpoints.epoch)
         self.shut = False
         self._watch = Stopwatch()
-        self._waiting: dict[tuple[int, int], tuple[Message, float]] = {}
-        """Requests for batches that are not complete, by rank and step, and when they came."""
-        handlers = {body: partial(handle, self) for body, handle in HANDLERS.items()}
+        own: dict[type[Body], Handler] = {body: partial(handle, self) for body, handle in HANDLERS.items()}
         guests = reception.guests if reception is not None else None
         self._server = Server(
-            endpoints, endpoints.replay, "replay queue", handlers, guests=guests, max_frame_bytes=max_frame_bytes
+            endpoints,
+            endpoints.replay,
+            "replay queue",
+            own | self._learners.handlers,
+            guests=guests,
+            max_frame_bytes=max_frame_bytes,
         )
         self._outbox = Outbox(queue, self._server.send)
         self._server.reply = self._outbox.add
@@ -136,7 +123,8 @@ class ReplayServer:
             self._watch.switch("working")
             if ready:
                 self._receive()
-            self._answer_waiting()
+            for message, reply in self._learners.due(time.monotonic()):
+                self._outbox.add(message.peer, message.seq, reply)
             self.queue.expire()
             self._watch.switch("writing")
             if self._outbox.waits:
@@ -166,20 +154,6 @@ class ReplayServer:
             self._outbox.send_synced()
             if self._outbox.urgent:
                 return
-
-    def _answer_waiting(self) -> None:
-        """Answers waiting learners: with their batch once it is complete, otherwise with a sign of life when due."""
-        now_s = time.monotonic()
-        for key, (message, since_s) in list(self._waiting.items()):
-            try:
-                reply = self._shard(message.body)
-            except ProtocolError as error:  # the step was committed without it
-                reply = Reply(Error(str(error)))
-            if reply is None and now_s - since_s > TAKE_ANSWER_S:
-                reply = Reply(ShardHeader(message.body.step, "wait", []))
-            if reply is not None:
-                del self._waiting[key]
-                self._outbox.add(message.peer, message.seq, reply)
 
     def _ask(self, message: Message) -> Reply:
         queue = self.queue
@@ -227,11 +201,6 @@ class ReplayServer:
             self._eval_samples.add(prompt, body, rows)
         return Reply(Finished([LeaseName(body.ticket, body.attempt, evaluation=True)]))
 
-    def _next_evaluation(self, message: Message) -> Reply:
-        body: NextEvaluation = message.body
-        self._check_epoch(body.epoch)
-        return Reply(EvaluationResult(*self.queue.next_evaluation(body.after)))
-
     def _release(self, message: Message) -> Reply:
         body: Release = message.body
         leases = [lease for lease in body.leases if self._may_end(message, lease)]
@@ -261,46 +230,6 @@ class ReplayServer:
             raise ProtocolError("'hello' is for guests")
         welcome = self._reception.welcome(message.guest, body, ended=self.queue.ledger.steps >= self.queue.config.steps)
         return Reply(welcome, run_id=HELLO_ID)
-
-    def _begin(self, message: Message) -> Reply:
-        body: Begin = message.body
-        self._check_epoch(body.epoch)
-        self._epoch = body.epoch
-        steps = self.queue.begin(body.rank, body.step)
-        for key in [key for key in self._waiting if key[0] == body.rank]:
-            del self._waiting[key]
-        return Reply(Begun(steps))
-
-    def _take(self, message: Message) -> Reply | None:
-        body: Take = message.body
-        self._check_epoch(body.epoch)
-        reply = self._shard(body)
-        if reply is None:
-            self._waiting[body.rank, body.step] = message, time.monotonic()
-        return reply
-
-    def _shard(self, body: Take) -> Reply | None:
-        outcome, groups = self.queue.take(body.rank, body.step)
-        if outcome == "wait":
-            return None
-        headers = [group.header for group in groups]
-        return Reply(ShardHeader(body.step, outcome, headers), [group.arrays for group in groups])
-
-    def _commit(self, message: Message) -> Reply:
-        body: Commit = message.body
-        self._check_epoch(body.epoch)
-        return Reply(self.queue.commit(body.step, body.metrics, saving=body.saving, checkpoints=body.checkpoints))
-
-    def _publish(self, message: Message) -> Reply:
-        body: Publish = message.body
-        self._check_epoch(body.epoch)
-        return Reply(Followers(self._versions.announce(body.announced)))
-
-    def _check_epoch(self, epoch: int) -> None:
-        """Raises ProtocolError for a learner rank that was given up while its host could not be reached, and replaced:
-        it must not change the run any more."""
-        if epoch < self._epoch:
-            raise ProtocolError(f"superseded: start {self._epoch} of the learner ranks trains, and this one is {epoch}")
 
     def _announce(self, message: Message) -> Reply:
         body: Announce = message.body
@@ -360,11 +289,6 @@ HANDLERS: dict[type[Body], Callable[[ReplayServer, Message], Reply | None]] = {
     Evaluated: ReplayServer._evaluated,
     Release: ReplayServer._release,
     Hello: ReplayServer._hello,
-    Begin: ReplayServer._begin,
-    Take: ReplayServer._take,
-    Commit: ReplayServer._commit,
-    NextEvaluation: ReplayServer._next_evaluation,
-    Publish: ReplayServer._publish,
     Lost: ReplayServer._lost,
     Scale: ReplayServer._scale,
     Memory: ReplayServer._memory,
@@ -375,7 +299,7 @@ HANDLERS: dict[type[Body], Callable[[ReplayServer, Message], Reply | None]] = {
     Announce: ReplayServer._announce,
     LookUp: ReplayServer._look_up,
 }
-"""The handler of each request; one that returns None makes the sender wait."""
+"""The handlers of all requests but those of learner ranks."""
 
 
 def run_replay(

@@ -22,7 +22,7 @@ from asyncrl.wire.directory import announce
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.frames import Message
 from asyncrl.wire.kinds import MAX_TEXT_HEADER_BYTES
-from asyncrl.wire.messages import Memory
+from asyncrl.wire.launcher_messages import Memory
 from asyncrl.wire.rpc import Connection, Reply, Server
 from asyncrl.wire.service_messages import Error, Score, Scores
 

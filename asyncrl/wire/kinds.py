@@ -12,30 +12,18 @@ from asyncrl.wire.bounds import Body
 from asyncrl.wire.directory_messages import Announce, Located, LookUp
 from asyncrl.wire.environment_messages import Turns, Wishes
 from asyncrl.wire.guest_messages import Hello, Welcome
-from asyncrl.wire.messages import (
-    Ask,
+from asyncrl.wire.launcher_messages import Lost, Memory, ReadStatus, ReadSummary, Scale, Shutdown, Stop
+from asyncrl.wire.learner_messages import (
     Begin,
     Begun,
     Commit,
     Committed,
-    Evaluated,
     EvaluationResult,
-    Finished,
-    GroupHeader,
-    LeaseHeader,
-    Leases,
-    Lost,
-    Memory,
     NextEvaluation,
-    ReadStatus,
-    ReadSummary,
-    Release,
-    Scale,
     ShardHeader,
-    Shutdown,
-    Stop,
     Take,
 )
+from asyncrl.wire.messages import Ask, Evaluated, Finished, GroupHeader, LeaseHeader, Leases, Release
 from asyncrl.wire.service_messages import (
     Error,
     Leave,

@@ -1,9 +1,12 @@
-"""The messages of the replay queue. Each body says who sends it and how it is answered; `kinds` has the tables."""
+"""The messages of generators to the replay queue, and their answers.
+
+Each body says who sends it and how it is answered; `kinds` has the tables.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Generic, Literal, Self, TypeVar
+from typing import Annotated, Any, Generic, Self, TypeVar
 
 from msgspec import Meta
 
@@ -17,7 +20,6 @@ from asyncrl.wire.bounds import (
     Document,
     Index,
     Items,
-    Metrics,
     Name,
     Number,
     Reward,
@@ -28,8 +30,6 @@ from asyncrl.wire.bounds import (
 from asyncrl.wire.version_messages import Announced, Following
 
 T = TypeVar("T")
-TakeOutcome = Literal["shard", "wait", "stop"]
-EvaluationOutcome = Literal["ended", "wait", "none"]
 
 
 class GeneratorStats(Body):
@@ -249,117 +249,3 @@ class Release(Body):
     generator: Index
     leases: Items[ReleasedLease]
     evaluations: Items[ReleasedEvaluation]
-
-
-class Begin(Body):
-    """Sent by each learner rank when it starts; answered by `Begun`."""
-
-    rank: Index
-    epoch: Count
-    """As in the run's endpoints. From now on, messages of lower epochs are refused."""
-    step: Count
-    """Step of the checkpoint that the rank starts from; 0 without one."""
-
-
-class Begun(Body):
-    """The answer of the queue to `Begin`."""
-
-    steps: Count
-    """Committed steps: up to this one the rank takes the same batches again."""
-
-
-class Take(Body):
-    """Sent by each learner rank for its part of a step's batch; answered by `ShardHeader`."""
-
-    rank: Index
-    epoch: Count
-    step: Count
-
-
-class ShardHeader(Body):
-    """The answer of the queue to `Take`. "wait": the batch is not complete, ask again; "stop": there are no more
-    batches."""
-
-    step: Count
-    outcome: TakeOutcome
-    groups: Items[GroupHeader]
-
-
-class Commit(Body):
-    """Sent by learner rank 0 after each optimizer step; answered by `Committed`."""
-
-    epoch: Count
-    step: Count
-    metrics: Metrics
-    saving: bool
-    """A checkpoint of this step follows: the answer contains the queue's state."""
-    checkpoints: Items[Count]
-    """Steps of the complete checkpoints that exist."""
-
-
-class Committed(Body):
-    """The answer of the queue to `Commit`."""
-
-    metrics: Metrics
-    """The queue's own metrics of the step; the same when it is committed again."""
-    state: bytes
-    """The queue's part of a checkpoint of this step; empty unless asked for."""
-    checkpoint_wanted: bool
-    """The journal approaches its size limit: a checkpoint would allow segments to be dropped."""
-    stopping: bool
-    """The run is to end with this step, even if the batch of the next one is taken already."""
-
-
-class NextEvaluation(Body):
-    """Sent by learner rank 0 after its last commit; answered by `EvaluationResult`."""
-
-    epoch: Count
-    after: Count
-    """Number of evaluations that the sender has received in this way."""
-
-
-class EvaluationResult(Body):
-    """The answer of the queue to `NextEvaluation`. "ended": a result; "wait": evaluations are running, ask again;
-    "none": there are no more."""
-
-    outcome: EvaluationOutcome
-    step: Count
-    metrics: Metrics
-
-
-class Lost(Body):
-    """Sent by the launcher when the process of a generator has ended; answered by `Ok`."""
-
-    generator: Index
-
-
-class Scale(Body):
-    """Sent by `asyncrl scale` to set the number of generators; answered by `Ok`."""
-
-    generators: Index
-
-
-class Memory(Body):
-    """Sent by the reward model every few seconds; answered by `Ok`."""
-
-    role: Literal["reward_model"]
-    peak_memory_bytes: Number
-    """As `asyncrl.util.memory` measures it."""
-
-
-class ReadStatus(Body):
-    """Sent by the launcher for the state of the run; answered by `Ok` with it."""
-
-
-class ReadSummary(Body):
-    """Sent by the launcher for the queue's part of the run's summary; answered by `Ok` with it."""
-
-
-class Stop(Body):
-    """Sent by the launcher to end the run early; answered by `Ok`."""
-
-    reason: Text
-
-
-class Shutdown(Body):
-    """Sent by the launcher to end the replay process; answered by `Ok`."""

@@ -22,7 +22,8 @@ import zmq
 from asyncrl.launch.resources.network import find_port
 from asyncrl.wire.bounds import MAX_COUNT, Body
 from asyncrl.wire.kinds import ANSWERS, KINDS
-from asyncrl.wire.messages import ReadStatus, ReadSummary, Take
+from asyncrl.wire.launcher_messages import ReadStatus, ReadSummary
+from asyncrl.wire.learner_messages import Take
 from tests.fuzz import frames as sound
 from tests.fuzz.mutate import Frames, Mutator
 

@@ -16,31 +16,27 @@ from asyncrl.wire.environment_messages import EpisodeEnded, EpisodeStart, GroupP
 from asyncrl.wire.frames import Arrays, encode
 from asyncrl.wire.guest_messages import Hello, Welcome
 from asyncrl.wire.kinds import KINDS
-from asyncrl.wire.messages import (
-    Ask,
+from asyncrl.wire.launcher_messages import Lost, Memory, ReadStatus, ReadSummary, Scale, Shutdown, Stop
+from asyncrl.wire.learner_messages import (
     Begin,
     Begun,
     Commit,
     Committed,
-    Evaluated,
     EvaluationResult,
+    NextEvaluation,
+    ShardHeader,
+    Take,
+)
+from asyncrl.wire.messages import (
+    Ask,
+    Evaluated,
     Finished,
     GeneratorStats,
     LeaseName,
     Leases,
-    Lost,
-    Memory,
-    NextEvaluation,
-    ReadStatus,
-    ReadSummary,
     Release,
     ReleasedEvaluation,
     ReleasedLease,
-    Scale,
-    ShardHeader,
-    Shutdown,
-    Stop,
-    Take,
 )
 from asyncrl.wire.service_messages import (
     Error,

@@ -24,7 +24,7 @@ import asyncrl.weights.sender
 from asyncrl.learner.role import run_learner, run_offline
 from asyncrl.types import Shard
 from asyncrl.weights.buckets import WeightManifest
-from asyncrl.wire.messages import Committed
+from asyncrl.wire.learner_messages import Committed
 
 rank, port, model, out = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4])
 

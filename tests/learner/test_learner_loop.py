@@ -22,7 +22,7 @@ from asyncrl.learner.batch import Batch
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.loop import Learner
 from asyncrl.types import Shard
-from asyncrl.wire.messages import Committed
+from asyncrl.wire.learner_messages import Committed
 
 
 class Batches:

@@ -28,7 +28,7 @@ from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.loop import Learner
 from asyncrl.observe.trackers import Trackers, make_trackers
 from asyncrl.types import Shard
-from asyncrl.wire.messages import Committed
+from asyncrl.wire.learner_messages import Committed
 
 STEPS = 6
 TOY: dict[str, Any] = {

@@ -24,7 +24,7 @@ from asyncrl.wire.bad_peers import MAX_BAD_MESSAGES
 from asyncrl.wire.bounds import Body
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.frames import Block, Message, encode
-from asyncrl.wire.messages import ReadStatus
+from asyncrl.wire.launcher_messages import ReadStatus
 from asyncrl.wire.rpc import Connection
 from asyncrl.wire.service_messages import Leave, Ok, Save, Train, Value
 from asyncrl.wire.sockets import connect_dealer

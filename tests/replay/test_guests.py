@@ -29,21 +29,9 @@ from asyncrl.wire.curve_keys import new_keys, new_pair, read_keys
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.guest_messages import Hello, Welcome
 from asyncrl.wire.guests import HELLO_ID, Guest, Guests
-from asyncrl.wire.messages import (
-    Begin,
-    Commit,
-    GeneratorStats,
-    Lost,
-    NextEvaluation,
-    ReadStatus,
-    ReadSummary,
-    Release,
-    ReleasedLease,
-    Scale,
-    Shutdown,
-    Stop,
-    Take,
-)
+from asyncrl.wire.launcher_messages import Lost, ReadStatus, ReadSummary, Scale, Shutdown, Stop
+from asyncrl.wire.learner_messages import Begin, Commit, NextEvaluation, Take
+from asyncrl.wire.messages import GeneratorStats, Release, ReleasedLease
 from asyncrl.wire.rpc import Connection
 from asyncrl.wire.service_messages import Ok
 from tests.helpers.replay import EndlessPrompts, ask_queue, make_group, small_config

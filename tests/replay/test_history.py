@@ -13,7 +13,7 @@ from asyncrl.replay.codec import pack_group
 from asyncrl.replay.journal.history import JournalBatches, trained_steps
 from asyncrl.replay.journal.writer import Journal, Record
 from asyncrl.types import Group, Lease, Prompt
-from asyncrl.wire.messages import Committed
+from asyncrl.wire.learner_messages import Committed
 from tests.helpers.replay import make_group
 
 METRICS = {"learner/loss": 0.1, "replay/held_bytes": 7.0, "eval/reward": 0.25}

@@ -23,7 +23,8 @@ from asyncrl.replay.sessions import MAX_FORMER, Sessions
 from asyncrl.util.durable import of_plain, to_plain
 from asyncrl.wire.bounds import MAX_NUMBER, MAX_REWARD
 from asyncrl.wire.frames import Array, decode, encode
-from asyncrl.wire.messages import GeneratorStats, GroupHeader, Take
+from asyncrl.wire.learner_messages import Take
+from asyncrl.wire.messages import GeneratorStats, GroupHeader
 from asyncrl.wire.service_messages import Error
 from tests.helpers.replay import PROMPT_TOKENS, EndlessPrompts, ask_queue, loopback_endpoints, make_group, small_config
 
@@ -138,11 +139,11 @@ def test_a_learner_left_behind_while_it_waits_is_told_so(queue: ReplayQueue) -> 
     server = ReplayServer(queue, endpoints)
     try:
         frames = encode("test", Take(0, 0, 7), seq=3)
-        server._waiting[(0, 7)] = (decode("test", frames, peer=b"peer"), time.monotonic())
+        server._learners.waiting[(0, 7)] = (decode("test", frames, peer=b"peer"), time.monotonic())
         server._answer_waiting()
         ((peer, seq, (body, _)),) = server._outbox.answers
         assert (peer, seq) == (b"peer", 3) and isinstance(body, Error)
         assert "learner rank 0 takes step 7, the next one is 1" in body.text
-        assert server._waiting == {}
+        assert server._learners.waiting == {}
     finally:
         server.close()

@@ -17,8 +17,8 @@ import zmq
 
 from asyncrl.errors import ConfigError, PeerTimeoutError, RunError
 from asyncrl.launch.resources.network import find_port
+from asyncrl.replay import learner_requests
 from asyncrl.replay import outbox as outbox_module
-from asyncrl.replay import server as server_module
 from asyncrl.replay.client import GeneratorClient, LauncherClient, LearnerClient, LeaseReply
 from asyncrl.replay.codec import pack_group
 from asyncrl.replay.journal import history as catchup_module
@@ -35,7 +35,9 @@ from asyncrl.wire.curve_keys import new_keys
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.frames import Message, encode
 from asyncrl.wire.kinds import MAX_REQUEST_HEADER_BYTES
-from asyncrl.wire.messages import Evaluated, Finished, GeneratorStats, Lost, Memory, ReadStatus, Stop, Take
+from asyncrl.wire.launcher_messages import Lost, Memory, ReadStatus, Stop
+from asyncrl.wire.learner_messages import Take
+from asyncrl.wire.messages import Evaluated, Finished, GeneratorStats
 from asyncrl.wire.rpc import Connection
 from asyncrl.wire.service_messages import Error, Ok
 from asyncrl.wire.sockets import connect_dealer
@@ -216,7 +218,7 @@ def once() -> Callable[[], bool]:
 def test_learner_waiting_for_a_batch_outlives_its_timeout(
     served: ReplayQueue, endpoints: Endpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server_module, "TAKE_ANSWER_S", 0.2)
+    monkeypatch.setattr(learner_requests, "ANSWER_S", 0.2)
     learner, launcher = LearnerClient(endpoints, 0, timeout_s=2.0), LauncherClient(endpoints)
     with ThreadPoolExecutor(1) as pool:
         taking = pool.submit(learner.take, 1)

@@ -18,7 +18,8 @@ from asyncrl.replay.codec import check_group, pack_group, pack_leases, unpack_gr
 from asyncrl.types import Lease, Prompt
 from asyncrl.wire.frames import SCHEMA, decode, encode
 from asyncrl.wire.kinds import BODIES, MAX_HEADER_BYTES, MAX_REQUEST_HEADER_BYTES, REQUESTS
-from asyncrl.wire.messages import Leases, ShardHeader
+from asyncrl.wire.learner_messages import ShardHeader
+from asyncrl.wire.messages import Leases
 from tests.helpers.examples import examples
 from tests.helpers.replay import EndlessPrompts, make_group
 

@@ -23,7 +23,7 @@ from asyncrl.rewards.model_server import MAX_VALUES, REPORT_S, ModelServer, Rewa
 from asyncrl.wire.bad_peers import MAX_BAD_MESSAGES
 from asyncrl.wire.frames import decode
 from asyncrl.wire.kinds import MAX_TEXT_HEADER_BYTES
-from asyncrl.wire.messages import Memory
+from asyncrl.wire.launcher_messages import Memory
 from asyncrl.wire.sockets import bind_router, connect_dealer
 from tests.helpers.messages import raw_frames
 from tests.helpers.serving import serving

@@ -33,7 +33,7 @@ from asyncrl.errors import PeerTimeoutError
 from asyncrl.launch.commands.join import Head
 from asyncrl.launch.invitations import read_key
 from asyncrl.wire.guests import HELLO_ID
-from asyncrl.wire.messages import ReadStatus, Scale, Shutdown, Stop
+from asyncrl.wire.launcher_messages import ReadStatus, Scale, Shutdown, Stop
 from asyncrl.wire.rpc import Connection
 from pathlib import Path
 key = read_key(Path(sys.argv[1]))

@@ -35,7 +35,7 @@ from asyncrl.observe.logs import configure_logs
 from asyncrl.wire.endpoints import NAMED, Endpoints
 from asyncrl.wire.guest_messages import Hello, Welcome
 from asyncrl.wire.guests import HELLO_ID
-from asyncrl.wire.messages import Lost
+from asyncrl.wire.launcher_messages import Lost
 from asyncrl.wire.rpc import Connection
 
 log = structlog.get_logger()

@@ -17,7 +17,7 @@ from asyncrl.replay.journal.reader import WAY_OUT, Loader, Segment, scan_journal
 from asyncrl.replay.journal.writer import Journal, Location, Record, segments_of
 from asyncrl.replay.tickets import FinishedGroup
 from asyncrl.types import Group, Shard
-from asyncrl.wire.messages import Committed
+from asyncrl.wire.learner_messages import Committed
 
 READ_AT_ONCE_BYTES = 64 << 20
 """Bytes of the journal that are read before other requests are served."""
