@@ -12,21 +12,21 @@ import msgpack
 import pytest
 
 from asyncrl.errors import ProtocolError
-from asyncrl.launch.resources.network import find_port
 from asyncrl.replay.codec import pack_group
+from asyncrl.replay.learner_requests import LearnerRequests
 from asyncrl.replay.metrics.run import RunSums
 from asyncrl.replay.metrics.stats import GeneratorState
 from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue
-from asyncrl.replay.server import ReplayServer
 from asyncrl.replay.sessions import MAX_FORMER, Sessions
+from asyncrl.replay.versions import StoredVersions
 from asyncrl.util.durable import of_plain, to_plain
 from asyncrl.wire.bounds import MAX_NUMBER, MAX_REWARD
 from asyncrl.wire.frames import Array, decode, encode
 from asyncrl.wire.learner_messages import Take
 from asyncrl.wire.messages import GeneratorStats, GroupHeader
 from asyncrl.wire.service_messages import Error
-from tests.helpers.replay import PROMPT_TOKENS, EndlessPrompts, ask_queue, loopback_endpoints, make_group, small_config
+from tests.helpers.replay import PROMPT_TOKENS, EndlessPrompts, ask_queue, make_group, small_config
 
 
 @pytest.fixture
@@ -135,15 +135,10 @@ def test_former_sessions_are_forgotten_in_the_end(queue: ReplayQueue) -> None:
 
 
 def test_a_learner_left_behind_while_it_waits_is_told_so(queue: ReplayQueue) -> None:
-    endpoints = loopback_endpoints(find_port())
-    server = ReplayServer(queue, endpoints)
-    try:
-        frames = encode("test", Take(0, 0, 7), seq=3)
-        server._learners.waiting[(0, 7)] = (decode("test", frames, peer=b"peer"), time.monotonic())
-        server._answer_waiting()
-        ((peer, seq, (body, _)),) = server._outbox.answers
-        assert (peer, seq) == (b"peer", 3) and isinstance(body, Error)
-        assert "learner rank 0 takes step 7, the next one is 1" in body.text
-        assert server._learners.waiting == {}
-    finally:
-        server.close()
+    requests = LearnerRequests(queue, StoredVersions(60.0), epoch=0)
+    frames = encode("test", Take(0, 0, 7), seq=3)
+    requests.waiting[0, 7] = decode("test", frames, peer=b"peer"), time.monotonic()
+    ((message, reply),) = requests.due(time.monotonic())
+    assert (message.peer, message.seq) == (b"peer", 3) and isinstance(reply.body, Error)
+    assert "learner rank 0 takes step 7, the next one is 1" in reply.body.text
+    assert requests.waiting == {}
