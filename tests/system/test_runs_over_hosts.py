@@ -157,9 +157,10 @@ def test_hosts_are_killed_and_come_back(cluster: Cluster) -> None:
     for role in ("generator-0", "learner-0"):
         host = placed(run, role)[role]
         cluster.kill(run, host)
+        killed_s, step = time.monotonic(), len(run.rows())
         await_move(run, role, away_from=host)
-        step = len(run.rows())
         run.wait_for_step(step + 3)
+        print(f"{role}: the third step {time.monotonic() - killed_s:.1f} s after the death of its host")
         cluster.set_lost(host, False)
     summary = finish(run)
     assert summary["steps"] == 60
