@@ -168,8 +168,8 @@ class GeneratorClient:
         self._connection.close()
 
     def _send(self, body: Body, arrays: Sequence[Arrays] = ()) -> _Unanswered:
-        now_s = time.monotonic()
-        return _Unanswered(self._connection.send(body, arrays), now_s, now_s, body, arrays, RESEND_S)
+        seq, now_s = self._connection.send(body, arrays), time.monotonic()
+        return _Unanswered(seq, now_s, now_s, body, arrays, RESEND_S)
 
     def _take(self, message: Message) -> LeaseReply | None:
         """Raises ProtocolError for an invalid answer, RunError if an outstanding message is refused."""
@@ -199,8 +199,8 @@ class GeneratorClient:
             if now_s - sent.first_s > self.timeout_s:
                 raise self._connection.silent(sent.body, self.timeout_s)
             if (lost := sent.last_s < lost_s) or now_s - sent.last_s > sent.resend_s:
-                sent.last_s, sent.resend_s = now_s, sent.resend_s if lost else BACK_OFF * sent.resend_s
                 self._connection.send(sent.body, sent.arrays, seq=sent.seq)
+                sent.last_s, sent.resend_s = time.monotonic(), sent.resend_s if lost else BACK_OFF * sent.resend_s
 
 
 class LearnerClient:

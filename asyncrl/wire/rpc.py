@@ -79,6 +79,7 @@ class Connection:
             seq = self._seq
         frames = encode(self.endpoints.run_id, body, seq=seq, arrays=arrays)
         self.clock_offset.asked(seq)
+        self.lost_s()  # a connection that has ended by now does not lose this request
         try:
             self._socket.send_multipart(frames, zmq.DONTWAIT, copy=False)
         except zmq.Again:  # the peer has been away for long, and its queue is full
@@ -159,8 +160,8 @@ class Connection:
         deadline_s = sent_s + timeout_s
         while (now_s := time.monotonic()) < deadline_s:
             if (lost := sent_s < self.lost_s()) or now_s - sent_s >= resend_s:
-                resend_s, sent_s = resend_s if lost else BACK_OFF * resend_s, now_s
                 self.send(body, arrays, seq=seq)
+                resend_s, sent_s = resend_s if lost else BACK_OFF * resend_s, time.monotonic()
             message = self.receive(min(deadline_s, sent_s + resend_s, now_s + LOOK_S) - now_s)
             if message is None or message.seq not in (seq, 0):
                 continue  # 0: the peer could not even read the number

@@ -58,7 +58,7 @@ def launch(folder: Path, *arguments: str) -> tuple[int, str]:
             ["observe.trackers=[wandbb]"],
             "not one of jsonl, console, tensorboard, wandb, mlflow, swanlab; did you mean wandb?",
         ),
-        (["launch.cluster=slurm"], "launch.cluster = 'slurm': not one of local; one of your own is module:function or"),
+        (["launch.cluster=kubernetes"], "launch.cluster = 'kubernetes': not one of local, "),
         (["algorithm.loss=ppo_clipp"], "did you mean ppo_clip?"),
         (["algorithm.loss_options={clip_lo: 0.1}"], "clip_lo"),
         (["rewards={b: exact}"], "rewards: no reward for data source 'a'"),

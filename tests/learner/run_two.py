@@ -54,6 +54,8 @@ class Client:
 
 
 class Sender:
+    address = ""
+
     def __init__(self, address: str, manifest: WeightManifest, **options: Any) -> None:
         assert rank == 0 and options["expected_generators"] == 1 and options["transport"] == "gloo"
         self.expected = [(entry.name, entry.dtype, entry.shape) for entry in manifest.entries]

@@ -24,7 +24,7 @@ GREETING_BYTES = 64
 """What ZeroMQ tells everybody: its version, and that it wants CURVE."""
 BACK_S = 3.0
 """The limit of a request's answer after the end of a cut."""
-START_S = 30.0
+START_S = 90.0
 
 
 class Lines:
