@@ -170,7 +170,8 @@ class RoleGroup:
         self.former_session = self.session
 
     def _spec(self, spec: RoleSpec) -> RoleSpec:
-        return replace(spec, start=self.starts, endpoints=replace(spec.endpoints, epoch=self.starts))
+        epoch = self.starts if self.role == "learner" else 0
+        return replace(spec, start=self.starts, endpoints=replace(spec.endpoints, epoch=epoch))
 
     def ended(self, codes: tuple[int, ...] = ()) -> RoleHandle | None:
         """The first process that exited with a code that is not in `codes`; None if there is none."""

@@ -33,6 +33,10 @@ class Directory:
             text = json.dumps({"run_id": self._run_id, "addresses": self._known})
             replace_file(self._file, text + "\n", mode=0o600)
 
+    def epoch(self, name: str) -> int:
+        """Returns the latest epoch that has announced the name; 0 if none has."""
+        return self._known.get(name, ("", 0))[1]
+
     def address(self, name: str, *, epoch: int = 0) -> str:
         """Returns the address; empty if the name is unknown, or its process is of an earlier epoch."""
         address, latest = self._known.get(name, ("", 0))

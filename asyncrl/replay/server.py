@@ -67,6 +67,8 @@ TICK_S = 0.2
 """Maximum wait of the loop: delay until an expired lease or a signal is noticed."""
 WEIGHTS = "weights"
 """The name under which the sender of weights announces its address."""
+LEARNERS = "learners"
+"""The name under which learner rank 0 announces the rendezvous of the ranks."""
 POLL_S = 0.001
 """Shortest wait of the loop while replies wait for others."""
 LOOK_S = 0.001
@@ -99,7 +101,7 @@ class ReplayServer:
         self._eval_samples = eval_samples
         self._versions = StoredVersions(queue.config.launch.heartbeat_timeout_s)
         self._directory = directory or Directory(None, endpoints.run_id)
-        self._learners = LearnerRequests(queue, self._versions, epoch=endpoints.epoch)
+        self._learners = LearnerRequests(queue, self._versions, epoch=self._directory.epoch(LEARNERS))
         self.shut = False
         self._watch = Stopwatch()
         own: dict[type[Body], Handler] = {body: partial(handle, self) for body, handle in HANDLERS.items()}

@@ -144,6 +144,9 @@ def test_the_next_start_of_the_learner_has_another_epoch(launcher: FakeHosts, tm
     second = launcher.last("learner-0").spec
     assert second.host != first.host
     assert (first.endpoints.epoch, second.endpoints.epoch) == (0, 1)
+    supervisor.restart(supervisor.replay, "test", 6.0)
+    supervisor.tick(7.0)
+    assert (launcher.last("replay").spec.start, launcher.last("replay").spec.endpoints.epoch) == (1, 0)
 
 
 POOL = {"placement__pools": {"a": {"nodes": 2}}, "placement__roles": {"generator": "a", "learner": "a"}}

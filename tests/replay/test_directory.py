@@ -87,6 +87,14 @@ def test_a_restarted_queue_knows_the_addresses_of_this_launch_only(endpoints: En
         assert located(endpoints, endpoints.weights, timeout_s=5.0) == "tcp://10.0.0.2:5"
         with pytest.raises(RunError, match="superseded: start 2 has announced 'weights', and this process is start 1"):
             announce(start(endpoints, 1), endpoints.weights, "tcp://10.0.0.1:5")
+    with serving(endpoints, tmp_path):
+        announce(start(endpoints, 2), endpoints.learners, "tcp://10.0.0.2:6")
+    with (
+        serving(endpoints, tmp_path),
+        closing(LearnerClient(start(endpoints, 1), 0, timeout_s=5.0)) as old,
+        pytest.raises(RunError, match="superseded: start 2 of the learner ranks trains"),
+    ):
+        old.begin(0)
     later = replace(endpoints, run_id="another launch")
     with serving(later, tmp_path), pytest.raises(PeerTimeoutError):
         located(later, endpoints.weights, timeout_s=0.1)
