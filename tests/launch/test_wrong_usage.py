@@ -246,6 +246,7 @@ def test_a_command_may_replace_its_own_files(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["rows.parquet"]
 
 
+@pytest.mark.slow
 def test_a_model_that_could_not_be_created_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "empty").mkdir()
     make_tiny_model(tmp_path / "empty", steps=0)

@@ -76,7 +76,9 @@ def ask(host: Host, address: str, keys: Path, *, connections: int = 1, num_bytes
     return Lines(host.start("tests.network.peers", "ask", str(keys), address, str(connections), str(num_bytes)))
 
 
-@pytest.mark.parametrize("cut_s", [8.0, pytest.param(20.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "cut_s", [pytest.param(8.0, marks=pytest.mark.slow), pytest.param(20.0, marks=pytest.mark.slow)]
+)
 def test_requests_are_answered_once_a_cut_ends(
     network: Network, server: tuple[list[str], Lines], keys: Path, cut_s: float
 ) -> None:
@@ -108,6 +110,7 @@ def test_large_requests_come_through_a_long_and_lossy_link(
     assert min(took_s) > 0.05, took_s
 
 
+@pytest.mark.slow
 def test_strangers_get_nothing_change_nothing_and_are_counted(
     network: Network, server: tuple[list[str], Lines], keys: Path
 ) -> None:
