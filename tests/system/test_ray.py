@@ -16,8 +16,9 @@ pytestmark = [pytest.mark.system, pytest.mark.slow, pytest.mark.timeout(600)]
 ON_RAY = ["launch.cluster=ray", "launch.start_timeout_s=120", *SMALL]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def cluster() -> Iterator[RayCluster]:
+    """A cluster of its own for each test, since they change its nodes."""
     with pytest.MonkeyPatch.context() as patch:
         found = RayCluster(3)
         patch.setenv("RAY_ADDRESS", found.address)
@@ -49,7 +50,7 @@ def test_pools_that_cannot_be_had_are_refused(launch: Callable[..., Launched], c
 def test_nodes_die_while_the_demo_trains(
     launch: Callable[..., Launched], asyncrl: Callable[..., str], cluster: RayCluster
 ) -> None:
-    """A generator is added, then its node dies, then the learner's; a new node comes. The run goes on until it is
+    """A generator is added, then its node dies, then the learner's; a new node comes. The run continues until it is
     interrupted."""
     run = launch("--steps", "5000", "checkpoint.every_steps=20", *ON_RAY, run="on-ray", plain=True)
     run.wait_for_step(2)
