@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import socket
 import sys
-from contextlib import suppress
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Self
 
+from asyncrl.launch.packages import installed_versions
 from asyncrl.launch.resources.gpus import Gpu, visible_gpus
 
 LAUNCH_ADDRESS = "SLURM_LAUNCH_NODE_IPADDR"
@@ -77,12 +75,8 @@ def route_to(address: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of Python and of the packages that are installed."""
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
+    """Returns the versions that are compared."""
+    return installed_versions(PACKAGES)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 import os
 import platform
 import signal
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from asyncrl.launch.local import POLL_S, LocalLauncher, RoleProcess
+from asyncrl.launch.packages import installed_versions
 from asyncrl.launch.resources.gpus import Gpu, visible_gpus
 from asyncrl.launch.resources.placement import RoleResources
 from asyncrl.launch.worker import RoleSpec
@@ -25,14 +25,8 @@ RoleFile = Literal["jsonl", "out"]
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of Python and of the compared packages that are installed, in this process."""
-    found = {"python": platform.python_version()}
-    for name in COMPARED:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    """Returns the versions that are compared, of this process."""
+    return installed_versions(COMPARED)
 
 
 def differences(theirs: dict[str, str]) -> str:
