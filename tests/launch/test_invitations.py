@@ -138,6 +138,7 @@ def test_a_file_that_is_no_key_is_refused(run_dir: Path, tmp_path: Path, change:
 def test_patience_ends(run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(join_module, "ANSWER_S", 0.2)
+    monkeypatch.setattr(join_module, "configure_logs", lambda *_: None)  # it is for a process of its own
     file = key_file(tmp_path, invite(run_dir, "lab", 1))
     console = Console(width=200, record=True)
     with pytest.raises(PeerTimeoutError, match=r"does not admit this key \(revoked, or of another run\); waited 0.3 s"):

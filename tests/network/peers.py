@@ -99,7 +99,7 @@ def intrude(keys: str, *addresses: str) -> None:
             greeted = max(greeted, _shout(address, opening))
         for own in ("", keys):
             dealer = connect_dealer(address, keys=own, linger_s=0.0)
-            for body in (Train(0, 0), Join(1, "cpu"), StoreRequest(1, "get", ["x"], b"", 0)):
+            for body in (Train(0, 0), Join(1, "cpu", "stranger"), StoreRequest(1, "get", ["x"], b"", 0)):
                 with suppress(zmq.Again):
                     dealer.send_multipart(encode(RUN_ID, body), zmq.DONTWAIT)
             answers += bool(dealer.poll(1000))

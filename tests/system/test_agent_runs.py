@@ -282,7 +282,7 @@ def test_an_agent_with_the_client_of_openai_trains_unchanged(
     save_talking_model(folder / "model", PRODUCTS)
     run_dir = train("calculator_agent.yaml")
     rows = [([{"role": "user", "content": text}], truth) for text, truth in ROWS]
-    assert len(check(run_dir, folder / "model", rows, calculator)) >= 3
+    assert set(check(run_dir, folder / "model", rows, calculator)) >= {1, 2}
 
 
 def test_a_command_with_the_agents_of_openai_trains_unchanged(folder: Path, train: Callable[..., Path]) -> None:
