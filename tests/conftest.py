@@ -73,6 +73,14 @@ def cleanup() -> Iterator[list[Callable[[], object]]]:
         action()
 
 
+@pytest.fixture(autouse=True)
+def module_search_path() -> Iterator[None]:
+    """Restores it: the folders of users' files are appended, whose modules often have the same names."""
+    before = list(sys.path)
+    yield
+    sys.path[:] = before
+
+
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 
 settings.register_profile("fixed", derandomize=True, deadline=None, max_examples=FEW)
