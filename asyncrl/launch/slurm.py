@@ -21,7 +21,7 @@ from asyncrl.launch.host_facts import HostFacts, own_name, versions
 from asyncrl.launch.launcher import HOST_LOST, RoleHandle
 from asyncrl.launch.local import LocalLauncher, RoleProcess
 from asyncrl.launch.resources.hosts import Host, this_machine
-from asyncrl.launch.resources.network import check_host
+from asyncrl.launch.resources.network import listening_address
 from asyncrl.launch.resources.placement import RoleResources
 from asyncrl.launch.slurm_job import JOB_ID, in_job
 from asyncrl.launch.worker import EXIT_CRASHED, RoleSpec
@@ -80,20 +80,20 @@ class SlurmLauncher(LocalLauncher):
         if own not in names:
             raise ConfigError(f"launch.cluster = 'slurm': this host, {own}, is not one of job {self.job}: {names}")
         names = [own, *(name for name in names if name != own)]
+        self.address = listening_address(config.launch.host)
         facts = self._facts(config, names[1:]) if len(names) > 1 else []
-        self.address = config.launch.host
         if facts and is_loopback(self.address):
-            self.address = facts[0].head
-        check_host(self.address)
+            self.address = listening_address(facts[0].head)
         others = [Host(one.name, one.cpus, one.gpus, one.address, "", one.shares_run_dir) for one in facts]
         self._hosts = in_pools(config, [this_machine(self.address), *others])
 
     def _facts(self, config: Config, names: list[str]) -> list[HostFacts]:
-        """The facts of the other nodes. Raises ConfigError if one does not tell them or has other packages."""
+        """The facts of the other nodes. Raises ConfigError if one does not tell them, has no address or other
+        packages."""
         runs = config.run_dir.absolute().parent
         runs.mkdir(parents=True, exist_ok=True)
         token = runs / f".{config.run}-{secrets.token_hex(8)}"
-        head = "" if is_loopback(config.launch.host) else config.launch.host
+        head = "" if is_loopback(self.address) else config.launch.host
         count = str(len(names))
         command = [
             *STEP,
@@ -117,6 +117,8 @@ class SlurmLauncher(LocalLauncher):
             )
         here = versions()
         for one in facts.values():
+            if one.problem:
+                raise ConfigError(one.problem)
             if one.versions != here:
                 raise ConfigError(f"{one.name} has other packages than the launcher: {one.versions}, here {here}")
         return [facts[name] for name in names]

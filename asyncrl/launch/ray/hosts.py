@@ -22,6 +22,8 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch.ray.cluster import POLL_S, PoolGroup, alive_nodes, free_resources, reserve
 from asyncrl.launch.ray.pool_actor import NodeFacts, PoolActor, differences, passed_environment
 from asyncrl.launch.resources.hosts import Host
+from asyncrl.launch.resources.network import resolve_host
+from asyncrl.wire.curve_keys import is_loopback
 
 log = structlog.get_logger()
 
@@ -133,7 +135,13 @@ class RayHosts:
         """Lies beside the run folder, for actors to look whether they share it."""
         self._token_file.parent.mkdir(parents=True, exist_ok=True)
         self._token_file.write_text(self._token)
-        self._own_address = ray.util.get_node_ip_address()
+        node, named = ray.util.get_node_ip_address(), config.launch.host
+        own = resolve_host(named)
+        self.own_address = node if is_loopback(own) else own
+        """The address at which the other hosts reach the launcher's machine."""
+        self._own_node = node
+        self._network = "" if own == named or is_loopback(own) else named
+        """The interface or network of `launch.address`, on which each node has an address of its own."""
 
     @property
     def here(self) -> list[RayHost]:
@@ -143,12 +151,6 @@ class RayHosts:
     def find(self, name: str) -> RayHost:
         """Returns the host of this name, lost or not."""
         return next(one for one in self.all if one.host.name == name)
-
-    @property
-    def own_address(self) -> str:
-        """The address at which the other hosts reach the launcher's machine."""
-        own = self._config.launch.host
-        return self._own_address if own.startswith("127.") else own
 
     def add(self, group: PoolGroup) -> None:
         """Adds the bundles of a pool. Without pools, every node of the cluster is a place for an actor."""
@@ -253,7 +255,7 @@ class RayHosts:
             )
             .remote(str(Path.cwd()), passed_environment())
         )
-        facts = actor.describe.remote(str(self._token_file), self._token)
+        facts = actor.describe.remote(str(self._token_file), self._token, self._network)
         return _Starting(place, actor, facts, int(cpus))
 
     def _join(self, one: _Starting, now_s: float) -> str:
@@ -263,10 +265,13 @@ class RayHosts:
             facts: NodeFacts = ray.get(one.facts)
         except RayError as error:
             return f"no actor could start on node {node}: {_first_line(error)}"
+        problem = facts.problem
         if others := differences(facts.versions):
+            problem = f"{facts.hostname} (node {node}) has other packages than the launcher: {others}"
+        if problem:
             ray.kill(one.actor)
-            return f"{facts.hostname} (node {node}) has other packages than the launcher: {others}"
-        address = self.own_address if facts.address == self._own_address else facts.address
+            return problem
+        address = self.own_address if facts.address == self._own_node else facts.address
         pool = one.place.group.pool if one.place.group else ""
         cpus = facts.cpus if facts.gpus else self._deal(facts, one.cpus)
         host = Host(self._name(facts.hostname), cpus, facts.gpus, address, pool, facts.shares_run_dir)
