@@ -202,6 +202,9 @@ def test_nodes_are_asked_for_their_addresses_on_the_network_of_the_run(
     one.facts.give(NodeFacts("node", "n3", "", (0,), (), versions(), True, "launch.address = 'ib0': n3 has none"))
     assert hosts._join(one, 0.0) == "launch.address = 'ib0': n3 has none"
     assert len(hosts.all) == 2 and actor.count("killed") == 1
+    with pytest.raises(ConfigError, match=r"launch.address = 'none0': this machine has no interface of this name"):
+        module.RayHosts(small_config(runs_dir=str(tmp_path / "none"), launch__address="none0"))
+    assert not (tmp_path / "none").exists()
 
 
 def test_a_cluster_that_was_killed_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

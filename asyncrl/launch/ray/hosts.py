@@ -121,6 +121,12 @@ class RayHosts:
     """The hosts of a run. `tick` is called about every second, by one thread at a time."""
 
     def __init__(self, config: Config) -> None:
+        named, own = config.launch.host, resolve_host(config.launch.host)
+        self._own_node = ray.util.get_node_ip_address()
+        self.own_address = self._own_node if is_loopback(own) else own
+        """The address at which the other hosts reach the launcher's machine."""
+        self._network = "" if own == named or is_loopback(own) else named
+        """The interface or network of `launch.address`, on which each node has an address of its own."""
         self.all: list[RayHost] = []
         """Every host that there was; those that are lost stay in it."""
         self._groups: list[PoolGroup] = []
@@ -135,13 +141,6 @@ class RayHosts:
         """Lies beside the run folder, for actors to look whether they share it."""
         self._token_file.parent.mkdir(parents=True, exist_ok=True)
         self._token_file.write_text(self._token)
-        node, named = ray.util.get_node_ip_address(), config.launch.host
-        own = resolve_host(named)
-        self.own_address = node if is_loopback(own) else own
-        """The address at which the other hosts reach the launcher's machine."""
-        self._own_node = node
-        self._network = "" if own == named or is_loopback(own) else named
-        """The interface or network of `launch.address`, on which each node has an address of its own."""
 
     @property
     def here(self) -> list[RayHost]:

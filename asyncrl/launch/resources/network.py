@@ -17,10 +17,9 @@ OWN_PORTS = range(20000, 32000)
 """Range to search for free ports, below the ports that Linux assigns to outgoing connections (32768 and up)."""
 
 ANY_PORT = 9
-THIS_MACHINE = "this machine"
 
 
-def resolve_host(host: str, *, machine: str = THIS_MACHINE) -> str:
+def resolve_host(host: str, *, machine: str = "this machine") -> str:
     """Returns the IPv4 address that the host of `launch.address` names on this machine, which errors call `machine`:
     the only address of an interface or in a network; an address is returned as it is. Raises ConfigError."""
     key = f"launch.address = {host!r}"
