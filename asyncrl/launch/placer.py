@@ -9,7 +9,14 @@ from asyncrl.config import Config
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.launch.launcher import Launcher
 from asyncrl.launch.resources.fit import fit_memory
-from asyncrl.launch.resources.placement import Placement, RoleResources, find_room, place_roles, refuse_joiner
+from asyncrl.launch.resources.placement import (
+    Placement,
+    RoleResources,
+    find_room,
+    place_roles,
+    refuse_joiner,
+    why_no_room,
+)
 from asyncrl.launch.role_group import RoleGroup
 from asyncrl.launch.worker import RoleSpec
 
@@ -52,7 +59,8 @@ class Placer:
             taken = [own for other in groups for _, own in other.members if own.host in names]
             room = find_room(self._config, spec.role, hosts, taken)
             if room is None:
-                self._wait_for_room(group, f"{spec.name}, whose host {resources.host} is lost", now_s)
+                why = why_no_room(self._config, spec.role, hosts, taken)
+                self._wait_for_room(group, f"{spec.name}, whose host {resources.host} is lost", why, now_s)
                 return False
             group.members[place] = self.spec(spec, room), room
             self._say(f"{spec.name} moves from {resources.host} to {room.host or 'the host of the launcher'}")
@@ -89,14 +97,16 @@ class Placer:
         for _ in range(count):
             room = find_room(self._config, "generator", hosts, [*taken, *found])
             if room is None:
-                return found, "no host has a free GPU for a generator"
+                why = why_no_room(self._config, "generator", hosts, [*taken, *found])
+                return found, why or "no host has a free GPU for a generator"
             found.append(room)
         return found, ""
 
-    def _wait_for_room(self, group: RoleGroup, what: str, now_s: float) -> None:
+    def _wait_for_room(self, group: RoleGroup, what: str, why: str, now_s: float) -> None:
+        why = f" ({why})" if why else ""
         if group.homeless_since_s is None:
             group.homeless_since_s = now_s
-            self._say(f"no host has room for {what}; waiting for one")
+            self._say(f"no host has room for {what}{why}; waiting for one")
         limit_s = self._config.launch.start_timeout_s
         if now_s - group.homeless_since_s > limit_s:
-            raise RunError(f"no host had room for {what} within launch.start_timeout_s = {limit_s:g} s")
+            raise RunError(f"no host had room for {what}, within launch.start_timeout_s = {limit_s:g} s{why}")

@@ -168,8 +168,25 @@ def _on_gpus(host: Host, members: Sequence[Member]) -> dict[Member, RoleResource
 
 
 def find_room(config: Config, role: str, hosts: Sequence[Host], taken: Sequence[RoleResources]) -> RoleResources | None:
-    """Returns resources for one more process of the role, on the least loaded host of its pool, where other processes
-    have `taken` theirs. None if there is no host, or no GPU is free."""
+    """Returns resources for one more process of the role, on the least loaded host of its pool that shares the run
+    folder if the role needs it, where other processes have `taken` theirs. None if there is no host, or no GPU is
+    free."""
+    anywhere = not run_dir_use(config, role)
+    return _least_loaded(config, role, [host for host in hosts if anywhere or host.shares_run_dir], taken)
+
+
+def why_no_room(config: Config, role: str, hosts: Sequence[Host], taken: Sequence[RoleResources]) -> str:
+    """Returns why `find_room` does not take the hosts that have room: they do not share the run folder. Empty if none
+    has room."""
+    apart = [host.name for host in hosts if not host.shares_run_dir and _least_loaded(config, role, [host], taken)]
+    if not apart or not run_dir_use(config, role):
+        return ""
+    return f"{', '.join(apart)} would have room, but {_apart(config, role)}, or add a host that shares it"
+
+
+def _least_loaded(
+    config: Config, role: str, hosts: Sequence[Host], taken: Sequence[RoleResources]
+) -> RoleResources | None:
     pool = config.placement.pool_of(role)
     rooms: list[tuple[float, RoleResources]] = []
     for host in hosts:
@@ -205,17 +222,34 @@ def refuse_joiner(config: Config, running: Placement, wanted: Placement, index: 
     return ""
 
 
+def run_dir_use(config: Config, role: str) -> str:
+    """Returns what processes of the role do with the run folder, which their hosts must share for it; empty if they do
+    not need it."""
+    if role in ("learner", "critic"):
+        return "to which learner and critic ranks write checkpoints"
+    if role == "generator" and config.weights.transport == "files" and config.weights.url is None:
+        return "from which generators read the weights, unless weights.url names another one"
+    return ""
+
+
 def check_run_dir(config: Config, placement: Placement, hosts: Sequence[Host]) -> None:
-    """Raises ConfigError if learner or critic ranks, which write checkpoints, are on hosts that do not share the run
-    folder."""
+    """Raises ConfigError if roles that need the run folder are on hosts that do not share it."""
     apart = {host.name for host in hosts if not host.shares_run_dir}
-    wrong = sorted({resources.host for resources in (*placement.learners, *placement.critics)} & apart)
-    if wrong:
-        raise ConfigError(
-            f"runs_dir = {config.runs_dir!r}: {', '.join(wrong)} does not share the run folder "
-            f"{config.run_dir.absolute()}, to which learner and critic ranks write checkpoints; set runs_dir to a "
-            "folder of all their hosts, or place these roles elsewhere (placement.roles)"
-        )
+    for role in ("learner", "critic", "generator"):
+        wrong = sorted({resources.host for resources in placement.of(role)} & apart)
+        if wrong and run_dir_use(config, role):
+            raise ConfigError(
+                f"runs_dir = {config.runs_dir!r}: {', '.join(wrong)} {_apart(config, role)}, or place these roles "
+                "elsewhere (placement.roles)"
+            )
+
+
+def _apart(config: Config, role: str) -> str:
+    """What is wrong with hosts that do not share the run folder, and the way out."""
+    return (
+        f"does not share the run folder {config.run_dir.absolute()}, {run_dir_use(config, role)}; set runs_dir to a "
+        "folder of all their hosts"
+    )
 
 
 def check_transport(config: Config, placement: Placement) -> None:
