@@ -45,8 +45,10 @@ class FakeHosts(Launcher):
         self.started: list[FakeRole] = []
         self.wanted: list[int] = []
         self.waits_for = ""
+        self.asked = 0
 
     def hosts(self) -> list[Host]:
+        self.asked += 1
         return [host for host in self.all if host.name not in self.lost]
 
     def start(self, spec: RoleSpec, resources: RoleResources) -> RoleHandle:
@@ -127,6 +129,34 @@ def test_roles_of_a_lost_host_start_on_another_one(
     assert any("generator-1@n2: its host is lost; restart 1" in text for text in said), said
     assert "generator-1 moves from n2 to n1" in said
     assert [role.spec.name for role in launcher.started].count("generator-0") == 1, "the others stay"
+
+
+def test_a_role_that_moves_to_the_launchers_host_gets_its_address_and_the_run_folder(
+    launcher: FakeHosts, tmp_path: Path
+) -> None:
+    launcher.all[2] = Host("n2", (0, 1), address="10.0.0.2", shares_run_dir=False)
+    spec = RoleSpec("", 0, str(tmp_path), loopback_endpoints(1), (), 8)
+    placement = place_roles(CONFIG, hosts=launcher.hosts())
+    supervisor = Supervisor(CONFIG, placement, spec, launcher, FakeQueue(), say=lambda _: None)  # type: ignore[arg-type]
+    supervisor.tick(0.0)
+    assert launcher.last("generator-1").spec.run_dir == f"{LOCAL_RUNS}/run"
+    launcher.lost |= {"n1", "n2"}
+    supervisor.tick(1.0)
+    moved = launcher.last("generator-1").spec
+    assert (moved.host, moved.endpoints.host, moved.run_dir, moved.config) == ("", "127.0.0.1", str(tmp_path), "")
+
+
+def test_hosts_are_asked_for_once_for_all_roles_that_are_placed(launcher: FakeHosts, tmp_path: Path) -> None:
+    placement = place_roles(CONFIG, hosts=launcher.hosts())
+    spec = RoleSpec("", 0, str(tmp_path), loopback_endpoints(1), (), 8)
+    launcher.asked, launcher.lost = 0, {"n2"}  # since the roles were placed
+    supervisor = Supervisor(CONFIG, placement, spec, launcher, FakeQueue(), say=lambda _: None)  # type: ignore[arg-type]
+    assert launcher.asked == 1
+    supervisor.tick(0.0)
+    assert launcher.last("generator-1").spec.host == "n1"
+    launcher.asked = 0
+    supervisor._join([2, 3], 4)
+    assert launcher.asked == 1
 
 
 def test_the_next_start_of_the_learner_has_another_epoch(launcher: FakeHosts, tmp_path: Path) -> None:
