@@ -14,13 +14,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from asyncrl.launch.packages import installed_versions
+from asyncrl.launch.packages import package_versions
 from asyncrl.launch.resources.gpus import Gpu, visible_gpus
 
 LAUNCH_ADDRESS = "SLURM_LAUNCH_NODE_IPADDR"
 NODE_NAME = "SLURMD_NODENAME"
-PACKAGES = ("asyncrl", "torch", "vllm", "deepspeed")
-"""What a host must have in the same versions as the launcher's."""
 ANY_PORT = 9
 
 
@@ -58,7 +56,7 @@ def facts_of_this_host(head: str, token: Path) -> HostFacts:
         tuple(sorted(os.sched_getaffinity(0))),
         tuple(visible_gpus()),
         token.is_file(),
-        versions(),
+        package_versions(),
     )
 
 
@@ -72,11 +70,6 @@ def route_to(address: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         sock.connect((address, ANY_PORT))  # sends nothing
         return sock.getsockname()[0]
-
-
-def versions() -> dict[str, str]:
-    """Returns the versions that are compared."""
-    return installed_versions(PACKAGES)
 
 
 if __name__ == "__main__":

@@ -17,9 +17,10 @@ import structlog
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError, RunError
-from asyncrl.launch.host_facts import HostFacts, own_name, versions
+from asyncrl.launch.host_facts import HostFacts, own_name
 from asyncrl.launch.launcher import HOST_LOST, RoleHandle
 from asyncrl.launch.local import LocalLauncher, RoleProcess
+from asyncrl.launch.packages import other_packages
 from asyncrl.launch.resources.hosts import Host, this_machine
 from asyncrl.launch.resources.network import check_host
 from asyncrl.launch.resources.placement import RoleResources
@@ -115,10 +116,8 @@ class SlurmLauncher(LocalLauncher):
             raise ConfigError(
                 f"launch.cluster = 'slurm': {', '.join(missing)} of job {self.job} said nothing of itself"
             )
-        here = versions()
-        for one in facts.values():
-            if one.versions != here:
-                raise ConfigError(f"{one.name} has other packages than the launcher: {one.versions}, here {here}")
+        if others := other_packages({name: one.versions for name, one in facts.items()}):
+            raise ConfigError(f"launch.cluster = 'slurm': other packages than the launcher has: {others}")
         return [facts[name] for name in names]
 
     def hosts(self) -> list[Host]:

@@ -19,8 +19,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
+from asyncrl.launch.packages import other_packages
 from asyncrl.launch.ray.cluster import POLL_S, PoolGroup, alive_nodes, free_resources, reserve
-from asyncrl.launch.ray.pool_actor import NodeFacts, PoolActor, differences, passed_environment
+from asyncrl.launch.ray.pool_actor import NodeFacts, PoolActor, passed_environment
 from asyncrl.launch.resources.hosts import Host
 
 log = structlog.get_logger()
@@ -263,9 +264,9 @@ class RayHosts:
             facts: NodeFacts = ray.get(one.facts)
         except RayError as error:
             return f"no actor could start on node {node}: {_first_line(error)}"
-        if others := differences(facts.versions):
+        if others := other_packages({f"{facts.hostname} (node {node})": facts.versions}):
             ray.kill(one.actor)
-            return f"{facts.hostname} (node {node}) has other packages than the launcher: {others}"
+            return f"other packages than the launcher has: {others}"
         address = self.own_address if facts.address == self._own_address else facts.address
         pool = one.place.group.pool if one.place.group else ""
         cpus = facts.cpus if facts.gpus else self._deal(facts, one.cpus)
