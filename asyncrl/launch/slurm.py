@@ -60,8 +60,8 @@ class SlurmLauncher(LocalLauncher):
         super().__init__()
         self.job = os.environ.get(JOB_ID, "")
         self._hosts: list[Host] = []
-        self._gpus: dict[str, tuple[str, ...]] = {}
-        """The GPUs of each role on another node."""
+        self._gpus: dict[str, str] = {}
+        """CUDA_VISIBLE_DEVICES of each role on another node."""
         self._silent: set[str] = set()
         self._lost: set[str] = set()
         self._looked_s = 0.0
@@ -152,7 +152,7 @@ class SlurmLauncher(LocalLauncher):
 
     def start(self, spec: RoleSpec, resources: RoleResources) -> RoleProcess:
         """As `Launcher.start`: on another node as a step of the job."""
-        self._gpus[spec.name] = resources.gpus
+        self._gpus[spec.name] = resources.environment()["CUDA_VISIBLE_DEVICES"]
         role = super().start(spec, resources)
         if spec.host:
             role.read_code = code_of_step
@@ -167,7 +167,7 @@ class SlurmLauncher(LocalLauncher):
         if not spec.host:
             return super().command(spec)
         place = [f"--nodelist={spec.host}", "--nodes=1", "--ntasks=1", f"--job-name={spec.name}"]
-        role = ["env", f"CUDA_VISIBLE_DEVICES={','.join(self._gpus[spec.name])}", sys.executable]
+        role = ["env", f"CUDA_VISIBLE_DEVICES={self._gpus[spec.name]}", sys.executable]
         return [*STEP, *place, *role, "-m", "asyncrl.launch.worker", spec.name, "0", str(BASE)]
 
     def signal(self, roles: Sequence[RoleProcess], number: signal.Signals) -> None:

@@ -250,7 +250,7 @@ def test_a_role_on_another_node_is_a_step(
 ) -> None:
     monkeypatch.setenv("SLURM_GPUS", "16")
     monkeypatch.setattr(launcher, "fork_server", "which forks on this node only")
-    role = launcher.start(spec_on("n3", tmp_path), RoleResources((0,), 1, ("3", "4"), host="n3"))
+    role = launcher.start(spec_on("n3", tmp_path), RoleResources((0,), 1, ("4",), visible_gpus=("3", "4"), host="n3"))
     assert launcher.wait([role], 60.0) == []
     assert role.name == "generator-1@n3"
     # The spec arrived; the folder of the run has no config.

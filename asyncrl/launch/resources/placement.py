@@ -19,7 +19,9 @@ class RoleResources:
     cpus: tuple[int, ...]
     threads: int
     gpus: tuple[str, ...] = ()
-    """Entries of CUDA_VISIBLE_DEVICES, with the names in this process's environment."""
+    """Its GPUs: entries of CUDA_VISIBLE_DEVICES, with the names in this process's environment."""
+    visible_gpus: tuple[str, ...] = ()
+    """The GPUs that it sees, among them its own; empty for its own alone."""
     helper_cpus: tuple[int, ...] = ()
     """Cores of the role's helper processes; empty for the cores of the role itself."""
     gpu_memory_utilization: float | None = None
@@ -38,7 +40,9 @@ class RoleResources:
         names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
         environment: dict[str, str] = dict.fromkeys(names, threads)
         environment["ASYNCRL_HELPER_CPUS"] = ",".join(map(str, self.helper_cpus or self.cpus))
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus)
+        visible = self.visible_gpus or self.gpus
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
+        environment["LOCAL_RANK"] = str(visible.index(self.gpus[0])) if self.gpus else "0"
         if self.gpu_memory_utilization is not None:
             environment[GPU_FRACTION] = f"{self.gpu_memory_utilization:.4f}"
         if not self.gpus:
