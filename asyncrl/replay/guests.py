@@ -15,7 +15,7 @@ from asyncrl.wire.guests import Guest, Guests
 
 @dataclass
 class Reception:
-    """What the replay queue needs to welcome guests."""
+    """The guests of a run and their keys, as the replay queue needs them."""
 
     guests: Guests
     config: Config
