@@ -15,14 +15,12 @@ from pathlib import Path
 from typing import Any, Self
 
 from asyncrl.errors import ConfigError
-from asyncrl.launch.packages import installed_versions
+from asyncrl.launch.packages import package_versions
 from asyncrl.launch.resources.gpus import Gpu, visible_gpus
 from asyncrl.launch.resources.network import address_beside
 
 LAUNCH_ADDRESS = "SLURM_LAUNCH_NODE_IPADDR"
 NODE_NAME = "SLURMD_NODENAME"
-PACKAGES = ("asyncrl", "torch", "vllm", "deepspeed")
-"""What a host must have in the same versions as the launcher's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +63,7 @@ def facts_of_this_host(head: str, token: Path) -> HostFacts:
         tuple(sorted(os.sched_getaffinity(0))),
         tuple(visible_gpus()),
         token.is_file(),
-        versions(),
+        package_versions(),
         problem,
     )
 
@@ -73,11 +71,6 @@ def facts_of_this_host(head: str, token: Path) -> HostFacts:
 def own_name() -> str:
     """Returns the name that SLURM has for this host."""
     return os.environ.get(NODE_NAME) or socket.gethostname().partition(".")[0]
-
-
-def versions() -> dict[str, str]:
-    """Returns the versions that are compared."""
-    return installed_versions(PACKAGES)
 
 
 if __name__ == "__main__":

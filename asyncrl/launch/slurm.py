@@ -17,9 +17,10 @@ import structlog
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError, RunError
-from asyncrl.launch.host_facts import HostFacts, own_name, versions
+from asyncrl.launch.host_facts import HostFacts, own_name
 from asyncrl.launch.launcher import HOST_LOST, RoleHandle
 from asyncrl.launch.local import LocalLauncher, RoleProcess
+from asyncrl.launch.packages import other_packages
 from asyncrl.launch.resources.hosts import Host, this_machine
 from asyncrl.launch.resources.network import listening_address
 from asyncrl.launch.resources.placement import RoleResources
@@ -59,8 +60,8 @@ class SlurmLauncher(LocalLauncher):
         super().__init__()
         self.job = os.environ.get(JOB_ID, "")
         self._hosts: list[Host] = []
-        self._gpus: dict[str, tuple[str, ...]] = {}
-        """The GPUs of each role on another node."""
+        self._gpus: dict[str, str] = {}
+        """CUDA_VISIBLE_DEVICES of each role on another node."""
         self._silent: set[str] = set()
         self._lost: set[str] = set()
         self._looked_s = 0.0
@@ -115,12 +116,11 @@ class SlurmLauncher(LocalLauncher):
             raise ConfigError(
                 f"launch.cluster = 'slurm': {', '.join(missing)} of job {self.job} said nothing of itself"
             )
-        here = versions()
         for one in facts.values():
             if one.problem:
                 raise ConfigError(one.problem)
-            if one.versions != here:
-                raise ConfigError(f"{one.name} has other packages than the launcher: {one.versions}, here {here}")
+        if others := other_packages({name: one.versions for name, one in facts.items()}):
+            raise ConfigError(f"launch.cluster = 'slurm': other packages than the launcher has: {others}")
         return [facts[name] for name in names]
 
     def hosts(self) -> list[Host]:
@@ -155,7 +155,7 @@ class SlurmLauncher(LocalLauncher):
 
     def start(self, spec: RoleSpec, resources: RoleResources) -> RoleProcess:
         """As `Launcher.start`: on another node as a step of the job."""
-        self._gpus[spec.name] = resources.gpus
+        self._gpus[spec.name] = resources.environment()["CUDA_VISIBLE_DEVICES"]
         role = super().start(spec, resources)
         if spec.host:
             role.read_code = code_of_step
@@ -170,7 +170,7 @@ class SlurmLauncher(LocalLauncher):
         if not spec.host:
             return super().command(spec)
         place = [f"--nodelist={spec.host}", "--nodes=1", "--ntasks=1", f"--job-name={spec.name}"]
-        role = ["env", f"CUDA_VISIBLE_DEVICES={','.join(self._gpus[spec.name])}", sys.executable]
+        role = ["env", f"CUDA_VISIBLE_DEVICES={self._gpus[spec.name]}", sys.executable]
         return [*STEP, *place, *role, "-m", "asyncrl.launch.worker", spec.name, "0", str(BASE)]
 
     def signal(self, roles: Sequence[RoleProcess], number: signal.Signals) -> None:

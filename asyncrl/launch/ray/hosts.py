@@ -19,8 +19,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
+from asyncrl.launch.packages import other_packages
 from asyncrl.launch.ray.cluster import POLL_S, PoolGroup, alive_nodes, free_resources, reserve
-from asyncrl.launch.ray.pool_actor import NodeFacts, PoolActor, differences, passed_environment
+from asyncrl.launch.ray.pool_actor import NodeFacts, PoolActor, passed_environment
 from asyncrl.launch.resources.hosts import Host
 from asyncrl.launch.resources.network import resolve_host
 from asyncrl.wire.curve_keys import is_loopback
@@ -265,8 +266,8 @@ class RayHosts:
         except RayError as error:
             return f"no actor could start on node {node}: {_first_line(error)}"
         problem = facts.problem
-        if others := differences(facts.versions):
-            problem = f"{facts.hostname} (node {node}) has other packages than the launcher: {others}"
+        if others := other_packages({f"{facts.hostname} (node {node})": facts.versions}):
+            problem = f"other packages than the launcher has: {others}"
         if problem:
             ray.kill(one.actor)
             return problem

