@@ -22,7 +22,7 @@ from asyncrl.launch.launcher import HOST_LOST, RoleHandle
 from asyncrl.launch.local import LocalLauncher, RoleProcess
 from asyncrl.launch.packages import other_packages
 from asyncrl.launch.resources.hosts import Host, this_machine
-from asyncrl.launch.resources.network import check_host
+from asyncrl.launch.resources.network import listening_address
 from asyncrl.launch.resources.placement import RoleResources
 from asyncrl.launch.slurm_job import JOB_ID, in_job
 from asyncrl.launch.worker import EXIT_CRASHED, RoleSpec
@@ -81,20 +81,20 @@ class SlurmLauncher(LocalLauncher):
         if own not in names:
             raise ConfigError(f"launch.cluster = 'slurm': this host, {own}, is not one of job {self.job}: {names}")
         names = [own, *(name for name in names if name != own)]
+        self.address = listening_address(config.launch.host)
         facts = self._facts(config, names[1:]) if len(names) > 1 else []
-        self.address = config.launch.host
         if facts and is_loopback(self.address):
-            self.address = facts[0].head
-        check_host(self.address)
+            self.address = listening_address(facts[0].head)
         others = [Host(one.name, one.cpus, one.gpus, one.address, "", one.shares_run_dir) for one in facts]
         self._hosts = in_pools(config, [this_machine(self.address), *others])
 
     def _facts(self, config: Config, names: list[str]) -> list[HostFacts]:
-        """The facts of the other nodes. Raises ConfigError if one does not tell them or has other packages."""
+        """The facts of the other nodes. Raises ConfigError if one does not tell them, has no address or other
+        packages."""
         runs = config.run_dir.absolute().parent
         runs.mkdir(parents=True, exist_ok=True)
         token = runs / f".{config.run}-{secrets.token_hex(8)}"
-        head = "" if is_loopback(config.launch.host) else config.launch.host
+        head = "" if is_loopback(self.address) else config.launch.host
         count = str(len(names))
         command = [
             *STEP,
@@ -116,6 +116,8 @@ class SlurmLauncher(LocalLauncher):
             raise ConfigError(
                 f"launch.cluster = 'slurm': {', '.join(missing)} of job {self.job} said nothing of itself"
             )
+        if problem := next((one.problem for one in facts.values() if one.problem), ""):
+            raise ConfigError(problem)
         if others := other_packages({name: one.versions for name, one in facts.items()}):
             raise ConfigError(f"launch.cluster = 'slurm': other packages than the launcher has: {others}")
         return [facts[name] for name in names]

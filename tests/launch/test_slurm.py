@@ -240,6 +240,19 @@ def test_hosts_with_other_packages_are_refused(fake: FakeSlurm, monkeypatch: pyt
         SlurmLauncher().acquire(of_slurm())
 
 
+def test_every_node_finds_its_own_address(fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an interface or a network in `launch.address`; a node that has no address there is named."""
+    fake.begin_job("n1", "n2")
+    monkeypatch.setattr(slurm_launcher, "is_loopback", lambda address: False)  # only this interface is on every machine
+    launcher = SlurmLauncher()
+    launcher.acquire(of_slurm(launch__address="127.0.0.0/8:29500"))
+    assert fake.calls("srun")[-1][-2] == "127.0.0.0/8"
+    assert [host.address for host in launcher.hosts()] == ["127.0.0.1"] * 2
+    monkeypatch.setattr(slurm_launcher, "listening_address", lambda host: "10.9.9.9")
+    with pytest.raises(ConfigError, match=r"launch.address = 'none0': n2 has no interface of this name; it has lo \("):
+        launcher.acquire(of_slurm(launch__address="none0"))
+
+
 def spec_on(host: str, tmp_path: Path) -> RoleSpec:
     endpoints = Endpoints("id", replay="ipc://r", weights="ipc://w", learners="ipc://l", host="127.0.0.1")
     return RoleSpec("generator", 1, str(tmp_path / "runs" / "run"), endpoints, (0,), 8, host=host)

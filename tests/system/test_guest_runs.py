@@ -142,7 +142,9 @@ def test_a_guest_joins_dies_comes_back_and_leaves(
     started.append(run.process)  # pyright: ignore
     run.wait_for_step(2)
     key = tmp_path / "lab.key"
-    head.run("-m", "asyncrl.cli", "invite", "--run", "guests", "--name", "lab", "--generators", "2", "--out", str(key))
+    options = ["--name", "lab", "--generators", "2", "--out", str(key)]
+    said = head.run("-m", "asyncrl.cli", "invite", "--run", "guests", *options)
+    assert said == f"{key}: the key of lab; copy it to the guest and start there: asyncrl join --key {key.name}\n"
     secret = json.loads((run.run_dir / "server_key.json").read_text())["secret"]
     assert secret not in key.read_text()
 
