@@ -116,8 +116,9 @@ class SlurmLauncher(LocalLauncher):
             raise ConfigError(
                 f"launch.cluster = 'slurm': {', '.join(missing)} of job {self.job} said nothing of itself"
             )
-        if problem := next((one.problem for one in facts.values() if one.problem), ""):
-            raise ConfigError(problem)
+        for one in facts.values():
+            if one.problem:
+                raise ConfigError(one.problem)
         if others := other_packages({name: one.versions for name, one in facts.items()}):
             raise ConfigError(f"launch.cluster = 'slurm': other packages than the launcher has: {others}")
         return [facts[name] for name in names]
