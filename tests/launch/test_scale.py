@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +47,14 @@ TWO: Heard = {"0": (0.0, 5), "1": (0.0, 4)}
 
 
 def change(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wanted: int, queue: ScriptedQueue, **settings: Any) -> str:
-    """Scales a live run and returns the output."""
+    """Scales a live run and returns the output, without the number of seconds that it took."""
     monkeypatch.chdir(tmp_path)
     out = io.StringIO()
     with RunFolder(small_config(run="one", **settings)) as folder:
         folder.begin(folder.config, loopback_endpoints(1), [])
         console = Console(file=out, width=200)
         ScaleChange(folder.path, queue, wanted, console).await_all()  # type: ignore[arg-type]
-    return out.getvalue()
+    return re.sub(r"after \d+ s", "after some s", out.getvalue())
 
 
 def test_joiners_are_awaited_until_they_have_the_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -66,13 +67,13 @@ def test_joiners_are_awaited_until_they_have_the_weights(monkeypatch: pytest.Mon
         status(3, TWO | {"2": (0.0, 5)}, step=6),
     )
     output = change(monkeypatch, tmp_path, 3, queue)
-    assert output == "generators 2 -> 3: generator-2 is up after 1 s\n"
+    assert output == "generators 2 -> 3: generator-2 is up after some s\n"
     assert (queue.wanted, len(queue.statuses)) == ([3], 1)
 
 
 def test_leavers_are_awaited(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     queue = ScriptedQueue(status(2, TWO), status(1, TWO), status(1, {"0": (0.0, 5)}))
-    assert change(monkeypatch, tmp_path, 1, queue) == "generators 2 -> 1: generator-1 has left after 0 s\n"
+    assert change(monkeypatch, tmp_path, 1, queue) == "generators 2 -> 1: generator-1 has left after some s\n"
     assert change(monkeypatch, tmp_path, 2, ScriptedQueue(status(2, TWO))) == "generators 2 -> 2: nothing to do\n"
 
 
