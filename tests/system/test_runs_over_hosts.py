@@ -127,6 +127,11 @@ def hosts_of(run: Launched, role: str) -> list[str]:
     return [event.get("host", "") for event in run.events(role) if event["event"] == "started"]
 
 
+def count(run: Launched, role: str, event: str) -> int:
+    """How many such events are in the log of the role."""
+    return sum(one["event"] == event for one in run.events(role))
+
+
 def placed(run: Launched, *roles: str) -> dict[str, str]:
     """The host of the last start of each role."""
     return {role: (hosts_of(run, role) or ["nowhere"])[-1] for role in roles}
@@ -205,12 +210,13 @@ def test_a_silent_host_holds_nothing_up_and_continues_when_it_is_back(cluster: C
         os.kill(pid, signal.SIGSTOP)
     stopped_s = time.monotonic()
     passes_on = "lease of a silent generator passes on"
-    run.wait_until(lambda: any(event["event"] == passes_on for event in run.events("replay")), what=passes_on)
+    run.wait_until(lambda: count(run, "replay", passes_on) > 0, what=passes_on)
     run.wait_for_step(len(run.rows()) + 1)
     print(f"a step {time.monotonic() - stopped_s:.1f} s after the host fell silent")
+    loaded = count(run, "generator-1", "weights loaded")
     for pid in silent:
         os.kill(pid, signal.SIGCONT)
-    run.await_tokens(1)
+    run.wait_until(lambda: count(run, "generator-1", "weights loaded") > loaded, what="weights for it")
     summary = finish(run)
     assert (summary["steps"], sum(summary["restarts"].values())) == (40, 0)
     assert len(run.starts("generator-1")) == 1

@@ -120,6 +120,9 @@ def test_a_silent_one_is_dropped_long_before_the_deadline_of_a_transfer(
     sender = joined(make_sender(address, cleanup, timeout_s=60.0), 2)
     sender.send(0, weights(0))
     assert versions(peers) == [0, 0]
+    first = sender._membership.present()[0]
+    # It is waited for in the transfer then.
+    await_true(lambda: getattr(first.answers.get("ready"), "round", 0) == 2, "ready for the next version")
     peers[0].signal("SIGSTOP")
     started = time.monotonic()
     with capture_logs() as logs:
