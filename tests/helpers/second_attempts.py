@@ -26,8 +26,8 @@ class SecondAttempts:
 
     def __str__(self) -> str:
         return (
-            f"{len(self.leased_s)} of {self.leases} leases handed out again {first(self.leased_s)} after the death, "
-            f"first new group of them {first(self.finished_s)} after, of its replacement {first(self.restarted_s)} after"
+            f"{len(self.leased_s)} of {self.leases} leases handed out again {first(self.leased_s)} after, first "
+            f"new group of them {first(self.finished_s)} after, of its replacement {first(self.restarted_s)} after"
         )
 
 
