@@ -75,6 +75,7 @@ def test_nodes_die_while_the_demo_trains(
     run.await_tokens(1)
     first = [hosts_of(run, role)[0] for role in ("learner-0", "generator-0", "generator-1")]
     assert len(set(first)) == 3, first
+    run.wait_for_step(len(run.rows()) + 3)  # it gets weights with the others now
     died_s = time.monotonic()
     cluster.remove(run.pid("generator-1"))
     run.wait_until(lambda: len(run.starts("generator-1")) > 1, what="the generator elsewhere", timeout_s=60)
