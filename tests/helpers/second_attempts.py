@@ -5,6 +5,10 @@ The run needs `journal.retention=all`.
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,3 +71,19 @@ def second_attempts(run_dir: Path, generator: int, gone_s: float) -> SecondAttem
                 found.restarted_s.append(after_s)
         leases = len(had)
     return SecondAttempts(leases, found.leased_s, found.finished_s, found.restarted_s)
+
+
+def stop_with_leases(run_dir: Path, generator: int, processes: Sequence[int]) -> float:
+    """Stops processes, among them a generator's, at a moment at which it has leases. Returns the time of the monotonic
+    clock."""
+    for _ in range(100):
+        for pid in processes:
+            os.kill(pid, signal.SIGSTOP)
+        stopped_s = time.monotonic()
+        time.sleep(0.2)  # what it has sent arrives
+        if second_attempts(run_dir, generator, time.monotonic()).leases:
+            return stopped_s
+        for pid in processes:
+            os.kill(pid, signal.SIGCONT)
+        time.sleep(0.05)
+    raise AssertionError(f"generator {generator} never has leases")

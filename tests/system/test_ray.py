@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers.ray_cluster import RayCluster
 from tests.helpers.runs import SMALL, Launched, check_ledger
-from tests.helpers.second_attempts import second_attempts
+from tests.helpers.second_attempts import second_attempts, stop_with_leases
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'asyncrl[ray]'")
 pytestmark = [pytest.mark.system, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -76,6 +76,7 @@ def test_nodes_die_while_the_demo_trains(
     first = [hosts_of(run, role)[0] for role in ("learner-0", "generator-0", "generator-1")]
     assert len(set(first)) == 3, first
     run.wait_for_step(len(run.rows()) + 3)  # it gets weights with the others now
+    stop_with_leases(run.run_dir, 1, [run.pid("generator-1")])
     died_s = time.monotonic()
     cluster.remove(run.pid("generator-1"))
     run.wait_until(lambda: len(run.starts("generator-1")) > 1, what="the generator elsewhere", timeout_s=60)

@@ -18,7 +18,7 @@ import pytest
 
 from asyncrl.replay.expiry import SUSPECT_S
 from tests.helpers.runs import SMALL, Launched, check_ledger
-from tests.helpers.second_attempts import second_attempts
+from tests.helpers.second_attempts import second_attempts, stop_with_leases
 from tests.network.hosts import DIE_WITH_PARENT, ROOT, Host, Network
 from tests.network.link import Quality
 
@@ -202,13 +202,11 @@ def test_a_silent_host_holds_nothing_up_and_continues_when_it_is_back(cluster: C
         cluster.add(name)
     pools = ["placement.pools={a: {nodes: 3}}", IN_POOL[1]]
     run = cluster.launch("suspect", *pools, "journal.retention=all", steps=40, learners=1)
-    run.wait_for_step(3)
+    run.wait_until(lambda: len(run.rows()) >= 3, what="step 3", timeout_s=240)
     assert len(set(placed(run, "learner-0", "generator-0", "generator-1").values())) == 3
     silent = cluster.roles(run, placed(run, "generator-1")["generator-1"])
     assert run.pid("generator-1") in silent
-    for pid in silent:
-        os.kill(pid, signal.SIGSTOP)
-    stopped_s = time.monotonic()
+    stopped_s = stop_with_leases(run.run_dir, 1, silent)
     passes_on = "lease of a silent generator passes on"
     run.wait_until(lambda: count(run, "replay", passes_on) > 0, what=passes_on)
     run.wait_for_step(len(run.rows()) + 1)
