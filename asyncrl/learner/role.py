@@ -81,6 +81,7 @@ def _make_sender(
             announcer.announce,
             run_id=run_id,
             timeout_s=timeout_s,
+            epoch=endpoints.epoch,
             device=device,
             keeps=config.evaluates,
         )

@@ -47,12 +47,13 @@ class Publisher:
         key: bytes,
         full_every: int,
         keep: int,
+        epoch: int = 0,
         keeps: Callable[[int], bool] = lambda version: False,
         shard_bytes: int = SHARD_BYTES,
     ) -> None:
-        """`key` signs manifests. Every `full_every`-th version can be read from nothing, and all are if no tensor has
-        16-bit numbers. At least `keep` versions stay; one for which `keeps` is true is on the way of every reader
-        (`oldest_read`)."""
+        """`key` signs manifests, and `epoch` says of which start of the learner ranks they are. Every `full_every`-th
+        version can be read from nothing, and all are if no tensor has 16-bit numbers. At least `keep` versions stay;
+        one for which `keeps` is true is on the way of every reader (`oldest_read`)."""
         self.num_bytes = 0
         """Bytes written."""
         self.strides: Set[int] = USUAL_STRIDES
@@ -63,6 +64,7 @@ class Publisher:
         self._key = key
         self._full_every = full_every
         self._keep, self._keeps = keep, keeps
+        self._epoch = epoch
         self._shard_bytes = shard_bytes
         self._has_deltas = full_every > 1 and any(
             entry.dtype.is_floating_point and entry.dtype.itemsize == 2 for entry in layout.entries
@@ -89,7 +91,7 @@ class Publisher:
         is_full = not ways or self._since_full + 1 >= self._full_every
         if is_full:
             ways.append(self._full(folder, weights))
-        manifest = Manifest(stamp, self._layout_json, sums, ways, self._history)
+        manifest = Manifest(stamp, self._epoch, self._layout_json, sums, ways, self._history)
         written = self._folder.write(f"{folder}/{MANIFEST}", [manifest.signed(self._key)])
         self._history = [*self._history, Earlier(folder, written.sha256, stamp, edges_of(ways))]
         self._since_full = 0 if is_full else self._since_full + 1

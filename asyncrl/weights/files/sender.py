@@ -73,17 +73,24 @@ class FileSender(BackgroundSender):
         *,
         run_id: str,
         timeout_s: float,
+        epoch: int = 0,
         device: str = "cpu",
         keeps: Callable[[int], bool] = lambda version: False,
     ) -> None:
-        """`manifest` describes the weights of every `send`. A version that cannot be written within `timeout_s` is an
-        error. One for which `keeps` is true stays until all live generators have fetched it or a later one."""
+        """`manifest` describes the weights of every `send`, `epoch` is that of the learner's endpoints. A version that
+        cannot be written within `timeout_s` is an error. One for which `keeps` is true stays until all live generators
+        have fetched it or a later one."""
         super().__init__(manifest, timeout_s=timeout_s, device=device, look_s=_AGAIN_S)
         self._announce = announce
         self._folder = Folder(options.url, check=self._raise_if_stopping)
-        key = manifest_key(run_id)
         self._publisher = Publisher(
-            self._folder, manifest, key=key, full_every=options.full_every, keep=options.keep, keeps=keeps
+            self._folder,
+            manifest,
+            key=manifest_key(run_id),
+            full_every=options.full_every,
+            keep=options.keep,
+            epoch=epoch,
+            keeps=keeps,
         )
         self._announced: Announced | None = None
         self._announced_s = 0.0
