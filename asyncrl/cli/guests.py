@@ -45,6 +45,7 @@ def invite(
             print(text)
         else:
             replace_file(out, text + "\n", mode=0o600)
+            print(f"{out}: the key of {name}; copy it to the guest and start there: asyncrl join --key {out.name}")
 
 
 @app.command()

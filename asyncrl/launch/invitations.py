@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from asyncrl.config import Config
+from asyncrl.config import Config, load_config
 from asyncrl.errors import ConfigError
 from asyncrl.launch.reception import GUESTS
 from asyncrl.launch.run_dir import check_resume, is_running, read_endpoints
+from asyncrl.replay.guests import transport_problem
 from asyncrl.types import FIRST_GUEST
 from asyncrl.util.files import read_json, replace_file
 from asyncrl.wire.bounds import MAX_INDEX
@@ -70,6 +71,8 @@ def invite(run_dir: Path, name: str, generators: int) -> GuestKey:
     if not 1 <= generators <= MAX_GENERATORS:
         raise ConfigError(f"--generators {generators}: must be 1 to {MAX_GENERATORS}")
     server = _server(run_dir)
+    if problem := transport_problem(load_config(run_dir / "config.yaml")):
+        raise ConfigError(f"{run_dir}: {problem}")
     table = _read_table(run_dir)
     if name in table["guests"]:
         raise ConfigError(f"--name {name!r}: the run has a guest of this name; use another, or --revoke it first")

@@ -34,7 +34,7 @@ class MachineFailures:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What runs on a machine."""
+    """The generators and learner ranks on a machine."""
 
     generators: tuple[int, ...]
     learners: int

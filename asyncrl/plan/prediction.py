@@ -11,7 +11,7 @@ from asyncrl.types import mean_staleness
 
 @dataclass(slots=True)
 class Failed:
-    """What failures of machines have cost in a simulation."""
+    """The cost of failures of machines in a simulation."""
 
     generator_machines: int = 0
     learner_machines: int = 0

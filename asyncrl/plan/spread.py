@@ -150,7 +150,7 @@ def _failures(options: SpreadOptions, model: ModelShape | None, setup: Setup, ma
 
 
 def sentences(result: SpreadResult) -> Iterable[str]:
-    """What deliveries and failures cost, a sentence each."""
+    """Returns the cost of deliveries and of failures, a sentence each."""
     ideal, delivered, found, spread = result.ideal, result.delivered, result.found, result.spread
     if spread.transport:
         seconds = spread.sync.broadcast_s

@@ -1,4 +1,4 @@
-"""What a simulation counts on its way, and the prediction that comes of it."""
+"""The counters of a simulation, and the prediction that is made from them."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from asyncrl.wire.guests import Guest, Guests
 
 @dataclass
 class Reception:
-    """What the replay queue needs to welcome guests."""
+    """The guests of a run and their keys, as the replay queue needs them."""
 
     guests: Guests
     config: Config
@@ -52,13 +52,8 @@ class Reception:
         )
 
     def _problem(self, facts: dict[str, str]) -> str:
-        weights = self.config.weights
-        if weights.transport != "files" or weights.url is None:
-            return (
-                f"weights.transport = {weights.transport!r}, weights.url = {weights.url!r}: a guest gets weights by "
-                "files alone; start the run with weights.transport=files, and with weights.url at a place that the "
-                "guest reads"
-            )
+        if problem := transport_problem(self.config):
+            return problem
         if self.reward_model:
             return "the run has a reward model, which guests do not reach; use reward functions"
         differs = [
@@ -67,6 +62,17 @@ class Reception:
             if name in facts and facts[name] != own
         ]
         return "; ".join(differs)
+
+
+def transport_problem(config: Config) -> str:
+    """The reason why guests cannot get the weights of a run with this config; empty if they can."""
+    weights = config.weights
+    if weights.transport == "files" and weights.url is not None:
+        return ""
+    return (
+        f"weights.transport = {weights.transport!r}, weights.url = {weights.url!r}: guests get weights by files only; "
+        "start the run with weights.transport=files, and with weights.url at a place that the guest reads"
+    )
 
 
 class GuestsUp:

@@ -1,4 +1,4 @@
-"""What the two ways of weights, in rounds and through a store, have in common: the threads on both sides.
+"""The threads of sender and receiver, common to weights in rounds and weights through a store.
 
 The sender copies each version while training continues. Three threads share one buffer:
 
@@ -76,7 +76,7 @@ class BackgroundSender(ABC):
     @property
     @abstractmethod
     def _receivers(self) -> str:
-        """Where the version goes, for error messages."""
+        """The destination of the version, for error messages."""
 
     @abstractmethod
     def _make_buffer(self) -> WeightBuffer:
@@ -255,7 +255,7 @@ class BackgroundReceiver(ABC):
         return
 
     def following(self) -> Following | None:
-        """What this receiver has of the versions in a store; None if it reads none."""
+        """The versions in a store that this receiver has; None if it reads none."""
         return None
 
     def staged(self) -> StagedWeights | None:

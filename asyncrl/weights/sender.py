@@ -1,6 +1,6 @@
 """The learner's side of weight synchronization in rounds: broadcasts each version while training continues.
 
-Two threads beside those of `background.py` (`broadcast.py` draws a round):
+Two threads in addition to those of `background.py` (`broadcast.py` draws a round):
 
     weight-sender     between rounds: waits for a new version or a generator that joined late; woken by `send`, `close`
                       and messages of receivers. In a round: waits for messages of receivers, woken by them; for full

@@ -1,4 +1,4 @@
-"""How far the clock of a server is ahead of this process's, by the answers to its requests."""
+"""The offset of a server's clock from this process's, estimated from the answers to its requests."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ log = structlog.get_logger()
 IO_THREADS = 4
 """Threads that encrypt, each for a share of the connections."""
 ZAP = "inproc://zeromq.zap.01"
-"""Where ZeroMQ asks whether a key may come in (ZeroMQ RFC 27)."""
+"""The address at which ZeroMQ asks whether a key is admitted (ZeroMQ RFC 27)."""
 OWN = "run"
 """The user id of peers with the run's own key; that of a guest is its public key."""
 NO_KEYS, FOREIGN_KEY = "no keys, or no complete handshake", "foreign key"

@@ -11,14 +11,14 @@ from asyncrl.wire.bounds import Body, Document, Index, Name, Number, Text
 MAX_LOG_LINES = 1000
 """Maximum number of lines in a message."""
 Facts = Annotated[dict[Name, Name], Meta(max_length=32)]
-"""What must be the same on both machines: versions of packages, digests of files of the model."""
+"""Facts that must be the same on both machines: versions of packages, digests of files of the model."""
 
 
 class Hello(Body):
     """Sent by a guest before it starts generators, and every few seconds while they run; answered by `Welcome`."""
 
     facts: Facts
-    """Of the guest's machine; those of the model may come later."""
+    """The facts of the guest's machine; those of the model may come later."""
 
 
 class GuestLog(Body):

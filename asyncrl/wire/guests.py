@@ -54,7 +54,7 @@ class Guests:
     def __init__(self, file: Path) -> None:
         self._file = file
         self._read: tuple[tuple[int, ...], dict[str, Guest]] = ((), {})
-        """What was read last: the state of the file, and the guests by their keys."""
+        """The result of the last read: the state of the file, and the guests by their keys."""
 
     def find(self, key: str) -> Guest | None:
         """Returns the guest with this public key; None if there is none, or its invitation was revoked."""

@@ -30,7 +30,7 @@ log = structlog.get_logger()
 T = TypeVar("T")
 BACK_OFF = 2.0
 LOOK_S = 0.25
-"""Interval of the looks whether a connection was made anew."""
+"""Interval of the checks for a new connection."""
 
 
 class Connection:
@@ -56,13 +56,13 @@ class Connection:
         self.peer = peer
         self.resend_s = resend_s
         """A request without an answer is sent again after this time, then after BACK_OFF times as long, and so on, and
-        when the connection was lost and made anew; only for peers whose requests are idempotent."""
+        when the connection was lost and replaced; only for peers whose requests are idempotent."""
         self.strict = strict
         """A bad message ends the request with RunError, too many waiting ones with PeerTimeoutError; otherwise the wait
         continues."""
         self.bad_messages = 0
         self.clock_offset = ClockOffset(clock)
-        """How far the server's clock is ahead of `clock`."""
+        """The time by which the server's clock is ahead of `clock`."""
         self._seq = 0
         self._socket = connect_dealer(
             self.address, keys=endpoints.keys, linger_s=linger_s, max_frame_bytes=max_frame_bytes
@@ -105,8 +105,8 @@ class Connection:
         return None
 
     def lost_s(self) -> float:
-        """What was sent before this time may be lost: the end of the last connection, once there is another one. What
-        is sent between the two waits for that one. Needs `resend_s`."""
+        """The end of the last connection, once there is another one: a request that was sent before may be lost, one
+        that was sent since waits for the new connection. Needs `resend_s`."""
         while self._events is not None and self._events.poll(0):
             if recv_monitor_message(self._events)["event"] == zmq.EVENT_DISCONNECTED:
                 self._ended_s = time.monotonic()
@@ -210,7 +210,7 @@ class Server:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`what` names the server in errors and logs; `max_bytes` and `max_values` are limits of a request's header.
-        `guests` are admitted beside the run's own processes, if the run has keys. Answers carry the time of `clock`."""
+        `guests` are admitted next to the run's own processes, if the run has keys. Answers have the time of `clock`."""
         self.what = what
         self.errors: Counter[str] = Counter()
         """Bad and dropped messages, by the name of the error."""

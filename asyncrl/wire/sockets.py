@@ -25,7 +25,7 @@ SEND_MESSAGES = 1000
 """Messages to one peer that wait for the network. Further ones are dropped, and requested or sent again."""
 HEARTBEAT_S = 2
 SILENCE_S = 10
-"""A connection without a heartbeat for this time is closed and made anew, such as one to a machine that lost power."""
+"""A connection without a heartbeat for this time is closed and replaced, such as one to a machine that lost power."""
 ACKNOWLEDGED_S = 4
 """The same over TCP when the other machine's kernel acknowledges nothing for this time. TCP waits twice as long before
 each repetition: without this limit it would notice the end of a cut late, by up to the length of the cut."""

@@ -21,7 +21,7 @@ class Announced(Body):
     version: Count
     folder: FolderName
     sha256: Sha256
-    """Of the manifest."""
+    """The digest of the manifest."""
 
 
 class Link(Body):
@@ -39,7 +39,7 @@ class Link(Body):
 
 
 class Following(Body):
-    """What a generator has of the versions in the store. Part of `GeneratorStats`."""
+    """The versions in the store that a generator has. Part of `GeneratorStats`."""
 
     held: Version
     """The last version that it has fetched; NO_VERSION before the first one."""

@@ -33,7 +33,8 @@ from tests.helpers.replay import small_config
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    return small_config(run="demo", runs_dir=str(tmp_path / "runs"))
+    runs_dir, store = str(tmp_path / "runs"), str(tmp_path / "weights")
+    return small_config(run="demo", runs_dir=runs_dir, weights__transport="files", weights__url=store)
 
 
 @pytest.fixture
@@ -100,6 +101,15 @@ def test_a_run_on_loopback_or_none_has_no_guests(run_dir: Path, endpoints: Endpo
         invite(run_dir, "lab", 1)
     with pytest.raises(ConfigError, match="there is no such run"):
         invite(tmp_path / "runs" / "other", "lab", 1)
+
+
+def test_a_run_whose_weights_guests_cannot_get_has_none(config: Config, run_dir: Path) -> None:
+    text = config.to_yaml()
+    assert "transport: files" in text
+    (run_dir / "config.yaml").write_text(text.replace("transport: files", "transport: gloo"))
+    with pytest.raises(ConfigError, match=r"weights.transport = 'gloo'.* start the run with weights.transport=files"):
+        invite(run_dir, "lab", 1)
+    assert not (run_dir / "server_key.json").exists()
 
 
 def test_a_resumed_run_has_the_server_that_its_guests_know(

@@ -33,10 +33,10 @@ AT_ONCE = 64
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """How bad a link is, the same in both directions."""
+    """The faults of a link, the same in both directions."""
 
     delay_s: float = 0.0
-    """Of each direction: the round trip takes twice as long."""
+    """The delay of each direction: the round trip takes twice as long."""
     loss: float = 0.0
     """Fraction of the frames that are lost."""
     rate_bits_per_s: float = float("inf")

@@ -21,14 +21,14 @@ PORTS = (6000, 6001, 6002)
 KNOCKS = 5
 """Connections of a stranger to each port."""
 GREETING_BYTES = 64
-"""What ZeroMQ tells everybody: its version, and that it wants CURVE."""
+"""The limit of ZeroMQ's greeting, which everybody gets: its version, and that it wants CURVE."""
 BACK_S = 3.0
 """The limit of a request's answer after the end of a cut."""
 START_S = 90.0
 
 
 class Lines:
-    """What a process prints, line by line."""
+    """The output of a process, line by line."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._lines: SimpleQueue[str] = SimpleQueue()

@@ -59,7 +59,7 @@ def measure_echoes(host: str, count: int) -> list[float]:
 
 
 def measure_sending(host: str, num_bytes: int) -> float:
-    """Returns the seconds until the other side has got so many bytes."""
+    """Returns the seconds until the other side has received this many bytes."""
     with socket.create_connection((host, SINK_PORT)) as connection:
         began_s = time.monotonic()
         connection.sendall(bytes(num_bytes))

@@ -1,4 +1,4 @@
-"""Entries of several logs: merged by time, whole whatever pieces a file is read in, and fit for a terminal."""
+"""Entries of several logs: merged by time, complete in whatever pieces a file is read, and fit for a terminal."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ CLOCKS: list[Callable[[float], float]] = [
     lambda now_s: (1 - DRIFT) * now_s - APART_S,
     lambda now_s: now_s,
 ]
-"""What the clock of another machine shows at a time of the queue's; the last one is of the same machine."""
+"""The clocks of other machines as functions of the queue's time; the last one is of the same machine."""
 
 
 @pytest.fixture

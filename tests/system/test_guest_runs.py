@@ -46,7 +46,7 @@ for body in (ReadStatus(), Scale(9), Stop("stolen"), Shutdown()):
         except PeerTimeoutError:
             print("silent")
 """
-"""What a user of a guest's key may not do, done with all that the guest knows."""
+"""Actions that a guest's key does not permit, attempted with all that the guest knows."""
 
 
 class Machine:
@@ -128,7 +128,7 @@ def await_tokens_of_guest(machine: Machine, run: Launched, since: int = 0) -> in
 def test_a_guest_joins_dies_comes_back_and_leaves(
     network: Network, demo_folder: Path, tmp_path: Path, started: list[subprocess.Popen[str]]
 ) -> None:
-    """A guest generates beside the run's own generator, is killed and comes back, survives a kill and a resumption of
+    """A guest generates next to the run's own generator, is killed and comes back, survives a kill and a resumption of
     the run, and leaves by Ctrl-C; another key of it is revoked. The ledger balances, its groups were trained, and its
     key opens nothing else."""
     head = Machine(network.add("head"), demo_folder, tmp_path / "head")
@@ -142,7 +142,9 @@ def test_a_guest_joins_dies_comes_back_and_leaves(
     started.append(run.process)  # pyright: ignore
     run.wait_for_step(2)
     key = tmp_path / "lab.key"
-    head.run("-m", "asyncrl.cli", "invite", "--run", "guests", "--name", "lab", "--generators", "2", "--out", str(key))
+    options = ["--name", "lab", "--generators", "2", "--out", str(key)]
+    said = head.run("-m", "asyncrl.cli", "invite", "--run", "guests", *options)
+    assert said == f"{key}: the key of lab; copy it to the guest and start there: asyncrl join --key {key.name}\n"
     secret = json.loads((run.run_dir / "server_key.json").read_text())["secret"]
     assert secret not in key.read_text()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator
+from statistics import fmean
 
 import pytest
 
@@ -45,6 +46,19 @@ def test_pools_that_cannot_be_had_are_refused(launch: Callable[..., Launched], c
     assert code == 2
     assert "placement.pools.gen: 8 GPUs with 1 cores each are asked for; " in output
     assert output.count("has 0 of 0 GPUs") == 4 and "8 GPUs are missing" in output
+
+
+def test_the_demo_learns_over_three_nodes(launch: Callable[..., Launched], cluster: RayCluster) -> None:
+    settings = ["launch.cluster=ray", "launch.start_timeout_s=120", "observe.samples=false"]
+    run = launch("--steps", "100", "--generators", "2", *settings, run="learns", plain=True)
+    code, output = run.end(timeout_s=300)
+    print(output)
+    assert code == 0, output
+    assert len({hosts_of(run, role)[0] for role in ("learner-0", "generator-0", "generator-1")}) == 3
+    rewards = [row["reward/mean"] for row in run.rows()]
+    assert fmean(rewards[:5]) < 0.35 and fmean(rewards[-10:]) > 0.6, rewards
+    check_ledger(run.summary())
+    assert sum(run.summary()["restarts"].values()) == 0
 
 
 def test_nodes_die_while_the_demo_trains(

@@ -135,7 +135,7 @@ def test_a_job_goes_on_after_its_time(cluster: SlurmCluster, demo_folder: Path) 
 
 @pytest.mark.slurm
 def test_a_node_is_lost(cluster: SlurmCluster, demo_folder: Path) -> None:
-    """Its generator goes on elsewhere, and the job to its end."""
+    """Its generator continues elsewhere, and the job to its end."""
     job = Job(cluster, demo_folder, "lost", "--steps", "40", "launch.heartbeat_timeout_s=20")
     generators = ("generator-0", "generator-1")
     job.wait_until(lambda: job.steps() >= 3, what="step 3", timeout_s=180)

@@ -1,4 +1,4 @@
-"""Requests whose connection is lost and made anew."""
+"""Requests whose connection is lost and replaced."""
 
 from __future__ import annotations
 

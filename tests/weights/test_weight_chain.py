@@ -218,7 +218,7 @@ def test_a_member_that_never_connects_holds_nobody_longer_than_the_deadline() ->
 
 
 def test_one_that_is_killed_costs_one_round_and_not_the_deadline(address: str, cleanup: list) -> None:
-    """In the second version, as in the first one the sender gives a receiver the time to connect."""
+    """In the second version, as in the first one the sender waits for a receiver to connect."""
     others = [receiver_process(address, cleanup, rank=rank, transport="chain") for rank in (1, 2, 4, 5)]
     hit = f"SIGKILL:{2 + -(-NUM_BYTES // BUCKET_BYTES)}"
     killed = receiver_process(address, cleanup, rank=3, transport="chain", hit=hit)

@@ -146,7 +146,7 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
 
 
 def announce(path: Path, folder: str) -> Announced:
-    """What somebody would announce who can write to the store, and knows what is there."""
+    """The announcement of somebody who can write to the store, and knows its contents."""
     return Announced(
         int(folder[1:7]), folder, hashlib.sha256((path / folder / "manifest.json").read_bytes()).hexdigest()
     )

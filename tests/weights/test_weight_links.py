@@ -116,7 +116,7 @@ def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def test_a_reader_at_20_megabits_follows_with_the_stride_of_its_link(
     steps: float, away: Sequence[int], expected: list[int], url: str
 ) -> None:
-    """A single delta takes so many steps of the learner. While it is away, the reader hears of no version."""
+    """A single delta takes this many steps of the learner. While it is away, the reader hears of no version."""
     clock, model = Clock(), Model(LAYOUT)
     publisher = make_publisher(url, layout=LAYOUT, shard_bytes=1 << 30)
     receiver = FileReceiver(url, run_id="run-0f", timeout_s=20.0, max_bytes=1 << 26)
