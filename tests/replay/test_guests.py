@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from structlog.testing import capture_logs
 
 from asyncrl.config import MAX_GENERATORS
 from asyncrl.errors import PeerTimeoutError, RunError
+from asyncrl.launch.commands.join import Head
+from asyncrl.launch.log_tail import LogTail
 from asyncrl.launch.resources.network import find_port
 from asyncrl.observe.live import _disturbances  # pyright: ignore[reportPrivateUsage]
 from asyncrl.replay import guest_logs
@@ -188,6 +191,17 @@ def test_what_a_guest_logs_is_shown_with_the_logs_of_the_run(served: Served, tmp
     with pytest.raises(RunError, match="'guest_log' is for guests"):
         is_refused(served.own, GuestLog(index, lines))
     assert len(list(tmp_path.glob("*.jsonl"))) == 1
+
+
+def test_a_guest_passes_its_log_on_until_the_run_has_it(served: Served, tmp_path: Path) -> None:
+    key: Any = SimpleNamespace(keys=served.guest.keys)
+    head, file = Head(key, served.guest.replay), tmp_path / "here.log"
+    tail = LogTail(file)
+    file.write_text(json.dumps({"event": "failed"}) + "\n")
+    assert not head.send_log("an earlier launch", FIRST_GUEST, tail)
+    assert head.send_log(served.own.run_id, FIRST_GUEST, tail)
+    assert head.send_log(served.own.run_id, FIRST_GUEST, tail), "nothing is new"
+    assert (tmp_path / f"generator-{FIRST_GUEST}.jsonl").read_text().count("failed") == 1
 
 
 def test_a_guest_cannot_fill_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

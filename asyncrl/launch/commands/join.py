@@ -138,17 +138,20 @@ class Head:
             except PeerTimeoutError as error:
                 log.warning("the run does not know yet that a generator has ended", error=str(error))
 
-    def send_log(self, run_id: str, generator: int, tail: LogTail) -> None:
-        """Passes on what a generator of this guest has logged. What the run does not answer is sent again later."""
+    def send_log(self, run_id: str, generator: int, tail: LogTail) -> bool:
+        """Passes on what a generator of this guest has logged. False if the run does not answer; then it is sent again
+        later."""
         lines, end = tail.read()
         if not lines:
-            return
+            return True
         with closing(Connection(self.endpoints(run_id), resend_s=RESEND_S, linger_s=0.0)) as queue:
             try:
                 queue.request(GuestLog(generator, lines), timeout_s=ANSWER_S)
-                tail.passed(end)
             except PeerTimeoutError as error:
                 log.warning("the run does not have the log of a generator yet", error=str(error))
+                return False
+        tail.passed(end)
+        return True
 
 
 class Stay:
@@ -221,8 +224,10 @@ class Stay:
                 self._head.lost(self._welcome.run_id, group.index)
 
     def _send_logs(self) -> None:
+        """Passes the logs on, as far as the run answers."""
         for generator, tail in self._tails.items():
-            self._head.send_log(self._welcome.run_id, generator, tail)
+            if not self._head.send_log(self._welcome.run_id, generator, tail):
+                return
 
     def _tick(self, now_s: float) -> Outcome | None:
         over = True
