@@ -258,7 +258,7 @@ def test_a_rank_without_rank_0_does_not_wait_for_ever(
     learner = Learner(str(tmp_path), 2, address, cleanup)
     learner.publish(0)
     rank = learner.others[0]
-    monkeypatch.setattr(rank, "copied", lambda: rank._thread.join(20.0))  # called when no error is known yet
+    monkeypatch.setattr(rank, "wait", lambda: rank._thread.join(20.0))  # as if it ended just behind the wait
     learner.store.close()
     with pytest.raises(PeerTimeoutError, match="is gone"):
         rank.send(1, trained(1))
