@@ -10,13 +10,13 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
+from asyncrl.config.addresses import parse_host, split_address
 from asyncrl.config.base import Options, Section
 from asyncrl.config.mappings import AutoOptions, Columns, CustomData, Selection
 from asyncrl.config.paths import LocalPath
 
 MAX_GENERATORS = 1024
 """Maximum number of generators of a run: each is a process on this machine, and one replay queue serves all."""
-LAST_PORT = 65535
 
 
 class ModelConfig(Section):
@@ -221,9 +221,10 @@ class LaunchConfig(Section):
     learners: int = Field(default=1, ge=1)
     """Learner ranks; a divisor of `replay.groups_per_step`."""
     address: str = "127.0.0.1"
-    """Address that the roles listen on, as HOST or HOST:PORT. On a loopback address ZeroMQ uses unix sockets that only
-    the user can open, and a port is refused. On another one it uses ports from PORT on (by default free ones), with
-    encryption (CURVE); weights and collectives are not encrypted."""
+    """Where the roles listen, as HOST or HOST:PORT. HOST is an IPv4 address of the launcher's machine, or where each
+    machine finds its own: a network interface (`ib0`) or a network (`10.0.0.0/8`). On a loopback address ZeroMQ uses
+    unix sockets that only the user can open, and a port is refused. On another one the replay queue listens on PORT
+    (by default a free one), with encryption (CURVE); weights and collectives are not encrypted."""
     pin_cores: bool = True
     """On a CPU, generators and learners have cores of their own."""
     start_timeout_s: float = Field(default=180.0, gt=0.0)
@@ -243,11 +244,12 @@ class LaunchConfig(Section):
 
     @property
     def host(self) -> str:
+        """The address, interface or network to listen on (`launch/resources/network.py`)."""
         return split_address(self.address)[0]
 
     @property
     def port(self) -> int:
-        """The first port; 0 for free ones."""
+        """The port of the replay queue; 0 for a free one."""
         return split_address(self.address)[1]
 
     @field_validator("generators")
@@ -260,7 +262,7 @@ class LaunchConfig(Section):
     @field_validator("address")
     @classmethod
     def _check_address(cls, address: str) -> str:
-        split_address(address)
+        parse_host(split_address(address)[0])
         return address
 
 
@@ -270,16 +272,6 @@ def too_many_generators() -> str:
         f"at most {MAX_GENERATORS}: each is a process of this machine, and one replay queue answers them all; raise "
         "generator.max_running_groups to have each generate more at once"
     )
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """Returns host and port of HOST, HOST:PORT or [HOST]:PORT; the port is 0 if there is none. Raises ValueError."""
-    host, _, port = address.rpartition(":")
-    if ":" not in address or (":" in host and not host.endswith("]")):
-        host, port = address, "0"  # the colons of an IPv6 address without brackets are its own
-    if not host or not port.isascii() or not port.isdigit() or int(port) > LAST_PORT:
-        raise ValueError(f"must be HOST or HOST:PORT with a port of at most {LAST_PORT}, such as 10.0.0.5:29500")
-    return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 class ObserveConfig(Section):

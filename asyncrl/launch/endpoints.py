@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.launch.invitations import kept_server
-from asyncrl.launch.resources.network import check_host, find_port
+from asyncrl.launch.resources.network import find_port, listening_address
 from asyncrl.wire.curve_keys import is_loopback, new_keys
 from asyncrl.wire.endpoints import NAMED, Endpoints
 from asyncrl.wire.socket_folder import socket_folder
@@ -29,8 +29,7 @@ def run_endpoints(config: Config, *, host: str = "", reward_model: bool = False)
     (`wire/directory.py`). Raises ConfigError when the host cannot be bound, when a port is taken or has no effect, and
     when the socket folder cannot be created.
     """
-    host, port = host or config.launch.host, config.launch.port
-    check_host(host)
+    host, port = listening_address(host or config.launch.host), config.launch.port
     critics = [f"critic-{rank}" for rank in range(config.critic.ranks)]
     names = ["replay", "weights", "learners", *critics]
     names += ["critic-ranks"] if critics else []

@@ -1,7 +1,7 @@
 """Prints what a launcher must know of a host: `python -m asyncrl.launch.host_facts HEAD TOKEN`.
 
-It runs once on each host. HEAD is the address of the launcher's host, empty for the one that SLURM names; TOKEN is a
-file in the folder of the runs.
+It runs once on each host. HEAD is the address of the launcher's host, empty for the one that SLURM names, or the
+interface or network of `launch.address`; TOKEN is a file in the folder of the runs.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from asyncrl.launch.packages import installed_versions
+from asyncrl.errors import ConfigError
+from asyncrl.launch.packages import package_versions
 from asyncrl.launch.resources.gpus import Gpu, visible_gpus
+from asyncrl.launch.resources.network import address_beside
 
 LAUNCH_ADDRESS = "SLURM_LAUNCH_NODE_IPADDR"
 NODE_NAME = "SLURMD_NODENAME"
-PACKAGES = ("asyncrl", "torch", "vllm", "deepspeed")
-"""What a host must have in the same versions as the launcher's."""
-ANY_PORT = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +29,15 @@ class HostFacts:
 
     name: str
     head: str
-    """Address of the launcher's host."""
+    """HEAD, or the address of the launcher's host that SLURM names."""
     address: str
-    """Its own address on the interface that leads to the launcher's host."""
+    """Its own address on the interface that leads to the launcher's host, or that `launch.address` names."""
     cpus: tuple[int, ...]
     gpus: tuple[Gpu, ...]
     shares_run_dir: bool
     versions: dict[str, str]
+    problem: str = ""
+    """Why it has no address; empty if it has one."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -50,33 +51,26 @@ class HostFacts:
 
 def facts_of_this_host(head: str, token: Path) -> HostFacts:
     """Returns the facts of the host that this process runs on."""
-    head = head or os.environ[LAUNCH_ADDRESS]
+    head, name, address, problem = head or os.environ[LAUNCH_ADDRESS], own_name(), "", ""
+    try:
+        address = address_beside(head, machine=name)
+    except ConfigError as error:
+        problem = str(error)
     return HostFacts(
-        own_name(),
+        name,
         head,
-        route_to(head),
+        address,
         tuple(sorted(os.sched_getaffinity(0))),
         tuple(visible_gpus()),
         token.is_file(),
-        versions(),
+        package_versions(),
+        problem,
     )
 
 
 def own_name() -> str:
     """Returns the name that SLURM has for this host."""
     return os.environ.get(NODE_NAME) or socket.gethostname().partition(".")[0]
-
-
-def route_to(address: str) -> str:
-    """Returns the address of this host on the interface that leads to the address."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        sock.connect((address, ANY_PORT))  # sends nothing
-        return sock.getsockname()[0]
-
-
-def versions() -> dict[str, str]:
-    """Returns the versions that are compared."""
-    return installed_versions(PACKAGES)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch.fork_server import Forked, ForkServer, ForkServerError
 from asyncrl.launch.launcher import HOST_LOST, Launcher, RoleHandle
 from asyncrl.launch.resources.hosts import Host, this_machine
-from asyncrl.launch.resources.network import check_host
+from asyncrl.launch.resources.network import listening_address
 from asyncrl.launch.resources.placement import RoleResources
 from asyncrl.launch.worker import EXIT_DISK_FULL, SHOW_STACKS, RoleSpec
 from asyncrl.observe.logs import last_error
@@ -134,9 +134,8 @@ class LocalLauncher(Launcher):
         """Roles without GPUs are forked from it; if None, roles are started as subprocesses."""
 
     def acquire(self, config: Config) -> None:
-        """As `Launcher.acquire`. Raises ConfigError if `launch.address` is not one of this machine."""
-        check_host(config.launch.host)
-        self.address = config.launch.host
+        """As `Launcher.acquire`. Raises ConfigError if `launch.address` names no address of this machine."""
+        self.address = listening_address(config.launch.host)
 
     def hosts(self) -> list[Host]:
         """As `Launcher.hosts`: this machine."""

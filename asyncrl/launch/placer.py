@@ -9,7 +9,15 @@ from asyncrl.config import Config
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.launch.launcher import Launcher
 from asyncrl.launch.resources.fit import fit_memory
-from asyncrl.launch.resources.placement import Placement, RoleResources, find_room, place_roles, refuse_joiner
+from asyncrl.launch.resources.hosts import Host
+from asyncrl.launch.resources.placement import (
+    Placement,
+    RoleResources,
+    find_room,
+    place_roles,
+    refuse_joiner,
+    why_no_room,
+)
 from asyncrl.launch.role_group import RoleGroup
 from asyncrl.launch.worker import RoleSpec
 
@@ -20,23 +28,36 @@ LOCAL_RUNS = "~/.asyncrl/runs"
 class Placer:
     """The places of a run's roles on the hosts of its launcher. `say` tells the user of moves."""
 
-    def __init__(self, config: Config, placement: Placement, launcher: Launcher, *, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        placement: Placement,
+        spec: RoleSpec,
+        launcher: Launcher,
+        *,
+        say: Callable[[str], None],
+    ) -> None:
+        """`spec` holds the fields that all roles have in common, as on the launcher's own host."""
         self.placement = placement
         """The resources of all roles at the start of the run."""
         self._config = config
+        self._own = spec
         self._launcher = launcher
         self._say = say
 
-    def spec(self, spec: RoleSpec, resources: RoleResources) -> RoleSpec:
-        """Returns the spec of a role with these resources."""
-        spec = replace(spec, cpus=resources.cpus, host=resources.host)
-        if not resources.host:
-            return spec
-        host = next(host for host in self._launcher.hosts() if host.name == resources.host)
-        spec = replace(spec, endpoints=replace(spec.endpoints, host=host.address))
-        if host.shares_run_dir:
-            return spec
-        return replace(spec, run_dir=f"{LOCAL_RUNS}/{self._config.run}", config=self._config.to_yaml())
+    def spec(self, spec: RoleSpec, resources: RoleResources, hosts: Sequence[Host]) -> RoleSpec:
+        """Returns the spec of a role with these resources on one of these hosts."""
+        address, run_dir, config = self._own.endpoints.host, self._own.run_dir, ""
+        if resources.host:
+            # One that is lost by now has no address: `has_hosts` places the role anew before it starts.
+            host = next((host for host in hosts if host.name == resources.host), Host(resources.host, ()))
+            address = host.address
+            if not host.shares_run_dir:
+                run_dir, config = f"{LOCAL_RUNS}/{self._config.run}", self._config.to_yaml()
+        endpoints = replace(spec.endpoints, host=address)
+        return replace(
+            spec, cpus=resources.cpus, host=resources.host, endpoints=endpoints, run_dir=run_dir, config=config
+        )
 
     def has_hosts(self, group: RoleGroup, groups: Sequence[RoleGroup], now_s: float) -> bool:
         """True if the host of each member of the group is there. A member whose host is lost is placed anew, beside the
@@ -52,21 +73,21 @@ class Placer:
             taken = [own for other in groups for _, own in other.members if own.host in names]
             room = find_room(self._config, spec.role, hosts, taken)
             if room is None:
-                self._wait_for_room(group, f"{spec.name}, whose host {resources.host} is lost", now_s)
+                why = why_no_room(self._config, spec.role, hosts, taken)
+                self._wait_for_room(group, f"{spec.name}, whose host {resources.host} is lost", why, now_s)
                 return False
-            group.members[place] = self.spec(spec, room), room
+            group.members[place] = self.spec(spec, room, hosts), room
             self._say(f"{spec.name} moves from {resources.host} to {room.host or 'the host of the launcher'}")
         group.homeless_since_s = None
         return True
 
     def joiners(
-        self, indices: Sequence[int], wanted: int, groups: Sequence[RoleGroup]
+        self, indices: Sequence[int], wanted: int, groups: Sequence[RoleGroup], hosts: Sequence[Host]
     ) -> tuple[list[RoleResources], str]:
-        """Returns the resources of the generators that can join to make it `wanted` generators, in the order of their
-        indices, and why the next one cannot; empty if all can. The other roles keep theirs."""
-        hosts = self._launcher.hosts()
+        """Returns the resources on these hosts of the generators that can join to make it `wanted` generators, in the
+        order of their indices, and why the next one cannot; empty if all can. The other roles keep theirs."""
         if len(hosts) > 1:
-            return self._rooms(len(indices), groups)
+            return self._rooms(len(indices), groups, hosts)
         launch = self._config.launch.model_copy(update={"generators": wanted})
         config = self._config.model_copy(update={"launch": launch})
         reward_model = self.placement.reward_model is not None
@@ -82,21 +103,22 @@ class Placer:
             found.append(placement.generators[index])
         return found, ""
 
-    def _rooms(self, count: int, groups: Sequence[RoleGroup]) -> tuple[list[RoleResources], str]:
-        hosts = self._launcher.hosts()
+    def _rooms(self, count: int, groups: Sequence[RoleGroup], hosts: Sequence[Host]) -> tuple[list[RoleResources], str]:
         taken = [own for group in groups for _, own in group.members]
         found: list[RoleResources] = []
         for _ in range(count):
             room = find_room(self._config, "generator", hosts, [*taken, *found])
             if room is None:
-                return found, "no host has a free GPU for a generator"
+                why = why_no_room(self._config, "generator", hosts, [*taken, *found])
+                return found, why or "no host has a free GPU for a generator"
             found.append(room)
         return found, ""
 
-    def _wait_for_room(self, group: RoleGroup, what: str, now_s: float) -> None:
+    def _wait_for_room(self, group: RoleGroup, what: str, why: str, now_s: float) -> None:
+        why = f" ({why})" if why else ""
         if group.homeless_since_s is None:
             group.homeless_since_s = now_s
-            self._say(f"no host has room for {what}; waiting for one")
+            self._say(f"no host has room for {what}{why}; waiting for one")
         limit_s = self._config.launch.start_timeout_s
         if now_s - group.homeless_since_s > limit_s:
-            raise RunError(f"no host had room for {what} within launch.start_timeout_s = {limit_s:g} s")
+            raise RunError(f"no host had room for {what}, within launch.start_timeout_s = {limit_s:g} s{why}")

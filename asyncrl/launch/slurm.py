@@ -18,12 +18,13 @@ import structlog
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError, RunError
-from asyncrl.launch.host_facts import HostFacts, own_name, versions
+from asyncrl.launch.host_facts import HostFacts, own_name
 from asyncrl.launch.launcher import HOST_LOST, RoleHandle
 from asyncrl.launch.local import LocalLauncher, RoleProcess
+from asyncrl.launch.packages import other_packages
 from asyncrl.launch.placer import LOCAL_RUNS
 from asyncrl.launch.resources.hosts import Host, this_machine
-from asyncrl.launch.resources.network import check_host
+from asyncrl.launch.resources.network import listening_address
 from asyncrl.launch.resources.placement import RoleResources
 from asyncrl.launch.slurm_job import JOB_ID, in_job
 from asyncrl.launch.worker import EXIT_CRASHED, RoleSpec
@@ -62,8 +63,8 @@ class SlurmLauncher(LocalLauncher):
         self.job = os.environ.get(JOB_ID, "")
         self._run_dir = Path()
         self._hosts: list[Host] = []
-        self._gpus: dict[str, tuple[str, ...]] = {}
-        """The GPUs of each role on another node."""
+        self._gpus: dict[str, str] = {}
+        """CUDA_VISIBLE_DEVICES of each role on another node."""
         self._silent: set[str] = set()
         self._lost: set[str] = set()
         self._looked_s = 0.0
@@ -83,21 +84,21 @@ class SlurmLauncher(LocalLauncher):
         if own not in names:
             raise ConfigError(f"launch.cluster = 'slurm': this host, {own}, is not one of job {self.job}: {names}")
         names = [own, *(name for name in names if name != own)]
+        self.address = listening_address(config.launch.host)
         facts = self._facts(config, names[1:]) if len(names) > 1 else []
-        self.address = config.launch.host
         if facts and is_loopback(self.address):
-            self.address = facts[0].head
-        check_host(self.address)
+            self.address = listening_address(facts[0].head)
         others = [Host(one.name, one.cpus, one.gpus, one.address, "", one.shares_run_dir) for one in facts]
         self._run_dir = config.run_dir.absolute()
         self._hosts = in_pools(config, [this_machine(self.address), *others])
 
     def _facts(self, config: Config, names: list[str]) -> list[HostFacts]:
-        """The facts of the other nodes. Raises ConfigError if one does not tell them or has other packages."""
+        """The facts of the other nodes. Raises ConfigError if one does not tell them, has no address or other
+        packages."""
         runs = config.run_dir.absolute().parent
         runs.mkdir(parents=True, exist_ok=True)
         token = runs / f".{config.run}-{secrets.token_hex(8)}"
-        head = "" if is_loopback(config.launch.host) else config.launch.host
+        head = "" if is_loopback(self.address) else config.launch.host
         count = str(len(names))
         command = [
             *STEP,
@@ -119,10 +120,11 @@ class SlurmLauncher(LocalLauncher):
             raise ConfigError(
                 f"launch.cluster = 'slurm': {', '.join(missing)} of job {self.job} said nothing of itself"
             )
-        here = versions()
         for one in facts.values():
-            if one.versions != here:
-                raise ConfigError(f"{one.name} has other packages than the launcher: {one.versions}, here {here}")
+            if one.problem:
+                raise ConfigError(one.problem)
+        if others := other_packages({name: one.versions for name, one in facts.items()}):
+            raise ConfigError(f"launch.cluster = 'slurm': other packages than the launcher has: {others}")
         return [facts[name] for name in names]
 
     def hosts(self) -> list[Host]:
@@ -158,7 +160,7 @@ class SlurmLauncher(LocalLauncher):
     def start(self, spec: RoleSpec, resources: RoleResources) -> RoleProcess:
         """As `Launcher.start`: on another node as a step of the job. From one that does not share the run folder, srun
         brings the role's log as standard output, and all other output as standard error."""
-        self._gpus[spec.name] = resources.gpus
+        self._gpus[spec.name] = resources.environment()["CUDA_VISIBLE_DEVICES"]
         if spec.host and spec.config:
             spec = replace(spec, run_dir=str(self._run_dir), sends_log=True)
         role = super().start(spec, resources)
@@ -175,7 +177,7 @@ class SlurmLauncher(LocalLauncher):
         if not spec.host:
             return super().command(spec)
         place = [f"--nodelist={spec.host}", "--nodes=1", "--ntasks=1", f"--job-name={spec.name}"]
-        role = ["env", f"CUDA_VISIBLE_DEVICES={','.join(self._gpus[spec.name])}", sys.executable]
+        role = ["env", f"CUDA_VISIBLE_DEVICES={self._gpus[spec.name]}", sys.executable]
         return [*STEP, *place, *role, "-m", "asyncrl.launch.worker", spec.name, "0", str(BASE)]
 
     def input(self, spec: RoleSpec) -> str:

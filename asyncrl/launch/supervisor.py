@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from asyncrl.config import Config
 from asyncrl.errors import ConfigError, PeerTimeoutError, RunError
 from asyncrl.launch.launcher import HOST_LOST, Launcher, RoleHandle
 from asyncrl.launch.placer import Placer
+from asyncrl.launch.resources.hosts import Host
 from asyncrl.launch.resources.placement import Placement, RoleResources
 from asyncrl.launch.role_group import RESTART_WINDOW_S, RestartHistory, RoleGroup
 from asyncrl.launch.worker import EXIT_CONFIG, EXIT_SILENT_PEER, EXIT_TERMINATED, ROLES, RoleSpec
@@ -53,7 +54,7 @@ class Supervisor:
         self.answering_s: float | None = None
         """Time since which the replay queue answers; None while it does not."""
         self.restarts: dict[str, int] = dict.fromkeys(("generator", "replay", "learner", "reward_model"), 0)
-        self._placer = Placer(config, placement, launcher, say=say)
+        self._placer = Placer(config, placement, spec, launcher, say=say)
         self._launcher = launcher
         self._client = client
         self._spec = spec
@@ -65,9 +66,10 @@ class Supervisor:
         self._asked = False
         self._waits_for = ""
         """What the launcher waits for to have room for more generators."""
+        hosts = launcher.hosts()
         for role in ROLES:
             for index, resources in enumerate(placement.of(role)):
-                self._add(role, index, resources)
+                self._add(role, index, resources, hosts)
 
     @property
     def learners(self) -> RoleGroup:
@@ -192,9 +194,9 @@ class Supervisor:
             "or without having worked (launch.max_restarts)"
         )
 
-    def _add(self, role: str, index: int, resources: RoleResources) -> None:
+    def _add(self, role: str, index: int, resources: RoleResources, hosts: Sequence[Host]) -> None:
         checkpoint = self._spec.checkpoint if role == "replay" else ""
-        spec = self._placer.spec(replace(self._spec, role=role, index=index, checkpoint=checkpoint), resources)
+        spec = self._placer.spec(replace(self._spec, role=role, index=index, checkpoint=checkpoint), resources, hosts)
         name = "learner" if role in TOGETHER else spec.name
         if name in self._groups:
             self._groups[name].members.append((spec, resources))
@@ -286,10 +288,10 @@ class Supervisor:
 
     def _join(self, joiners: list[int], wanted: int) -> None:
         """Adds generators; the other roles keep their resources."""
-        waits_for = self._launcher.resize(wanted)
-        found, reason = self._placer.joiners(joiners, wanted, list(self._groups.values()))
+        waits_for, hosts = self._launcher.resize(wanted), self._launcher.hosts()
+        found, reason = self._placer.joiners(joiners, wanted, list(self._groups.values()), hosts)
         for index, resources in zip(joiners, found, strict=False):
-            self._add("generator", index, resources)
+            self._add("generator", index, resources, hosts)
         if reason and not waits_for:
             self._say(f"no more generators: {reason}")
             self._client.scale(joiners[len(found)])

@@ -86,6 +86,13 @@ def _mark(error: AsyncrlError | None) -> str:
     return SILENT if isinstance(error, PeerTimeoutError) else BROKEN
 
 
+def own_device(rank: int) -> torch.device:
+    """Returns the device of this process: of the GPUs that it sees, the one of LOCAL_RANK, which launchers set."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank % torch.cuda.device_count())))
+
+
 @contextmanager
 def process_group(
     endpoints: Endpoints, rank: int, count: int, *, start_timeout_s: float, timeout_s: float, what: str = "learner"
@@ -96,11 +103,10 @@ def process_group(
     Rank 0 opens the rendezvous at `endpoints.learners`. Raises PeerTimeoutError, naming the missing ranks, if not all
     ranks connect within `start_timeout_s`, and if another rank is lost later.
     """
-    local = rank % torch.cuda.device_count() if torch.cuda.is_available() else 0
-    device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
+    device = own_device(rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(local)}
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(device.index or 0)}
     backend = "nccl" if device.type == "cuda" else "gloo"
     with _rendezvous(endpoints, rank, count, start_timeout_s, what) as store, _failures_named(rank, what):
         dist.init_process_group(

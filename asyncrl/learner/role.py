@@ -122,6 +122,7 @@ def _make_file_sender(
         announcer.announce,
         run_id=endpoints.run_id,
         timeout_s=timeout_s,
+        epoch=endpoints.epoch,
         device=device,
         keeps=config.evaluates,
         others=others,

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from asyncrl.errors import ConfigError
+from asyncrl.launch.local import LocalLauncher
 from asyncrl.launch.resources import gpus
 from asyncrl.launch.resources.gpus import Gpu, visible_gpus
-from asyncrl.launch.resources.placement import Placement, check_transport, place_roles, refuse_joiner
-from tests.helpers.replay import small_config
+from asyncrl.launch.resources.hosts import Host
+from asyncrl.launch.resources.placement import Placement, RoleResources, check_transport, place_roles, refuse_joiner
+from asyncrl.launch.role_group import RestartHistory, RoleGroup
+from asyncrl.launch.worker import RoleSpec
+from asyncrl.learner.distributed import own_device
+from tests.helpers.replay import loopback_endpoints, small_config
 
 
 @pytest.fixture(autouse=True)
@@ -176,3 +185,85 @@ def test_a_generator_joins_only_where_there_is_a_gpu_for_it(
     wanted = place_roles(small_config(launch__generators=2, **settings))
     said = refuse_joiner(config, place_roles(config), wanted, 1)
     assert said.startswith(reason) and bool(said) == bool(reason)
+
+
+class Environments(LocalLauncher):
+    """Notes CUDA_VISIBLE_DEVICES and LOCAL_RANK of roles, and starts none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, tuple[str, str]] = {}
+
+    def start(self, spec: RoleSpec, resources: RoleResources) -> Any:
+        variables = resources.environment()
+        self.seen[spec.name] = variables["CUDA_VISIBLE_DEVICES"], variables["LOCAL_RANK"]
+
+
+def environments(hosts: Sequence[Host], **changes: int) -> dict[str, tuple[str, str]]:
+    """CUDA_VISIBLE_DEVICES and LOCAL_RANK of each process on the hosts."""
+    config = small_config(replay__groups_per_step=12, **changes)
+    placement, address = place_roles(config, hosts=hosts), {host.name: host.address for host in hosts}
+    members = [
+        (RoleSpec(role, index, "", replace(loopback_endpoints(1), host=address[own.host]), own.cpus, 8), own)
+        for role in ("learner", "critic", "generator")
+        for index, own in enumerate(placement.of(role))
+    ]
+    launcher = Environments()
+    for group in ([one for one in members if one[0].role != "generator"], members[-1:]):
+        RoleGroup("group", group, RestartHistory(max_restarts=1)).start(launcher, 0.0)
+    return launcher.seen
+
+
+def cards(*names: str) -> tuple[Gpu, ...]:
+    return tuple(Gpu(name) for name in names)
+
+
+@pytest.mark.parametrize(
+    "hosts",
+    [
+        [Host("", (0, 1), cards("4", "5", "6", "7"))],
+        [Host("", (0,), replay_only=True), *(Host(f"n-{gpu}", (0,), cards(gpu), "10.0.0.1") for gpu in "4567")],
+    ],
+    ids=["one host", "a host of Ray for each GPU of one node"],
+)
+def test_ranks_of_a_machine_see_the_gpus_of_all_and_are_told_their_own(hosts: list[Host]) -> None:
+    assert environments(hosts, launch__learners=3, launch__generators=1) == {
+        "learner-0": ("4,5,6", "0"),
+        "learner-1": ("4,5,6", "1"),
+        "learner-2": ("4,5,6", "2"),
+        "generator-0": ("7", "0"),
+    }
+
+
+def test_learner_and_critic_ranks_see_their_own_kind() -> None:
+    found = environments(
+        [Host("", (0, 1), cards("0", "1", "2", "3", "4"))], launch__learners=2, critic__ranks=2, launch__generators=1
+    )
+    assert found["learner-1"] == ("0,1", "1") and found["critic-1"] == ("2,3", "1")
+
+
+def test_ranks_of_several_machines_see_those_of_their_own() -> None:
+    hosts = [Host(name, (0, 1), cards("0", "1"), address) for name, address in (("", "10.0.0.1"), ("n2", "10.0.0.2"))]
+    assert environments(hosts, launch__learners=3, launch__generators=1) == {
+        "learner-0": ("0,1", "0"),
+        "learner-1": ("0,1", "1"),
+        "learner-2": ("0", "0"),
+        "generator-0": ("1", "0"),
+    }
+
+
+def test_a_process_sees_one_mig_instance() -> None:
+    hosts = [Host("", (0, 1), cards("MIG-a", "MIG-b", "MIG-c"))]
+    found = environments(hosts, launch__learners=2, launch__generators=1)
+    assert found == {"learner-0": ("MIG-a", "0"), "learner-1": ("MIG-b", "0"), "generator-0": ("MIG-c", "0")}
+
+
+def test_a_rank_uses_the_gpu_that_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert own_device(rank=5) == torch.device("cuda", 1)
+    monkeypatch.delenv("LOCAL_RANK")
+    assert own_device(rank=5) == torch.device("cuda", 2), "outside of a launcher all see the same"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert own_device(rank=5) == torch.device("cpu")

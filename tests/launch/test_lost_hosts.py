@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -44,8 +45,10 @@ class FakeHosts(Launcher):
         self.started: list[FakeRole] = []
         self.wanted: list[int] = []
         self.waits_for = ""
+        self.asked = 0
 
     def hosts(self) -> list[Host]:
+        self.asked += 1
         return [host for host in self.all if host.name not in self.lost]
 
     def start(self, spec: RoleSpec, resources: RoleResources) -> RoleHandle:
@@ -128,6 +131,34 @@ def test_roles_of_a_lost_host_start_on_another_one(
     assert [role.spec.name for role in launcher.started].count("generator-0") == 1, "the others stay"
 
 
+def test_a_role_that_moves_to_the_launchers_host_gets_its_address_and_the_run_folder(
+    launcher: FakeHosts, tmp_path: Path
+) -> None:
+    launcher.all[2] = Host("n2", (0, 1), address="10.0.0.2", shares_run_dir=False)
+    spec = RoleSpec("", 0, str(tmp_path), loopback_endpoints(1), (), 8)
+    placement = place_roles(CONFIG, hosts=launcher.hosts())
+    supervisor = Supervisor(CONFIG, placement, spec, launcher, FakeQueue(), say=lambda _: None)  # type: ignore[arg-type]
+    supervisor.tick(0.0)
+    assert launcher.last("generator-1").spec.run_dir == f"{LOCAL_RUNS}/run"
+    launcher.lost |= {"n1", "n2"}
+    supervisor.tick(1.0)
+    moved = launcher.last("generator-1").spec
+    assert (moved.host, moved.endpoints.host, moved.run_dir, moved.config) == ("", "127.0.0.1", str(tmp_path), "")
+
+
+def test_hosts_are_asked_for_once_for_all_roles_that_are_placed(launcher: FakeHosts, tmp_path: Path) -> None:
+    placement = place_roles(CONFIG, hosts=launcher.hosts())
+    spec = RoleSpec("", 0, str(tmp_path), loopback_endpoints(1), (), 8)
+    launcher.asked, launcher.lost = 0, {"n2"}  # since the roles were placed
+    supervisor = Supervisor(CONFIG, placement, spec, launcher, FakeQueue(), say=lambda _: None)  # type: ignore[arg-type]
+    assert launcher.asked == 1
+    supervisor.tick(0.0)
+    assert launcher.last("generator-1").spec.host == "n1"
+    launcher.asked = 0
+    supervisor._join([2, 3], 4)
+    assert launcher.asked == 1
+
+
 def test_the_next_start_of_the_learner_has_another_epoch(launcher: FakeHosts, tmp_path: Path) -> None:
     config = CONFIG.model_copy(update={"placement": small_config(**POOL).placement})
     for host in launcher.all[1:]:
@@ -166,9 +197,33 @@ def test_a_role_waits_for_room_and_says_so_and_the_run_fails_when_none_comes(
     for now_s in (1.0, 3.0, 5.0, 20.0):
         supervisor.tick(now_s)
     assert sum("no host has room for generator-0, whose host n" in text for text in said) == 1, said
-    with pytest.raises(RunError, match=r"no host had room for .* within launch.start_timeout_s = 60 s"):
+    with pytest.raises(RunError, match=r"no host had room for .*, within launch.start_timeout_s = 60 s$"):
         for now_s in range(30, 200, 10):
             supervisor.tick(float(now_s))
+
+
+def test_learner_ranks_do_not_move_to_a_host_without_the_run_folder(
+    launcher: FakeHosts, said: list[str], tmp_path: Path
+) -> None:
+    launcher.all[0] = Host("", (0, 1), replay_only=True)
+    spec = RoleSpec("", 0, str(tmp_path), loopback_endpoints(1), (), 8)
+    placement = place_roles(CONFIG, hosts=launcher.hosts())
+    supervisor = Supervisor(CONFIG, placement, spec, launcher, FakeQueue(), say=said.append)  # type: ignore[arg-type]
+    supervisor.tick(0.0)
+    assert launcher.last("learner-0").spec.host == "n1"
+    launcher.lost |= {"n1", "n2"}
+    launcher.all.append(Host("n3", (0, 1), address="10.0.0.3", shares_run_dir=False))
+    for now_s in (1.0, 3.0, 5.0):
+        supervisor.tick(now_s)
+    assert launcher.last("generator-0").spec.host == "n3", "generators need no run folder"
+    folder = rf"run folder {CONFIG.run_dir.absolute()}, to which learner and critic ranks write checkpoints"
+    problem = rf"learner-0, whose host n1 is lost.* \(n3 would have room, but does not share the {folder}; set runs_dir"
+    assert [text for text in said if re.search(rf"no host has room for {problem}.*; waiting for one", text)], said
+    with pytest.raises(RunError, match=rf"no host had room for {problem}"):
+        supervisor.tick(70.0)
+    launcher.lost.remove("n2")
+    supervisor.tick(80.0)
+    assert launcher.last("learner-0").spec.host == "n2"
 
 
 def test_a_host_that_does_not_share_the_folder_gets_the_config(supervisor: Supervisor, launcher: FakeHosts) -> None:

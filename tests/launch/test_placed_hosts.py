@@ -14,7 +14,7 @@ from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.launch.resources.gpus import Gpu
 from asyncrl.launch.resources.hosts import Host
-from asyncrl.launch.resources.placement import Placement, check_run_dir, find_room, place_roles
+from asyncrl.launch.resources.placement import Placement, check_run_dir, find_room, place_roles, why_no_room
 from tests.helpers.replay import small_config
 
 ROLES = ("generator", "learner", "critic", "reward_model")
@@ -149,3 +149,28 @@ def test_learners_need_the_run_folder() -> None:
     with pytest.raises(ConfigError, match=r"runs_dir = .*: apart does not share the run folder .* set runs_dir to a"):
         check_run_dir(config, place_roles(config, hosts=hosts), hosts)
     check_run_dir(config, place_roles(config, hosts=[host("")]), [host("")])
+
+
+def test_generators_need_the_run_folder_where_their_weights_are_in_it() -> None:
+    hosts = [host(""), host("apart", shares_run_dir=False)]
+    files = config_of(1, 1, weights__transport="files")
+    with pytest.raises(ConfigError, match=r"apart does not share the run folder .*, from which generators read the w"):
+        check_run_dir(files, place_roles(files, hosts=hosts), hosts)
+    elsewhere = config_of(1, 1, weights__transport="files", weights__url="/shared")
+    check_run_dir(elsewhere, place_roles(elsewhere, hosts=hosts), hosts)
+    assert find_room(files, "generator", hosts[1:], []) is None
+    assert find_room(elsewhere, "generator", hosts[1:], []) is not None
+
+
+@pytest.mark.parametrize("role", ["learner", "critic"])
+def test_a_role_that_needs_the_run_folder_gets_a_host_that_shares_it(role: str) -> None:
+    hosts = [host("n1"), host("apart", cpus=8, shares_run_dir=False)]
+    busy = place_roles(config_of(1, 1), hosts=hosts[:1])
+    room = find_room(config_of(1, 1), role, hosts, taken(busy, hosts))
+    assert room is not None and room.host == "n1", "although the other one is less loaded"
+    assert find_room(config_of(1, 1), role, hosts[1:], []) is None
+    assert why_no_room(config_of(1, 1), role, hosts[1:], []).startswith("apart would have room, but does not share")
+    assert find_room(config_of(1, 1), "generator", hosts[1:], []) is not None
+    assert why_no_room(config_of(1, 1), "generator", hosts[1:], []) == ""
+    full = [host("full", gpus=1, shares_run_dir=False)]
+    assert why_no_room(config_of(1, 1), role, full, taken(place_roles(config_of(1, 1), hosts=full), full)) == ""

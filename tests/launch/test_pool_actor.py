@@ -63,6 +63,20 @@ def test_roles_are_killed_also_before_they_start(actor: PoolActor, tmp_path: Pat
     assert never == (-signal.SIGKILL, "generator-1@n1 was killed before it started")
 
 
+def test_its_address_is_the_one_on_the_network_of_the_run(
+    actor: PoolActor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without one, that in the cluster. Where it has none, it says so."""
+    context = types.SimpleNamespace(get_node_id=lambda: "1", get_accelerator_ids=dict)
+    util = types.SimpleNamespace(get_node_ip_address=lambda: "10.0.0.2")
+    monkeypatch.setitem(sys.modules, "ray", types.SimpleNamespace(get_runtime_context=lambda: context, util=util))
+    monkeypatch.setattr("platform.node", lambda: "n2")
+    told = [do(actor.describe(str(tmp_path / "token"), "", network)) for network in ("", "lo", "127.0.0.0/8", "none0")]
+    assert [facts.address for facts in told] == ["10.0.0.2", "127.0.0.1", "127.0.0.1", ""]
+    assert [facts.problem for facts in told[:3]] == [""] * 3
+    assert told[3].problem.startswith("launch.address = 'none0': n2 has no interface of this name; it has lo (")
+
+
 class Answers:
     """In place of an actor's handle: methods that answer at once."""
 

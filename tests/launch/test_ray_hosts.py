@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from asyncrl.errors import ConfigError
 from asyncrl.launch.launcher import HOST_LOST
 from asyncrl.launch.ray.launcher import RayRole
+from asyncrl.launch.ray.pool_actor import NodeFacts, versions
 from asyncrl.launch.resources.hosts import Host
 from asyncrl.launch.resources.placement import RoleResources
 from asyncrl.launch.worker import RoleSpec
@@ -161,6 +163,48 @@ def test_a_pool_of_gpus_grows(actor: Actor, monkeypatch: pytest.MonkeyPatch, tmp
     assert found.grow("a", 5) == found.grow("a", 5) == "3 GPUs in pool a"
     found._groups[-1].asked_s = -1e9
     assert found.grow("a", 5) == "" and given_back == [3]
+
+
+@pytest.mark.parametrize(
+    ("named", "own", "network"),
+    [
+        ("127.0.0.1", "10.0.0.1", ""),
+        ("lo", "10.0.0.1", ""),
+        ("10.5.0.1:29500", "10.5.0.1", ""),
+        ("ib0:29500", "10.5.0.1", "ib0"),
+        ("10.5.0.0/16", "10.5.0.1", "10.5.0.0/16"),
+    ],
+)
+def test_nodes_are_asked_for_their_addresses_on_the_network_of_the_run(
+    actor: Actor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, named: str, own: str, network: str
+) -> None:
+    """The launcher's machine is the same at both of its addresses; a node without an address there is refused."""
+    from asyncrl.launch.ray import hosts as module
+
+    found = {"lo": "127.0.0.1", "eth0": "10.0.0.1", "ib0": "10.5.0.1"}
+    addresses = {name: [SimpleNamespace(address=one, family=socket.AF_INET)] for name, one in found.items()}
+    monkeypatch.setattr("psutil.net_if_addrs", lambda: addresses)
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.0.0.1")
+    monkeypatch.setattr(module, "free_resources", lambda node: (1, 0))
+    monkeypatch.setattr(module, "PoolActor", lambda *_: None)
+    hosts = module.RayHosts(small_config(runs_dir=str(tmp_path), launch__address=named))
+    assert (hosts.own_address, hosts._network) == (own, network)
+    options = SimpleNamespace(remote=lambda *_: actor)
+    monkeypatch.setattr(ray, "remote", lambda _: SimpleNamespace(options=lambda **_: options))
+    there = "10.5.0.2" if network else "10.0.0.2"
+    for address in (own if network else "10.0.0.1", there):
+        one = hosts._start(module.Place("ab" * 28))
+        assert actor.calls[-1][1][2] == network
+        one.facts.give(NodeFacts("node", "n", address, (0,), (), versions(), True))
+        assert hosts._join(one, 0.0) == ""
+    assert [one.host.address for one in hosts.all] == [own, there]
+    one = hosts._start(module.Place("cd" * 28))
+    one.facts.give(NodeFacts("node", "n3", "", (0,), (), versions(), True, "launch.address = 'ib0': n3 has none"))
+    assert hosts._join(one, 0.0) == "launch.address = 'ib0': n3 has none"
+    assert len(hosts.all) == 2 and actor.count("killed") == 1
+    with pytest.raises(ConfigError, match=r"launch.address = 'none0': this machine has no interface of this name"):
+        module.RayHosts(small_config(runs_dir=str(tmp_path / "none"), launch__address="none0"))
+    assert not (tmp_path / "none").exists()
 
 
 def test_a_cluster_that_was_killed_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

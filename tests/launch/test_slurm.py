@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -21,11 +22,12 @@ from rich.console import Console
 
 from asyncrl.config import Config, load_config
 from asyncrl.errors import ConfigError, RunError
+from asyncrl.launch import packages, slurm_job
 from asyncrl.launch import slurm as slurm_launcher
-from asyncrl.launch import slurm_job
 from asyncrl.launch.console import NOTICE_S, Interrupts
 from asyncrl.launch.launcher import HOST_LOST
 from asyncrl.launch.local import find_launcher
+from asyncrl.launch.packages import package_versions
 from asyncrl.launch.resources.gpus import Gpu
 from asyncrl.launch.resources.hosts import Host
 from asyncrl.launch.resources.placement import RoleResources
@@ -232,10 +234,25 @@ def test_the_hosts_of_a_job(fake: FakeSlurm, launcher: SlurmLauncher, tmp_path: 
 
 
 def test_hosts_with_other_packages_are_refused(fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake.begin_job("n1", "n2")
-    monkeypatch.setattr(slurm_launcher, "versions", lambda: {"python": "2.7"})
-    with pytest.raises(ConfigError, match="n2 has other packages than the launcher"):
+    fake.begin_job("n1", "n2", "n3")
+    there = package_versions()
+    monkeypatch.setattr(packages, "package_versions", lambda: {**there, "torch": "1.0"})
+    differs = f"torch {there['torch']} (here 1.0)"
+    with pytest.raises(ConfigError, match=re.escape(f"the launcher has: n2: {differs}; n3: {differs}") + "$"):
         SlurmLauncher().acquire(of_slurm())
+
+
+def test_every_node_finds_its_own_address(fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an interface or a network in `launch.address`; a node that has no address there is named."""
+    fake.begin_job("n1", "n2")
+    monkeypatch.setattr(slurm_launcher, "is_loopback", lambda address: False)  # only this interface is on every machine
+    launcher = SlurmLauncher()
+    launcher.acquire(of_slurm(launch__address="127.0.0.0/8:29500"))
+    assert fake.calls("srun")[-1][-2] == "127.0.0.0/8"
+    assert [host.address for host in launcher.hosts()] == ["127.0.0.1"] * 2
+    monkeypatch.setattr(slurm_launcher, "listening_address", lambda host: "10.9.9.9")
+    with pytest.raises(ConfigError, match=r"launch.address = 'none0': n2 has no interface of this name; it has lo \("):
+        launcher.acquire(of_slurm(launch__address="none0"))
 
 
 def spec_on(host: str, tmp_path: Path) -> RoleSpec:
@@ -248,7 +265,7 @@ def test_a_role_on_another_node_is_a_step(
 ) -> None:
     monkeypatch.setenv("SLURM_GPUS", "16")
     monkeypatch.setattr(launcher, "fork_server", "which forks on this node only")
-    role = launcher.start(spec_on("n3", tmp_path), RoleResources((0,), 1, ("3", "4"), host="n3"))
+    role = launcher.start(spec_on("n3", tmp_path), RoleResources((0,), 1, ("4",), visible_gpus=("3", "4"), host="n3"))
     assert launcher.wait([role], 60.0) == []
     assert role.name == "generator-1@n3"
     # The spec arrived; the folder of the run has no config.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from asyncrl.wire.rpc import Connection
 from asyncrl.wire.service_messages import Leave, Ok, Save, Train, Value
 from asyncrl.wire.sockets import connect_dealer
 from tests.helpers.messages import raw_frames
+from tests.helpers.relay import Direction, Relay
 from tests.helpers.serving import serving
 
 
@@ -327,6 +329,49 @@ def test_learner_ranks_must_agree_on_the_step() -> None:
     messages = {rank: Message("save", 1, Save(rank, rank, "state"), Block([], None)) for rank in (0, 1)}
     with pytest.raises(InvariantError, match=r"different requests: \[\(0, 'state'\), \(1, 'state'\)\]"):
         _agreed(messages, "step", "what")
+
+
+@pytest.mark.parametrize("lost", ["requests", "answers"])
+def test_what_is_lost_with_a_connection_is_sent_again_and_done_once(
+    lost: Direction, server: CriticServer, addresses: Endpoints, one_rank: Ranks, tiny_model: Path
+) -> None:
+    config = make_config(tiny_model, **GAE_CONFIG, launch={"progress_timeout_s": 8})
+    batch = pack_groups(config, make_groups(2))
+    returns = torch.linspace(-1, 1, batch.num_tokens)
+    local = Critic(config, one_rank)
+    expected = [local.values(batch, 1)]
+    local.train(returns)
+    metrics = local.finish()
+    expected.append(local.values(batch, 2))
+    with Relay(int(addresses.critics[0].rpartition(":")[2])) as relay, ThreadPoolExecutor(1) as pool:
+        critic = RemoteCritic(config, 0, replace(addresses, critics=(relay.address,)))
+        assert torch.equal(critic.values(batch, 1), expected[0])
+        with relay.losing(lost):
+            critic.train(returns)
+        assert critic.finish()["critic/loss"] == pytest.approx(metrics["critic/loss"])
+        with relay.losing(lost):
+            values = pool.submit(critic.values, batch, 2)
+        assert torch.equal(values.result(20), expected[1]), "trained once"
+        critic.close()
+
+
+def test_old_requests_that_come_again_are_not_answered(
+    server: CriticServer, addresses: Endpoints, tiny_model: Path
+) -> None:
+    config = make_config(tiny_model, **GAE_CONFIG)
+    batch = pack_groups(config, make_groups(2))
+    critic = RemoteCritic(config, 0, addresses)
+    critic.values(batch, 1)
+    critic.train(torch.zeros(batch.num_tokens))
+    critic.finish()
+    peer = critic._connection
+    peer.send(Train(0, 1), [np.zeros(batch.num_tokens, np.float32)], seq=1)
+    assert peer.receive(0.5) is None
+    peer.send(Train(0, 1), [np.zeros(batch.num_tokens, np.float32)], seq=2)
+    answer = peer.receive(10.0)
+    assert answer is not None and (answer.kind, answer.seq) == ("trained", 2)
+    assert len(critic.values(batch, 2)) == batch.num_tokens
+    critic.close()
 
 
 def test_a_missing_critic_is_named(addresses: Endpoints, tiny_model: Path) -> None:

@@ -127,24 +127,30 @@ class Network:
         self.hosts: list[Host] = []
         self._folder = folder
         self._links: list[subprocess.Popen[bytes]] = []
+        self._ports = 0
         self._switch = Namespace("switch")
         self._switch.ip("link add bridge type bridge")
         self._switch.ip("link set bridge up")
 
     def add(self, name: str, *, linked: bool = False) -> Host:
         """Returns a new host; with `linked` it is joined by a `Link`, which can be made bad."""
-        number = len(self.hosts) + 1
-        host, port = Host(name, ADDRESS.format(number), self._switch), f"port{number}"
+        host = Host(name, ADDRESS.format(len(self.hosts) + 1), self._switch)
         self.hosts.append(host)
-        if linked:
-            host.link = Link(self._folder / f"{name}.json")
-            self._connect(host, port, host.link)
-        else:
-            self._switch.ip(f"link add {port} type veth peer name eth0 netns {host.pid}")
-        self._switch.ip(f"link set {port} master bridge up")
-        host.ip(f"address add {host.address}/24 dev eth0")
-        host.ip("link set eth0 up")
+        host.link = Link(self._folder / f"{name}.json") if linked else None
+        self.attach(host, "eth0", f"{host.address}/24", host.link)
         return host
+
+    def attach(self, host: Host, device: str, address: str, link: Link | None = None) -> None:
+        """Gives a host an interface on the bridge, with an address such as 10.78.0.1/24."""
+        self._ports += 1
+        port = f"port{self._ports}"
+        if link:
+            self._connect(host, port, link)
+        else:
+            self._switch.ip(f"link add {port} type veth peer name {device} netns {host.pid}")
+        self._switch.ip(f"link set {port} master bridge up")
+        host.ip(f"address add {address} dev {device}")
+        host.ip(f"link set {device} up")
 
     def _connect(self, host: Host, port: str, link: Link) -> None:
         command = [sys.executable, "-m", "tests.network.link", str(link.file), f"{host.pid}:eth0"]

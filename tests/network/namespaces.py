@@ -8,14 +8,22 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+from asyncrl.errors import ConfigError
+from asyncrl.launch.host_facts import HostFacts
 from asyncrl.launch.launcher import HOST_LOST, RoleHandle
 from asyncrl.launch.local import LocalLauncher, RoleProcess
 from asyncrl.launch.resources.hosts import Host
+from asyncrl.launch.resources.network import listening_address
 from asyncrl.launch.resources.placement import RoleResources
 from asyncrl.launch.worker import RoleSpec
+from asyncrl.wire.endpoints import LOOPBACK
+
+FACTS_S = 60.0
 
 
 class OnHost(RoleProcess):
@@ -34,14 +42,21 @@ class Namespaces(LocalLauncher):
     """Role processes of this machine, in other network namespaces."""
 
     def acquire(self, config: Any) -> None:
-        self.address = read_hosts()[0]["address"]
+        """`launch.address` names an interface or a network of all hosts; otherwise they have those of the file."""
+        head, *others = read_hosts()
+        self.address = head["address"]
+        self.addresses = {one["name"]: one["address"] for one in others}
+        if config.launch.host != LOOPBACK:
+            self.address = listening_address(config.launch.host)
+            self.addresses = {one["name"]: address_of(one, config.launch.host) for one in others}
 
     def hosts(self) -> list[Host]:
         head, *others = read_hosts()
-        found = [Host("", tuple(head["cpus"]), address=head["address"])]
-        return found + [
-            Host(one["name"], tuple(one["cpus"]), address=one["address"], pool="a") for one in others if not one["lost"]
-        ]
+        found = [Host("", tuple(head["cpus"]), address=self.address)]
+        for one in others:
+            if not one["lost"]:
+                found.append(Host(one["name"], tuple(one["cpus"]), address=self.addresses[one["name"]], pool="a"))
+        return found
 
     def start(self, spec: RoleSpec, resources: RoleResources) -> RoleProcess:
         role = super().start(spec, resources)
@@ -62,6 +77,17 @@ class Namespaces(LocalLauncher):
         for role in [role for role in self.roles if role in roles and role.spec.host in lost]:
             self.roles.remove(role)
         return super().kill(roles, show_stacks=show_stacks)
+
+
+def address_of(host: dict[str, Any], named: str) -> str:
+    """The address of a host on the interface or network `named`, as it says itself."""
+    command = ["nsenter", "--target", str(host["pid"]), "--net", "env", f"SLURMD_NODENAME={host['name']}"]
+    command += [sys.executable, "-m", "asyncrl.launch.host_facts", named, os.devnull]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=FACTS_S, check=True)
+    facts = HostFacts.from_json(done.stdout)
+    if facts.problem:
+        raise ConfigError(facts.problem)
+    return facts.address
 
 
 def read_hosts() -> list[dict[str, Any]]:

@@ -34,14 +34,14 @@ class Cluster:
     """Hosts, a run over them, and which hosts its launcher takes for lost."""
 
     def __init__(self, network: Network, folder: Path) -> None:
-        self._network, self.folder = network, folder
+        self.network, self.folder = network, folder
         self.hosts: dict[str, Host] = {}
         self._file = folder / "hosts.json"
         self._lost: set[str] = set()
         self.runs: list[Launched] = []
 
     def add(self, name: str, *, linked: bool = False) -> Host:
-        self.hosts[name] = self._network.add(name, linked=linked)
+        self.hosts[name] = self.network.add(name, linked=linked)
         self._write()
         return self.hosts[name]
 
@@ -146,6 +146,31 @@ def test_the_demo_trains_over_five_hosts(cluster: Cluster) -> None:
     assert sorted(places.values()) == ["", "n1", "n2", "n3", "n4"], places
     trace = pq.read_table(run.run_dir / "trace.parquet").to_pylist()
     assert len({row["generator"] for row in trace}) >= 2
+
+
+def test_all_data_of_a_run_is_on_the_network_that_it_names(cluster: Cluster) -> None:
+    """The hosts have another one, over which they know one another; only the launcher's has the interface's name."""
+    for number, name in enumerate(("head", "n1", "n2"), start=1):
+        cluster.network.attach(cluster.add(name), f"data{number}", f"10.78.{number}.{number}/16")
+    run = cluster.launch("named", "launch.address=10.78.0.0/16:29500", *IN_POOL, steps=4, generators=1, learners=1)
+    run.wait_for_step(1)
+    assert json.loads((run.run_dir / "endpoints.json").read_text())["replay"] == "tcp://10.78.1.1:29500"
+    summary = finish(run)
+    assert (summary["steps"], sum(summary["restarts"].values())) == (4, 0)
+    hosts = json.loads((run.run_dir / "hosts.json").read_text())
+    assert [host["address"] for host in hosts] == ["10.78.1.1", "10.78.2.2", "10.78.3.3"]
+    for number, host in enumerate(cluster.hosts.values(), start=1):
+        sent = [sent_bytes(host, device) for device in ("eth0", f"data{number}")]
+        print(f"{host.name} sent {sent[0]:,} bytes by eth0, {sent[1]:,} by data{number}")
+        assert sent[0] < 10_000 < 50_000 < sent[1]
+    code, output = cluster.launch("refused", "launch.address=data1", *IN_POOL).end(timeout_s=120)
+    assert code == 2 and "launch.address = 'data1': n1 has no interface of this name; it has lo (127.0.0.1)" in output
+    assert "eth0 (10.77.0.2), data2 (10.78.2.2)" in output
+
+
+def sent_bytes(host: Host, device: str) -> int:
+    (link,) = json.loads(host.run("ip", "-stats", "-json", "link", "show", device))
+    return link["stats64"]["tx"]["bytes"]
 
 
 def test_hosts_are_killed_and_come_back(cluster: Cluster) -> None:

@@ -210,6 +210,27 @@ def test_overrides_are_yaml() -> None:
         ({"launch.address": "10.0.0.5:99999"}, "launch.address = '10.0.0.5:99999': must be HOST or HOST:PORT"),
         ({"launch.address": "10.0.0.5:first"}, "launch.address = '10.0.0.5:first': must be HOST or HOST:PORT"),
         ({"launch.address": ":5"}, "launch.address = ':5': must be HOST or HOST:PORT"),
+        ({"launch.address": "ib0:"}, "launch.address = 'ib0:': must be HOST or HOST:PORT"),
+        (
+            {"launch.address": "[::1]:5"},
+            "launch.address = '[::1]:5': runs do not use IPv6; give an IPv4 address, or an",
+        ),
+        ({"launch.address": "fd00::/8"}, "launch.address = 'fd00::/8': runs do not use IPv6"),
+        (
+            {"launch.address": "10.0.5"},
+            "launch.address = '10.0.5': not an IPv4 address (Expected 4 octets in '10.0.5')",
+        ),
+        ({"launch.address": "10.0.0.0/33"}, "launch.address = '10.0.0.0/33': not an IPv4 network such as 10.0.0.0/8 ("),
+        ({"launch.address": "ib0/8"}, "launch.address = 'ib0/8': not an IPv4 network such as 10.0.0.0/8 ("),
+        (
+            {"launch.address": "10.0.0.5/8:1"},
+            "launch.address = '10.0.0.5/8:1': not a network, but an address with a prefix; its network is 10.0.0.0/8",
+        ),
+        (
+            {"launch.address": "node-1.example.org:5"},
+            "launch.address = 'node-1.example.org:5': neither an IPv4 address, nor a network such as 10.0.0.0/8, nor "
+            "the name of an interface, which has at most 15 characters; host names are not looked up",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_with_path_value_and_rule(overrides: dict[str, object], message: str) -> None:
@@ -319,10 +340,10 @@ def test_truncated_completions_may_lose_reward() -> None:
         ("127.0.0.1", "127.0.0.1", 0),
         ("10.0.0.5:29500", "10.0.0.5", 29500),
         ("10.0.0.5:0", "10.0.0.5", 0),
-        ("node-1", "node-1", 0),
-        ("::1", "::1", 0),
-        ("[::1]", "::1", 0),
-        ("[fe80::2]:29500", "fe80::2", 29500),
+        ("ib0", "ib0", 0),
+        ("eth0.100:29500", "eth0.100", 29500),
+        ("10.0.0.0/8", "10.0.0.0/8", 0),
+        ("10.0.0.0/8:29500", "10.0.0.0/8", 29500),
     ],
 )
 def test_an_address_is_a_host_and_perhaps_a_port(address: str, host: str, port: int) -> None:

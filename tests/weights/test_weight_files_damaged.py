@@ -189,3 +189,18 @@ def test_the_key_is_that_of_rfc_5869() -> None:
     """As another implementation of HKDF-SHA256 derives it, with this label and no salt."""
     assert KEY.hex() == "16ffb741a99b2890947056bee01ae14508a135401ebbea5383b7f6f62ef2b8b4"
     assert manifest_key("run-10") != KEY
+
+
+def test_a_version_of_a_learner_that_was_replaced_is_refused(tmp_path: Path) -> None:
+    model, reader = Model(), make_reader(tmp_path)
+    replaced, successor = (make_publisher(tmp_path, epoch=epoch) for epoch in (0, 1))
+    reader.fetch(replaced.publish(3, model.weights, needed=3), no_wait)
+    reader.fetch(successor.publish(2, model.weights, needed=2), no_wait)
+    late = replaced.publish(4, Model(seed=1).weights, needed=4)
+    with pytest.raises(BadFileError) as raised:
+        reader.fetch(late, no_wait)
+    problem = "was written by start 0 of the learner ranks, which start 1 has superseded"
+    assert str(raised.value) == f"{tmp_path}/{late.folder}: {problem}"
+    assert reader.held == stamp(model, 2)
+    assert_holds(reader, model)
+    make_reader(tmp_path).fetch(late, no_wait)  # of a queue that knows no other one

@@ -218,30 +218,31 @@ def test_a_receiver_that_can_read_nothing_ends_with_the_reason(start, join, monk
         next_staged(receiver)
 
 
-@pytest.mark.parametrize("what", ["version", "folder", "sha256"])
+@pytest.mark.parametrize("what", ["version", "folder", "sha256", "epoch"])
 def test_an_announcement_that_was_changed_loads_nothing(
     what: str, start, join, queue: Queue, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """As by a relay that also writes to the store: it has a version of its own there, and names it."""
-    sender, receiver = start(), join(timeout_s=1.5)
+    sender, receiver = start(epoch=1), join(timeout_s=1.5)
     sender.send(0, weights(0))
     sender.wait()
     assert_holds(receiver, 0)
     sender.close()
-    honest = queue.versions.newest
+    honest, layout = queue.versions.newest, manifest_of(weights(0))
     other = make_publisher(tmp_path / "store", key=b"of somebody").publish(1, Model().weights, needed=1)
     assert honest is not None
     changed = {
         "version": Announced(7, honest.folder, honest.sha256),
         "folder": Announced(1, other.folder, honest.sha256),
         "sha256": other,
+        "epoch": make_publisher(tmp_path / "store", layout=layout).publish(1, Model(layout).weights, needed=1),
     }[what]
     queue.versions.announce(changed)
     await_true(lambda: receiver.following().unread == changed.folder, "it is refused")
     problem = receiver.following().problem
     assert changed.folder in problem and receiver.following().held == 0
-    rule = {"version": "announced was 7", "folder": "announced was", "sha256": "was not written by this run"}[what]
-    assert rule in problem
+    rule = {"version": "announced was 7", "folder": "announced was", "sha256": "was not written by this run"}
+    assert rule.get(what, "start 0 of the learner ranks, which start 1 has superseded") in problem
     with pytest.raises(RunError, match=f"version {changed.version} cannot be read within"):
         next_staged(receiver)
 

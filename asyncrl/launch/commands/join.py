@@ -27,8 +27,9 @@ from asyncrl.launch.console import EXIT_DONE, EXIT_INTERRUPTED, Interrupts
 from asyncrl.launch.invitations import GuestKey, read_key
 from asyncrl.launch.local import LocalLauncher
 from asyncrl.launch.log_tail import LogTail
+from asyncrl.launch.packages import package_versions
 from asyncrl.launch.placer import LOCAL_RUNS
-from asyncrl.launch.reception import model_facts, package_facts
+from asyncrl.launch.reception import model_facts
 from asyncrl.launch.resources.placement import RoleResources, find_room
 from asyncrl.launch.role_group import RestartHistory, RoleGroup
 from asyncrl.launch.worker import EXIT_SILENT_PEER, RoleSpec
@@ -120,7 +121,7 @@ class Head:
         """Returns the answer to the first hello; None if interrupted. Raises as `hello`, and PeerTimeoutError."""
         deadline_s, told = time.monotonic() + patience_s, False
         while not should_stop():
-            if (welcome := self.hello(package_facts())) is not None:
+            if (welcome := self.hello(package_versions())) is not None:
                 return welcome
             problem = f"{self.address} does not answer: the run is not up, or it does not admit this key"
             if time.monotonic() > deadline_s:
@@ -165,7 +166,7 @@ class Stay:
         """True if all steps of the run are trained."""
         self._head, self._welcome, self._say = head, welcome, say
         config = _config_here(welcome, model)
-        self._facts = package_facts() | model_facts(config.model.path)
+        self._facts = package_versions() | model_facts(config.model.path)
         head.hello(self._facts)  # raises ConfigError if the model is another one
         count = min(generators or welcome.generators, welcome.generators)
         if generators is not None and generators > count:

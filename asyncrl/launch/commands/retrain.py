@@ -20,7 +20,8 @@ from asyncrl.launch.console import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, Int
 from asyncrl.launch.endpoints import run_endpoints
 from asyncrl.launch.local import LocalLauncher, find_launcher
 from asyncrl.launch.preflight import check_model
-from asyncrl.launch.resources.placement import place_roles
+from asyncrl.launch.resources.placement import RoleResources, place_roles
+from asyncrl.launch.role_group import with_peer_gpus
 from asyncrl.launch.run_dir import changes, refuse_changes
 from asyncrl.launch.worker import EXIT_CONFIG, RoleSpec
 from asyncrl.observe.document import OF_STEP, read_metrics
@@ -230,6 +231,7 @@ def start(
     """Starts the learner and critic ranks on the cores and GPUs that they had in the run."""
     file = str(samples.resolve()) if samples else ""
     placement = place_roles(config, reward_model=uses_reward_model(config))
+    members: list[tuple[RoleSpec, RoleResources]] = []
     for role in ("learner", "critic"):
         for index, own in enumerate(placement.of(role)):
             spec = RoleSpec(
@@ -243,7 +245,9 @@ def start(
                 offline_step=step,
                 offline_samples=file,
             )
-            launcher.start(spec, own)
+            members.append((spec, own))
+    for spec, own in with_peer_gpus(members):
+        launcher.start(spec, own)
 
 
 def watch(launcher: LocalLauncher, config: Config, out: Path, interrupts: Interrupts) -> None:

@@ -19,9 +19,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
+from asyncrl.launch.packages import other_packages
 from asyncrl.launch.ray.cluster import POLL_S, PoolGroup, alive_nodes, free_resources, reserve
-from asyncrl.launch.ray.pool_actor import NodeFacts, PoolActor, differences, passed_environment
+from asyncrl.launch.ray.pool_actor import NodeFacts, PoolActor, passed_environment
 from asyncrl.launch.resources.hosts import Host
+from asyncrl.launch.resources.network import resolve_host
+from asyncrl.wire.curve_keys import is_loopback
 
 log = structlog.get_logger()
 
@@ -119,6 +122,12 @@ class RayHosts:
     """The hosts of a run. `tick` is called about every second, by one thread at a time."""
 
     def __init__(self, config: Config) -> None:
+        named, own = config.launch.host, resolve_host(config.launch.host)
+        self._own_node = ray.util.get_node_ip_address()
+        self.own_address = self._own_node if is_loopback(own) else own
+        """The address at which the other hosts reach the launcher's machine."""
+        self._network = "" if own == named or is_loopback(own) else named
+        """The interface or network of `launch.address`, on which each node has an address of its own."""
         self.all: list[RayHost] = []
         """Every host that there was; those that are lost stay in it."""
         self._groups: list[PoolGroup] = []
@@ -133,7 +142,6 @@ class RayHosts:
         """Lies beside the run folder, for actors to look whether they share it."""
         self._token_file.parent.mkdir(parents=True, exist_ok=True)
         self._token_file.write_text(self._token)
-        self._own_address = ray.util.get_node_ip_address()
 
     @property
     def here(self) -> list[RayHost]:
@@ -143,12 +151,6 @@ class RayHosts:
     def find(self, name: str) -> RayHost:
         """Returns the host of this name, lost or not."""
         return next(one for one in self.all if one.host.name == name)
-
-    @property
-    def own_address(self) -> str:
-        """The address at which the other hosts reach the launcher's machine."""
-        own = self._config.launch.host
-        return self._own_address if own.startswith("127.") else own
 
     def add(self, group: PoolGroup) -> None:
         """Adds the bundles of a pool. Without pools, every node of the cluster is a place for an actor."""
@@ -253,7 +255,7 @@ class RayHosts:
             )
             .remote(str(Path.cwd()), passed_environment())
         )
-        facts = actor.describe.remote(str(self._token_file), self._token)
+        facts = actor.describe.remote(str(self._token_file), self._token, self._network)
         return _Starting(place, actor, facts, int(cpus))
 
     def _join(self, one: _Starting, now_s: float) -> str:
@@ -263,10 +265,13 @@ class RayHosts:
             facts: NodeFacts = ray.get(one.facts)
         except RayError as error:
             return f"no actor could start on node {node}: {_first_line(error)}"
-        if others := differences(facts.versions):
+        problem = facts.problem
+        if others := other_packages({f"{facts.hostname} (node {node})": facts.versions}):
+            problem = f"other packages than the launcher has: {others}"
+        if problem:
             ray.kill(one.actor)
-            return f"{facts.hostname} (node {node}) has other packages than the launcher: {others}"
-        address = self.own_address if facts.address == self._own_address else facts.address
+            return problem
+        address = self.own_address if facts.address == self._own_node else facts.address
         pool = one.place.group.pool if one.place.group else ""
         cpus = facts.cpus if facts.gpus else self._deal(facts, one.cpus)
         host = Host(self._name(facts.hostname), cpus, facts.gpus, address, pool, facts.shares_run_dir)

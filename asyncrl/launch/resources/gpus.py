@@ -19,6 +19,10 @@ LEAST_DRIVERS = {"12": 525, "13": 580}
 """Oldest supported major version of the driver, by major version of the CUDA runtime."""
 
 
+MIG = "MIG-"
+"""Begins the name of a MIG instance."""
+
+
 @dataclass(frozen=True, slots=True)
 class Gpu:
     """A GPU that is visible to this process in CUDA."""
@@ -70,11 +74,11 @@ def torch_is_cpu_build() -> bool:
 def _named(variable: str, listed: list[_Listed] | None) -> list[Gpu]:
     gpus: list[Gpu] = []
     for name in (part.strip() for part in variable.split(",")):
-        if not (name.isdecimal() or name.startswith(("GPU-", "MIG-"))):
+        if not (name.isdecimal() or name.startswith(("GPU-", MIG))):
             break
         if any(gpu.name == name for gpu in gpus):
             raise ConfigError(f"CUDA_VISIBLE_DEVICES={variable}: names {name} twice, so CUDA shows no GPU at all")
-        if listed is None or name.startswith("MIG-"):
+        if listed is None or name.startswith(MIG):
             gpus.append(Gpu(name))
             continue
         found = [line for line in listed if (line.index == name or line.uuid.startswith(name))]

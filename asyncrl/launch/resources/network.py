@@ -2,27 +2,90 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import random
 import socket
+from ipaddress import IPv4Address, IPv4Network
 
 import psutil
 
+from asyncrl.config.addresses import parse_host
 from asyncrl.errors import ConfigError
 from asyncrl.wire.endpoints import LOOPBACK
 
 OWN_PORTS = range(20000, 32000)
 """Range to search for free ports, below the ports that Linux assigns to outgoing connections (32768 and up)."""
 
+ANY_PORT = 9
+
+
+def resolve_host(host: str, *, machine: str = "this machine") -> str:
+    """Returns the IPv4 address that the host of `launch.address` names on this machine, which errors call `machine`:
+    the only address of an interface or in a network; an address is returned as it is. Raises ConfigError."""
+    key = f"launch.address = {host!r}"
+    try:
+        named = parse_host(host)
+    except ValueError as error:
+        raise ConfigError(f"{key}: {error}") from None
+    if isinstance(named, IPv4Address):
+        return host
+    own = _own_addresses()
+    if isinstance(named, IPv4Network):
+        fitting = {address: name for address, name in own.items() if IPv4Address(address) in named}
+        lack = f"{machine} has no address in this network"
+    else:
+        fitting = {address: name for address, name in own.items() if name.partition(":")[0] == named}
+        exists = named in (name for _, name in socket.if_nameindex())
+        lack = f"{machine} has no {'IPv4 address on this interface' if exists else 'interface of this name'}"
+    if not fitting:
+        raise ConfigError(
+            f"{key}: {lack}; it has {_listed(own)}; name an interface or a network (10.0.0.0/8) that every machine of "
+            "the run has"
+        )
+    if len(fitting) > 1:
+        raise ConfigError(
+            f"{key}: {machine} has {len(fitting)} addresses there, {_listed(fitting)}; name a network that has only "
+            "one of them"
+        )
+    return next(iter(fitting))
+
+
+def address_beside(head: str, *, machine: str) -> str:
+    """Returns the IPv4 address at which the other hosts of a run reach this machine, given the host of the launcher's
+    `launch.address`: if that is an address, the own one on the interface that leads there. Raises ConfigError."""
+    if (address := resolve_host(head, machine=machine)) != head:
+        return address
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        try:
+            sock.connect((head, ANY_PORT))  # sends nothing
+        except OSError as error:
+            raise ConfigError(
+                f"launch.address = {head!r}: {machine} has no way there ({error.strerror}); it has "
+                f"{_listed(_own_addresses())}; name a network that all machines of the run are in"
+            ) from None
+        return sock.getsockname()[0]
+
+
+def _own_addresses() -> dict[str, str]:
+    """The interface of each IPv4 address of this machine; that of one with a label of its own is `eth0:label`."""
+    return {
+        one.address: name
+        for name, addresses in psutil.net_if_addrs().items()
+        for one in addresses
+        if one.family is socket.AF_INET
+    }
+
+
+def _listed(own: dict[str, str]) -> str:
+    return ", ".join(f"{name} ({address})" for address, name in own.items()) or "none with an IPv4 address"
+
 
 def network_environment(host: str) -> dict[str, str]:
     """Returns the variables that make gloo and NCCL listen only on the network interface with this address, instead of
     the interface of the machine's host name. Variables that the user's environment sets are left out. Raises
     ConfigError if no interface has the address."""
-    address = LOOPBACK if ipaddress.IPv4Address(host).is_loopback else host
-    found = (name for name, own in psutil.net_if_addrs().items() if any(one.address == address for one in own))
-    interface = next(found, None)
+    address = LOOPBACK if IPv4Address(host).is_loopback else host
+    interface = _own_addresses().get(address)
     # With the equals sign, NCCL uses this interface only, not all interfaces with this prefix.
     wanted = {"GLOO_SOCKET_IFNAME": f"{interface}", "NCCL_SOCKET_IFNAME": f"={interface}"}
     left = {name: value for name, value in wanted.items() if not os.environ.get(name)}
@@ -34,18 +97,17 @@ def network_environment(host: str) -> dict[str, str]:
     return left
 
 
-def check_host(host: str) -> None:
-    """Raises ConfigError unless `host` is an IPv4 address of this machine to which other processes can connect."""
+def listening_address(host: str) -> str:
+    """Returns the IPv4 address that the host of `launch.address` names on this machine. Raises ConfigError unless other
+    processes can connect to it."""
+    address = resolve_host(host)
     key = f"launch.address = {host!r}"
-    try:
-        address = ipaddress.IPv4Address(host)
-    except ValueError:
-        raise ConfigError(f"{key}: not an IPv4 address; `hostname -I` lists those of this machine") from None
-    if address.is_unspecified:
+    if IPv4Address(address).is_unspecified:
         raise ConfigError(f"{key}: means every address of this machine; name the address that the others can reach")
-    if error := _taken(host, 0):
-        raise ConfigError(f"{key}: cannot be listened on ({error}); `hostname -I` lists the addresses of this machine")
-    network_environment(host)
+    if error := _taken(address, 0):
+        raise ConfigError(f"{key}: cannot be listened on ({error}); this machine has {_listed(_own_addresses())}")
+    network_environment(address)
+    return address
 
 
 def find_port(port: int = 0, *, host: str = LOOPBACK) -> int:

@@ -19,7 +19,9 @@ class RoleResources:
     cpus: tuple[int, ...]
     threads: int
     gpus: tuple[str, ...] = ()
-    """Entries of CUDA_VISIBLE_DEVICES, with the names in this process's environment."""
+    """Its GPUs: entries of CUDA_VISIBLE_DEVICES, with the names in this process's environment."""
+    visible_gpus: tuple[str, ...] = ()
+    """The GPUs that it sees, among them its own; empty for its own alone."""
     helper_cpus: tuple[int, ...] = ()
     """Cores of the role's helper processes; empty for the cores of the role itself."""
     gpu_memory_utilization: float | None = None
@@ -38,7 +40,9 @@ class RoleResources:
         names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
         environment: dict[str, str] = dict.fromkeys(names, threads)
         environment["ASYNCRL_HELPER_CPUS"] = ",".join(map(str, self.helper_cpus or self.cpus))
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus)
+        visible = self.visible_gpus or self.gpus
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
+        environment["LOCAL_RANK"] = str(visible.index(self.gpus[0])) if self.gpus else "0"
         if self.gpu_memory_utilization is not None:
             environment[GPU_FRACTION] = f"{self.gpu_memory_utilization:.4f}"
         if not self.gpus:
@@ -168,8 +172,25 @@ def _on_gpus(host: Host, members: Sequence[Member]) -> dict[Member, RoleResource
 
 
 def find_room(config: Config, role: str, hosts: Sequence[Host], taken: Sequence[RoleResources]) -> RoleResources | None:
-    """Returns resources for one more process of the role, on the least loaded host of its pool, where other processes
-    have `taken` theirs. None if there is no host, or no GPU is free."""
+    """Returns resources for one more process of the role, on the least loaded host of its pool that shares the run
+    folder if the role needs it, where other processes have `taken` theirs. None if there is no host, or no GPU is
+    free."""
+    anywhere = not run_dir_use(config, role)
+    return _least_loaded(config, role, [host for host in hosts if anywhere or host.shares_run_dir], taken)
+
+
+def why_no_room(config: Config, role: str, hosts: Sequence[Host], taken: Sequence[RoleResources]) -> str:
+    """Returns why `find_room` does not take the hosts that have room: they do not share the run folder. Empty if none
+    has room."""
+    apart = [host.name for host in hosts if not host.shares_run_dir and _least_loaded(config, role, [host], taken)]
+    if not apart or not run_dir_use(config, role):
+        return ""
+    return f"{', '.join(apart)} would have room, but {_apart(config, role)}, or add a host that shares it"
+
+
+def _least_loaded(
+    config: Config, role: str, hosts: Sequence[Host], taken: Sequence[RoleResources]
+) -> RoleResources | None:
     pool = config.placement.pool_of(role)
     rooms: list[tuple[float, RoleResources]] = []
     for host in hosts:
@@ -205,17 +226,34 @@ def refuse_joiner(config: Config, running: Placement, wanted: Placement, index: 
     return ""
 
 
+def run_dir_use(config: Config, role: str) -> str:
+    """Returns what processes of the role do with the run folder, which their hosts must share for it; empty if they do
+    not need it."""
+    if role in ("learner", "critic"):
+        return "to which learner and critic ranks write checkpoints"
+    if role == "generator" and config.weights.transport == "files" and config.weights.url is None:
+        return "from which generators read the weights, unless weights.url names another one"
+    return ""
+
+
 def check_run_dir(config: Config, placement: Placement, hosts: Sequence[Host]) -> None:
-    """Raises ConfigError if learner or critic ranks, which write checkpoints, are on hosts that do not share the run
-    folder."""
+    """Raises ConfigError if roles that need the run folder are on hosts that do not share it."""
     apart = {host.name for host in hosts if not host.shares_run_dir}
-    wrong = sorted({resources.host for resources in (*placement.learners, *placement.critics)} & apart)
-    if wrong:
-        raise ConfigError(
-            f"runs_dir = {config.runs_dir!r}: {', '.join(wrong)} does not share the run folder "
-            f"{config.run_dir.absolute()}, to which learner and critic ranks write checkpoints; set runs_dir to a "
-            "folder of all their hosts, or place these roles elsewhere (placement.roles)"
-        )
+    for role in ("learner", "critic", "generator"):
+        wrong = sorted({resources.host for resources in placement.of(role)} & apart)
+        if wrong and run_dir_use(config, role):
+            raise ConfigError(
+                f"runs_dir = {config.runs_dir!r}: {', '.join(wrong)} {_apart(config, role)}, or place these roles "
+                "elsewhere (placement.roles)"
+            )
+
+
+def _apart(config: Config, role: str) -> str:
+    """What is wrong with hosts that do not share the run folder, and the way out."""
+    return (
+        f"does not share the run folder {config.run_dir.absolute()}, {run_dir_use(config, role)}; set runs_dir to a "
+        "folder of all their hosts"
+    )
 
 
 def check_transport(config: Config, placement: Placement) -> None:

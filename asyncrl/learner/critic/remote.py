@@ -1,7 +1,8 @@
 """A critic in separate processes: learner ranks send packed rows and returns, and it replies with values and metrics.
 
 Learner rank r connects to critic rank r modulo the number of critic ranks. A critic rank handles a kind of message only
-when all of its learner ranks have sent it, since the learner ranks act together.
+when all of its learner ranks have sent it, since the learner ranks act together. What a lost connection takes with it
+is sent again, and done once.
 """
 
 from __future__ import annotations
@@ -27,13 +28,16 @@ from asyncrl.util.memory import peak_memory_bytes
 from asyncrl.wire.bounds import Body
 from asyncrl.wire.directory import announce, located
 from asyncrl.wire.endpoints import Endpoints
-from asyncrl.wire.frames import Message
+from asyncrl.wire.frames import Array, Message
 from asyncrl.wire.kinds import KINDS
 from asyncrl.wire.rpc import Connection, Reply, Server
 from asyncrl.wire.service_messages import Error, Leave, Ok, Restore, Save, Train, Trained, Value, Values
 
 log = structlog.get_logger()
 
+RESEND_S = 10.0
+"""A request without an answer is sent again after this time, beside those of a lost connection: rows are large, and the
+critic takes its time."""
 TICK_S = 0.2
 """Interval at which a critic checks whether it should stop."""
 
@@ -53,9 +57,10 @@ class RemoteCritic:
         self.parts = tuple(critic_part(number) for number in range(config.critic.ranks))
         start_s = config.launch.start_timeout_s
         address = located(endpoints, endpoints.critics[critic], timeout_s=start_s, own_epoch=True)
-        self._connection = Connection(endpoints, address, f"critic rank {critic}")
+        self._connection = Connection(endpoints, address, f"critic rank {critic}", resend_s=RESEND_S)
         self._step = 0
         self._training, self._training_seq = Train(rank, 0), 0
+        self._returns: list[Array] = []
 
     def values(self, batch: Batch, step: int) -> Tensor:
         self._step = step
@@ -71,11 +76,12 @@ class RemoteCritic:
 
     def train(self, returns: Tensor) -> None:
         self._training = Train(self.rank, self._step)
-        self._training_seq = self._connection.send(self._training, [returns.numpy()])
+        self._returns = [returns.numpy()]
+        self._training_seq = self._connection.send(self._training, self._returns)
 
     def finish(self) -> dict[str, float]:
-        answer = self._connection.await_answer(self._training, self._training_seq, timeout_s=self.timeout_s)
-        return answer.body.metrics
+        body, seq = self._training, self._training_seq
+        return self._connection.await_answer(body, seq, self._returns, timeout_s=self.timeout_s).body.metrics
 
     def save(self, folder: Path) -> None:
         """Makes the critic write its model as the run's result. `folder` is unused: the critic knows the path."""
@@ -101,7 +107,8 @@ class RemoteCritic:
 
 class CriticServer:
     """One critic rank. It answers its learner ranks in rounds of one request from each. A learner rank is bound to the
-    first connection that sends a request in its name.
+    first connection that sends a request in its name. A request that is sent again after its round gets the same answer
+    again.
 
     waits for                        woken by                    deadline
     a request of each learner rank   a message (ZeroMQ)          none here: learner ranks are watched by the launcher
@@ -128,6 +135,8 @@ class CriticServer:
         """The connection of each learner rank."""
         self._received: dict[int, Message] = {}
         """Requests of the current round, by learner rank."""
+        self._answered: dict[int, tuple[int, Reply]] = {}
+        """The number of each learner rank's last request that was answered, and the answer."""
         self._step = 0
         """Step of the values that were sent last."""
         self._spans: dict[int, list[slice]] = {}
@@ -173,15 +182,20 @@ class CriticServer:
 
     def _answer(self, received: dict[int, Message], replies: dict[int, Reply]) -> None:
         for rank, message in received.items():
+            self._answered[rank] = message.seq, replies[rank]
             self._server.send(message.peer, message.seq, replies[rank])
 
-    def _collect(self, message: Message) -> None:
-        """Adds a request to the round. Raises ProtocolError unless it is valid for this critic rank."""
+    def _collect(self, message: Message) -> Reply | None:
+        """Adds a request to the round; returns the answer of one that has been answered. Raises ProtocolError unless it
+        is valid for this critic rank."""
         kind, body, peer = message.kind, message.body, message.peer
         if body.rank not in self.learners:
             raise ProtocolError(f"{kind!r} of learner rank {body.rank}, this critic serves {self.learners}")
         if self._peers.get(body.rank, peer) != peer:
             raise ProtocolError(f"{kind!r} of learner rank {body.rank} came from another connection than its own")
+        answered, reply = self._answered.get(body.rank, (0, None))
+        if 0 < message.seq <= answered:
+            return reply if message.seq == answered else None
         if isinstance(body, Value):
             config = self.critic.config
             vocabulary = self.critic.model.model.config.get_text_config().vocab_size
@@ -193,6 +207,7 @@ class CriticServer:
             check_returns(message, step=self._step, tokens=sum(span.stop - span.start for span in spans))
         self._peers[body.rank] = peer
         self._received[body.rank] = message
+        return None
 
     def _value(self, messages: dict[int, Message]) -> dict[int, Reply]:
         rows = {rank: unpack_rows(message) for rank, message in messages.items()}

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 
 from msgspec.structs import replace
 
 from asyncrl.replay.metrics.stats import GeneratorState
-from asyncrl.types import GOODPUT_FACTORS
+from asyncrl.types import FIRST_GUEST, GOODPUT_FACTORS
 from asyncrl.util.durable import Durable
 
 ENGINE_PHASES, LOOP_PHASES = ("engine", "requests"), ("rewards", "messages")
@@ -60,7 +60,8 @@ class GoodputSums(Durable):
     """The sums over a run that its goodput is made of. Tokens are action tokens."""
 
     offered_s: float = 0.0
-    """Seconds in which generators could work, up to the last step: those of each step times the wanted generators."""
+    """Seconds in which the run's own generators could work, up to the last step: those of each step times the wanted
+    generators."""
     finished: int = 0
     """Tokens of groups that arrived. The next two are those of groups with signal."""
     finished_signal: int = 0
@@ -75,14 +76,17 @@ class GoodputSums(Durable):
         """The sums after another step with these seconds and tokens."""
         return replace(self, offered_s=self.offered_s + offered_s, trained_signal=self.trained_signal + trained_signal)
 
-    def metrics(self, generators: Collection[GeneratorState], *, slots: int) -> dict[str, float]:
+    def metrics(self, generators: Mapping[int, GeneratorState], *, slots: int) -> dict[str, float]:
         """`goodput/NAME` with the rate of a bare engine; empty while there is no goodput. `slots` are the sequences
-        that run at once in an engine."""
+        that run at once in an engine. A guest is not wanted, but comes: it could work in all the time that it was up.
+        """
+        every = generators.values()
+        guests = (g for index, g in generators.items() if index >= FIRST_GUEST)
         known = {
-            "bare_tokens_per_s": mean_bare_tokens_per_s(generators, slots=slots),
-            "offered_s": self.offered_s,
-            "busy_s": sum(g.busy_s for g in generators),
-            "generated": sum(g.tokens for g in generators),
+            "bare_tokens_per_s": mean_bare_tokens_per_s(every, slots=slots),
+            "offered_s": self.offered_s + sum(sum(g.seconds.values()) for g in guests),
+            "busy_s": sum(g.busy_s for g in every),
+            "generated": sum(g.tokens for g in every),
             "finished": self.finished,
         }
         if not min(known.values()) > 0:
@@ -93,18 +97,20 @@ class GoodputSums(Durable):
 
 
 def mean_bare_tokens_per_s(generators: Iterable[GeneratorState], *, slots: int) -> float:
-    """Mean of `bare_tokens_per_s` over the generators that know their costs; 0 if none does."""
-    known = [
+    """Mean of `bare_tokens_per_s` over the time of the generators that know their costs; 0 if none does."""
+    known = [g for g in generators if len(g.costs) >= 3 and g.tokens and g.samples]
+    rates = [
         bare_tokens_per_s(
             *g.costs[:3],
             slots=slots,
             mean_tokens=g.tokens / g.samples,
             bare_fraction=bare_fraction({name: getattr(g, f"{name}_s") for name in (*ENGINE_PHASES, *LOOP_PHASES)}),
         )
-        for g in generators
-        if len(g.costs) >= 3 and g.tokens and g.samples
+        for g in known
     ]
-    return sum(known) / len(known) if known else 0.0
+    seconds = [sum(g.seconds.values()) for g in known]
+    total_s = sum(seconds)
+    return sum(rate * own_s for rate, own_s in zip(rates, seconds, strict=True)) / total_s if total_s else 0.0
 
 
 def bare_tokens_per_s(

@@ -137,7 +137,7 @@ class RunMetrics(RunSums, kw_only=True):
         own |= {f"{role}/peak_memory_bytes": float(peak) for role, peak in peaks_bytes(self.reported).items()}
         settings, goodput = self.config.generator, self._goodput_after(groups, now_s, generators)
         slots = settings.max_running_groups * settings.group_size
-        own |= goodput.metrics(self.generators.values(), slots=slots)
+        own |= goodput.metrics(self.generators, slots=slots)
         if self.config.environment.name is not None:
             own |= episode_states(self.generators.values())
         return scored | self._costs() | generator_metrics(self.generators.values()) | own

@@ -105,6 +105,8 @@ class Manifest(Part, frozen=True):
     """The manifest of a version."""
 
     stamp: Stamp
+    epoch: Count
+    """Number of earlier starts of the learner ranks that wrote it, in the launch whose key signs it."""
     layout: str
     """Names, shapes and dtypes (`WeightManifest.to_json`)."""
     sums: list[_Xxh3]

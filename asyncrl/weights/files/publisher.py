@@ -36,13 +36,14 @@ class Publisher:
         key: bytes,
         full_every: int,
         keep: int,
+        epoch: int = 0,
         keeps: Callable[[int], bool] = lambda version: False,
         shard_bytes: int = SHARD_BYTES,
         others: OtherRanks | None = None,
     ) -> None:
-        """`key` signs manifests. Every `full_every`-th version can be read from nothing, and all are if no tensor has
-        16-bit numbers. At least `keep` versions stay; one for which `keeps` is true is on the way of every reader
-        (`oldest_read`). `others` write shares, too."""
+        """`key` signs manifests, and `epoch` says of which start of the learner ranks they are. Every `full_every`-th
+        version can be read from nothing, and all are if no tensor has 16-bit numbers. At least `keep` versions stay;
+        one for which `keeps` is true is on the way of every reader (`oldest_read`). `others` write shares, too."""
         self.writer = ShareWriter(
             folder, shares_of(layout, 1 + (others.count if others else 0))[0], shard_bytes=shard_bytes
         )
@@ -56,6 +57,7 @@ class Publisher:
         self._key = key
         self._full_every = full_every
         self._keep, self._keeps = keep, keeps
+        self._epoch = epoch
         self._others = others
         self._has_deltas = full_every > 1 and any(
             entry.dtype.is_floating_point and entry.dtype.itemsize == 2 for entry in layout.entries
@@ -87,7 +89,7 @@ class Publisher:
             ways.append(Way(None, [file for one in written for file in one.full]))
         sums = [one for share in written for one in share.sums]
         stamp = Stamp(version, digest_of(sums))
-        manifest = Manifest(stamp, self._layout_json, sums, ways, self._history)
+        manifest = Manifest(stamp, self._epoch, self._layout_json, sums, ways, self._history)
         stored = self._folder.write(f"{folder}/{MANIFEST}", [manifest.signed(self._key)])
         self._history = [*self._history, Earlier(folder, stored.sha256, stamp, edges_of(ways))]
         self._since_full = 0 if is_full else self._since_full + 1

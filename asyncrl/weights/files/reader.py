@@ -56,6 +56,8 @@ class Reader:
         """The last manifest that was read, and its sha256."""
         self._layout_json = layout.to_json()
         self._key = key
+        self._epoch = 0
+        """The latest start of the learner ranks of which it has read a manifest."""
         self._weights = weights
         self._weights[:] = 0  # the gaps between tensors, too, are part of the sums
 
@@ -103,7 +105,8 @@ class Reader:
         return [*target.earlier, own]
 
     def _manifest_of(self, announced: Announced) -> Manifest:
-        """The manifest of an announced version; a second look if the first one fails."""
+        """The manifest of an announced version; a second look if the first one fails. Raises BadFileError for one of
+        learner ranks that have been replaced, whose process is still alive."""
         try:
             manifest = self._manifest(announced.folder, announced.sha256)
         except BadFileError:
@@ -113,6 +116,12 @@ class Reader:
                 f"{self.folder.at(announced.folder)}: has version {manifest.stamp.version}, announced was "
                 f"{announced.version}"
             )
+        if manifest.epoch < self._epoch:
+            raise BadFileError(
+                f"{self.folder.at(announced.folder)}: was written by start {manifest.epoch} of the learner ranks, "
+                f"which start {self._epoch} has superseded"
+            )
+        self._epoch = manifest.epoch
         return manifest
 
     def _manifest(self, folder: str, sha256: str) -> Manifest:

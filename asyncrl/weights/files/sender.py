@@ -74,13 +74,14 @@ class FileSender(ShareSender):
         *,
         run_id: str,
         timeout_s: float,
+        epoch: int = 0,
         device: str = "cpu",
         keeps: Callable[[int], bool] = lambda version: False,
         others: OtherRanks | None = None,
     ) -> None:
-        """`manifest` describes the weights of every `send`. A version that cannot be written within `timeout_s` is an
-        error. One for which `keeps` is true stays until all live generators have fetched it or a later one. `others`
-        write shares of each version, too."""
+        """`manifest` describes the weights of every `send`, `epoch` is that of the learner's endpoints. A version that
+        cannot be written within `timeout_s` is an error. One for which `keeps` is true stays until all live generators
+        have fetched it or a later one. `others` write shares of each version, too."""
         self._folder = Folder(options.url, check=self._raise_if_stopping)
         self._publisher = Publisher(
             self._folder,
@@ -88,6 +89,7 @@ class FileSender(ShareSender):
             key=manifest_key(run_id),
             full_every=options.full_every,
             keep=options.keep,
+            epoch=epoch,
             keeps=keeps,
             others=others,
         )
