@@ -49,7 +49,7 @@ class Placer:
         """Returns the spec of a role with these resources on one of these hosts."""
         address, run_dir, config = self._own.endpoints.host, self._own.run_dir, ""
         if resources.host:
-            # One that is lost by now has no address: `has_hosts` places the role anew before it starts.
+            # One that is lost by now has no address: before the role starts, `has_hosts` looks again.
             host = next((host for host in hosts if host.name == resources.host), Host(resources.host, ()))
             address = host.address
             if not host.shares_run_dir:
@@ -68,16 +68,16 @@ class Placer:
         hosts = self._launcher.hosts()
         names = {host.name for host in hosts}
         for place, (spec, resources) in enumerate(group.members):
-            if resources.host in names:
-                continue
-            taken = [own for other in groups for _, own in other.members if own.host in names]
-            room = find_room(self._config, spec.role, hosts, taken)
+            room = resources if resources.host in names else None
             if room is None:
-                why = why_no_room(self._config, spec.role, hosts, taken)
-                self._wait_for_room(group, f"{spec.name}, whose host {resources.host} is lost", why, now_s)
-                return False
+                taken = [own for other in groups for _, own in other.members if own.host in names]
+                room = find_room(self._config, spec.role, hosts, taken)
+                if room is None:
+                    why = why_no_room(self._config, spec.role, hosts, taken)
+                    self._wait_for_room(group, f"{spec.name}, whose host {resources.host} is lost", why, now_s)
+                    return False
+                self._say(f"{spec.name} moves from {resources.host} to {room.host or 'the host of the launcher'}")
             group.members[place] = self.spec(spec, room, hosts), room
-            self._say(f"{spec.name} moves from {resources.host} to {room.host or 'the host of the launcher'}")
         group.homeless_since_s = None
         return True
 

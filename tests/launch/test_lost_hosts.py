@@ -149,14 +149,28 @@ def test_a_role_that_moves_to_the_launchers_host_gets_its_address_and_the_run_fo
 def test_hosts_are_asked_for_once_for_all_roles_that_are_placed(launcher: FakeHosts, tmp_path: Path) -> None:
     placement = place_roles(CONFIG, hosts=launcher.hosts())
     spec = RoleSpec("", 0, str(tmp_path), loopback_endpoints(1), (), 8)
-    launcher.asked, launcher.lost = 0, {"n2"}  # since the roles were placed
+    launcher.asked = 0
     supervisor = Supervisor(CONFIG, placement, spec, launcher, FakeQueue(), say=lambda _: None)  # type: ignore[arg-type]
     assert launcher.asked == 1
     supervisor.tick(0.0)
-    assert launcher.last("generator-1").spec.host == "n1"
     launcher.asked = 0
     supervisor._join([2, 3], 4)
     assert launcher.asked == 1
+
+
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_a_host_that_is_lost_while_the_run_starts_does_not_end_it(
+    launcher: FakeHosts, tmp_path: Path, comes_back: bool
+) -> None:
+    placement = place_roles(CONFIG, hosts=launcher.hosts())
+    spec = RoleSpec("", 0, str(tmp_path), loopback_endpoints(1), (), 8)
+    launcher.lost = {"n2"}
+    supervisor = Supervisor(CONFIG, placement, spec, launcher, FakeQueue(), say=lambda _: None)  # type: ignore[arg-type]
+    if comes_back:
+        launcher.lost.clear()
+    supervisor.tick(0.0)
+    started = launcher.last("generator-1").spec
+    assert (started.host, started.endpoints.host) == (("n2", "10.0.0.2") if comes_back else ("n1", "10.0.0.1"))
 
 
 def test_the_next_start_of_the_learner_has_another_epoch(launcher: FakeHosts, tmp_path: Path) -> None:

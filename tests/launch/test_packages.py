@@ -66,7 +66,7 @@ def test_launchers_and_guests_compare_the_same(
     )
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.chdir(tmp_path)
-    assert asyncio.run(PoolActor(str(tmp_path), {}).describe(str(tmp_path / "token"), "")).versions == own
+    assert asyncio.run(PoolActor(str(tmp_path), {}).describe(str(tmp_path / "token"), "", "")).versions == own
     endpoints = replace(loopback_endpoints(1), keys="of the run")
     monkeypatch.setattr(reception, "model_facts", lambda _: {"model": "ab"})
     found = reception.reception_of(small_config(), tmp_path, endpoints, prompt_tokens=1, greedy_baseline=False)

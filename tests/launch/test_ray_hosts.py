@@ -12,8 +12,9 @@ import pytest
 
 from asyncrl.errors import ConfigError
 from asyncrl.launch.launcher import HOST_LOST
+from asyncrl.launch.packages import package_versions
 from asyncrl.launch.ray.launcher import RayRole
-from asyncrl.launch.ray.pool_actor import NodeFacts, versions
+from asyncrl.launch.ray.pool_actor import NodeFacts
 from asyncrl.launch.resources.hosts import Host
 from asyncrl.launch.resources.placement import RoleResources
 from asyncrl.launch.worker import RoleSpec
@@ -195,11 +196,13 @@ def test_nodes_are_asked_for_their_addresses_on_the_network_of_the_run(
     for address in (own if network else "10.0.0.1", there):
         one = hosts._start(module.Place("ab" * 28))
         assert actor.calls[-1][1][2] == network
-        one.facts.give(NodeFacts("node", "n", address, (0,), (), versions(), True))
+        one.facts.give(NodeFacts("node", "n", address, (0,), (), package_versions(), True))
         assert hosts._join(one, 0.0) == ""
     assert [one.host.address for one in hosts.all] == [own, there]
     one = hosts._start(module.Place("cd" * 28))
-    one.facts.give(NodeFacts("node", "n3", "", (0,), (), versions(), True, "launch.address = 'ib0': n3 has none"))
+    one.facts.give(
+        NodeFacts("node", "n3", "", (0,), (), package_versions(), True, "launch.address = 'ib0': n3 has none")
+    )
     assert hosts._join(one, 0.0) == "launch.address = 'ib0': n3 has none"
     assert len(hosts.all) == 2 and actor.count("killed") == 1
     with pytest.raises(ConfigError, match=r"launch.address = 'none0': this machine has no interface of this name"):
