@@ -94,7 +94,7 @@ def test_every_way_to_mutate_changes_what_is_sent() -> None:
 
 
 def test_every_reason_to_refuse_a_message_is_reached() -> None:
-    mutator, reasons = Mutator(3), Counter[str]()
+    mutator, reasons = Mutator(5), Counter[str]()
     pool = [*SOUND.values(), *[SOUND["finish"]] * 16]
     for _ in range(60_000):
         frames = mutator.mutant(pool)
