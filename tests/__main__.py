@@ -1,10 +1,9 @@
 """`python -m tests` runs every test that is not slow; `python -m tests all` runs the slow ones, and the property tests
 with random inputs.
 
-tests/generator needs a process of its own, since vLLM and DeepSpeed each take torch's process group. It runs at the
-same time as the other tests and is followed by SECOND_HALF. The system tests start when the other tests have ended,
-while the rest of SECOND_HALF still runs; the slow ones, which have deadlines, run alone. Every part may use all cores:
-each waits often, for a process or for a deadline. A part that fails does not keep the others from running.
+Each part is a process of pytest, the longest first, and AT_A_TIME run at the same time: each waits often, for a process
+or for a deadline. tests/generator needs a process of its own, since vLLM and DeepSpeed each take torch's process group.
+The slow tests of the system, which have deadlines, run alone. A part that fails does not keep the others from running.
 """
 
 from __future__ import annotations
@@ -21,8 +20,11 @@ from contextlib import contextmanager
 from typing import IO
 
 PASSED, NOTHING_SELECTED, INTERRUPTED = 0, 5, 130
-SECOND_HALF = ("tests/learner", "tests/weights")
-"""About half of the time of all tests, together with tests/generator."""
+AT_A_TIME = 3
+GENERATOR = ("tests/generator",)
+LEARNER = ("tests/learner", "tests/weights")
+PROCESSES = ("tests/launch", "tests/environments", "tests/rewards", "tests/network", "tests/fuzz")
+"""Folders whose tests mostly wait for processes that they start."""
 SYSTEM = ("tests/system", "tests/chaos")
 """Folders of the system tests; collecting the others as well would take their imports."""
 GRACE_S = 20.0
@@ -54,14 +56,18 @@ class Part:
 
     def follow(self, look: Callable[[], None] = lambda: None) -> None:
         """Prints the output until the process ends; calls `look` all the time."""
-        while self.process.poll() is None:
+        while not self.has_ended:
             self.print_new()
             look()
             time.sleep(0.1)
         self.print_new()
 
+    @property
+    def has_ended(self) -> bool:
+        return self.process.poll() is not None
+
     def end(self) -> None:
-        if self.process.poll() is None:
+        if not self.has_ended:
             self.process.send_signal(signal.SIGINT)
             try:
                 self.process.wait(GRACE_S)
@@ -92,26 +98,28 @@ def ended(parts: list[Part]) -> Iterator[None]:
 
 def run(*, slow: bool) -> list[Part]:
     selected = "(slow or hypothesis)" if slow else "not slow"
-    ignored = [f"--ignore={folder}" for folder in ("tests/generator", *SECOND_HALF)]
+    ignored = [f"--ignore={folder}" for folder in (*GENERATOR, *LEARNER, *PROCESSES)]
+    left = [
+        ("others", f"{selected} and not system", ignored),
+        ("processes", selected, list(PROCESSES)),
+        ("learner", selected, list(LEARNER)),
+        ("system", f"{selected} and system", list(SYSTEM)),
+        ("generator", selected, list(GENERATOR)),
+    ]
+    if slow:
+        left[3:] = reversed(left[3:])
     parts: list[Part] = []
+
+    def start() -> None:
+        """Starts as many as may run now."""
+        while left and sum(not part.has_ended for part in parts) < (1 if slow and len(left) == 1 else AT_A_TIME):
+            parts.append(Part(*left.pop(0)))
+
     with ended(parts):
-        generator = Part("generator", selected, ["tests/generator"])
-        others = Part("others", f"{selected} and not system", ignored)
-        parts += [others, generator]
-
-        def start_second() -> None:
-            if len(parts) == 2 and generator.process.poll() is not None:
-                parts.append(Part("learner", f"{selected} and not system", list(SECOND_HALF)))
-
-        others.follow(start_second)
-        print("\nparts that ran at the same time:", flush=True)
-        generator.follow(start_second)
-        start_second()
-        if slow:
-            parts[2].follow()
-        parts.append(Part("system", f"{selected} and system", list(SYSTEM)))
-        parts[2].follow()
-        parts[3].follow()
+        start()
+        for part in parts:  # which grows meanwhile
+            part.follow(start)
+            start()
     return parts
 
 

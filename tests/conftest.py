@@ -4,11 +4,13 @@ generated inputs in every run unless random ones are asked for."""
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import pytest
+import pytest_randomly
 from hypothesis import HealthCheck, settings
 
 from tests.helpers.browser import browser_fault
@@ -26,6 +28,15 @@ os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+
+def seed_torch(seed: int) -> None:
+    """Seeds torch before each test, where it is imported."""
+    if torch := sys.modules.get("torch"):
+        torch.default_generator.manual_seed(seed % 2**63)  # unlike torch.manual_seed, it does not format the stack
+
+
+pytest_randomly.entrypoint_reseeds = [seed_torch]
+"""Instead of DeepSpeed's, for which every process of pytest would import DeepSpeed."""
 RANDOM_TIMEOUT_S = 900
 LEFT_OUT = pytest.StashKey[dict[str, int]]()
 """Number of tests that this machine cannot run, by marker."""
@@ -60,6 +71,14 @@ def cleanup() -> Iterator[list[Callable[[], object]]]:
     yield actions
     for action in reversed(actions):
         action()
+
+
+@pytest.fixture(autouse=True)
+def module_search_path() -> Iterator[None]:
+    """Restores it: the folders of users' files are appended, whose modules often have the same names."""
+    before = list(sys.path)
+    yield
+    sys.path[:] = before
 
 
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)

@@ -31,15 +31,19 @@ from tests.helpers.dialogues import CharacterDialogue, turn
 START = EpisodeStart("0.0.0", 7, "42", "test", {}, None, {}, 5, False, None)
 PROMPT = list(map(ord, "hello"))
 PROGRAM = '''
-import json, sys, time, urllib.request, os
+import json, os, sys, time, urllib.error, urllib.request
 
 def ask(base_url, api_key, text, **more):
     """The policy's answer."""
     body = {"model": "policy", "messages": [{"role": "user", "content": text}], **more}
     headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
     request = urllib.request.Request(f"{base_url}/chat/completions", json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=20) as answer:
-        return json.load(answer)["choices"][0]["message"]["content"]
+    try:
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            return json.load(answer)["choices"][0]["message"]["content"]
+    except urllib.error.HTTPError as error:
+        error.close()  # it has the socket
+        raise
 
 def run(task, *, base_url, api_key, scale=1.0):
     said = ask(base_url, api_key, task["prompt"])

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from generator_model import async_scheduling, save_tiny_model, small_config
+from generator_model import async_scheduling, close_all, save_tiny_model, small_config
 from transformers import Qwen2ForCausalLM
 
 from asyncrl.generator.vllm_backend.engine import Engine
@@ -51,6 +51,5 @@ def make_engine(model_path: str) -> Iterator[Callable[..., Engine]]:
         return engines[key]
 
     yield make
-    for engine in engines.values():
-        engine.close()
+    close_all(engines.values())
     torch.set_num_threads = set_num_threads  # the engine replaced it

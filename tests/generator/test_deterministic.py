@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from generator_fakes import FakeClient, FakeReceiver, FakeRewards, lease, lease_reply
-from generator_model import run_all, small_config, weights_of
+from generator_model import close_all, run_all, small_config, weights_of
 from transformers import Qwen2ForCausalLM
 
 from asyncrl.errors import InvariantError
@@ -26,8 +26,7 @@ def engines(model_path: str) -> Iterator[list[Engine]]:
     """Two engines of two generators."""
     both = [Engine(small_config(model_path, **OPTIONS), seed=seed) for seed in (1, 2)]
     yield both
-    for engine in both:
-        engine.close()
+    close_all(both)
 
 
 def complete(engine: Engine, keys: list[str], company: int = 0) -> dict[str, tuple[list[int], bytes]]:

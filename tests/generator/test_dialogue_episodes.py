@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
@@ -101,13 +102,27 @@ def run(chat_path: str, engine: Engine, name: str, **settings: object) -> tuple[
     return sorted(client.groups, key=lambda group: group.ticket), recording
 
 
+@pytest.fixture(scope="module")
+def played(
+    chat_path: str, chat_engine: Engine, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[list[Group], Recording]:
+    """The groups of the environment."""
+    folder = tmp_path_factory.mktemp("environment")
+    (folder / "echo.py").write_text(ENVIRONMENT)
+    with chdir(folder):
+        return run(chat_path, chat_engine, "echo.py:Echo")
+
+
 def test_an_agent_program_is_trained_on_the_arrays_of_the_environment_with_its_task(
-    chat_path: str, chat_engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    chat_path: str,
+    chat_engine: Engine,
+    played: tuple[list[Group], Recording],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "echo.py").write_text(ENVIRONMENT)
     (tmp_path / "agent.py").write_text(AGENT)
-    native, recorded = run(chat_path, chat_engine, "echo.py:Echo")
+    native, recorded = played
     by_agent, _ = run(chat_path, chat_engine, "agent:agent.py:run")
     policy = Qwen2ForCausalLM.from_pretrained(chat_path, dtype=torch.float32).eval().requires_grad_(False)
     tokenizer = load_tokenizer(chat_path)
@@ -134,12 +149,16 @@ def test_an_agent_program_is_trained_on_the_arrays_of_the_environment_with_its_t
 
 
 def test_conversations_rendered_by_a_template_that_strips_nothing_are_the_same_arrays(
-    chat_path: str, chat_engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    chat_path: str,
+    chat_engine: Engine,
+    played: tuple[list[Group], Recording],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """But for turns in which the policy has sampled a special token, which is in no message."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "echo.py").write_text(ENVIRONMENT)
-    appended, _ = run(chat_path, chat_engine, "echo.py:Echo")
+    appended, _ = played
     rendered, _ = run(chat_path, chat_engine, "echo.py:Echo", history="template")
     tokenizer, same = load_tokenizer(chat_path), 0
     special = set(tokenizer.all_special_ids) | set(tokenizer.convert_tokens_to_ids(["<|im_start|>"]))

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import functools
-import os
 import signal
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +16,7 @@ from deepspeed.utils import safe_get_full_grad
 from torch import Tensor
 
 from asyncrl.config import Config
-from asyncrl.launch.fork_server import Forked, ForkServer
+from asyncrl.launch.fork_server import Forked
 from asyncrl.learner.algorithm import make_algorithm
 from asyncrl.learner.batch import Batch
 from asyncrl.learner.collate import make_batch
@@ -29,6 +26,7 @@ from asyncrl.learner.model.engine import TrainedModel
 from asyncrl.learner.trainer import Trainer
 from asyncrl.types import NO_VERSION, Group, Trajectory
 from asyncrl.wire.endpoints import Endpoints
+from tests.helpers.forked_scripts import fork_script
 from tests.helpers.sockets import socket_address
 
 VOCABULARY = 48
@@ -225,19 +223,10 @@ def gradients_before_step(policy: TrainedModel) -> Iterator[dict[str, Tensor]]:
         yield gradients
 
 
-@functools.cache
-def _fork_server() -> ForkServer:
-    fork_server = ForkServer("tests.learner.ranks_fork_server")
-    atexit.register(fork_server.close)
-    return fork_server
-
-
 def _start(script: str, arguments: Iterable[object], log: Path, folder: Path) -> Forked:
     """Starts a script of this folder as a process in `folder`, with its output in `log`."""
-    socket_address("any")  # creates the folder of this process's sockets
-    command = [str(Path(__file__).parent / script), *map(str, arguments)]
     with log.open("wb") as output:
-        process = _fork_server().fork(command, {**os.environ, "PWD": str(folder)}, output.fileno())
+        process = fork_script(Path(__file__).parent / script, arguments, output.fileno(), folder)
     process.stdin.close()
     return process
 

@@ -17,6 +17,7 @@ from asyncrl.plan.failing import FailingSimulation
 from asyncrl.plan.machines import MachineFailures, devices_of, place, usual_machines
 from asyncrl.plan.simulate import simulate
 from asyncrl.plan.workload import EngineCost, LearnerCost, Lengths, Setup, SyncCost, Workload
+from tests.helpers.examples import examples
 from tests.plan.test_simulate import ENGINE, check_fractions, same, setup
 
 NEVER_S = 1e12
@@ -61,7 +62,7 @@ def jobs(draw: st.DrawFn) -> tuple[Workload, Setup, MachineFailures, int]:
     return workload, chosen, failing, seed
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=examples(40, 150))
 @given(jobs())
 def test_every_token_is_counted_and_none_is_too_old(job: tuple[Workload, Setup, MachineFailures, int]) -> None:
     workload, chosen, failing, seed = job
@@ -80,7 +81,7 @@ def test_every_token_is_counted_and_none_is_too_old(job: tuple[Workload, Setup, 
     assert simulate(workload, chosen, seed=seed, failures=failing) == found, "the seed decides all"
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=examples(15, 50))
 @given(jobs())
 def test_machines_that_do_not_fail_change_nothing(job: tuple[Workload, Setup, MachineFailures, int]) -> None:
     workload, chosen, failing, seed = job

@@ -13,6 +13,8 @@ from asyncrl.data.demo_episodes import make_demo_rows
 from asyncrl.replay.journal.history import JournalBatches
 from tests.helpers.runs import SMALL, Launched
 
+pytestmark = pytest.mark.system
+
 FRAGILE = """
 import os
 from asyncrl.environments import Environment, Step
@@ -125,6 +127,7 @@ def test_rewards_and_environments_by_data_source_are_added(
     assert {reward for prompt in json.loads(out.read_text())["prompts"] for reward in prompt["rewards"]} == {1.0}
 
 
+@pytest.mark.slow
 def test_environments_that_never_work_end_the_run_with_their_error(
     launch: Callable[..., Launched], settings: list[str], tmp_path: Path
 ) -> None:

@@ -27,6 +27,7 @@ def check_run(run: Launched, steps: int) -> None:
     assert [row["step"] for row in run.rows()] == list(range(1, steps + 1))
 
 
+@pytest.mark.slow
 def test_weights_through_a_folder_with_a_generator_and_a_learner_killed(launch: Start, tmp_path: Path) -> None:
     run = launch(
         "--generators", "2", "--steps", "100000", *SMALL, "weights.transport=files", f"weights.url={tmp_path}",

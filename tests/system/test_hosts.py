@@ -15,7 +15,7 @@ import pytest
 
 from tests.helpers.runs import SMALL, Launched, check_ledger
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.system, pytest.mark.slow, pytest.mark.timeout(600)]
 
 HOST = "10.9.8.7"
 IN_NAMESPACE = ["unshare", "-Urn", "sh", "-c", f'ip link set lo up && ip addr add {HOST}/32 dev lo && exec "$@"', "sh"]

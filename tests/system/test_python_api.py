@@ -43,6 +43,7 @@ def test_the_eight_lines_train_the_demo(demo_folder: Path, tmp_path: Path) -> No
     assert "completion" in done.stdout, "the last line prints samples"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_run_ends_with_its_script(demo_folder: Path, tmp_path: Path) -> None:
     script = tmp_path / "train.py"

@@ -12,13 +12,17 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.__main__ import GENERATOR, LEARNER, PROCESSES, SYSTEM
+
 REPOSITORY = Path(__file__).parents[2]
 PARTS = {
     "others": "tests/unit/test_others.py",
-    "generator": "tests/generator/test_generator.py",
+    "processes": "tests/launch/test_processes.py",
     "learner": "tests/learner/test_learner.py",
     "system": "tests/system/test_system.py",
+    "generator": "tests/generator/test_generator.py",
 }
+"""In the order in which they start."""
 CONFTEST = f"""
 import sys
 sys.path.insert(0, {str(REPOSITORY)!r})
@@ -48,12 +52,12 @@ def write_tests(folder: Path, *, mark: str = "", **bodies: str) -> None:
     """One test for each part; it leaves a file of the part's name when its body passes."""
     (folder / "conftest.py").write_text(CONFTEST)
     (folder / "pytest.ini").write_text(SETTINGS)
-    for other in ("weights", "chaos"):  # the other folders of the learner's and the system's part
-        (folder / "tests" / other).mkdir(parents=True)
+    for other in (*GENERATOR, *LEARNER, *PROCESSES, *SYSTEM):
+        (folder / other).mkdir(parents=True)
     for part, file in PARTS.items():
         marks = [mark] if mark else []
         marks += ["@pytest.mark.system"] if part == "system" else []
-        (folder / file).parent.mkdir(parents=True)
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
         (folder / file).write_text(TEST.format(part=part, marks="\n".join(marks), body=bodies.get(part, "pass")))
 
 
@@ -78,17 +82,18 @@ def run(folder: Path, *arguments: str, may_skip: bool = True) -> tuple[int, str,
     return process.returncode, output, [part for part in PARTS if (folder / part).exists()]
 
 
-def test_parts_run_beside_one_another_and_the_system_tests_after_the_others(tmp_path: Path) -> None:
+def test_three_parts_run_at_a_time_and_the_next_starts_when_one_has_ended(tmp_path: Path) -> None:
     write_tests(
         tmp_path,
-        others="await_file('learner.pid')",
-        generator="await_file('others.pid')",
-        learner="assert Path('generator').exists(); await_file('system.pid')",
-        system="assert Path('others').exists()",
+        others="await_file('generator.pid')",
+        processes="await_file('generator.pid')",
+        learner="await_file('others.pid'); await_file('processes.pid')",
+        system="assert Path('learner').exists()",
+        generator="assert Path('system').exists()",
     )
     code, output, passed = run(tmp_path)
     assert (code, passed) == (0, list(PARTS)), output
-    *lines, total = output.splitlines()[-5:]
+    *lines, total = output.splitlines()[-6:]
     assert [line.split()[0] for line in lines] == list(PARTS)
     assert all("1 passed" in line for line in lines)
     assert total.startswith("total ") and total.endswith(" s, passed")
@@ -98,7 +103,7 @@ def test_parts_run_beside_one_another_and_the_system_tests_after_the_others(tmp_
     ("failing", "body"),
     [
         (["others"], "pytest.skip('not here')"),
-        (["generator", "system"], "assert False"),
+        (["system", "generator"], "assert False"),
         (["learner"], "os._exit(3)"),
     ],
 )
@@ -112,7 +117,18 @@ def test_a_part_that_fails_hides_no_other(tmp_path: Path, failing: list[str], bo
 def test_a_skipped_test_fails_only_where_nothing_may_be_skipped(tmp_path: Path) -> None:
     write_tests(tmp_path, generator="pytest.skip('not here')")
     code, output, passed = run(tmp_path)
-    assert (code, passed) == (0, ["others", "learner", "system"]), output
+    assert (code, passed) == (0, list(PARTS)[:-1]), output
+
+
+def test_slow_tests_of_the_system_run_alone(tmp_path: Path) -> None:
+    write_tests(
+        tmp_path,
+        mark="@pytest.mark.slow",
+        others="await_file('generator'); time.sleep(1.5); assert not Path('system.pid').exists()",
+    )
+    code, output, passed = run(tmp_path, "all")
+    assert (code, passed) == (0, list(PARTS)), output
+    assert output.splitlines()[-2].startswith("system ")
 
 
 def test_slow_tests_run_in_all_and_a_part_may_have_none(tmp_path: Path) -> None:
@@ -125,14 +141,14 @@ def test_slow_tests_run_in_all_and_a_part_may_have_none(tmp_path: Path) -> None:
     (tmp_path / "slow").unlink()
     (tmp_path / PARTS["generator"]).unlink()
     code, output, passed = run(tmp_path)
-    assert (code, passed, (tmp_path / "slow").exists()) == (1, ["others", "learner", "system"], False), output
+    assert (code, passed, (tmp_path / "slow").exists()) == (1, list(PARTS)[:-1], False), output
     assert output.endswith(" s, failed: generator\n"), "a part without tests has lost them"
 
 
 def test_an_interrupted_runner_leaves_no_part(tmp_path: Path) -> None:
-    write_tests(tmp_path, others="time.sleep(100)", generator="time.sleep(100)")
+    write_tests(tmp_path, others="time.sleep(100)", learner="time.sleep(100)")
     process = start(tmp_path, in_background=True)
-    pids = [tmp_path / f"{part}.pid" for part in ("others", "generator")]
+    pids = [tmp_path / f"{part}.pid" for part in ("others", "learner")]
     deadline_s = time.monotonic() + 60
     while not all(file.exists() and file.read_text() for file in pids):
         assert process.poll() is None and time.monotonic() < deadline_s

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from nccl_like import await_true
 from structlog.testing import capture_logs
 from weight_parts import (
     BUCKET_BYTES,
@@ -187,10 +188,12 @@ def test_a_link_is_closed_at_once_while_its_neighbours_are_silent() -> None:
 
 
 def test_one_that_stops_without_a_word_is_noticed_at_the_deadline(cleanup: list) -> None:
-    free = threading.Event()
-    links = members(4, [], timeout_s=1.0)
-    threading.Timer(6.0, free.set).start()
-    found = outcomes(links, {2: lambda: free.wait(20.0)})
+    links: list = members(4, [], timeout_s=1.0)
+
+    def stop() -> None:
+        await_true(lambda: [link is None for link in links] == [True, True, False, True], "the others wait")
+
+    found = outcomes(links, {2: stop})
     assert all(name for name, _ in found), found
     for rank in (0, 1, 3):
         assert 0.5 < found[rank][1] < 5.5, found

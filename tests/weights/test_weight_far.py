@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from weight_parts import REPOSITORY
 
 HOSTS = ["unshare", "-Urnmpu", "--mount-proc", "--fork", "--kill-child"]
 """Runs a command in namespaces of its own, which end with it."""
+REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.mark.slow

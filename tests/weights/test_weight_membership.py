@@ -251,7 +251,7 @@ def test_a_process_ends_at_once_while_a_generator_is_stopped(address: str, clean
     sender.say("send 0")
     stopped.await_stop()
     sender.say("close")
-    assert sender.process.wait(timeout=10.0) == 0
+    assert sender.process.wait(10.0) == 0
 
 
 @pytest.mark.parametrize("slow_s", [0.0, 1.2])

@@ -7,8 +7,6 @@ import json
 import os
 import queue
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -26,9 +24,9 @@ from asyncrl.weights.staging import StagedWeights
 from asyncrl.weights.transports import Member
 from asyncrl.wire.sockets import connect_dealer
 from asyncrl.wire.torch_store import TorchStore
+from tests.helpers.forked_scripts import fork_script
 from tests.helpers.messages import raw_frames
 
-REPOSITORY = Path(__file__).parents[2]
 BUCKET_BYTES = 1 << 16
 NUM_BYTES = 4_096_000 + 1024
 """Size of `weights`, packed."""
@@ -191,28 +189,22 @@ class Process:
     """A process of this folder and the lines of JSON that it printed."""
 
     def __init__(self, cleanup: list, script: str, *arguments: object) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name(script)), *map(str, arguments)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-        )
+        lines, output = os.pipe()
+        self.process = fork_script(Path(__file__).with_name(script), arguments, output, Path.cwd())
+        os.close(output)
         cleanup.append(self.end)
         self._lines: queue.Queue[str] = queue.Queue()
-        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader = threading.Thread(target=self._read, args=(lines,), daemon=True)
         self._reader.start()
 
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        with self.process.stdout as lines:
+    def _read(self, output: int) -> None:
+        with open(output) as lines:
             for line in lines:
                 if line.startswith("{"):  # the rest is the log
                     self._lines.put(line)
 
     def say(self, *lines: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write("".join(f"{line}\n" for line in lines))
+        self.process.stdin.write("".join(f"{line}\n" for line in lines).encode())
         self.process.stdin.flush()
 
     def next(self, timeout_s: float = 60.0) -> dict[str, Any]:
@@ -227,8 +219,9 @@ class Process:
             time.sleep(0.01)
 
     def end(self) -> None:
-        self.process.kill()
+        self.process.send_signal(signal.SIGKILL)
         self.process.wait()
+        self.process.stdin.close()
         self._reader.join(timeout=5.0)
 
 
