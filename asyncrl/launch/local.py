@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -151,17 +151,18 @@ class LocalLauncher(Launcher):
             "TOKENIZERS_PARALLELISM": "false",
             **resources.environment(),
         }
-        process = self._fork(spec, resources, environment, output) or subprocess.Popen(
-            self.command(spec),
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            process_group=0,
-        )
+        with log_file.open("ab") if spec.sends_log else nullcontext(output) as stdout:
+            process = self._fork(spec, resources, environment, output) or subprocess.Popen(
+                self.command(spec),
+                stdin=subprocess.PIPE,
+                stdout=stdout,
+                stderr=output,
+                env=environment,
+                process_group=0,
+            )
         assert process.stdin is not None
         with suppress(BrokenPipeError), process.stdin as pipe:  # the exit code shows that a role died already
-            pipe.write(spec.to_json().encode())
+            pipe.write(self.input(spec).encode())
         log_bytes = log_file.stat().st_size if log_file.exists() else 0
         role = RoleProcess(spec, process, output, log_bytes, output.tell())
         self.roles.append(role)
@@ -191,6 +192,10 @@ class LocalLauncher(Launcher):
     def command(self, spec: RoleSpec) -> list[str]:
         """Returns the command of the role's process, which reads its spec from standard input."""
         return [sys.executable, "-m", "asyncrl.launch.worker", spec.name, str(os.getpid())]
+
+    def input(self, spec: RoleSpec) -> str:
+        """Returns what its process reads."""
+        return spec.to_json()
 
     def of(self, role: str) -> list[RoleProcess]:
         return [process for process in self.roles if process.spec.role == role]

@@ -10,6 +10,7 @@ from typing import Any
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.launch.packages import package_versions
+from asyncrl.replay.guest_logs import GuestLogs
 from asyncrl.replay.guests import Reception
 from asyncrl.util.files import read_json, read_tensor_descriptions
 from asyncrl.wire.endpoints import Endpoints
@@ -50,6 +51,7 @@ def reception_of(
         greedy_baseline=greedy_baseline,
         reward_model=bool(endpoints.reward_model),
         read_facts=lambda model: package_versions() | model_facts(model),
+        logs=GuestLogs(run_dir / "logs"),
     )
 
 

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import structlog
 
@@ -21,6 +22,7 @@ from asyncrl.launch.host_facts import HostFacts, own_name
 from asyncrl.launch.launcher import HOST_LOST, RoleHandle
 from asyncrl.launch.local import LocalLauncher, RoleProcess
 from asyncrl.launch.packages import other_packages
+from asyncrl.launch.placer import LOCAL_RUNS
 from asyncrl.launch.resources.hosts import Host, this_machine
 from asyncrl.launch.resources.network import listening_address
 from asyncrl.launch.resources.placement import RoleResources
@@ -59,6 +61,7 @@ class SlurmLauncher(LocalLauncher):
     def __init__(self) -> None:
         super().__init__()
         self.job = os.environ.get(JOB_ID, "")
+        self._run_dir = Path()
         self._hosts: list[Host] = []
         self._gpus: dict[str, str] = {}
         """CUDA_VISIBLE_DEVICES of each role on another node."""
@@ -86,6 +89,7 @@ class SlurmLauncher(LocalLauncher):
         if facts and is_loopback(self.address):
             self.address = listening_address(facts[0].head)
         others = [Host(one.name, one.cpus, one.gpus, one.address, "", one.shares_run_dir) for one in facts]
+        self._run_dir = config.run_dir.absolute()
         self._hosts = in_pools(config, [this_machine(self.address), *others])
 
     def _facts(self, config: Config, names: list[str]) -> list[HostFacts]:
@@ -154,8 +158,11 @@ class SlurmLauncher(LocalLauncher):
             log.warning("nodes are not there", nodes={name: states.get(name, "") for name in sorted(self._gone)})
 
     def start(self, spec: RoleSpec, resources: RoleResources) -> RoleProcess:
-        """As `Launcher.start`: on another node as a step of the job."""
+        """As `Launcher.start`: on another node as a step of the job. From one that does not share the run folder, srun
+        brings the role's log as standard output, and all other output as standard error."""
         self._gpus[spec.name] = resources.environment()["CUDA_VISIBLE_DEVICES"]
+        if spec.host and spec.config:
+            spec = replace(spec, run_dir=str(self._run_dir), sends_log=True)
         role = super().start(spec, resources)
         if spec.host:
             role.read_code = code_of_step
@@ -172,6 +179,11 @@ class SlurmLauncher(LocalLauncher):
         place = [f"--nodelist={spec.host}", "--nodes=1", "--ntasks=1", f"--job-name={spec.name}"]
         role = ["env", f"CUDA_VISIBLE_DEVICES={self._gpus[spec.name]}", sys.executable]
         return [*STEP, *place, *role, "-m", "asyncrl.launch.worker", spec.name, "0", str(BASE)]
+
+    def input(self, spec: RoleSpec) -> str:
+        """As `LocalLauncher.input`. On a node that does not share the run folder, the role has one of its own."""
+        there = replace(spec, run_dir=f"{LOCAL_RUNS}/{self._run_dir.name}") if spec.sends_log else spec
+        return there.to_json()
 
     def signal(self, roles: Sequence[RoleProcess], number: signal.Signals) -> None:
         """As `LocalLauncher.signal`. A signal to srun would kill its role: roles elsewhere get it by scancel."""

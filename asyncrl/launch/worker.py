@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 import structlog
 from pydantic import TypeAdapter
@@ -65,6 +65,9 @@ class RoleSpec:
     """Name of the host that it runs on; empty for the launcher's own."""
     config: str = ""
     """The config as YAML, on a host that does not share the run folder; empty for `config.yaml` in the folder."""
+
+    sends_log: bool = False
+    """True if its standard output goes to its log in the run folder, which its host does not share."""
 
     @property
     def home(self) -> Path:
@@ -251,7 +254,8 @@ def run_role(spec: RoleSpec, parent: int) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.register(SHOW_STACKS)
     config = read_config(spec.config) if spec.config else load_config(spec.home / "config.yaml")
-    configure_logs(spec.home, spec.name, config.observe.log_level, host=spec.host)
+    copy = _take_stdout() if spec.sends_log else None
+    configure_logs(spec.home, spec.name, config.observe.log_level, host=spec.host, copy=copy)
     log.info("started", pid=os.getpid(), cpus=spec.cpus, start=spec.start)
     try:
         os.environ.update(network_environment(spec.endpoints.host))
@@ -267,6 +271,13 @@ def run_role(spec: RoleSpec, parent: int) -> int:
         return EXIT_TERMINATED
     log.info("ended")
     return 0
+
+
+def _take_stdout() -> TextIO:
+    """Returns standard output; what else this process writes there goes to standard error from now on."""
+    stream = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    return stream
 
 
 def exit_code(error: AsyncrlError) -> int:

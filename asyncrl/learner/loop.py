@@ -58,7 +58,7 @@ REWARD_STEPS = 50
 
 @dataclass(slots=True)
 class Learner:
-    """The loop of one rank. Rank 0 has a sender and a tracker, the others have none."""
+    """The loop of one rank. Rank 0 has a sender and a tracker, another one at most a sender of its share."""
 
     config: Config
     trainer: Trainer

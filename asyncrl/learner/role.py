@@ -16,7 +16,7 @@ from asyncrl.learner.checkpoint.files import CHECKPOINTS
 from asyncrl.learner.checkpoint.manager import Checkpoints
 from asyncrl.learner.critic.remote import RemoteCritic
 from asyncrl.learner.critic.value_function import Critic, ValueFunction
-from asyncrl.learner.distributed import process_group
+from asyncrl.learner.distributed import Ranks, process_group
 from asyncrl.learner.loop import Learner
 from asyncrl.learner.mismatch_check import MismatchCheck
 from asyncrl.learner.model.deepspeed_import import enable_determinism
@@ -24,9 +24,11 @@ from asyncrl.learner.trainer import Trainer
 from asyncrl.samples.book import SampleBook
 from asyncrl.wire.directory import announce
 from asyncrl.wire.endpoints import Endpoints
+from asyncrl.wire.store import StoreServer
 
 if TYPE_CHECKING:
     from asyncrl.weights.background import BackgroundSender
+    from asyncrl.weights.buckets import WeightManifest
 
 log = structlog.get_logger()
 
@@ -50,54 +52,81 @@ def run_learner(
         trainer.mismatch_check = MismatchCheck(config, trainer.ranks, trainer.policy.model.config.model_type)
         client = LearnerClient(endpoints, rank, timeout_s=launch.progress_timeout_s)
         parts.callback(client.close)
-        sender = trackers = book = None
+        trackers = book = None
         if rank == 0:
             trackers = make_trackers(config, run_dir)
             book = SampleBook(run_dir) if config.observe.samples else None
             parts.callback(trackers.close)
-            sender = _make_sender(config, trainer, endpoints, run_dir, parts)
+        sender = _make_sender(config, trainer, endpoints, run_dir, parts)
+        if sender is not None:
             parts.callback(sender.close)
         Learner(config, trainer, client, sender, trackers, run_dir, checkpoints, start, book=book).run(should_stop)
 
 
 def _make_sender(
     config: Config, trainer: Trainer, endpoints: Endpoints, run_dir: Path, parts: ExitStack
-) -> BackgroundSender:
-    """The sender of the run's weights: to the generators, or to a store."""
-    from asyncrl.replay.announcer import Announcer
+) -> BackgroundSender | None:
+    """The sender of this rank's weights: to the generators, or to a store; None if it sends nothing."""
     from asyncrl.weights.buckets import WeightManifest
-    from asyncrl.weights.files.sender import FileSender, StoreOptions
     from asyncrl.weights.sender import WeightSender
     from asyncrl.weights.transports import goes_by_files, transport_of
 
-    manifest, device = WeightManifest.of(trainer.policy.shapes()), str(trainer.ranks.device)
-    timeout_s, run_id = config.weights.timeout_s, endpoints.run_id
+    manifest = WeightManifest.of(trainer.policy.shapes())
     if goes_by_files(config):
-        announcer = Announcer(endpoints, timeout_s=config.launch.progress_timeout_s)
-        parts.callback(announcer.close)
-        return FileSender(
-            manifest,
-            StoreOptions.of(config, run_dir),
-            announcer.announce,
-            run_id=run_id,
-            timeout_s=timeout_s,
-            epoch=endpoints.epoch,
-            device=device,
-            keeps=config.evaluates,
-        )
+        return _make_file_sender(config, trainer.ranks, manifest, endpoints, run_dir, parts)
+    if trainer.ranks.rank:
+        return None
     sender = WeightSender(
         endpoints.listening(endpoints.weights),
         manifest,
         expected_generators=config.launch.generators,
         transport=transport_of(config),
-        timeout_s=timeout_s,
+        timeout_s=config.weights.timeout_s,
         start_timeout_s=config.launch.start_timeout_s,
-        device=device,
-        run_id=run_id,
+        device=str(trainer.ranks.device),
+        run_id=endpoints.run_id,
         keys=endpoints.keys,
     )
     announce(endpoints, endpoints.weights, sender.address)
     return sender
+
+
+def _make_file_sender(
+    config: Config, ranks: Ranks, manifest: WeightManifest, endpoints: Endpoints, run_dir: Path, parts: ExitStack
+) -> BackgroundSender | None:
+    """The sender of this rank's share; rank 0 publishes what all have written."""
+    from asyncrl.replay.announcer import Announcer
+    from asyncrl.weights.files.other_ranks import OtherRanks
+    from asyncrl.weights.files.rank_sender import RankSender
+    from asyncrl.weights.files.sender import FileSender, StoreOptions
+    from asyncrl.weights.files.shards import shares_of
+
+    options, shares = StoreOptions.of(config, run_dir), shares_of(manifest, ranks.count)
+    timeout_s, device = config.weights.timeout_s, str(ranks.device)
+    if ranks.rank >= len(shares):
+        return None
+    if ranks.rank:
+        return RankSender(manifest, shares[ranks.rank], options.url, endpoints, timeout_s=timeout_s, device=device)
+    others = None
+    if len(shares) > 1:
+        address = endpoints.listening(endpoints.weights)
+        store = StoreServer(address, "shares of weights", run_id=endpoints.run_id, keys=endpoints.keys)
+        parts.callback(store.close)
+        announce(endpoints, endpoints.weights, store.channel.address)
+        others = OtherRanks(store, len(shares) - 1, timeout_s=timeout_s)
+    announcer = Announcer(endpoints, timeout_s=config.launch.progress_timeout_s)
+    parts.callback(announcer.close)
+    return FileSender(
+        manifest,
+        options,
+        announcer.announce,
+        run_id=endpoints.run_id,
+        timeout_s=timeout_s,
+        epoch=endpoints.epoch,
+        device=device,
+        keeps=config.evaluates,
+        others=others,
+    )
 
 
 def run_offline(

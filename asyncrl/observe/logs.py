@@ -5,21 +5,21 @@ from __future__ import annotations
 import logging
 from collections.abc import MutableMapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import structlog
 
 from asyncrl.util.redaction import redact
 
 
-def configure_logs(run_dir: Path, role: str, level: str, *, host: str = "") -> Path:
+def configure_logs(run_dir: Path, role: str, level: str, *, host: str = "", copy: TextIO | None = None) -> Path:
     """Sends this process's events, and other libraries' warnings, to `logs/<role>.jsonl`; returns its path. Events have
-    the `host` unless it is the launcher's own.
+    the `host` unless it is the launcher's own. The `copy` has the same lines.
 
     Secrets (asyncrl/util/redaction.py) are shown as ***."""
     path = run_dir / "logs" / f"{role}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(path)
+    handlers = [logging.FileHandler(path), *([logging.StreamHandler(copy)] if copy else [])]
     shared = [
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
@@ -30,9 +30,10 @@ def configure_logs(run_dir: Path, role: str, level: str, *, host: str = "") -> P
         foreign_pre_chain=[structlog.stdlib.add_logger_name, *shared],
         processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, _redacted, render],
     )
-    handler.setFormatter(formatter)
+    for handler in handlers:
+        handler.setFormatter(formatter)
     root = logging.getLogger()
-    root.handlers[:] = [handler]
+    root.handlers[:] = handlers
     root.setLevel(logging.WARNING)
     structlog.configure(
         processors=[

@@ -20,6 +20,14 @@ class Admission:
         """Maximum number of leases of one generator, so that the first to ask does not leave the others idle."""
         return self._state.ledger.per_generator_limit(self._state.generators_wanted + len(self._guests))
 
+    def room(self, generator: int, version: int, wanted: int) -> int:
+        """Returns how many leases of others the generator may get beside those that are returned already."""
+        ledger = self._state.ledger
+        oldest = (version + ledger.max_staleness + 1) * ledger.groups_per_step
+        if ledger.charged > oldest or self._store.disk_is_slow():
+            return 0
+        return min(wanted, self.share - self._state.leased_by[generator]) - len(ledger.returned)
+
     def grant(self, generator: int, version: int, wanted: int) -> tuple[int, str]:
         """Returns how many of the wanted groups the generator may start now, and the reason why not all; empty if all.
         Above a size limit only groups that the next batch needs may start: memory and journal only shrink when a batch

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from asyncrl.config import Config
+from asyncrl.replay.guest_logs import GuestLogs
 from asyncrl.replay.state import QueueState
 from asyncrl.types import FIRST_GUEST
 from asyncrl.wire.guest_messages import Hello, Welcome
@@ -26,6 +27,8 @@ class Reception:
     """True if rewards come from a process of the run, which guests do not reach."""
     read_facts: Callable[[str], dict[str, str]]
     """Returns the facts of this machine with the model in a folder."""
+    logs: GuestLogs
+    """What guests log."""
 
     @cached_property
     def facts(self) -> dict[str, str]:

@@ -8,8 +8,8 @@ The life of a ticket, and the requests that move it:
     new prompt --ask--> LEASED --finish--> FINISHED --take--> TAKEN --commit--> trained
                          |  ^                  ^
        release, lost,    |  | ask              | finish, by an earlier attempt
-       expired, new      v  | (attempt + 1)    | whose lease was returned
-       session         RETURNED ---------------+
+       expired, silent,  v  | (attempt + 1)    | whose lease was returned
+       new session     RETURNED ---------------+
 
     request                          record    effect
     ask                              lease     a new ticket, or a RETURNED one again
@@ -152,7 +152,10 @@ class ReplayQueue:
         if self.leaves(generator, session):
             return [], "scale"
         evaluations = self.evaluation.next_leases(version, num_evaluations)
-        num_granted, reason = self.admission.grant(generator, version, 0 if self.trained else num_groups)
+        wanted = 0 if self.trained else num_groups
+        if self.expiry.offered:
+            self.expiry.pass_on(self.admission.room(generator, version, wanted))
+        num_granted, reason = self.admission.grant(generator, version, wanted)
         tickets = self.ledger.next_leases(num_granted)
         if evaluations or tickets:
             asked = {"generator": generator, "session": session, "number": number, "version": version, "at_s": now_s}

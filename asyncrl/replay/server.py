@@ -3,7 +3,7 @@
 One thread, one loop (`ReplayServer.serve`). A pass of it:
 
     poll the socket         waits for a message, at most TICK_S (LOOK_S while replies wait for a sync)
-       |                    woken by  generators: ask, finish, evaluated, release, hello (guests)
+       |                    woken by  generators: ask, finish, evaluated, release, hello and guest_log (guests)
        |                              learners:   begin, take, commit, next_evaluation, publish
        |                              launcher:   status, scale, lost, stop, summary, shutdown
     handle messages         at most RECEIVE_AT_ONCE; changes of the queue are buffered as records of the journal
@@ -42,7 +42,7 @@ from asyncrl.wire.bounds import Body
 from asyncrl.wire.directory_messages import Announce, Located, LookUp
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.frames import ALIGNMENT, Message
-from asyncrl.wire.guest_messages import Hello
+from asyncrl.wire.guest_messages import GuestLog, Hello
 from asyncrl.wire.guests import HELLO_ID
 from asyncrl.wire.kinds import MAX_REQUEST_HEADER_BYTES
 from asyncrl.wire.launcher_messages import Lost, Memory, ReadStatus, ReadSummary, Scale, Shutdown, Stop
@@ -233,6 +233,12 @@ class ReplayServer:
         welcome = self._reception.welcome(message.guest, body, ended=self.queue.ledger.steps >= self.queue.config.steps)
         return Reply(welcome, run_id=HELLO_ID)
 
+    def _guest_log(self, message: Message) -> Reply:
+        if message.guest is None or self._reception is None:
+            raise ProtocolError("'guest_log' is for guests")
+        self._reception.logs.add(message.guest, message.body)
+        return Reply(Ok({}))
+
     def _announce(self, message: Message) -> Reply:
         body: Announce = message.body
         self._directory.announce(body.name, body.address, body.epoch)
@@ -291,6 +297,7 @@ HANDLERS: dict[type[Body], Callable[[ReplayServer, Message], Reply | None]] = {
     Evaluated: ReplayServer._evaluated,
     Release: ReplayServer._release,
     Hello: ReplayServer._hello,
+    GuestLog: ReplayServer._guest_log,
     Lost: ReplayServer._lost,
     Scale: ReplayServer._scale,
     Memory: ReplayServer._memory,

@@ -113,6 +113,8 @@ class BackgroundSender(ABC):
             buffer = self._buffer
             buffer.clear()
             with self._changed:
+                if self._error is not None:  # since `wait`, by what it does between two versions
+                    raise self._error
                 self._version, self._busy = version, True
                 self._changed.notify_all()
         if copy_later:

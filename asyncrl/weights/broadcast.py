@@ -19,9 +19,9 @@ A round. Messages (-->) go through the channel, transfers (==>) through the tran
 
 A wrong checksum repeats the round for that receiver once. The round is aborted when the transport raises or misses a
 deadline on the sender's side: the sender says "abort", and each live receiver answers "received" with what happened to
-it. The receiver abandons its round at an "abort" or a newer offer. A receiver that misses a deadline, sends a bad
-message or has wrong bytes twice is dropped: it hears "dropped" and joins again. _TRIES failed transfers of one version
-with all receivers alive are an error of the transport.
+it. The receiver abandons its round at an "abort" or a newer offer. A receiver that misses a deadline, says nothing for
+SILENT_S, sends a bad message or has wrong bytes twice is dropped: it hears "dropped" and joins again. _TRIES failed
+transfers of one version with all receivers alive are an error of the transport.
 """
 
 from __future__ import annotations

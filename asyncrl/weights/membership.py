@@ -20,6 +20,9 @@ from asyncrl.wire.kinds import KINDS
 
 log = structlog.get_logger()
 
+SILENT_S = 15.0
+"""A generator that has received a version before, and says nothing for this time of a round, is taken for gone: it says
+something every few seconds, whatever its engine does."""
 _LOOK_S = 0.05
 """Interval of calls of `check` in a wait."""
 T = TypeVar("T", messages.Ready, messages.Received)
@@ -47,11 +50,29 @@ class Peer:
     """By kind, the last answer or, for a bad message, the problem."""
     holds: bool = False
     """True if it has said "holding" since the last deadline."""
+    messages: int = 0
+    """Number of messages that it has sent."""
 
     @property
     def name(self) -> str:
         """Its name in messages."""
         return f"generator {self.rank - 1}"
+
+
+class Silence:
+    """Finds the peers that say nothing while this process waits. One that has not received a version yet may have to
+    allocate its memory first."""
+
+    def __init__(self, peers: Sequence[Peer]) -> None:
+        self._wait = Wait()
+        self._heard = {peer: (peer.messages, 0.0) for peer in peers if peer.version is not None}
+        """Number of messages of each peer, and the time of this wait when there was a new one."""
+
+    def look(self) -> list[Peer]:
+        """Returns the peers that are silent for SILENT_S. Call it continuously."""
+        now_s = self._wait.look()
+        self._heard |= {peer: (peer.messages, now_s) for peer, (seen, _) in self._heard.items() if peer.messages > seen}
+        return [peer for peer, (_, heard_s) in self._heard.items() if now_s - heard_s > SILENT_S]
 
 
 class Membership:
@@ -72,6 +93,8 @@ class Membership:
         self._peers: dict[int, Peer] = {}
         self._ids: dict[bytes, Peer] = {}
         self._joins = 0
+        self._silence = Silence([])
+        """That of the peers of the round."""
 
     # --- the channel's thread
 
@@ -79,6 +102,8 @@ class Membership:
         """Takes a message of a receiver; one of a session that has ended changes nothing."""
         with self._changed:
             peer = self._ids.get(sender)
+            if peer is not None:
+                peer.messages += 1
             match message:
                 case messages.Join():
                     self._join(sender, message)
@@ -153,12 +178,19 @@ class Membership:
             for peer in peers:
                 peer.round += 1
                 peer.holds = False
+            self._silence = Silence(peers)
         self.tell(peers, messages.Offer, **fields)
 
     def tell(self, peers: Sequence[Peer], kind: Callable[..., Body], **fields: Any) -> None:
         """Sends a message about its current round to each of the peers."""
         for peer in peers:
             self._send(peer.id, kind(round=peer.round, **fields))
+
+    def raise_if_silent(self) -> None:
+        """Raises RuntimeError if a peer of the round is gone. Call it continuously during a transfer."""
+        with self._changed:
+            if silent := [peer.name for peer in self._silence.look() if self._is_here(peer)]:
+                raise RuntimeError(f"{', '.join(silent)} said nothing for {SILENT_S:g} s")
 
     def collect(
         self, peers: Sequence[Peer], kind: type[T], timeout_s: float
@@ -170,14 +202,17 @@ class Membership:
         # would lose patience with the sender in the meantime: "patience" restarts their own deadline for "go".
         answers: dict[Peer, T] = {}
         failed: dict[Peer, str] = {}
+        silence = Silence(peers)
 
         def waiting() -> list[Peer]:
             for peer in peers:
                 answer = peer.answers.get(KINDS[kind])
                 if isinstance(answer, str):
                     failed.setdefault(peer, f"({answer})")
-                elif isinstance(answer, kind) and answer.round == peer.round:
+                elif isinstance(answer, kind) and answer.round == peer.round and peer not in failed:
                     answers[peer] = answer
+            silent = [peer for peer in silence.look() if peer not in answers]
+            failed.update(dict.fromkeys(silent, f"and said nothing for {SILENT_S:g} s"))
             return [peer for peer in peers if peer not in answers and peer not in failed and self._is_here(peer)]
 
         with self._changed:

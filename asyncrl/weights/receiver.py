@@ -31,7 +31,7 @@ from asyncrl.util.processes import normal_priority
 from asyncrl.weights import transports
 from asyncrl.weights.background import BackgroundReceiver
 from asyncrl.weights.buckets import RunningChecksum, WeightManifest, buckets, empty_buffer
-from asyncrl.weights.session import IDLE_S, Session
+from asyncrl.weights.session import IDLE_S, PING_S, Session
 from asyncrl.weights.staging import StagedWeights
 from asyncrl.weights.transports import Link, Member, Transport, find_transport, problem
 from asyncrl.weights.waits import RoundAborted, SenderClosed, SessionLost, Wait
@@ -232,7 +232,7 @@ class WeightReceiver(BackgroundReceiver):
         """Receives the buckets into the buffer. Returns the checksum of their bytes."""
         total, told_s = RunningChecksum(), time.monotonic()
         for _ in total.over(link.receive(offer.version, buckets(self._buffer, offer.bucket_bytes))):
-            if time.monotonic() - told_s > self._timeout_s / 4:
+            if time.monotonic() - told_s > min(PING_S, self._timeout_s / 4):
                 told_s = time.monotonic()
                 session.say(Holding(offer.round))
         return total.of(self._buffer)

@@ -72,7 +72,7 @@ class WeightSender(BackgroundSender):
             bucket_bytes=self._bucket_bytes,
             timeout_s=timeout_s,
             device=self._device,
-            check=self._raise_if_stopping,
+            check=self._check,
         )
         self._channel.start(self._handle, self._membership.refuse)
         self._thread.start()
@@ -109,6 +109,10 @@ class WeightSender(BackgroundSender):
         peers = self._membership.present()
         devices = [here, *(peer.device for peer in peers)] if peers else ["cpu"]
         return choose_transport("auto", devices, [host_name(), *(peer.host for peer in peers)])
+
+    def _check(self) -> None:
+        self._raise_if_stopping()
+        self._membership.raise_if_silent()
 
     # --- the channel's thread
 

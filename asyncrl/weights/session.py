@@ -19,6 +19,8 @@ from asyncrl.wire.store import RemoteStore
 
 IDLE_S = 0.2
 """Longest wait for a message between two checks of a deadline."""
+PING_S = 3.0
+"""Longest time without a sign of life for the sender."""
 T = TypeVar("T", messages.Go, messages.Sent, messages.Abort, messages.Patience, messages.Offer)
 
 
@@ -73,11 +75,11 @@ class Session:
     # --- messages of the sender
 
     def listen(self, seconds: float) -> None:
-        """Handles the messages that wait, or the first ones that arrive within `seconds`. A sender that was silent for
-        long is asked whether it lives."""
+        """Handles the messages that wait, or the first ones that arrive within `seconds`. Now and then the sender is
+        asked whether it lives, which shows it that this receiver does."""
         self.client.listen(seconds)
         now_s = time.monotonic()
-        if self.manifest and now_s - max(self.client.heard_s, self._pinged_s) > self._timeout_s / 4:
+        if self.manifest and now_s - self._pinged_s > min(PING_S, self._timeout_s / 4):
             self._pinged_s = now_s
             self.say(messages.Ping())
 

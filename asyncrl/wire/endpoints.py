@@ -19,7 +19,8 @@ class Endpoints:
     replay: str
     """ZeroMQ address of the replay queue."""
     weights: str
-    """ZeroMQ address of the channel on which learner rank 0 announces weights."""
+    """ZeroMQ address of the channel on which learner rank 0 announces weights; with the transport files, of the store
+    through which the other ranks have its orders."""
     learners: str
     """ZeroMQ address of the store through which the learner ranks rendezvous; rank 0 serves it."""
     host: str = LOOPBACK

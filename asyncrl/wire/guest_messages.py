@@ -8,6 +8,8 @@ from msgspec import Meta
 
 from asyncrl.wire.bounds import Body, Document, Index, Name, Number, Text
 
+MAX_LOG_LINES = 1000
+"""Maximum number of lines in a message."""
 Facts = Annotated[dict[Name, Name], Meta(max_length=32)]
 """Facts that must be the same on both machines: versions of packages, digests of files of the model."""
 
@@ -17,6 +19,14 @@ class Hello(Body):
 
     facts: Facts
     """The facts of the guest's machine; those of the model may come later."""
+
+
+class GuestLog(Body):
+    """Sent by a guest with what its generator has logged; answered by `Ok`."""
+
+    generator: Index
+    lines: Annotated[list[Text], Meta(max_length=MAX_LOG_LINES)]
+    """Complete lines."""
 
 
 class Welcome(Body):

@@ -19,8 +19,8 @@ log = structlog.get_logger()
 
 HELLO_ID = "guest"
 """The run id of a guest's hello and of its answer, which tells the guest the id of the launch."""
-GUEST_KINDS = frozenset({"hello", "ask", "finish", "evaluated", "release", "lost"})
-"""Kinds that a guest may send. By "lost" it says that a generator of its own has ended."""
+GUEST_KINDS = frozenset({"hello", "ask", "finish", "evaluated", "release", "lost", "guest_log"})
+"""Kinds that a guest may send. By "lost" it says that a generator of its own has ended, by "guest_log" what it logs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from asyncrl.wire.bounds import Body
 from asyncrl.wire.directory_messages import Announce, Located, LookUp
 from asyncrl.wire.environment_messages import EpisodeEnded, EpisodeStart, GroupPlace, Said, SayNext, Turns, Wishes
 from asyncrl.wire.frames import Arrays, encode
-from asyncrl.wire.guest_messages import Hello, Welcome
+from asyncrl.wire.guest_messages import GuestLog, Hello, Welcome
 from asyncrl.wire.kinds import KINDS
 from asyncrl.wire.launcher_messages import Lost, Memory, ReadStatus, ReadSummary, Scale, Shutdown, Stop
 from asyncrl.wire.learner_messages import (
@@ -187,6 +187,7 @@ def requests(step: int = 0) -> dict[str, list[bytes]]:
         Score([{"role": "user", "content": "1+1="}], ["2", "3"], timeout_s=1.5),
         StoreRequest(1, "add", ["group/1/rank"], b"", 2),
         Hello({"torch": "2.13.0"}),
+        GuestLog(1, ['{"event": "started"}']),
         weights.Join(1, "cpu", "host-1"),
         weights.Up(),
         weights.Ready(2, weights.Loaded(3, 1 << 60)),

@@ -1,7 +1,8 @@
 """Runs `run_learner` as one of two ranks with ZeRO stage 3, with fakes for the replay queue and the weight sender.
 
-In the folder, `begin.json` contains the number of steps committed before, `offline.json` selects `run_offline`, and
-`exact` declares that the engine does not round. The log-probs of the trajectories are synthetic.
+In the folder, `begin.json` contains the number of steps committed before, `offline.json` selects `run_offline`, `exact`
+declares that the engine does not round, and with `files` weights go to a folder, in pieces of a kilobyte. The log-probs
+of the trajectories are synthetic.
 """
 
 from __future__ import annotations
@@ -13,18 +14,24 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from worlds import endpoints, make_config, make_groups
 
+import asyncrl.replay.announcer
 import asyncrl.replay.client
 import asyncrl.replay.journal.history
+import asyncrl.weights.deltas
+import asyncrl.weights.files.manifest
+import asyncrl.weights.files.shards
 import asyncrl.weights.sender
 from asyncrl.learner.role import run_learner, run_offline
 from asyncrl.types import Shard
 from asyncrl.weights.buckets import WeightManifest
 from asyncrl.wire.learner_messages import Committed
+from asyncrl.wire.version_messages import Announced
 
 rank, port, model, out = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4])
 
@@ -88,11 +95,27 @@ class JournalBatches(Client):
         return super().take(step) if step <= STEPS else None
 
 
+class Announcer:
+    def __init__(self, endpoints: Any, *, timeout_s: float) -> None:
+        self.file = out / "announced"
+
+    def announce(self, announced: Announced, check: Any) -> list[Any]:
+        self.file.write_bytes(msgspec.json.encode(announced))
+        return []
+
+    def close(self) -> None: ...
+
+
 STEPS = 4
 asyncrl.replay.client.LearnerClient = Client  # pyright: ignore[reportAttributeAccessIssue]
 asyncrl.weights.sender.WeightSender = Sender  # pyright: ignore[reportAttributeAccessIssue]
 asyncrl.replay.journal.history.JournalBatches = JournalBatches  # pyright: ignore[reportAttributeAccessIssue]
+asyncrl.replay.announcer.Announcer = Announcer  # pyright: ignore[reportAttributeAccessIssue]
 torch.set_num_threads(1)
+by_files = (out / "files").exists()
+if by_files:
+    asyncrl.weights.deltas.BLOCK_WORDS = 512
+    asyncrl.weights.files.manifest.SUM_BYTES = asyncrl.weights.files.shards.SUM_BYTES = 1024
 offline = out / "offline.json"
 config = make_config(
     model,
@@ -102,6 +125,7 @@ config = make_config(
     deterministic=True,
     replay={"max_staleness": 0},
     generator={} if (out / "exact").exists() else {"engine_options": {"quantization": "fp8"}},
+    weights={"transport": "files"} if by_files else {},
     steps=9 if offline.exists() else STEPS,
 )
 options: dict[str, Any] = {"rank": rank, "endpoints": endpoints(port), "run_dir": out, "should_stop": lambda: False}

@@ -9,15 +9,21 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from asyncrl.config import MAX_GENERATORS
-from asyncrl.errors import PeerTimeoutError
+from asyncrl.errors import PeerTimeoutError, RunError
+from asyncrl.launch.commands.join import Head
+from asyncrl.launch.log_tail import LogTail
 from asyncrl.launch.resources.network import find_port
 from asyncrl.observe.live import _disturbances  # pyright: ignore[reportPrivateUsage]
+from asyncrl.replay import guest_logs
 from asyncrl.replay.client import GeneratorClient, LauncherClient, LeaseReply
+from asyncrl.replay.guest_logs import GuestLogs
 from asyncrl.replay.guests import Reception
 from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue
@@ -27,7 +33,7 @@ from asyncrl.util.files import replace_file
 from asyncrl.wire.bounds import Body
 from asyncrl.wire.curve_keys import new_keys, new_pair, read_keys
 from asyncrl.wire.endpoints import Endpoints
-from asyncrl.wire.guest_messages import Hello, Welcome
+from asyncrl.wire.guest_messages import GuestLog, Hello, Welcome
 from asyncrl.wire.guests import HELLO_ID, Guest, Guests
 from asyncrl.wire.launcher_messages import Lost, ReadStatus, ReadSummary, Scale, Shutdown, Stop
 from asyncrl.wire.learner_messages import Begin, Commit, NextEvaluation, Take
@@ -81,7 +87,14 @@ def served(tmp_path: Path, settings: dict[str, Any]) -> Iterator[Served]:
     queue = ReplayQueue(config, EndlessPrompts(), TraceWriter(tmp_path / "trace.parquet"))
     table, stop = tmp_path / "guests.json", threading.Event()
     reception = Reception(
-        Guests(table), config, own.run_id, 7, greedy_baseline=False, reward_model=False, read_facts=lambda model: FACTS
+        Guests(table),
+        config,
+        own.run_id,
+        7,
+        greedy_baseline=False,
+        reward_model=False,
+        read_facts=lambda model: FACTS,
+        logs=GuestLogs(tmp_path),
     )
     thread = threading.Thread(target=run_replay, args=(queue, own, stop.is_set), kwargs={"reception": reception})
     one = Served(queue, own, replace(own, keys=json.dumps(mine)), table)
@@ -155,6 +168,54 @@ def test_guests_speak_for_their_own_generators_only(served: Served) -> None:
     assert served.bad_messages() == 6
     assert not is_refused(served.guest, Lost(FIRST_GUEST + 1), timeout_s=5.0)
     own.close()
+
+
+def test_what_a_guest_logs_is_shown_with_the_logs_of_the_run(served: Served, tmp_path: Path) -> None:
+    entry = {
+        "event": "failed",
+        "level": "error",
+        "timestamp": "2026-01-01T00:00:00Z",
+        "role": "learner-0",
+        "host": "n1",
+    }
+    lines = [json.dumps(entry | {"error": "no space"}), "no entry", "[]", "[" * 60_000, json.dumps(entry | {"role": 3})]
+    index = FIRST_GUEST + 1
+    assert not is_refused(served.guest, GuestLog(index, lines), timeout_s=5.0)
+    assert not is_refused(served.guest, GuestLog(index, ["no entry"]), timeout_s=5.0)
+    assert [path.name for path in tmp_path.glob("*.jsonl")] == [f"generator-{index}.jsonl"]
+    stored = (tmp_path / f"generator-{index}.jsonl").read_text().splitlines()
+    own = entry | {"role": f"generator-{index}", "host": "lab"}
+    assert list(map(json.loads, stored)) == [own | {"error": "no space"}, own]
+    for refused in (FIRST_GUEST + 2, 0):
+        assert is_refused(served.guest, GuestLog(refused, lines))
+    with pytest.raises(RunError, match="'guest_log' is for guests"):
+        is_refused(served.own, GuestLog(index, lines))
+    assert len(list(tmp_path.glob("*.jsonl"))) == 1
+
+
+def test_a_guest_passes_its_log_on_until_the_run_has_it(served: Served, tmp_path: Path) -> None:
+    key: Any = SimpleNamespace(keys=served.guest.keys)
+    head, file = Head(key, served.guest.replay), tmp_path / "here.log"
+    tail = LogTail(file)
+    file.write_text(json.dumps({"event": "failed"}) + "\n")
+    assert not head.send_log("an earlier launch", FIRST_GUEST, tail)
+    assert head.send_log(served.own.run_id, FIRST_GUEST, tail)
+    assert head.send_log(served.own.run_id, FIRST_GUEST, tail), "nothing is new"
+    assert (tmp_path / f"generator-{FIRST_GUEST}.jsonl").read_text().count("failed") == 1
+
+
+def test_a_guest_cannot_fill_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guest_logs, "MAX_BYTES", 1000)
+    guest, lines = Guest("lab", "", FIRST_GUEST, 2), [json.dumps({"event": "x" * 300})]
+    logs = GuestLogs(tmp_path)
+    with capture_logs() as said:
+        for _ in range(9):
+            logs.add(guest, GuestLog(FIRST_GUEST, lines))
+        logs.add(guest, GuestLog(FIRST_GUEST + 1, lines))
+        GuestLogs(tmp_path / "none").add(guest, GuestLog(FIRST_GUEST, lines))
+    assert [path.stat().st_size < 1000 for path in tmp_path.glob("*.jsonl")] == [True, True]
+    first, second = (entry["reason"] for entry in said)
+    assert "at most 1000 are kept" in first and "No such file" in second
 
 
 def test_a_guest_cannot_end_the_leases_of_others(served: Served) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from asyncrl.config import load_config
 from asyncrl.replay.codec import pack_group
+from asyncrl.replay.expiry import SUSPECT_S
 from asyncrl.replay.ledger import Ledger
 from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue
@@ -41,6 +42,14 @@ class Simulated:
 
     def finish(self, lease: Lease, version: int = 0, **options: Any) -> None:
         self.queue.finish(*pack_group(make_group(lease, version, **options)))
+
+    def pass_time(self, seconds: float, *asking: int) -> None:
+        """Time passes for the queue, in which these generators ask for nothing, and say nothing of their leases."""
+        for _ in range(round(seconds)):
+            self.now_s += 1.0
+            for generator in asking:
+                self.ask(generator=generator)
+            self.queue.expire()
 
     def beat(self, group_s: float, *, says_what_runs: bool = True) -> None:
         """Does the work of generator 0 and a learner between two heartbeats; a group takes `group_s`."""
@@ -218,3 +227,81 @@ def test_a_late_attempt_never_takes_the_place_that_another_group_needs() -> None
     assert ledger.accepts(0, 1)
     ledger.commit()
     assert not ledger.accepts(0, 0)
+
+
+PAIR = {"launch__generators": 2, "replay__groups_per_step": 4}
+"""Two generators that may have four leases each."""
+
+
+def names(leases: Iterable[Lease]) -> list[tuple[int, int]]:
+    return [(lease.ticket, lease.attempt) for lease in leases]
+
+
+def test_the_leases_of_a_silent_generator_go_to_one_that_has_room(tmp_path: Path) -> None:
+    """The oldest first, and no more of them than it gets."""
+    run = Simulated(tmp_path, **PAIR)
+    leases = run.ask(4)
+    assert names(run.ask(2, generator=1)) == [(4, 0), (5, 0)]
+    run.pass_time(SUSPECT_S, 1)
+    run.queue.release(1, [ReleasedLease(4, 0, 0)])
+    assert names(run.ask(1, generator=1)) == [(4, 1)], "nobody is suspected yet"
+    run.queue.release(1, [ReleasedLease(4, 1, 0)])
+    run.pass_time(1, 1)
+    assert names(run.ask(2, generator=1)) == [(4, 2), (0, 1)], "what was returned comes before"
+    assert [run.queue.ledger.is_current(lease.ticket, 0) for lease in leases] == [False, True, True, True]
+    assert names(run.ask(9, generator=1)) == [(1, 1)], "it has its share"
+
+
+def test_a_generator_that_comes_back_keeps_what_nobody_took_and_the_first_attempt_is_trained(tmp_path: Path) -> None:
+    run = Simulated(tmp_path, **PAIR)
+    leases = run.ask(4)
+    run.pass_time(SUSPECT_S + 1, 1)
+    again = run.ask(2, generator=1)
+    assert names(again) == [(0, 1), (1, 1)]
+    run.ask(generator=0, working_on=leases)
+    assert run.queue.state.leased_by == {0: 2, 1: 2}
+    assert names(run.ask(2, generator=1)) == [(4, 0), (5, 0)], "it is heard again: its leases are its own"
+    run.finish(leases[0], completion_tokens=(10, 20))
+    for lease in (again[0], again[1], leases[1], leases[2], leases[3]):
+        run.finish(lease)
+    assert run.queue.take(0, 1)[0] == "shard"
+    trained = {group.header.ticket: group.header.attempt for group in run.queue.take(0, 1)[1]}
+    assert trained == {0: 0, 1: 1, 2: 0, 3: 0}
+    run.queue.commit(1, {})
+    assert run.tokens == {"generated": 60, "trained": 48, "refunded": {}, "returned": 12, "in_flight": 0}
+
+
+def test_a_generator_alone_loses_no_lease_while_it_is_silent(tmp_path: Path) -> None:
+    run = Simulated(tmp_path)
+    leases = run.ask(2)
+    run.pass_time(2 * SUSPECT_S)
+    assert names(run.ask(4, working_on=leases)) == [(2, 0), (3, 0)]
+    assert all(run.queue.ledger.is_current(lease.ticket, 0) for lease in leases)
+
+
+def test_nobody_is_suspected_by_a_queue_that_stood_still(tmp_path: Path) -> None:
+    """The messages of all generators wait to be read then."""
+    run = Simulated(tmp_path, **PAIR)
+    run.ask(4)
+    run.pass_time(2, 0, 1)
+    run.now_s += 2 * SUSPECT_S
+    run.queue.expire()
+    assert names(run.ask(1, generator=1)) == [(4, 0)]
+    run.pass_time(SUSPECT_S, 1)
+    assert names(run.ask(1, generator=1)) == [(5, 0)]
+    run.pass_time(1, 1)
+    assert names(run.ask(1, generator=1)) == [(0, 1)]
+
+
+def test_a_generator_with_old_weights_gets_no_lease_that_it_cannot_use(tmp_path: Path) -> None:
+    run = Simulated(tmp_path, launch__generators=2, replay__groups_per_step=1, replay__max_staleness=2, steps=9)
+    (first,), (second,) = run.ask(1), run.ask(1, generator=1)
+    run.finish(second)
+    assert run.queue.take(0, 1)[0] == "shard"
+    run.queue.commit(1, {})
+    for lease in run.ask(2, generator=1):
+        run.finish(lease, 1)
+    run.pass_time(SUSPECT_S + 1, 1)
+    assert run.queue.ledger.charged == 4
+    assert ask_queue(run.queue, 1, 0, 1)[0] == [], "version 0 may start three groups"
+    assert run.queue.ledger.is_current(first.ticket, 0)

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError, JournalError, ProtocolError, RunError
 from asyncrl.replay.codec import pack_group
+from asyncrl.replay.expiry import SUSPECT_S
 from asyncrl.replay.journal.records import Record
 from asyncrl.replay.journal.writer import Journal, read_journal, segments_of
 from asyncrl.replay.ledger_counts import State
@@ -27,7 +28,7 @@ from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.snapshot import Snapshot
 from asyncrl.replay.state import APPLY
-from asyncrl.types import Lease
+from asyncrl.types import FIRST_GUEST, Lease
 from asyncrl.wire.messages import Evaluated, GeneratorStats, LeaseName, ReleasedEvaluation, ReleasedLease
 from tests.helpers.examples import examples
 from tests.helpers.replay import EndlessPrompts, ask_queue, kill_queue, make_group, small_config
@@ -141,7 +142,12 @@ class Run:
             if pick % 2:
                 self.die(pick)
             assert names(self._ask(pick)) == names(first), "asked again, other leases came"
-        for lease in first:
+        self._note(first)
+        self.leases += first
+
+    def _note(self, leases: list[Lease]) -> None:
+        """Notes what was leased, and checks that it is new."""
+        for lease in leases:
             if lease.evaluation:
                 continue
             assert (lease.ticket, lease.attempt) not in self.attempts, "an attempt was leased twice"
@@ -149,7 +155,6 @@ class Run:
             self.versions[lease.ticket, lease.attempt] = self.queue.ledger.live[lease.ticket].start_version
             assert self.rows.setdefault(lease.ticket, lease.prompt.row) == lease.prompt.row
             assert self.chooses or lease.prompt.row == lease.ticket
-        self.leases += first
 
     def _ask(self, pick: int) -> list[Lease]:
         version = max(0, self.steps - pick % 2)
@@ -199,12 +204,39 @@ class Run:
         renewed = [lease for lease in held[:: 1 + pick % 2] if pick % 3 and is_current(lease.ticket, lease.attempt)]
         self.ahead_s += 0.9 * limit_s
         self.number += 1
-        names = [LeaseName(lease.ticket, lease.attempt, False) for lease in renewed]
-        ask_queue(self.queue, 0, self.steps, 0, session=f"session {self.session}", number=self.number, working_on=names)
+        self._renew(renewed)
         self.ahead_s += 0.2 * limit_s
         self.queue.expire()
         for lease in held:
             assert is_current(lease.ticket, lease.attempt) == (lease in renewed)
+
+    def silence(self, pick: int) -> None:
+        """The generator is silent while a guest's gets some of its leases; then it continues with its session."""
+        is_current = self.queue.ledger.is_current
+        held = [lease for lease in self.leases if not lease.evaluation and is_current(lease.ticket, lease.attempt)]
+        self.number += 1
+        self._renew(held)
+        for _ in range(round(SUSPECT_S) + 2):
+            self.ahead_s += 1.0
+            self.queue.expire()
+        version = max(0, self.steps - pick % 2)
+        got, _ = ask_queue(self.queue, FIRST_GUEST, version, pick % 5)
+        self._note(got)
+        passed = {lease.ticket for lease in got}
+        for lease in held:
+            assert is_current(lease.ticket, lease.attempt) == (lease.ticket not in passed)
+        self.orphans += [lease for lease in self.leases if not lease.evaluation and lease.ticket in passed]
+        self.leases = [lease for lease in self.leases if lease.evaluation or lease.ticket not in passed]
+        for lease in got[: pick % 3]:
+            self.orphans.append(lease)
+            self.late(-1)
+        self.orphans += got[pick % 3 :]
+        self.queue.lost(FIRST_GUEST)
+
+    def _renew(self, leases: list[Lease]) -> None:
+        names = [LeaseName(lease.ticket, lease.attempt, False) for lease in leases]
+        session = f"session {self.session}"
+        ask_queue(self.queue, 0, self.steps, 0, session=session, number=self.number, working_on=names)
 
     def _evaluated(self, lease: Lease) -> None:
         for one in self.queue.evaluation.running.values():
@@ -304,8 +336,8 @@ class Run:
 WEIGHTS = {"ask": 3, "finish": 5, "step": 3}
 """Relative frequency of events; 1 for the others."""
 NAMES = [
-    "ask", "finish", "step", "send_again", "release", "lose", "late", "expire", "catch_up", "die", "die_unwritten",
-    "relaunch",
+    "ask", "finish", "step", "send_again", "release", "lose", "late", "expire", "silence", "catch_up", "die",
+    "die_unwritten", "relaunch",
 ]  # fmt: skip
 EVENTS = st.lists(
     st.tuples(st.sampled_from([name for name in NAMES for _ in range(WEIGHTS.get(name, 1))]), st.integers(0, 11)),

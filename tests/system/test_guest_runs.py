@@ -158,6 +158,8 @@ def test_a_guest_joins_dies_comes_back_and_leaves(
     kill_tree(first)
     second = join()
     tokens = await_tokens_of_guest(head, run, tokens)
+    shown = head.run("-m", "asyncrl.cli", "logs", "guests", f"generator-{FIRST_GUEST}")
+    assert f"generator-{FIRST_GUEST}@lab" in shown and " started " in shown, shown
     assert Counter(guest.run("-c", STEAL, str(key)).split()) == {"silent": 4}
     status = status_of(head, run)
     assert (status["generators_wanted"], status["bad_messages"] >= 4) == (1, True)

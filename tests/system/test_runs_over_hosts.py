@@ -16,7 +16,9 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 
+from asyncrl.replay.expiry import SUSPECT_S
 from tests.helpers.runs import SMALL, Launched, check_ledger
+from tests.helpers.second_attempts import second_attempts, stop_with_leases
 from tests.network.hosts import DIE_WITH_PARENT, ROOT, Host, Network
 from tests.network.link import Quality
 
@@ -125,6 +127,11 @@ def hosts_of(run: Launched, role: str) -> list[str]:
     return [event.get("host", "") for event in run.events(role) if event["event"] == "started"]
 
 
+def count(run: Launched, role: str, event: str) -> int:
+    """How many such events are in the log of the role."""
+    return sum(one["event"] == event for one in run.events(role))
+
+
 def placed(run: Launched, *roles: str) -> dict[str, str]:
     """The host of the last start of each role."""
     return {role: (hosts_of(run, role) or ["nowhere"])[-1] for role in roles}
@@ -211,6 +218,35 @@ def test_a_host_that_was_only_silent_changes_nothing_when_it_is_back(cluster: Cl
     assert summary["steps"] == 40
     steps = [row["step"] for row in run.rows()]
     assert steps == sorted(set(steps)), "a step was reported twice"
+
+
+def test_a_silent_host_holds_nothing_up_and_continues_when_it_is_back(cluster: Cluster) -> None:
+    """All processes of a generator's host stand still, and nobody says that it is lost. The other generator gets what
+    it had. Back again it is the same process and session."""
+    for name in ("head", "n1", "n2", "n3"):
+        cluster.add(name)
+    pools = ["placement.pools={a: {nodes: 3}}", IN_POOL[1]]
+    run = cluster.launch("suspect", *pools, "journal.retention=all", steps=40, learners=1)
+    run.wait_until(lambda: len(run.rows()) >= 3, what="step 3", timeout_s=240)
+    assert len(set(placed(run, "learner-0", "generator-0", "generator-1").values())) == 3
+    silent = cluster.roles(run, placed(run, "generator-1")["generator-1"])
+    assert run.pid("generator-1") in silent
+    stopped_s = stop_with_leases(run.run_dir, 1, silent)
+    passes_on = "lease of a silent generator passes on"
+    run.wait_until(lambda: count(run, "replay", passes_on) > 0, what=passes_on)
+    run.wait_for_step(len(run.rows()) + 1)
+    print(f"a step {time.monotonic() - stopped_s:.1f} s after the host fell silent")
+    loaded = count(run, "generator-1", "weights loaded")
+    for pid in silent:
+        os.kill(pid, signal.SIGCONT)
+    run.wait_until(lambda: count(run, "generator-1", "weights loaded") > loaded, what="weights for it")
+    summary = finish(run)
+    assert (summary["steps"], sum(summary["restarts"].values())) == (40, 0)
+    assert len(run.starts("generator-1")) == 1
+    again = second_attempts(run.run_dir, 1, stopped_s)
+    print(again)
+    assert SUSPECT_S <= min(again.leased_s) < SUSPECT_S + 5 and min(again.finished_s) < 30
+    assert again.restarted_s == []
 
 
 @pytest.mark.parametrize("cut_s", [20.0])

@@ -65,3 +65,13 @@ def files(folder: Path) -> list[Path]:
 
 def assert_holds(reader: Reader, model: Model) -> None:
     assert np.array_equal(reader._weights, model.weights)
+
+
+def trained(version: int) -> list[tuple[str, torch.Tensor]]:
+    """Weights of a model as a learner sends them; a step changes two of a hundred."""
+    generator = torch.Generator().manual_seed(0)
+    embed = torch.randn(400, 50, generator=generator).to(torch.bfloat16)
+    head = torch.randn(300, 31, generator=generator).to(torch.bfloat16)
+    for tensor in (embed, head):
+        tensor.view(-1)[version::50] += version
+    return [("embed.weight", embed), ("norm.weight", torch.full((37,), float(version))), ("head.weight", head)]

@@ -11,6 +11,7 @@ import pytest
 from nccl_like import await_true
 from structlog.testing import capture_logs
 from weight_parts import (
+    BUCKET_BYTES,
     Process,
     RawReceiver,
     assert_holds,
@@ -26,19 +27,21 @@ from weight_parts import (
 
 from asyncrl.errors import ProtocolError, RunError
 from asyncrl.weights import broadcast as delivery
+from asyncrl.weights import membership as membership_module
 from asyncrl.weights import sender as sender_module
 from asyncrl.weights import transports
 from asyncrl.weights.broadcast import Delivery
 from asyncrl.weights.membership import Membership
 from asyncrl.weights.process_groups import GlooLink
 from asyncrl.weights.receiver import WeightReceiver
+from asyncrl.weights.session import PING_S
 from asyncrl.weights.transports import TRANSPORTS, Member
 from asyncrl.wire import channel
 from asyncrl.wire.bad_peers import MAX_BAD_MESSAGES
 from asyncrl.wire.bounds import Body
 from asyncrl.wire.frames import Buffer, decode
 from asyncrl.wire.kinds import KINDS
-from asyncrl.wire.weight_messages import Holding, Join, Offer, Ready
+from asyncrl.wire.weight_messages import Holding, Join, Offer, Ping, Ready
 from tests.helpers.messages import raw_frames
 
 SLACK_S = 8.0
@@ -107,6 +110,53 @@ def test_the_others_go_on_without_one_that_stopped_or_ended_before_a_version(
     if hit == "SIGSTOP":
         peers[0].signal("SIGCONT")
         assert peers[0].next()["version"] == 2
+
+
+def test_a_silent_one_is_dropped_long_before_the_deadline_of_a_transfer(
+    address: str, cleanup: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(membership_module, "SILENT_S", PING_S + 1.0)
+    peers = [receiver_process(address, cleanup, rank=rank, timeout_s=60.0) for rank in (1, 2)]
+    sender = joined(make_sender(address, cleanup, timeout_s=60.0), 2)
+    sender.send(0, weights(0))
+    assert versions(peers) == [0, 0]
+    first = sender._membership.present()[0]
+    # It is waited for in the transfer then.
+    await_true(lambda: getattr(first.answers.get("ready"), "round", 0) == 2, "ready for the next version")
+    peers[0].signal("SIGSTOP")
+    started = time.monotonic()
+    with capture_logs() as logs:
+        sender.send(1, weights(1))
+        assert peers[1].next()["version"] == 1
+    assert time.monotonic() - started < 30
+    (reason,) = drops(logs)
+    assert "generator 0 said nothing for 4 s" in reason
+    peers[0].signal("SIGCONT")
+    assert peers[0].next()["version"] == 1
+
+
+def test_only_a_silent_one_that_had_a_version_fails_before_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One without may still allocate its memory."""
+    monkeypatch.setattr(membership_module, "SILENT_S", 0.3)
+    membership = Membership(lambda *_: None, "", threading.Condition(), lambda: None)
+    for rank in (1, 2, 3):
+        membership.handle(bytes([rank]), Join(rank, "cpu", "host"))
+    lively, silent, new = membership.present()
+    lively.version = silent.version = 0
+    membership.offer([lively, silent, new], version=1, transport="gloo", bucket_bytes=BUCKET_BYTES)
+
+    def talk() -> None:
+        for _ in range(12):
+            time.sleep(0.05)
+            membership.handle(lively.id, Ping())
+        membership.handle(lively.id, Ready(1, None))
+
+    talking = threading.Thread(target=talk)
+    talking.start()
+    answers, failed = membership.collect([lively, silent, new], Ready, 1.0)
+    talking.join()
+    assert [peer for peer, _ in answers] == [lively]
+    assert failed == [(silent, "and said nothing for 0.3 s"), (new, "within 1 s")]
 
 
 def test_receivers_outlive_a_sender_that_is_killed_and_load_the_same_version_again(address: str, cleanup: list) -> None:

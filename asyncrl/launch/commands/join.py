@@ -26,6 +26,7 @@ from asyncrl.errors import ConfigError, PeerTimeoutError, RunError
 from asyncrl.launch.console import EXIT_DONE, EXIT_INTERRUPTED, Interrupts
 from asyncrl.launch.invitations import GuestKey, read_key
 from asyncrl.launch.local import LocalLauncher
+from asyncrl.launch.log_tail import LogTail
 from asyncrl.launch.packages import package_versions
 from asyncrl.launch.placer import LOCAL_RUNS
 from asyncrl.launch.reception import model_facts
@@ -34,7 +35,7 @@ from asyncrl.launch.role_group import RestartHistory, RoleGroup
 from asyncrl.launch.worker import EXIT_SILENT_PEER, RoleSpec
 from asyncrl.observe.logs import configure_logs
 from asyncrl.wire.endpoints import NAMED, Endpoints
-from asyncrl.wire.guest_messages import Hello, Welcome
+from asyncrl.wire.guest_messages import GuestLog, Hello, Welcome
 from asyncrl.wire.guests import HELLO_ID
 from asyncrl.wire.launcher_messages import Lost
 from asyncrl.wire.rpc import Connection
@@ -138,6 +139,21 @@ class Head:
             except PeerTimeoutError as error:
                 log.warning("the run does not know yet that a generator has ended", error=str(error))
 
+    def send_log(self, run_id: str, generator: int, tail: LogTail) -> bool:
+        """Passes on what a generator of this guest has logged. False if the run does not answer; then it is sent again
+        later."""
+        lines, end = tail.read()
+        if not lines:
+            return True
+        with closing(Connection(self.endpoints(run_id), resend_s=RESEND_S, linger_s=0.0)) as queue:
+            try:
+                queue.request(GuestLog(generator, lines), timeout_s=ANSWER_S)
+            except PeerTimeoutError as error:
+                log.warning("the run does not have the log of a generator yet", error=str(error))
+                return False
+        tail.passed(end)
+        return True
+
 
 class Stay:
     """The generators of this machine during one launch of the run."""
@@ -174,6 +190,7 @@ class Stay:
             )
             for place, resources in enumerate(_rooms(config, self._launcher, count))
         ]
+        self._tails = {group.index: LogTail(spec.logs / f"{group.name}.jsonl") for group in self._groups}
         names = ", ".join(group.name for group in self._groups)
         say(f"joins {welcome.run} at {head.address} with {names}; logs in {spec.logs}")
 
@@ -193,6 +210,8 @@ class Stay:
                 if welcome is not None and welcome.run_id != self._welcome.run_id:
                     return "resumed"
                 self.ended = self.ended or (welcome is not None and welcome.ended)
+                if welcome is not None:
+                    self._send_logs()
             time.sleep(TICK_S)
         return "left"
 
@@ -200,9 +219,16 @@ class Stay:
         """Ends the generators, which hand their leases back."""
         for role in self._launcher.end(grace_s=LEAVE_S):
             self._say(f"{role.name} ({role.place}) does not die of SIGKILL and is left running")
+        self._send_logs()
         for group in self._groups:
             if group.starts:
                 self._head.lost(self._welcome.run_id, group.index)
+
+    def _send_logs(self) -> None:
+        """Passes the logs on, as far as the run answers."""
+        for generator, tail in self._tails.items():
+            if not self._head.send_log(self._welcome.run_id, generator, tail):
+                return
 
     def _tick(self, now_s: float) -> Outcome | None:
         over = True
@@ -225,6 +251,7 @@ class Stay:
         group.made_progress = True  # the run knows whether it worked; here only its age counts
         delay_s = None if group.failed() is not None else group.delay_s(now_s)
         group.kill(self._launcher)
+        self._send_logs()
         self._head.lost(self._welcome.run_id, group.index)
         if delay_s is None:
             raise RunError(cause)

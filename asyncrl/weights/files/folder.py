@@ -97,6 +97,13 @@ class Folder:
             raise BadFileError(f"{self.at(name)}: has more than {MAX_MANIFEST_BYTES} bytes")
         return data
 
+    def size(self, name: str) -> int | None:
+        """Size of a file in bytes; None if it is not there. Raises OSError."""
+        try:
+            return self._store.size(f"{self._path}/{name}")
+        except FileNotFoundError:
+            return None
+
     def names(self) -> list[str]:
         """Names of the files and folders in it. Raises OSError."""
         try:
@@ -120,7 +127,7 @@ class Folder:
     def _make_parent(self, name: str) -> None:
         parent = Path(self._path, name).parent
         if self._is_local and not parent.is_dir():
-            parent.mkdir(parents=True)
+            parent.mkdir(parents=True, exist_ok=True)  # by several ranks at once
             sync_folder(parent.parent)
 
     def _fill(self, part: memoryview, stored: Any, name: str, digest: Any) -> None:

@@ -1,7 +1,7 @@
 """What a version in a store consists of, how it is proven, and the way from one version to another.
 
     URL/v000120-1f0c9a02/   full-00000.safetensors ...  from-000119.delta  manifest.json
-    URL/v000121-77ab03d1/   from-000120.delta  from-000112.delta  manifest.json
+    URL/v000121-77ab03d1/   from-000120.delta  from-000120-1.delta  from-000112.delta ...  manifest.json
 
 A version has a folder, whose name no other attempt has. Its manifest is written last: a folder without one does not
 exist. Whoever has the sha256 of a manifest can prove everything: the manifest has the sums of its files and of the
@@ -29,11 +29,11 @@ from asyncrl.wire.version_messages import FolderName, Sha256
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 64 << 20
 SUM_BYTES = 64 << 20
-"""Size of the parts of the weights that have a sum each."""
+"""Size of the parts of the weights that have a sum each; a multiple of the blocks of deltas."""
 
 _KEY_LABEL = b"asyncrl manifests of weights"
 
-_FileName = Annotated[str, Meta(pattern=r"\A(full|from)-[0-9]{1,10}\.(safetensors|delta)\Z")]
+_FileName = Annotated[str, Meta(pattern=r"\A(full-[0-9]{1,10}\.safetensors|from-[0-9]{1,10}(-[0-9]{1,5})?\.delta)\Z")]
 _Xxh3 = Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
 
 
@@ -50,7 +50,8 @@ class File(Part, frozen=True):
 
 
 class StoredFile(Part, frozen=True):
-    """A file of a version. A full one has the tensors from `first` to before `last` of the layout."""
+    """A file of a version. A full one has the tensors from `first` to before `last` of the layout. Each rank's delta is
+    a file; together, in their order, they are that of all weights."""
 
     name: _FileName
     bytes: Number

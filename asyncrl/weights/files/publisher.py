@@ -9,35 +9,24 @@ from collections.abc import Callable, Iterator, Set
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.weights import deltas
 from asyncrl.weights.buckets import WeightManifest
-from asyncrl.weights.files.folder import CHUNK_BYTES, Folder
-from asyncrl.weights.files.manifest import (
-    MANIFEST,
-    Earlier,
-    Manifest,
-    Stamp,
-    StoredFile,
-    Way,
-    digest_of,
-    edges_of,
-    shortest_way,
-    sums_of,
-)
-from asyncrl.weights.files.shards import header, places, shards
+from asyncrl.weights.files.folder import Folder
+from asyncrl.weights.files.manifest import MANIFEST, Earlier, Manifest, Stamp, Way, digest_of, edges_of, shortest_way
+from asyncrl.weights.files.other_ranks import OtherRanks
+from asyncrl.weights.files.shards import shares_of
+from asyncrl.weights.files.share_writer import SHARD_BYTES, Keep, Order, ShareWriter, Write, Written
 from asyncrl.wire.version_messages import Announced
 
 USUAL_STRIDES = frozenset({1, 4, 16})
 """A version has a delta from the one before, and, if it is divisible by one of these numbers, from the last one that
 is. A reader whose link is too slow for every version takes the larger ones, in which a weight that changes often is
 once. The sender keeps the bits of each base."""
-SHARD_BYTES = 1 << 30
 _OURS = re.compile(r"v[0-9]{6,10}-[0-9a-f]{8}")
 """Names of versions."""
 
 
 class Publisher:
-    """Publishes one version after another; the weights are bytes in the order of the layout. Raises OSError."""
+    """Publishes one version after another; the weights are those in the buffer of rank 0's share. Raises OSError."""
 
     def __init__(
         self,
@@ -50,10 +39,14 @@ class Publisher:
         epoch: int = 0,
         keeps: Callable[[int], bool] = lambda version: False,
         shard_bytes: int = SHARD_BYTES,
+        others: OtherRanks | None = None,
     ) -> None:
         """`key` signs manifests, and `epoch` says of which start of the learner ranks they are. Every `full_every`-th
         version can be read from nothing, and all are if no tensor has 16-bit numbers. At least `keep` versions stay;
-        one for which `keeps` is true is on the way of every reader (`oldest_read`)."""
+        one for which `keeps` is true is on the way of every reader (`oldest_read`). `others` write shares, too."""
+        self.writer = ShareWriter(
+            folder, shares_of(layout, 1 + (others.count if others else 0))[0], shard_bytes=shard_bytes
+        )
         self.num_bytes = 0
         """Bytes written."""
         self.strides: Set[int] = USUAL_STRIDES
@@ -65,14 +58,14 @@ class Publisher:
         self._full_every = full_every
         self._keep, self._keeps = keep, keeps
         self._epoch = epoch
-        self._shard_bytes = shard_bytes
+        self._others = others
         self._has_deltas = full_every > 1 and any(
             entry.dtype.is_floating_point and entry.dtype.itemsize == 2 for entry in layout.entries
         )
         self._history: list[Earlier] = []
         """What this publisher has written and not removed, the oldest first."""
-        self._bases: dict[int, tuple[Stamp, NDArray[np.uint16]]] = {}
-        """The last version that is divisible by a stride, with its bits, by stride."""
+        self._bases: dict[int, Stamp] = {}
+        """The last version that is divisible by a stride, by stride."""
         self._since_full = 0
         """Versions since the last full one."""
 
@@ -84,20 +77,25 @@ class Publisher:
         """Writes a version. Returns its announcement, once all of it is there. Readers may be on the way to a version
         as old as `needed`; what none of them needs is no part of the store any more."""
         self._history = self._needed(needed)
-        sums = sums_of(weights, self._folder.check)
-        stamp = Stamp(version, digest_of(sums))
         folder = f"v{version:06d}-{secrets.token_hex(4)}"
-        ways = list(self._deltas(version, folder, weights))
-        is_full = not ways or self._since_full + 1 >= self._full_every
+        bases = list(dict.fromkeys(base for stride, base in self._bases.items() if version % stride == 0))
+        is_full = not bases or self._since_full + 1 >= self._full_every
+        written = self._command(Write(version, folder, bases, is_full), weights)
+        ways = list(_deltas(bases, written))
+        if not ways and not is_full:
+            is_full = True
+            written = self._command(Write(version, folder, [], is_full), weights)
         if is_full:
-            ways.append(self._full(folder, weights))
+            ways.append(Way(None, [file for one in written for file in one.full]))
+        sums = [one for share in written for one in share.sums]
+        stamp = Stamp(version, digest_of(sums))
         manifest = Manifest(stamp, self._epoch, self._layout_json, sums, ways, self._history)
-        written = self._folder.write(f"{folder}/{MANIFEST}", [manifest.signed(self._key)])
-        self._history = [*self._history, Earlier(folder, written.sha256, stamp, edges_of(ways))]
+        stored = self._folder.write(f"{folder}/{MANIFEST}", [manifest.signed(self._key)])
+        self._history = [*self._history, Earlier(folder, stored.sha256, stamp, edges_of(ways))]
         self._since_full = 0 if is_full else self._since_full + 1
-        self.num_bytes += sum(edge.bytes for edge in self._history[-1].edges) + written.bytes
+        self.num_bytes += sum(edge.bytes for edge in self._history[-1].edges) + stored.bytes
         self._keep_bits(stamp, weights)
-        return Announced(version, folder, written.sha256)
+        return Announced(version, folder, stored.sha256)
 
     def oldest_read(self, held: int, target: int | None = None) -> int | None:
         """The oldest version that a reader reads on its way from `held` to `target`, or to the newest one; None if it
@@ -129,41 +127,40 @@ class Publisher:
         fulls = [index for index, one in enumerate(self._history) if one.is_full and one.stamp.version <= needed]
         return self._history[min(max(fulls, default=0), max(len(self._history) + 1 - self._keep, 0)) :]
 
-    def _full(self, folder: str, weights: NDArray[np.uint8]) -> Way:
-        files: list[StoredFile] = []
-        for first, last in shards(self._layout, self._shard_bytes):
-            entries = self._layout.entries[first:last]
-            chunks = _chunks([memoryview(header(entries)), *places(entries, weights)])
-            written = self._folder.write(f"{folder}/full-{len(files):05d}.safetensors", chunks)
-            files.append(StoredFile(written.name, written.bytes, written.sha256, first, last))
-        return Way(None, files)
-
-    def _deltas(self, version: int, folder: str, weights: NDArray[np.uint8]) -> Iterator[Way]:
-        """Writes the deltas that have at most half of the bytes of the weights."""
-        done: set[Stamp] = set()
-        for stride, (base, bits) in self._bases.items():
-            if version % stride or base in done:
-                continue
-            done.add(base)
-            words, check = weights.view(np.uint16), self._folder.check
-            blocks = deltas.encode(bits, words, max_bytes=len(weights) // 2, check=check)
-            if blocks is not None:
-                written = self._folder.write(f"{folder}/from-{base.version:06d}.delta", blocks)
-                yield Way(base, [StoredFile(written.name, written.bytes, written.sha256, 0, 0)])
-
     def _keep_bits(self, stamp: Stamp, weights: NDArray[np.uint8]) -> None:
-        if not self._has_deltas:
-            return
-        self._bases = {stride: base for stride, base in self._bases.items() if stride in self.strides}
-        due = [stride for stride in self.strides if not self._bases or stamp.version % stride == 0]
-        others = {id(bits) for stride, (_, bits) in self._bases.items() if stride not in due}
-        free = [bits for stride, (_, bits) in self._bases.items() if stride in due and id(bits) not in others]
-        bits = free[0] if free else np.empty(len(weights) // 2, np.uint16)
-        np.copyto(bits, weights.view(np.uint16))
-        self._bases |= dict.fromkeys(due, (stamp, bits))
+        if self._has_deltas:
+            self._bases = {stride: base for stride, base in self._bases.items() if stride in self.strides}
+            due = [stride for stride in self.strides if not self._bases or stamp.version % stride == 0]
+            self._bases |= dict.fromkeys(due, stamp)
+        self._command(Keep(stamp.version, stamp, list(set(self._bases.values()))), weights)
+
+    def _command(self, order: Order, weights: NDArray[np.uint8]) -> list[Written]:
+        """Has all ranks carry out the order. Returns their answers in the order of the shares. Raises OSError if one of
+        them cannot write, or what it has written is not here."""
+        if self._others is None:
+            answers = [self.writer.carry_out(order, weights)]
+        else:
+            self._others.give(order)
+            answers = [self.writer.carry_out(order, weights), *self._others.answers(self._folder.check)]
+        for one in answers:
+            if one.problem:
+                raise OSError(one.problem)
+        if isinstance(order, Write):
+            self._check_there(order.folder, answers[1:])
+        return answers
+
+    def _check_there(self, folder: str, others: list[Written]) -> None:
+        for file in (file for one in others for file in one.files):
+            if (size := self._folder.size(name := f"{folder}/{file.name}")) != file.bytes:
+                raise OSError(
+                    f"{self._folder.at(name)}: another learner rank has written {file.bytes} bytes, here are "
+                    f"{size or 'none'}; all learner hosts must have the same store at weights.url"
+                )
 
 
-def _chunks(parts: list[memoryview]) -> Iterator[memoryview]:
-    for part in parts:
-        for start in range(0, len(part), CHUNK_BYTES):
-            yield part[start : start + CHUNK_BYTES]
+def _deltas(bases: list[Stamp], written: list[Written]) -> Iterator[Way]:
+    """The deltas of which no rank's part was too large."""
+    for index, base in enumerate(bases):
+        files = [one.deltas[index] for one in written]
+        if None not in files:
+            yield Way(base, [file for file in files if file is not None])

@@ -1,8 +1,9 @@
-"""The sender's side of versions in a store: publishes each one and announces it; nobody is waited for.
+"""The sender's side of versions in a store: publishes each one and announces it; no receiver is waited for.
 
     weight-sender                            replay queue                       each receiver
 
-    writes the version, its manifest last
+    has all ranks write their shares,
+      then writes the manifest
     announce {version, folder, sha256}  --->  keeps the newest  -- leases --->  fetches what it lacks
     removes what no receiver needs     <---  live generators   <---- ask ----  what it has, fetches, could not read
 
@@ -18,17 +19,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
-import torch
 
 from asyncrl.config import Config
-from asyncrl.errors import RunError
+from asyncrl.errors import PeerTimeoutError, RunError
 from asyncrl.types import NO_VERSION
-from asyncrl.weights.background import BackgroundSender
-from asyncrl.weights.buckets import BUCKET_BYTES, WeightBuffer, WeightManifest
+from asyncrl.weights.buckets import WeightBuffer, WeightManifest
 from asyncrl.weights.files.folder import Folder
 from asyncrl.weights.files.links import STRIDES
 from asyncrl.weights.files.manifest import manifest_key
+from asyncrl.weights.files.other_ranks import OtherRanks
 from asyncrl.weights.files.publisher import USUAL_STRIDES, Publisher
+from asyncrl.weights.files.rank_sender import LOOK_S, ShareSender
 from asyncrl.weights.transports import Transport
 from asyncrl.wire.version_messages import Announced, Follower
 
@@ -38,7 +39,7 @@ FILES = Transport(
     None,
     what="Through a folder or an object store (weights.url), each generator at its own pace; 16-bit weights as deltas.",
 )
-_AGAIN_S = 1.0
+_AGAIN_S = LOOK_S
 """Pause before a version that could not be written is written again, and between two announcements of a version."""
 _LOOK_S = 0.05
 
@@ -62,7 +63,7 @@ class StoreOptions:
         return cls(url, weights.full_every, weights.keep)
 
 
-class FileSender(BackgroundSender):
+class FileSender(ShareSender):
     """Publishes policy weights while the learner continues to train. Runs in learner rank 0."""
 
     def __init__(
@@ -76,12 +77,11 @@ class FileSender(BackgroundSender):
         epoch: int = 0,
         device: str = "cpu",
         keeps: Callable[[int], bool] = lambda version: False,
+        others: OtherRanks | None = None,
     ) -> None:
         """`manifest` describes the weights of every `send`, `epoch` is that of the learner's endpoints. A version that
         cannot be written within `timeout_s` is an error. One for which `keeps` is true stays until all live generators
-        have fetched it or a later one."""
-        super().__init__(manifest, timeout_s=timeout_s, device=device, look_s=_AGAIN_S)
-        self._announce = announce
+        have fetched it or a later one. `others` write shares of each version, too."""
         self._folder = Folder(options.url, check=self._raise_if_stopping)
         self._publisher = Publisher(
             self._folder,
@@ -91,7 +91,10 @@ class FileSender(BackgroundSender):
             keep=options.keep,
             epoch=epoch,
             keeps=keeps,
+            others=others,
         )
+        super().__init__(manifest, self._publisher.writer.share, timeout_s=timeout_s, device=device)
+        self._announce = announce
         self._announced: Announced | None = None
         self._announced_s = 0.0
         self._followers: Sequence[Follower] = ()
@@ -99,14 +102,6 @@ class FileSender(BackgroundSender):
         self._renewed: int | None = None
         """The last version that was published again for a receiver that could not read it."""
         self._thread.start()
-
-    @property
-    def _receivers(self) -> str:
-        return "the store"
-
-    def _make_buffer(self) -> WeightBuffer:
-        pinned = self._device.type == "cuda"
-        return WeightBuffer(self._manifest, torch.device("cpu"), pinned=pinned, bucket_bytes=BUCKET_BYTES)
 
     def _wants(self, version: int) -> bool:
         return time.monotonic() - self._announced_s >= _AGAIN_S
@@ -123,9 +118,15 @@ class FileSender(BackgroundSender):
             self.stats.broadcast_s += time.monotonic() - started_s
             self._collect()
         if self._is_unread() and self._renewed != version:
-            self._renewed = version
             self._publisher.begin_anew()
-            self._publish(version, buffer)
+            try:
+                self._write(version, buffer)
+            except PeerTimeoutError:
+                raise
+            except OSError as error:  # then it is tried again, if no newer version has come meanwhile
+                log.warning("weights cannot be written to the store again", version=version, reason=str(error))
+                return
+            self._renewed = version
             self._tell()
             self._collect()
 
@@ -133,15 +134,14 @@ class FileSender(BackgroundSender):
         """Nothing is open."""
 
     def _publish(self, version: int, buffer: WeightBuffer) -> None:
-        for _ in buffer.buckets(timeout_s=self._timeout_s, check=self._raise_if_stopping):
-            pass
-        self._publisher.strides = USUAL_STRIDES | self._wished()
-        before_bytes, deadline_s = self._publisher.num_bytes, time.monotonic() + self._timeout_s
+        self._await_copy(buffer)
+        deadline_s = time.monotonic() + self._timeout_s
         while True:
             try:
-                self._announced = self._publisher.publish(version, buffer.data.numpy(), needed=self._needed(version))
-                self.stats.bytes += self._publisher.num_bytes - before_bytes
+                self._write(version, buffer)
                 return
+            except PeerTimeoutError:
+                raise
             except OSError as error:
                 if time.monotonic() > deadline_s:
                     raise RunError(
@@ -150,6 +150,12 @@ class FileSender(BackgroundSender):
                     ) from error
                 log.warning("weights cannot be written to the store", version=version, reason=str(error))
                 self._pause()
+
+    def _write(self, version: int, buffer: WeightBuffer) -> None:
+        self._publisher.strides = USUAL_STRIDES | self._wished()
+        before_bytes = self._publisher.num_bytes
+        self._announced = self._publisher.publish(version, buffer.data.numpy(), needed=self._needed(version))
+        self.stats.bytes += self._publisher.num_bytes - before_bytes
 
     def _tell(self) -> None:
         assert self._announced is not None

@@ -1,0 +1,117 @@
+"""A rank's share of each version: its sums, its deltas and its files of full versions.
+
+Rank 0 decides what is written, by orders that all ranks carry out, itself too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.errors import PeerTimeoutError
+from asyncrl.weights import deltas
+from asyncrl.weights.files.folder import CHUNK_BYTES, Folder
+from asyncrl.weights.files.manifest import Part, Stamp, StoredFile, sums_of
+from asyncrl.weights.files.shards import Share, header, places, shards
+
+SHARD_BYTES = 1 << 30
+
+
+class Write(Part, frozen=True, tag="write"):
+    """Order to write a version to a folder."""
+
+    version: int
+    folder: str
+    bases: list[Stamp]
+    """The versions from which there are to be deltas."""
+    full: bool
+
+
+class Keep(Part, frozen=True, tag="keep"):
+    """Order to keep the bits of these versions, of which one may be the last written; it is published."""
+
+    version: int
+    stamp: Stamp
+    bases: list[Stamp]
+
+
+Order = Write | Keep
+
+
+class Written(Part, frozen=True):
+    """A rank's answer to an order."""
+
+    problem: str = ""
+    """Why it cannot write; empty if it can."""
+    sums: list[str] = msgspec.field(default_factory=list)
+    deltas: list[StoredFile | None] = msgspec.field(default_factory=list)
+    """For each base; None for a delta that has more than half of the bytes."""
+    full: list[StoredFile] = msgspec.field(default_factory=list)
+
+    @property
+    def files(self) -> list[StoredFile]:
+        """All files."""
+        return [*(file for file in self.deltas if file is not None), *self.full]
+
+
+class ShareWriter:
+    """Carries out orders with a rank's share; the weights are those in its buffer."""
+
+    def __init__(self, folder: Folder, share: Share, *, shard_bytes: int = SHARD_BYTES) -> None:
+        self.share = share
+        self._folder = folder
+        self._shard_bytes = shard_bytes
+        self._bits: dict[Stamp, NDArray[np.uint16]] = {}
+        """Of the bases of later deltas."""
+
+    def carry_out(self, order: Order, weights: NDArray[np.uint8]) -> Written:
+        """Does what is ordered. Returns the answer."""
+        own = self.share.bytes_of(weights)
+        try:
+            if isinstance(order, Keep):
+                self._keep(order, own.view(np.uint16))
+                return Written()
+            sums, changes = sums_of(own, self._folder.check), list(self._deltas(order, own))
+            return Written(sums=sums, deltas=changes, full=self._full(order.folder, weights) if order.full else [])
+        except PeerTimeoutError:
+            raise
+        except OSError as error:
+            return Written(problem=str(error))
+
+    def _full(self, folder: str, weights: NDArray[np.uint8]) -> list[StoredFile]:
+        files: list[StoredFile] = []
+        for first, last in shards(self.share.entries, self._shard_bytes):
+            entries, at = self.share.entries[first:last], self.share.first + first
+            chunks = _chunks([memoryview(header(entries)), *places(entries, weights)])
+            written = self._folder.write(f"{folder}/full-{at:05d}.safetensors", chunks)
+            files.append(StoredFile(written.name, written.bytes, written.sha256, at, self.share.first + last))
+        return files
+
+    def _deltas(self, order: Write, own: NDArray[np.uint8]) -> Iterator[StoredFile | None]:
+        """Writes the deltas that have at most half of the bytes of the weights."""
+        rank = f"-{self.share.rank}" if self.share.rank else ""
+        for base in order.bases:
+            check = self._folder.check
+            blocks = deltas.encode(self._bits[base], own.view(np.uint16), max_bytes=len(own) // 2, check=check)
+            if blocks is None:
+                yield None
+                continue
+            written = self._folder.write(f"{order.folder}/from-{base.version:06d}{rank}.delta", blocks)
+            yield StoredFile(written.name, written.bytes, written.sha256, 0, 0)
+
+    def _keep(self, order: Keep, words: NDArray[np.uint16]) -> None:
+        free = [bits for base, bits in self._bits.items() if base not in order.bases]
+        self._bits = {base: bits for base, bits in self._bits.items() if base in order.bases}
+        if order.stamp in order.bases:
+            bits = free[0] if free else np.empty(len(words), np.uint16)
+            np.copyto(bits, words)
+            self._bits[order.stamp] = bits
+
+
+def _chunks(parts: list[memoryview]) -> Iterator[memoryview]:
+    for part in parts:
+        for start in range(0, len(part), CHUNK_BYTES):
+            yield part[start : start + CHUNK_BYTES]

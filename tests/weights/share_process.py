@@ -1,0 +1,88 @@
+"""A learner rank that sends its share of versions, in a process of its own: does what its standard input says.
+
+    python share_process.py RANK RANKS ADDRESS STORE TIMEOUT_S
+
+"send VERSION" sends the test's weights of that version, "wait" prints a line when they are published, "kill N" has the
+process end in its N-th write from then on. Rank 0 serves the others at the address, and prints what it announces.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+from small_pieces import shrink_pieces
+from stored_parts import trained
+from weight_parts import manifest_of
+
+from asyncrl.errors import AsyncrlError
+from asyncrl.weights.background import BackgroundSender
+from asyncrl.weights.files.folder import Folder
+from asyncrl.weights.files.other_ranks import OtherRanks
+from asyncrl.weights.files.rank_sender import RankSender
+from asyncrl.weights.files.sender import FileSender, StoreOptions
+from asyncrl.weights.files.shards import shares_of
+from asyncrl.wire.endpoints import Endpoints
+from asyncrl.wire.store import StoreServer
+from asyncrl.wire.version_messages import Announced, Follower
+
+KILLED = 9
+
+
+def announce(announced: Announced, check: Callable[[], None]) -> Sequence[Follower]:
+    print(msgspec.json.encode(announced).decode(), flush=True)
+    return []
+
+
+def make_sender(rank: int, ranks: int, address: str, url: str, timeout_s: float) -> BackgroundSender:
+    manifest = manifest_of(trained(0))
+    if rank:
+        share = shares_of(manifest, ranks)[rank]
+        return RankSender(manifest, share, url, Endpoints("run-0f", "", address, ""), timeout_s=timeout_s)
+    others = OtherRanks(StoreServer(address, "shares", run_id="run-0f"), ranks - 1, timeout_s=timeout_s)
+    options = StoreOptions(url, full_every=4, keep=2)
+    return FileSender(manifest, options, announce, run_id="run-0f", timeout_s=timeout_s, others=others)
+
+
+def kill_in_write(count: int) -> None:
+    write = Folder.write
+    left = count
+
+    def killing(self: Folder, name: str, chunks: Any) -> Any:
+        nonlocal left
+        left -= 1
+        return write(self, name, chunks if left else _half(chunks))
+
+    Folder.write = killing  # type: ignore[method-assign]
+
+
+def _half(chunks: Any) -> Any:
+    first = next(iter(chunks))
+    yield first[: len(first) // 2]
+    os._exit(KILLED)
+
+
+def main() -> None:
+    shrink_pieces()
+    rank, ranks, address, url, timeout_s = sys.argv[1:]
+    sender = make_sender(int(rank), int(ranks), address, url, float(timeout_s))
+    for line in sys.stdin:
+        match line.split():
+            case ["kill", count]:
+                kill_in_write(int(count))
+            case ["send", version]:
+                sender.send(int(version), trained(int(version)))
+            case _:
+                try:
+                    sender.wait()
+                    print(json.dumps({"bytes": sender.stats.bytes}), flush=True)
+                except AsyncrlError as error:
+                    print(json.dumps({"error": f"{type(error).__name__}: {error}"}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
