@@ -221,10 +221,10 @@ class LaunchConfig(Section):
     learners: int = Field(default=1, ge=1)
     """Learner ranks; a divisor of `replay.groups_per_step`."""
     address: str = "127.0.0.1"
-    """Where the roles listen, as HOST or HOST:PORT. HOST is an IPv4 address of the launcher's machine, or where each
-    machine finds its own: a network interface (`ib0`) or a network (`10.0.0.0/8`). On a loopback address ZeroMQ uses
-    unix sockets that only the user can open, and a port is refused. On another one the replay queue listens on PORT
-    (by default a free one), with encryption (CURVE); weights and collectives are not encrypted."""
+    """The address that the roles listen on, as HOST or HOST:PORT. HOST is an IPv4 address of the launcher's machine,
+    or a network interface (`ib0`) or network (`10.0.0.0/8`) on which each machine has its own. On a loopback address
+    ZeroMQ uses unix sockets that only the user can open, and a port is refused. On another one the replay queue listens
+    on PORT (by default a free one), with encryption (CURVE); weights and collectives are not encrypted."""
     pin_cores: bool = True
     """On a CPU, generators and learners have cores of their own."""
     start_timeout_s: float = Field(default=180.0, gt=0.0)

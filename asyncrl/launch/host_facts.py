@@ -25,7 +25,7 @@ NODE_NAME = "SLURMD_NODENAME"
 
 @dataclass(frozen=True, slots=True)
 class HostFacts:
-    """What a host says of itself."""
+    """The facts of a host, as it reports them."""
 
     name: str
     head: str

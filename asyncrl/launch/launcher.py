@@ -23,7 +23,7 @@ class RoleHandle(Protocol):
 
     @property
     def spec(self) -> RoleSpec:
-        """What it was started with."""
+        """The spec that it was started with."""
         ...
 
     @property
@@ -39,7 +39,7 @@ class RoleHandle(Protocol):
 
     @property
     def place(self) -> str:
-        """Where it runs, for errors: `process 123`."""
+        """The process or step that it runs as, for errors: `process 123`."""
         ...
 
     def cause(self) -> str:

@@ -11,7 +11,7 @@ MAX_BYTES = 1 << 16
 
 
 class LogTail:
-    """What is appended to a log from now on."""
+    """The lines that are appended to a log from now on."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -15,7 +15,7 @@ PACKAGES = {
     "transformers": ("transformers",),
     "pyzmq": ("pyzmq",),
 }
-"""What is compared beside Python and asyncrl, and the distributions that have it. Ray compares its own version."""
+"""The packages that are compared, with Python and asyncrl, and their distributions. Ray compares its own version."""
 MISSING = "missing"
 
 

@@ -60,7 +60,7 @@ class Placer:
         )
 
     def has_hosts(self, group: RoleGroup, groups: Sequence[RoleGroup], now_s: float) -> bool:
-        """True if the host of each member of the group is there. A member whose host is lost is placed anew, beside the
+        """True if the host of each member of the group is there. A member whose host is lost is placed again, with the
         members of all `groups`; False while no host has room for it. Raises RunError when that lasts longer than
         `launch.start_timeout_s`."""
         if not any(resources.host for _, resources in group.members):

@@ -1,4 +1,4 @@
-"""What guests and the run must have in common, and the replay role's part in welcoming them."""
+"""The facts that guests and the run must have in common, and the replay role's part in welcoming guests."""
 
 from __future__ import annotations
 

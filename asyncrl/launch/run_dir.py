@@ -24,7 +24,7 @@ from asyncrl.wire.endpoints import Endpoints
 
 ENDPOINTS = "endpoints.json"
 JOB = "job.yaml"
-"""The config of a run's batch job, beside its script."""
+"""The config of a run's batch job, next to its script."""
 HOSTS = "hosts.json"
 """File with the hosts that the latest launch started with."""
 ATTEMPTS = "attempts.json"

@@ -45,12 +45,12 @@ LOOK_AGAIN_S = 15.0
 """Time between looks at nodes that do not respond."""
 LOST = ("down", "fail")
 SILENT = "*"
-"""What SLURM puts behind the state of a node that does not respond."""
+"""The mark that SLURM appends to the state of a node that does not respond."""
 NOT_FOR_STEPS = (
     "SLURM_CPUS_PER_TASK", "SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK", "SLURM_JOB_NAME",
     "SLURM_NNODES", "SLURM_NPROCS", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_TRES_PER_TASK",
 )  # fmt: skip
-"""Variables of a job by which srun would ask for as much for each step as the whole job has."""
+"""Variables of a job by which srun would ask for as much for each step as the complete job has."""
 
 
 class SlurmLauncher(LocalLauncher):

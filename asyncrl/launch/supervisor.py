@@ -65,7 +65,7 @@ class Supervisor:
         self._step: int | None = None
         self._asked = False
         self._waits_for = ""
-        """What the launcher waits for to have room for more generators."""
+        """The resources that the launcher waits for to have room for more generators."""
         hosts = launcher.hosts()
         for role in ROLES:
             for index, resources in enumerate(placement.of(role)):

@@ -21,7 +21,7 @@ class Admission:
         return self._state.ledger.per_generator_limit(self._state.generators_wanted + len(self._guests))
 
     def room(self, generator: int, version: int, wanted: int) -> int:
-        """Returns how many leases of others the generator may get beside those that are returned already."""
+        """Returns how many leases of others the generator may get in addition to those that are returned already."""
         ledger = self._state.ledger
         oldest = (version + ledger.max_staleness + 1) * ledger.groups_per_step
         if ledger.charged > oldest or self._store.disk_is_slow():

@@ -3,7 +3,7 @@
 A generator asks every second. What becomes of its leases when it is
 
     silent for SUSPECT_S                 others that have room get them as second attempts. Nothing is ended: when it is
-                                         heard again it keeps what nobody took, and goes on with the rest
+                                         heard again it keeps what nobody took, and continues with it
     silent, or does not renew a lease,   the leases are returned
       for launch.heartbeat_timeout_s
     lost, says the launcher              the same, at once (`ReplayQueue.lost`)

@@ -1,4 +1,4 @@
-"""The logs of guests' generators in the run folder, where `asyncrl logs` shows them beside those of the run's roles."""
+"""The logs of guests' generators in the run folder, where `asyncrl logs` shows them with those of the run's roles."""
 
 from __future__ import annotations
 

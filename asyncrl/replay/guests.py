@@ -28,7 +28,7 @@ class Reception:
     read_facts: Callable[[str], dict[str, str]]
     """Returns the facts of this machine with the model in a folder."""
     logs: GuestLogs
-    """What guests log."""
+    """The logs of guests."""
 
     @cached_property
     def facts(self) -> dict[str, str]:

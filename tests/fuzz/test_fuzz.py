@@ -45,7 +45,7 @@ REASONS = [
 ]  # fmt: skip
 """The errors of `decode` and `check_group`; `tests/replay/test_wire.py` has an empty message."""
 MIN_MUTANTS, MAX_MUTANTS = 20_000, 1_000_000
-"""Of a test that draws until it has found every reason."""
+"""The limit of a test that draws until it has found every reason."""
 
 
 def test_every_kind_is_mutated() -> None:

@@ -40,7 +40,7 @@ class Relay:
 
     @contextmanager
     def losing(self, what: Direction) -> Iterator[None]:
-        """What goes in one direction inside the block is lost, at least one message, and the connections with it."""
+        """Loses what goes in one direction inside the block, at least one message, and the connections with it."""
         self._lost_bytes, self._lost = 0, what
         yield
         deadline_s = time.monotonic() + WAIT_S

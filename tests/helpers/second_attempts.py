@@ -1,4 +1,4 @@
-"""What became of the leases that a generator had when it died or fell silent, according to the journal of its run.
+"""The fate of the leases that a generator had when it died or fell silent, according to the journal of its run.
 
 The run needs `journal.retention=all`.
 """

@@ -1,4 +1,4 @@
-"""What `launch.address` names on a machine: an address, an interface, or a network."""
+"""The addresses that `launch.address` names on a machine: by an address, an interface, or a network."""
 
 from __future__ import annotations
 
@@ -122,13 +122,13 @@ def answers(*hosts: str) -> None:
 
 
 def ask(host: Host, *hosts: str) -> list[list[str]]:
-    """What a host answers."""
+    """Returns the answers of a host."""
     without = [word for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") for word in ("-u", name)]
     return json.loads(host.run("env", *without, sys.executable, "-c", ASK, *hosts))
 
 
 def test_hosts_with_a_second_network(network: Network) -> None:
-    """One for the data of runs, beside that of the default route, over which hosts would otherwise reach one another:
+    """One for the data of runs, next to that of the default route, over which hosts would otherwise reach one another:
     its parts are joined by routers. Its interfaces have other names on other hosts."""
     head, other = network.add("head"), network.add("n2")
     network.attach(head, "ib0", "10.78.1.1/24")

@@ -1,4 +1,4 @@
-"""What is taken for lost on a Ray cluster, with actors whose answers the test gives."""
+"""Hosts that are taken for lost on a Ray cluster, with actors whose answers the test provides."""
 
 from __future__ import annotations
 

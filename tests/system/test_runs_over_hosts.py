@@ -128,7 +128,7 @@ def hosts_of(run: Launched, role: str) -> list[str]:
 
 
 def count(run: Launched, role: str, event: str) -> int:
-    """How many such events are in the log of the role."""
+    """The number of such events in the log of the role."""
     return sum(one["event"] == event for one in run.events(role))
 
 

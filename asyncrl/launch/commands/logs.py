@@ -75,7 +75,7 @@ class _View:
         self._console.file.flush()
 
     def print_output(self) -> None:
-        """Prints what each role wrote beside its log."""
+        """Prints the output of each role that is not in its log."""
         for path in sorted(self._folder.glob("*.out")):
             if _is_chosen(path.stem, self._roles) and path.stat().st_size:
                 self._console.print(f"\n{path}:", style="bold", highlight=False, markup=False, soft_wrap=True)

@@ -149,8 +149,8 @@ def await_group(group: PoolGroup, *, timeout_s: float, say: Callable[[str], None
 
 
 def _lack(group: PoolGroup, *, free: bool) -> str:
-    """What the group asks for, what the nodes have, and what is missing. With `free` only what nobody has reserved
-    counts."""
+    """Returns the text of what the group asks for, what the nodes have, and what is missing. With `free` only what
+    nobody has reserved counts."""
     cpus, gpus = int(group.bundle["CPU"]), int(group.bundle.get("GPU", 0))
     there: list[str] = []
     for node_id, node in alive_nodes().items():

@@ -1,4 +1,4 @@
-"""The hosts that actors of a Ray cluster make: started in places of the cluster, watched, and started anew.
+"""The hosts that actors of a Ray cluster make: started in places of the cluster, watched, and started again.
 
 Imports ray, which is an extra: only `RayLauncher.acquire` imports this module.
 """
@@ -38,7 +38,7 @@ RETRY_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an actor belongs: a bundle of a pool, or without pools a node."""
+    """The place of an actor: a bundle of a pool, or without pools a node."""
 
     node_id: str
     group: PoolGroup | None = None
@@ -139,7 +139,7 @@ class RayHosts:
         self._retry_s: dict[str, float] = {}
         self._token = secrets.token_hex(16)
         self._token_file = config.run_dir.absolute().parent / f".asyncrl-{self._token[:8]}"
-        """Lies beside the run folder, for actors to look whether they share it."""
+        """A file next to the run folder, by which actors see whether they share it."""
         self._token_file.parent.mkdir(parents=True, exist_ok=True)
         self._token_file.write_text(self._token)
 
@@ -157,9 +157,9 @@ class RayHosts:
         self._groups.append(group)
 
     def grow(self, pool: str, gpus: int) -> str:
-        """Asks for as many bundles as the pool needs to have this number of GPUs, and gives up what did not come within
-        `launch.start_timeout_s`. Returns what it waits for. Does nothing for a pool without GPUs, whose hosts hold any
-        number of roles."""
+        """Asks for as many bundles as the pool needs to have this number of GPUs, and cancels those that did not come
+        within `launch.start_timeout_s`. Returns what it waits for. Does nothing for a pool without GPUs, whose hosts
+        hold any number of roles."""
         own = [group for group in self._groups if group.pool == pool]
         each, limit_s = int(own[0].bundle.get("GPU", 0)), self._config.launch.start_timeout_s
         missing = gpus - each * sum(group.count for group in own)
@@ -217,7 +217,7 @@ class RayHosts:
         return failures
 
     def close(self) -> None:
-        """Ends all actors with their children, and gives the bundles back."""
+        """Ends all actors with their children, and returns the bundles."""
         for actor in [one.actor for one in self.all] + [one.actor for one in self._starting]:
             ray.kill(actor)
         for group in self._groups:

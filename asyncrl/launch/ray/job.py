@@ -17,7 +17,7 @@ SCHEME = "ray://"
 PORT = 8265
 """Default port of the cluster's dashboard, which takes jobs."""
 LEFT_OUT = ["/.git", "/.venv", "/build", "/runs", "/sweeps"]
-"""What of the working directory is not sent along; Ray sends 100 MB at most."""
+"""The parts of the working directory that are not sent along; Ray sends 100 MB at most."""
 
 
 def submit_job(address: str, arguments: Sequence[str], console: Console) -> int:

@@ -34,7 +34,7 @@ log = structlog.get_logger()
 TICK_S = 1.0
 """Time between two looks at the hosts."""
 ANSWER_S = 2.0
-"""Time for an actor to answer, beside what it was asked to wait for."""
+"""Time for an actor to answer, in addition to a wait that it was asked for."""
 JOB_COPY = "_ray_pkg_"
 """Part of the path of a job's working directory."""
 TRAINED = ("learner", "critic")
@@ -96,7 +96,7 @@ class RayRole:
 
 class RayLauncher(Launcher):
     """Starts roles on the nodes of a Ray cluster: that of RAY_ADDRESS, else the one that this machine belongs to, else
-    one that is started here. The replay queue runs beside the launcher."""
+    one that is started here. The replay queue runs on the launcher's machine."""
 
     def __init__(self) -> None:
         self._local = LocalLauncher()

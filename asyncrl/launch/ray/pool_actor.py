@@ -31,7 +31,7 @@ def passed_environment() -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
-    """What an actor says of its node."""
+    """The facts of a node, as its actor reports them."""
 
     node_id: str
     hostname: str
@@ -71,7 +71,7 @@ class PoolActor:
         self._killed: set[int] = set()
 
     async def describe(self, token_file: str, token: str, network: str) -> NodeFacts:
-        """Returns the facts of its node. The run folder is shared if `token_file`, which lies beside it, has the token.
+        """Returns the facts of its node. The run folder is shared if `token_file`, which is next to it, has the token.
         The address is that on `network`, an interface or a network; without one it is that in the cluster."""
         import ray
 

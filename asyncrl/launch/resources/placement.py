@@ -249,7 +249,7 @@ def check_run_dir(config: Config, placement: Placement, hosts: Sequence[Host]) -
 
 
 def _apart(config: Config, role: str) -> str:
-    """What is wrong with hosts that do not share the run folder, and the way out."""
+    """Returns the problem of hosts that do not share the run folder, and the way out."""
     return (
         f"does not share the run folder {config.run_dir.absolute()}, {run_dir_use(config, role)}; set runs_dir to a "
         "folder of all their hosts"

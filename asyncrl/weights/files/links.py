@@ -1,4 +1,4 @@
-"""How fast a reader's way to the store is, and the stride with which it follows.
+"""The speed of a reader's way to the store, and the stride with which it follows.
 
 When the delta of a step takes longer than a step, single deltas pile up faster than they arrive. Larger strides do not:
 a weight that changes in several steps is in their delta once.
@@ -21,7 +21,7 @@ _WINDOW = 8
 
 
 def stride_of(steps: float) -> int | None:
-    """The smallest stride with which a reader follows that needs so many steps for a single delta; None if none
+    """The smallest stride with which a reader follows that needs this many steps for a single delta; None if none
     suffices."""
     return next((stride for stride, cost in STRIDES if cost * steps <= stride), None)
 
@@ -37,7 +37,7 @@ class LinkMeter:
         """Bytes and seconds."""
 
     def announced(self, version: int) -> None:
-        """Notes the newest version. One that is not newer than the last one begins anew: the learner was restarted."""
+        """Notes the newest version. One that is not newer than the last one begins again: the learner was restarted."""
         if self._announced and version <= self._announced[-1][0]:
             self._announced.clear()
         self._announced.append((version, self._clock_s()))
@@ -48,8 +48,8 @@ class LinkMeter:
             self._fetches.append((num_bytes, seconds))
 
     def link(self, version_bytes: int, *, full: bool) -> Link | None:
-        """The link, for versions that have so many bytes for a reader of the one before; `full` if they have no deltas.
-        None until something was fetched, and a step measured."""
+        """The link, for versions that have this many bytes for a reader of the one before; `full` if they have no
+        deltas. None until something was fetched, and a step measured."""
         steps = list(self._announced)
         if len(steps) < 2 or not self._fetches:
             return None

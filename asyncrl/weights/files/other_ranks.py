@@ -2,11 +2,11 @@
 
     rank 0                       the store                 each other rank (`rank_sender.py`)
 
-    gives an order       --->    7/order            --->   carries it out
+    sends an order       --->    7/order            --->   carries it out
     has all answers      <---    7/1, 7/2           <---   answers
     waits on, meanwhile  <---    beat/1, beat/2     <---   is alive
 
-Nothing of it is in the way of training. Rank 0 gives no order before it has the answers to the one before.
+Nothing of it is in the way of training. Rank 0 sends no order before it has the answers to the one before.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class OtherRanks:
         self._store, self._timeout_s = store, timeout_s
         self._number = 0
 
-    def give(self, order: Order) -> None:
-        """Gives an order to all of them."""
+    def send(self, order: Order) -> None:
+        """Sends an order to all of them."""
         self._store.ask("set", [order_key(self._number)], msgspec.msgpack.encode(order))
 
     def answers(self, check: Callable[[], None]) -> list[Written]:

@@ -140,7 +140,7 @@ class Publisher:
         if self._others is None:
             answers = [self.writer.carry_out(order, weights)]
         else:
-            self._others.give(order)
+            self._others.send(order)
             answers = [self.writer.carry_out(order, weights), *self._others.answers(self._folder.check)]
         for one in answers:
             if one.problem:

@@ -79,7 +79,7 @@ class RankSender(ShareSender):
         self._endpoints = endpoints
         self._store: StoreClient | None = None
         self._number = 0
-        """Of the next order."""
+        """The number of the next order."""
         self._beaten_s = 0.0
         self._done: int | None = None
         """The last version that is published."""

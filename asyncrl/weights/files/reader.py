@@ -99,7 +99,7 @@ class Reader:
         return target.stamp
 
     def _versions(self, announced: Announced) -> list[Earlier]:
-        """Those that are still there, up to the announced one."""
+        """The versions that are still there, up to the announced one."""
         target = self._manifest_of(announced)
         own = Earlier(announced.folder, announced.sha256, target.stamp, edges_of(target.ways))
         return [*target.earlier, own]

@@ -43,7 +43,7 @@ _IDLE_S = 0.2
 _AGAIN_S = 1.0
 """Pause before a version that could not be read is read again."""
 _MAX_CHARACTERS = 4000
-"""Of an error that the sender is told."""
+"""The limit of the text of an error that the sender is told."""
 
 
 class FileReceiver(BackgroundReceiver):
@@ -88,7 +88,7 @@ class FileReceiver(BackgroundReceiver):
             self._woken.set()
 
     def following(self) -> Following:
-        """What it has, for the sender."""
+        """The versions that it has, for the sender."""
         return self._following
 
     # --- the background thread

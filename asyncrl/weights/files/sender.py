@@ -49,7 +49,7 @@ Announce = Callable[[Announced, Callable[[], None]], Sequence[Follower]]
 
 @dataclass(frozen=True, slots=True)
 class StoreOptions:
-    """Where versions are, and which."""
+    """The place of versions, and which of them stay."""
 
     url: str
     full_every: int
@@ -57,7 +57,7 @@ class StoreOptions:
 
     @classmethod
     def of(cls, config: Config, run_dir: Path) -> StoreOptions:
-        """Those of a run: its folder in `weights.url`, or one in the run folder."""
+        """Returns those of a run: its folder in `weights.url`, or one in the run folder."""
         weights = config.weights
         url = f"{weights.url.rstrip('/')}/{run_dir.name}" if weights.url else str(run_dir / "weights")
         return cls(url, weights.full_every, weights.keep)

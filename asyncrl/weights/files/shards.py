@@ -1,5 +1,5 @@
-"""What each learner rank writes of a version, and full versions as safetensors files: which tensors are in which, and
-what a file begins with."""
+"""The share of a version that each learner rank writes, and full versions as safetensors files: which tensors are in
+which, and the header of a file."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What a rank writes of each version."""
+    """The part of each version that a rank writes."""
 
     rank: int
     start: int
@@ -55,7 +55,7 @@ class Share:
 
 
 def shares_of(layout: WeightManifest, ranks: int) -> list[Share]:
-    """Returns the shares of so many ranks: equal numbers of whole pieces of SUM_BYTES, so that sums and deltas are
+    """Returns the shares of this many ranks: equal numbers of complete pieces of SUM_BYTES, so that sums and deltas are
     those of one rank. A model with fewer pieces is shared by fewer ranks, the first ones."""
     offsets = [entry.offset for entry in layout.entries]
     pieces = -(-layout.num_bytes // SUM_BYTES)

@@ -65,7 +65,7 @@ class ShareWriter:
         self._folder = folder
         self._shard_bytes = shard_bytes
         self._bits: dict[Stamp, NDArray[np.uint16]] = {}
-        """Of the bases of later deltas."""
+        """The bits of the bases of later deltas."""
 
     def carry_out(self, order: Order, weights: NDArray[np.uint8]) -> Written:
         """Does what is ordered. Returns the answer."""
