@@ -11,7 +11,7 @@ A round. Messages (-->) go through the channel, transfers (==>) through the tran
     after a deadline, to receivers  ------- patience ---->  waits 2 * timeout_s for "go", and again after each
       that are ready, for others                              "patience"; without one it joins again
     {group, rank, size}             --------- go -------->
-    connects, timeout_s             <==== connect ======>   connects, timeout_s
+    connects, timeout_s or less     <==== connect ======>   connects, timeout_s or less
     timeout_s for each bucket       ==== buckets =======>   copies into staging, timeout_s for each bucket
                                     <==== all there ====>
     its checksum                    -------- sent ------->  waits timeout_s; staging is complete if the checksums agree

@@ -16,7 +16,7 @@ from itertools import islice
 
 from torch import Tensor
 
-from asyncrl.weights.process_groups import GlooLink
+from asyncrl.weights.process_groups import GlooLink, connect_deadline_s
 from asyncrl.weights.transports import Link, Member, Transport
 
 MESSAGE_S = 1e-4
@@ -42,7 +42,7 @@ class ChainLink(Link):
         try:
             for number, lower in enumerate(turns, start=1):
                 if 0 <= lower < member.size - 1:
-                    until_s = started_s + number / len(turns) * member.timeout_s
+                    until_s = started_s + number / len(turns) * connect_deadline_s(member)
                     self._pairs[lower] = _connected(member, lower, until_s)
         except BaseException:
             self.close()

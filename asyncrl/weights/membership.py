@@ -21,7 +21,7 @@ from asyncrl.wire.kinds import KINDS
 log = structlog.get_logger()
 
 SILENT_S = 15.0
-"""A generator that has received a version before, and says nothing for this time of a round, is taken for gone: it says
+"""A generator that has been ready for a version, and says nothing for this time of a round, is taken for gone: it says
 something every few seconds, whatever its engine does."""
 _LOOK_S = 0.05
 """Interval of calls of `check` in a wait."""
@@ -52,6 +52,8 @@ class Peer:
     """True if it has said "holding" since the last deadline."""
     messages: int = 0
     """Number of messages that it has sent."""
+    was_ready: bool = False
+    """True if it has been ready for a version: it has allocated the memory for them."""
 
     @property
     def name(self) -> str:
@@ -60,18 +62,20 @@ class Peer:
 
 
 class Silence:
-    """Finds the peers that say nothing while this process waits. One that has not received a version yet may have to
-    allocate its memory first."""
+    """Finds the peers that say nothing while this process waits. One that has not been ready yet may still allocate its
+    memory."""
 
     def __init__(self, peers: Sequence[Peer]) -> None:
         self._wait = Wait()
-        self._heard = {peer: (peer.messages, 0.0) for peer in peers if peer.version is not None}
+        self._heard = {peer: (peer.messages, 0.0) for peer in peers}
         """Number of messages of each peer, and the time of this wait when there was a new one."""
 
     def look(self) -> list[Peer]:
         """Returns the peers that are silent for SILENT_S. Call it continuously."""
         now_s = self._wait.look()
-        self._heard |= {peer: (peer.messages, now_s) for peer, (seen, _) in self._heard.items() if peer.messages > seen}
+        for peer, (seen, _) in self._heard.items():
+            if peer.messages > seen or not peer.was_ready:
+                self._heard[peer] = peer.messages, now_s
         return [peer for peer, (_, heard_s) in self._heard.items() if now_s - heard_s > SILENT_S]
 
 
@@ -211,6 +215,7 @@ class Membership:
                     failed.setdefault(peer, f"({answer})")
                 elif isinstance(answer, kind) and answer.round == peer.round and peer not in failed:
                     answers[peer] = answer
+                    peer.was_ready = True
             silent = [peer for peer in silence.look() if peer not in answers]
             failed.update(dict.fromkeys(silent, f"and said nothing for {SILENT_S:g} s"))
             return [peer for peer in peers if peer not in answers and peer not in failed and self._is_here(peer)]

@@ -28,6 +28,9 @@ from asyncrl.weights.waits import POLL_S, Wait
 
 log = structlog.get_logger()
 
+CONNECT_S = 12.0
+"""Deadline for connecting by gloo, which cannot be interrupted. All members are ready, so one that does not connect in
+time is gone. Less than the silence after which the sender drops a receiver, which says nothing while it connects."""
 _LOOK_S = 0.02
 """Longest wait between two calls of `check`."""
 
@@ -131,12 +134,17 @@ _destruction = threading.Lock()
 atexit.register(_destruction.acquire, timeout=1.0)
 
 
+def connect_deadline_s(member: Member) -> float:
+    """Returns the seconds in which the member has to connect by gloo."""
+    return min(CONNECT_S, member.timeout_s)
+
+
 class GlooLink(GroupLink):
     """A gloo group."""
 
     def __init__(self, member: Member, *, connect_s: float | None = None) -> None:
-        """`connect_s` is the deadline for connecting, by default that of the member."""
-        timeout = timedelta(seconds=connect_s or member.timeout_s)
+        """`connect_s` is the deadline for connecting, by default `connect_deadline_s`."""
+        timeout = timedelta(seconds=connect_s or connect_deadline_s(member))
         ranks = ProcessGroupGloo(cast(Any, member.store), member.rank, member.size, timeout)
         ranks._set_default_timeout(timedelta(seconds=member.timeout_s))
         super().__init__(ranks, member, torch.device("cpu"))

@@ -28,8 +28,8 @@ from weight_parts import (
 from asyncrl.errors import ProtocolError, RunError
 from asyncrl.weights import broadcast as delivery
 from asyncrl.weights import membership as membership_module
+from asyncrl.weights import process_groups, transports
 from asyncrl.weights import sender as sender_module
-from asyncrl.weights import transports
 from asyncrl.weights.broadcast import Delivery
 from asyncrl.weights.membership import Membership
 from asyncrl.weights.process_groups import GlooLink
@@ -135,14 +135,36 @@ def test_a_silent_one_is_dropped_long_before_the_deadline_of_a_transfer(
     assert peers[0].next()["version"] == 1
 
 
-def test_only_a_silent_one_that_had_a_version_fails_before_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One without may still allocate its memory."""
+def test_a_new_one_that_never_connects_does_not_hold_the_others_for_a_deadline(
+    address: str, cleanup: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert process_groups.CONNECT_S < membership_module.SILENT_S
+    monkeypatch.setattr(process_groups, "CONNECT_S", 2.0)
+    monkeypatch.setattr(membership_module, "SILENT_S", PING_S + 1.0)
+    sender = make_sender(address, cleanup, timeout_s=60.0)
+    gone = RawReceiver(address, cleanup).join(1)
+    gone.say("up", {})
+    receiver = make_receiver(address, cleanup, rank=2, timeout_s=60.0)
+    joined(sender, 2, up=True)
+    started = time.monotonic()
+    with capture_logs() as logs:
+        sender.send(0, weights(0))
+        assert gone.next()[0] == "offer"
+        gone.say("ready", {"round": 1, "loaded": None})
+        load_next(receiver, 0)
+    assert time.monotonic() - started < 30
+    (reason,) = drops(logs)
+    assert reason.startswith("generator 0 did not survive the broadcast of version 0 of the weights")
+
+
+def test_only_a_silent_one_that_was_ready_fails_before_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was not may still allocate its memory."""
     monkeypatch.setattr(membership_module, "SILENT_S", 0.3)
     membership = Membership(lambda *_: None, "", threading.Condition(), lambda: None)
     for rank in (1, 2, 3):
         membership.handle(bytes([rank]), Join(rank, "cpu", "host"))
     lively, silent, new = membership.present()
-    lively.version = silent.version = 0
+    lively.was_ready = silent.was_ready = True
     membership.offer([lively, silent, new], version=1, transport="gloo", bucket_bytes=BUCKET_BYTES)
 
     def talk() -> None:
