@@ -228,6 +228,8 @@ def test_a_silent_host_holds_nothing_up_and_continues_when_it_is_back(cluster: C
     pools = ["placement.pools={a: {nodes: 3}}", IN_POOL[1]]
     run = cluster.launch("suspect", *pools, "journal.retention=all", steps=40, learners=1)
     run.wait_until(lambda: len(run.rows()) >= 3, what="step 3", timeout_s=240)
+    # One that has not been ready for a version yet is waited for: it may allocate memory.
+    run.wait_until(lambda: count(run, "generator-1", "weights loaded") > 0, what="weights of generator-1")
     assert len(set(placed(run, "learner-0", "generator-0", "generator-1").values())) == 3
     silent = cluster.roles(run, placed(run, "generator-1")["generator-1"])
     assert run.pid("generator-1") in silent
