@@ -136,7 +136,7 @@ def test_a_job_goes_on_after_its_time(cluster: SlurmCluster, demo_folder: Path) 
 @pytest.mark.slurm
 def test_a_node_is_lost(cluster: SlurmCluster, demo_folder: Path) -> None:
     """Its generator continues elsewhere, and the job to its end."""
-    job = Job(cluster, demo_folder, "lost", "--steps", "40", "launch.heartbeat_timeout_s=20")
+    job = Job(cluster, demo_folder, "lost", "--steps", "300", "launch.heartbeat_timeout_s=20")
     generators = ("generator-0", "generator-1")
     job.wait_until(lambda: job.steps() >= 3, what="step 3", timeout_s=180)
     lost = next(role for role in generators if job.hosts_of(role)[-1] == "n3")
@@ -145,5 +145,5 @@ def test_a_node_is_lost(cluster: SlurmCluster, demo_folder: Path) -> None:
     job.await_end()
     summary = job.summary()
     check_ledger(summary)
-    assert (summary["status"], summary["steps"], summary["attempts"]) == ("finished", 40, 1)
+    assert (summary["status"], summary["steps"], summary["attempts"]) == ("finished", 300, 1)
     assert f"{lost} moves from n3 to" in job.output
