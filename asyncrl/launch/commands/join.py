@@ -34,6 +34,7 @@ from asyncrl.launch.resources.placement import RoleResources, find_room
 from asyncrl.launch.role_group import RestartHistory, RoleGroup
 from asyncrl.launch.worker import EXIT_SILENT_PEER, RoleSpec
 from asyncrl.observe.logs import configure_logs
+from asyncrl.wire.bounds import Body
 from asyncrl.wire.endpoints import NAMED, Endpoints
 from asyncrl.wire.guest_messages import GuestLog, Hello, Welcome
 from asyncrl.wire.guests import HELLO_ID
@@ -133,11 +134,7 @@ class Head:
 
     def lost(self, run_id: str, generator: int) -> None:
         """Says that a generator of this guest has ended."""
-        with closing(Connection(self.endpoints(run_id), resend_s=RESEND_S, linger_s=0.0)) as queue:
-            try:
-                queue.request(Lost(generator), timeout_s=ANSWER_S)
-            except PeerTimeoutError as error:
-                log.warning("the run does not know yet that a generator has ended", error=str(error))
+        self._tell(run_id, Lost(generator), "the run does not know yet that a generator has ended")
 
     def send_log(self, run_id: str, generator: int, tail: LogTail) -> bool:
         """Passes on what a generator of this guest has logged. False if the run does not answer; then it is sent again
@@ -145,13 +142,19 @@ class Head:
         lines, end = tail.read()
         if not lines:
             return True
+        told = self._tell(run_id, GuestLog(generator, lines), "the run does not have the log of a generator yet")
+        if told:
+            tail.passed(end)
+        return told
+
+    def _tell(self, run_id: str, body: Body, problem: str) -> bool:
+        """Sends a message to the launch with this run id. False if it does not answer; then the `problem` is logged."""
         with closing(Connection(self.endpoints(run_id), resend_s=RESEND_S, linger_s=0.0)) as queue:
             try:
-                queue.request(GuestLog(generator, lines), timeout_s=ANSWER_S)
+                queue.request(body, timeout_s=ANSWER_S)
             except PeerTimeoutError as error:
-                log.warning("the run does not have the log of a generator yet", error=str(error))
+                log.warning(problem, error=str(error))
                 return False
-        tail.passed(end)
         return True
 
 

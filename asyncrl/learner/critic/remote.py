@@ -36,9 +36,8 @@ from asyncrl.wire.service_messages import Error, Leave, Ok, Restore, Save, Train
 log = structlog.get_logger()
 
 RESEND_S = 10.0
-"""A request without an answer is sent again after this time, in addition to those of a lost
-connection: rows are large, and the
-critic takes its time."""
+"""A request without an answer is sent again after this time, in addition to those of a lost connection: rows are large,
+and the critic takes its time."""
 TICK_S = 0.2
 """Interval at which a critic checks whether it should stop."""
 
