@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -16,7 +17,9 @@ from worlds import make_config, make_model
 
 from asyncrl.launch.resources.memory import PROCESS_BYTES, Shape, learner_parts
 from asyncrl.launch.resources.network import find_port
+from asyncrl.learner.model import varlen
 from asyncrl.learner.model.logprob_head import LogprobHead
+from asyncrl.learner.model.packed_attention import Layout, attend_in_buckets, find_firsts, make_layout
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -49,6 +52,49 @@ def test_a_step_is_that_of_the_cpu(case: str, tiny_model: Path, tmp_path: Path) 
     for name in (name for name in here if name.startswith("gradient/1/")):
         scale = float(here[name].abs().max())
         assert float((there[name] - here[name]).abs().max()) <= tolerance * scale + 1e-6, name
+
+
+@pytest.mark.parametrize("window", [None, 2, 100])
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(("heads", "key_heads", "size"), [(14, 2, 64), (4, 4, 128), (4, 1, 256)])
+@pytest.mark.parametrize("backend", ["varlen-bfloat16", "varlen-float16", "buckets-bfloat16", "buckets-float32"])
+def test_attention_is_that_of_float64(
+    backend: str, heads: int, key_heads: int, size: int, shared: bool, window: int | None, gpu: torch.device
+) -> None:
+    """Outputs and gradients of packed rows, against padded buckets in float64 on the CPU from the same inputs."""
+    kind, _, dtype = backend.partition("-")
+    layout, inputs = attention_case(heads, key_heads, size, shared, getattr(torch, dtype))
+    results: list[list[torch.Tensor]] = []
+    for device, precise in ((torch.device("cpu"), True), (gpu, False)):
+        leaves = [(t.double() if precise else t).to(device).requires_grad_() for t in inputs[:3]]
+        moved, (query, key, value) = layout.to(device), leaves
+        if precise or kind == "buckets":
+            output = attend_in_buckets(query, key, value, moved, scaling=None, window=window)
+        elif varlen.has_kernel(query):
+            output = varlen.attend(query, key, value, moved.segments, scaling=None, window=window)
+        else:
+            pytest.skip(f"torch {torch.__version__} has no varlen_attn with windows for this GPU")
+        output.backward(inputs[3].to(output))
+        results.append([output.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)])
+    tolerance = 1e-5 if dtype == "float32" else 1e-2
+    for name, here, there in zip(("output", "query", "key", "value"), *results, strict=True):
+        error = (there.double().cpu() - here).norm() / here.norm()
+        assert error <= tolerance, f"{name}: {error:.2g}"
+
+
+def attention_case(
+    heads: int, key_heads: int, size: int, shared: bool, dtype: torch.dtype
+) -> tuple[Layout, list[torch.Tensor]]:
+    """A row of 2 groups with prompts of 100 tokens in common, one sequence without a token of its own, and single
+    tokens; query, key, value and the gradient of the output."""
+    torch.manual_seed(0)
+    sizes = np.array([300, 101, 511, 100, 1, 128, 640, 2])
+    tokens, groups = np.arange(sizes.sum()), np.array([0, 0, 0, 0, 1, 2, 2, 3])
+    for start in (np.cumsum(sizes) - sizes)[[0, 1, 2, 3, 5, 6]]:
+        tokens[start : start + 100] = np.arange(100)
+    layout = make_layout(sizes, find_firsts(tokens, sizes, groups) if shared else None)
+    count = len(layout.computed)
+    return layout, [torch.randn(count, n, size).to(dtype) for n in (heads, key_heads, key_heads, heads)]
 
 
 def test_logprobs_of_the_head_are_those_of_the_cpu(gpu: torch.device) -> None:
