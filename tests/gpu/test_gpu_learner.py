@@ -17,7 +17,7 @@ from worlds import make_config, make_model
 
 from asyncrl.launch.resources.memory import PROCESS_BYTES, Shape, learner_parts
 from asyncrl.launch.resources.network import find_port
-from asyncrl.learner.model import varlen
+from asyncrl.learner.model import logprob_head, varlen
 from asyncrl.learner.model.logprob_head import LogprobHead
 from asyncrl.learner.model.packed_attention import Layout, attend_in_buckets, find_firsts, make_layout
 
@@ -112,6 +112,26 @@ def test_logprobs_of_the_head_are_those_of_the_cpu(gpu: torch.device) -> None:
         results.append([tensor.detach().cpu() for tensor in (logprobs, entropies, states.grad, layer.weight.grad)])
     for there, here in zip(*reversed(results), strict=True):
         torch.testing.assert_close(there, here, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("chunk_bytes", [1 << 20, 1 << 30])
+def test_logprobs_and_gradients_of_bfloat16_states_are_those_of_float64(
+    chunk_bytes: int, gpu: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logprob_head, "CUDA_CHUNK_BYTES", chunk_bytes)
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(512, 5000, bias=False, dtype=torch.bfloat16, device=gpu)
+    hidden, targets = (10 * torch.randn(700, 512)).bfloat16(), torch.randint(5000, (700,))
+    states = hidden.to(gpu).requires_grad_()
+    logprobs, _ = LogprobHead(layer, 0.7)(states, targets.to(gpu))
+    logprobs.square().sum().backward()
+    exact_states, exact_weight = (t.detach().double().cpu().requires_grad_() for t in (hidden, layer.weight))
+    exact = torch.log_softmax(exact_states @ exact_weight.t() / 0.7, dim=-1).gather(-1, targets.unsqueeze(-1))
+    exact.square().sum().backward()
+    torch.testing.assert_close(logprobs.double().cpu(), exact.squeeze(-1).detach(), atol=1e-5, rtol=1e-6)
+    for there, here in ((states.grad, exact_states.grad), (layer.weight.grad, exact_weight.grad)):
+        assert there is not None and here is not None
+        assert (there.double().cpu() - here).norm() <= 5e-3 * here.norm()
 
 
 MEASURE = """
