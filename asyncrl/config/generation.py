@@ -14,6 +14,8 @@ from asyncrl.config.passthrough import check_engine_options
 class GeneratorConfig(Section):
     """Sampling of training completions, the engine, and the workers that compute rewards."""
 
+    engine: str = "vllm"
+    """The library that generates: an engine of `asyncrl list`, or your own as `module:Class` or `file.py:Class`."""
     group_size: int = Field(default=8, ge=1)
     """Trajectories of one prompt; advantages that compare within a group need at least 2."""
     temperature: float = Field(default=1.0, gt=0.0)
