@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from statistics import fmean
 
@@ -42,6 +44,7 @@ class OwnForCausalLM(LlamaForCausalLM):
 def without_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sitecustomize.py").write_text(NO_VLLM)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    assert subprocess.run([sys.executable, "-c", "import vllm"], capture_output=True, check=False).returncode == 1
 
 
 def run(folder: Path, name: str, *settings: str, timeout_s: float = 250) -> Launched:
