@@ -45,6 +45,7 @@ class Stage:
 STAGES = (
     Stage("learner", "test_gpu_learner.py", 420),
     Stage("weights", "test_gpu_weights.py", 180),
+    Stage("transformers", "test_gpu_transformers.py", 300),
     Stage("vLLM", "test_gpu_engine.py", 900),
     Stage("figures", "test_gpu_figures.py", 240),
     Stage("run", "test_gpu_run.py", 900),
