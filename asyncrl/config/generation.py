@@ -16,6 +16,8 @@ class GeneratorConfig(Section):
 
     engine: str = "vllm"
     """The library that generates: an engine of `asyncrl list`, or your own as `module:Class` or `file.py:Class`."""
+    tensor_parallel: int = Field(default=1, ge=1)
+    """Devices of one generator, among which the engine divides the model: GPUs of one host, on a CPU cores."""
     group_size: int = Field(default=8, ge=1)
     """Trajectories of one prompt; advantages that compare within a group need at least 2."""
     temperature: float = Field(default=1.0, gt=0.0)

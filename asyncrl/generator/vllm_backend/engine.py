@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import structlog
@@ -19,16 +20,20 @@ from asyncrl.generator.engine import Completion, Sampling
 from asyncrl.generator.vllm_backend.completion import completion_of
 from asyncrl.generator.vllm_backend.sent_weights import SentWeights, Weights
 from asyncrl.generator.vllm_backend.setup import build_engine, sampling_params
+from asyncrl.generator.vllm_backend.shared_weights import SharedWeights
 from asyncrl.generator.vllm_backend.version_labels import VersionLabels, check_first_versions
+from asyncrl.generator.vllm_backend.workers import Workers
 from asyncrl.types import NO_VERSION
 from asyncrl.util.tokenizer import end_tokens, load_tokenizer
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from vllm import SamplingParams
     from vllm.v1.engine import EngineCoreRequest
 
 log = structlog.get_logger()
 
+T = TypeVar("T")
 MAX_CACHED = 4096
 """Sampling parameters that are kept for later requests."""
 
@@ -63,6 +68,11 @@ class VllmEngine:
         self._sent = sent or SentWeights(config)  # first: vLLM changes classes of transformers that it runs itself
         self._labels = VersionLabels()
         self._engine = build_engine(config, seed, self._labels)
+        self._workers: Workers | None = None
+        """The processes that compute; None if this one does."""
+        if config.generator.tensor_parallel > 1:
+            self._workers = Workers(self._engine, timeout_s=config.launch.heartbeat_timeout_s)
+        self._shared = SharedWeights()
         self._has_tokenizer = False
         if config.generator.stop_texts:
             self._load_tokenizer()
@@ -92,7 +102,9 @@ class VllmEngine:
 
     @property
     def num_running(self) -> int:
-        """Number of completions in progress."""
+        """Number of completions in progress. Raises PeerTimeoutError if a worker process of the engine has ended."""
+        if self._workers is not None:
+            self._workers.check()
         return len(self._requests)
 
     def add(
@@ -220,7 +232,7 @@ class VllmEngine:
     def step(self) -> list[Completion]:
         """Runs one decoding step of all requests and returns the completions that ended in it."""
         completions: list[Completion] = []
-        for output in self._engine.step():
+        for output in self._of_workers(self._engine.step):
             del self._requests[output.request_id]
             completions.append(completion_of(output.request_id, output.outputs[0]))  # type: ignore[union-attr]
         return completions
@@ -267,23 +279,47 @@ class VllmEngine:
         self.version = self._labels.version = version
 
     def _load(self, tensors: Weights) -> None:
-        from asyncrl.generator.vllm_backend.weight_transfer import STAGING
-
-        STAGING["weights"] = self._sent.to_checkpoint(tensors)
         try:
-            self._engine.collective_rpc("start_weight_update")
-            self._engine.collective_rpc("update_weights", args=({"key": "weights"},))
-            self._engine.collective_rpc("finish_weight_update")
-        except (AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
-            if isinstance(error, AsyncrlError) or self.version != NO_VERSION:
+            self._call("start_weight_update")
+            for part in self._parts(self._sent.to_checkpoint(tensors)):
+                self._call("update_weights", part)
+            self._call("finish_weight_update")
+        except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            is_other = isinstance(error, RuntimeError) and self._workers is None  # workers report all as RuntimeError
+            if isinstance(error, AsyncrlError) or self.version != NO_VERSION or is_other:
                 raise
             raise ConfigError(
                 f"model.path = {self._config.model.path!r}: the engine cannot load new weights of a model of type "
                 f"{self._sent.model_type} ({type(error).__name__}: {error}); use a family of the table in "
                 "docs/models.md"
             ) from error
+
+    def _parts(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Any]]:
+        """Yields the descriptions of parts of an update; what they describe is there until the next."""
+        from asyncrl.generator.vllm_backend.weight_transfer import STAGING
+
+        if self._workers is not None:
+            yield from map(asdict, self._shared.buckets(tensors))
+            return
+        STAGING["weights"] = tensors
+        try:
+            yield {"key": "weights"}
         finally:
             del STAGING["weights"]
+
+    def _call(self, method: str, *args: object) -> None:
+        """Calls a method of all workers."""
+        timeout_s = self._config.launch.heartbeat_timeout_s
+        self._of_workers(partial(self._engine.collective_rpc, method, timeout=timeout_s, args=args))
+
+    def _of_workers(self, call: Callable[[], T]) -> T:
+        """Returns what a call returns. Raises PeerTimeoutError if a worker has ended or does not answer."""
+        try:
+            return call()
+        except Exception as error:
+            if self._workers is not None:
+                self._workers.explain(error)
+            raise
 
     def _restart_untouched(self) -> None:
         """Restarts requests that have not sampled a token yet, so that their prompt is of one version."""
@@ -309,5 +345,9 @@ class VllmEngine:
 
     def close(self) -> None:
         """Aborts all requests and frees the engine's memory and its process group."""
-        self.abort(list(self._requests))
+        if self._workers is not None:
+            self._workers.close()
+        else:
+            self.abort(list(self._requests))
         self._engine.engine_core.shutdown()
+        self._shared.close()
