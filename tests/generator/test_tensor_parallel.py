@@ -54,8 +54,7 @@ def divided(model_path: str, small_buckets: None) -> Iterator[VllmEngine]:
 
 
 def pids_of(engine: VllmEngine) -> list[int]:
-    assert engine._workers is not None
-    return [process.pid for process in engine._workers._processes if process.pid is not None]
+    return [pid for pid in engine._workers.pids if pid is not None]
 
 
 def complete(engine: VllmEngine, kind: str = "training") -> dict[str, Completion]:

@@ -4,36 +4,33 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
-from dataclasses import asdict, dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import structlog
 from numpy.typing import NDArray
 
 from asyncrl.config import Config
-from asyncrl.errors import AsyncrlError, ConfigError, InvariantError, RunError
+from asyncrl.errors import InvariantError, RunError
 from asyncrl.generator.engine import Completion, Sampling
 from asyncrl.generator.vllm_backend.completion import completion_of
 from asyncrl.generator.vllm_backend.sent_weights import SentWeights, Weights
 from asyncrl.generator.vllm_backend.setup import build_engine, sampling_params
-from asyncrl.generator.vllm_backend.shared_weights import SharedWeights
 from asyncrl.generator.vllm_backend.version_labels import VersionLabels, check_first_versions
+from asyncrl.generator.vllm_backend.weight_loader import WeightLoader
 from asyncrl.generator.vllm_backend.workers import Workers
 from asyncrl.types import NO_VERSION
 from asyncrl.util.tokenizer import end_tokens, load_tokenizer
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from vllm import SamplingParams
     from vllm.v1.engine import EngineCoreRequest
 
 log = structlog.get_logger()
 
-T = TypeVar("T")
 MAX_CACHED = 4096
 """Sampling parameters that are kept for later requests."""
 
@@ -68,11 +65,8 @@ class VllmEngine:
         self._sent = sent or SentWeights(config)  # first: vLLM changes classes of transformers that it runs itself
         self._labels = VersionLabels()
         self._engine = build_engine(config, seed, self._labels)
-        self._workers: Workers | None = None
-        """The processes that compute; None if this one does."""
-        if config.generator.tensor_parallel > 1:
-            self._workers = Workers(self._engine, timeout_s=config.launch.heartbeat_timeout_s)
-        self._shared = SharedWeights()
+        self._workers = Workers(self._engine, timeout_s=config.launch.heartbeat_timeout_s)
+        self._loader = WeightLoader(config, self._engine, self._sent, self._workers)
         self._has_tokenizer = False
         if config.generator.stop_texts:
             self._load_tokenizer()
@@ -103,8 +97,7 @@ class VllmEngine:
     @property
     def num_running(self) -> int:
         """Number of completions in progress. Raises PeerTimeoutError if a worker process of the engine has ended."""
-        if self._workers is not None:
-            self._workers.check()
+        self._workers.check()
         return len(self._requests)
 
     def add(
@@ -232,7 +225,7 @@ class VllmEngine:
     def step(self) -> list[Completion]:
         """Runs one decoding step of all requests and returns the completions that ended in it."""
         completions: list[Completion] = []
-        for output in self._of_workers(self._engine.step):
+        for output in self._workers.call(self._engine.step):
             del self._requests[output.request_id]
             completions.append(completion_of(output.request_id, output.outputs[0]))  # type: ignore[union-attr]
         return completions
@@ -260,8 +253,7 @@ class VllmEngine:
         when the first weights cannot be loaded.
         """
         started = time.perf_counter()
-        self._check_fit(version, tensors)
-        self._load(tensors)
+        self._loader.load(version, tensors, is_first=self.version == NO_VERSION)
         self._set_version(version)
         if self._config.weights.kv_cache == "recompute":
             self._engine.reset_prefix_cache(reset_running_requests=True)
@@ -278,49 +270,6 @@ class VllmEngine:
     def _set_version(self, version: int) -> None:
         self.version = self._labels.version = version
 
-    def _load(self, tensors: Weights) -> None:
-        try:
-            self._call("start_weight_update")
-            for part in self._parts(self._sent.to_checkpoint(tensors)):
-                self._call("update_weights", part)
-            self._call("finish_weight_update")
-        except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            is_other = isinstance(error, RuntimeError) and self._workers is None  # workers report all as RuntimeError
-            if isinstance(error, AsyncrlError) or self.version != NO_VERSION or is_other:
-                raise
-            raise ConfigError(
-                f"model.path = {self._config.model.path!r}: the engine cannot load new weights of a model of type "
-                f"{self._sent.model_type} ({type(error).__name__}: {error}); use a family of the table in "
-                "docs/models.md"
-            ) from error
-
-    def _parts(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Any]]:
-        """Yields the descriptions of parts of an update; what they describe is there until the next."""
-        from asyncrl.generator.vllm_backend.weight_transfer import STAGING
-
-        if self._workers is not None:
-            yield from map(asdict, self._shared.buckets(tensors))
-            return
-        STAGING["weights"] = tensors
-        try:
-            yield {"key": "weights"}
-        finally:
-            del STAGING["weights"]
-
-    def _call(self, method: str, *args: object) -> None:
-        """Calls a method of all workers."""
-        timeout_s = self._config.launch.heartbeat_timeout_s
-        self._of_workers(partial(self._engine.collective_rpc, method, timeout=timeout_s, args=args))
-
-    def _of_workers(self, call: Callable[[], T]) -> T:
-        """Returns what a call returns. Raises PeerTimeoutError if a worker has ended or does not answer."""
-        try:
-            return call()
-        except Exception as error:
-            if self._workers is not None:
-                self._workers.explain(error)
-            raise
-
     def _restart_untouched(self) -> None:
         """Restarts requests that have not sampled a token yet, so that their prompt is of one version."""
         untouched = [key for key, one in self._requests.items() if one.salt is None and not self.num_generated(key)]
@@ -329,25 +278,10 @@ class VllmEngine:
         for key, request in zip(untouched, requests, strict=True):
             self._start(key, request)
 
-    def _check_fit(self, version: int, tensors: Weights) -> None:
-        given, known = {name: tuple(tensor.shape) for name, tensor in tensors}, self._sent.shapes
-        if given == known:
-            return
-        faults = [f"{name} is missing" for name in known.keys() - given.keys()]
-        faults += [f"{name} is unknown" for name in given.keys() - known.keys()]
-        faults += [
-            f"{name} has shape {given[name]}, the model {shape}"
-            for name, shape in known.items()
-            if name in given and given[name] != shape
-        ]
-        shown = "; ".join(sorted(faults)[:5]) + ("; ..." if len(faults) > 5 else "")
-        raise RunError(f"weights of version {version} do not fit model.path = {self._config.model.path}: {shown}")
-
     def close(self) -> None:
         """Aborts all requests and frees the engine's memory and its process group."""
-        if self._workers is not None:
-            self._workers.close()
-        else:
+        if self._workers.alive:
             self.abort(list(self._requests))
+        self._workers.close()
         self._engine.engine_core.shutdown()
-        self._shared.close()
+        self._loader.close()

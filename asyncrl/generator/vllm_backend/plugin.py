@@ -83,7 +83,7 @@ def _remove_queue_names() -> None:
             buffer.shared_memory.unlink()
             buffer.is_creator = False  # otherwise it is removed again at the end
 
-    MessageQueue.wait_until_ready = wait_and_remove
+    MessageQueue.wait_until_ready = wait_and_remove  # type: ignore[method-assign]
 
 
 def _remove_communicator_names() -> None:
@@ -100,4 +100,4 @@ def _remove_communicator_names() -> None:
                 file.unlink()
         return handle
 
-    _CPUSHMDistributed._init_cpu_shm = join_and_remove
+    _CPUSHMDistributed._init_cpu_shm = join_and_remove  # type: ignore[method-assign]

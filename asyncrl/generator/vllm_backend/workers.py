@@ -5,8 +5,9 @@ from __future__ import annotations
 import multiprocessing.connection
 import signal
 import threading
+from collections.abc import Callable
 from multiprocessing.process import BaseProcess
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
 
@@ -17,25 +18,42 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
+T = TypeVar("T")
 _EXIT_S = 1.0
 """Time for the exit code of a worker to be known."""
 
 
 class Workers:
-    """Watches the workers. When one ends, its work is lost and the others wait for it for ever: they are killed, and
-    `check` raises."""
+    """Watches the workers; there are none if the generator's own process computes the model.
+
+    When one ends, its work is lost and the others wait for it for ever: they are killed, and `check` raises.
+    """
 
     def __init__(self, engine: LLMEngine, *, timeout_s: float) -> None:
         """`timeout_s` is the time that a worker has for one call."""
         core: Any = engine.engine_core
-        self._processes: list[BaseProcess] = [worker.proc for worker in core.engine_core.model_executor.workers]
+        workers = getattr(core.engine_core.model_executor, "workers", [])
+        self._processes: list[BaseProcess] = [worker.proc for worker in workers]
         self._timeout_s = timeout_s
         self._lost: int | None = None
         """The worker that ended first."""
         self._closing = False
         self._thread = threading.Thread(target=self._watch, name="worker-watch", daemon=True)
-        self._thread.start()
-        log.info("worker processes of the engine", pids=[process.pid for process in self._processes])
+        if self._processes:
+            self._thread.start()
+            log.info("worker processes of the engine", pids=self.pids)
+
+    def __len__(self) -> int:
+        return len(self._processes)
+
+    @property
+    def pids(self) -> list[int | None]:
+        return [process.pid for process in self._processes]
+
+    @property
+    def alive(self) -> bool:
+        """True if no worker has ended."""
+        return all(process.is_alive() for process in self._processes)
 
     def check(self) -> None:
         """Raises PeerTimeoutError if a worker has ended."""
@@ -44,21 +62,26 @@ class Workers:
         process = self._processes[self._lost]
         process.join(_EXIT_S)
         raise PeerTimeoutError(
-            f"generator.tensor_parallel = {len(self._processes)}: worker {self._lost} of the engine (process "
-            f"{process.pid}) {_end_of(process)}"
+            f"generator.tensor_parallel = {len(self)}: worker {self._lost} of the engine (process {process.pid}) "
+            f"{_end_of(process)}"
         )
 
-    def explain(self, error: Exception) -> None:
-        """Raises PeerTimeoutError if an error of the engine comes from a worker that ended or does not answer."""
-        if not all(process.is_alive() for process in self._processes):
-            self._thread.join()
-        self.check()
-        if isinstance(error, TimeoutError):
-            pids = ", ".join(str(process.pid) for process in self._processes)
-            raise PeerTimeoutError(
-                f"generator.tensor_parallel = {len(self._processes)}: the workers of the engine (processes {pids}) did "
-                f"not answer within launch.heartbeat_timeout_s = {self._timeout_s:g} s ({error})"
-            ) from error
+    def call(self, function: Callable[[], T]) -> T:
+        """Returns what a function of the engine returns. Raises PeerTimeoutError if a worker has ended or does not
+        answer."""
+        try:
+            return function()
+        except Exception as error:
+            if not self.alive and not self._closing:
+                self._thread.join()
+            self.check()
+            if self._processes and isinstance(error, TimeoutError):
+                raise PeerTimeoutError(
+                    f"generator.tensor_parallel = {len(self)}: the workers of the engine (processes "
+                    f"{', '.join(map(str, self.pids))}) did not answer within launch.heartbeat_timeout_s = "
+                    f"{self._timeout_s:g} s ({error})"
+                ) from error
+            raise
 
     def close(self) -> None:
         """Expects that the workers end from now on."""
