@@ -18,6 +18,7 @@ from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.generator.engine import GPU_FRACTION
 from asyncrl.generator.vllm_backend.version_labels import VersionLabels
+from asyncrl.util.files import read_json
 from asyncrl.util.hints import did_you_mean
 
 if TYPE_CHECKING:
@@ -42,6 +43,9 @@ ENVIRONMENT = {
 }
 """Set before vLLM is imported, unless the user's environment says otherwise. The launcher sets thread counts and cores
 (OMP_NUM_THREADS, affinity): inside one process vLLM keeps them."""
+
+DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size")
+"""Sizes in a model's `config.json` that vLLM divides among devices."""
 
 CPU_KV_CACHE_BYTES = 1 << 30
 """Key-value cache on a CPU when `generator.kv_cache_bytes` is not set."""
@@ -137,7 +141,7 @@ def _arguments(config: Config, seed: int, *, on_gpu: bool) -> dict[str, Any]:
         arguments["gpu_memory_utilization"] = float(os.environ.get(GPU_FRACTION, generator.gpu_memory_utilization))
     else:
         arguments["enforce_eager"] = True
-        arguments["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
+        arguments["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES // generator.tensor_parallel
         if config.deterministic:
             # One sequence at a time, since kernels round differently for several. No chunked prefill, since the CPU
             # sampler cannot undo the draw for a chunk that ends before the prompt does.
@@ -146,7 +150,7 @@ def _arguments(config: Config, seed: int, *, on_gpu: bool) -> dict[str, Any]:
         # When many environments answer at once, more turns wait than fit: those of the oldest groups go first.
         arguments["scheduling_policy"] = "priority"
     if generator.kv_cache_bytes is not None:
-        arguments["kv_cache_memory_bytes"] = generator.kv_cache_bytes
+        arguments["kv_cache_memory_bytes"] = generator.kv_cache_bytes // generator.tensor_parallel  # of each device
     arguments |= generator.engine_settings
     if config.deterministic:
         # What runs or is cached next to a completion changes nothing.
@@ -163,6 +167,24 @@ def check_engine_options(config: Config) -> None:
         if name not in names:
             raise ConfigError(
                 f"generator.engine_options.{name}: vllm.EngineArgs has no such option{did_you_mean(name, names)}"
+            )
+
+
+def check_tensor_parallel(config: Config) -> None:
+    """Raises ConfigError if vLLM cannot divide the model of `model.path` into `generator.tensor_parallel` parts."""
+    parallel = config.generator.tensor_parallel
+    if parallel == 1 or config.generator.engine != "vllm":
+        return
+    settings = read_json(Path(config.model.path) / "config.json", "model.path")
+    settings = settings.get("text_config") or settings
+    for name in DIVIDED:
+        number = settings.get(name)
+        is_repeated = name == "num_key_value_heads" and isinstance(number, int) and parallel % number == 0
+        if isinstance(number, int) and number % parallel and not is_repeated:
+            rule = "divide or be a multiple of" if name == "num_key_value_heads" else "divide"
+            raise ConfigError(
+                f"generator.tensor_parallel = {parallel}: must {rule} {name} = {number} in config.json of "
+                f"{config.model.path}"
             )
 
 
