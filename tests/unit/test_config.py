@@ -119,7 +119,7 @@ def test_overrides_are_yaml() -> None:
         ),
         (
             {"generator.engine_options.data_parallel_size": 2},
-            "generator.engine_options.data_parallel_size = 2: cannot be set here: the replicas of a run are its generators",
+            "generator.engine_options.data_parallel_size = 2: cannot be set here: the replicas of a run",
         ),
         (
             {"generator.engine_options.logprobs_mode": "raw_logprobs"},
