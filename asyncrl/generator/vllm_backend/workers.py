@@ -31,9 +31,9 @@ class Workers:
 
     def __init__(self, engine: LLMEngine, *, timeout_s: float) -> None:
         """`timeout_s` is the time that a worker has for one call."""
-        core: Any = engine.engine_core
-        workers = getattr(core.engine_core.model_executor, "workers", [])
-        self._processes: list[BaseProcess] = [worker.proc for worker in workers]
+        client: Any = engine.engine_core
+        self._executor = client.engine_core.model_executor
+        self._processes: list[BaseProcess] = [worker.proc for worker in getattr(self._executor, "workers", [])]
         self._timeout_s = timeout_s
         self._lost: int | None = None
         """The worker that ended first."""
@@ -84,14 +84,22 @@ class Workers:
             raise
 
     def close(self) -> None:
-        """Expects that the workers end from now on."""
-        self._closing = True
+        """Ends the workers, which hold nothing that must be saved; vLLM would ask them to end, and wait for seconds."""
+        if not self._processes:
+            return
+        self._closing = self._executor.shutting_down = True
+        self._kill()
+        for process in self._processes:
+            process.join(_EXIT_S)
 
     def _watch(self) -> None:
         ended = multiprocessing.connection.wait([process.sentinel for process in self._processes])
         if self._closing:
             return
         self._lost = next(rank for rank, process in enumerate(self._processes) if process.sentinel in ended)
+        self._kill()
+
+    def _kill(self) -> None:
         for process in self._processes:
             process.kill()  # one that waits for another in a collective operation ends by no other signal
 
