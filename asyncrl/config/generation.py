@@ -48,7 +48,7 @@ class GeneratorConfig(Section):
     (default: where vLLM supports it for the model); async_scheduling schedules a batch while the one before is computed
     (default: true on a GPU; never on a CPU); others are max_num_batched_tokens, kv_cache_dtype, enforce_eager. With
     `deterministic` both are off. Refused: those that have a key here, and those that versions or log-probs depend
-    on."""
+    on. With the engine transformers, max_model_len and max_num_batched_tokens alone."""
 
     @property
     def stop_texts(self) -> list[str]:
@@ -67,7 +67,7 @@ class GeneratorConfig(Section):
 
     @model_validator(mode="after")
     def _check_engine_options(self) -> Self:
-        check_engine_options(self.engine_options)
+        check_engine_options(self.engine_options, self.engine)
         return self
 
     @model_validator(mode="after")

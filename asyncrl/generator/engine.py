@@ -14,6 +14,7 @@ Every token of a `Completion` carries the log-prob and the version of the weight
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, cast
@@ -22,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.config import Config
+from asyncrl.errors import ConfigError
 from asyncrl.types import Status
 from asyncrl.util.user_code import resolve_function
 
@@ -134,6 +136,15 @@ class Engine(Protocol):
         ...
 
 
+def check_installed(config: Config) -> None:
+    """Raises ConfigError if the engine of the config needs vLLM, which is not installed."""
+    if config.generator.engine == "vllm" and importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            f"{KEY} = 'vllm': vLLM is not installed; install it with `make setup`, or use {KEY}=transformers"
+        )
+
+
 def make_engine(config: Config, *, seed: int) -> Engine:
-    """Returns the engine of `generator.engine`."""
+    """Returns the engine of `generator.engine`. Raises ConfigError if it cannot be imported."""
+    check_installed(config)
     return cast(Engine, resolve_function(KEY, config.generator.engine, ENGINES)(config, seed=seed))

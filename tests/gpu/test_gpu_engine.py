@@ -21,13 +21,15 @@ from transformers import Qwen2ForCausalLM
 
 from asyncrl.generator.vllm_backend.engine import VllmEngine
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600), pytest.mark.usefixtures("vllm")]
 
 TOLERANCE = {"float32": 0.01, "bfloat16": 0.1}
 
 
 @pytest.fixture(scope="module", params=TOLERANCE)
-def engine_and_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple]:
+def engine_and_model(
+    gpu: torch.device, vllm: None, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple]:
     folder = tmp_path_factory.mktemp("model")
     save_tiny_model(folder)
     config = small_config(str(folder), model__dtype=request.param)
