@@ -96,10 +96,11 @@ def _make_file_sender(
 ) -> BackgroundSender | None:
     """The sender of this rank's share; rank 0 publishes what all have written."""
     from asyncrl.replay.announcer import Announcer
-    from asyncrl.weights.files.other_ranks import OtherRanks
     from asyncrl.weights.files.rank_sender import RankSender
     from asyncrl.weights.files.sender import FileSender, StoreOptions
     from asyncrl.weights.files.shards import shares_of
+    from asyncrl.weights.files.share_writer import Written
+    from asyncrl.weights.other_ranks import OtherRanks
 
     options, shares = StoreOptions.of(config, run_dir), shares_of(manifest, ranks.count)
     timeout_s, device = config.weights.timeout_s, str(ranks.device)
@@ -113,7 +114,7 @@ def _make_file_sender(
         store = StoreServer(address, "shares of weights", run_id=endpoints.run_id, keys=endpoints.keys)
         parts.callback(store.close)
         announce(endpoints, endpoints.weights, store.channel.address)
-        others = OtherRanks(store, len(shares) - 1, timeout_s=timeout_s)
+        others = OtherRanks(store, len(shares) - 1, Written, timeout_s=timeout_s)
     announcer = Announcer(endpoints, timeout_s=config.launch.progress_timeout_s)
     parts.callback(announcer.close)
     return FileSender(
