@@ -46,6 +46,9 @@ class BackgroundSender(ABC):
     otherwise the error itself.
     """
 
+    takes_slices = False
+    """True if `send` takes a rank's slices of the weights (`TrainedModel.slices`), else complete weights."""
+
     def __init__(self, manifest: WeightManifest, *, timeout_s: float, device: str, look_s: float | None = None) -> None:
         """`manifest` describes the weights of every `send`; `timeout_s` is the deadline of each phase. `_wants` is
         looked at when `_changed` is notified, and every `look_s`. A subclass starts

@@ -52,10 +52,14 @@ class OtherRanks(Generic[Answer]):
         """Has them end the order; they still answer."""
         self._set("abort", reason.encode())
 
+    def await_answers(self, check: Callable[[], None]) -> list[Answer]:
+        """Returns their answers to it once all are there, and they stay. `check` is polled and may raise. Raises
+        PeerTimeoutError naming a rank that is silent."""
+        return [self._answer(rank, check) for rank in range(1, self.count + 1)]
+
     def answers(self, check: Callable[[], None]) -> list[Answer]:
-        """Returns their answers to it. `check` is polled and may raise. Raises PeerTimeoutError naming a rank that is
-        silent."""
-        found = [self._answer(rank, check) for rank in range(1, self.count + 1)]
+        """As `await_answers`; then the next order may follow."""
+        found = self.await_answers(check)
         self._store.delete_all(_key(self._number, ""))
         self._number += 1
         return found
@@ -123,17 +127,21 @@ class Orders:
         self.store.ask("set", [_key(self._number, self._rank)], msgspec.msgpack.encode(answer))
         self._number += 1
 
-    def beat(self) -> None:
-        """Says that this rank is alive, if that is due. Call it continuously while an order is carried out. Raises
-        RuntimeError if rank 0 has given the order up."""
+    def beat(self) -> bool:
+        """Says that this rank is alive, if that is due. Call it continuously while an order is carried out. Returns
+        True if it was due."""
         now_s = time.monotonic()
-        if now_s - self._beaten_s < _BEAT_S:
-            return
-        self._beaten_s = now_s
-        self.store.ask("set", [_key("beat", self._rank)], str(now_s).encode())
-        (reason,) = self.store.ask("get", [_key(self._number, "abort")]).values
-        if reason is not None:
-            raise RuntimeError(reason.decode())
+        if is_due := now_s - self._beaten_s >= _BEAT_S:
+            self._beaten_s = now_s
+            self.store.ask("set", [_key("beat", self._rank)], str(now_s).encode())
+        return is_due
+
+    def check(self) -> None:
+        """As `beat`, and raises RuntimeError if rank 0 has given the order up."""
+        if self.beat():
+            (reason,) = self.store.ask("get", [_key(self._number, "abort")]).values
+            if reason is not None:
+                raise RuntimeError(reason.decode())
 
     def close(self) -> None:
         """Closes the connection; idempotent."""
