@@ -25,7 +25,7 @@ class Batches(Protocol):
 
 
 class SyncStats(Protocol):
-    """Sums over the broadcasts so far; `asyncrl.weights.broadcast.WeightSyncStats`."""
+    """Sums over the broadcasts so far; `asyncrl.weights.stats.WeightSyncStats`."""
 
     count: int
     broadcast_s: float

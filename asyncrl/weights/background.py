@@ -25,9 +25,9 @@ from torch import Tensor
 
 from asyncrl.errors import AsyncrlError, PeerTimeoutError, RunError
 from asyncrl.weights import transports
-from asyncrl.weights.broadcast import WeightSyncStats
 from asyncrl.weights.buckets import WeightBuffer, WeightManifest
 from asyncrl.weights.staging import StagedWeights, Staging
+from asyncrl.weights.stats import WeightSyncStats
 from asyncrl.weights.waits import Interrupted, Wait
 from asyncrl.wire.version_messages import Announced, Following
 

@@ -41,6 +41,7 @@ from asyncrl.weights.buckets import WeightBuffer
 from asyncrl.weights.membership import Membership, Peer, T
 from asyncrl.weights.rank_shares import Finish, Has, OtherShares, SendShare, VersionGoneError, link_of, send_share
 from asyncrl.weights.shares import RankShare
+from asyncrl.weights.stats import WeightSyncStats
 from asyncrl.weights.transports import Link, Member, Transport, device_name, host_name, problem
 from asyncrl.wire.bounds import MAX_NUMBER
 from asyncrl.wire.store import Store
@@ -51,22 +52,6 @@ log = structlog.get_logger()
 
 _TRIES = 3
 """Failed broadcasts of one version, with all generators alive, until that is an error."""
-
-
-@dataclass(slots=True)
-class WeightSyncStats:
-    """Counters of the sender, summed over the run of its process."""
-
-    count: int = 0
-    """Versions that were received by all generators present."""
-    dropped: int = 0
-    """Number of times a generator was dropped: it was late, or its answer or its bytes were wrong."""
-    wait_s: float = 0.0
-    """Time that `WeightSender.send` waited for the previous broadcast."""
-    broadcast_s: float = 0.0
-    """Time from the start of the copy until all generators have the version, summed."""
-    bytes: int = 0
-    """Bytes of weights sent, each version counted once."""
 
 
 @dataclass(slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Sequence
 
@@ -211,8 +210,10 @@ def processes(ranks: int, address: str, cleanup: list, *, timeout_s: float, tran
     return [Process(cleanup, "rank_parts.py", rank, ranks, address, timeout_s, transport) for rank in range(ranks)]
 
 
-@pytest.mark.parametrize("transport", ["gloo", "chain"])
-@pytest.mark.parametrize(("bucket", "name"), [(1, "SIGKILL"), (7, "SIGKILL"), (7, "SIGSTOP")])
+@pytest.mark.parametrize("transport", ["gloo", pytest.param("chain", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("bucket", "name"), [(1, "SIGKILL"), (7, "SIGKILL"), pytest.param(7, "SIGSTOP", marks=pytest.mark.slow)]
+)
 def test_a_rank_that_is_lost_in_a_transfer_is_named_and_no_generator_has_half(
     bucket: int, name: str, transport: str, address: str, cleanup: list
 ) -> None:
@@ -257,8 +258,9 @@ def test_rank_0_that_is_lost_in_a_transfer_ends_the_others(bucket: int, address:
         load_next(receiver, 1)
 
 
-@pytest.mark.parametrize("transport", ["gloo", "chain"])
-@pytest.mark.parametrize(("lost", "hit"), [*itertools.product((1, 2), ("SIGKILL:1", "SIGKILL:9", "SIGSTOP:9"))])
+@pytest.mark.parametrize("transport", [pytest.param("gloo", marks=pytest.mark.slow), "chain"])
+@pytest.mark.parametrize("lost", [1, 2])
+@pytest.mark.parametrize("hit", ["SIGKILL:1", "SIGKILL:9", pytest.param("SIGSTOP:9", marks=pytest.mark.slow)])
 def test_a_generator_that_is_lost_in_a_transfer_does_not_keep_the_others_from_it(
     lost: int, hit: str, transport: str, address: str, cleanup: list
 ) -> None:
