@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config import Config
+from asyncrl.generator.transformers_backend.setup import STEP_TOKENS
 from asyncrl.util.files import read_tensor_descriptions
 
 GIB = 1 << 30
@@ -185,20 +186,23 @@ def longest_tokens(config: Config) -> int:
 
 
 def engine_parts(config: Config, shape: Shape) -> Parts:
-    """Returns the memory of one vLLM engine with the smallest key-value cache that it can start with."""
+    """Returns the memory of one engine with the smallest key-value cache that it can start with."""
     size = item_bytes(config.model.dtype)
     window = config.generator.max_model_tokens or shape.window or longest_tokens(config)
     options = config.generator.engine_options
     given = options.get("max_num_batched_tokens")
     default = 2 * ENGINE_STEP_TOKENS if options.get("performance_mode") == "throughput" else ENGINE_STEP_TOKENS
+    is_eager = config.generator.engine == "transformers"
+    if is_eager:
+        default = STEP_TOKENS["cuda"]
     step_tokens = given if isinstance(given, int) else default
     sequences = config.generator.max_running_groups * config.generator.group_size
     cache = config.generator.kv_cache_bytes or window * 2 * shape.layers * shape.key_value * size
     return {
         "weights": size * shape.parameters,
         f"a step of {step_tokens} tokens": step_tokens * size * (2 * shape.intermediate + 6 * shape.hidden),
-        f"logits of {sequences} sequences": sequences * 3 * 4 * shape.vocabulary,
-        "CUDA graphs": GRAPH_BYTES,
+        f"logits of {sequences} sequences": sequences * (5 if is_eager else 3) * 4 * shape.vocabulary,
+        "CUDA graphs": 0 if is_eager else GRAPH_BYTES,
         "key-value cache" if config.generator.kv_cache_bytes else f"keys and values of {window} tokens": cache,
     }
 
