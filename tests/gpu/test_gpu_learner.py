@@ -96,7 +96,13 @@ def test_memory_is_what_the_arithmetic_says(dtype: str, checkpointing: bool, tmp
     }  # fmt: skip
     LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(tmp_path)
     learner = {"tokens_per_microbatch": 8192, "gradient_checkpointing": checkpointing, "zero_stage": 2}
-    config = make_config(tmp_path, model={"dtype": dtype}, learner=learner, replay={"groups_per_step": 32})
+    config = make_config(
+        tmp_path,
+        model={"dtype": dtype},
+        learner=learner,
+        generator={"max_new_tokens": 250},
+        replay={"groups_per_step": 32},
+    )
     shape, port = Shape.read(str(tmp_path)), find_port()
     assert shape is not None
     parts = learner_parts(config, shape, reference=None, critic=None, packs=False)
@@ -106,5 +112,9 @@ def test_memory_is_what_the_arithmetic_says(dtype: str, checkpointing: bool, tmp
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     measured = int(done.stdout.strip().splitlines()[-1])
-    print(f"{dtype}, checkpointing {checkpointing}: measured {measured >> 20} MiB, arithmetic {estimate >> 20} MiB")
+    terms = ", ".join(f"{name} {num_bytes >> 20}" for name, num_bytes in parts.items() if num_bytes >> 20)
+    print(
+        f"{dtype}, checkpointing {checkpointing}: measured {measured >> 20} MiB, arithmetic {estimate >> 20} MiB, "
+        f"{estimate / measured - 1:+.1%} ({terms})"
+    )
     assert 0.5 * estimate < measured < 1.05 * estimate, parts

@@ -5,7 +5,7 @@ The needs are computed (`memory`), not measured, before any process starts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -57,7 +57,11 @@ class Models:
             paths["critic"] = config.critic.path or path
         if reward_model:
             paths["reward_model"] = str(model_options(config)["path"])
-        shapes = {role: Shape.read(folder) for role, folder in paths.items()}
+        trust = config.model.trust_remote_code
+        shapes = {
+            role: Shape.read(folder, trust_remote_code=trust, values=role in ("critic", "reward_model"))
+            for role, folder in paths.items()
+        }
         for role, shape in shapes.items():
             if shape is None:
                 log.warning("memory is not checked: config.json lacks the model's sizes", model=paths[role])
@@ -141,21 +145,32 @@ def make_cards(config: Config, placement: Placement, models: Models) -> list[Car
 
 
 def _needs(config: Config, placement: Placement, models: Models) -> Iterator[tuple[str, Need]]:
-    inside = models.critic if not config.critic.ranks else None
+    by_nccl = _by_nccl(config, placement)
     for rank, resources in enumerate(placement.learners):
-        packs = rank == 0 and _by_nccl(config, placement)
-        parts = learner_parts(config, models.policy, reference=models.reference, critic=inside, packs=packs)
-        yield resources.gpus[0], Need(f"learner-{rank}", parts)
+        yield resources.gpus[0], learner_need(config, models, rank, by_nccl=by_nccl)
     for rank, resources in enumerate(placement.critics):
         yield resources.gpus[0], Need(f"critic-{rank}", critic_parts(config, models.critic or models.policy))
     for index, resources in enumerate(placement.generators):
-        staged = staging_parts(config, models.policy, on_gpu=_by_nccl(config, placement))
-        yield resources.gpus[0], Need(f"generator-{index}", engine_parts(config, models.policy) | staged)
+        yield resources.gpus[0], generator_need(config, models, index, by_nccl=by_nccl)
     options: dict[str, Any] = REWARD_MODEL | model_options(config)
     if placement.reward_model is not None and models.reward_model is not None and options["device"] != "cpu":
         tokens, dtype = int(options["tokens_per_batch"]), str(options["dtype"])
         parts = reward_model_parts(models.reward_model, dtype=dtype, tokens=tokens)
         yield placement.reward_model.gpus[0], Need("reward_model", parts)
+
+
+def learner_need(config: Config, models: Models, rank: int, *, by_nccl: bool) -> Need:
+    """Returns the need of a learner rank; with `by_nccl` weights are sent from GPU to GPU."""
+    inside = models.critic if not config.critic.ranks else None
+    packs = rank == 0 and by_nccl
+    parts = learner_parts(config, models.policy, reference=models.reference, critic=inside, packs=packs)
+    return Need(f"learner-{rank}", parts)
+
+
+def generator_need(config: Config, models: Models, index: int, *, by_nccl: bool) -> Need:
+    """Returns the need of a generator with the smallest key-value cache that its engine can start with."""
+    staged = staging_parts(config, models.policy, on_gpu=by_nccl)
+    return Need(f"generator-{index}", engine_parts(config, models.policy) | staged)
 
 
 def _by_nccl(config: Config, placement: Placement) -> bool:
@@ -242,9 +257,14 @@ def _candidates(config: Config, placement: Placement) -> Iterator[tuple[str, Any
 
 
 def _fits(config: Config, placement: Placement, models: Models, changes: list[tuple[str, Any]]) -> bool:
-    for key, value in changes:
+    return not any(card.missing_bytes for card in make_cards(with_changes(config, dict(changes)), placement, models))
+
+
+def with_changes(config: Config, changes: Mapping[str, Any]) -> Config:
+    """Returns the config with these values of dotted keys, which are not checked."""
+    for key, value in changes.items():
         section, name, *option = key.split(".")
         settings = getattr(config, section)
         value = {**getattr(settings, name), option[0]: value} if option else value
         config = config.model_copy(update={section: settings.model_copy(update={name: value})})
-    return not any(card.missing_bytes for card in make_cards(config, placement, models))
+    return config

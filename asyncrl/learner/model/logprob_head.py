@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
+from asyncrl.learner.model.stand_in import is_on_gpu
+
 CHUNK_BYTES = 128 << 20
 """Size of the float32 logits of a chunk of tokens. The peak memory on any device is twice this size, plus half of it
 for gradients in bfloat16. Every chunk reads the output layer's weights and their gradient."""
@@ -44,7 +46,7 @@ class LogprobHead(nn.Module):
 
         `excludes` [N] is true for the distributions without the excluded tokens.
         """
-        chunk_tokens = max(1, (CUDA_CHUNK_BYTES if hidden.is_cuda else CHUNK_BYTES) // (4 * self.vocabulary))
+        chunk_tokens = max(1, (CUDA_CHUNK_BYTES if is_on_gpu(hidden) else CHUNK_BYTES) // (4 * self.vocabulary))
         columns = None if excludes is None else torch.tensor(self.excluded, device=hidden.device)
         settings = _Settings(self.temperature, chunk_tokens, self.entropy_gradient, excludes, columns)
         return _Score.apply(hidden, self.weight, self.bias, targets, settings)  # pyright: ignore[reportReturnType]
@@ -145,7 +147,7 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, settings: _Sett
 def _all_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
     """Returns float32 logits [N, vocabulary] at the temperature. On a CPU the logits of a bfloat16 model are rounded to
     bfloat16, since torch has no product of bfloat16 matrices with a float32 result there."""
-    if hidden.is_cuda and hidden.dtype is not torch.float32:
+    if is_on_gpu(hidden) and hidden.dtype is not torch.float32:
         logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
         return (logits if bias is None else logits.add_(bias)).div_(temperature)
     return linear(hidden, weight, bias).float().div_(temperature)
@@ -154,7 +156,7 @@ def _all_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature
 def _add_product(total: Tensor, precise: Tensor, of_logits: Tensor, hidden: Tensor) -> None:
     """Adds one chunk's gradient of the weights [vocabulary, size] to `total`, in float32. `precise` and `of_logits` are
     the same gradient of the logits [N, vocabulary], in float32 and in the dtype of the weights."""
-    if hidden.is_cuda and hidden.dtype is not torch.float32:
+    if is_on_gpu(hidden) and hidden.dtype is not torch.float32:
         total += torch.mm(of_logits.t(), hidden, out_dtype=torch.float32)
     else:
         total.addmm_(precise.t(), hidden.float())

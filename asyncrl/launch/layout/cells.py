@@ -1,0 +1,88 @@
+"""The layouts that the search tries, and the config of each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from asyncrl.config import Config
+from asyncrl.launch.resources.fit import with_changes
+from asyncrl.launch.resources.memory import longest_tokens
+
+STAGES = (1, 2, 3)
+MAX_MICROBATCH_TOKENS = 32768
+"""Larger micro-batches need more memory and are hardly faster."""
+MICROBATCHES = 4
+"""Sizes of micro-batches that are tried, each twice the one before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """The learner's side of a layout."""
+
+    ranks: int
+    stage: int
+    checkpointing: bool
+    tokens: int
+    """Tokens of a micro-batch."""
+
+    def changes(self, base: Config) -> dict[str, Any]:
+        """Returns the config keys of this side. The groups of a step are the next multiple of the ranks."""
+        groups = math.ceil(base.replay.groups_per_step / self.ranks) * self.ranks
+        return {
+            "launch.learners": self.ranks,
+            "replay.groups_per_step": groups,
+            "learner.zero_stage": self.stage,
+            "learner.gradient_checkpointing": self.checkpointing,
+            "learner.tokens_per_microbatch": self.tokens,
+        }
+
+    def __str__(self) -> str:
+        kind = "checkpointed" if self.checkpointing else "plain"
+        return f"{self.ranks} learner ranks, ZeRO {self.stage}, {kind}, {self.tokens} tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """The generators' side of a layout."""
+
+    engines: int
+    groups: int
+    """Groups that an engine works on at once."""
+
+    def changes(self) -> dict[str, Any]:
+        """Returns the config keys of this side."""
+        return {"launch.generators": self.engines, "generator.max_running_groups": self.groups}
+
+
+def trainings(base: Config, max_ranks: int) -> Iterator[Training]:
+    """Yields the learner's sides with at most `max_ranks` ranks."""
+    longest = longest_tokens(base)
+    sizes = sorted({max(longest, MAX_MICROBATCH_TOKENS >> shift) for shift in range(MICROBATCHES)}, reverse=True)
+    for ranks in range(1, max_ranks + 1):
+        for checkpointing in (False, True):
+            for tokens in sizes:
+                for stage in STAGES if ranks > 1 else STAGES[:1]:
+                    yield Training(ranks, stage, checkpointing, tokens)
+
+
+def config_of(base: Config, training: Training, generation: Generation) -> Config:
+    """Returns the base config with the keys of a layout."""
+    return with_changes(base, {**training.changes(base), **generation.changes()})
+
+
+def with_lengths(base: Config, tokens: int) -> Config:
+    """Returns the config for trajectories of at most `tokens` tokens, an eighth of them for prompts unless the config
+    says otherwise."""
+    prompt = base.data.max_prompt_tokens or tokens // 8
+    prompt = min(prompt, tokens // 2)
+    return with_changes(
+        base,
+        {
+            "data.max_prompt_tokens": prompt,
+            "generator.max_new_tokens": tokens - prompt,
+            "generator.engine_options.max_model_len": tokens,
+        },
+    )

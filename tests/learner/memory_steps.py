@@ -1,0 +1,103 @@
+"""Trains on this CPU and writes the peak of the memory above that of a tiny model, in bytes, to OUT/peak-RANK.
+
+python memory_steps.py RANK PORT CONFIG OUT
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import sys
+import tempfile
+import threading
+import time
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import numpy as np
+from worlds import VOCABULARY, endpoints, make_model, make_trainer, pack_groups
+
+from asyncrl.config import Config
+from asyncrl.learner.distributed import Ranks, process_group
+from asyncrl.learner.model.memory_trace import typical_lengths
+from asyncrl.types import NO_VERSION, Group, Trajectory
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
+LIBC = ctypes.CDLL("libc.so.6")
+
+
+class Peak:
+    """The largest anonymous memory of this process since `reset`, sampled every millisecond."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def reset(self) -> None:
+        self.num_bytes = anonymous_bytes()
+
+    def _run(self) -> None:
+        while True:
+            self.num_bytes = max(self.num_bytes, anonymous_bytes())
+            time.sleep(1e-3)
+
+
+def anonymous_bytes() -> int:
+    with open("/proc/self/status") as lines:
+        line = next(line for line in lines if line.startswith("RssAnon"))
+    return int(line.split()[1]) << 10
+
+
+def group_of(lengths: list[int], vocabulary: int) -> list[Group]:
+    """Returns groups of one trajectory each, so that no trajectories share a prompt."""
+    made: list[Group] = []
+    for ticket, length in enumerate(lengths):
+        tokens = np.random.default_rng(ticket).integers(0, vocabulary, length).astype(np.int32)
+        mask = np.arange(length) > 0
+        trajectory = Trajectory(
+            tokens=tokens,
+            action_mask=mask,
+            behavior_logprobs=np.where(mask, -1.0, 0.0).astype(np.float32),
+            versions=np.where(mask, 0, NO_VERSION).astype(np.int32),
+            status="completed",
+            reward=float(ticket % 2),
+        )
+        made.append(Group(ticket, 1, 0, ticket, "", 0, 0, [trajectory]))
+    return made
+
+
+def train(config: Config, ranks: Ranks, lengths: list[int], vocabulary: int) -> None:
+    """Trains two steps: in the second the optimizer has its states."""
+    trainer = make_trainer(config, ranks)
+    for step in (1, 2):
+        trainer.train(pack_groups(config, group_of(lengths, vocabulary)), step=step)
+
+
+def connected(port: int, rank: int, config: Config) -> AbstractContextManager[Ranks]:
+    return process_group(endpoints(port), rank, config.launch.learners, start_timeout_s=100, timeout_s=100)
+
+
+def main() -> None:
+    for option, value in ((M_MMAP_THRESHOLD, 65536), (M_TRIM_THRESHOLD, 65536), (M_ARENA_MAX, 1)):
+        LIBC.mallopt(option, value)
+    rank, port, config = int(sys.argv[1]), int(sys.argv[2]), Config.model_validate_json(Path(sys.argv[3]).read_text())
+    longest = config.generator.max_new_tokens
+    lengths = typical_lengths(config.learner.tokens_per_microbatch, longest) * 2
+    vocabulary = json.loads((Path(config.model.path) / "config.json").read_text())["vocab_size"]
+    peak = Peak()
+    with tempfile.TemporaryDirectory() as folder, connected(port, rank, config) as ranks:
+        tiny = config.model_copy(
+            update={"model": config.model.model_copy(update={"path": str(make_model(Path(folder)))})}
+        )
+        train(tiny, ranks, [20, 12, 8], VOCABULARY)
+        gc.collect()
+        LIBC.malloc_trim(0)
+        peak.reset()
+        before = anonymous_bytes()
+        train(config, ranks, lengths, vocabulary)
+        (Path(sys.argv[4]) / f"peak-{rank}").write_text(str(peak.num_bytes - before))
+
+
+if __name__ == "__main__":
+    main()
