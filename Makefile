@@ -25,10 +25,9 @@ test-all: setup
 docs: setup
 	$(BIN)/python -m scripts.site
 
-# What needs a GPU: the learner's numbers, weights by NCCL, the engine, a whole run.
+# What only a GPU can show: the learner's numbers, weights, engines, a complete run, figures; without one it says so.
 gpu-check: setup
-	$(BIN)/python -m pytest -m gpu tests/gpu --ignore=tests/gpu/test_gpu_engine.py
-	$(BIN)/python -m pytest -m gpu tests/gpu/test_gpu_engine.py
+	$(BIN)/python -m tests.gpu_check
 
 # Kills, stops and damages at length: about forty minutes.
 chaos: setup

@@ -14,6 +14,8 @@ from asyncrl.config.passthrough import check_engine_options
 class GeneratorConfig(Section):
     """Sampling of training completions, the engine, and the workers that compute rewards."""
 
+    engine: str = "vllm"
+    """The library that generates: an engine of `asyncrl list`, or your own as `module:Class` or `file.py:Class`."""
     group_size: int = Field(default=8, ge=1)
     """Trajectories of one prompt; advantages that compare within a group need at least 2."""
     temperature: float = Field(default=1.0, gt=0.0)
@@ -43,7 +45,7 @@ class GeneratorConfig(Section):
     (default: where vLLM supports it for the model); async_scheduling schedules a batch while the one before is computed
     (default: true on a GPU; never on a CPU); others are max_num_batched_tokens, kv_cache_dtype, enforce_eager. With
     `deterministic` both are off. Refused: those that have a key here, and those that versions or log-probs depend
-    on."""
+    on. With the engine transformers, max_model_len and max_num_batched_tokens alone."""
 
     @property
     def stop_texts(self) -> list[str]:
@@ -62,7 +64,7 @@ class GeneratorConfig(Section):
 
     @model_validator(mode="after")
     def _check_engine_options(self) -> Self:
-        check_engine_options(self.engine_options)
+        check_engine_options(self.engine_options, self.engine)
         return self
 
     @model_validator(mode="after")

@@ -77,6 +77,9 @@ ENGINE_REFUSED_PREFIXES = {
     "_": "it is none of vLLM's public options",
 }
 
+TRANSFORMERS_OPTIONS = ("max_model_len", "max_num_batched_tokens")
+"""Options in `generator.engine_options` of the engine "transformers"."""
+
 _KEPT = "the log-prob of each sampled token is all that is kept"
 _TEXT = "the engine makes text only to find generator.stop in it"
 SAMPLING_REFUSED = {
@@ -103,9 +106,12 @@ DEEPSPEED_REFUSED = {
     "gradient_clipping": "it is learner.max_grad_norm",
     "zero_allow_untested_optimizer": _OF_THE_RUN,
     "zero_optimization.stage": "it is learner.zero_stage",
-    "zero_optimization.offload_optimizer": "the learner clips the gradients, which it needs on the GPU for that",
-    "zero_optimization.offload_param": "the learner gathers and sends the weights, which it needs on the GPU for that",
-    "zero_optimization.cpu_offload": "the learner clips the gradients, which it needs on the GPU for that",
+    "zero_force_ds_cpu_optimizer": _OF_THE_RUN,
+    "zero_optimization.offload_optimizer": "it is learner.offload",
+    "zero_optimization.offload_param": "it is learner.offload",
+    "zero_optimization.cpu_offload": "it is learner.offload",
+    "zero_optimization.cpu_offload_param": "it is learner.offload",
+    "zero_optimization.cpu_offload_use_pin_memory": "it is learner.offload",
     "optimizer": "it is learner.optimizer with learner.lr and learner.optimizer_options",
     "scheduler": "it is learner.lr_schedule",
     "bf16": "it is model.dtype",
@@ -123,18 +129,30 @@ DEEPSPEED_REFUSED = {
 }
 
 
-def check_engine_options(options: Mapping[str, Any]) -> None:
-    """Raises ValueError naming the first option of vLLM's engine that a config cannot set, and why."""
+def check_engine_options(options: Mapping[str, Any], engine: str) -> None:
+    """Raises ValueError naming the first option of the engine that a config cannot set, and why."""
     for name in options:
-        by_prefix = (why for prefix, why in ENGINE_REFUSED_PREFIXES.items() if name.startswith(prefix))
-        if reason := ENGINE_REFUSED.get(name) or next(by_prefix, None):
+        if reason := _refusal(name, engine):
             raise ValueError(f"engine_options.{name} = {options[name]!r}: cannot be set here: {reason}")
     window = options.get("max_model_len")
     if window is not None and (type(window) is not int or window < 2):
         raise ValueError(f"engine_options.max_model_len = {window!r}: must be a number of tokens, at least 2, or null")
+    tokens = options.get("max_num_batched_tokens")
+    if engine == "transformers" and tokens is not None and (type(tokens) is not int or tokens < 1):
+        raise ValueError(f"engine_options.max_num_batched_tokens = {tokens!r}: must be a number of tokens, at least 1")
     for name in ("async_scheduling", "enable_prefix_caching"):
         if type(value := options.get(name, False)) is not bool:
             raise ValueError(f"engine_options.{name} = {value!r}: must be true or false")
+
+
+def _refusal(name: str, engine: str) -> str | None:
+    """Why the engine cannot have the option; None if it can."""
+    if engine == "vllm":
+        by_prefix = (why for prefix, why in ENGINE_REFUSED_PREFIXES.items() if name.startswith(prefix))
+        return ENGINE_REFUSED.get(name) or next(by_prefix, None)
+    if engine == "transformers" and name not in TRANSFORMERS_OPTIONS:
+        return f"it is none of those of the engine transformers, {' and '.join(TRANSFORMERS_OPTIONS)}"
+    return None
 
 
 def check_sampling(options: Any) -> None:

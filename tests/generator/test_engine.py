@@ -14,26 +14,27 @@ from generator_model import EOS, kept_cache_logprobs, reference_logprobs, run_al
 from transformers import Qwen2ForCausalLM
 
 from asyncrl.errors import ConfigError, InvariantError, RunError
+from asyncrl.generator.engine import Completion
 from asyncrl.generator.vllm_backend import setup as vllm_setup
-from asyncrl.generator.vllm_backend.engine import Completion, Engine
+from asyncrl.generator.vllm_backend.engine import VllmEngine
 from asyncrl.generator.vllm_backend.plugin import register
 
 TOLERANCE = 1e-4
 DIFFERENT = 1e-2
 
-EngineMaker = Callable[..., Engine]
+EngineMaker = Callable[..., VllmEngine]
 Policies = list[Qwen2ForCausalLM]
 
 
 IN_FLIGHT = pytest.mark.parametrize("ahead", [False, True], ids=["one at a time", "a batch in flight"])
 
 
-def recomputing(make_engine: EngineMaker, ahead: bool = False) -> Engine:
+def recomputing(make_engine: EngineMaker, ahead: bool = False) -> VllmEngine:
     options = {"max_num_batched_tokens": 256}
     return make_engine(ahead=ahead, weights__kv_cache="recompute", generator__engine_options=options)
 
 
-def keeping(make_engine: EngineMaker, ahead: bool = False) -> Engine:
+def keeping(make_engine: EngineMaker, ahead: bool = False) -> VllmEngine:
     options = {"enable_prefix_caching": True}
     return make_engine(ahead=ahead, generator__temperature=0.7, generator__engine_options=options)
 
@@ -42,7 +43,7 @@ def prompts(count: int, first: int = 0) -> dict[str, list[int]]:
     return {str(first + i): [3 + (7 * i + 5 * j) % 60 for j in range(4 + i)] for i in range(count)}
 
 
-def complete(engine: Engine, requests: dict[str, list[int]]) -> dict[str, Completion]:
+def complete(engine: VllmEngine, requests: dict[str, list[int]]) -> dict[str, Completion]:
     for key, prompt in requests.items():
         engine.add(key, prompt)
     return run_all(engine)
@@ -95,7 +96,7 @@ def test_layers_are_made_anew_only_where_the_engine_gave_up_their_weights(
 
 
 def swap_in_flight(
-    engine: Engine, policies: Policies, requests: dict[str, list[int]], dropped: int = 0
+    engine: VllmEngine, policies: Policies, requests: dict[str, list[int]], dropped: int = 0
 ) -> dict[str, Completion]:
     """Version 0 for 5 tokens, version 1 for 6, version 2 for the rest. `dropped` tokens less where a swap drops those
     that are in flight."""

@@ -18,7 +18,7 @@ from asyncrl.config.passthrough import ENGINE_REFUSED
 from asyncrl.errors import ConfigError
 from asyncrl.generator import role
 from asyncrl.generator.role import engine_seed, max_weight_bytes
-from asyncrl.generator.vllm_backend.engine import Engine
+from asyncrl.generator.vllm_backend.engine import VllmEngine
 from asyncrl.generator.vllm_backend.setup import check_cpu, check_engine_options
 
 
@@ -71,7 +71,7 @@ def test_the_receiver_joins_before_the_engine_starts_and_receives_when_it_is_up(
     monkeypatch.setattr("asyncrl.rewards.workers.RewardPool", MagicMock())
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr(role, "max_weight_bytes", lambda path: 1)
-    monkeypatch.setattr(role, "Engine", engine)
+    monkeypatch.setattr(role, "make_engine", engine)
     monkeypatch.setattr(role, "GeneratorClient", MagicMock(side_effect=UpError))
     with pytest.raises(UpError):
         role.run_generator(
@@ -104,7 +104,7 @@ def test_bfloat16_is_refused_where_the_engine_would_die_of_an_illegal_instructio
         with pytest.raises(ConfigError, match=r"model.dtype = 'bfloat16': .*AMX tiles.*use model.dtype=float32"):
             check_cpu(small_config(model_path, model__dtype="bfloat16"))
         with pytest.raises(ConfigError, match="AMX"):
-            Engine(small_config(model_path, model__dtype="bfloat16"), seed=1)
+            VllmEngine(small_config(model_path, model__dtype="bfloat16"), seed=1)
 
 
 def test_refused_engine_options_are_ones_of_the_installed_vllm() -> None:

@@ -19,19 +19,21 @@ from generator_model import (
 )
 from transformers import Qwen2ForCausalLM
 
-from asyncrl.generator.vllm_backend.engine import Engine
+from asyncrl.generator.vllm_backend.engine import VllmEngine
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600), pytest.mark.usefixtures("vllm")]
 
 TOLERANCE = {"float32": 0.01, "bfloat16": 0.1}
 
 
 @pytest.fixture(scope="module", params=TOLERANCE)
-def engine_and_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple]:
+def engine_and_model(
+    gpu: torch.device, vllm: None, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple]:
     folder = tmp_path_factory.mktemp("model")
     save_tiny_model(folder)
     config = small_config(str(folder), model__dtype=request.param)
-    engine = Engine(config, seed=1)
+    engine = VllmEngine(config, seed=1)
     yield engine, folder, request.param
     engine.close()
 
@@ -75,7 +77,7 @@ def test_every_token_carries_its_version_with_a_batch_in_flight(
     policies = [make_policy(tmp_path, version, torch.float32) for version in range(3)]
     staged = [[(name, tensor.to(gpu)) for name, tensor in weights_of(policy)] for policy in policies]
     prompts = {str(index): [3 + (7 * index + 5 * place) % 60 for place in range(4 + index)] for index in range(8)}
-    engine = Engine(small_config(str(tmp_path), weights__kv_cache=kv_cache), seed=1)
+    engine = VllmEngine(small_config(str(tmp_path), weights__kv_cache=kv_cache), seed=1)
     try:
         assert engine._engine.vllm_config.scheduler_config.async_scheduling
         engine.swap(0, staged[0])

@@ -86,7 +86,7 @@ def run_command(arguments: list[str]) -> int:
         forked = OwnFork(lambda arguments: role.main(arguments[2:]))
 
         @contextmanager
-        def preloaded(placement, launcher):  # type: ignore[no-untyped-def]
+        def preloaded(config, placement, launcher):  # type: ignore[no-untyped-def]
             launcher.fork_server = forked
             yield
             forked.close()

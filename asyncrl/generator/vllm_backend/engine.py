@@ -1,27 +1,4 @@
-"""A vLLM engine in this process: completions with versions and log-probs, weights swapped between two steps.
-
-`Engine` is the seam between the generator's loop and the inference library. A second engine implements the members
-that `generator/loop.py` uses:
-
-    version             version of the loaded weights; NO_VERSION before the first swap
-    num_running         completions in progress
-    add(key, tokens)    starts a completion; never blocks
-    step()              one decoding step; the completions known to have ended
-    num_generated(key)  tokens sampled so far
-    abort(keys)         drops completions in progress
-    swap(version, w)    loads weights between two steps; the milliseconds that it took
-    close()             frees the memory
-
-Every token of a `Completion` carries the log-prob and the version of the weights that sampled it. For example:
-
-    engine = Engine(config, seed=0)
-    engine.swap(0, weights)                            # [(name, tensor), ...] as the learner sends them
-    engine.add("a", prompt_tokens)
-    while engine.num_running:
-        for completion in engine.step():
-            print(completion.key, completion.tokens, completion.versions)
-    engine.close()
-"""
+"""A vLLM engine in this process: completions with versions and log-probs, weights swapped between two steps."""
 
 from __future__ import annotations
 
@@ -30,7 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import structlog
@@ -38,7 +15,8 @@ from numpy.typing import NDArray
 
 from asyncrl.config import Config
 from asyncrl.errors import AsyncrlError, ConfigError, InvariantError, RunError
-from asyncrl.generator.vllm_backend.completion import Completion, completion_of
+from asyncrl.generator.engine import Completion, Sampling
+from asyncrl.generator.vllm_backend.completion import completion_of
 from asyncrl.generator.vllm_backend.sent_weights import SentWeights, Weights
 from asyncrl.generator.vllm_backend.setup import build_engine, sampling_params
 from asyncrl.generator.vllm_backend.version_labels import VersionLabels, check_first_versions
@@ -50,10 +28,6 @@ if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreRequest
 
 log = structlog.get_logger()
-
-Sampling = Literal["training", "evaluation", "greedy"]
-"""How a completion is sampled."""
-
 
 MAX_CACHED = 4096
 """Sampling parameters that are kept for later requests."""
@@ -72,7 +46,7 @@ class _Request:
     priority: int
 
 
-class Engine:
+class VllmEngine:
     """Continuous batching with in-flight weight updates.
 
     Not thread-safe. Nothing can be added before the first `swap`. With `deterministic` a completion is a function of
@@ -133,12 +107,7 @@ class Engine:
         stop: Sequence[str] = (),
         priority: int = 0,
     ) -> None:
-        """Starts a completion of `prompt` (token ids). `kind` selects the sampling: that of section `generator`, of
-        section `eval`, or greedy. `seed` is for `deterministic` runs only. `max_tokens` is at most, and by default,
-        `generator.max_new_tokens`; `stop` are texts that end it in addition to those of `generator.stop`. Cached keys
-        and values are shared among requests of the same `salt`, by default the loaded version. With an environment the
-        waiting completion of the lowest `priority` takes the next free place. Raises RunError when the prompt does not
-        fit the window."""
+        """Starts a completion, as in `Engine.add`."""
         if seed is not None and not self._config.deterministic:
             raise InvariantError(f"request {key}: a seed of its own works with `deterministic` only")
         if self.version == NO_VERSION:

@@ -16,6 +16,7 @@ import structlog
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
+from asyncrl.generator.engine import GPU_FRACTION
 from asyncrl.generator.vllm_backend.version_labels import VersionLabels
 from asyncrl.util.hints import did_you_mean
 
@@ -38,9 +39,6 @@ ENVIRONMENT = {
 }
 """Set before vLLM is imported, unless the user's environment says otherwise. The launcher sets thread counts and cores
 (OMP_NUM_THREADS, affinity): inside one process vLLM keeps them."""
-
-GPU_FRACTION = "ASYNCRL_GPU_MEMORY_FRACTION"
-"""Environment variable with the fraction of the GPU's memory that the launcher assigns to the engine."""
 
 CPU_KV_CACHE_BYTES = 1 << 30
 """Key-value cache on a CPU when `generator.kv_cache_bytes` is not set."""

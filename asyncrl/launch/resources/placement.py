@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
-from asyncrl.generator.vllm_backend.setup import GPU_FRACTION
+from asyncrl.generator.engine import GPU_FRACTION
 from asyncrl.launch.resources.gpus import Gpu
 from asyncrl.launch.resources.hosts import Host, Member, deal_roles, this_machine
 

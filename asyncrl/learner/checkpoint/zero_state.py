@@ -19,7 +19,6 @@ from safetensors import safe_open
 from torch import Tensor
 
 from asyncrl.errors import RunError
-from asyncrl.learner.model.deepspeed_import import BF16_Optimizer
 from asyncrl.learner.model.engine import TrainedModel
 from asyncrl.learner.model.optimizers import STEP, first_state
 
@@ -98,14 +97,7 @@ def _prepare(trained: TrainedModel) -> list[Tensor]:
     """Returns the tensors that the optimizer updates on this rank. Creates their state, which it otherwise creates in
     its first update."""
     optimizer: Any = trained.engine.optimizer
-    if isinstance(optimizer, BF16_Optimizer):
-        flats: list[Tensor] = optimizer.fp32_groups_flat_partition
-    elif trained.partitioned:
-        flats = optimizer.fp32_partitioned_groups_flat
-    elif trained.sharded:
-        flats = optimizer.single_partition_of_fp32_groups
-    else:
-        flats = list(trained.network.parameters())
+    flats = trained.flat_weights()
     for flat in flats:
         state = trained.optimizer.state[flat]
         if not state:
