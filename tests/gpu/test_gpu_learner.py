@@ -17,8 +17,9 @@ from safetensors.torch import load_file
 from train_steps import CASES
 from worlds import make_config, make_model
 
-from asyncrl.launch.resources.memory import PROCESS_BYTES, Shape, learner_parts
+from asyncrl.launch.resources.memory import PROCESS_BYTES, learner_parts
 from asyncrl.launch.resources.network import find_port
+from asyncrl.launch.resources.shape import Shape
 from asyncrl.learner.model import logprob_head, varlen
 from asyncrl.learner.model.logprob_head import LogprobHead
 from asyncrl.learner.model.packed_attention import Layout, attend_in_buckets, find_firsts, make_layout

@@ -16,9 +16,11 @@ import pytest
 from asyncrl.config import Config, load_config, parse_override
 from asyncrl.errors import ConfigError
 from asyncrl.launch.resources import gpus
+from asyncrl.launch.resources.engine_memory import engine_parts
 from asyncrl.launch.resources.fit import Models, find_changes, fit_memory, make_cards
-from asyncrl.launch.resources.memory import GIB, Shape, engine_parts, item_bytes, longest_tokens, trained_parts
+from asyncrl.launch.resources.memory import GIB, item_bytes, longest_tokens, trained_parts
 from asyncrl.launch.resources.placement import Placement, place_roles
+from asyncrl.launch.resources.shape import Shape
 from asyncrl.plan.cards import CARDS, parse_cards
 
 QWEN2_05B = {
@@ -175,14 +177,16 @@ def test_a_run_that_cannot_fit_is_refused_with_the_sum_and_the_keys_that_help(mo
         fitted(monkeypatch, config, 5, MIB_80GB, Models(SEVEN))
     lines = str(caught.value).splitlines()
     assert lines[0] == "by arithmetic the run does not fit its GPUs:"
-    assert lines[1].startswith("  GPU 0 (79.6 GiB, of which 75.7 may be used): learner-0 105.")
-    assert "activations of 8192 tokens 50." in lines[1] and "weights to send 14.2" in lines[1]
+    assert lines[1].startswith("  GPU 0 (79.6 GiB, of which 75.7 may be used): learner-0 104.")
+    assert "activations of 8192 tokens 48." in lines[1] and "weights to send 14.2" in lines[1]
     assert lines[-1] == "with learner.gradient_checkpointing=true it would fit"
     config = load_config(None, settings | {"learner.gradient_checkpointing": True})
     assert fitted(monkeypatch, config, 5, MIB_80GB, Models(SEVEN)).generators[0].gpu_memory_utilization
     config = load_config(None, SETTINGS | {"launch.learners": 1, "learner.zero_stage": 0})
-    with pytest.raises(ConfigError, match="no setting of these keys is enough: use more ranks"):
+    with pytest.raises(ConfigError, match=r"\nwith learner.zero_stage=1 learner.offload=optimizer it would fit"):
         fitted(monkeypatch, config, 2, MIB_141GB, Models(SEVEN))
+    with pytest.raises(ConfigError, match="no setting of these keys is enough: use more ranks"):
+        fitted(monkeypatch, config, 2, 24564, Models(SEVEN))
     config = load_config(None, settings | {"learner.zero_stage": 2, "learner.tokens_per_microbatch": 65536})
     show(monkeypatch, 5, MIB_80GB)
     found = find_changes(config, place_roles(config), Models(SEVEN))
@@ -268,4 +272,4 @@ def test_shapes_are_read_from_the_config_of_other_families() -> None:
     shape = shape_of(experts)
     assert (shape.intermediate, shape.query, shape.key_value) == (200, 2048, 512)
     assert shape.parameters - shape.active == 2 * 3 * 128 * 100, "two of four experts"
-    assert Shape.of({"vocab_size": 3}, "", {}) is None
+    assert Shape.of({"vocab_size": 3}, "", {}, 0) is None

@@ -9,14 +9,13 @@ import ctypes
 import gc
 import json
 import sys
-import tempfile
 import threading
 import time
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
-from worlds import VOCABULARY, endpoints, make_model, make_trainer, pack_groups
+from worlds import VOCABULARY, endpoints, make_trainer, pack_groups
 
 from asyncrl.config import Config
 from asyncrl.learner.distributed import Ranks, process_group
@@ -24,6 +23,8 @@ from asyncrl.learner.model.memory_trace import typical_lengths
 from asyncrl.types import NO_VERSION, Group, Trajectory
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
+TINY = "tiny"
+"""Folder of the tiny model in that of the model."""
 LIBC = ctypes.CDLL("libc.so.6")
 
 
@@ -86,11 +87,9 @@ def main() -> None:
     lengths = typical_lengths(config.learner.tokens_per_microbatch, longest) * 2
     vocabulary = json.loads((Path(config.model.path) / "config.json").read_text())["vocab_size"]
     peak = Peak()
-    with tempfile.TemporaryDirectory() as folder, connected(port, rank, config) as ranks:
-        tiny = config.model_copy(
-            update={"model": config.model.model_copy(update={"path": str(make_model(Path(folder)))})}
-        )
-        train(tiny, ranks, [20, 12, 8], VOCABULARY)
+    tiny = config.model.model_copy(update={"path": str(Path(config.model.path) / TINY)})
+    with connected(port, rank, config) as ranks:
+        train(config.model_copy(update={"model": tiny}), ranks, [20, 12, 8], VOCABULARY)
         gc.collect()
         LIBC.malloc_trim(0)
         peak.reset()

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Pretrain
 from worlds import make_config
 
 from asyncrl.config import Config
-from asyncrl.launch.resources.memory import Shape
+from asyncrl.launch.resources.shape import Shape
 from asyncrl.learner.batch import MicroBatch
 from asyncrl.learner.collate import make_batch
 from asyncrl.learner.model.loading import hidden_states, load_policy_model

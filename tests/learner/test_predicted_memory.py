@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from memory_steps import TINY
 from transformers import AutoModelForCausalLM, Qwen2Config
 from worlds import make_config, make_model, spawn
 
-from asyncrl.launch.resources.memory import Parts, Shape, learner_parts
+from asyncrl.launch.resources.memory import Parts, learner_parts
 from asyncrl.launch.resources.network import find_port
+from asyncrl.launch.resources.shape import Shape
 
 MIB = 1 << 20
 TOLERANCE = 0.1
@@ -63,6 +65,7 @@ def predict_and_measure(folder: Path, case: Case) -> tuple[Parts, int]:
     hidden, layers, tokens, checkpointing, stage, ranks = case
     torch.manual_seed(0)
     make_model(folder)
+    make_model(folder / TINY)
     sizes: dict[str, Any] = {
         "hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": layers, "vocab_size": 8192,
         "num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 128, "tie_word_embeddings": True,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from asyncrl.config import Config
@@ -12,6 +13,7 @@ from asyncrl.launch.resources.fit import with_changes
 from asyncrl.launch.resources.memory import longest_tokens
 
 STAGES = (1, 2, 3)
+OFFLOADS = ("none", "optimizer", "all")
 MAX_MICROBATCH_TOKENS = 32768
 """Larger micro-batches need more memory and are hardly faster."""
 MICROBATCHES = 4
@@ -27,6 +29,7 @@ class Training:
     checkpointing: bool
     tokens: int
     """Tokens of a micro-batch."""
+    offload: str
 
     def changes(self, base: Config) -> dict[str, Any]:
         """Returns the config keys of this side. The groups of a step are the next multiple of the ranks."""
@@ -37,11 +40,13 @@ class Training:
             "learner.zero_stage": self.stage,
             "learner.gradient_checkpointing": self.checkpointing,
             "learner.tokens_per_microbatch": self.tokens,
+            **({} if self.offload == base.learner.offload else {"learner.offload": self.offload}),
         }
 
     def __str__(self) -> str:
         kind = "checkpointed" if self.checkpointing else "plain"
-        return f"{self.ranks} learner ranks, ZeRO {self.stage}, {kind}, {self.tokens} tokens"
+        moved = "" if self.offload == "none" else f", offload {self.offload}"
+        return f"{self.ranks} learner ranks, ZeRO {self.stage}, {kind}, {self.tokens} tokens{moved}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +66,12 @@ def trainings(base: Config, max_ranks: int) -> Iterator[Training]:
     """Yields the learner's sides with at most `max_ranks` ranks."""
     longest = longest_tokens(base)
     sizes = sorted({max(longest, MAX_MICROBATCH_TOKENS >> shift) for shift in range(MICROBATCHES)}, reverse=True)
-    for ranks in range(1, max_ranks + 1):
-        for checkpointing in (False, True):
-            for tokens in sizes:
-                for stage in STAGES if ranks > 1 else STAGES[:1]:
-                    yield Training(ranks, stage, checkpointing, tokens)
+    for ranks, checkpointing, tokens in product(range(1, max_ranks + 1), (False, True), sizes):
+        for stage in STAGES if ranks > 1 else (1,):
+            yield Training(ranks, stage, checkpointing, tokens, "none")
+        if base.learner.optimizer == "adamw":
+            yield Training(ranks, 2, checkpointing, tokens, "optimizer")
+            yield Training(ranks, 3, checkpointing, tokens, "all")
 
 
 def config_of(base: Config, training: Training, generation: Generation) -> Config:

@@ -6,10 +6,11 @@ import math
 from dataclasses import dataclass, replace
 
 from asyncrl.config import Config
-from asyncrl.launch.layout.cells import Generation, Training, config_of, trainings
+from asyncrl.launch.layout.cells import OFFLOADS, Generation, Training, config_of, trainings
 from asyncrl.launch.layout.speed import generated_per_s, trained_per_s
+from asyncrl.launch.resources.engine_memory import cache_bytes
 from asyncrl.launch.resources.fit import TRAINED_FRACTION, Models, Need, generator_need, learner_need, with_changes
-from asyncrl.launch.resources.memory import cache_bytes, longest_tokens
+from asyncrl.launch.resources.memory import longest_tokens
 from asyncrl.plan.hardware import Gpu
 
 LEAST_SEQUENCES = 32
@@ -82,9 +83,11 @@ def search(base: Config, models: Models, cards: int, gpu: Gpu) -> Found:
     return Found(max(layouts, key=_preference)[0] if layouts else None, refused)
 
 
-def _preference(found: tuple[Layout, Training]) -> tuple[float, int, bool, int]:
+def _preference(found: tuple[Layout, Training]) -> tuple[float, ...]:
+    """Returns the sort key: no offload first, then speed, then what is simplest."""
     layout, training = found
-    return float(f"{layout.tokens_per_s:.3g}"), -training.stage, not training.checkpointing, training.tokens
+    rate = float(f"{layout.tokens_per_s:.3g}")
+    return -OFFLOADS.index(training.offload), rate, -training.stage, not training.checkpointing, training.tokens
 
 
 def _learner(base: Config, models: Models, gpu: Gpu, training: Training, *, by_nccl: bool) -> Tried:

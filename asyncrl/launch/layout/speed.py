@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from asyncrl.config import Config
 from asyncrl.launch.layout.cells import Generation, Training
-from asyncrl.launch.resources.memory import Shape, item_bytes, longest_tokens
+from asyncrl.launch.resources.memory import item_bytes, longest_tokens
+from asyncrl.launch.resources.shape import Shape
 from asyncrl.plan.fleet import generation_rate
 from asyncrl.plan.hardware import Constants, Gpu, Job, ModelShape
 

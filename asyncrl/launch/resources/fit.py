@@ -10,21 +10,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import structlog
+from pydantic import ValidationError
 
-from asyncrl.config import Config
+from asyncrl.config import Config, LearnerConfig
 from asyncrl.errors import ConfigError
-from asyncrl.launch.resources.memory import (
-    GIB,
-    Parts,
-    Shape,
-    critic_parts,
-    engine_parts,
-    learner_parts,
-    longest_tokens,
-    reward_model_parts,
-    staging_parts,
-)
+from asyncrl.launch.resources.engine_memory import engine_parts, reward_model_parts, staging_parts
+from asyncrl.launch.resources.memory import GIB, Parts, critic_parts, learner_parts, longest_tokens
 from asyncrl.launch.resources.placement import Placement, RoleResources
+from asyncrl.launch.resources.shape import Shape
 from asyncrl.rewards.reward_model import model_options
 
 log = structlog.get_logger()
@@ -254,10 +247,19 @@ def _candidates(config: Config, placement: Placement) -> Iterator[tuple[str, Any
         yield "learner.zero_stage", stage
     if _by_nccl(config, placement):
         yield "weights.transport", "gloo"
+    if config.learner.optimizer == "adamw" and config.learner.offload == "none":
+        if config.learner.zero_stage == 0:
+            yield "learner.zero_stage", 1
+        yield "learner.offload", "optimizer"
 
 
 def _fits(config: Config, placement: Placement, models: Models, changes: list[tuple[str, Any]]) -> bool:
-    return not any(card.missing_bytes for card in make_cards(with_changes(config, dict(changes)), placement, models))
+    config = with_changes(config, dict(changes))
+    try:
+        LearnerConfig.model_validate(config.learner.model_dump())
+    except ValidationError:
+        return False
+    return not any(card.missing_bytes for card in make_cards(config, placement, models))
 
 
 def with_changes(config: Config, changes: Mapping[str, Any]) -> Config:
