@@ -5,12 +5,9 @@ python memory_steps.py RANK PORT CONFIG OUT
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import sys
-import threading
-import time
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -21,33 +18,10 @@ from asyncrl.config import Config
 from asyncrl.learner.distributed import Ranks, process_group
 from asyncrl.learner.model.memory_trace import typical_lengths
 from asyncrl.types import NO_VERSION, Group, Trajectory
+from tests.helpers.memory_peak import Peak, anonymous_bytes, keep_freed_memory_away
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 TINY = "tiny"
 """Folder of the tiny model in that of the model."""
-LIBC = ctypes.CDLL("libc.so.6")
-
-
-class Peak:
-    """The largest anonymous memory of this process since `reset`, sampled every millisecond."""
-
-    def __init__(self) -> None:
-        self.num_bytes = 0
-        threading.Thread(target=self._run, daemon=True).start()
-
-    def reset(self) -> None:
-        self.num_bytes = anonymous_bytes()
-
-    def _run(self) -> None:
-        while True:
-            self.num_bytes = max(self.num_bytes, anonymous_bytes())
-            time.sleep(1e-3)
-
-
-def anonymous_bytes() -> int:
-    with open("/proc/self/status") as lines:
-        line = next(line for line in lines if line.startswith("RssAnon"))
-    return int(line.split()[1]) << 10
 
 
 def group_of(lengths: list[int], vocabulary: int) -> list[Group]:
@@ -80,8 +54,7 @@ def connected(port: int, rank: int, config: Config) -> AbstractContextManager[Ra
 
 
 def main() -> None:
-    for option, value in ((M_MMAP_THRESHOLD, 65536), (M_TRIM_THRESHOLD, 65536), (M_ARENA_MAX, 1)):
-        LIBC.mallopt(option, value)
+    keep_freed_memory_away()
     rank, port, config = int(sys.argv[1]), int(sys.argv[2]), Config.model_validate_json(Path(sys.argv[3]).read_text())
     longest = config.generator.max_new_tokens
     lengths = typical_lengths(config.learner.tokens_per_microbatch, longest) * 2
@@ -91,7 +64,7 @@ def main() -> None:
     with connected(port, rank, config) as ranks:
         train(config.model_copy(update={"model": tiny}), ranks, [20, 12, 8], VOCABULARY)
         gc.collect()
-        LIBC.malloc_trim(0)
+        keep_freed_memory_away()
         peak.reset()
         before = anonymous_bytes()
         train(config, ranks, lengths, vocabulary)

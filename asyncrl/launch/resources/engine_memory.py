@@ -12,19 +12,23 @@ from asyncrl.launch.resources.shape import Shape
 
 ENGINE_STEP_TOKENS = 16384
 """Tokens of one step of the engine: the largest default of vLLM's `LLM`, which `build_engine` takes."""
+CPU_STEP_TOKENS = 4096
+"""The same on a CPU."""
 GRAPH_BYTES = 2 * GIB
 """CUDA graphs and workspaces of an engine."""
 STAGING_MARGIN_BYTES = GIB
 """NCCL's channels between learner and generators, and the allocator's rounding."""
 
 
-def engine_parts(config: Config, shape: Shape) -> Parts:
-    """Returns the memory of one vLLM engine with the smallest key-value cache that it can start with."""
+def engine_parts(config: Config, shape: Shape, *, on_gpu: bool = True) -> Parts:
+    """Returns the memory of one vLLM engine with the smallest key-value cache that it can start with. On a CPU it has a
+    second copy of all matrices, packed for its products."""
     size = item_bytes(config.model.dtype)
     window = config.generator.max_model_tokens or shape.window or longest_tokens(config)
     options = config.generator.engine_options
     given = options.get("max_num_batched_tokens")
-    default = 2 * ENGINE_STEP_TOKENS if options.get("performance_mode") == "throughput" else ENGINE_STEP_TOKENS
+    default = ENGINE_STEP_TOKENS if on_gpu else CPU_STEP_TOKENS
+    default = 2 * default if options.get("performance_mode") == "throughput" else default
     step_tokens = given if isinstance(given, int) else default
     sequences = config.generator.max_running_groups * config.generator.group_size
     cache, of = cache_bytes(config, shape, window), f"keys and values of {window} tokens"
@@ -32,9 +36,10 @@ def engine_parts(config: Config, shape: Shape) -> Parts:
         cache, of = config.generator.kv_cache_bytes, "key-value cache"
     return {
         "weights": size * shape.parameters,
+        "packed weights": 0 if on_gpu else size * (shape.layers * shape.layer + 2 * shape.vocabulary * shape.hidden),
         f"a step of {step_tokens} tokens": step_tokens * size * (2 * shape.intermediate + 6 * shape.hidden),
         f"logits of {sequences} sequences": sequences * 3 * 4 * shape.vocabulary,
-        "CUDA graphs": GRAPH_BYTES,
+        "CUDA graphs": GRAPH_BYTES if on_gpu else 0,
         of: cache,
     }
 
