@@ -11,7 +11,10 @@ from typing import Any
 from asyncrl.config import Config
 from asyncrl.launch.resources.fit import with_changes
 from asyncrl.launch.resources.memory import longest_tokens
+from asyncrl.launch.resources.shape import Shape
 
+TENSOR_PARALLEL = (1, 2, 4, 8)
+"""Cards of an engine; they are on one host."""
 STAGES = (1, 2, 3)
 OFFLOADS = ("none", "optimizer", "all")
 MAX_MICROBATCH_TOKENS = 32768
@@ -54,12 +57,17 @@ class Generation:
     """The generators' side of a layout."""
 
     engines: int
+    tensor_parallel: int
+    """Cards of an engine."""
     groups: int
     """Groups that an engine works on at once."""
 
-    def changes(self) -> dict[str, Any]:
+    def changes(self, base: Config) -> dict[str, Any]:
         """Returns the config keys of this side."""
-        return {"launch.generators": self.engines, "generator.max_running_groups": self.groups}
+        changes = {"launch.generators": self.engines, "generator.max_running_groups": self.groups}
+        if self.tensor_parallel != base.generator.tensor_parallel:
+            changes["generator.tensor_parallel"] = self.tensor_parallel
+        return changes
 
 
 def trainings(base: Config, max_ranks: int) -> Iterator[Training]:
@@ -74,9 +82,14 @@ def trainings(base: Config, max_ranks: int) -> Iterator[Training]:
             yield Training(ranks, 3, checkpointing, tokens, "all")
 
 
+def engine_sizes(shape: Shape, cards: int) -> list[int]:
+    """Returns the numbers of cards that an engine can have, of at most `cards`: its attention heads are divided."""
+    return [parallel for parallel in TENSOR_PARALLEL if parallel <= cards and shape.heads % parallel == 0]
+
+
 def config_of(base: Config, training: Training, generation: Generation) -> Config:
     """Returns the base config with the keys of a layout."""
-    return with_changes(base, {**training.changes(base), **generation.changes()})
+    return with_changes(base, {**training.changes(base), **generation.changes(base)})
 
 
 def with_lengths(base: Config, tokens: int) -> Config:

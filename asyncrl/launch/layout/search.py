@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from asyncrl.config import Config
-from asyncrl.launch.layout.cells import OFFLOADS, Generation, Training, config_of, trainings
+from asyncrl.launch.layout.cells import OFFLOADS, Generation, Training, config_of, engine_sizes, trainings
 from asyncrl.launch.layout.speed import generated_per_s, trained_per_s
 from asyncrl.launch.resources.engine_memory import cache_bytes
 from asyncrl.launch.resources.fit import TRAINED_FRACTION, Models, Need, generator_need, learner_need, with_changes
@@ -62,54 +62,64 @@ class Found:
 def search(base: Config, models: Models, cards: int, gpu: Gpu) -> Found:
     """Returns the layout with the most tokens per second of those that fit, and what did not fit. Every learner rank
     and every engine has cards of its own; `cards` are those without critic ranks and reward model."""
-    by_nccl = base.weights.transport not in ("gloo", "chain", "files")
-    generator, sequences = _generator(base, models, gpu, by_nccl=by_nccl)
-    refused = [generator] if generator.missing_bytes else []
-    groups = max(1, min(base.generator.max_running_groups, sequences // base.generator.group_size))
-    layouts: list[tuple[Layout, Training]] = []
-    for training in trainings(base, cards - 1):
-        learner = _learner(base, models, gpu, training, by_nccl=by_nccl)
-        if learner.missing_bytes:
-            refused.append(learner)
-        elif not generator.missing_bytes:
-            generation = Generation(cards - training.ranks, groups)
-            config = config_of(base, training, generation)
-            rates = (
-                generated_per_s(config, models.policy, gpu, generation, sequences),
-                trained_per_s(config, models.policy, gpu, training),
-            )
-            layouts.append((Layout(config, learner, generator, sequences, *rates), training))
+    found: list[tuple[tuple[float, ...], Layout]] = []
+    refused: list[Tried] = []
+    learners = [(training, _learner(base, models, gpu, training)) for training in trainings(base, cards - 1)]
+    refused += [learner for _, learner in learners if learner.missing_bytes]
+    for parallel in engine_sizes(models.policy, cards - 1):
+        generator, sequences = _generator(base, models, gpu, parallel)
+        if generator.missing_bytes:
+            refused.append(generator)
+            continue
+        groups = max(1, min(base.generator.max_running_groups, sequences // base.generator.group_size))
+        for training, learner in learners:
+            engines = (cards - training.ranks) // parallel
+            if engines and not learner.missing_bytes:
+                generation = Generation(engines, parallel, groups)
+                config = config_of(base, training, generation)
+                rates = (
+                    generated_per_s(config, models.policy, gpu, generation, sequences),
+                    trained_per_s(config, models.policy, gpu, training),
+                )
+                layout = Layout(config, learner, generator, sequences, *rates)
+                found.append((_preference(layout, training, generation), layout))
     refused.sort(key=lambda tried: tried.missing_bytes)
-    return Found(max(layouts, key=_preference)[0] if layouts else None, refused)
+    return Found(max(found, key=lambda pair: pair[0])[1] if found else None, refused)
 
 
-def _preference(found: tuple[Layout, Training]) -> tuple[float, ...]:
-    """Returns the sort key: no offload first, then speed, then what is simplest."""
-    layout, training = found
+def _preference(layout: Layout, training: Training, generation: Generation) -> tuple[float, ...]:
+    """Returns the sort key: no offload first, then small engines, then speed, then what is simplest."""
     rate = float(f"{layout.tokens_per_s:.3g}")
-    return -OFFLOADS.index(training.offload), rate, -training.stage, not training.checkpointing, training.tokens
+    simple = (-training.stage, not training.checkpointing, training.tokens)
+    return -OFFLOADS.index(training.offload), -generation.tensor_parallel, rate, *simple
 
 
-def _learner(base: Config, models: Models, gpu: Gpu, training: Training, *, by_nccl: bool) -> Tried:
+def _by_nccl(config: Config) -> bool:
+    return config.weights.transport not in ("gloo", "chain", "files")
+
+
+def _learner(base: Config, models: Models, gpu: Gpu, training: Training) -> Tried:
     config = with_changes(base, training.changes(base))
     limit = round(TRAINED_FRACTION * gpu.memory_bytes)
-    return Tried(str(training), learner_need(config, models, 0, by_nccl=by_nccl), limit)
+    return Tried(str(training), learner_need(config, models, 0, by_nccl=_by_nccl(base)), limit)
 
 
-def _generator(base: Config, models: Models, gpu: Gpu, *, by_nccl: bool) -> tuple[Tried, int]:
-    """Returns the need of a generator with room for the least number of sequences, and the number for which it has
-    room."""
+def _generator(base: Config, models: Models, gpu: Gpu, parallel: int) -> tuple[Tried, int]:
+    """Returns the need of an engine's first card with room for the least number of sequences, and the number for which
+    it has room."""
     longest, limit = longest_tokens(base), round(base.generator.gpu_memory_utilization * gpu.memory_bytes)
     least = math.ceil(LEAST_SEQUENCES / base.generator.group_size)
-    need = generator_need(base, models, 0, by_nccl=by_nccl)
-    fixed = {name: num_bytes for name, num_bytes in need.parts.items() if not name.startswith(("key", "logits"))}
-    of_sequence = cache_bytes(base, models.policy, longest)
-    cache = {f"key-value cache of {LEAST_SEQUENCES} sequences of {longest} tokens": LEAST_SEQUENCES * of_sequence}
-    logits = {name: num_bytes for name, num_bytes in need.parts.items() if name.startswith("logits")}
-    with_cache = replace(need, parts=fixed | logits | cache)
-    if with_cache.num_bytes > limit:
-        fewer = generator_need(with_changes(base, {"generator.max_running_groups": least}), models, 0, by_nccl=by_nccl)
-        logits = {name: num_bytes for name, num_bytes in fewer.parts.items() if name.startswith("logits")}
-        with_cache = replace(need, parts=fixed | logits | cache)
-    free = limit - with_cache.num_bytes + LEAST_SEQUENCES * of_sequence
-    return Tried("a generator", with_cache, limit), max(0, free // of_sequence)
+    cache_name = f"key-value cache of {LEAST_SEQUENCES} sequences of {longest} tokens"
+    needs: list[Need] = []
+    of_sequence = 0
+    for groups in sorted({base.generator.max_running_groups, least}, reverse=True):
+        keys = {"generator.max_running_groups": groups, "generator.tensor_parallel": parallel}
+        config = with_changes(base, keys)
+        need = generator_need(config, models, 0, 0, by_nccl=_by_nccl(base))
+        of_sequence = cache_bytes(config, models.policy, longest)
+        parts = {name: num_bytes for name, num_bytes in need.parts.items() if not name.startswith("key")}
+        needs.append(replace(need, parts=parts | {cache_name: LEAST_SEQUENCES * of_sequence}))
+    need = next((need for need in needs if need.num_bytes <= limit), needs[-1])
+    free = limit - need.num_bytes + LEAST_SEQUENCES * of_sequence
+    what = "a generator" if parallel == 1 else f"a generator on {parallel} cards"
+    return Tried(what, need, limit), max(0, free // of_sequence)

@@ -85,10 +85,10 @@ def _base_config(path: str, base: str | None, tokens: int | None) -> Config:
 
 
 def _describe(layout: Layout) -> Iterator[str]:
-    launch = layout.config.launch
+    launch, parallel = layout.config.launch, layout.config.generator.tensor_parallel
     for title, tried in (
         (f"each of {launch.learners} learner ranks ({tried_name(layout.learner)})", layout.learner),
-        (f"each of {launch.generators} generators", layout.generator),
+        (f"each card of {launch.generators} generators on {parallel} each", layout.generator),
     ):
         yield f"\n{title}: {_sizes(tried)}"
         for name, num_bytes in sorted(tried.need.parts.items(), key=lambda part: -part[1]):
@@ -113,6 +113,8 @@ def _sizes(tried: Tried) -> str:
 def _why(tried: Tried) -> str:
     name, num_bytes = max(tried.need.parts.items(), key=lambda part: part[1])
     ways = next((way for begin, way in LOWERED_BY.items() if name.startswith(begin)), "")
+    if tried.what.startswith("a generator") and name == "weights":
+        ways = "more generator.tensor_parallel"
     return f"{tried.what}: {_sizes(tried)}, of which {num_bytes / GIB:.1f} {name}" + (
         f"; lower: {ways}" if ways else ""
     )

@@ -23,7 +23,8 @@ def generated_per_s(config: Config, shape: Shape, gpu: Gpu, generation: Generati
     batch = config.replay.groups_per_step * config.generator.group_size
     admitted = max(1, config.replay.staleness_limit) * batch / generation.engines
     sequences = min(of_engine, fitting_sequences, admitted)
-    return generation.engines * generation_rate(model, 1, sequences, constants)
+    parallel = generation.tensor_parallel
+    return generation.engines * parallel * generation_rate(model, parallel, sequences, constants)
 
 
 def trained_per_s(config: Config, shape: Shape, gpu: Gpu, training: Training) -> float:

@@ -21,9 +21,9 @@ STAGING_MARGIN_BYTES = GIB
 
 
 def engine_parts(config: Config, shape: Shape, *, on_gpu: bool = True) -> Parts:
-    """Returns the memory of one vLLM engine with the smallest key-value cache that it can start with. On a CPU it has a
-    second copy of all matrices, packed for its products."""
-    size = item_bytes(config.model.dtype)
+    """Returns the memory of a vLLM engine on each of its devices, with the smallest key-value cache that it can start
+    with. On a CPU it has a second copy of all matrices, packed for its products."""
+    size, parallel = item_bytes(config.model.dtype), config.generator.tensor_parallel
     window = config.generator.max_model_tokens or shape.window or longest_tokens(config)
     options = config.generator.engine_options
     given = options.get("max_num_batched_tokens")
@@ -34,10 +34,12 @@ def engine_parts(config: Config, shape: Shape, *, on_gpu: bool = True) -> Parts:
     cache, of = cache_bytes(config, shape, window), f"keys and values of {window} tokens"
     if config.generator.kv_cache_bytes:
         cache, of = config.generator.kv_cache_bytes, "key-value cache"
+    matrices = shape.layers * shape.layer + 2 * shape.vocabulary * shape.hidden
+    step = 2 * shape.intermediate // parallel + 6 * shape.hidden
     return {
-        "weights": size * shape.parameters,
-        "packed weights": 0 if on_gpu else size * (shape.layers * shape.layer + 2 * shape.vocabulary * shape.hidden),
-        f"a step of {step_tokens} tokens": step_tokens * size * (2 * shape.intermediate + 6 * shape.hidden),
+        "weights": size * shape.parameters // parallel,
+        "packed weights": 0 if on_gpu else size * matrices // parallel,
+        f"a step of {step_tokens} tokens": step_tokens * size * step,
         f"logits of {sequences} sequences": sequences * 3 * 4 * shape.vocabulary,
         "CUDA graphs": GRAPH_BYTES if on_gpu else 0,
         of: cache,
@@ -45,8 +47,11 @@ def engine_parts(config: Config, shape: Shape, *, on_gpu: bool = True) -> Parts:
 
 
 def cache_bytes(config: Config, shape: Shape, tokens: int) -> int:
-    """Returns the memory of the keys and values of `tokens` tokens in an engine."""
-    return tokens * 2 * shape.layers * shape.key_value * item_bytes(config.model.dtype)
+    """Returns the memory of the keys and values of `tokens` tokens on each device of an engine. With more devices than
+    key-value heads each device has one head."""
+    heads = -(-shape.key_value_heads // config.generator.tensor_parallel)
+    head_size = shape.key_value // shape.key_value_heads
+    return tokens * 2 * shape.layers * heads * head_size * item_bytes(config.model.dtype)
 
 
 def staging_parts(config: Config, shape: Shape, *, on_gpu: bool) -> Parts:

@@ -5,6 +5,7 @@ The needs are computed (`memory`), not measured, before any process starts.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -144,7 +145,8 @@ def _needs(config: Config, placement: Placement, models: Models) -> Iterator[tup
     for rank, resources in enumerate(placement.critics):
         yield resources.gpus[0], Need(f"critic-{rank}", critic_parts(config, models.critic or models.policy))
     for index, resources in enumerate(placement.generators):
-        yield resources.gpus[0], generator_need(config, models, index, by_nccl=by_nccl)
+        for number, gpu in enumerate(resources.gpus):
+            yield gpu, generator_need(config, models, index, number, by_nccl=by_nccl)
     options: dict[str, Any] = REWARD_MODEL | model_options(config)
     if placement.reward_model is not None and models.reward_model is not None and options["device"] != "cpu":
         tokens, dtype = int(options["tokens_per_batch"]), str(options["dtype"])
@@ -160,10 +162,13 @@ def learner_need(config: Config, models: Models, rank: int, *, by_nccl: bool) ->
     return Need(f"learner-{rank}", parts)
 
 
-def generator_need(config: Config, models: Models, index: int, *, by_nccl: bool) -> Need:
-    """Returns the need of a generator with the smallest key-value cache that its engine can start with."""
-    staged = staging_parts(config, models.policy, on_gpu=by_nccl)
-    return Need(f"generator-{index}", engine_parts(config, models.policy) | staged)
+def generator_need(config: Config, models: Models, index: int, gpu: int, *, by_nccl: bool) -> Need:
+    """Returns the need of one of a generator's GPUs, by its number, with the smallest key-value cache that its engine
+    can start with. The first GPU has the staged weights."""
+    parts = engine_parts(config, models.policy)
+    if gpu == 0:
+        parts |= staging_parts(config, models.policy, on_gpu=by_nccl)
+    return Need(f"generator-{index}", parts)
 
 
 def _by_nccl(config: Config, placement: Placement) -> bool:
@@ -184,15 +189,13 @@ def _with_fractions(config: Config, placement: Placement, models: Models, cards:
         if config.generator.kv_cache_bytes is not None:
             engine_bytes = min(engine_bytes, least)  # the engine uses no more, and requires that this much is free
         fractions[card.name] = engine_bytes / card.memory_bytes
-    return _set_fractions(placement, lambda resources: fractions[resources.gpus[0]])
+    return _set_fractions(placement, lambda resources: min(fractions[gpu] for gpu in resources.gpus))
 
 
 def _divided(config: Config, placement: Placement) -> Placement:
-    counts = {
-        resources.gpus: sum(resources.gpus == other.gpus for other in placement.generators)
-        for resources in placement.generators
-    }
-    return _set_fractions(placement, lambda resources: config.generator.gpu_memory_utilization / counts[resources.gpus])
+    counts = Counter(gpu for resources in placement.generators for gpu in resources.devices)
+    most = config.generator.gpu_memory_utilization
+    return _set_fractions(placement, lambda resources: most / max(counts[gpu] for gpu in resources.devices))
 
 
 def _set_fractions(placement: Placement, fraction: Callable[[RoleResources], float]) -> Placement:
