@@ -60,7 +60,7 @@ def parse_cards(text: str) -> tuple[int, str, Gpu]:
         return count, name, _card(memory_bytes // MIB, given.memory_bytes_per_s, given.flops, given.reduce_bytes_per_s)
     if name not in CARDS:
         raise ConfigError(
-            f"--gpus {text}: no card {name}{did_you_mean(name, CARDS)}; known are {', '.join(sorted(CARDS))}, and "
-            f"{name}:BYTES gives its memory"
+            f"--gpus {text}: no card {name}{did_you_mean(name, CARDS)} Known are {', '.join(sorted(CARDS))}; "
+            f"{name}:BYTES gives the memory of another one"
         )
     return count, name, CARDS[name]

@@ -27,6 +27,7 @@ def run(folder: Path, cache_bytes: int) -> VllmEngine:
         generator__kv_cache_bytes=cache_bytes,
     )
     engine = VllmEngine(config, seed=1)
+    engine.use_own_weights(0)
     rng = np.random.default_rng(0)
     for number in range(SEQUENCES):
         engine.add(str(number), rng.integers(3, 60, PROMPT_TOKENS).tolist())

@@ -46,10 +46,12 @@ class Training:
             **({} if self.offload == base.learner.offload else {"learner.offload": self.offload}),
         }
 
-    def __str__(self) -> str:
-        kind = "checkpointed" if self.checkpointing else "plain"
+    @property
+    def kind(self) -> str:
+        """What it is but for numbers of ranks and tokens."""
+        kept = "checkpointed" if self.checkpointing else "plain"
         moved = "" if self.offload == "none" else f", offload {self.offload}"
-        return f"{self.ranks} learner ranks, ZeRO {self.stage}, {kind}, {self.tokens} tokens{moved}"
+        return f"ZeRO {self.stage}, {kept}{moved}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +80,8 @@ def trainings(base: Config, max_ranks: int) -> Iterator[Training]:
         for stage in STAGES if ranks > 1 else (1,):
             yield Training(ranks, stage, checkpointing, tokens, "none")
         if base.learner.optimizer == "adamw":
-            yield Training(ranks, 2, checkpointing, tokens, "optimizer")
-            yield Training(ranks, 3, checkpointing, tokens, "all")
+            for stage, offload in ((2, "optimizer"), (3, "optimizer"), (3, "all")):
+                yield Training(ranks, stage, checkpointing, tokens, offload)
 
 
 def engine_sizes(shape: Shape, cards: int) -> list[int]:

@@ -11,6 +11,7 @@ from asyncrl.launch.layout.speed import generated_per_s, trained_per_s
 from asyncrl.launch.resources.engine_memory import cache_bytes
 from asyncrl.launch.resources.fit import TRAINED_FRACTION, Models, Need, generator_need, learner_need, with_changes
 from asyncrl.launch.resources.memory import longest_tokens
+from asyncrl.launch.resources.shape import Shape
 from asyncrl.plan.hardware import Gpu
 
 LEAST_SEQUENCES = 32
@@ -22,6 +23,8 @@ class Tried:
     """One side of a layout, and what it needs of a card."""
 
     what: str
+    kind: str
+    """The same for what differs in numbers only."""
     need: Need
     limit_bytes: int
 
@@ -36,6 +39,7 @@ class Layout:
     """A layout that fits."""
 
     config: Config
+    shape: Shape
     learner: Tried
     generator: Tried
     sequences: int
@@ -56,12 +60,21 @@ class Found:
     layout: Layout | None
     """None if nothing fits."""
     refused: list[Tried]
-    """What does not fit: the nearest first."""
+    """The nearest of each kind that does not fit: the nearest first."""
 
 
 def search(base: Config, models: Models, cards: int, gpu: Gpu) -> Found:
     """Returns the layout with the most tokens per second of those that fit, and what did not fit. Every learner rank
-    and every engine has cards of its own; `cards` are those without critic ranks and reward model."""
+    and every engine has cards of its own; `cards` are those without critic ranks and reward model. If weights cannot be
+    sent from GPU to GPU, they are sent through host memory."""
+    found = _search(base, models, cards, gpu)
+    if found.layout is None and _by_nccl(base):
+        through_host = _search(with_changes(base, {"weights.transport": "gloo"}), models, cards, gpu)
+        return replace(through_host, refused=[*through_host.refused, *found.refused]) if through_host.layout else found
+    return found
+
+
+def _search(base: Config, models: Models, cards: int, gpu: Gpu) -> Found:
     found: list[tuple[tuple[float, ...], Layout]] = []
     refused: list[Tried] = []
     learners = [(training, _learner(base, models, gpu, training)) for training in trainings(base, cards - 1)]
@@ -81,9 +94,11 @@ def search(base: Config, models: Models, cards: int, gpu: Gpu) -> Found:
                     generated_per_s(config, models.policy, gpu, generation, sequences),
                     trained_per_s(config, models.policy, gpu, training),
                 )
-                layout = Layout(config, learner, generator, sequences, *rates)
+                layout = Layout(config, models.policy, learner, generator, sequences, *rates)
                 found.append((_preference(layout, training, generation), layout))
     refused.sort(key=lambda tried: tried.missing_bytes)
+    nearest = {tried.kind: tried for tried in reversed(refused)}
+    refused = sorted(nearest.values(), key=lambda tried: tried.missing_bytes)
     return Found(max(found, key=lambda pair: pair[0])[1] if found else None, refused)
 
 
@@ -101,7 +116,9 @@ def _by_nccl(config: Config) -> bool:
 def _learner(base: Config, models: Models, gpu: Gpu, training: Training) -> Tried:
     config = with_changes(base, training.changes(base))
     limit = round(TRAINED_FRACTION * gpu.memory_bytes)
-    return Tried(str(training), learner_need(config, models, 0, by_nccl=_by_nccl(base)), limit)
+    ranks = "1 learner rank" if training.ranks == 1 else f"{training.ranks} learner ranks"
+    what = f"{ranks}, {training.kind}, {training.tokens} tokens"
+    return Tried(what, training.kind, learner_need(config, models, 0, by_nccl=_by_nccl(base)), limit)
 
 
 def _generator(base: Config, models: Models, gpu: Gpu, parallel: int) -> tuple[Tried, int]:
@@ -121,5 +138,5 @@ def _generator(base: Config, models: Models, gpu: Gpu, parallel: int) -> tuple[T
         needs.append(replace(need, parts=parts | {cache_name: LEAST_SEQUENCES * of_sequence}))
     need = next((need for need in needs if need.num_bytes <= limit), needs[-1])
     free = limit - need.num_bytes + LEAST_SEQUENCES * of_sequence
-    what = "a generator" if parallel == 1 else f"a generator on {parallel} cards"
-    return Tried(what, need, limit), max(0, free // of_sequence)
+    what = f"a generator on {parallel} card{'s' if parallel > 1 else ''}"
+    return Tried(what, what, need, limit), max(0, free // of_sequence)

@@ -15,7 +15,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch.layout.cells import with_lengths
 from asyncrl.launch.layout.search import Found, Layout, Tried, search
 from asyncrl.launch.resources.fit import Models
-from asyncrl.launch.resources.memory import GIB
+from asyncrl.launch.resources.memory import GIB, host_parts
 from asyncrl.plan.cards import parse_cards
 
 DEFAULT_TOKENS = 8192
@@ -27,11 +27,11 @@ LOWERED_BY = {
     "weights to send": "weights.transport=gloo",
     "staged weights": "weights.transport=gloo",
     "gathered weights": "learner.zero_stage=2",
-    "gradients": "learner.zero_stage=2, more launch.learners",
+    "gradients": "more launch.learners, or learner.zero_stage from 2 on",
     "weights": "learner.zero_stage=3, more launch.learners",
     "reference": "learner.zero_stage=3, more launch.learners",
-    "float32 copy": "more launch.learners",
-    "optimizer states": "more launch.learners",
+    "float32 copy": "more launch.learners, learner.offload=optimizer",
+    "optimizer states": "more launch.learners, learner.offload=optimizer",
     "critic": "critic.ranks, more launch.learners",
     "key": "a smaller generator.engine_options.max_model_len",
     "a step": "a smaller generator.engine_options.max_num_batched_tokens",
@@ -85,25 +85,23 @@ def _base_config(path: str, base: str | None, tokens: int | None) -> Config:
 
 
 def _describe(layout: Layout) -> Iterator[str]:
-    launch, parallel = layout.config.launch, layout.config.generator.tensor_parallel
+    launch = layout.config.launch
     for title, tried in (
-        (f"each of {launch.learners} learner ranks ({tried_name(layout.learner)})", layout.learner),
-        (f"each card of {launch.generators} generators on {parallel} each", layout.generator),
+        (f"each card of {layout.learner.what}", layout.learner),
+        (f"each card of {launch.generators} x {layout.generator.what}", layout.generator),
     ):
         yield f"\n{title}: {_sizes(tried)}"
         for name, num_bytes in sorted(tried.need.parts.items(), key=lambda part: -part[1]):
             if num_bytes >= 0.05 * GIB:
                 yield f"  {num_bytes / GIB:6.1f}  {name}"
     yield f"  room for {layout.sequences} sequences of the greatest length"
+    in_host = launch.learners * sum(host_parts(layout.config, layout.shape, launch.learners).values())
+    if in_host:
+        yield f"\nhost memory of all learner ranks: {in_host / GIB:.0f} GiB (learner.offload)"
     yield (
         f"\ngenerators {layout.generated_per_s:,.0f} tokens/s, learner {layout.trained_per_s:,.0f} tokens/s (roofline, "
         "not measured)"
     )
-
-
-def tried_name(tried: Tried) -> str:
-    """Returns the settings of a side without the number of its processes."""
-    return tried.what.partition(", ")[2]
 
 
 def _sizes(tried: Tried) -> str:
@@ -115,6 +113,8 @@ def _why(tried: Tried) -> str:
     ways = next((way for begin, way in LOWERED_BY.items() if name.startswith(begin)), "")
     if tried.what.startswith("a generator") and name == "weights":
         ways = "more generator.tensor_parallel"
+    if "ZeRO 3" in tried.kind:
+        ways = ways.replace("learner.zero_stage=3, ", "")
     return f"{tried.what}: {_sizes(tried)}, of which {num_bytes / GIB:.1f} {name}" + (
         f"; lower: {ways}" if ways else ""
     )
