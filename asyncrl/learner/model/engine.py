@@ -161,8 +161,9 @@ class TrainedModel:
         if isinstance(optimizer, BF16_Optimizer):
             return optimizer.fp32_groups_gradient_flat_partition
         if self.offloaded:
-            deepspeed.get_accelerator().synchronize()  # the gradients may be on their way from the GPU
-            return [flat.grad for flat in self.flat_weights()]
+            if self.ranks.device.type == "cuda":
+                torch.cuda.synchronize(self.ranks.device)  # the gradients may be on their way to the host
+            return [flat.grad for flat in self.flat_weights() if flat.grad is not None]
         if self.sharded:
             return [gradient for group in optimizer.averaged_gradients.values() for gradient in group]
         return [p.grad for p in self.network.parameters() if p.grad is not None]
