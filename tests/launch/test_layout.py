@@ -95,7 +95,9 @@ def test_without_a_layout_it_names_the_nearest_and_what_lowers_it() -> None:
     code, output = plan("--model", shape_of(LLAMA_8B).folder, "--gpus", "2xRTX4090-24")
     assert code == 2
     assert "--gpus 2xRTX4090-24: no layout fits by arithmetic. The nearest:" in output
-    assert "a generator on 1 card" in output and "lower: more generator.tensor_parallel" in output
+    assert (
+        "a generator on 1 card: 6" in output and "; lower: a smaller generator.engine_options.max_model_len" in output
+    )
     assert "1 learner rank, ZeRO 3, checkpointed" in output and "GiB, of which" in output
 
 

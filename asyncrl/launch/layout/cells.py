@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 from asyncrl.config import Config
@@ -72,16 +70,21 @@ class Generation:
         return changes
 
 
-def trainings(base: Config, max_ranks: int) -> Iterator[Training]:
-    """Yields the learner's sides with at most `max_ranks` ranks."""
+def microbatches(base: Config) -> list[int]:
+    """Returns the sizes of micro-batches to try, in tokens, in ascending order."""
     longest = longest_tokens(base)
-    sizes = sorted({max(longest, MAX_MICROBATCH_TOKENS >> shift) for shift in range(MICROBATCHES)}, reverse=True)
-    for ranks, checkpointing, tokens in product(range(1, max_ranks + 1), (False, True), sizes):
-        for stage in STAGES if ranks > 1 else (1,):
-            yield Training(ranks, stage, checkpointing, tokens, "none")
+    return sorted({max(longest, MAX_MICROBATCH_TOKENS >> shift) for shift in range(MICROBATCHES)})
+
+
+def trainings(base: Config, max_ranks: int, tokens: int, *, checkpointing: bool) -> list[Training]:
+    """Returns the learner's sides with at most `max_ranks` ranks and micro-batches of `tokens` tokens."""
+    found: list[Training] = []
+    for ranks in range(1, max_ranks + 1):
+        ways = [(stage, "none") for stage in (STAGES if ranks > 1 else STAGES[:1])]
         if base.learner.optimizer == "adamw":
-            for stage, offload in ((2, "optimizer"), (3, "optimizer"), (3, "all")):
-                yield Training(ranks, stage, checkpointing, tokens, offload)
+            ways += [(2, "optimizer"), (3, "optimizer"), (3, "all")]
+        found += [Training(ranks, stage, checkpointing, tokens, offload) for stage, offload in ways]
+    return found
 
 
 def engine_sizes(shape: Shape, cards: int) -> list[int]:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from asyncrl.config import Config
-from asyncrl.launch.layout.cells import OFFLOADS, Generation, Training, config_of, engine_sizes, trainings
+from asyncrl.launch.layout.cells import OFFLOADS, Generation, Training, config_of, engine_sizes, microbatches, trainings
 from asyncrl.launch.layout.speed import generated_per_s, trained_per_s
 from asyncrl.launch.resources.engine_memory import cache_bytes
 from asyncrl.launch.resources.fit import TRAINED_FRACTION, Models, Need, generator_need, learner_need, with_changes
@@ -77,7 +77,7 @@ def search(base: Config, models: Models, cards: int, gpu: Gpu) -> Found:
 def _search(base: Config, models: Models, cards: int, gpu: Gpu) -> Found:
     found: list[tuple[tuple[float, ...], Layout]] = []
     refused: list[Tried] = []
-    learners = [(training, _learner(base, models, gpu, training)) for training in trainings(base, cards - 1)]
+    learners = _learners(base, models, cards - 1, gpu)
     refused += [learner for _, learner in learners if learner.missing_bytes]
     for parallel in engine_sizes(models.policy, cards - 1):
         generator, sequences = _generator(base, models, gpu, parallel)
@@ -111,6 +111,19 @@ def _preference(layout: Layout, training: Training, generation: Generation) -> t
 
 def _by_nccl(config: Config) -> bool:
     return config.weights.transport not in ("gloo", "chain", "files")
+
+
+def _learners(base: Config, models: Models, max_ranks: int, gpu: Gpu) -> list[tuple[Training, Tried]]:
+    """Returns the learner's sides with what they need. If none fits with a micro-batch, larger ones are left out."""
+    found: list[tuple[Training, Tried]] = []
+    for checkpointing in (False, True):
+        for tokens in microbatches(base):
+            sides = trainings(base, max_ranks, tokens, checkpointing=checkpointing)
+            tried = [(training, _learner(base, models, gpu, training)) for training in sides]
+            found += tried
+            if all(learner.missing_bytes for _, learner in tried):
+                break
+    return found
 
 
 def _learner(base: Config, models: Models, gpu: Gpu, training: Training) -> Tried:
