@@ -85,7 +85,7 @@ def async_scheduling() -> Iterator[None]:
         yield
 
 
-def close_all(engines: Iterable[VllmEngine]) -> None:
+def close_all(engines: Iterable[Engine]) -> None:
     """Closes them, and collects garbage once: vLLM does so twice for each, which takes a second."""
     with patch.object(gc, "collect", return_value=0):
         for engine in engines:

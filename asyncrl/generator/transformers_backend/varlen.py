@@ -28,8 +28,9 @@ log = structlog.get_logger()
 PAGE_TOKENS = 16
 LARGE_PAGE_TOKENS = 256
 """Size of pages that torch's kernel reads through a table of pages."""
-TOLERANCE = 2e-2
-"""Largest difference between two kernels in bfloat16, for values of a standard deviation of 1."""
+TOLERANCE = 0.05
+"""Largest distance between the outputs of two kernels for a token, relative to its norm. Rounding in bfloat16 causes
+0.01, another mask 0.3 and more."""
 
 
 def table_attention(
@@ -128,7 +129,8 @@ def _fault(
             except (ImportError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
                 return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             expected = padded_attention(batch, 0, q, k, v, scale=None, window=window)
-            difference = float((found.float() - expected.float()).abs().max())
+            distance = (found.float() - expected.float()).flatten(1).norm(dim=1)
+            difference = float((distance / expected.float().flatten(1).norm(dim=1)).max())
             if not difference <= TOLERANCE:
-                return f"its output differs by {difference:.2g} with window = {window}"
+                return f"its output differs by {difference:.2g} of its norm with window = {window}"
     return ""

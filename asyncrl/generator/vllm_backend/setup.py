@@ -173,7 +173,7 @@ def check_engine_options(config: Config) -> None:
 def check_tensor_parallel(config: Config) -> None:
     """Raises ConfigError if vLLM cannot divide the model of `model.path` into `generator.tensor_parallel` parts."""
     parallel = config.generator.tensor_parallel
-    if parallel == 1 or config.generator.engine != "vllm":
+    if parallel == 1:
         return
     settings = read_json(Path(config.model.path) / "config.json", "model.path")
     settings = settings.get("text_config") or settings

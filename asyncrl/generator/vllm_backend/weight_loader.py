@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from asyncrl.config import Config
-from asyncrl.errors import AsyncrlError, ConfigError, RunError
+from asyncrl.errors import AsyncrlError, ConfigError
 from asyncrl.generator.vllm_backend.sent_weights import SentWeights, Weights
 from asyncrl.generator.vllm_backend.shared_weights import SharedWeights
 from asyncrl.generator.vllm_backend.workers import Workers
+from asyncrl.generator.weight_fit import check_fit
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -32,7 +33,8 @@ class WeightLoader:
     def load(self, version: int, tensors: Weights, *, is_first: bool) -> None:
         """Loads the weights. Raises RunError, and loads nothing, when they do not match the model, and ConfigError when
         the first ones cannot be loaded."""
-        self._check_fit(version, tensors)
+        given = {name: tuple(tensor.shape) for name, tensor in tensors}
+        check_fit(version, given, self._sent.shapes, self._config.model.path)
         try:
             self._call("start_weight_update")
             for part in self._parts(self._sent.to_checkpoint(tensors)):
@@ -69,17 +71,3 @@ class WeightLoader:
         """Calls a method of the object of vLLM that computes, in all processes."""
         timeout_s = self._config.launch.heartbeat_timeout_s
         self._workers.call(partial(self._engine.collective_rpc, method, timeout=timeout_s, args=args))
-
-    def _check_fit(self, version: int, tensors: Weights) -> None:
-        given, known = {name: tuple(tensor.shape) for name, tensor in tensors}, self._sent.shapes
-        if given == known:
-            return
-        faults = [f"{name} is missing" for name in known.keys() - given.keys()]
-        faults += [f"{name} is unknown" for name in given.keys() - known.keys()]
-        faults += [
-            f"{name} has shape {given[name]}, the model {shape}"
-            for name, shape in known.items()
-            if name in given and given[name] != shape
-        ]
-        shown = "; ".join(sorted(faults)[:5]) + ("; ..." if len(faults) > 5 else "")
-        raise RunError(f"weights of version {version} do not fit model.path = {self._config.model.path}: {shown}")

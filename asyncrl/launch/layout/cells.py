@@ -87,8 +87,10 @@ def trainings(base: Config, max_ranks: int, tokens: int, *, checkpointing: bool)
     return found
 
 
-def engine_sizes(shape: Shape, cards: int) -> list[int]:
+def engine_sizes(base: Config, shape: Shape, cards: int) -> list[int]:
     """Returns the numbers of cards that an engine can have, of at most `cards`: its attention heads are divided."""
+    if base.generator.engine != "vllm" or base.deterministic:
+        return [1]
     return [parallel for parallel in TENSOR_PARALLEL if parallel <= cards and shape.heads % parallel == 0]
 
 

@@ -79,7 +79,7 @@ def _search(base: Config, models: Models, cards: int, gpu: Gpu) -> Found:
     refused: list[Tried] = []
     learners = _learners(base, models, cards - 1, gpu)
     refused += [learner for _, learner in learners if learner.missing_bytes]
-    for parallel in engine_sizes(models.policy, cards - 1):
+    for parallel in engine_sizes(base, models.policy, cards - 1):
         generator, sequences = _generator(base, models, gpu, parallel)
         if generator.missing_bytes:
             refused.append(generator)

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from asyncrl.config import Config, load_config
+from asyncrl.config import Config, load_config, read_config
 from asyncrl.errors import ConfigError
 from asyncrl.launch.layout.cells import with_lengths
 from asyncrl.launch.layout.search import Found, Layout, Tried, search
@@ -129,6 +129,7 @@ def _refusal(found: Found, gpus: str) -> str:
 
 
 def _write(console: Console, config: Config, out: Path | None, base: str | None, comment: str) -> None:
+    read_config(config.to_yaml())  # raises ConfigError for a combination that a launch would refuse
     values = config.model_dump(mode="json", exclude_unset=True)
     if not values["data"].get("train"):
         values["data"].pop("train", None)

@@ -7,6 +7,7 @@ value.
 from __future__ import annotations
 
 from asyncrl.config import Config
+from asyncrl.generator.transformers_backend.setup import STEP_TOKENS
 from asyncrl.launch.resources.memory import GIB, PROCESS_BYTES, Parts, item_bytes, longest_tokens
 from asyncrl.launch.resources.shape import Shape
 
@@ -21,14 +22,17 @@ STAGING_MARGIN_BYTES = GIB
 
 
 def engine_parts(config: Config, shape: Shape, *, on_gpu: bool = True) -> Parts:
-    """Returns the memory of a vLLM engine on each of its devices, with the smallest key-value cache that it can start
-    with. On a CPU it has a second copy of all matrices, packed for its products."""
+    """Returns the memory of an engine on each of its devices, with the smallest key-value cache that it can start
+    with. On a CPU vLLM has a second copy of all matrices, packed for its products."""
     size, parallel = item_bytes(config.model.dtype), config.generator.tensor_parallel
     window = config.generator.max_model_tokens or shape.window or longest_tokens(config)
     options = config.generator.engine_options
     given = options.get("max_num_batched_tokens")
     default = ENGINE_STEP_TOKENS if on_gpu else CPU_STEP_TOKENS
     default = 2 * default if options.get("performance_mode") == "throughput" else default
+    is_eager = config.generator.engine == "transformers"
+    if is_eager:
+        default = STEP_TOKENS["cuda" if on_gpu else "cpu"]
     step_tokens = given if isinstance(given, int) else default
     sequences = config.generator.max_running_groups * config.generator.group_size
     cache, of = cache_bytes(config, shape, window), f"keys and values of {window} tokens"
@@ -38,10 +42,10 @@ def engine_parts(config: Config, shape: Shape, *, on_gpu: bool = True) -> Parts:
     step = 2 * shape.intermediate // parallel + 6 * shape.hidden
     return {
         "weights": size * shape.parameters // parallel,
-        "packed weights": 0 if on_gpu else size * matrices // parallel,
+        "packed weights": 0 if on_gpu or is_eager else size * matrices // parallel,
         f"a step of {step_tokens} tokens": step_tokens * size * step,
-        f"logits of {sequences} sequences": sequences * 3 * 4 * shape.vocabulary,
-        "CUDA graphs": GRAPH_BYTES if on_gpu else 0,
+        f"logits of {sequences} sequences": sequences * (5 if is_eager else 3) * 4 * shape.vocabulary,
+        "CUDA graphs": GRAPH_BYTES if on_gpu and not is_eager else 0,
         of: cache,
     }
 
