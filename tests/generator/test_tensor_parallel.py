@@ -129,24 +129,30 @@ def test_all_memory_of_the_processes_is_without_a_name(divided: VllmEngine, poli
 
 
 @pytest.mark.slow
-def test_recompute_makes_every_token_one_version_also_with_a_batch_in_flight(
-    model_path: str, small_buckets: None, policies: Policies
+@pytest.mark.parametrize("kv_cache", ["keep", "recompute"])
+def test_every_token_is_of_the_version_that_it_carries_also_with_a_batch_in_flight(
+    model_path: str, small_buckets: None, policies: Policies, kv_cache: str
 ) -> None:
-    config = small_config(model_path, generator__tensor_parallel=2, weights__kv_cache="recompute")
+    config = small_config(model_path, generator__tensor_parallel=2, weights__kv_cache=kv_cache)
     with async_scheduling():
         engine = VllmEngine(config, seed=1)
     try:
-        for key, completion in swap_in_flight(engine, policies, dropped=1).items():
-            for version in np.unique(completion.versions):
-                here = completion.versions == version
-                own, other = (
-                    reference_logprobs(policies[v], PROMPTS[key], completion.tokens, 1.0)[here]
-                    for v in (version, (version + 1) % 3)
-                )
-                assert max_difference(completion.logprobs[here], own) < TOLERANCE
-                assert max_difference(completion.logprobs[here], other) > DIFFERENT
+        done = swap_in_flight(engine, policies, dropped=int(kv_cache == "recompute"))
     finally:
         engine.close()
+    for key, completion in done.items():
+        if kv_cache == "keep":
+            expected = kept_cache_logprobs(policies, PROMPTS[key], completion, 1.0)
+            assert max_difference(completion.logprobs, expected) < TOLERANCE
+            continue
+        for version in np.unique(completion.versions):
+            here = completion.versions == version
+            own, other = (
+                reference_logprobs(policies[v], PROMPTS[key], completion.tokens, 1.0)[here]
+                for v in (version, (version + 1) % 3)
+            )
+            assert max_difference(completion.logprobs[here], own) < TOLERANCE
+            assert max_difference(completion.logprobs[here], other) > DIFFERENT
 
 
 @pytest.mark.slow
