@@ -34,6 +34,7 @@ BUCKET_BYTES = 40_000
 """Less than half of the model's weights, more than its largest tensor."""
 PROMPTS = {str(i): [3 + (7 * i + 5 * j) % 60 for j in range(4 + i)] for i in range(8)}
 END_S = 10.0
+SILENT_S = 10.0
 
 Policies = list[Qwen2ForCausalLM]
 
@@ -176,6 +177,23 @@ def test_the_end_of_a_worker_ends_the_engine_at_once(model_path: str, policies: 
         with pytest.raises(PeerTimeoutError, match=expected):
             engine.swap(1, weights_of(policies[1]))
     finally:
+        engine.close()
+    await_end(pids)
+
+
+@pytest.mark.slow
+def test_a_worker_that_does_not_answer_is_given_up(model_path: str, policies: Policies) -> None:
+    config = small_config(model_path, generator__tensor_parallel=2, launch__heartbeat_timeout_s=SILENT_S)
+    engine = VllmEngine(config, seed=1)
+    try:
+        engine.swap(0, weights_of(policies[0]))
+        os.kill(pids_of(engine)[1], signal.SIGSTOP)
+        stopped_s = time.monotonic()
+        with pytest.raises(PeerTimeoutError, match=r"did not answer within launch.heartbeat_timeout_s = 10 s"):
+            complete(engine)
+        assert SILENT_S <= time.monotonic() - stopped_s < SILENT_S + END_S
+    finally:
+        pids = pids_of(engine)
         engine.close()
     await_end(pids)
 

@@ -19,8 +19,9 @@ from asyncrl.util.processes import end_with_parent
 if TYPE_CHECKING:
     from torch.nn import Module
 
+GROUP = "vllm.general_plugins"
 NAME = "asyncrl"
-"""Name of the weight transfer engine in `WeightTransferConfig`."""
+"""Name of the entry point, and of the weight transfer engine in `WeightTransferConfig`."""
 GENERATOR = "ASYNCRL_ENGINE_PID"
 """Environment variable with the process that has an engine of asyncrl: the plug-in leaves other uses of vLLM alone."""
 SHARED_MEMORY = Path("/dev/shm")
