@@ -5,6 +5,8 @@
 # make setup DEVICE=cpu (or gpu): packages for CPUs whatever there is; without it, for GPUs where there is one.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 DEVICE ?= auto
+# make setup ENGINE=transformers: without vLLM; later calls leave it out, too, until ENGINE=vllm.
+ENGINE ?= auto
 BIN := .venv/bin
 
 .PHONY: demo test test-all docs gpu-check chaos bench-check setup check format clean
@@ -42,7 +44,7 @@ bench-check: setup
 	$(BIN)/asyncrl bench --quick --against $(AGAINST)
 
 setup:
-	@scripts/setup $(PYTHON) $(DEVICE)
+	@scripts/setup $(PYTHON) $(DEVICE) $(ENGINE)
 
 check: setup
 	$(BIN)/ruff format --check .

@@ -213,17 +213,19 @@ class ForkServer:
         self.reap()
 
 
-def main(run: Callable[[list[str]], int], preloaded: Sequence[str] = PRELOADED) -> int:
-    """Imports the modules and those of the engine, then serves the parent, whose process id and engine are the
-    command-line arguments: each request forks a child that calls `run` with the requested arguments. Returns when the
-    parent has closed its socket."""
+def main(run: Callable[[list[str]], int], preloaded: Sequence[str] | None = None) -> int:
+    """Imports the modules, by default those of all roles and of the engine, then serves the parent, whose process id
+    and engine are the command-line arguments: each request forks a child that calls `run` with the requested arguments.
+    Returns when the parent has closed its socket."""
     parent = int(sys.argv[1])
     end_with_parent(parent)
     own = socket.socket(fileno=os.dup(0))
     _redirect(os.open(os.devnull, os.O_RDONLY), 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     setproctitle("asyncrl forker")  # locates the title by the environment, which a child replaces
-    own.send(json.dumps(_preload(preloaded, engine=sys.argv[2])).encode())
+    engine = sys.argv[2]
+    modules = (*PRELOADED, *ENGINE_MODULES.get(engine, ())) if preloaded is None else preloaded
+    own.send(json.dumps(_preload(modules, engine=engine)).encode())
     return serve(own, parent, run)
 
 
@@ -250,14 +252,14 @@ def serve(own: socket.socket, parent: int, run: Callable[[list[str]], int]) -> i
 
 
 def _preload(modules: Sequence[str], *, engine: str) -> dict[str, Any]:
-    """Imports the modules and those of the engine; returns the message to the parent."""
+    """Imports the modules, in the environment of the engine; returns the message to the parent."""
     try:
         if engine == "vllm":
             from asyncrl.generator.vllm_backend import setup as vllm_setup
 
             for name, value in vllm_setup.ENVIRONMENT.items():
                 os.environ.setdefault(name, value)
-        for module in (*modules, *ENGINE_MODULES.get(engine, ())):
+        for module in modules:
             importlib.import_module(module)
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}

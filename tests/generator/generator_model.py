@@ -15,7 +15,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from asyncrl.config import Config, load_config
-from asyncrl.generator.engine import Completion
+from asyncrl.generator.engine import Completion, Engine
 from asyncrl.generator.vllm_backend.engine import VllmEngine
 
 EOS = (1, 2)
@@ -85,7 +85,7 @@ def async_scheduling() -> Iterator[None]:
         yield
 
 
-def close_all(engines: Iterable[VllmEngine]) -> None:
+def close_all(engines: Iterable[Engine]) -> None:
     """Closes them, and collects garbage once: vLLM does so twice for each, which takes a second."""
     with patch.object(gc, "collect", return_value=0):
         for engine in engines:
@@ -93,7 +93,7 @@ def close_all(engines: Iterable[VllmEngine]) -> None:
     gc.collect()
 
 
-def run_all(engine: VllmEngine) -> dict[str, Completion]:
+def run_all(engine: Engine) -> dict[str, Completion]:
     """Steps until nothing runs."""
     done: dict[str, Completion] = {}
     while engine.num_running:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from functools import partialmethod
 from pathlib import Path
 from unittest.mock import MagicMock
@@ -17,6 +18,7 @@ from asyncrl.config import load_config
 from asyncrl.config.passthrough import ENGINE_REFUSED
 from asyncrl.errors import ConfigError
 from asyncrl.generator import role
+from asyncrl.generator.engine import check_installed, make_engine
 from asyncrl.generator.role import engine_seed, max_weight_bytes
 from asyncrl.generator.vllm_backend.engine import VllmEngine
 from asyncrl.generator.vllm_backend.setup import check_cpu, check_engine_options
@@ -88,6 +90,16 @@ def test_engine_options_must_be_ones_of_the_installed_vllm(model_path: str) -> N
     )
     with pytest.raises(ConfigError, match=rule):
         check_engine_options(small_config(model_path, generator__engine_options=options))
+
+
+def test_an_engine_that_is_not_installed_is_refused_with_the_way_out(
+    model_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    check_installed(small_config(model_path, generator__engine="transformers"))
+    for refuses in (check_installed, lambda config: make_engine(config, seed=1)):
+        with pytest.raises(ConfigError, match=r"vLLM is not installed; install it with `make setup`, or use .*transf"):
+            refuses(small_config(model_path))
 
 
 def test_bfloat16_is_refused_where_the_engine_would_die_of_an_illegal_instruction(

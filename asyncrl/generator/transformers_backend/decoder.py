@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from asyncrl.config import Config
 from asyncrl.generator.transformers_backend.attention import padded_attention
@@ -66,7 +66,13 @@ class Decoder:
     def logits(self, rows: Sequence[Row]) -> Tensor:
         """Returns the logits [rows, vocabulary] behind each row, in float32. The rows have the order of `sort_rows`."""
         batch = Batch(rows, self.cache, self.device)
-        return self._output(self._hidden(batch).index_select(0, batch.last)).float()
+        hidden = self._hidden(batch).index_select(0, batch.last)
+        output = self._output
+        if hidden.is_cuda and hidden.dtype is not torch.float32 and isinstance(output, nn.Linear):
+            # As in the learner: not rounded to 16 bits.
+            logits = torch.mm(hidden, output.weight.t(), out_dtype=torch.float32)
+            return logits if output.bias is None else logits + output.bias
+        return output(hidden).float()
 
     def _hidden(self, batch: Batch) -> Tensor:
         """Returns the last hidden states [tokens, size] of a batch."""

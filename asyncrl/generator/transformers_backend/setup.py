@@ -6,5 +6,3 @@ CPU_KV_CACHE_BYTES = 1 << 30
 """Key-value cache on a CPU when `generator.kv_cache_bytes` is not set."""
 STEP_TOKENS = {"cpu": 2048, "cuda": 8192}
 """Most tokens of a step, by kind of device, without `max_num_batched_tokens` in `generator.engine_options`."""
-PRELOADED = ("asyncrl.generator.transformers_backend.engine", "transformers.models.auto.modeling_auto")
-"""Modules that are imported while an engine is built."""

@@ -7,10 +7,17 @@ GPU.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from inspect import signature
+from typing import Any
 
 import structlog
 import torch
 from torch import Tensor
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:
+    varlen_attn = None
 
 from asyncrl.generator.transformers_backend.attention import Kernel, padded_attention
 from asyncrl.generator.transformers_backend.batch import Batch, Row, sort_rows
@@ -21,17 +28,16 @@ log = structlog.get_logger()
 PAGE_TOKENS = 16
 LARGE_PAGE_TOKENS = 256
 """Size of pages that torch's kernel reads through a table of pages."""
-TOLERANCE = 2e-2
-"""Largest difference between two kernels in bfloat16, for values of a standard deviation of 1."""
+TOLERANCE = 0.05
+"""Largest distance between the outputs of two kernels for a token, relative to its norm. Rounding in bfloat16 causes
+0.01, another mask 0.3 and more."""
 
 
 def table_attention(
     batch: Batch, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, window: int | None
 ) -> Tensor:
     """Reads keys and values through the table of pages."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    assert batch.cache is not None
+    assert batch.cache is not None and varlen_attn is not None
     keys, values = (tensor.unflatten(0, (-1, batch.cache.page_tokens)) for tensor in batch.cache.layers[layer])
     return varlen_attn(
         q.contiguous(),
@@ -43,7 +49,7 @@ def table_attention(
         batch.max_key,
         scale=scale,
         window_size=_window(window),
-        enable_gqa=q.shape[1] != keys.shape[2],
+        **_grouped(q.shape[1] != keys.shape[2]),
         seqused_k=batch.key_lengths,
         block_table=batch.page_table,
     )  # type: ignore[return-value]
@@ -53,9 +59,7 @@ def gathered_attention(
     batch: Batch, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, window: int | None
 ) -> Tensor:
     """Copies keys and values of all rows from the cache first."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    assert batch.cache is not None
+    assert batch.cache is not None and varlen_attn is not None
     keys, values = (tensor.index_select(0, batch.key_source) for tensor in batch.cache.layers[layer])
     return varlen_attn(
         q.contiguous(),
@@ -67,8 +71,14 @@ def gathered_attention(
         batch.max_key,
         scale=scale,
         window_size=_window(window),
-        enable_gqa=q.shape[1] != keys.shape[1],
+        **_grouped(q.shape[1] != keys.shape[1]),
     )  # type: ignore[return-value]
+
+
+def _grouped(grouped: bool) -> dict[str, Any]:
+    """The option for several query heads for a head of keys, which releases before 2.12 accept without it."""
+    assert varlen_attn is not None
+    return {"enable_gqa": grouped} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
 
 def _window(window: int | None) -> tuple[int, int]:
@@ -80,7 +90,7 @@ def choose_kernel(
 ) -> tuple[Kernel, int]:
     """Returns the fastest kernel that computes what `padded_attention` does for a model with these keys and values and
     this number of query heads, and the tokens of a page."""
-    if device.type != "cuda" or dtype is torch.float32:
+    if device.type != "cuda" or dtype is torch.float32 or varlen_attn is None:
         return padded_attention, PAGE_TOKENS
     for kernel, page_tokens in ((table_attention, LARGE_PAGE_TOKENS), (gathered_attention, PAGE_TOKENS)):
         fault = _fault(kernel, page_tokens, set(shapes.values()), heads, dtype=dtype, device=device)
@@ -119,7 +129,8 @@ def _fault(
             except (ImportError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
                 return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             expected = padded_attention(batch, 0, q, k, v, scale=None, window=window)
-            difference = float((found.float() - expected.float()).abs().max())
+            distance = (found.float() - expected.float()).flatten(1).norm(dim=1)
+            difference = float((distance / expected.float().flatten(1).norm(dim=1)).max())
             if not difference <= TOLERANCE:
-                return f"its output differs by {difference:.2g} with window = {window}"
+                return f"its output differs by {difference:.2g} of its norm with window = {window}"
     return ""
