@@ -133,6 +133,7 @@ class Config(Section):
                 f"generator.tensor_parallel = {self.generator.tensor_parallel}: the engine 'transformers' computes on "
                 "one device; use generator.engine=vllm, or generator.tensor_parallel=1"
             )
+        self._check_pool_of_generators()
         self._check_environment()
         window = self.generator.max_model_tokens
         if window is not None and window <= self.generator.max_new_tokens:
@@ -141,6 +142,15 @@ class Config(Section):
                 f"it must be above generator.max_new_tokens = {self.generator.max_new_tokens}"
             )
         return self
+
+    def _check_pool_of_generators(self) -> None:
+        name, parallel = self.placement.pool_of("generator"), self.generator.tensor_parallel
+        pool = self.placement.pools.get(name)
+        if pool is not None and pool.nodes is None and pool.gpus % parallel:
+            raise ValueError(
+                f"placement.pools.{name} has {pool.gpus} GPUs: it must be a multiple of generator.tensor_parallel = "
+                f"{parallel}, the GPUs of one generator"
+            )
 
     def _check_environment(self) -> None:
         if self.environment.name is None:

@@ -106,6 +106,14 @@ def test_overrides_are_yaml() -> None:
             "replay.min_staleness = 3: no more than replay.max_staleness = 2 batches are ever generated ahead",
         ),
         (
+            {
+                "generator.tensor_parallel": 4,
+                "placement.pools": {"gen": "6 x gpu", "train": "2 x gpu"},
+                "placement.roles": {"generator": "gen", "learner": "train"},
+            },
+            "placement.pools.gen has 6 GPUs: it must be a multiple of generator.tensor_parallel = 4, the GPUs of one",
+        ),
+        (
             {"generator.tensor_parallel": 2, "deterministic": True, "replay.max_staleness": 0},
             "deterministic with generator.tensor_parallel = 2: it is not shown that the sums of several devices",
         ),
